@@ -1,0 +1,1 @@
+"""Train many PyTorch models at once, inside a memory budget you name."""

@@ -1,0 +1,60 @@
+"""Typed errors. Each message says what was expected, what was got, and one remedy."""
+
+from __future__ import annotations
+
+
+class TrainmuxError(Exception):
+    """Base of every error that trainmux raises on purpose."""
+
+
+class MemberError(TrainmuxError, ValueError):
+    """A member, or the set of members, cannot be trained as given."""
+
+
+class OptimizerError(MemberError):
+    """An optimizer is not supported, or its settings or state are not usable."""
+
+
+class BatchError(TrainmuxError, ValueError):
+    """A batch does not have the structure, dtype or shape that was promised by the example."""
+
+
+class LossError(TrainmuxError, ValueError):
+    """The loss function returned something that cannot be trained on."""
+
+
+class ConfigError(TrainmuxError, ValueError):
+    """A setting of the fleet (precision, device, data, ...) is unknown or contradicts another."""
+
+
+class CheckpointError(TrainmuxError):
+    """A checkpoint cannot be written, is damaged, or does not fit the fleet."""
+
+
+class TraceError(TrainmuxError):
+    """A model or loss function cannot be traced into a graph.
+
+    ``op`` names the operator that stopped the trace and ``location`` the line of user code
+    (``file:line in function``) that called it; either may be ``None`` where it is not known.
+    """
+
+    def __init__(self, message: str, *, op: str | None = None, location: str | None = None) -> None:
+        super().__init__(message)
+        self.op = op
+        self.location = location
+
+
+class FusionError(TrainmuxError):
+    """An operator cannot be fused over the model axis.
+
+    ``op`` names the operator and ``location`` the line of user code it came from.
+    """
+
+    def __init__(self, message: str, *, op: str | None = None, location: str | None = None) -> None:
+        super().__init__(message)
+        self.op = op
+        self.location = location
+
+
+class TrainmuxWarning(UserWarning):
+    """Something works, but not in the way one would expect: a fall-back, a frozen member."""
