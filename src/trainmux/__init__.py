@@ -1,1 +1,19 @@
 """Train many PyTorch models at once, inside a memory budget you name."""
+
+from trainmux import errors
+from trainmux.fleet import Fleet, Member
+from trainmux.training import Callback, CSVLog, EarlyStopping, EpochRecord, History
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "CSVLog",
+    "Callback",
+    "EarlyStopping",
+    "EpochRecord",
+    "Fleet",
+    "History",
+    "Member",
+    "__version__",
+    "errors",
+]

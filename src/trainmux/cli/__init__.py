@@ -1,1 +1,1 @@
-"""See docs/layout.md."""
+"""The command line, on the public surface only. See docs/layout.md."""

@@ -1,1 +1,21 @@
-"""See docs/layout.md."""
+"""A fused graph becomes a program; an engine runs it step by step."""
+
+from trainmux.engine._program import (
+    TAIL_INPUTS,
+    ForwardProgram,
+    ReferenceEngine,
+    StepProgram,
+    build_forward,
+    build_step,
+)
+from trainmux.engine._tail import UpdateSettings
+
+__all__ = [
+    "TAIL_INPUTS",
+    "ForwardProgram",
+    "ReferenceEngine",
+    "StepProgram",
+    "UpdateSettings",
+    "build_forward",
+    "build_step",
+]

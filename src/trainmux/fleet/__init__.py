@@ -1,1 +1,6 @@
-"""See docs/layout.md."""
+"""The facade: members, groups and slots over the stages above."""
+
+from trainmux.fleet._fleet import Fleet
+from trainmux.fleet._member import Member
+
+__all__ = ["Fleet", "Member"]

@@ -1,1 +1,17 @@
-"""See docs/layout.md."""
+"""Device facts and primitives: random counters, stacked storage, determinism."""
+
+from trainmux.runtime._determinism import deterministic_algorithms
+from trainmux.runtime._interrupts import deferred_interrupts
+from trainmux.runtime._random import WORD_RANGE, philox_blocks, random_words
+from trainmux.runtime._storage import ALIGNMENT_BYTES, stacked_strides, stacked_zeros
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "WORD_RANGE",
+    "deferred_interrupts",
+    "deterministic_algorithms",
+    "philox_blocks",
+    "random_words",
+    "stacked_strides",
+    "stacked_zeros",
+]

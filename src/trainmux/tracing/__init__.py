@@ -1,1 +1,35 @@
-"""See docs/layout.md."""
+"""One member and a batch become a graph; a fused graph becomes forward and backward."""
+
+from trainmux.tracing._cleanup import inherit_meta, output_nodes
+from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
+from trainmux.tracing._source import node_location
+from trainmux.tracing._split import SplitGraph, split_joint
+from trainmux.tracing._substitute import NamedTensor, unique_buffers, unique_parameters
+from trainmux.tracing._torch_private import FakeTensor, FakeTensorMode, make_fx, nodes_after, tracer_graph
+from trainmux.tracing._tree import BatchSpec, FlatBatch, LeafSpec, check_batch, flatten_batch
+
+__all__ = [
+    "BatchSpec",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FlatBatch",
+    "LeafSpec",
+    "LossFunction",
+    "NamedTensor",
+    "SplitGraph",
+    "TraceSettings",
+    "TracedGraph",
+    "check_batch",
+    "flatten_batch",
+    "inherit_meta",
+    "make_fx",
+    "node_location",
+    "nodes_after",
+    "output_nodes",
+    "split_joint",
+    "trace_forward",
+    "trace_joint",
+    "tracer_graph",
+    "unique_buffers",
+    "unique_parameters",
+]

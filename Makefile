@@ -1,0 +1,54 @@
+# Needs Python 3.11 or 3.12 and make; everything else goes into $(VENV).
+#
+#   PYTHON=...       the interpreter to use (otherwise the first that fits, see scripts/choose_python.sh)
+#   TORCH_INDEX=...  the package index to take torch from (otherwise see scripts/make_env.py)
+
+VENV ?= .venv
+PYTHON ?=
+TORCH_INDEX ?=
+DEMO_ARGS ?=
+BENCH_OUT ?= runs/bench/fleet_cpu.json
+export TORCH_INDEX
+
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint test-gpu bench clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+env: $(INSTALLED) ## create the environment and install into it
+
+demo: $(INSTALLED) ## train a sweep of sixteen small CNNs as one fleet, and compare
+	$(PY) -m trainmux demo $(DEMO_ARGS)
+
+test: lint ## lint, type check, unit and CPU tests
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest tests/unit tests/cpu -n 2
+
+lint: $(INSTALLED) ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+# Installs nothing: for machines that have torch, pytest and a GPU, but perhaps no network.
+test-gpu: ## GPU tests, with the Python that already has torch
+	@$(or $(PYTHON),python3) -c 'import torch, pytest' || { \
+	  echo "make test-gpu needs a Python with torch and pytest; name it with PYTHON=..." >&2; exit 1; }
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(PYTHON),python3) -m pytest tests/gpu
+
+bench: $(INSTALLED) ## CPU benchmark: fused against one by one
+	$(PY) benchmarks/fleet_cpu.py --out $(BENCH_OUT)
+
+clean: ## remove caches and build output
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f $(INSTALLED)
+
+distclean: clean ## also remove the environment
+	rm -rf $(VENV)
+
+$(INSTALLED): pyproject.toml scripts/make_env.py
+	@python=$$(sh scripts/choose_python.sh '$(PYTHON)') && "$$python" scripts/make_env.py '$(VENV)'
+	@touch $@

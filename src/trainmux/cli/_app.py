@@ -1,0 +1,58 @@
+"""The commands and their options; each command's work is imported when it is called."""
+
+from __future__ import annotations
+
+import platform
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(name="trainmux", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+class DeviceChoice(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed as a package)"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        python = platform.python_version()
+        typer.echo(f"trainmux {_installed('trainmux')}, torch {_installed('torch')}, Python {python}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit."),
+    ] = False,
+) -> None:
+    """Train many PyTorch models at once, each with the numbers it would have alone."""
+
+
+@app.command()
+def demo(
+    device: Annotated[DeviceChoice, typer.Option(help="Where to train.")] = DeviceChoice.AUTO,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 10,
+    out: Annotated[Path, typer.Option(help="Folder for the best member.")] = Path("runs/demo"),
+) -> None:
+    """Sweep 16 small CNNs over the digits data set, fused, then one by one, and compare."""
+    from trainmux.cli.demo import DeviceUnavailableError, run_demo
+
+    try:
+        run_demo(device=device.value, epochs=epochs, out=out)
+    except DeviceUnavailableError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from None

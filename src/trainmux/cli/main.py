@@ -1,0 +1,33 @@
+"""Entry point of the command line; says which extra is missing before anything else can fail."""
+
+from __future__ import annotations
+
+CLI_PACKAGES = frozenset({"typer", "click", "rich", "sklearn"})
+
+
+def missing_extra(error: ModuleNotFoundError) -> str | None:
+    """What to tell the user when an import failed; ``None`` if the extra would not help."""
+    package = (error.name or "").partition(".")[0]
+    if package not in CLI_PACKAGES:
+        return None
+    return (
+        f"trainmux: the command line needs the package '{package}', which is not installed; "
+        "install it with: pip install 'trainmux[cli]'"
+    )
+
+
+def main() -> None:
+    """Run the command line; a missing package of the extra, or a ``TrainmuxError``, exits with status 1."""
+    from trainmux.errors import TrainmuxError
+
+    try:
+        from trainmux.cli._app import app
+
+        app()
+    except ModuleNotFoundError as error:
+        message = missing_extra(error)
+        if message is None:
+            raise
+        raise SystemExit(message) from None
+    except TrainmuxError as error:
+        raise SystemExit(f"trainmux: {error}") from None

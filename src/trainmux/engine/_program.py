@@ -1,0 +1,243 @@
+"""A fused step as one graph, and the reference engine that runs it.
+
+The program is forward, backward and tail in one line of nodes; values passed between them are freed at
+their last use. It changes parameters, buffers and optimizer state in place and returns losses and
+metrics. The reference engine calls it node by node through ATen, on any device: it is the oracle for
+every faster engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from trainmux.engine._tail import TailInputs, UpdateSettings, make_tail
+from trainmux.fusion import FusedGraph
+from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind, Phase
+from trainmux.runtime import deterministic_algorithms
+from trainmux.tracing import FakeTensor, FakeTensorMode, make_fx, output_nodes, split_joint
+
+# Besides the fused graph's own inputs, in this order.
+TAIL_INPUTS = ("scalars", "neutral", "limits", "active", "alive", "updates")
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A step ready to run.
+
+    Its arguments are the fused inputs, optimizer state tensors (``settings.state_keys()``), accumulators
+    (one per gradient, where the step accumulates), then ``TAIL_INPUTS``. It returns the loss, the
+    gradient norm, the finite mask and the metrics, each with the model axis first.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    settings: UpdateSettings
+    metrics: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ForwardProgram:
+    """A forward-only program: fused inputs in, metrics out."""
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    metrics: tuple[str, ...]
+
+
+class ReferenceEngine:
+    """Runs a program node by node."""
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
+
+    def run(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """One step; what it returns is new memory each time."""
+        with torch.no_grad(), deterministic_algorithms(self._deterministic):
+            return list(program.module(*arguments))
+
+
+def build_forward(fused: FusedGraph) -> ForwardProgram:
+    """A forward-only program from a fused graph without gradients."""
+    metrics = tuple(output.name for output in fused.outputs if output.kind is OutputKind.METRIC)
+    return ForwardProgram(fused.module, fused.inputs, metrics)
+
+
+def build_step(fused: FusedGraph, settings: UpdateSettings) -> StepProgram:
+    """Split the fused joint graph, append the tail, and write all of it as one graph."""
+    split = split_joint(fused.module, fused.inputs, fused.outputs)
+    graph = fx.Graph()
+    owner = torch.nn.Module()
+    arguments = [graph.placeholder(f"input_{i}") for i in range(len(fused.inputs))]
+    primal = [node for node, described in _paired(arguments, fused.inputs) if not _is_tangent(described)]
+    forward_values = _append(graph, owner, split.forward, primal, Phase.FORWARD, "forward")
+    results, saved = forward_values[: split.num_forward_outputs], forward_values[split.num_forward_outputs :]
+    by_name = dict(zip(_names(split.forward)[split.num_forward_outputs :], saved, strict=True))
+    tangents = [node for node, described in _paired(arguments, fused.inputs) if _is_tangent(described)]
+    backward_inputs = [
+        by_name[node.name] if node.name in by_name else tangents[0]
+        for node in split.backward.graph.nodes
+        if node.op == "placeholder"
+    ]
+    gradients = _append(graph, owner, split.backward, backward_inputs, Phase.BACKWARD, "backward")
+    _describe(arguments, fused)
+
+    outputs = dict(_group_outputs(fused.outputs, results + gradients))
+    tail = _TailGraph(graph, arguments, fused, settings, outputs)
+    norm, finite = tail.append(owner)
+    metrics = outputs[OutputKind.METRIC]
+    loss = outputs[OutputKind.LOSS]["loss"]
+    graph.output([loss, norm, finite, *metrics.values()])
+    _placeholders_first(graph)
+    graph.lint()
+    module = fx.GraphModule(owner, graph)
+    return StepProgram(module, fused.inputs, settings, tuple(metrics))
+
+
+def _is_tangent(described: GraphInput) -> bool:
+    return described.kind is InputKind.TANGENT
+
+
+def _paired(nodes: Sequence[fx.Node], described: Sequence[GraphInput]) -> list[tuple[fx.Node, GraphInput]]:
+    return list(zip(nodes, described, strict=True))
+
+
+def _names(module: fx.GraphModule) -> list[str]:
+    return [node.name for node in output_nodes(module)]
+
+
+def _describe(arguments: Sequence[fx.Node], fused: FusedGraph) -> None:
+    placeholders = [node for node in fused.module.graph.nodes if node.op == "placeholder"]
+    for argument, original in zip(arguments, placeholders, strict=True):
+        argument.meta["val"] = original.meta["val"]
+
+
+def _append(
+    graph: fx.Graph,
+    owner: torch.nn.Module,
+    part: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    phase: Phase,
+    prefix: str,
+) -> list[fx.Node]:
+    """Copy ``part`` to the end of ``graph``; returns the nodes of its outputs."""
+    copied: dict[fx.Node, fx.Node] = {}
+    given = iter(inputs)
+    for node in part.graph.nodes:
+        if node.op == "placeholder":
+            copied[node] = next(given)
+        elif node.op == "output":
+            return [copied[item] for item in pytree.tree_leaves(node.args)]
+        else:
+            new = graph.node_copy(node, lambda n: copied[n])
+            if node.op == "get_attr":
+                new.target = f"{prefix}_{str(node.target).replace('.', '_')}"
+                value: object = part
+                for step in str(node.target).split("."):
+                    value = getattr(value, step)
+                if isinstance(value, FakeTensor):
+                    raise RuntimeError(
+                        f"expected real constants in the {prefix} graph, got a fake {node.target}"
+                    )
+                owner.register_buffer(new.target, value, persistent=False)  # type: ignore[arg-type]
+            new.meta["phase"] = phase
+            copied[node] = new
+    raise RuntimeError("expected a graph with an output node, got none")
+
+
+def _group_outputs(
+    outputs: Sequence[GraphOutput], nodes: Sequence[fx.Node]
+) -> list[tuple[OutputKind, dict[str, fx.Node]]]:
+    return [
+        (
+            kind,
+            {o.name: node for o, node in zip(outputs, nodes, strict=True) if o.kind is kind},
+        )
+        for kind in OutputKind
+    ]
+
+
+def _placeholders_first(graph: fx.Graph) -> None:
+    """Later stages add placeholders of their own: move all of them to the front, in order."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    first = next(iter(graph.nodes))
+    for node in placeholders:
+        if node is not first:
+            first.append(node)
+        first = node
+
+
+def _fresh(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+class _TailGraph:
+    """Traces the tail over fake tensors and appends it behind the backward pass."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        arguments: Sequence[fx.Node],
+        fused: FusedGraph,
+        settings: UpdateSettings,
+        outputs: dict[OutputKind, dict[str, fx.Node]],
+    ) -> None:
+        self._graph = graph
+        self._fused = fused
+        self._settings = settings
+        self._outputs = outputs
+        self._by_name = {
+            (described.kind, described.name): node for node, described in _paired(arguments, fused.inputs)
+        }
+
+    def append(self, owner: torch.nn.Module) -> list[fx.Node]:
+        settings, outputs = self._settings, self._outputs
+        loss = outputs[OutputKind.LOSS]["loss"]
+        parameters = [self._by_name[InputKind.PARAMETER, name] for name in settings.parameters]
+        gradients = [outputs[OutputKind.GRADIENT][name] for name in settings.parameters]
+        new_buffers = list(outputs[OutputKind.BUFFER].values())
+        buffers = [self._by_name[InputKind.BUFFER, name] for name in outputs[OutputKind.BUFFER]]
+        states = [
+            self._new_placeholder(f"{name}:{state}", self._by_name[InputKind.PARAMETER, name].meta["val"])
+            for name, state in settings.state_keys()
+        ]
+        accumulators = []
+        if settings.accumulates:
+            accumulators = [
+                self._new_placeholder(f"total:{name}", parameter.meta["val"])
+                for name, parameter in zip(settings.parameters, parameters, strict=True)
+            ]
+        width, device = self._fused.width, loss.meta["val"].device
+        mode: FakeTensorMode = loss.meta["val"].fake_mode
+        with mode:
+            num_scalars = len(settings.neutral_scalars())
+            shapes = {
+                "scalars": torch.empty((num_scalars, width), dtype=torch.float64, device=device),
+                "neutral": torch.empty((num_scalars, 1), dtype=torch.float64, device=device),
+                "limits": torch.empty((2, width), dtype=torch.float64, device=device),
+                "active": torch.empty(width, dtype=torch.bool, device=device),
+                "alive": torch.empty(width, dtype=torch.bool, device=device),
+                "updates": torch.empty(width, dtype=torch.int64, device=device),
+            }
+        fed = [self._new_placeholder(name, shapes[name]) for name in TAIL_INPUTS]
+        roles = [loss, buffers, new_buffers, parameters, gradients, states, accumulators, *fed]
+        nodes, spec = pytree.tree_flatten(roles)
+        tail = make_tail(settings)
+
+        def flat(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+            return tail(TailInputs(*pytree.tree_unflatten(list(tensors), spec)))
+
+        with mode, torch.no_grad():
+            # Fresh ones: the tracer tells its inputs apart by identity, and state shares its parameter's.
+            fakes = [_fresh(node.meta["val"]) for node in nodes]
+            part = make_fx(flat)(*fakes)
+        return _append(self._graph, owner, part, nodes, Phase.UPDATE, "update")
+
+    def _new_placeholder(self, name: str, value: Tensor) -> fx.Node:
+        node = self._graph.placeholder("state_" + "".join(c if c.isalnum() else "_" for c in name))
+        node.meta["val"] = value
+        return node

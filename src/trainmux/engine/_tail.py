@@ -1,0 +1,191 @@
+"""What follows the backward pass: per-member checks, buffer commits and the optimizer update.
+
+The update runs after all gradients exist (D3 "deferred"): a member's weights and buffers change only if
+its loss and all of its gradients are finite, and clipping needs the norm over all of them. A member
+that must not change gets neutral scalars and a zero gradient, which leaves its rows bitwise as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainmux.optim import (
+    GroupStructure,
+    OptimizerStructure,
+    apply_update,
+    scalar_dtype,
+    scalar_specs,
+    state_names,
+)
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What decides the shape of the update, beside the graph.
+
+    ``parameters`` are the names that get gradients; ``group_of`` gives the optimizer's parameter group
+    of each, ``None`` for one that no optimizer owns. ``idle`` names, for each group, the settings that no
+    member makes use of.
+    """
+
+    structure: OptimizerStructure
+    idle: tuple[frozenset[str], ...]
+    parameters: tuple[str, ...]
+    group_of: tuple[int | None, ...]
+    clips_norm: bool
+    clips_value: bool
+    accumulates: bool
+    applies: bool
+
+    def state_keys(self) -> tuple[tuple[str, str], ...]:
+        """(parameter, state name) of every optimizer state tensor, in a fixed order."""
+        return tuple(
+            (parameter, name)
+            for parameter, index in zip(self.parameters, self.group_of, strict=True)
+            if index is not None
+            for name in state_names(self.structure.groups[index])
+        )
+
+    def scalar_offsets(self) -> tuple[int, ...]:
+        """Row of each group's first scalar in the scalar matrix."""
+        offsets, total = [], 0
+        for group in self.structure.groups:
+            offsets.append(total)
+            total += len(scalar_specs(group))
+        return tuple(offsets)
+
+    def neutral_scalars(self) -> tuple[float, ...]:
+        """The neutral value of each row of the scalar matrix."""
+        return tuple(spec.neutral for group in self.structure.groups for spec in scalar_specs(group))
+
+
+@dataclass(frozen=True)
+class TailInputs:
+    """The tensors that the tail reads and changes in place, by role, all stacked."""
+
+    loss: Tensor
+    buffers: Sequence[Tensor]
+    new_buffers: Sequence[Tensor]
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    states: Sequence[Tensor]
+    accumulators: Sequence[Tensor]
+    scalars: Tensor  # [num_scalars, k], fp64
+    neutral: Tensor  # [num_scalars, 1], fp64: the scalars of a member that must not change
+    limits: Tensor  # [2, k], fp64: largest norm, largest value; infinite where there is none
+    active: Tensor  # [k] bool, fed by the host
+    alive: Tensor  # [k] bool, changed here: false from the first loss or gradient that is not finite
+    updates: Tensor  # [k] int64, changed here: updates done
+
+
+@dataclass
+class _Broadcast:
+    """``[k]`` tensors shaped to broadcast over a parameter, each shape made once."""
+
+    made: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __call__(self, value: Tensor, like: Tensor) -> Tensor:
+        key = (id(value), like.dim())
+        if key not in self.made:
+            # The value itself is kept too: its id must not be given to another tensor.
+            self.made[key] = (value, value.reshape(-1, *([1] * (like.dim() - 1))))
+        return self.made[key][1]
+
+
+def make_tail(settings: UpdateSettings) -> Callable[[TailInputs], tuple[Tensor, Tensor]]:
+    """The tail as a function to trace; it returns the gradient norm and who is finite, ``[k]`` each."""
+
+    def tail(given: TailInputs) -> tuple[Tensor, Tensor]:
+        shaped = _Broadcast()
+        gradients = list(given.gradients)
+        if settings.accumulates:
+            gradients = [
+                total.add_(gradient) for total, gradient in zip(given.accumulators, gradients, strict=True)
+            ]
+        norm = _norm(gradients, given.loss)
+        finite = torch.isfinite(given.loss) & torch.isfinite(norm)
+        given.alive.logical_and_(finite | ~given.active)
+        commits = given.alive & given.active
+        for old, new in zip(given.buffers, given.new_buffers, strict=True):
+            old.copy_(torch.where(shaped(commits, old), new, old))
+        if settings.applies:
+            given.updates.add_(commits)
+            _update(settings, given, gradients, norm, commits, shaped)
+            if settings.accumulates:
+                for total in given.accumulators:
+                    total.zero_()
+        return norm, finite
+
+    return tail
+
+
+def _norm(gradients: Sequence[Tensor], loss: Tensor) -> Tensor:
+    """Per-member 2-norm over all gradients. One that overflows counts as infinite."""
+    parts = []
+    for gradient in gradients:
+        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        parts.append(torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=wide).to(torch.float64))
+    if not parts:
+        return torch.zeros_like(loss, dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    return norm
+
+
+def _update(
+    settings: UpdateSettings,
+    given: TailInputs,
+    gradients: Sequence[Tensor],
+    norm: Tensor,
+    commits: Tensor,
+    shaped: _Broadcast,
+) -> None:
+    effective = torch.where(commits, given.scalars, given.neutral)
+    shrink = torch.clamp(given.limits[0] / (norm + 1e-6), max=1.0)
+    states = dict(zip(settings.state_keys(), given.states, strict=True))
+    rows: dict[torch.dtype, Tensor] = {}
+    scalars: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
+    zeros: dict[torch.dtype, Tensor] = {}
+    shrinks: dict[torch.dtype, Tensor] = {}
+    bounds: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+    offsets = settings.scalar_offsets()
+
+    def scalars_of(index: int, group: GroupStructure, dtype: torch.dtype) -> dict[str, Tensor]:
+        if (index, dtype) not in scalars:
+            if dtype not in rows:
+                rows[dtype] = effective.to(scalar_dtype(dtype))
+            scalars[index, dtype] = {
+                spec.name: rows[dtype][offsets[index] + i] for i, spec in enumerate(scalar_specs(group))
+            }
+        return scalars[index, dtype]
+
+    for parameter_name, index, parameter, gradient in zip(
+        settings.parameters, settings.group_of, given.parameters, gradients, strict=True
+    ):
+        if index is None:
+            continue
+        group = settings.structure.groups[index]
+        dtype = parameter.dtype
+        gradient = gradient.to(dtype)
+        if dtype not in zeros:
+            zeros[dtype] = torch.zeros((), dtype=dtype, device=parameter.device)
+            shrinks[dtype] = shrink.to(dtype)
+            bounds[dtype] = (-given.limits[1].to(dtype), given.limits[1].to(dtype))
+        if settings.clips_norm:
+            gradient = gradient * shaped(shrinks[dtype], gradient)
+        if settings.clips_value:
+            low, high = bounds[dtype]
+            gradient = torch.clamp(gradient, shaped(low, gradient), shaped(high, gradient))
+        gradient = torch.where(shaped(commits, gradient), gradient, zeros[dtype])
+        state = {name: states[parameter_name, name] for name in state_names(group)}
+        apply_update(
+            group,
+            parameter,
+            gradient,
+            state,
+            {name: shaped(value, parameter) for name, value in scalars_of(index, group, dtype).items()},
+            idle=settings.idle[index],
+        )

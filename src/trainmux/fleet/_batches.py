@@ -1,0 +1,156 @@
+"""From what the user passes to ``step`` to what each group is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainmux.errors import BatchError
+from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._group import Group
+from trainmux.fleet._member import Member
+from trainmux.tracing import FlatBatch, check_batch, flatten_batch
+
+
+@dataclass(frozen=True)
+class GroupFeed:
+    """One group's share of a step's data.
+
+    ``example`` is a single member's batch, which decides the graph; ``leaves`` are the tensors to feed:
+    shared as they are, or with one row per member of the fleet (or of the group, where each member has a
+    batch of its own).
+    """
+
+    example: FlatBatch
+    leaves: tuple[Tensor, ...]
+    stacked: bool
+    rows_are_slots: bool
+    config: FleetConfig
+
+    def tensors(self, group: Group, names: Sequence[str]) -> list[Tensor]:
+        """The leaves on the device, in the held dtype, with one row per slot where they are stacked."""
+        leaves = self.leaves
+        if self.stacked and not self.rows_are_slots:
+            position = {name: index for index, name in enumerate(names)}
+            rows = [0 if slot is None else position[slot.name] for slot in group.slots]
+            if rows != list(range(len(names))):
+                leaves = tuple(leaf[torch.tensor(rows, device=leaf.device)] for leaf in leaves)
+        return [_to_device(leaf, self.config) for leaf in leaves]
+
+
+def _to_device(leaf: Tensor, config: FleetConfig) -> Tensor:
+    return leaf.to(config.device, config.held_dtype(leaf.dtype), non_blocking=True)
+
+
+class BatchFeed:
+    """Knows the example batch and hands each group its part of a batch like it."""
+
+    def __init__(self, config: FleetConfig, example_batch: Any, num_members: int) -> None:
+        self._config = config
+        self._example = None if example_batch is None else flatten_batch(example_batch)
+        if self._example is not None and config.data == "per_member":
+            _check_rows(self._example, num_members)
+
+    def stacks(self, member: Member) -> bool:
+        """Whether a member's group is fed one batch per member."""
+        return self._config.data == "per_member" or member.example_batch is not None
+
+    def example_for(self, member: Member, position: int) -> FlatBatch:
+        """The example batch of one member, without a member axis."""
+        if member.example_batch is not None:
+            return flatten_batch(member.example_batch)
+        if self._example is None:
+            raise BatchError(
+                f"expected an example batch for member {member.name!r}, got none; give "
+                "Fleet(example_batch=...) or Member(example_batch=...)"
+            )
+        if self._config.data == "shared":
+            return self._example
+        return _member_rows(self._example, min(position, self._example.tensors[0].shape[0] - 1))
+
+    def for_groups(
+        self, batch: Any, overrides: Mapping[str, Any], groups: Sequence[Group], names: Sequence[str]
+    ) -> dict[int, GroupFeed]:
+        """Feeds by ``id(group)``; refuses a batch that does not look like the example."""
+        unknown = sorted(
+            set(overrides)
+            - {
+                slot.name
+                for group in groups
+                for _, slot in group.members
+                if slot.member.example_batch is not None
+            }
+        )
+        if unknown:
+            raise BatchError(
+                f"overrides: expected names of members with an example_batch of their own, got {unknown}; "
+                "give those members Member(example_batch=...)"
+            )
+        common: GroupFeed | None = None
+        feeds: dict[int, GroupFeed] = {}
+        for group in groups:
+            if not group.members:
+                continue
+            if group.key.own_batch:
+                feeds[id(group)] = self._own(group, overrides)
+                continue
+            if common is None:
+                common = self._common(batch, len(names))
+            feeds[id(group)] = common
+        return feeds
+
+    def _common(self, batch: Any, num_members: int) -> GroupFeed:
+        if batch is None:
+            raise BatchError("expected a batch, got None; pass what the loader yields")
+        assert self._example is not None
+        flat = flatten_batch(batch)
+        check_batch(self._example.spec, flat.spec)
+        if self._config.data == "shared":
+            return GroupFeed(flat, flat.tensors, False, False, self._config)
+        _check_rows(flat, num_members)
+        return GroupFeed(_member_rows(flat, 0), flat.tensors, True, False, self._config)
+
+    def _own(self, group: Group, overrides: Mapping[str, Any]) -> GroupFeed:
+        flats: dict[int, FlatBatch] = {}
+        for row, slot in group.members:
+            if slot.name not in overrides:
+                raise BatchError(
+                    f"overrides: expected a batch for member {slot.name!r}, which has an example_batch of "
+                    f"its own, got none; call step(batch, overrides={{{slot.name!r}: ...}})"
+                )
+            flats[row] = flatten_batch(overrides[slot.name])
+            check_batch(flatten_batch(slot.member.example_batch).spec, flats[row].spec)
+        first = next(iter(flats.values()))
+        for row, flat in flats.items():
+            if flat.spec != first.spec:
+                raise BatchError(
+                    f"overrides: expected batches of one shape for the members of a group, got {flat.spec} "
+                    f"for {group.slots[row].name!r} and {first.spec}"  # type: ignore[union-attr]
+                )
+        rows = [flats.get(row, first) for row in range(group.width)]
+        leaves = tuple(
+            torch.stack([_to_device(flat.tensors[i], self._config) for flat in rows])
+            for i in range(len(first.tensors))
+        )
+        return GroupFeed(first, leaves, True, True, self._config)
+
+
+def _check_rows(flat: FlatBatch, num_members: int) -> None:
+    for leaf, tensor in zip(flat.spec.leaves, flat.tensors, strict=True):
+        if tensor.dim() == 0 or tensor.shape[0] != num_members:
+            raise BatchError(
+                f"{leaf.path}: expected a leading axis of {num_members} members (data='per_member'), got "
+                f"shape {leaf.shape}; stack one batch per member in the order of fleet.names"
+            )
+
+
+def _member_rows(flat: FlatBatch, row: int) -> FlatBatch:
+    """One member's part of a batch with a member axis."""
+    leaves = tuple(replace(leaf, shape=leaf.shape[1:]) for leaf in flat.spec.leaves)
+    return FlatBatch(
+        tuple(tensor[row] for tensor in flat.tensors), replace(flat.spec, leaves=leaves), flat.rebuild
+    )

@@ -1,0 +1,154 @@
+"""A fleet's state as tensors and a document, and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainmux.errors import CheckpointError
+from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._group import Group
+from trainmux.fleet._slots import Slot
+
+_KIND = "trainmux fleet"
+
+
+def _rows(group: Group, row: int, prefix: str) -> dict[str, Tensor]:
+    """Every stored tensor of one member, by its name in the checkpoint."""
+    state = group.state
+    found = {f"{prefix}/parameter/{name}": rows[row] for name, rows in state.parameters.items()}
+    found |= {f"{prefix}/buffer/{name}": rows[row] for name, rows in state.buffers.items()}
+    found |= {f"{prefix}/state/{name}/{kind}": rows[row] for (name, kind), rows in state.states.items()}
+    found |= {f"{prefix}/total/{name}": rows[row] for name, rows in state.totals.items()}
+    return found
+
+
+def fleet_document(
+    groups: Sequence[Group], names: Sequence[str], num_steps: int, config: FleetConfig
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What ``save`` writes."""
+    tensors: dict[str, Tensor] = {}
+    members: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        alive, updates = group.state.alive.tolist(), group.state.updates.tolist()
+        for row, slot in group.members:
+            prefix = str(names.index(slot.name))
+            tensors |= {key: value.detach().clone() for key, value in _rows(group, row, prefix).items()}
+            members[slot.name] = {
+                "prefix": prefix,
+                "alive": alive[row],
+                "updates": updates[row],
+                "seed": slot.member.random_key,
+                "counter": slot.counter,
+                "num_updates": slot.num_updates,
+                "base_steps": list(slot.base_steps),
+                "active": slot.active,
+                "reason": slot.reason,
+                "optimizer": type(slot.member.optimizer).__name__,
+                "settings": [_settings(item) for item in slot.member.optimizer.param_groups],
+                "scheduler": _scheduler_state(slot),
+            }
+    document = {
+        "kind": _KIND,
+        "num_steps": num_steps,
+        "precision": config.precision,
+        "accumulate": config.accumulate,
+        "members": {name: members[name] for name in names},
+    }
+    return tensors, document
+
+
+def restore_fleet(
+    groups: Sequence[Group],
+    names: Sequence[str],
+    config: FleetConfig,
+    tensors: Mapping[str, Tensor],
+    document: Mapping[str, Any],
+    path: str | os.PathLike[str],
+) -> int:
+    """Check that the checkpoint fits, then take all of it over; returns the number of steps done."""
+    if document.get("kind") != _KIND:
+        raise CheckpointError(f"{path}: expected a checkpoint of a fleet, got {document.get('kind')!r}")
+    for setting in ("precision", "accumulate"):
+        if document[setting] != getattr(config, setting):
+            raise CheckpointError(
+                f"{path}: expected {setting}={getattr(config, setting)!r} as in this fleet, got "
+                f"{document[setting]!r}; make the fleet with the settings it was saved with"
+            )
+    saved = document["members"]
+    if set(saved) != set(names):
+        missing, extra = sorted(set(names) - set(saved)), sorted(set(saved) - set(names))
+        raise CheckpointError(
+            f"{path}: expected the members of this fleet, got others (missing {missing}, unknown {extra}); "
+            "make the fleet with the members it was saved with"
+        )
+    places = [(group, row, slot, saved[slot.name]) for group in groups for row, slot in group.members]
+    for group, row, slot, record in places:
+        _check(group, row, slot, record, tensors, path)
+    with torch.no_grad():
+        for group, row, slot, record in places:
+            for key, target in _rows(group, row, record["prefix"]).items():
+                target.copy_(tensors[key])
+            group.state.alive[row].fill_(record["alive"])
+            group.state.updates[row].fill_(record["updates"])
+            group.state.seeds[row].fill_(record["seed"])
+            slot.counter, slot.num_updates = record["counter"], record["num_updates"]
+            slot.base_steps = tuple(record["base_steps"])
+            slot.active, slot.reason = record["active"], record["reason"]
+            for item, settings in zip(slot.member.optimizer.param_groups, record["settings"], strict=True):
+                item.update(settings)
+            if record["scheduler"] is not None:
+                slot.member.scheduler.load_state_dict(record["scheduler"])
+    for group in groups:
+        group.forget_fed()
+    return int(document["num_steps"])
+
+
+def _check(
+    group: Group,
+    row: int,
+    slot: Slot,
+    record: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+) -> None:
+    optimizer = type(slot.member.optimizer).__name__
+    if record["optimizer"] != optimizer:
+        raise CheckpointError(
+            f"{path}: member {slot.name!r}: expected optimizer {optimizer}, got {record['optimizer']}"
+        )
+    if (record["scheduler"] is None) != (slot.member.scheduler is None):
+        raise CheckpointError(
+            f"{path}: member {slot.name!r}: expected a scheduler in both the fleet and the checkpoint or in "
+            "neither; make the member as it was saved"
+        )
+    if len(record["settings"]) != len(slot.member.optimizer.param_groups):
+        raise CheckpointError(
+            f"{path}: member {slot.name!r}: expected {len(slot.member.optimizer.param_groups)} parameter "
+            f"groups, got {len(record['settings'])}"
+        )
+    for key, target in _rows(group, row, record["prefix"]).items():
+        value = tensors.get(key)
+        if value is None or value.shape != target.shape or value.dtype != target.dtype:
+            got = "nothing" if value is None else f"{tuple(value.shape)} {value.dtype}"
+            raise CheckpointError(
+                f"{path}: member {slot.name!r}: expected {key} of {tuple(target.shape)} {target.dtype}, got "
+                f"{got}; make the member with the architecture it was saved with"
+            )
+
+
+def _settings(param_group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in param_group.items()
+        if name != "params"
+    }
+
+
+def _scheduler_state(slot: Slot) -> Any:
+    scheduler = slot.member.scheduler
+    return None if scheduler is None else scheduler.state_dict()

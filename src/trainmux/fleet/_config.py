@@ -1,0 +1,88 @@
+"""Settings of a fleet, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from trainmux.errors import ConfigError
+from trainmux.fusion import CONVOLUTION_STRATEGIES
+from trainmux.tracing import TraceSettings
+
+_PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
+    # name: (autocast dtype, dtype that floating tensors are held in; None keeps their own)
+    "fp32": (None, None),
+    "bf16": (torch.bfloat16, None),
+    "fp64": (None, torch.float64),
+}
+_DATA = ("shared", "per_member")
+_STRATEGIES = {"convolution": ("auto", *CONVOLUTION_STRATEGIES)}
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """How a fleet trains, apart from its members."""
+
+    device: torch.device
+    precision: str
+    data: str
+    accumulate: int
+    deterministic: bool
+    strategies: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def trace_settings(self) -> TraceSettings:
+        autocast, held = _PRECISIONS[self.precision]
+        return TraceSettings(self.device, autocast, held)
+
+    def held_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a tensor of ``dtype`` is held and fed."""
+        held = _PRECISIONS[self.precision][1]
+        return held if held is not None and dtype.is_floating_point else dtype
+
+
+def make_config(
+    device: Any, precision: Any, data: Any, accumulate: Any, deterministic: Any, strategies: Any
+) -> FleetConfig:
+    """Check the settings; ``ConfigError`` names the one that is off."""
+    if precision not in _PRECISIONS:
+        raise ConfigError(f"precision: expected one of {tuple(_PRECISIONS)}, got {precision!r}")
+    if data not in _DATA:
+        raise ConfigError(f"data: expected one of {_DATA}, got {data!r}")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(f"accumulate: expected a whole number of at least 1, got {accumulate!r}")
+    if not isinstance(deterministic, bool):
+        raise ConfigError(f"deterministic: expected True or False, got {deterministic!r}")
+    strategies = dict(strategies or {})
+    for operator, name in strategies.items():
+        if operator not in _STRATEGIES or name not in _STRATEGIES[operator]:
+            raise ConfigError(f"strategies: expected entries of {_STRATEGIES}, got {operator!r}: {name!r}")
+    return FleetConfig(
+        _device(device), precision, data, accumulate, deterministic, MappingProxyType(strategies)
+    )
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device: expected 'cpu' or 'cuda[:index]', got {device!r}") from error
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: expected 'cpu' or 'cuda[:index]', got {device!r}")
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device: expected one that this machine has, got {device!r} without a CUDA device; use 'cpu'"
+            )
+        index: int | None = found.index  # torch's stubs leave the None out
+        if index is None:
+            index = torch.cuda.current_device()
+        found = torch.device("cuda", index)
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {device!r}"
+            )
+    return found

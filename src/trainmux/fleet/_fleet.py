@@ -1,0 +1,451 @@
+"""The facade: members in, fused training out."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainmux.errors import ConfigError, FusionError, MemberError, TrainmuxWarning
+from trainmux.fleet._batches import BatchFeed
+from trainmux.fleet._checkpoint import fleet_document, restore_fleet
+from trainmux.fleet._config import make_config
+from trainmux.fleet._evaluate import evaluate_fleet
+from trainmux.fleet._gather import Gather
+from trainmux.fleet._group import Group, GroupKey
+from trainmux.fleet._member import Member
+from trainmux.fleet._schedules import end_epoch, step_schedulers
+from trainmux.fleet._traces import TraceCache
+from trainmux.ir import GroupSummary
+from trainmux.optim import OptimizerStructure, describe
+from trainmux.reporting import format_fusion
+from trainmux.tracing import LossFunction, unique_buffers, unique_parameters
+from trainmux.training import Callback, History, fit, read_checkpoint, write_checkpoint
+
+MAX_EMPTY_SHARE = 0.5
+"""A group of which more than this share of slots is empty gets fewer of them at the next step."""
+
+
+class Fleet:
+    """Many models that train as one.
+
+    Members of one architecture, loss, batch shape and optimizer structure are fused into one group; others
+    form groups of their own. Everything is traced and fused here, before the first step: what cannot be
+    trained is refused with a typed error that changes nothing.
+
+    ``loss(model, batch)`` returns a scalar, or ``(scalar, {name: tensor})``. ``data="shared"`` gives every
+    member the same batch; with ``"per_member"`` each leaf has a leading axis of one entry per member, in
+    the order of ``names``. With ``accumulate=n`` every n-th call of ``step`` updates, with the mean of the
+    gradients of n batches. ``precision`` is "fp32" (no autocast; tensors keep their own dtype), "bf16"
+    (autocast) or "fp64" (everything floating is held in fp64). ``strategies`` picks a way to fuse operators
+    that have several, e.g. ``{"convolution": "separate"}``.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        loss: LossFunction | None = None,
+        example_batch: Any = None,
+        *,
+        device: str | torch.device = "cpu",
+        precision: str = "fp32",
+        data: str = "shared",
+        accumulate: int = 1,
+        deterministic: bool = False,
+        strategies: Mapping[str, str] | None = None,
+    ) -> None:
+        self._config = make_config(device, precision, data, accumulate, deterministic, strategies)
+        self._loss = loss
+        self._traces = TraceCache(self._config.trace_settings)
+        self._groups: list[Group] = []
+        self._names: list[str] = []
+        self._gather: Gather | None = None
+        self._num_steps = 0
+        members = list(members)
+        names = _unique_names(members)
+        self._feed = BatchFeed(self._config, example_batch, len(members))
+        plans = [
+            self._describe(member, name, position)
+            for position, (member, name) in enumerate(zip(members, names, strict=True))
+        ]
+        by_key: dict[GroupKey, list[_Plan]] = {}
+        for plan in plans:
+            by_key.setdefault(plan.key, []).append(plan)
+        for group_plans in by_key.values():
+            self._groups += self._make_groups(group_plans)
+        self._names = names
+
+    # ---- training ----------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The members in the order in which every per-member result comes."""
+        return tuple(self._names)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members in the order of ``names``; their own tensors are current after ``sync``."""
+        found = {slot.name: slot.member for group in self._groups for _, slot in group.members}
+        return tuple(found[name] for name in self._names)
+
+    @property
+    def num_steps(self) -> int:
+        """Calls of ``step`` so far."""
+        return self._num_steps
+
+    def step(self, batch: Any = None, overrides: Mapping[str, Any] | None = None) -> Tensor:
+        """One training step of every member on ``batch``; losses in the order of ``names``.
+
+        ``overrides`` holds the batches of members that were given an ``example_batch`` of their own, by
+        name. The result is on the fleet's device: nothing waits for it. A member whose loss or gradient is
+        not finite is frozen before its weights or buffers change; ``stopped()`` tells.
+        """
+        self._require_members()
+        feeds = self._feed.for_groups(batch, overrides or {}, self._groups, self._names)
+        self._drop_empty_slots()
+        applies = (self._num_steps + 1) % self._config.accumulate == 0
+        jobs = []
+        for group in self._groups:
+            feed = feeds[id(group)]
+            _, slot = group.members[0]
+            trace = self._traces.joint(slot.name, slot.member.model, self._loss_of(slot.member), feed.example)
+            jobs.append((group, feed, trace))
+        for group, feed, trace in jobs:
+            group.step(
+                trace.graph,
+                feed.example.spec,
+                feed.tensors(group, self._names),
+                stacked_batch=feed.stacked,
+                applies=applies,
+            )
+        self._num_steps += 1
+        if applies:
+            step_schedulers(self._groups)
+        losses: Tensor = self._ordered("loss")
+        return losses
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Of the last step, one row per member: the loss function's metrics, ``grad_norm`` and ``finite``.
+
+        A metric that only some members have is NaN for the others; one whose shape differs between members
+        comes as a list.
+        """
+        keys = dict.fromkeys(key for group in self._groups for key in group.last if key != "loss")
+        return {key: self._ordered(key) for key in keys}
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        validation: Iterable[Any] | None = None,
+        validate_every: int | None = None,
+        metric_fn: LossFunction | None = None,
+        callbacks: Iterable[Callback] = (),
+        checkpoint: str | os.PathLike[str] | None = None,
+        resume: str | bool = "auto",
+        progress: str | bool = "auto",
+        log_every: int | None = None,
+        member_loaders: Mapping[str, Iterable[Any]] | None = None,
+    ) -> History:
+        """Train for ``epochs`` passes over ``loader`` or ``steps`` steps; see ``trainmux.training.fit``."""
+        return fit(
+            self,
+            loader,
+            epochs=epochs,
+            steps=steps,
+            validation=validation,
+            validate_every=validate_every,
+            metric_fn=metric_fn,
+            callbacks=callbacks,
+            checkpoint=checkpoint,
+            resume=resume,
+            progress=progress,
+            log_every=log_every,
+            member_loaders=member_loaders,
+        )
+
+    def evaluate(
+        self, loader: Iterable[Any], metric_fn: LossFunction | None = None
+    ) -> dict[str, dict[str, float]]:
+        """Every member's metrics over ``loader``, fused and forward only, in evaluation mode.
+
+        ``metric_fn(model, batch)`` returns a scalar tensor or a dict of them; without one the fleet's loss
+        is used. Values are means over samples: batches count by the size of their first dimension.
+        """
+        self._require_members()
+        return evaluate_fleet(
+            self._groups, self._names, self._traces, self._feed, loader, metric_fn, self._loss_of
+        )
+
+    # ---- members -----------------------------------------------------------------------------------
+
+    def stop(self, name: str) -> None:
+        """No more updates for this member; it keeps its slot, its weights stay as they are."""
+        group, row = self._find(name)
+        group.stop(row, "stopped")
+
+    def stopped(self) -> dict[str, str]:
+        """Members that train no more and why; waits for the device."""
+        found: dict[str, str] = {}
+        for group in self._groups:
+            alive, updates = group.state.alive.tolist(), group.state.updates.tolist()
+            for row, slot in group.members:
+                if not alive[row]:
+                    slot.reason = f"not finite at step {max(slot.base_steps, default=0) + updates[row] + 1}"
+                    found[slot.name] = slot.reason
+                elif slot.reason is not None:
+                    found[slot.name] = slot.reason
+        return {name: found[name] for name in self._names if name in found}
+
+    def drop(self, name: str) -> Member:
+        """Take a member out, with its weights and optimizer state written back; its slot is free."""
+        group, row = self._find(name)
+        member = self._take_out(group, row)
+        self._names.remove(name)
+        self._gather = None
+        return member
+
+    def replace(self, name: str, member: Member) -> Member:
+        """Put ``member`` in the place of another, which comes back as from ``drop``.
+
+        No retracing where the new member fits the old one's group.
+        """
+        position = self._names.index(name) if name in self._names else -1
+        group, row = self._find(name)
+        new_name = self._new_name(member, besides=name)
+        plan = self._describe(member, new_name, position)
+        group.check_export(row)
+        old = self._take_out(group, row)
+        self._place(plan)
+        self._names[position] = new_name
+        self._gather = None
+        return old
+
+    def add(self, member: Member) -> None:
+        """Take in another member: into a free slot where there is one, else with one slot more."""
+        name = self._new_name(member)
+        plan = self._describe(member, name, len(self._names))
+        self._place(plan)
+        self._names.append(name)
+        self._gather = None
+
+    def sync(self) -> None:
+        """Write weights, buffers and optimizer state back into the members' own objects."""
+        for group in self._groups:
+            for row, _ in group.members:
+                group.check_export(row)
+        for group in self._groups:
+            for row, _ in group.members:
+                group.export(row)
+
+    def explain(self) -> str:
+        """Per group: each operator and how it was fused, what fell back and why."""
+        return format_fusion(self.summary())
+
+    def summary(self) -> tuple[GroupSummary, ...]:
+        """The same as records."""
+        return tuple(
+            GroupSummary(
+                tuple(slot.name for _, slot in group.members),
+                group.width,
+                ", ".join(dict.fromkeys(part.kind for part in group.key.structure.groups)),
+                group.num_nodes,
+                group.records,
+                group.unfused_because,
+            )
+            for group in self._groups
+        )
+
+    def end_epoch(self, monitored: Mapping[str, Mapping[str, float]]) -> None:
+        """Step the schedules that advance by epoch; ``monitored`` has what plateau schedules look at."""
+        end_epoch(self._groups, monitored)
+
+    # ---- checkpoints -------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+        """Write all members' weights, optimizer and schedule state and counters to a directory."""
+        tensors, document = fleet_document(self._groups, self._names, self._num_steps, self._config)
+        write_checkpoint(path, tensors, {**document, "extra": dict(extra or {})})
+
+    def restore(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
+        """Go back to a saved state; the fleet must have the same members. Returns what ``extra`` was."""
+        tensors, document = read_checkpoint(path)
+        self._num_steps = restore_fleet(self._groups, self._names, self._config, tensors, document, path)
+        extra: Mapping[str, Any] = document["extra"]
+        return extra
+
+    # ---- inside ------------------------------------------------------------------------------------
+
+    def _require_members(self) -> None:
+        if not self._names:
+            raise MemberError("expected at least one member in the fleet, got none; add() one first")
+
+    def _ordered(self, key: str) -> Any:
+        if self._gather is None:
+            self._gather = Gather(self._names, self._groups)
+        return self._gather([group.last.get(key) for group in self._groups], self._groups)
+
+    def _loss_of(self, member: Member) -> LossFunction:
+        loss = member.loss if member.loss is not None else self._loss
+        if loss is None:
+            raise ConfigError(
+                f"expected a loss function for member {member.name!r}, got none; give Fleet(loss=...) or "
+                "Member(loss=...)"
+            )
+        if not callable(loss):
+            raise ConfigError(f"loss: expected a callable loss(model, batch), got {type(loss).__name__}")
+        return loss
+
+    def _find(self, name: str) -> tuple[Group, int]:
+        for group in self._groups:
+            for row, slot in group.members:
+                if slot.name == name:
+                    return group, row
+        raise MemberError(
+            f"expected the name of a member, got {name!r}; it was dropped or never there (members: "
+            f"{', '.join(self._names) or 'none'})"
+        )
+
+    def _new_name(self, member: Member, besides: str | None = None) -> str:
+        taken = set(self._names) - {besides}
+        if member.name is None:
+            number = len(taken)
+            while f"member-{number}" in taken:
+                number += 1
+            member.name = f"member-{number}"
+        if member.name in taken:
+            raise MemberError(f"expected a name that no other member has, got {member.name!r} again")
+        return member.name
+
+    def _describe(self, member: Member, name: str, position: int) -> _Plan:
+        """Everything that can be refused about a member, before anything changes."""
+        parameters = unique_parameters(member.model)
+        devices = {str(item.tensor.device) for item in (*parameters, *unique_buffers(member.model))}
+        if len(devices) > 1:
+            raise MemberError(
+                f"member {name!r}: expected all parameters and buffers on one device, got "
+                f"{sorted(devices)}; move the model with .to(device)"
+            )
+        if any(existing is member for existing in self.members) if self._names else False:
+            raise MemberError(f"member {name!r}: expected a new member, got one that is in the fleet already")
+        structure = describe(member.optimizer, [item.tensor for item in parameters], member=name)
+        example = self._feed.example_for(member, position)
+        trace = self._traces.joint(name, member.model, self._loss_of(member), example)
+        key = GroupKey(trace.key, structure, member.example_batch is not None)
+        return _Plan(member, name, structure, key, trace.graph, example)
+
+    def _make_groups(self, plans: list[_Plan]) -> list[Group]:
+        """One group for all plans, or one for each where the graph cannot be fused."""
+        group = self._new_group(plans)
+        try:
+            self._prepare(group, plans[0])
+        except FusionError as error:
+            if len(plans) == 1:
+                raise
+            warnings.warn(f"{error}; its members train at width 1", TrainmuxWarning, stacklevel=4)
+            singles = [self._new_group([plan]) for plan in plans]
+            for single, plan in zip(singles, plans, strict=True):
+                single.unfused_because = str(error)
+                self._prepare(single, plan)
+            return singles
+        return [group]
+
+    def _new_group(self, plans: list[_Plan]) -> Group:
+        group = Group(plans[0].key, plans[0].traced, self._config, len(plans))
+        group.allocate([plan.member for plan in plans])
+        for row, plan in enumerate(plans):
+            group.load(row, plan.member, plan.name, plan.structure)
+        return group
+
+    def _prepare(self, group: Group, plan: _Plan) -> None:
+        group.prepare(plan.traced, plan.example.spec, stacked_batch=self._feed.stacks(plan.member))
+
+    def _place(self, plan: _Plan) -> None:
+        same = [group for group in self._groups if group.key == plan.key]
+        with_room = [group for group in same if group.free_row() is not None]
+        if with_room:
+            group = with_room[0]
+        elif same and not same[0].unfused_because:
+            group = same[0]
+            group.resize(group.width + 1)
+        else:
+            self._groups += self._make_groups([plan])
+            if same:
+                self._groups[-1].unfused_because = same[0].unfused_because
+            return
+        if not group.accepts_constants(plan.member):
+            group.unshare()
+        row = group.free_row()
+        assert row is not None
+        group.load(row, plan.member, plan.name, plan.structure)
+
+    def _take_out(self, group: Group, row: int) -> Member:
+        slot = group.slots[row]
+        assert slot is not None
+        group.check_export(row)
+        group.export(row)
+        group.clear(row)
+        return slot.member
+
+    def _drop_empty_slots(self) -> None:
+        """At a step's beginning: groups without members go, mostly empty ones shrink."""
+        before = [(id(group), group.width) for group in self._groups]
+        self._groups = [group for group in self._groups if group.members]
+        for group in self._groups:
+            num_empty = group.width - len(group.members)
+            if num_empty > MAX_EMPTY_SHARE * group.width:
+                group.resize(len(group.members))
+        if before != [(id(group), group.width) for group in self._groups]:
+            self._gather = None
+
+
+class _Plan:
+    """A member that was found fit to join, and where."""
+
+    def __init__(
+        self,
+        member: Member,
+        name: str,
+        structure: OptimizerStructure,
+        key: GroupKey,
+        traced: Any,
+        example: Any,
+    ) -> None:
+        self.member = member
+        self.name = name
+        self.structure = structure
+        self.key = key
+        self.traced = traced
+        self.example = example
+
+
+def _unique_names(members: Sequence[Member]) -> list[str]:
+    if not members:
+        raise MemberError("expected at least one member, got none; pass a list of trainmux.Member")
+    for member in members:
+        if not isinstance(member, Member):
+            raise MemberError(f"expected trainmux.Member objects, got {type(member).__name__}")
+    if len({id(member) for member in members}) != len(members):
+        raise MemberError("expected every member once, got the same Member object twice")
+    models: dict[int, str] = {}
+    names = []
+    for position, member in enumerate(members):
+        if member.name is None:
+            member.name = f"member-{position}"
+        if member.name in names:
+            raise MemberError(f"expected unique member names, got {member.name!r} twice; name them apart")
+        if id(member.model) in models:
+            raise MemberError(
+                f"member {member.name!r}: expected a model of its own, got the one of member "
+                f"{models[id(member.model)]!r}; copy.deepcopy the model"
+            )
+        models[id(member.model)] = member.name
+        names.append(member.name)
+    return names

@@ -1,0 +1,51 @@
+"""Per-member values of several groups, in the order of the fleet's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainmux.fleet._group import Group
+
+
+class Gather:
+    """Where each member's row is; made anew when membership changes."""
+
+    def __init__(self, names: Sequence[str], groups: Sequence[Group]) -> None:
+        place: dict[str, tuple[int, int]] = {}
+        offsets = []
+        total = 0
+        for index, group in enumerate(groups):
+            offsets.append(total)
+            for row, slot in group.members:
+                place[slot.name] = (index, row)
+            total += group.width
+        self._places = [place[name] for name in names]
+        rows = [offsets[index] + row for index, row in self._places]
+        self._identity = rows == list(range(total))
+        device = groups[0].config.device if groups else torch.device("cpu")
+        self._rows = torch.tensor(rows, dtype=torch.int64, device=device)
+
+    def __call__(self, values: Sequence[Tensor | None], groups: Sequence[Group]) -> Any:
+        """One tensor with a row per member; a list, with ``None`` for members that have no such value,
+        where the shapes differ between groups."""
+        present = [value for value in values if value is not None]
+        shapes = {value.shape[1:] for value in present}
+        if len(shapes) == 1 and len(present) < len(values) and present[0].dim() == 1:
+            values = [
+                value
+                if value is not None
+                else torch.full((group.width,), float("nan"), device=present[0].device)
+                for value, group in zip(values, groups, strict=True)
+            ]
+            present = [value for value in values if value is not None]
+        if len(shapes) == 1 and len(present) == len(values):
+            joined = present[0] if len(present) == 1 else torch.cat(present)
+            return joined if self._identity else joined.index_select(0, self._rows)
+        return [
+            None if values[index] is None else values[index][row]  # type: ignore[index]
+            for index, row in self._places
+        ]

@@ -1,0 +1,48 @@
+"""Per-member learning-rate schedules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from trainmux.errors import MemberError
+from trainmux.fleet._group import Group
+from trainmux.fleet._slots import Slot
+
+
+def step_schedulers(groups: Sequence[Group]) -> None:
+    """Advance the schedules that count updates, of members that still train."""
+    for group in groups:
+        for _, slot in group.members:
+            if slot.active and slot.member.scheduler is not None and not slot.member.steps_by_epoch:
+                _step(slot)
+
+
+def end_epoch(groups: Sequence[Group], monitored: Mapping[str, Mapping[str, float]]) -> None:
+    """Advance the schedules that count epochs."""
+    for group in groups:
+        for _, slot in group.members:
+            member = slot.member
+            if not slot.active or member.scheduler is None or not member.steps_by_epoch:
+                continue
+            if not isinstance(member.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                _step(slot)
+                continue
+            values = monitored.get(slot.name)
+            if values is None:
+                continue
+            if member.scheduler_monitor not in values:
+                raise MemberError(
+                    f"member {slot.name!r}: expected scheduler_monitor to be one of {sorted(values)}, got "
+                    f"{member.scheduler_monitor!r}"
+                )
+            _step(slot, values[member.scheduler_monitor])
+
+
+def _step(slot: Slot, *arguments: float) -> None:
+    with warnings.catch_warnings():
+        # The scheduler looks for calls of optimizer.step(), which never happen here.
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step\\(\\).*")
+        slot.member.scheduler.step(*arguments)

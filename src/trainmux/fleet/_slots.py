@@ -1,0 +1,97 @@
+"""Slots: the rows of a group's stacked tensors, and the members that occupy them (D9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainmux.errors import MemberError
+from trainmux.fleet._member import Member
+from trainmux.optim import OptimizerStructure
+from trainmux.runtime import stacked_zeros
+from trainmux.tracing import unique_buffers, unique_parameters
+
+
+@dataclass
+class Slot:
+    """An occupied row: the member, and what the host counts for it.
+
+    ``base_steps`` are the updates that each parameter group had behind it on arrival; ``num_updates``
+    those enqueued since (a member that froze on the device did fewer); ``counter`` the micro-batches seen,
+    which number the random draws.
+    """
+
+    member: Member
+    name: str
+    structure: OptimizerStructure
+    base_steps: tuple[int, ...]
+    num_updates: int = 0
+    counter: int = 0
+    active: bool = True
+    reason: str | None = None
+
+
+@dataclass
+class StackedState:
+    """All tensors of a group that outlive a step, each ``[width, ...]``, or shared by all members."""
+
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    shared: dict[str, Tensor] = field(default_factory=dict)  # non-trainable tensors equal in all members
+    alive: Tensor = field(default_factory=lambda: torch.empty(0))
+    updates: Tensor = field(default_factory=lambda: torch.empty(0))
+    seeds: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def resized(self, width: int, kept: list[int], device: torch.device) -> StackedState:
+        """The same state with ``width`` rows; ``kept`` are the old rows that go to the front, in order."""
+
+        def resize(old: Tensor) -> Tensor:
+            new = stacked_zeros(width, old.shape[1:], old.dtype, device)
+            for row, source in enumerate(kept):
+                new[row].copy_(old[source])
+            return new
+
+        result = StackedState(
+            {name: resize(old) for name, old in self.parameters.items()},
+            {name: resize(old) for name, old in self.buffers.items()},
+            {key: resize(old) for key, old in self.states.items()},
+            {name: resize(old) for name, old in self.totals.items()},
+            dict(self.shared),
+            torch.ones(width, dtype=torch.bool, device=device),
+            torch.zeros(width, dtype=torch.int64, device=device),
+            torch.zeros(width, dtype=torch.int64, device=device),
+        )
+        for row, source in enumerate(kept):
+            for new, old in (
+                (result.alive, self.alive),
+                (result.updates, self.updates),
+                (result.seeds, self.seeds),
+            ):
+                new[row].copy_(old[source])
+        return result
+
+
+def named_tensors(member: Member) -> dict[str, Tensor]:
+    """Parameters and buffers of a member's model by name, tied ones once."""
+    found = (*unique_parameters(member.model), *unique_buffers(member.model))
+    return {item.name: item.tensor for item in found}
+
+
+def check_shapes(slot_name: str, member: Member, expected: dict[str, torch.Size]) -> None:
+    """Refuse a member whose model no longer has the tensors it had when it joined."""
+    found = named_tensors(member)
+    for name, shape in expected.items():
+        if name not in found:
+            raise MemberError(
+                f"member {slot_name!r}: expected a tensor {name} of shape {tuple(shape)} in its model, got "
+                "none; do not change a model while it is in the fleet (drop it first)"
+            )
+        if found[name].shape != shape:
+            raise MemberError(
+                f"member {slot_name!r}: expected {name} of shape {tuple(shape)}, got "
+                f"{tuple(found[name].shape)}; do not change a model while it is in the fleet (drop it first)"
+            )

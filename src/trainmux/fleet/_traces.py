@@ -1,0 +1,70 @@
+"""Traces, made once for all members that would give the same one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from trainmux.errors import TrainmuxError
+from trainmux.fleet._signature import function_signature, graph_key, model_signature
+from trainmux.tracing import (
+    FlatBatch,
+    LossFunction,
+    TracedGraph,
+    TraceSettings,
+    trace_forward,
+    trace_joint,
+)
+
+_MAX_TRACES = 64
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A member's graph and the key that equal graphs share."""
+
+    graph: TracedGraph
+    key: str
+
+
+class TraceCache:
+    """Least recently used traces by signature of model and function, batch and purpose."""
+
+    def __init__(self, settings: TraceSettings) -> None:
+        self._settings = settings
+        self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
+        # Signatures hold ids of functions: keep those alive, or an id could be given away again.
+        self._held: list[object] = []
+
+    def joint(self, name: str, model: object, loss: LossFunction, batch: FlatBatch) -> Trace:
+        """Forward and backward of one training step."""
+        return self._get("joint", name, model, loss, batch, trace_joint)
+
+    def forward(self, name: str, model: object, metric: LossFunction, batch: FlatBatch) -> Trace:
+        """Metrics in evaluation mode."""
+        return self._get("forward", name, model, metric, batch, trace_forward)
+
+    def _get(
+        self,
+        purpose: str,
+        name: str,
+        model: object,
+        fn: LossFunction,
+        batch: FlatBatch,
+        trace: Callable[..., TracedGraph],
+    ) -> Trace:
+        key = (purpose, model_signature(model), function_signature(fn), batch.spec)  # type: ignore[arg-type]
+        if key in self._traces:
+            self._traces.move_to_end(key)
+            return self._traces[key]
+        try:
+            graph = trace(model, fn, batch, self._settings)
+        except TrainmuxError as error:
+            error.add_note(f"while tracing member {name!r}")
+            raise
+        self._held.append(fn)
+        self._traces[key] = Trace(graph, graph_key(graph))
+        while len(self._traces) > _MAX_TRACES:
+            self._traces.popitem(last=False)
+        return self._traces[key]

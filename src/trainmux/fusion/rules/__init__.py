@@ -1,0 +1,25 @@
+"""One file per family of operators; importing this package registers all rules."""
+
+from trainmux.fusion.rules import (
+    attention,
+    convolution,
+    embedding,
+    matmul,
+    normalisation,
+    pointwise,
+    pooling,
+    reductions,
+    views,
+)
+
+__all__ = [
+    "attention",
+    "convolution",
+    "embedding",
+    "matmul",
+    "normalisation",
+    "pointwise",
+    "pooling",
+    "reductions",
+    "views",
+]

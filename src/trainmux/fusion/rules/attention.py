@@ -1,0 +1,87 @@
+"""Fused attention, forward and backward: members are independent sequences, so fold them into the batch.
+
+torch.vmap has no rule for the backward kernels and falls back to a loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from trainmux.fusion._stacked import Context, Stacked, rule
+
+aten = torch.ops.aten
+
+_FORWARD = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+_BACKWARD = (
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+# Tensor arguments that do not hold one value per batch element.
+_NOT_BATCHED = frozenset({"philox_seed", "philox_offset", "rng_state", "unused", "cum_seq_q", "cum_seq_k"})
+_MASKS = frozenset({"attn_bias", "attn_mask"})
+
+
+def _folded(context: Context, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    named = {spec.name: value for spec, value in zip(op._schema.arguments, args, strict=False)}
+    named.update(kwargs)
+    query = named["query"]
+    batch = query.shape[0]  # a member's, stacked or not
+
+    def fold(name: str, value: Any) -> Any:
+        if not isinstance(value, (Stacked, Tensor)):
+            return value
+        if name in _NOT_BATCHED:
+            return value.tensor[0] if isinstance(value, Stacked) else value
+        if name in _MASKS:
+            mask = context.stack(value)
+            heads, queries, keys = mask.shape[-3:] if mask.dim() == 5 else (1, *mask.shape[-2:])
+            return (
+                mask.reshape(context.width, -1, heads, queries, keys)
+                .expand(-1, batch, -1, -1, -1)
+                .flatten(0, 1)
+            )
+        return context.stack(value).flatten(0, 1)
+
+    folded = {name: fold(name, value) for name, value in named.items()}
+    positional = [
+        folded[spec.name] for spec in op._schema.arguments if spec.name in folded and not spec.kwarg_only
+    ]
+    keyword = {
+        spec.name: folded[spec.name]
+        for spec in op._schema.arguments
+        if spec.kwarg_only and spec.name in folded
+    }
+    return op(*positional, **keyword)
+
+
+def _unfold(context: Context, result: Any, member: Any, batch: int) -> Any:
+    if not isinstance(result, Tensor):
+        return result
+    if result.dim() == 0 or member.dim() == 0 or result.shape[0] != context.width * batch:
+        return result  # counters and sequence bounds: one for all
+    return Stacked(result.unflatten(0, (context.width, batch)))
+
+
+@rule(*_FORWARD, how="fold model axis into batch")
+def forward(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    results = _folded(context, op, args, kwargs)
+    batch = context.value[0].shape[0]
+    return tuple(_unfold(context, r, m, batch) for r, m in zip(results, context.value, strict=True))
+
+
+@rule(*_BACKWARD, how="fold model axis into batch")
+def backward(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    results = _folded(context, op, args, kwargs)
+    batch = context.value[0].shape[0]
+    return tuple(_unfold(context, r, m, batch) for r, m in zip(results, context.value, strict=True))

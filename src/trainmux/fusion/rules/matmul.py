@@ -1,0 +1,81 @@
+"""Matrix products: one batched product over the members, or one large one where a factor is shared."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from trainmux.fusion._stacked import Context, Stacked, align, rule
+
+aten = torch.ops.aten
+
+
+def _rows_merge(x: Tensor) -> bool:
+    """Whether ``[k, m, n]`` can be seen as ``[k * m, n]`` without a copy."""
+    return x.stride(0) == x.stride(1) * x.shape[1]
+
+
+def _product(context: Context, a: Stacked | Tensor, b: Stacked | Tensor) -> Tensor:
+    if isinstance(a, Stacked) and not isinstance(b, Stacked) and _rows_merge(a.tensor):
+        k, m, n = a.tensor.shape
+        return torch.mm(a.tensor.view(k * m, n), b).view(k, m, -1)
+    return torch.bmm(context.stack(a), context.stack(b))
+
+
+@rule(aten.mm.default, how="bmm")
+def mm(context: Context, op: OpOverload, a: Stacked | Tensor, b: Stacked | Tensor) -> Stacked:
+    return Stacked(_product(context, a, b))
+
+
+@rule(aten.addmm.default, how="bmm")
+def addmm(
+    context: Context,
+    op: OpOverload,
+    bias: Stacked | Tensor,
+    a: Stacked | Tensor,
+    b: Stacked | Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Stacked:
+    if not isinstance(a, Stacked) and not isinstance(b, Stacked):
+        return Stacked(align(bias, 2) * beta + torch.mm(a, b) * alpha)
+    offset = align(bias, 2) if isinstance(bias, Stacked) else bias
+    return Stacked(torch.baddbmm(offset, context.stack(a), context.stack(b), beta=beta, alpha=alpha))
+
+
+@rule(aten.bmm.default, how="fold model axis into batch")
+def bmm(context: Context, op: OpOverload, a: Stacked | Tensor, b: Stacked | Tensor) -> Stacked:
+    left, right = context.stack(a).flatten(0, 1), context.stack(b).flatten(0, 1)
+    return Stacked(torch.bmm(left, right).unflatten(0, (context.width, -1)))
+
+
+@rule(aten.baddbmm.default, how="fold model axis into batch")
+def baddbmm(
+    context: Context,
+    op: OpOverload,
+    bias: Stacked | Tensor,
+    a: Stacked | Tensor,
+    b: Stacked | Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Stacked:
+    offset = (align(bias, 3) if isinstance(bias, Stacked) else bias).expand(
+        context.width, *context.value.shape
+    )
+    left, right = context.stack(a).flatten(0, 1), context.stack(b).flatten(0, 1)
+    product = torch.baddbmm(offset.flatten(0, 1), left, right, beta=beta, alpha=alpha)
+    return Stacked(product.unflatten(0, (context.width, -1)))
+
+
+@rule(aten.mv.default, how="bmm")
+def mv(context: Context, op: OpOverload, a: Stacked | Tensor, x: Stacked | Tensor) -> Stacked:
+    return Stacked(torch.bmm(context.stack(a), context.stack(x).unsqueeze(2)).squeeze(2))
+
+
+@rule(aten.dot.default, how="bmm")
+def dot(context: Context, op: OpOverload, x: Stacked | Tensor, y: Stacked | Tensor) -> Stacked:
+    product = torch.bmm(context.stack(x).unsqueeze(1), context.stack(y).unsqueeze(2))
+    return Stacked(product.reshape(context.width))

@@ -1,0 +1,138 @@
+"""Batch norm with the model axis folded into channels; layer norm with per-member affine parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from trainmux.fusion._stacked import Context, Stacked, align, rule
+
+aten = torch.ops.aten
+
+
+def fold_channels(x: Tensor) -> Tensor:
+    """``[k, n, c, ...]`` as ``[n, k * c, ...]``; free if the members already lie side by side in channels."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def unfold_channels(x: Tensor, width: int) -> Tensor:
+    """The way back, as a view."""
+    split: Tensor = x.unflatten(1, (width, -1))
+    return split.transpose(0, 1)
+
+
+def _channel_vector(context: Context, value: Stacked | Tensor | None) -> Tensor | None:
+    return None if value is None else context.stack(value).flatten()
+
+
+def _unfold_vector(context: Context, value: Tensor) -> Stacked | Tensor:
+    if value.numel() == 0:
+        return value  # "not computed" in the operator's own convention
+    return Stacked(value.unflatten(0, (context.width, -1)))
+
+
+@rule(
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten.native_batch_norm.default,
+    how="fold model axis into channels",
+)
+def batch_norm(
+    context: Context, op: OpOverload, x: Stacked | Tensor, *rest: Stacked | Tensor | float | None
+) -> tuple[Any, ...]:
+    arguments: list[Any] = [
+        _channel_vector(context, value) if isinstance(value, (Stacked, Tensor)) else value for value in rest
+    ]
+    out, *statistics = op(fold_channels(context.stack(x)), *arguments)
+    return (
+        Stacked(unfold_channels(out, context.width)),
+        *(_unfold_vector(context, value) for value in statistics),
+    )
+
+
+@rule(aten.native_batch_norm_backward.default, how="fold model axis into channels")
+def batch_norm_backward(
+    context: Context,
+    op: OpOverload,
+    grad: Stacked | Tensor,
+    x: Stacked | Tensor,
+    weight: Stacked | Tensor | None,
+    running_mean: Stacked | Tensor | None,
+    running_var: Stacked | Tensor | None,
+    save_mean: Stacked | Tensor | None,
+    save_invstd: Stacked | Tensor | None,
+    train: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> tuple[Any, ...]:
+    vectors = [
+        _channel_vector(context, value)
+        for value in (weight, running_mean, running_var, save_mean, save_invstd)
+    ]
+    grad_x, grad_weight, grad_bias = op(
+        fold_channels(context.stack(grad)), fold_channels(context.stack(x)), *vectors, train, eps, mask
+    )
+    return (
+        Stacked(unfold_channels(grad_x, context.width)) if mask[0] else grad_x,
+        _unfold_vector(context, grad_weight) if mask[1] else grad_weight,
+        _unfold_vector(context, grad_bias) if mask[2] else grad_bias,
+    )
+
+
+@rule(aten.native_layer_norm.default, how="normalise at once, affine per member")
+def layer_norm(
+    context: Context,
+    op: OpOverload,
+    x: Stacked | Tensor,
+    shape: Sequence[int],
+    weight: Stacked | Tensor | None,
+    bias: Stacked | Tensor | None,
+    eps: float,
+) -> tuple[Stacked, Stacked, Stacked]:
+    stacked = context.stack(x)
+    if not isinstance(weight, Stacked) and not isinstance(bias, Stacked):
+        out, mean, rstd = op(stacked, shape, weight, bias, eps)
+        return Stacked(out), Stacked(mean), Stacked(rstd)
+    out, mean, rstd = op(stacked, shape, None, None, eps)
+    rank = stacked.dim() - 1
+    if weight is not None:
+        out = out * align(weight, rank)
+    if bias is not None:
+        out = out + align(bias, rank)
+    return Stacked(out.to(context.value[0].dtype)), Stacked(mean), Stacked(rstd)
+
+
+@rule(aten.native_layer_norm_backward.default, how="normalise at once, affine per member")
+def layer_norm_backward(
+    context: Context,
+    op: OpOverload,
+    grad: Stacked | Tensor,
+    x: Stacked | Tensor,
+    shape: Sequence[int],
+    mean: Stacked | Tensor,
+    rstd: Stacked | Tensor,
+    weight: Stacked | Tensor | None,
+    bias: Stacked | Tensor | None,
+    mask: Sequence[bool],
+) -> tuple[Stacked | None, Stacked | None, Stacked | None]:
+    incoming, inputs = context.stack(grad), context.stack(x)
+    means, scales = context.stack(mean), context.stack(rstd)
+    rank = inputs.dim() - 1
+    batch_dims = list(range(1, 1 + rank - len(shape)))
+    grad_x = grad_weight = grad_bias = None
+    if mask[0]:
+        inner = incoming if weight is None else (incoming * align(weight, rank)).to(inputs.dtype)
+        grad_x = Stacked(op(inner, inputs, shape, means, scales, None, None, [True, False, False])[0])
+    if mask[1]:
+        product = incoming * ((inputs - means) * scales)
+        summed = product.sum(batch_dims) if batch_dims else product
+        grad_weight = Stacked(summed.to(context.value[1].dtype))
+    if mask[2]:
+        summed = incoming.sum(batch_dims) if batch_dims else incoming
+        grad_bias = Stacked(summed.to(context.value[2].dtype))
+    return grad_x, grad_weight, grad_bias

@@ -1,0 +1,107 @@
+"""Element by element: align the members' dimensions, then call the operator once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._ops import OpOverload
+
+from trainmux.fusion._stacked import Context, Stacked, align, rule
+from trainmux.runtime import random_words
+
+aten = torch.ops.aten
+
+# Pointwise in effect, but without torch's tag.
+EXTRA = frozenset(
+    {
+        aten.clone.default,
+        aten._to_copy.default,
+        aten.lift_fresh_copy.default,
+        aten.threshold_backward.default,
+        aten.gelu_backward.default,
+        aten.tanh_backward.default,
+        aten.sigmoid_backward.default,
+        aten.silu_backward.default,
+        aten.hardswish_backward.default,
+        aten.hardsigmoid_backward.default,
+        aten.hardtanh_backward.default,
+        aten.leaky_relu_backward.default,
+        aten.elu_backward.default,
+        aten.softplus_backward.default,
+        aten.mish_backward.default,
+        aten.log_sigmoid_backward.default,
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        aten.where.self,
+    }
+)
+
+
+def is_pointwise(op: Any) -> bool:
+    """Whether ``pointwise`` serves for this operator."""
+    return isinstance(op, OpOverload) and (torch.Tag.pointwise in op.tags or op in EXTRA)
+
+
+def pointwise(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Broadcasting from the right works once every member value has the same number of dimensions."""
+    leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Stacked))
+    ranks = [
+        leaf.rank if isinstance(leaf, Stacked) else leaf.dim()
+        for leaf in leaves
+        if isinstance(leaf, (Stacked, Tensor))
+    ]
+    rank = max(ranks)
+
+    def aligned(leaf: Any) -> Any:
+        return align(leaf, rank) if isinstance(leaf, Stacked) else leaf
+
+    args, kwargs = pytree.tree_map(aligned, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Stacked))
+    if "memory_format" in kwargs:
+        # A member's channels_last has no meaning with one more dimension; the layout is ours to choose.
+        kwargs = {**kwargs, "memory_format": torch.preserve_format}
+    result = op(*args, **kwargs)
+    if not isinstance(result, Tensor):
+        return tuple(Stacked(item) for item in result)
+    # A member's scalar ranks below dimensioned tensors in type promotion; stacked it no longer does.
+    expected = context.value.dtype
+    return Stacked(result if result.dtype == expected else result.to(expected))
+
+
+@rule(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    how="shared constant",
+)
+def like(context: Context, op: OpOverload, x: Stacked, *args: Any, **kwargs: Any) -> Tensor:
+    """A constant of a member's shape: the same for all members."""
+    kwargs.pop("memory_format", None)
+    shape, dtype = context.value.shape, context.value.dtype
+    fill = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.empty_like.default: 0}
+    value = args[0] if op is aten.full_like.default else fill[op]
+    return torch.full(shape, value, dtype=dtype, device=context.device)
+
+
+@rule(
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    how="shared constant",
+)
+def new(context: Context, op: OpOverload, x: Stacked, size: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """A constant that takes only dtype and device from a member's value."""
+    fill = {aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_empty.default: 0}
+    value = args[0] if op is aten.new_full.default else fill[op]
+    return torch.full(size, value, dtype=context.value.dtype, device=context.device)
+
+
+@rule(torch.ops.trainmux.random_words.default, how="counters")
+def words(
+    context: Context, op: OpOverload, seed: Stacked, counter: Stacked, operator: int, shape: list[int]
+) -> Stacked:
+    return Stacked(random_words(context.stack(seed), context.stack(counter), operator, shape))

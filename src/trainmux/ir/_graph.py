@@ -1,0 +1,84 @@
+"""What goes into and comes out of a traced step, as plain data.
+
+The graphs themselves are ``torch.fx`` graphs; these records say what each placeholder and each
+output of such a graph means, so that no later stage has to guess from names or positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Phase(Enum):
+    """Which part of a training step a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class InputKind(Enum):
+    """What a placeholder of a traced step holds."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    BATCH = "batch"
+    SEED = "seed"
+    COUNTER = "counter"
+    TANGENT = "tangent"
+
+
+class OutputKind(Enum):
+    """What an output of a traced step holds."""
+
+    LOSS = "loss"
+    METRIC = "metric"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One placeholder: its meaning, its name in the model or batch, and the member's shape."""
+
+    kind: InputKind
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    batched: bool = True
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """One output: its meaning and the name of the parameter, buffer or metric it belongs to."""
+
+    kind: OutputKind
+    name: str
+
+
+@dataclass(frozen=True)
+class FusionRecord:
+    """How one kind of operator was fused over the model axis, and how often.
+
+    ``how`` is the name of the rule ("bmm", "fold model axis into batch", "vmap", "loop", "shared");
+    ``fallback`` says why a slower way was taken and is empty where none was.
+    """
+
+    op: str
+    how: str
+    count: int
+    locations: tuple[str, ...] = ()
+    fallback: str = ""
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """A group of members that trains as one: who is in it and how its operators were fused."""
+
+    members: tuple[str, ...]
+    width: int
+    optimizer: str
+    num_nodes: int
+    records: tuple[FusionRecord, ...]
+    unfused_because: str = ""

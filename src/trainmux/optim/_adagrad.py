@@ -1,0 +1,72 @@
+"""Adagrad with a decaying learning rate. Its state exists from construction, filled with a chosen value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trainmux.optim._algebra import descent_direction
+from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
+from trainmux.optim._settings import Setting, Settings, sign_and_decay
+
+_SCALARS = (
+    ScalarSpec("sign", 1.0),
+    ScalarSpec("weight_decay", 0.0),
+    ScalarSpec("eps", math.inf),
+    ScalarSpec("zero", 0.0),
+    ScalarSpec("step", -0.0),
+)
+
+
+@dataclass(frozen=True)
+class AdagradRule(Rule):
+    has_state_before_first_step: ClassVar[bool] = True
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("sum",)
+
+    @property
+    def scalars(self) -> tuple[ScalarSpec, ...]:
+        return _SCALARS
+
+    def values(self, settings: Settings, steps_done: int) -> tuple[float, ...]:
+        sign, decay = sign_and_decay(settings)
+        lr = float(settings["lr"]) / (1.0 + steps_done * float(settings["lr_decay"]))
+        return sign, decay, float(settings["eps"]), 0.0, -lr
+
+    def update(
+        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], at: ScalarAt, idle: frozenset[str]
+    ) -> None:
+        direction = descent_direction(param, grad, at, idle)
+        accumulator = state["sum"].addcmul_(direction, direction)
+        denominator = accumulator.sqrt().add_(at("eps"))
+        param.addcmul_(torch.addcdiv(at("zero"), direction, denominator), at("step"))
+
+    def initial_value(self, name: str, defaults: Settings) -> float:
+        # Torch takes this from the constructor for every group, also where a group names another value.
+        return float(defaults["initial_accumulator_value"])
+
+
+def _read_flags(settings: Settings) -> dict[str, bool]:
+    return {}
+
+
+ADAGRAD = Family(
+    torch_class=torch.optim.Adagrad,
+    kind="Adagrad",
+    settings=(
+        Setting("lr"),
+        Setting("lr_decay"),
+        Setting("eps"),
+        Setting("weight_decay"),
+        Setting("initial_accumulator_value"),
+    ),
+    read_flags=_read_flags,
+    make_rule=AdagradRule,
+)

@@ -1,0 +1,108 @@
+"""Adam and AdamW: one rule, with the weight decay either in the gradient or applied to the parameter.
+
+Torch divides ``sqrt(exp_avg_sq)`` by the root of the second bias correction, one pass over memory. Here
+both sides of the fraction are multiplied by that root, which moves it into the scalars ``eps`` and ``step``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainmux.optim._algebra import accumulate_square_, blend_, descent_direction
+from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
+from trainmux.optim._settings import Setting, Settings, sign_and_decay
+
+_MOMENTS = (
+    ScalarSpec("one_minus_beta1", -0.0),
+    ScalarSpec("beta2", 1.0),
+    ScalarSpec("one_minus_beta2", -0.0),
+    ScalarSpec("eps", math.inf),
+    ScalarSpec("zero", 0.0),
+    ScalarSpec("step", -0.0),
+)
+_COUPLED = (ScalarSpec("sign", 1.0), ScalarSpec("weight_decay", 0.0), *_MOMENTS)
+_DECOUPLED = (ScalarSpec("sign", 1.0), ScalarSpec("shrink", 1.0), *_MOMENTS)
+_DECAY_IS_ELSEWHERE = frozenset({"weight_decay"})
+
+
+@dataclass(frozen=True)
+class AdamRule(Rule):
+    amsgrad: bool
+    decoupled: bool
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        names = ("exp_avg", "exp_avg_sq")
+        return (*names, "max_exp_avg_sq") if self.amsgrad else names
+
+    @property
+    def scalars(self) -> tuple[ScalarSpec, ...]:
+        return _DECOUPLED if self.decoupled else _COUPLED
+
+    def values(self, settings: Settings, steps_done: int) -> tuple[float, ...]:
+        sign, decay = sign_and_decay(settings)
+        lr = float(settings["lr"])
+        beta1, beta2 = settings["betas"]
+        beta1, beta2 = float(beta1), float(beta2)
+        step = steps_done + 1
+        root_correction2 = math.sqrt(1.0 - beta2**step)
+        return (
+            sign,
+            1.0 - lr * decay if self.decoupled else decay,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            float(settings["eps"]) * root_correction2,
+            0.0,
+            -(lr / (1.0 - beta1**step)) * root_correction2,
+        )
+
+    def update(
+        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], at: ScalarAt, idle: frozenset[str]
+    ) -> None:
+        exp_avg, second_moment = state["exp_avg"], state["exp_avg_sq"]
+        in_gradient = idle | _DECAY_IS_ELSEWHERE if self.decoupled else idle
+        direction = descent_direction(param, grad, at, in_gradient)
+        blend_(exp_avg, direction, at("one_minus_beta1"))
+        accumulate_square_(second_moment, direction, at("beta2"), at("one_minus_beta2"))
+        if self.amsgrad:
+            second_moment = state["max_exp_avg_sq"].clamp_min_(second_moment)
+        denominator = second_moment.sqrt().add_(at("eps"))
+        # A frozen row divides by infinity, and the sum with zero drops the sign of what remains of exp_avg.
+        quotient = torch.addcdiv(at("zero"), exp_avg, denominator)
+        if self.decoupled and "weight_decay" not in idle:
+            param.mul_(at("shrink"))
+        param.addcmul_(quotient, at("step"))
+
+
+def _read_adam_flags(settings: Settings) -> dict[str, bool]:
+    return {
+        "amsgrad": bool(settings["amsgrad"]),
+        "decoupled": bool(settings.get("decoupled_weight_decay", False)),
+    }
+
+
+def _read_adamw_flags(settings: Settings) -> dict[str, bool]:
+    return {"amsgrad": bool(settings["amsgrad"]), "decoupled": True}
+
+
+ADAM = Family(
+    torch_class=torch.optim.Adam,
+    kind="Adam",
+    settings=(
+        Setting("lr"),
+        Setting("betas", index=0, upper=1.0),
+        Setting("betas", index=1, upper=1.0),
+        Setting("eps"),
+        Setting("weight_decay"),
+    ),
+    read_flags=_read_adam_flags,
+    make_rule=AdamRule,
+)
+ADAMW = dataclasses.replace(ADAM, torch_class=torch.optim.AdamW, read_flags=_read_adamw_flags)

@@ -1,0 +1,80 @@
+"""From a torch optimizer to its structure, refusing what cannot be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trainmux.errors import OptimizerError
+from trainmux.optim._base import Family
+from trainmux.optim._registry import family_of, flags_of
+from trainmux.optim._structure import GroupStructure, OptimizerStructure
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def describe(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], *, member: str
+) -> OptimizerStructure:
+    """The structure of ``optimizer``, its parameters named by their position in ``params``.
+
+    ``params`` are all parameters of the member, each once; those that the optimizer does not hold stay
+    untouched. Refuses an optimizer class that is not supported, ``differentiable=True``, a hyper-parameter
+    out of its range, a parameter that is not in ``params``, that appears twice, or that is not of a real
+    floating dtype.
+    """
+    family = family_of(optimizer, where=f"Member {member!r}: ")
+    _check_values(family, optimizer, member)
+    position = {id(param): index for index, param in enumerate(params)}
+    seen: set[int] = set()
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        where = f"Member {member!r}, param group {number}"
+        if group.get("differentiable", False):
+            raise OptimizerError(
+                f"{where}: expected differentiable=False, got True. Build the optimizer without it: the "
+                "fused update is not differentiated through."
+            )
+        indices = []
+        for param in group["params"]:
+            index = position.get(id(param))
+            if index is None:
+                raise OptimizerError(
+                    f"{where}: expected parameters of the member's own model, got a foreign parameter of "
+                    f"shape {tuple(param.shape)}. Build the optimizer over model.parameters() of this member."
+                )
+            if index in seen:
+                raise OptimizerError(
+                    f"{where}: expected every parameter once, got parameter {index} a second time. Name it "
+                    "in one param group only."
+                )
+            if param.dtype not in _DTYPES:
+                raise OptimizerError(
+                    f"{where}: expected parameters of dtype float64, float32, bfloat16 or float16, got "
+                    f"{param.dtype} for parameter {index}. Convert the model, or leave this parameter out."
+                )
+            seen.add(index)
+            indices.append(index)
+        groups.append(GroupStructure(family.kind, flags_of(family, group), tuple(indices)))
+    return OptimizerStructure(tuple(groups))
+
+
+def check_hyperparameters(optimizer: torch.optim.Optimizer, *, member: str) -> None:
+    """Refuses hyper-parameters that are NaN, infinite, negative or beyond their upper bound."""
+    _check_values(family_of(optimizer, where=f"Member {member!r}: "), optimizer, member)
+
+
+def _check_values(family: Family, optimizer: torch.optim.Optimizer, member: str) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        for setting in family.settings:
+            got = setting.read(group)
+            try:
+                allowed = setting.allows(float(got))
+            except (TypeError, ValueError, RuntimeError):
+                allowed = False
+            if not allowed:
+                raise OptimizerError(
+                    f"Member {member!r}, param group {number}: expected {setting.label} to be "
+                    f"{setting.expected}, got {got!r}. Set it before the member is trained."
+                )

@@ -1,0 +1,98 @@
+"""RMSprop, plain or centered, with or without momentum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainmux.optim._algebra import accumulate_square_, blend_, descent_direction, plus_product
+from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
+from trainmux.optim._settings import Setting, Settings, sign_and_decay, unswitched_momentum
+
+_PLAIN = (
+    ScalarSpec("sign", 1.0),
+    ScalarSpec("weight_decay", 0.0),
+    ScalarSpec("alpha", 1.0),
+    ScalarSpec("one_minus_alpha", -0.0),
+    ScalarSpec("eps", math.inf),
+    ScalarSpec("zero", 0.0),
+    ScalarSpec("step", -0.0),
+)
+_WITH_MOMENTUM = (*_PLAIN, ScalarSpec("momentum", 0.0), ScalarSpec("write", -0.0))
+
+
+@dataclass(frozen=True)
+class RmspropRule(Rule):
+    """A centered row whose ``square_avg`` is below ``grad_avg ** 2`` yields NaN, as it does in torch.
+
+    That holds for a frozen row as well, but no state that an active step left finite is of this kind.
+    """
+
+    centered: bool
+    momentum: bool
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        names = ["square_avg"]
+        if self.momentum:
+            names.append("momentum_buffer")
+        if self.centered:
+            names.append("grad_avg")
+        return tuple(names)
+
+    @property
+    def scalars(self) -> tuple[ScalarSpec, ...]:
+        return _WITH_MOMENTUM if self.momentum else _PLAIN
+
+    def values(self, settings: Settings, steps_done: int) -> tuple[float, ...]:
+        sign, decay = sign_and_decay(settings)
+        alpha = float(settings["alpha"])
+        momentum = unswitched_momentum(settings, had_momentum=self.momentum)
+        plain = (sign, decay, alpha, 1.0 - alpha, float(settings["eps"]), 0.0, -float(settings["lr"]))
+        return (*plain, momentum, 1.0) if self.momentum else plain
+
+    def update(
+        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], at: ScalarAt, idle: frozenset[str]
+    ) -> None:
+        square_avg = state["square_avg"]
+        direction = descent_direction(param, grad, at, idle)
+        accumulate_square_(square_avg, direction, at("alpha"), at("one_minus_alpha"))
+        if self.centered:
+            grad_avg = state["grad_avg"]
+            blend_(grad_avg, direction, at("one_minus_alpha"))
+            denominator = torch.addcmul(square_avg, grad_avg, grad_avg, value=-1).sqrt_()
+        else:
+            denominator = square_avg.sqrt()
+        denominator.add_(at("eps"))
+        quotient = torch.addcdiv(at("zero"), direction, denominator)
+        if not self.momentum:
+            param.addcmul_(quotient, at("step"))
+            return
+        # As in SGD: the new buffer is computed beside the old one, so that a frozen row steps by zero.
+        buffer = state["momentum_buffer"]
+        quotient = plus_product(quotient, buffer, at("momentum"), grad=grad)
+        param.addcmul_(quotient, at("step"))
+        blend_(buffer, quotient, at("write"))
+
+
+def _read_flags(settings: Settings) -> dict[str, bool]:
+    return {"centered": bool(settings["centered"]), "momentum": float(settings["momentum"]) > 0.0}
+
+
+RMSPROP = Family(
+    torch_class=torch.optim.RMSprop,
+    kind="RMSprop",
+    settings=(
+        Setting("lr"),
+        Setting("alpha"),
+        Setting("eps"),
+        Setting("weight_decay"),
+        Setting("momentum"),
+    ),
+    read_flags=_read_flags,
+    make_rule=RmspropRule,
+)

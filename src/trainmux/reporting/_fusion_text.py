@@ -1,0 +1,42 @@
+"""How a fleet was fused, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainmux.ir import FusionRecord, GroupSummary
+
+_MAX_NAMES = 6
+
+
+def format_fusion(groups: Sequence[GroupSummary]) -> str:
+    """One block per group: members, width, each operator with how it was fused, then what fell back."""
+    return "\n\n".join(_group(index, group) for index, group in enumerate(groups))
+
+
+def _group(index: int, group: GroupSummary) -> str:
+    shown = ", ".join(group.members[:_MAX_NAMES])
+    more = len(group.members) - _MAX_NAMES
+    names = f"{shown} and {more} more" if more > 0 else shown
+    lines = [
+        f"group {index}: {len(group.members)} of {group.width} slots taken ({names})",
+        f"  optimizer {group.optimizer}; {group.num_nodes} nodes in the fused step",
+    ]
+    if group.unfused_because:
+        lines.append(f"  trains at width 1: {group.unfused_because}")
+    if group.records:
+        width = max(len(record.op) for record in group.records)
+        how = max(len(record.how) for record in group.records)
+        lines += [f"  {record.op:<{width}}  {record.how:<{how}}  x{record.count}" for record in group.records]
+    fallbacks = [record for record in group.records if record.fallback]
+    if fallbacks:
+        lines.append("  fell back:")
+        lines += [f"    {_fallback(record)}" for record in fallbacks]
+    else:
+        lines.append("  nothing fell back")
+    return "\n".join(lines)
+
+
+def _fallback(record: FusionRecord) -> str:
+    where = f" at {'; '.join(record.locations)}" if record.locations else ""
+    return f"{record.op} x{record.count}{where}: {record.how}, because {record.fallback}"

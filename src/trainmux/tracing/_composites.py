@@ -1,0 +1,227 @@
+"""Composite operators taken apart our own way while tracing, the same on every device.
+
+torch picks a vendor library or a fused kernel for these by device and dtype, some of which hide
+state (random numbers inside attention), have no rule for a model axis (embedding bags), or change
+buffers without saying so (library batch norm). Written with plain operators the graph is the same
+everywhere and can be fused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload
+
+from trainmux.tracing._torch_private import native_composite, override_composites
+
+aten = torch.ops.aten
+
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    if training and running_mean is None and running_var is None:
+        return aten._native_batch_norm_legit.no_stats(input, weight, bias, True, momentum, eps)[0]  # type: ignore[no-any-return]
+    return aten.native_batch_norm(  # type: ignore[no-any-return]
+        input, weight, bias, running_mean, running_var, training, momentum, eps
+    )[0]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with dropout by an explicit mask (D11); without dropout torch's own kernels."""
+    if dropout_p == 0.0:
+        return native_composite(  # type: ignore[no-any-return]
+            aten.scaled_dot_product_attention.default,
+            query,
+            key,
+            value,
+            attn_mask,
+            0.0,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = torch.matmul(query * math.sqrt(factor), key.transpose(-2, -1) * math.sqrt(factor))
+    if is_causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        else:
+            scores = scores + attn_mask
+    # A row that sees nothing must give zeros, not NaN.
+    blind = (scores == float("-inf")).all(-1, keepdim=True)
+    weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
+    return torch.matmul(torch.dropout(weights, dropout_p, True).to(value.dtype), value)
+
+
+def _bag_of_rows(
+    rows: Tensor, bag: Tensor, num_bags: int, counted: Tensor, mode: int
+) -> tuple[Tensor, Tensor]:
+    """Reduce ``rows`` [n, d] into bags; ``counted`` [n] says which rows take part."""
+    sizes = torch.zeros(num_bags, dtype=torch.int64, device=rows.device)
+    sizes = sizes.index_add(0, bag, counted.to(torch.int64))
+    if mode == 2:
+        floor = rows.new_full((num_bags, rows.shape[1]), float("-inf"))
+        masked = rows.masked_fill(~counted.unsqueeze(-1), float("-inf"))
+        index = bag.unsqueeze(-1).expand_as(rows)
+        out = floor.scatter_reduce(0, index, masked, "amax")
+        return out.masked_fill((sizes == 0).unsqueeze(-1), 0.0), sizes
+    total = rows.new_zeros((num_bags, rows.shape[1]))
+    out = total.index_add(0, bag, rows * counted.unsqueeze(-1).to(rows.dtype))
+    if mode == 1:
+        out = out / sizes.clamp(min=1).unsqueeze(-1).to(rows.dtype)
+    return out, sizes
+
+
+def _embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``nn.EmbeddingBag`` over a flat list of indices cut at ``offsets``."""
+    if include_last_offset:
+        offsets = offsets[:-1]
+    rows = F.embedding(indices, weight, scale_grad_by_freq=scale_grad_by_freq)
+    position = torch.arange(indices.shape[0], dtype=offsets.dtype, device=indices.device)
+    bag = torch.searchsorted(offsets.contiguous(), position, right=True) - 1
+    if padding_idx is None:
+        counted = torch.ones_like(indices, dtype=torch.bool)
+    else:
+        counted = indices != (padding_idx % weight.shape[0])
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    out, sizes = _bag_of_rows(rows, bag, offsets.shape[0], counted, mode)
+    unused = torch.empty(0, dtype=indices.dtype, device=indices.device)
+    return out, bag, sizes, unused
+
+
+def _embedding_bag_without_padding(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _embedding_bag(*args, **kwargs)
+
+
+_MODES = {"sum": 0, "mean": 1, "max": 2}
+
+
+def _rectangular_embedding_bag(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``F.embedding_bag`` that keeps the two dimensions of a rectangular index tensor.
+
+    Every bag has the same length there, so a plain reduction serves instead of a scatter.
+    """
+
+    def embedding_bag(
+        input: Tensor,
+        weight: Tensor,
+        offsets: Tensor | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        per_sample_weights: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> Tensor:
+        rectangular = input.dim() == 2 and offsets is None and max_norm is None and mode in _MODES
+        if not rectangular:
+            return original(
+                input,
+                weight,
+                offsets,
+                max_norm,
+                norm_type,
+                scale_grad_by_freq,
+                mode,
+                sparse,
+                per_sample_weights,
+                include_last_offset,
+                padding_idx,
+            )
+        rows = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq)
+        if per_sample_weights is not None:
+            rows = rows * per_sample_weights.unsqueeze(-1)
+        if padding_idx is None:
+            if mode == "max":
+                return rows.amax(1)
+            return rows.sum(1) if mode == "sum" else rows.mean(1)
+        counted = (input != (padding_idx % weight.shape[0])).unsqueeze(-1)
+        sizes = counted.sum(1)
+        if mode == "max":
+            out = rows.masked_fill(~counted, float("-inf")).amax(1)
+            return out.masked_fill(sizes == 0, 0.0)
+        out = (rows * counted.to(rows.dtype)).sum(1)
+        return out / sizes.clamp(min=1).to(rows.dtype) if mode == "mean" else out
+
+    return embedding_bag
+
+
+def _dense_embedding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``F.embedding`` without sparse gradients: the supported optimizers give the same numbers dense."""
+
+    def embedding(
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        return original(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, False)
+
+    return embedding
+
+
+_TABLE: dict[OpOverload, Callable[..., Any]] = {
+    aten.batch_norm.default: _batch_norm,
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.embedding_bag.padding_idx: _embedding_bag,
+    aten.embedding_bag.default: _embedding_bag_without_padding,
+}
+
+
+@contextmanager
+def own_composites() -> Iterator[None]:
+    """While active, the operators above are taken apart as written here."""
+    with (
+        override_composites(_TABLE),
+        mock.patch.object(F, "embedding", _dense_embedding(F.embedding)),
+        mock.patch.object(F, "embedding_bag", _rectangular_embedding_bag(F.embedding_bag)),
+    ):
+        yield

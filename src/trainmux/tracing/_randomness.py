@@ -1,0 +1,171 @@
+"""Random operators become functions of counters (D11).
+
+Each random node of a traced graph is replaced by arithmetic on ``random_words``, whose operator
+number is the node's position among the random nodes: stable, because the graph is that of one member
+whatever the width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from trainmux.errors import TraceError
+from trainmux.runtime import WORD_RANGE, random_words
+from trainmux.tracing._cleanup import replace_node
+from trainmux.tracing._source import node_location
+from trainmux.tracing._torch_private import FakeTensorMode
+
+aten = torch.ops.aten
+
+
+class Draws:
+    """Draws of one random operator: words, and what is made of them."""
+
+    def __init__(self, seed: Tensor, counter: Tensor, operator: int) -> None:
+        self._seed = seed
+        self._counter = counter
+        self._operator = operator
+
+    def words(self, shape: torch.Size, stream: int = 0) -> Tensor:
+        # Two bits of the operator word tell apart the draws of one operator that needs several.
+        words: Tensor = random_words(self._seed, self._counter, 4 * self._operator + stream, list(shape))
+        return words
+
+    def uniform(self, shape: torch.Size, dtype: torch.dtype, stream: int = 0) -> Tensor:
+        """In [0, 1), with as many bits as the dtype can hold."""
+        words = self.words(shape, stream)
+        if dtype == torch.float64:
+            low = self.words(shape, stream + 1)
+            return ((words << 21) | (low >> 11)).to(torch.float64) * 2.0**-53
+        bits = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}[dtype]
+        return (words >> (32 - bits)).to(dtype) * 2.0**-bits
+
+    def normal(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Standard normal by Box and Muller's transform, in at least single precision."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        radius = torch.sqrt(-2.0 * torch.log1p(-self.uniform(shape, wide, 0)))
+        angle = (2.0 * math.pi) * self.uniform(shape, wide, 2)
+        return (radius * torch.cos(angle)).to(dtype)
+
+    def true_with(self, shape: torch.Size, probability: float) -> Tensor:
+        """Boolean, true with ``probability``."""
+        threshold = round(probability * WORD_RANGE)
+        return self.words(shape) < threshold
+
+    def integers(self, shape: torch.Size, low: int, high: int, dtype: torch.dtype) -> Tensor:
+        if high - low > 2**31:
+            raise TraceError(
+                f"expected a random integer range of at most 2**31, got {high - low}; draw smaller numbers"
+            )
+        return (((self.words(shape) * (high - low)) >> 32) + low).to(dtype)
+
+
+def _dtype(kwargs: dict[str, Any], default: torch.dtype | None = None) -> torch.dtype:
+    return kwargs.get("dtype") or default or torch.get_default_dtype()
+
+
+def _native_dropout(d: Draws, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+    if train is False or p == 0.0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if p == 1.0:
+        return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+    mask = d.true_with(x.shape, 1.0 - p)
+    return x * mask * (1.0 / (1.0 - p)), mask
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    aten.native_dropout.default: _native_dropout,
+    aten.bernoulli.p: lambda d, x, p=0.5, **kw: d.true_with(x.shape, p).to(x.dtype),
+    aten.bernoulli.default: lambda d, x, **kw: (d.uniform(x.shape, torch.float32) < x).to(x.dtype),
+    aten.bernoulli.Tensor: lambda d, x, p, **kw: (d.uniform(x.shape, torch.float32) < p).to(x.dtype),
+    aten.rand.default: lambda d, size, **kw: d.uniform(torch.Size(size), _dtype(kw)),
+    aten.randn.default: lambda d, size, **kw: d.normal(torch.Size(size), _dtype(kw)),
+    aten.rand_like.default: lambda d, x, **kw: d.uniform(x.shape, _dtype(kw, x.dtype)),
+    aten.randn_like.default: lambda d, x, **kw: d.normal(x.shape, _dtype(kw, x.dtype)),
+    aten.uniform.default: lambda d, x, low=0.0, high=1.0, **kw: (
+        d.uniform(x.shape, x.dtype) * (high - low) + low
+    ),
+    aten.normal_functional.default: lambda d, x, mean=0.0, std=1.0, **kw: (
+        d.normal(x.shape, x.dtype) * std + mean
+    ),
+    aten.normal.float_float: lambda d, mean, std, size, **kw: (
+        d.normal(torch.Size(size), _dtype(kw)) * std + mean
+    ),
+    aten.normal.Tensor_float: lambda d, mean, std=1.0, **kw: d.normal(mean.shape, mean.dtype) * std + mean,
+    aten.normal.Tensor_Tensor: lambda d, mean, std, **kw: d.normal(mean.shape, mean.dtype) * std + mean,
+    aten.exponential.default: lambda d, x, lambd=1.0, **kw: (
+        -torch.log1p(-d.uniform(x.shape, x.dtype)) / lambd
+    ),
+    aten.randint.default: lambda d, high, size, **kw: d.integers(
+        torch.Size(size), 0, high, kw.get("dtype") or torch.int64
+    ),
+    aten.randint.low: lambda d, low, high, size, **kw: d.integers(
+        torch.Size(size), low, high, kw.get("dtype") or torch.int64
+    ),
+    aten.randint_like.default: lambda d, x, high, **kw: d.integers(x.shape, 0, high, x.dtype),
+    aten.randint_like.low_dtype: lambda d, x, low, high, **kw: d.integers(x.shape, low, high, x.dtype),
+    aten.randperm.default: lambda d, n, **kw: torch.argsort(d.words(torch.Size([n])), stable=True),
+}
+
+
+def is_random(target: Any) -> bool:
+    """Whether an operator draws random numbers from torch's generator.
+
+    Fused attention carries the tag for the dropout it could do; here it is never asked to.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or "_scaled_dot_product" in target.name():
+        return False
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def draw_from_counters(module: fx.GraphModule, seed_position: int, mode: FakeTensorMode) -> None:
+    """Replace every random node of ``module``, in place.
+
+    The placeholders at ``seed_position`` and the one after it hold the member's seed and step counter.
+    """
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    seed, counter = placeholders[seed_position : seed_position + 2]
+    random = [node for node in module.graph.nodes if node.op == "call_function" and is_random(node.target)]
+    for operator, node in enumerate(random):
+        rule = _rule_for(node)
+
+        def drawn(
+            seed: Tensor,
+            counter: Tensor,
+            args: Any,
+            kwargs: Any,
+            rule: Callable[..., Any] = rule,
+            operator: int = operator,
+        ) -> Any:
+            return rule(Draws(seed, counter, operator), *args, **kwargs)
+
+        replace_node(node, drawn, (seed, counter, node.args, node.kwargs), mode)
+    if random:
+        module.graph.lint()
+        module.recompile()
+
+
+def _rule_for(node: fx.Node) -> Callable[..., Any]:
+    rule = _RULES.get(node.target)
+    location = node_location(node)
+    where = f" at {location}" if location else ""
+    if rule is None:
+        raise TraceError(
+            f"random operator {node.target}{where} has no counter-based form; supported are dropout, "
+            "bernoulli, rand, randn, uniform, normal, exponential, randint, randperm and their _like forms",
+            op=str(node.target),
+            location=location,
+        )
+    if node.kwargs.get("generator") is not None:
+        raise TraceError(
+            f"random operator {node.target}{where} draws from a torch.Generator of its own; expected none, "
+            "because draws come from the member's seed: leave the generator out",
+            op=str(node.target),
+            location=location,
+        )
+    return rule

@@ -1,0 +1,179 @@
+"""Every private torch API that tracing needs, in one place (torch 2.11 to 2.13).
+
+Nothing else in the package imports these names; ``tests/cpu/tracing/test_torch_private.py`` holds
+each of them to what we rely on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch import Tensor, fx
+from torch._C import DispatchKey
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "DATA_DEPENDENT_ERRORS",
+    "CheckpointPolicy",
+    "FakeTensor",
+    "FakeTensorMode",
+    "checkpoint_regions",
+    "functionalized",
+    "make_fx",
+    "min_cut",
+    "native_composite",
+    "nodes_after",
+    "override_composites",
+    "tracer_graph",
+    "tracing_flags",
+]
+
+DATA_DEPENDENT_ERRORS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+
+def functionalized(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with every mutation turned into a new value, as seen by a tracer outside of it."""
+
+    def run(*args: Tensor) -> Any:
+        with FunctionalTensorMode():
+            wrapped = pytree.tree_map_only(Tensor, FunctionalTensor.to_functional, args)
+            out = fn(*wrapped)
+
+        def unwrap(value: FunctionalTensor) -> Tensor:
+            torch._sync(value)  # type: ignore[attr-defined]
+            return torch._from_functional_tensor(value.elem)
+
+        return pytree.tree_map_only(FunctionalTensor, unwrap, out)
+
+    return run
+
+
+@contextmanager
+def tracing_flags() -> Iterator[None]:
+    """Tell model code that looks for it (Hugging Face's mask builders do) that it is being traced.
+
+    The python dispatcher makes torch use its own decompositions of composite operators: recurrent
+    layers become cell steps instead of a call into a vendor library.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
+        yield
+
+
+@contextmanager
+def override_composites(table: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the decomposition of composite operators while tracing."""
+    key = DispatchKey.CompositeImplicitAutograd
+    saved = {op: op.py_kernels.get(key) for op in table}
+    try:
+        for op, implementation in table.items():
+            op.py_kernels[key] = implementation
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, original in saved.items():
+            if original is None:
+                op.py_kernels.pop(key, None)
+            else:
+                op.py_kernels[key] = original
+            op._dispatch_cache.clear()
+
+
+def native_composite(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Torch's own decomposition of a composite operator, past an override of it."""
+    return op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def tracer_graph() -> fx.Graph:
+    """The graph that the innermost running ``make_fx`` writes to."""
+    mode = get_proxy_mode()
+    if mode is None:
+        raise RuntimeError("expected to run inside make_fx, got no active tracer")
+    graph = mode.tracer.graph
+    assert isinstance(graph, fx.Graph)
+    return graph
+
+
+def nodes_after(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
+    """The nodes added to ``graph`` since ``last`` was its last one."""
+    added = []
+    for node in reversed(graph.nodes):
+        if node is last:
+            break
+        added.append(node)
+    return added[::-1]
+
+
+@contextmanager
+def checkpoint_regions(on_region: Callable[[list[fx.Node]], None]) -> Iterator[None]:
+    """Run ``torch.utils.checkpoint`` regions plainly and hand their forward nodes to ``on_region``.
+
+    Tracing the real thing would record the recomputation with draws of its own; the split into
+    forward and backward recomputes instead, by the marks that ``on_region`` sets.
+    """
+
+    @contextmanager
+    def region() -> Iterator[None]:
+        graph = tracer_graph()
+        last = next(reversed(graph.nodes))
+        yield
+        on_region(nodes_after(graph, last))
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with region():
+            yield
+
+    class PlainCheckpoint:
+        @staticmethod
+        def apply(run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            with region():
+                return run_function(*args)
+
+    module = torch.utils.checkpoint
+    with (
+        mock.patch.object(module, "_checkpoint_without_reentrant_generator", generator),
+        mock.patch.object(module, "CheckpointFunction", PlainCheckpoint),
+    ):
+        yield
+
+
+def min_cut(
+    joint: fx.GraphModule, num_forward_outputs: int, static_inputs: Sequence[int]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward modules of ``joint``, saving the fewest bytes between them.
+
+    ``joint``'s placeholders must be called ``primals_*`` and ``tangents_*``; ``static_inputs`` are the
+    positions of those that live on anyway (parameters), whose saving costs nothing.
+    """
+    with functorch_config.patch(cse=True):
+        forward, backward = min_cut_rematerialization_partition(
+            joint,
+            None,
+            num_fwd_outputs=num_forward_outputs,
+            static_lifetime_input_indices=list(static_inputs),
+        )
+    return forward, backward

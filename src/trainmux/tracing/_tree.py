@@ -1,0 +1,168 @@
+"""Batches as lists of tensors and back.
+
+A batch may be a tensor, a mapping, a sequence, a named tuple, a dataclass, or any nesting of them;
+mapping-like objects (``UserDict``, tokenizer outputs) and objects that only carry attributes count
+too. Everything that is not a tensor is a constant: part of the structure, so that two batches with
+different constants do not share a graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainmux.errors import BatchError
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """Where a tensor stands in the batch and what it looks like."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """Structure of a batch: hashable, equal for batches that can share a graph."""
+
+    structure: str
+    leaves: tuple[LeafSpec, ...]
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """A batch taken apart: its tensors, its specification, and the way back."""
+
+    tensors: tuple[Tensor, ...]
+    spec: BatchSpec
+    rebuild: Callable[[list[Tensor]], Any]
+
+
+def flatten_batch(batch: Any) -> FlatBatch:
+    """Take ``batch`` apart; refuses one that holds no tensor."""
+    tensors: list[Tensor] = []
+    leaves: list[LeafSpec] = []
+    structure, build = _flatten(batch, "batch", tensors, leaves)
+    if not tensors:
+        raise BatchError(
+            f"expected a batch that holds at least one tensor, got {type(batch).__name__} without any; "
+            "return tensors (or a dict, tuple or dataclass of tensors) from the loader"
+        )
+
+    def rebuild(values: list[Tensor]) -> Any:
+        return build(iter(values))
+
+    return FlatBatch(tuple(tensors), BatchSpec(structure, tuple(leaves)), rebuild)
+
+
+def _flatten(value: Any, path: str, tensors: list[Tensor], leaves: list[LeafSpec]) -> tuple[str, Any]:
+    """Structure text and a builder ``iterator of tensors -> value`` for one sub-tree."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        leaves.append(LeafSpec(path, tuple(value.shape), value.dtype))
+        return "*", next
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Mapping):
+        keys = list(value)
+        parts = [_flatten(value[key], f"{path}[{key!r}]", tensors, leaves) for key in keys]
+        builders = [build for _, build in parts]
+        text = ",".join(f"{key!r}:{part}" for key, (part, _) in zip(keys, parts, strict=True))
+        return f"{name}{{{text}}}", lambda it: _like_mapping(
+            value, dict(zip(keys, [build(it) for build in builders], strict=True))
+        )
+    if isinstance(value, (list, tuple)):
+        parts = [_flatten(item, f"{path}[{i}]", tensors, leaves) for i, item in enumerate(value)]
+        builders = [build for _, build in parts]
+        text = ",".join(part for part, _ in parts)
+        return f"{name}[{text}]", lambda it: _like_sequence(value, [build(it) for build in builders])
+    fields = _attributes(value)
+    if fields is not None:
+        parts = [_flatten(item, f"{path}.{field}", tensors, leaves) for field, item in fields.items()]
+        builders = [build for _, build in parts]
+        text = ",".join(f"{field}:{part}" for field, (part, _) in zip(fields, parts, strict=True))
+        return f"{name}({text})", lambda it: _like_object(
+            value, dict(zip(fields, [build(it) for build in builders], strict=True))
+        )
+    return f"{name}={value!r}", lambda it: value
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """The fields of a dataclass, or of a plain object that carries tensors; ``None`` for constants."""
+    if isinstance(value, type):
+        return None
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    attributes = getattr(value, "__dict__", None)
+    if attributes and any(isinstance(item, (Tensor, np.ndarray)) for item in attributes.values()):
+        return dict(attributes)
+    return None
+
+
+def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(original) is dict:
+        return items
+    clone: Any = copy.copy(original)
+    if hasattr(clone, "data") and isinstance(clone.data, dict):
+        # UserDict and tokenizer outputs: a shallow copy would still write through to the original.
+        clone.data = dict(clone.data)
+    for key, item in items.items():
+        clone[key] = item
+    return clone
+
+
+def _like_sequence(original: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    if hasattr(original, "_fields"):
+        return type(original)(*items)
+    return type(original)(items)
+
+
+def _like_object(original: Any, fields: dict[str, Any]) -> Any:
+    clone = copy.copy(original)
+    for field, item in fields.items():
+        object.__setattr__(clone, field, item)  # frozen dataclasses included
+    return clone
+
+
+def check_batch(expected: BatchSpec, got: BatchSpec) -> None:
+    """Refuse a batch whose structure or dtypes differ from the example's; shapes may differ."""
+    expected_paths = {leaf.path: leaf for leaf in expected.leaves}
+    got_paths = {leaf.path: leaf for leaf in got.leaves}
+    for path in expected_paths:
+        if path not in got_paths:
+            raise BatchError(
+                f"{path}: expected a tensor of {expected_paths[path].dtype} as in the example batch, got "
+                f"none; give step() the structure of example_batch (got leaves {sorted(got_paths)})"
+            )
+    for path, leaf in got_paths.items():
+        if path not in expected_paths:
+            raise BatchError(
+                f"{path}: expected no tensor here as in the example batch, got {leaf.dtype} of shape "
+                f"{leaf.shape}; give step() the structure of example_batch"
+            )
+        wanted = expected_paths[path]
+        if leaf.dtype != wanted.dtype:
+            raise BatchError(
+                f"{path}: expected {wanted.dtype} as in the example batch, got {leaf.dtype}; convert the "
+                "leaf or make the fleet with an example batch of that dtype"
+            )
+        if len(leaf.shape) != len(wanted.shape):
+            raise BatchError(
+                f"{path}: expected {len(wanted.shape)} dimensions as in the example batch "
+                f"{wanted.shape}, got {leaf.shape}; reshape the leaf"
+            )
+    if expected.structure != got.structure:
+        raise BatchError(
+            f"batch: expected the structure {expected.structure}, got {got.structure}; give step() the "
+            "structure and constants of example_batch"
+        )

@@ -1,0 +1,343 @@
+"""The fit loop: steps, epochs, validation, callbacks, checkpoints, progress.
+
+The loop never waits for the device at every step: losses stay there and come over in blocks, about twice a
+second while progress is shown and at the end of each epoch. Where ``steps`` is given, an "epoch" is what
+lies between two validations, or one pass over the loader.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from trainmux.errors import CheckpointError
+from trainmux.training import _random_state
+from trainmux.training._batches import END_OF_PASS, BatchCursor
+from trainmux.training._callbacks import Callback, FitState, callback_states, load_callback_states
+from trainmux.training._checkpoint import checkpoint_exists
+from trainmux.training._history import EpochRecord, History
+from trainmux.training._options import FitOptions, check_options
+from trainmux.training._progress import Display, open_display
+from trainmux.training._progress_view import Snapshot, printable
+from trainmux.training._protocol import STOPPED_ON_REQUEST, Batch, MetricFn, Trainable
+from trainmux.training._recorder import Recorder
+from trainmux.training._speed import Speed
+from trainmux.training._warn import warn_user
+
+_REFRESH_S = 0.5
+_MAX_NAMED = 10
+_STATE_KEY = "fit"
+
+
+def fit(
+    fleet: Trainable,
+    loader: Iterable[Batch],
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    validation: Iterable[Batch] | None = None,
+    validate_every: int | None = None,
+    metric_fn: MetricFn | None = None,
+    callbacks: Iterable[Callback] = (),
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: str | bool = "auto",
+    progress: str | bool = "auto",
+    log_every: int | None = None,
+    member_loaders: Mapping[str, Iterable[Batch]] | None = None,
+) -> History:
+    """Train ``fleet`` on the batches of ``loader`` for ``epochs`` passes over it, or for ``steps`` steps.
+
+    ``validation`` is evaluated with ``metric_fn`` after every epoch; with ``steps``, after every
+    ``validate_every`` of them (default: after every pass over the loader) and at the end. At the same points
+    epoch schedulers are stepped, callbacks called, records made, and a checkpoint is saved in the directory
+    ``checkpoint``. ``resume`` is ``"auto"`` (go on from a checkpoint if there is one), ``"must"`` or True,
+    ``"never"`` or False (start over, overwriting it). A resumed fit goes on with the next epoch, at the
+    batch and with the host's random state that it would have had; it returns at once when all is done.
+
+    ``member_loaders`` maps names of members to loaders of their own, cycled; the others get ``loader``'s
+    batches. ``progress`` is ``"auto"`` (or True), ``"rich"``, ``"plain"`` or False. ``log_every`` is the
+    number of steps between progress updates; by default they come by wall clock.
+
+    Returns the history of each member, of a resumed run from its first epoch on. The fit ends early when all
+    members are stopped. Members that stop being finite are named in a ``TrainmuxWarning`` at the end of the
+    epoch. Refuses contradicting arguments (``ConfigError``), a loader without batches (``BatchError``) and a
+    checkpoint that cannot be read, written, or gone on with (``CheckpointError``). However it ends, also on
+    an exception or Ctrl-C, ``fleet.sync()`` comes first, so that the members hold consistent weights.
+    """
+    options = check_options(
+        fleet.names,
+        loader=loader,
+        epochs=epochs,
+        steps=steps,
+        validation=validation,
+        validate_every=validate_every,
+        metric_fn=metric_fn,
+        callbacks=callbacks,
+        checkpoint=checkpoint,
+        resume=resume,
+        progress=progress,
+        log_every=log_every,
+        member_loaders=member_loaders,
+    )
+    # Opened before a checkpoint is restored: what it refuses leaves the fleet as it was.
+    display = open_display(options.progress, every_update=options.log_every is not None)
+    run = _FitRun(fleet, options, display)
+    return run.run()
+
+
+class _FitRun:
+    """One call of ``fit``."""
+
+    def __init__(self, fleet: Trainable, options: FitOptions, display: Display) -> None:
+        self._fleet = fleet
+        self._options = options
+        self._display = display
+        self._batches = BatchCursor(options.loader)
+        self._member_batches = {
+            name: BatchCursor(loader, f"the loader of member {name!r}")
+            for name, loader in options.member_loaders.items()
+        }
+        self._epoch = 0  # finished epochs
+        self._step = 0  # finished steps
+        self._history = History()
+        self._losses: torch.Tensor | None = None
+        self._end_requested = False
+        self._resumed: Mapping[str, Any] | None = self._restore()
+        self._recorder = Recorder(fleet.names, fleet.stopped)
+        self._reported = set(self._recorder.stopped)
+        self._speed = Speed(self._step)
+
+    def run(self) -> History:
+        with self._display:
+            try:
+                self._train()
+            except BaseException as error:
+                self._sync_after(error)
+                raise
+        return self._history
+
+    def _train(self) -> None:
+        for callback in self._options.callbacks:
+            callback.on_fit_start(self._state(self._epoch))
+        if self._resumed is not None:
+            self._go_to_position(self._resumed)
+        while not self._is_done():
+            self._train_epoch()
+        self._fleet.sync()
+        for callback in self._options.callbacks:
+            callback.on_fit_end(self._state(self._epoch))
+
+    def _is_done(self) -> bool:
+        options = self._options
+        return (
+            self._end_requested
+            or (options.epochs is not None and self._epoch >= options.epochs)
+            or (options.steps is not None and self._step >= options.steps)
+            or self._all_stopped()
+        )
+
+    def _all_stopped(self) -> bool:
+        return all(name in self._recorder.stopped for name in self._fleet.names)
+
+    def _train_epoch(self) -> None:
+        """Steps until the epoch's end, then everything that belongs there."""
+        self._recorder.start_epoch()
+        first_step = self._step
+        while True:
+            batch = self._batches.next()
+            if batch is END_OF_PASS:
+                # A resume, or a validation at the very end of a pass, may leave an epoch without a step.
+                if self._options.validate_every is None and self._step > first_step:
+                    break
+                continue
+            self._train_step(batch)
+            if self._epoch_is_cut(first_step):
+                break
+        if self._options.epochs is not None and self._batches.position.num_batches:
+            # Ended within a pass because nobody trains on: the next epoch is a new pass all the same.
+            self._batches.end_pass()
+        self._end_epoch()
+
+    def _epoch_is_cut(self, first_step: int) -> bool:
+        """Whether the epoch ends after this step, in the middle of a pass or not."""
+        options = self._options
+        if self._end_requested or self._all_stopped():
+            return True
+        if options.steps is None:
+            return False
+        every = options.validate_every
+        return self._step >= options.steps or (every is not None and self._step - first_step >= every)
+
+    def _train_step(self, batch: Batch) -> None:
+        names = self._fleet.names
+        overrides = {
+            name: cursor.next_cycled() for name, cursor in self._member_batches.items() if name in names
+        }
+        self._losses = self._fleet.step(batch, overrides) if overrides else self._fleet.step(batch)
+        self._step += 1
+        self._recorder.add(names, self._losses, self._fleet.metrics)
+        if self._refresh_is_due():
+            self._recorder.flush()
+            self._display.update(self._snapshot(self._epoch + 1))
+        for callback in self._options.callbacks:
+            callback.on_step_end(self._state(self._epoch + 1))
+
+    def _refresh_is_due(self) -> bool:
+        if self._options.log_every is not None:
+            return self._step % self._options.log_every == 0
+        return self._display.wants_updates and time.monotonic() - self._speed.last_s >= _REFRESH_S
+
+    def _end_epoch(self) -> None:
+        options, fleet, recorder = self._options, self._fleet, self._recorder
+        recorder.flush()
+        self._speed.update(self._step)  # now, so that validation does not count as training time
+        self._epoch += 1
+        means = recorder.means()
+        if options.validation is not None:
+            for name, metrics in fleet.evaluate(options.validation, options.metric_fn).items():
+                if name in means:
+                    means[name].update({f"val_{key}": float(value) for key, value in metrics.items()})
+        for name, values in means.items():
+            metrics = {key: value for key, value in values.items() if key != "loss"}
+            self._history.append(name, EpochRecord(self._epoch, self._step, values["loss"], metrics))
+        self._history.mark_stopped(
+            {name: recorder.stopped[name] for name in means if name in recorder.stopped}
+        )
+        fleet.end_epoch(means)
+
+        for callback in options.callbacks:
+            callback.on_epoch_end(self._state(self._epoch))
+        recorder.flush()  # callbacks may have stopped members
+        self._history.mark_stopped(
+            {name: recorder.stopped[name] for name in means if name in recorder.stopped}
+        )
+        if options.checkpoint is not None:
+            fleet.save(options.checkpoint, {_STATE_KEY: self._checkpoint_state()})
+        self._display.end_epoch(self._snapshot(self._epoch))
+        self._report_frozen()
+
+    def _report_frozen(self) -> None:
+        # Last in the epoch: where warnings are errors, the epoch has been recorded and saved by now.
+        new = {name: why for name, why in self._recorder.stopped.items() if name not in self._reported}
+        self._reported.update(new)
+        frozen = [f"{name!r} ({why})" for name, why in new.items() if why != STOPPED_ON_REQUEST]
+        if not frozen:
+            return
+        named = ", ".join(frozen[:_MAX_NAMED])
+        if len(frozen) > _MAX_NAMED:
+            named += f" and {len(frozen) - _MAX_NAMED} more"
+        text = (
+            f"epoch {self._epoch}: {len(frozen)} of {len(self._fleet.names)} members stopped training: "
+            f"{named}. They keep the weights they had. Try a smaller learning rate or clip_norm for them"
+        )
+        self._display.message(printable(text))
+        warn_user(text)
+
+    def _stop_member(self, name: str) -> None:
+        """Before and after, flush: the steps so far count for this member, later ones do not."""
+        self._recorder.flush()
+        self._fleet.stop(name)
+        self._recorder.flush()
+
+    def _request_end(self) -> None:
+        self._end_requested = True
+
+    def _state(self, epoch: int) -> FitState:
+        return FitState(
+            fleet=self._fleet,
+            epoch=epoch,
+            step=self._step,
+            num_epochs=self._options.epochs,
+            num_steps=self._options.steps,
+            losses=self._losses,
+            history=self._history,
+            stopped=self._recorder.stopped,
+            stop_member=self._stop_member,
+            end_fit=self._request_end,
+        )
+
+    def _snapshot(self, epoch: int) -> Snapshot:
+        """``epoch`` as shown; call right after a flush, when the device has caught up."""
+        self._speed.update(self._step)
+        return Snapshot(
+            epoch=epoch,
+            num_epochs=self._options.epochs,
+            step=self._step,
+            num_steps=self._options.steps,
+            remaining_steps=self._remaining_steps(),
+            steps_per_s=self._speed.steps_per_s,
+            losses=dict(self._recorder.current_losses),
+            stopped=dict(self._recorder.stopped),
+        )
+
+    def _remaining_steps(self) -> int | None:
+        if self._options.steps is not None:
+            return max(self._options.steps - self._step, 0)
+        length = self._batches.pass_length()
+        if length is None or self._options.epochs is None:
+            return None
+        position = self._batches.position
+        return max((self._options.epochs - self._epoch) * length - position.num_batches, 0)
+
+    def _restore(self) -> Mapping[str, Any] | None:
+        """Go back to the checkpoint, if that is asked for and there is one; returns the fit's saved state."""
+        path, resume = self._options.checkpoint, self._options.resume
+        if path is None or resume == "never":
+            return None
+        if not checkpoint_exists(path):
+            if resume == "must":
+                raise CheckpointError(f"resume='must', but there is no checkpoint in {path}. Check the path")
+            return None
+        saved = self._fleet.restore(path).get(_STATE_KEY)
+        if saved is None:
+            raise CheckpointError(
+                f"the checkpoint {path} was not saved by fit and says nothing of epochs. "
+                "Call restore() on it yourself and fit with another checkpoint="
+            )
+        unit = _unit(self._options)
+        if saved["unit"] != unit:
+            raise CheckpointError(
+                f"the checkpoint {path} is of a fit with {saved['unit']}=, which cannot go on with {unit}=. "
+                f"Give {saved['unit']}=, or resume=False to start over"
+            )
+        self._epoch = saved["epoch"]
+        self._step = saved["step"]
+        self._history = History.from_document(saved["history"])
+        load_callback_states(self._options.callbacks, saved["callbacks"])
+        return saved  # type: ignore[no-any-return]
+
+    def _checkpoint_state(self) -> dict[str, Any]:
+        return {
+            "unit": _unit(self._options),
+            "epoch": self._epoch,
+            "step": self._step,
+            "history": self._history.to_document(),
+            "callbacks": callback_states(self._options.callbacks),
+            "batches": self._batches.state(),
+            "member_batches": {name: cursor.state() for name, cursor in self._member_batches.items()},
+            "random": _random_state.capture_global(),
+        }
+
+    def _go_to_position(self, saved: Mapping[str, Any]) -> None:
+        if self._is_done():
+            return  # nothing will be read: do not wait for batches to be skipped
+        self._batches.load_state(saved["batches"])
+        for name, cursor in self._member_batches.items():
+            if name in saved["member_batches"]:
+                cursor.load_state(saved["member_batches"][name])
+        _random_state.restore_global(saved["random"])
+
+    def _sync_after(self, error: BaseException) -> None:
+        try:
+            self._fleet.sync()
+        except Exception as second:
+            # What went wrong first is what the user has to see.
+            error.add_note(f"fleet.sync() failed afterwards: {second!r}")
+
+
+def _unit(options: FitOptions) -> str:
+    return "epochs" if options.epochs is not None else "steps"

@@ -1,0 +1,221 @@
+"""What progress shows, and where."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainmux.errors import ConfigError
+from trainmux.training import _progress as progress
+from trainmux.training._progress_view import (
+    MemberRow,
+    Snapshot,
+    clock,
+    format_loss,
+    plain_line,
+    progress_view,
+)
+from trainmux.training._speed import Speed
+
+
+def snapshot(losses: dict[str, float] | None = None, **changes: Any) -> Snapshot:
+    fields: dict[str, Any] = {
+        "epoch": 2,
+        "num_epochs": 5,
+        "step": 120,
+        "num_steps": None,
+        "remaining_steps": 500,
+        "steps_per_s": 41.23,
+        "losses": losses if losses is not None else {"a": 0.5, "b": 0.25},
+        "stopped": {},
+    }
+    return Snapshot(**{**fields, **changes})
+
+
+def test_headline() -> None:
+    assert progress_view(snapshot(), 10).headline == "epoch 2/5, step 120, 41.2 steps/s, 0:12 left"
+    view = progress_view(snapshot(steps_per_s=None, num_epochs=None, num_steps=300), 10)
+    assert view.headline == "epoch 2, step 120/300"
+    assert progress_view(snapshot(remaining_steps=None), 10).headline.endswith("steps/s")
+
+
+def test_all_members_in_their_order() -> None:
+    view = progress_view(snapshot(stopped={"a": "not finite at step 3"}), 10)
+    assert view.top == (MemberRow("a", "0.5000", "not finite at step 3"), MemberRow("b", "0.2500", ""))
+    assert view.num_hidden == 0
+    assert view.bottom == ()
+
+
+def test_best_and_worst_when_there_are_too_many() -> None:
+    losses = {f"m{index}": float(index) for index in range(20)}
+    losses["broken"] = math.nan
+    view = progress_view(snapshot(losses), 6)
+    assert [row.name for row in view.top] == ["m0", "m1", "m2"]
+    assert [row.name for row in view.bottom] == ["m19", "broken"]
+    assert view.num_hidden == 16
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(), max_size=40), st.integers(-3, 50))
+def test_every_member_is_shown_or_counted(losses: list[float], max_rows: int) -> None:
+    named = {f"m{index}": loss for index, loss in enumerate(losses)}
+    view = progress_view(snapshot(named), max_rows)
+    shown = [row.name for row in (*view.top, *view.bottom)]
+    assert len(shown) == len(set(shown))
+    assert len(shown) + view.num_hidden == len(losses)
+    assert len(shown) + bool(view.num_hidden) <= max(max_rows, 3)
+    assert plain_line(snapshot(named)).isascii()
+
+
+def test_names_cannot_steer_the_terminal() -> None:
+    assert progress_view(snapshot({"a\x1b[2J\nb": 1.0}), 5).top[0].name == "a?[2J?b"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (7, "0:07"),
+        (750, "12:30"),
+        (11100, "3:05:00"),
+        (183900, "2d 03:05:00"),
+        (59.7, "1:00"),
+        (math.inf, "?"),
+    ],
+)
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (0.0, "0"),
+        (0.12345, "0.1235"),
+        (1234.6, "1235"),
+        (123456.0, "1.235e+05"),
+        (1e-7, "1e-07"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+    ],
+)
+def test_format_loss(loss: float, text: str) -> None:
+    assert format_loss(loss) == text
+
+
+def test_plain_line() -> None:
+    line = plain_line(snapshot({"a": 0.5, "b": 0.25, "c": math.nan}, stopped={"c": "x", "gone": "x"}))
+    assert line == (
+        "epoch 2/5, step 120, 41.2 steps/s, 0:12 left, loss 0.2500 (b) to nan (c), 1 of 3 stopped"
+    )
+
+
+def test_speed() -> None:
+    now = [0.0]
+    speed = Speed(100, lambda: now[0])
+    assert speed.steps_per_s is None
+    now[0] = 2.0
+    speed.update(120)
+    assert speed.steps_per_s == 10.0
+    now[0] = 50.0
+    speed.update(120)  # no steps: a pause is not a slow step
+    assert speed.steps_per_s == 10.0
+    now[0] = 51.0
+    speed.update(140)
+    assert speed.steps_per_s == pytest.approx(13.0)
+
+
+# ---- displays
+
+
+def test_plain_display_writes_seldom() -> None:
+    now = [0.0]
+    stream = io.StringIO()
+    stream_encoding = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    display = progress.PlainDisplay(5.0, stream, lambda: now[0])
+    for second in range(12):
+        now[0] = float(second)
+        display.update(snapshot())
+    assert stream.getvalue().count("\n") == 2
+    display.end_epoch(snapshot())
+    assert stream.getvalue().endswith("epoch done\n")
+    narrow = progress.PlainDisplay(0.0, stream_encoding)
+    narrow.update(snapshot({"名": 1.0}))
+    stream_encoding.seek(0)
+    assert "(?)" in stream_encoding.read()
+
+
+def test_closed_pipe_is_no_error() -> None:
+    class Closed(io.StringIO):
+        encoding = "utf-8"
+
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    display = progress.PlainDisplay(0.0, Closed())
+    display.update(snapshot())
+    assert not display.wants_updates
+    display.update(snapshot())
+    stream = io.StringIO()
+    stream.close()
+    progress.PlainDisplay(0.0, stream).update(snapshot())
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_choice_of_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    assert type(progress.open_display("off")) is progress.SilentDisplay
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert type(progress.open_display("auto")) is progress.PlainDisplay
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert type(progress.open_display("auto")) is progress.RichDisplay
+    assert type(progress.open_display("plain")) is progress.PlainDisplay
+    monkeypatch.setenv("TERM", "dumb")
+    assert type(progress.open_display("auto")) is progress.PlainDisplay
+
+
+def test_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    assert type(progress.open_display("auto")) is progress.PlainDisplay
+    with pytest.raises(ConfigError, match="pip install"):
+        progress.open_display("rich")
+
+
+def test_rich_display_restores_the_terminal() -> None:
+    console_module = pytest.importorskip("rich.console")
+    stream = io.StringIO()
+    console = console_module.Console(
+        file=stream, force_terminal=True, width=60, height=12, _environ={"TERM": "xterm"}
+    )
+    display = progress.RichDisplay(console)
+    losses = {f"[red]m{index}": float(index) for index in range(30)}
+
+    def show_and_fail() -> None:
+        with display:
+            display.update(snapshot(losses, stopped={"[red]m0": "stopped"}))
+            display.message("a member stopped")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        show_and_fail()
+    shown = stream.getvalue()
+    assert "[red]m0" in shown
+    assert "… 25 more" in shown
+    assert "epoch 2/5" in shown
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    assert hide in shown
+    assert shown.rindex(show) > shown.rindex(hide)
