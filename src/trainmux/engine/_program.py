@@ -8,7 +8,8 @@ every faster engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,6 +172,25 @@ def _placeholders_first(graph: fx.Graph) -> None:
         first = node
 
 
+def _owns_memory(node: fx.Node, others: Collection[fx.Node]) -> bool:
+    """Whether a gradient's memory holds every element once and belongs to no input and no other output."""
+    if not node.meta["val"].is_contiguous():
+        return False
+    while node.op == "call_function" and node not in others:
+        if node.target is operator.getitem:
+            source, position = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(position, int)
+            returned = source.target._schema.returns  # type: ignore[union-attr]
+            return len(returned) > position and returned[position].alias_info is None
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        if node.target._schema.returns[0].alias_info is None:
+            return True
+        node = node.args[0]  # type: ignore[assignment]
+    return False
+
+
 def _fresh(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
@@ -226,7 +246,8 @@ class _TailGraph:
         fed = [self._new_placeholder(name, shapes[name]) for name in TAIL_INPUTS]
         roles = [loss, buffers, new_buffers, parameters, gradients, states, accumulators, *fed]
         nodes, spec = pytree.tree_flatten(roles)
-        tail = make_tail(settings)
+        forward_outputs = {loss, *outputs[OutputKind.METRIC].values(), *new_buffers}
+        tail = make_tail(settings, [_owns_memory(node, forward_outputs) for node in gradients])
 
         def flat(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             return tail(TailInputs(*pytree.tree_unflatten(list(tensors), spec)))

@@ -22,6 +22,8 @@ from trainmux.optim import (
     state_names,
 )
 
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(frozen=True)
 class UpdateSettings:
@@ -96,8 +98,13 @@ class _Broadcast:
         return self.made[key][1]
 
 
-def make_tail(settings: UpdateSettings) -> Callable[[TailInputs], tuple[Tensor, Tensor]]:
-    """The tail as a function to trace; it returns the gradient norm and who is finite, ``[k]`` each."""
+def make_tail(
+    settings: UpdateSettings, fresh: Sequence[bool]
+) -> Callable[[TailInputs], tuple[Tensor, Tensor]]:
+    """The tail as a function to trace; it returns the gradient norm and who is finite, ``[k]`` each.
+
+    ``fresh`` says which gradients are in memory that nothing else refers to.
+    """
 
     def tail(given: TailInputs) -> tuple[Tensor, Tensor]:
         shaped = _Broadcast()
@@ -114,13 +121,24 @@ def make_tail(settings: UpdateSettings) -> Callable[[TailInputs], tuple[Tensor, 
             old.copy_(torch.where(shaped(commits, old), new, old))
         if settings.applies:
             given.updates.add_(commits)
-            _update(settings, given, gradients, norm, commits, shaped)
+            mine = [False] * len(fresh) if settings.accumulates else fresh
+            _update(settings, given, gradients, mine, norm, commits, shaped)
             if settings.accumulates:
                 for total in given.accumulators:
                     total.zero_()
         return norm, finite
 
     return tail
+
+
+def _zero_unless(gradient: Tensor, keeps: Tensor, *, fresh: bool) -> Tensor:
+    """``gradient`` where the bits of ``keeps`` are all ones, +0.0 where they are zeros, NaN or not.
+
+    The same as ``where`` with a zero, at a third of its time on a CPU, which has no fast loop for two
+    operands that broadcast. A ``fresh`` gradient is nobody else's memory and is overwritten.
+    """
+    bits = gradient.view(keeps.dtype)
+    return (bits.bitwise_and_(keeps) if fresh else bits & keeps).view(gradient.dtype)
 
 
 def _norm(gradients: Sequence[Tensor], loss: Tensor) -> Tensor:
@@ -139,6 +157,7 @@ def _update(
     settings: UpdateSettings,
     given: TailInputs,
     gradients: Sequence[Tensor],
+    fresh: Sequence[bool],
     norm: Tensor,
     commits: Tensor,
     shaped: _Broadcast,
@@ -148,7 +167,7 @@ def _update(
     states = dict(zip(settings.state_keys(), given.states, strict=True))
     rows: dict[torch.dtype, Tensor] = {}
     scalars: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
-    zeros: dict[torch.dtype, Tensor] = {}
+    keeps: dict[torch.dtype, Tensor] = {}
     shrinks: dict[torch.dtype, Tensor] = {}
     bounds: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
     offsets = settings.scalar_offsets()
@@ -162,16 +181,16 @@ def _update(
             }
         return scalars[index, dtype]
 
-    for parameter_name, index, parameter, gradient in zip(
-        settings.parameters, settings.group_of, given.parameters, gradients, strict=True
+    for parameter_name, index, parameter, gradient, is_fresh in zip(
+        settings.parameters, settings.group_of, given.parameters, gradients, fresh, strict=True
     ):
         if index is None:
             continue
         group = settings.structure.groups[index]
         dtype = parameter.dtype
         gradient = gradient.to(dtype)
-        if dtype not in zeros:
-            zeros[dtype] = torch.zeros((), dtype=dtype, device=parameter.device)
+        if dtype not in keeps:
+            keeps[dtype] = -commits.to(_BITS[dtype.itemsize])
             shrinks[dtype] = shrink.to(dtype)
             bounds[dtype] = (-given.limits[1].to(dtype), given.limits[1].to(dtype))
         if settings.clips_norm:
@@ -179,7 +198,7 @@ def _update(
         if settings.clips_value:
             low, high = bounds[dtype]
             gradient = torch.clamp(gradient, shaped(low, gradient), shaped(high, gradient))
-        gradient = torch.where(shaped(commits, gradient), gradient, zeros[dtype])
+        gradient = _zero_unless(gradient, shaped(keeps[dtype], gradient), fresh=is_fresh)
         state = {name: states[parameter_name, name] for name in state_names(group)}
         apply_update(
             group,

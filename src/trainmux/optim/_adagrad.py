@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from trainmux.optim._algebra import descent_direction
+from trainmux.optim._algebra import descent_direction, quotient
 from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
 from trainmux.optim._settings import Setting, Settings, sign_and_decay
 
@@ -46,7 +46,7 @@ class AdagradRule(Rule):
         direction = descent_direction(param, grad, at, idle)
         accumulator = state["sum"].addcmul_(direction, direction)
         denominator = accumulator.sqrt().add_(at("eps"))
-        param.addcmul_(torch.addcdiv(at("zero"), direction, denominator), at("step"))
+        param.addcmul_(quotient(at("zero"), direction, denominator), at("step"))
 
     def initial_value(self, name: str, defaults: Settings) -> float:
         # Torch takes this from the constructor for every group, also where a group names another value.

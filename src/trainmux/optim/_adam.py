@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainmux.optim._algebra import accumulate_square_, blend_, descent_direction
+from trainmux.optim._algebra import accumulate_square_, blend_, descent_direction, quotient
 from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
 from trainmux.optim._settings import Setting, Settings, sign_and_decay
 
@@ -75,10 +75,10 @@ class AdamRule(Rule):
             second_moment = state["max_exp_avg_sq"].clamp_min_(second_moment)
         denominator = second_moment.sqrt().add_(at("eps"))
         # A frozen row divides by infinity, and the sum with zero drops the sign of what remains of exp_avg.
-        quotient = torch.addcdiv(at("zero"), exp_avg, denominator)
+        step = quotient(at("zero"), exp_avg, denominator)
         if self.decoupled and "weight_decay" not in idle:
             param.mul_(at("shrink"))
-        param.addcmul_(quotient, at("step"))
+        param.addcmul_(step, at("step"))
 
 
 def _read_adam_flags(settings: Settings) -> dict[str, bool]:

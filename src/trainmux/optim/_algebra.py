@@ -54,3 +54,13 @@ def accumulate_square_(state: Tensor, tensor: Tensor, keep: Tensor, gain: Tensor
     value, and a running average turns that into a drift away from torch.
     """
     state.mul_(keep).addcmul_(tensor, torch.mul(tensor, gain))
+
+
+def quotient(zero: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """``zero + numerator / denominator`` in the memory of ``denominator`` where the dtypes allow it.
+
+    Fresh memory costs a CPU more than the division does.
+    """
+    if denominator.dtype == zero.dtype:
+        return torch.addcdiv(zero, numerator, denominator, out=denominator)
+    return torch.addcdiv(zero, numerator, denominator)

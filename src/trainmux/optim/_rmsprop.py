@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainmux.optim._algebra import accumulate_square_, blend_, descent_direction, plus_product
+from trainmux.optim._algebra import accumulate_square_, blend_, descent_direction, plus_product, quotient
 from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
 from trainmux.optim._settings import Setting, Settings, sign_and_decay, unswitched_momentum
 
@@ -68,15 +68,15 @@ class RmspropRule(Rule):
         else:
             denominator = square_avg.sqrt()
         denominator.add_(at("eps"))
-        quotient = torch.addcdiv(at("zero"), direction, denominator)
+        step = quotient(at("zero"), direction, denominator)
         if not self.momentum:
-            param.addcmul_(quotient, at("step"))
+            param.addcmul_(step, at("step"))
             return
         # As in SGD: the new buffer is computed beside the old one, so that a frozen row steps by zero.
         buffer = state["momentum_buffer"]
-        quotient = plus_product(quotient, buffer, at("momentum"), grad=grad)
-        param.addcmul_(quotient, at("step"))
-        blend_(buffer, quotient, at("write"))
+        step = plus_product(step, buffer, at("momentum"), grad=grad)
+        param.addcmul_(step, at("step"))
+        blend_(buffer, step, at("write"))
 
 
 def _read_flags(settings: Settings) -> dict[str, bool]:

@@ -44,9 +44,41 @@ def simplify(module: fx.GraphModule, kept_outputs: Iterable[int]) -> None:
         source = source_of(node)
         if source is not node:
             node.replace_all_uses_with(source)
+    _compute_transposes_directly(module.graph)
     module.graph.eliminate_dead_code()
     module.graph.lint()
     module.recompile()
+
+
+def _compute_transposes_directly(graph: fx.Graph) -> None:
+    """``t(mm(a, b))`` becomes ``mm(t(b), t(a))``.
+
+    Autograd computes a linear layer's weight gradient transposed and hands on a transposed view, which
+    every later pass over it would have to read across the grain.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.t.default):
+        product = node.args[0]
+        if product.target is not aten.mm.default or len(product.users) != 1:
+            continue
+        left, right = product.args
+        with graph.inserting_before(node):
+            swapped = graph.call_function(
+                aten.mm.default, (_transposed(graph, right), _transposed(graph, left))
+            )
+        swapped.meta["val"] = node.meta["val"].contiguous()
+        inherit_meta(swapped, product)
+        node.replace_all_uses_with(swapped)
+
+
+def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if node.target is aten.t.default:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return source
+    transposed = graph.call_function(aten.t.default, (node,))
+    transposed.meta["val"] = node.meta["val"].t()
+    inherit_meta(transposed, node)
+    return transposed
 
 
 def inherit_meta(new: fx.Node, old: fx.Node) -> None:
