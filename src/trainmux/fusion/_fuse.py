@@ -28,6 +28,7 @@ from trainmux.tracing import (
     FakeTensorMode,
     TracedGraph,
     inherit_meta,
+    last_node,
     make_fx,
     node_location,
     nodes_after,
@@ -122,7 +123,7 @@ class _Fuser:
             elif node.op == "output":
                 return [self._stack_output(environment[item]) for item in output_nodes(self._module)]
             else:
-                last = next(reversed(graph.nodes))
+                last = last_node(graph)
                 environment[node] = self._compute(node, environment)
                 for new in nodes_after(graph, last):
                     inherit_meta(new, node)
@@ -199,7 +200,7 @@ class _Fuser:
             return op(*member_args, **member_kwargs)
 
         graph = tracer_graph()
-        last = next(reversed(graph.nodes))
+        last = last_node(graph)
         try:
             with warnings.catch_warnings():
                 # torch warns when it has no rule and loops; we would rather loop knowingly.

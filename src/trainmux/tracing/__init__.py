@@ -5,7 +5,14 @@ from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, tr
 from trainmux.tracing._source import node_location
 from trainmux.tracing._split import SplitGraph, split_joint
 from trainmux.tracing._substitute import NamedTensor, unique_buffers, unique_parameters
-from trainmux.tracing._torch_private import FakeTensor, FakeTensorMode, make_fx, nodes_after, tracer_graph
+from trainmux.tracing._torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    last_node,
+    make_fx,
+    nodes_after,
+    tracer_graph,
+)
 from trainmux.tracing._tree import BatchSpec, FlatBatch, LeafSpec, check_batch, flatten_batch
 
 __all__ = [
@@ -22,6 +29,7 @@ __all__ = [
     "check_batch",
     "flatten_batch",
     "inherit_meta",
+    "last_node",
     "make_fx",
     "node_location",
     "nodes_after",

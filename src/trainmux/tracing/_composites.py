@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from trainmux.tracing._torch_private import native_composite, override_composites
@@ -221,6 +221,8 @@ def own_composites() -> Iterator[None]:
     """While active, the operators above are taken apart as written here."""
     with (
         override_composites(_TABLE),
+        # Packs weights for a vendor library, which looks at their addresses.
+        mock.patch.object(nn.RNNBase, "flatten_parameters", lambda self: None),
         mock.patch.object(F, "embedding", _dense_embedding(F.embedding)),
         mock.patch.object(F, "embedding_bag", _rectangular_embedding_bag(F.embedding_bag)),
     ):

@@ -28,11 +28,15 @@ def unique_buffers(model: nn.Module) -> tuple[NamedTensor, ...]:
     return tuple(NamedTensor(name, tensor) for name, tensor in model.named_buffers())
 
 
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
 class Substitution:
     """Replaces tensors of ``model`` (by identity) while active, wherever the module tree holds them.
 
     Besides the registered places this covers plain attributes that hold a parameter or a list, tuple
-    or dict of them: recurrent layers read their weights from such a list.
+    or dict of them: recurrent layers read their weights from such a list. Afterwards every module has the
+    attributes it had before.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,25 +45,31 @@ class Substitution:
     @contextmanager
     def active(self, replacements: Mapping[int, Tensor]) -> Iterator[None]:
         """``replacements`` maps ``id(original)`` to the tensor that stands in for it."""
-        undo: list[tuple[dict[str, Any], str, Any]] = []
+        saved = [
+            (module, dict(module.__dict__), dict(module._parameters), dict(module._buffers))
+            for module in self._model.modules()
+        ]
         try:
-            for module in self._model.modules():
+            for module, attributes, _, _ in saved:
                 for registry in (module._parameters, module._buffers):
-                    for name, tensor in list(registry.items()):
+                    for name, tensor in registry.items():
                         if tensor is not None:
-                            undo.append((registry, name, tensor))
                             registry[name] = replacements.get(id(tensor), tensor)  # type: ignore[assignment]
-                for name, value in list(module.__dict__.items()):
-                    if name in ("_parameters", "_buffers", "_modules"):
-                        continue
-                    swapped = _swap(value, replacements)
-                    if swapped is not value:
-                        undo.append((module.__dict__, name, value))
-                        module.__dict__[name] = swapped
+                for name, value in attributes.items():
+                    if name not in _REGISTRIES:
+                        module.__dict__[name] = _swap(value, replacements)
             yield
         finally:
-            for registry, name, original in reversed(undo):
-                registry[name] = original
+            # Whatever else the code stored meanwhile (caches, counters) goes too: it would be fake.
+            for module, attributes, parameters, buffers in saved:
+                for registry, original in (
+                    (attributes["_parameters"], parameters),
+                    (attributes["_buffers"], buffers),
+                ):
+                    registry.clear()
+                    registry.update(original)
+                module.__dict__.clear()
+                module.__dict__.update(attributes)
 
     def current(self, names: Iterator[str] | tuple[str, ...]) -> list[Tensor]:
         """What the named buffers are at this moment, reassigned ones included."""

@@ -38,6 +38,7 @@ __all__ = [
     "FakeTensorMode",
     "checkpoint_regions",
     "functionalized",
+    "last_node",
     "make_fx",
     "min_cut",
     "native_composite",
@@ -118,6 +119,12 @@ def tracer_graph() -> fx.Graph:
     return graph
 
 
+def last_node(graph: fx.Graph) -> fx.Node:
+    """The node that was added last."""
+    node: fx.Node = next(iter(reversed(graph.nodes)))
+    return node
+
+
 def nodes_after(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
     """The nodes added to ``graph`` since ``last`` was its last one."""
     added = []
@@ -139,7 +146,7 @@ def checkpoint_regions(on_region: Callable[[list[fx.Node]], None]) -> Iterator[N
     @contextmanager
     def region() -> Iterator[None]:
         graph = tracer_graph()
-        last = next(reversed(graph.nodes))
+        last = last_node(graph)
         yield
         on_region(nodes_after(graph, last))
 
