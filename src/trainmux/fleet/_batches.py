@@ -103,6 +103,30 @@ class BatchFeed:
             feeds[id(group)] = common
         return feeds
 
+    def for_evaluation(
+        self, batch: Any, groups: Sequence[Group], names: Sequence[str]
+    ) -> dict[int, GroupFeed]:
+        """Feeds for a batch that every member is evaluated on.
+
+        In a fleet with ``data="per_member"`` the leaves may come with or without the member axis.
+        """
+        flat = flatten_batch(batch)
+        feeds: dict[int, GroupFeed] = {}
+        for group in groups:
+            _, slot = group.members[0]
+            own = slot.member.example_batch
+            expected = flatten_batch(own) if own is not None else self._example
+            assert expected is not None
+            stacked = self._config.data == "per_member" and own is None
+            if stacked and _num_dims(flat) != _num_dims(expected):
+                expected, stacked = _member_rows(expected, 0), False
+            check_batch(expected.spec, flat.spec)
+            if stacked:
+                _check_rows(flat, len(names))
+            example = _member_rows(flat, 0) if stacked else flat
+            feeds[id(group)] = GroupFeed(example, flat.tensors, stacked, False, self._config)
+        return feeds
+
     def _common(self, batch: Any, num_members: int) -> GroupFeed:
         if batch is None:
             raise BatchError("expected a batch, got None; pass what the loader yields")
@@ -137,6 +161,10 @@ class BatchFeed:
             for i in range(len(first.tensors))
         )
         return GroupFeed(first, leaves, True, True, self._config)
+
+
+def _num_dims(flat: FlatBatch) -> list[int]:
+    return [len(leaf.shape) for leaf in flat.spec.leaves]
 
 
 def _check_rows(flat: FlatBatch, num_members: int) -> None:

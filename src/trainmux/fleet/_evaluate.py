@@ -30,7 +30,7 @@ def evaluate_fleet(
     sums: dict[tuple[int, str], Tensor] = {}
     num_samples = 0
     for batch in loader:
-        feeds = feed.for_groups(batch, {}, occupied, names)
+        feeds = feed.for_evaluation(batch, occupied, names)
         size = 1
         for group in occupied:
             part = feeds[id(group)]

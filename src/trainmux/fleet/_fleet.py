@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from trainmux.fleet._gather import Gather
 from trainmux.fleet._group import Group, GroupKey
 from trainmux.fleet._member import Member
 from trainmux.fleet._schedules import end_epoch, step_schedulers
+from trainmux.fleet._snapshot import OptimizerSnapshot, snapshot_optimizer
 from trainmux.fleet._traces import TraceCache
 from trainmux.ir import GroupSummary
-from trainmux.optim import OptimizerStructure, describe
+from trainmux.optim import describe
 from trainmux.reporting import format_fusion
-from trainmux.tracing import LossFunction, unique_buffers, unique_parameters
+from trainmux.tracing import FlatBatch, LossFunction, TracedGraph, unique_buffers, unique_parameters
 from trainmux.training import Callback, History, fit, read_checkpoint, write_checkpoint
 
 MAX_EMPTY_SHARE = 0.5
@@ -105,23 +107,21 @@ class Fleet:
         not finite is frozen before its weights or buffers change; ``stopped()`` tells.
         """
         self._require_members()
-        feeds = self._feed.for_groups(batch, overrides or {}, self._groups, self._names)
         self._drop_empty_slots()
+        feeds = self._feed.for_groups(batch, overrides or {}, self._groups, self._names)
         applies = (self._num_steps + 1) % self._config.accumulate == 0
         jobs = []
         for group in self._groups:
             feed = feeds[id(group)]
             _, slot = group.members[0]
             trace = self._traces.joint(slot.name, slot.member.model, self._loss_of(slot.member), feed.example)
-            jobs.append((group, feed, trace))
-        for group, feed, trace in jobs:
-            group.step(
-                trace.graph,
-                feed.example.spec,
-                feed.tensors(group, self._names),
-                stacked_batch=feed.stacked,
-                applies=applies,
+            program = group.prepare(
+                trace.graph, feed.example.spec, stacked_batch=feed.stacked, applies=applies
             )
+            jobs.append((group, program, feed.tensors(group, self._names)))
+        # Only now, when nothing is left to be refused, does any group change.
+        for group, program, tensors in jobs:
+            group.step(program, tensors)
         self._num_steps += 1
         if applies:
             step_schedulers(self._groups)
@@ -222,8 +222,12 @@ class Fleet:
         new_name = self._new_name(member, besides=name)
         plan = self._describe(member, new_name, position)
         group.check_export(row)
-        old = self._take_out(group, row)
-        self._place(plan)
+        if plan.key == group.key:
+            old = self._take_out(group, row)
+            self._put(group, plan)
+        else:
+            self._place(plan)
+            old = self._take_out(group, row)
         self._names[position] = new_name
         self._gather = None
         return old
@@ -339,7 +343,8 @@ class Fleet:
         example = self._feed.example_for(member, position)
         trace = self._traces.joint(name, member.model, self._loss_of(member), example)
         key = GroupKey(trace.key, structure, member.example_batch is not None)
-        return _Plan(member, name, structure, key, trace.graph, example)
+        snapshot = snapshot_optimizer(member, name, structure, trace.graph)
+        return _Plan(member, name, snapshot, key, trace.graph, example)
 
     def _make_groups(self, plans: list[_Plan]) -> list[Group]:
         """One group for all plans, or one for each where the graph cannot be fused."""
@@ -361,7 +366,7 @@ class Fleet:
         group = Group(plans[0].key, plans[0].traced, self._config, len(plans))
         group.allocate([plan.member for plan in plans])
         for row, plan in enumerate(plans):
-            group.load(row, plan.member, plan.name, plan.structure)
+            group.load(row, plan.member, plan.name, plan.optimizer)
         return group
 
     def _prepare(self, group: Group, plan: _Plan) -> None:
@@ -371,20 +376,34 @@ class Fleet:
         same = [group for group in self._groups if group.key == plan.key]
         with_room = [group for group in same if group.free_row() is not None]
         if with_room:
-            group = with_room[0]
-        elif same and not same[0].unfused_because:
-            group = same[0]
-            group.resize(group.width + 1)
+            self._put(with_room[0], plan)
+        elif same and not same[0].unfused_because and self._grow(same[0], plan):
+            self._put(same[0], plan)
         else:
             self._groups += self._make_groups([plan])
             if same:
                 self._groups[-1].unfused_because = same[0].unfused_because
-            return
+
+    def _put(self, group: Group, plan: _Plan) -> None:
+        """Load a member into a free row of its group."""
         if not group.accepts_constants(plan.member):
             group.unshare()
         row = group.free_row()
         assert row is not None
-        group.load(row, plan.member, plan.name, plan.structure)
+        group.load(row, plan.member, plan.name, plan.optimizer)
+
+    def _grow(self, group: Group, plan: _Plan) -> bool:
+        """One slot more; false, with a warning, where the group cannot be fused at that width."""
+        width = group.width
+        group.resize(width + 1)
+        try:
+            self._prepare(group, plan)
+        except FusionError as error:
+            group.resize(width)
+            group.unfused_because = str(error)
+            warnings.warn(f"{error}; its members train at width {width}", TrainmuxWarning, stacklevel=4)
+            return False
+        return True
 
     def _take_out(self, group: Group, row: int) -> Member:
         slot = group.slots[row]
@@ -406,24 +425,16 @@ class Fleet:
             self._gather = None
 
 
+@dataclass(frozen=True)
 class _Plan:
     """A member that was found fit to join, and where."""
 
-    def __init__(
-        self,
-        member: Member,
-        name: str,
-        structure: OptimizerStructure,
-        key: GroupKey,
-        traced: Any,
-        example: Any,
-    ) -> None:
-        self.member = member
-        self.name = name
-        self.structure = structure
-        self.key = key
-        self.traced = traced
-        self.example = example
+    member: Member
+    name: str
+    optimizer: OptimizerSnapshot
+    key: GroupKey
+    traced: TracedGraph
+    example: FlatBatch
 
 
 def _unique_names(members: Sequence[Member]) -> list[str]:

@@ -21,13 +21,12 @@ from trainmux.engine import (
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._member import Member
 from trainmux.fleet._slots import Slot, StackedState, check_shapes, named_tensors
+from trainmux.fleet._snapshot import OptimizerSnapshot
 from trainmux.fusion import fuse
 from trainmux.ir import FusionRecord, InputKind, OutputKind
 from trainmux.optim import (
     OptimizerStructure,
     idle_settings,
-    read_state,
-    read_steps,
     scalar_values,
     state_names,
     write_state,
@@ -83,7 +82,7 @@ class Group:
         learning = set(self._gradients)
         for name, example in tensors[0].items():
             dtype = self.config.held_dtype(example.dtype)
-            constant = name not in learning and name not in self._changing and not self._owned(name)
+            constant = name not in learning and name not in self._changing
             if constant and all(_same(example, other[name]) for other in tensors[1:]):
                 self.state.shared[name] = example.detach().to(self.config.device, dtype, copy=True)
                 continue
@@ -102,11 +101,6 @@ class Group:
 
     def _zeros_like(self, rows: Tensor) -> Tensor:
         return stacked_zeros(rows.shape[0], rows.shape[1:], rows.dtype, rows.device)
-
-    def _owned(self, name: str) -> bool:
-        """Whether the optimizer holds this parameter (even if no gradient reaches it)."""
-        names = [item.name for item in self.traced.inputs if item.kind is InputKind.PARAMETER]
-        return name in names and any(names.index(name) in group.params for group in self.key.structure.groups)
 
     def accepts_constants(self, member: Member) -> bool:
         """Whether the tensors that this group shares have the same values in ``member``."""
@@ -132,6 +126,7 @@ class Group:
         self.state = self.state.resized(width, kept, self.config.device)
         self.slots = [self.slots[row] for row in kept] + [None] * (width - len(kept))
         self.width = width
+        self.last = {}
         self._programs.clear()
         self.forget_fed()
 
@@ -146,34 +141,26 @@ class Group:
         """A row without a member, if there is one."""
         return next((row for row, slot in enumerate(self.slots) if slot is None), None)
 
-    def load(self, row: int, member: Member, name: str, structure: OptimizerStructure) -> None:
+    def load(self, row: int, member: Member, name: str, optimizer: OptimizerSnapshot) -> None:
         """Copy a member's weights, buffers and optimizer state into a row."""
         tensors = named_tensors(member)
-        order = [item.tensor for item in unique_parameters(member.model)]
-        names = [item.name for item in unique_parameters(member.model)]
-        used = {names.index(parameter) for parameter in self._gradients}
-        steps = read_steps(member.optimizer, structure, order, used, member=name)
         with torch.no_grad():
             for kind in (self.state.parameters, self.state.buffers):
                 for key, rows in kind.items():
                     rows[row].copy_(tensors[key])
-            for index, group in enumerate(structure.groups):
-                for position in group.params:
-                    if names[position] not in self._gradients:
-                        continue
-                    values, _ = read_state(member.optimizer, index, order[position])
-                    for state, value in values.items():
-                        target = self.state.states[names[position], state][row]
-                        if isinstance(value, Tensor):
-                            target.copy_(value)
-                        else:
-                            target.fill_(value)
+            for place, value in optimizer.states.items():
+                target = self.state.states[place][row]
+                if isinstance(value, Tensor):
+                    target.copy_(value)
+                else:
+                    target.fill_(value)
             for total in self.state.totals.values():
                 total[row].zero_()
             self.state.alive[row].fill_(True)
             self.state.updates[row].fill_(0)
             self.state.seeds[row].fill_(member.random_key)
-        self.slots[row] = Slot(member, name, structure, steps)
+        self.slots[row] = Slot(member, name, optimizer.structure, optimizer.steps)
+        self.last = {}
         self.forget_fed()
 
     def clear(self, row: int) -> None:
@@ -231,6 +218,14 @@ class Group:
     def _state_keys(self) -> tuple[tuple[str, str], ...]:
         return self._settings((), applies=True).state_keys()
 
+    def _clips(self) -> tuple[bool, bool]:
+        """Whether any member clips by norm, by value."""
+        members = [slot.member for _, slot in self.members]
+        return (
+            any(member.clip_norm is not None for member in members),
+            any(member.clip_value is not None for member in members),
+        )
+
     def _settings(self, idle: tuple[frozenset[str], ...], *, applies: bool) -> UpdateSettings:
         names = [item.name for item in self.traced.inputs if item.kind is InputKind.PARAMETER]
         owner = {
@@ -238,14 +233,14 @@ class Group:
             for index, group in enumerate(self.key.structure.groups)
             for position in group.params
         }
-        members = [slot.member for _, slot in self.members]
+        clips_norm, clips_value = self._clips()
         return UpdateSettings(
             structure=self.key.structure,
             idle=idle,
             parameters=self._gradients,
             group_of=tuple(owner.get(name) for name in self._gradients),
-            clips_norm=any(member.clip_norm is not None for member in members),
-            clips_value=any(member.clip_value is not None for member in members),
+            clips_norm=clips_norm,
+            clips_value=clips_value,
             accumulates=self.config.accumulate > 1,
             applies=applies,
         )
@@ -284,9 +279,11 @@ class Group:
             strategies=self.config.strategies,
         )
 
-    def prepare(self, traced: TracedGraph, key: Hashable, *, stacked_batch: bool) -> None:
-        """Build the program for a batch like the one ``traced`` was made with."""
-        self._step_program(traced, key, self._idle(), applies=True, stacked_batch=stacked_batch)
+    def prepare(
+        self, traced: TracedGraph, key: Hashable, *, stacked_batch: bool, applies: bool = True
+    ) -> StepProgram:
+        """The program for a batch like the one ``traced`` was made with, built if it is new."""
+        return self._step_program(traced, key, self._idle(), applies=applies, stacked_batch=stacked_batch)
 
     def _step_program(
         self,
@@ -297,16 +294,14 @@ class Group:
         applies: bool,
         stacked_batch: bool,
     ) -> StepProgram:
-        settings = self._settings(idle, applies=applies)
-
         def build() -> StepProgram:
             fused = self._fuse(traced, stacked_batch=stacked_batch)
-            program = build_step(fused, settings)
+            program = build_step(fused, self._settings(idle, applies=applies))
             self._records = fused.records
             self._num_nodes = len(program.module.graph.nodes)
             return program
 
-        program = self._cached(("step", key, settings, stacked_batch), build)
+        program = self._cached(("step", key, idle, applies, self._clips(), stacked_batch), build)
         assert isinstance(program, StepProgram)
         return program
 
@@ -322,32 +317,11 @@ class Group:
 
     # ---- running -----------------------------------------------------------------------------------
 
-    def step(
-        self,
-        traced: TracedGraph,
-        key: Hashable,
-        batch: Sequence[Tensor],
-        *,
-        stacked_batch: bool,
-        applies: bool,
-    ) -> None:
+    def step(self, program: StepProgram, batch: Sequence[Tensor]) -> None:
         """One micro-batch for all active members; ``last`` holds its results afterwards."""
-        scalars, idle = self._scalars()
-        program = self._step_program(traced, key, idle, applies=applies, stacked_batch=stacked_batch)
-        counters = [0 if slot is None else slot.counter for slot in self.slots]
-        leaves = iter(batch)
-        fed = {
-            InputKind.SEED: self.state.seeds,
-            InputKind.COUNTER: self._feed(counters, torch.int64),
-            InputKind.TANGENT: self._tangent,
-        }
-        arguments = [
-            next(leaves) if item.kind is InputKind.BATCH else fed.get(item.kind) for item in program.inputs
-        ]
-        resolved = [
-            argument if argument is not None else self._held(item.name)
-            for argument, item in zip(arguments, program.inputs, strict=True)
-        ]
+        scalars = self._scalars()
+        counters = self._feed([0 if slot is None else slot.counter for slot in self.slots], torch.int64)
+        resolved = self._arguments(program, batch, counters)
         resolved += [self.state.states[state] for state in program.settings.state_keys()]
         if program.settings.accumulates:
             resolved += [self.state.totals[name] for name in program.settings.parameters]
@@ -357,7 +331,7 @@ class Group:
             for slot in self.slots:
                 if slot is not None and slot.active:
                     slot.counter += 1
-                    slot.num_updates += applies
+                    slot.num_updates += program.settings.applies
         self.last = {"loss": loss, "grad_norm": norm, "finite": finite}
         self.last.update(zip(program.metrics, metrics, strict=True))
 
@@ -369,13 +343,20 @@ class Group:
             ("evaluate", key, stacked_batch),
             lambda: build_forward(self._fuse(traced, stacked_batch=stacked_batch)),
         )
+        arguments = self._arguments(program, batch, torch.zeros_like(self.state.seeds))
+        return dict(zip(program.metrics, self._engine.run(program, arguments), strict=True))
+
+    def _arguments(
+        self, program: StepProgram | ForwardProgram, batch: Sequence[Tensor], counters: Tensor
+    ) -> list[Tensor]:
+        """The tensors for a program's fused inputs, in order."""
         leaves = iter(batch)
         fed = {
             InputKind.SEED: self.state.seeds,
-            InputKind.COUNTER: torch.zeros_like(self.state.seeds),
+            InputKind.COUNTER: counters,
             InputKind.TANGENT: self._tangent,
         }
-        arguments = [
+        return [
             next(leaves)
             if item.kind is InputKind.BATCH
             else fed[item.kind]
@@ -383,7 +364,6 @@ class Group:
             else self._held(item.name)
             for item in program.inputs
         ]
-        return dict(zip(program.metrics, self._engine.run(program, arguments), strict=True))
 
     def _held(self, name: str) -> Tensor:
         for kind in (self.state.parameters, self.state.buffers, self.state.shared):
@@ -403,8 +383,8 @@ class Group:
             result.append(idle or frozenset())
         return tuple(result)
 
-    def _scalars(self) -> tuple[Tensor, tuple[frozenset[str], ...]]:
-        """``[num_scalars, width]`` for this step, and the settings no member uses."""
+    def _scalars(self) -> Tensor:
+        """``[num_scalars, width]`` for this step."""
         columns: list[list[float]] = []
         num_scalars = self._neutral.shape[0]
         for slot in self.slots:
@@ -416,7 +396,7 @@ class Group:
                 torch_group = slot.member.optimizer.param_groups[index]
                 column.extend(scalar_values(group, torch_group, slot.base_steps[index] + slot.num_updates))
             columns.append(column)
-        return self._feed(columns, torch.float64).t(), self._idle()
+        return self._feed(columns, torch.float64).t()
 
     def _limits_and_active(self) -> tuple[Tensor, Tensor]:
         if self._limits is None or self._active is None:

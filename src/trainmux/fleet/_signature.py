@@ -13,6 +13,7 @@ import functools
 import hashlib
 import inspect
 import types
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -149,6 +150,8 @@ class _Encoder:
             return ("builtin", value.__module__, value.__qualname__)
         if isinstance(value, types.ModuleType):
             return ("module", value.__name__)
+        if isinstance(value, weakref.ref):
+            return ("reference", self.encode(value()))
         if isinstance(value, nn.Module):
             # One that holds tensors (a teacher) ends up in the graph with its values: by identity.
             holds = any(True for _ in (*value.parameters(), *value.buffers()))

@@ -222,7 +222,7 @@ def own_composites() -> Iterator[None]:
     with (
         override_composites(_TABLE),
         # Packs weights for a vendor library, which looks at their addresses.
-        mock.patch.object(nn.RNNBase, "flatten_parameters", lambda self: None),
+        mock.patch.object(nn.RNNBase, "flatten_parameters", return_value=None),
         mock.patch.object(F, "embedding", _dense_embedding(F.embedding)),
         mock.patch.object(F, "embedding_bag", _rectangular_embedding_bag(F.embedding_bag)),
     ):
