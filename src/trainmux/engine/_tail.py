@@ -146,7 +146,9 @@ def _norm(gradients: Sequence[Tensor], loss: Tensor) -> Tensor:
     parts = []
     for gradient in gradients:
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        parts.append(torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=wide).to(torch.float64))
+        parts.append(
+            torch.linalg.vector_norm(gradient.reshape(len(loss), -1), dim=1, dtype=wide).to(torch.float64)
+        )
     if not parts:
         return torch.zeros_like(loss, dtype=torch.float64)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)

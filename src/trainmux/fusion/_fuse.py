@@ -9,7 +9,6 @@ nothing falls back silently.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from trainmux.tracing import (
     nodes_after,
     output_nodes,
     tracer_graph,
+    vmap_without_loops,
 )
 
 _MAX_LOCATIONS = 3
@@ -192,20 +192,23 @@ class _Fuser:
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_stacked)
         positions = [i for i, leaf in enumerate(leaves) if _is_stacked(leaf)]
 
-        def member(*tensors: Tensor) -> Any:
+        shape_of_result: list[Any] = []
+
+        def member(*tensors: Tensor) -> list[Tensor]:
             filled = list(leaves)
             for position, tensor in zip(positions, tensors, strict=True):
                 filled[position] = tensor
             member_args, member_kwargs = pytree.tree_unflatten(filled, spec)
-            return op(*member_args, **member_kwargs)
+            values, result_spec = pytree.tree_flatten(op(*member_args, **member_kwargs))
+            present = [isinstance(value, Tensor) for value in values]
+            shape_of_result[:] = [result_spec, present]
+            return [value for value in values if isinstance(value, Tensor)]  # vmap takes no None
 
         graph = tracer_graph()
         last = last_node(graph)
         try:
-            with warnings.catch_warnings():
-                # torch warns when it has no rule and loops; we would rather loop knowingly.
-                warnings.simplefilter("error")
-                result = torch.vmap(member, randomness="error")(*[leaves[i].tensor for i in positions])
+            with vmap_without_loops():
+                results = iter(torch.vmap(member, randomness="error")(*[leaves[i].tensor for i in positions]))
         except Exception as error:
             for new in reversed(nodes_after(graph, last)):
                 graph.erase_node(new)
@@ -213,7 +216,10 @@ class _Fuser:
             self._how[node] = ("loop", f"torch.vmap has no rule for it ({reason})")
             return self._loop(node, args, kwargs)
         self._how[node] = ("vmap", "")
-        return pytree.tree_map_only(Tensor, Stacked, result)
+        result_spec, present = shape_of_result
+        return pytree.tree_unflatten(
+            [Stacked(next(results)) if is_tensor else None for is_tensor in present], result_spec
+        )
 
     def _loop(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target: Callable[..., Any] = node.target  # type: ignore[assignment]

@@ -12,6 +12,7 @@ from trainmux.tracing._torch_private import (
     make_fx,
     nodes_after,
     tracer_graph,
+    vmap_without_loops,
 )
 from trainmux.tracing._tree import BatchSpec, FlatBatch, LeafSpec, check_batch, flatten_batch
 
@@ -40,4 +41,5 @@ __all__ = [
     "tracer_graph",
     "unique_buffers",
     "unique_parameters",
+    "vmap_without_loops",
 ]

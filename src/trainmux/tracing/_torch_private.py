@@ -46,6 +46,7 @@ __all__ = [
     "override_composites",
     "tracer_graph",
     "tracing_flags",
+    "vmap_without_loops",
 ]
 
 DATA_DEPENDENT_ERRORS = (
@@ -117,6 +118,18 @@ def tracer_graph() -> fx.Graph:
     graph = mode.tracer.graph
     assert isinstance(graph, fx.Graph)
     return graph
+
+
+@contextmanager
+def vmap_without_loops() -> Iterator[None]:
+    """``torch.vmap`` raises where it would loop over an operator without a rule (it warns on stderr only)."""
+    functorch: Any = torch._C._functorch
+    was_enabled = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(was_enabled)
 
 
 def last_node(graph: fx.Graph) -> fx.Node:

@@ -81,8 +81,7 @@ def like(context: Context, op: OpOverload, x: Stacked, *args: Any, **kwargs: Any
     """A constant of a member's shape: the same for all members."""
     kwargs.pop("memory_format", None)
     shape, dtype = context.value.shape, context.value.dtype
-    fill = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.empty_like.default: 0}
-    value = args[0] if op is aten.full_like.default else fill[op]
+    value = args[0] if op is aten.full_like.default else int(op is aten.ones_like.default)
     return torch.full(shape, value, dtype=dtype, device=context.device)
 
 
@@ -91,13 +90,23 @@ def like(context: Context, op: OpOverload, x: Stacked, *args: Any, **kwargs: Any
     aten.new_ones.default,
     aten.new_empty.default,
     aten.new_full.default,
+    aten.new_empty_strided.default,
     how="shared constant",
 )
 def new(context: Context, op: OpOverload, x: Stacked, size: Any, *args: Any, **kwargs: Any) -> Tensor:
     """A constant that takes only dtype and device from a member's value."""
-    fill = {aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_empty.default: 0}
-    value = args[0] if op is aten.new_full.default else fill[op]
+    value = args[0] if op is aten.new_full.default else int(op is aten.new_ones.default)
     return torch.full(size, value, dtype=context.value.dtype, device=context.device)
+
+
+@rule(aten.copy.default, how="one call")
+def copy(
+    context: Context, op: OpOverload, x: Stacked | Tensor, source: Stacked | Tensor, *args: Any
+) -> Stacked:
+    """The source in the shape and dtype of ``x``, whose values do not matter."""
+    shape = context.value.shape
+    values = align(source, len(shape)) if isinstance(source, Stacked) else source
+    return Stacked(values.to(context.value.dtype).expand(context.width, *shape).clone())
 
 
 @rule(torch.ops.trainmux.random_words.default, how="counters")
