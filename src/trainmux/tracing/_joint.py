@@ -23,6 +23,7 @@ from trainmux.errors import LossError, TraceError, TrainmuxError
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
 from trainmux.tracing._cleanup import output_nodes, simplify, source_of
 from trainmux.tracing._composites import own_composites
+from trainmux.tracing._linalg import failures_make_loss_nan
 from trainmux.tracing._randomness import draw_from_counters
 from trainmux.tracing._source import innermost_user_frame
 from trainmux.tracing._substitute import Substitution, unique_buffers, unique_parameters
@@ -150,6 +151,7 @@ def _trace(
     originals = [named.tensor for named in (*parameters, *buffers)] + list(batch.tensors)
     fakes = [_fake(mode, tensor, settings) for tensor in (*originals, counter, counter, scalar)]
     module = _run_tracer(step, fakes, mode, names)
+    failures_make_loss_nan(module, mode)
     draw_from_counters(module, num_parameters + num_buffers + num_leaves, mode)
 
     kinds = (

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._higher_order_ops.effects
 import torch.utils._pytree as pytree
 import torch.utils.checkpoint
 from torch import Tensor, fx
@@ -73,6 +74,10 @@ def functionalized(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _no_effects(op: Any) -> bool:
+    return False
+
+
 @contextmanager
 def tracing_flags() -> Iterator[None]:
     """Tell model code that looks for it (Hugging Face's mask builders do) that it is being traced.
@@ -83,6 +88,8 @@ def tracing_flags() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
+        # Checks of linear algebra would otherwise be threaded through the graph with tokens.
+        stack.enter_context(mock.patch.object(torch._higher_order_ops.effects, "has_effects", _no_effects))
         yield
 
 
