@@ -1,5 +1,6 @@
 """A fused graph becomes a program; an engine runs it step by step."""
 
+from trainmux.engine._cuda_graphs import CudaGraphEngine
 from trainmux.engine._program import (
     TAIL_INPUTS,
     ForwardProgram,
@@ -12,6 +13,7 @@ from trainmux.engine._tail import UpdateSettings
 
 __all__ = [
     "TAIL_INPUTS",
+    "CudaGraphEngine",
     "ForwardProgram",
     "ReferenceEngine",
     "StepProgram",

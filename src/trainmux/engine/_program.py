@@ -40,6 +40,20 @@ class StepProgram:
     settings: UpdateSettings
     metrics: tuple[str, ...]
 
+    def position_of(self, name: str) -> int:
+        """Where one of ``TAIL_INPUTS`` stands among the arguments."""
+        last = len(self.inputs) + len(self.settings.state_keys()) + len(self.accumulator_positions())
+        return last + TAIL_INPUTS.index(name)
+
+    def accumulator_positions(self) -> range:
+        """Where the gradient accumulators stand; none where the step does not accumulate."""
+        first = len(self.inputs) + len(self.settings.state_keys())
+        return range(first, first + (len(self.settings.parameters) if self.settings.accumulates else 0))
+
+    def fed_positions(self) -> list[int]:
+        """Arguments whose tensors are others with every step."""
+        return _fed_inputs(self.inputs) + [self.position_of(name) for name in ("scalars", "limits", "active")]
+
 
 @dataclass(frozen=True)
 class ForwardProgram:
@@ -48,6 +62,15 @@ class ForwardProgram:
     module: fx.GraphModule
     inputs: tuple[GraphInput, ...]
     metrics: tuple[str, ...]
+
+    def fed_positions(self) -> list[int]:
+        """Arguments whose tensors are others with every run."""
+        return _fed_inputs(self.inputs)
+
+
+def _fed_inputs(inputs: Sequence[GraphInput]) -> list[int]:
+    fed = (InputKind.BATCH, InputKind.COUNTER)
+    return [position for position, item in enumerate(inputs) if item.kind in fed]
 
 
 class ReferenceEngine:
@@ -60,6 +83,9 @@ class ReferenceEngine:
         """One step; what it returns is new memory each time."""
         with torch.no_grad(), deterministic_algorithms(self._deterministic):
             return list(program.module(*arguments))
+
+    def forget(self, programs: Sequence[StepProgram | ForwardProgram]) -> None:
+        """Nothing is kept between runs."""
 
 
 def build_forward(fused: FusedGraph) -> ForwardProgram:

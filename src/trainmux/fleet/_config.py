@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainmux.engine import CudaGraphEngine, ReferenceEngine
 from trainmux.errors import ConfigError
 from trainmux.fusion import CONVOLUTION_STRATEGIES
 from trainmux.tracing import TraceSettings
@@ -18,6 +19,7 @@ _PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "bf16": (torch.bfloat16, None),
     "fp64": (None, torch.float64),
 }
+_ENGINES = ("auto", "reference", "cuda_graphs")
 _DATA = ("shared", "per_member")
 _STRATEGIES = {"convolution": ("auto", *CONVOLUTION_STRATEGIES)}
 
@@ -31,12 +33,19 @@ class FleetConfig:
     data: str
     accumulate: int
     deterministic: bool
+    engine: str
     strategies: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def trace_settings(self) -> TraceSettings:
         autocast, held = _PRECISIONS[self.precision]
         return TraceSettings(self.device, autocast, held)
+
+    def make_engine(self) -> ReferenceEngine | CudaGraphEngine:
+        """The engine for one group: graphs on a CUDA device unless told otherwise."""
+        if self.device.type == "cuda" and self.engine != "reference":
+            return CudaGraphEngine(self.device, deterministic=self.deterministic)
+        return ReferenceEngine(deterministic=self.deterministic)
 
     def held_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a tensor of ``dtype`` is held and fed."""
@@ -45,7 +54,13 @@ class FleetConfig:
 
 
 def make_config(
-    device: Any, precision: Any, data: Any, accumulate: Any, deterministic: Any, strategies: Any
+    device: Any,
+    precision: Any,
+    data: Any,
+    accumulate: Any,
+    deterministic: Any,
+    engine: Any,
+    strategies: Any,
 ) -> FleetConfig:
     """Check the settings; ``ConfigError`` names the one that is off."""
     if precision not in _PRECISIONS:
@@ -56,12 +71,20 @@ def make_config(
         raise ConfigError(f"accumulate: expected a whole number of at least 1, got {accumulate!r}")
     if not isinstance(deterministic, bool):
         raise ConfigError(f"deterministic: expected True or False, got {deterministic!r}")
+    if engine not in _ENGINES:
+        raise ConfigError(f"engine: expected one of {_ENGINES}, got {engine!r}")
     strategies = dict(strategies or {})
     for operator, name in strategies.items():
         if operator not in _STRATEGIES or name not in _STRATEGIES[operator]:
             raise ConfigError(f"strategies: expected entries of {_STRATEGIES}, got {operator!r}: {name!r}")
+    found = _device(device)
+    if engine == "cuda_graphs" and found.type != "cuda":
+        raise ConfigError(
+            f"engine: expected 'auto' or 'reference' on device {str(found)!r}, got 'cuda_graphs'; it needs "
+            "device='cuda'"
+        )
     return FleetConfig(
-        _device(device), precision, data, accumulate, deterministic, MappingProxyType(strategies)
+        found, precision, data, accumulate, deterministic, engine, MappingProxyType(strategies)
     )
 
 

@@ -44,7 +44,8 @@ class Fleet:
     the order of ``names``. With ``accumulate=n`` every n-th call of ``step`` updates, with the mean of the
     gradients of n batches. ``precision`` is "fp32" (no autocast; tensors keep their own dtype), "bf16"
     (autocast) or "fp64" (everything floating is held in fp64). ``strategies`` picks a way to fuse operators
-    that have several, e.g. ``{"convolution": "separate"}``.
+    that have several, e.g. ``{"convolution": "separate"}``. ``engine`` is "auto" (CUDA graphs on a CUDA
+    device), "cuda_graphs" or "reference" (node by node).
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class Fleet:
         data: str = "shared",
         accumulate: int = 1,
         deterministic: bool = False,
+        engine: str = "auto",
         strategies: Mapping[str, str] | None = None,
     ) -> None:
-        self._config = make_config(device, precision, data, accumulate, deterministic, strategies)
+        self._config = make_config(device, precision, data, accumulate, deterministic, engine, strategies)
         self._loss = loss
         self._traces = TraceCache(self._config.trace_settings)
         self._groups: list[Group] = []

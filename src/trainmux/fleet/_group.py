@@ -12,7 +12,6 @@ from torch import Tensor
 
 from trainmux.engine import (
     ForwardProgram,
-    ReferenceEngine,
     StepProgram,
     UpdateSettings,
     build_forward,
@@ -58,7 +57,7 @@ class Group:
         self.slots: list[Slot | None] = [None] * width
         self.unfused_because = ""
         self.last: dict[str, Tensor] = {}
-        self._engine = ReferenceEngine(deterministic=config.deterministic)
+        self._engine = config.make_engine()
         self._programs: OrderedDict[Hashable, StepProgram | ForwardProgram] = OrderedDict()
         self._records: tuple[FusionRecord, ...] = ()
         self._num_nodes = 0
@@ -118,7 +117,7 @@ class Group:
             rows.copy_(value.unsqueeze(0).expand_as(rows))
             (self.state.parameters if name in parameters else self.state.buffers)[name] = rows
         self.state.shared.clear()
-        self._programs.clear()
+        self._forget_programs()
 
     def resize(self, width: int) -> None:
         """Change the number of slots, keeping the members (moved together) and their state."""
@@ -127,8 +126,12 @@ class Group:
         self.slots = [self.slots[row] for row in kept] + [None] * (width - len(kept))
         self.width = width
         self.last = {}
-        self._programs.clear()
+        self._forget_programs()
         self.forget_fed()
+
+    def _forget_programs(self) -> None:
+        self._engine.forget(list(self._programs.values()))
+        self._programs.clear()
 
     # ---- members -----------------------------------------------------------------------------------
 
@@ -254,7 +257,8 @@ class Group:
         program = build()
         self._programs[key] = program
         while len(self._programs) > _MAX_PROGRAMS:
-            self._programs.popitem(last=False)
+            _, oldest = self._programs.popitem(last=False)
+            self._engine.forget([oldest])
         return program
 
     def _batched(self, traced: TracedGraph, *, stacked_batch: bool) -> list[bool]:

@@ -1,0 +1,125 @@
+"""Programs as CUDA graphs: captured on first use, replayed from then on.
+
+An eager step is bound by the host, which launches a few thousand small kernels one by one; a replay is
+one launch. The graph reads and writes the group's own stacked tensors. What changes from step to step
+(batch, counters, scalars) is copied into buffers the graph was captured with; results are copied out,
+because the next replay overwrites them.
+
+A program changes weights, so it cannot simply be run to warm up. It is run with no member active, which
+leaves every tensor but the accumulators as it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainmux.engine._program import ForwardProgram, StepProgram
+from trainmux.errors import TrainmuxWarning
+from trainmux.runtime import deterministic_algorithms
+
+_NUM_WARMUPS = 2
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph with what it reads, owned here: a captured graph does not keep its inputs alive."""
+
+    graph: torch.cuda.CUDAGraph
+    arguments: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    fed: tuple[int, ...]
+
+    def fits(self, arguments: Sequence[Tensor]) -> bool:
+        """Whether the tensors that are not copied in are still the ones of the capture."""
+        fed = set(self.fed)
+        return all(
+            given is known
+            for position, (given, known) in enumerate(zip(arguments, self.arguments, strict=True))
+            if position not in fed
+        )
+
+
+class CudaGraphEngine:
+    """Runs programs by replaying CUDA graphs, which share one memory pool and one stream to capture on.
+
+    A program that cannot be captured (an operator that waits for the device) runs node by node, with a
+    warning.
+    """
+
+    def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
+        self._device = device
+        self._deterministic = deterministic
+        self._captured: dict[int, tuple[StepProgram | ForwardProgram, _Captured | None]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def run(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """One step; what it returns is new memory each time."""
+        with torch.no_grad(), torch.cuda.device(self._device):
+            captured = self._find(program, arguments)
+            if captured is None:
+                with deterministic_algorithms(self._deterministic):
+                    return list(program.module(*arguments))
+            for position in captured.fed:
+                captured.arguments[position].copy_(arguments[position], non_blocking=True)
+            captured.graph.replay()
+            return [output.clone() for output in captured.outputs]
+
+    def forget(self, programs: Sequence[StepProgram | ForwardProgram]) -> None:
+        """Drop the graphs of programs that will not run again."""
+        for program in programs:
+            self._captured.pop(id(program), None)
+
+    def _find(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> _Captured | None:
+        held = self._captured.get(id(program))
+        if held is not None and (held[1] is None or held[1].fits(arguments)):
+            return held[1]
+        captured = None
+        try:
+            captured = self._capture(program, arguments)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(
+                f"a step could not be captured as a CUDA graph and runs node by node: {reason}",
+                TrainmuxWarning,
+                stacklevel=2,
+            )
+        # The program itself is kept too: its id must not be given to another one.
+        self._captured[id(program)] = (program, captured)
+        return captured
+
+    def _capture(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> _Captured:
+        fed = tuple(program.fed_positions())
+        static = [
+            argument.clone() if position in fed else argument for position, argument in enumerate(arguments)
+        ]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with deterministic_algorithms(self._deterministic):
+            self._warm_up(program, static)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                outputs = program.module(*static)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return _Captured(graph, tuple(static), tuple(outputs), fed)
+
+    def _warm_up(self, program: StepProgram | ForwardProgram, static: Sequence[Tensor]) -> None:
+        """Load kernels and library handles on the capture stream without changing any member."""
+        arguments = list(static)
+        totals: list[tuple[Tensor, Tensor]] = []
+        with torch.cuda.stream(self._stream):
+            if isinstance(program, StepProgram):
+                active = program.position_of("active")
+                arguments[active] = torch.zeros_like(arguments[active])
+                totals = [(static[i], static[i].clone()) for i in program.accumulator_positions()]
+            for _ in range(_NUM_WARMUPS):
+                program.module(*arguments)
+            for total, before in totals:
+                total.copy_(before)
+        self._stream.synchronize()

@@ -1,0 +1,166 @@
+"""CUDA-graph replay against the reference engine: bitwise, through everything that happens to a fleet."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainmux as tm
+from trainmux.workloads import SMALL
+
+NAMES = (
+    "mlp",
+    "cnn_with_dropout",
+    "residual",
+    "lstm_with_dropout",
+    "transformer_with_dropout",
+    "dlrm",
+    "bert_mlm",
+    "gpt2",
+    "vit",
+)
+
+
+def make_member(name: str, seed: int, *, lr: float = 1e-3) -> tm.Member:
+    model = SMALL[name].build(seed).train()
+    return tm.Member(model, torch.optim.AdamW(model.parameters(), lr=lr), name=f"m{seed}", seed=seed)
+
+
+def make_fleet(name: str, engine: str, *, precision: str = "fp32", accumulate: int = 1) -> tm.Fleet:
+    return tm.Fleet(
+        [make_member(name, seed, lr=1e-3 * (seed + 1)) for seed in range(4)],
+        loss=SMALL[name].loss,
+        example_batch=SMALL[name].batch(0, torch.float32),
+        device="cuda",
+        precision=precision,
+        accumulate=accumulate,
+        deterministic=True,
+        engine=engine,
+    )
+
+
+def shortened(batch: Any, size: int) -> Any:
+    """The first ``size`` samples of every leaf."""
+    if isinstance(batch, Tensor):
+        return batch[:size]
+    if isinstance(batch, dict):
+        return {key: shortened(value, size) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(shortened(value, size) for value in batch)
+    if dataclasses.is_dataclass(batch):
+        fields = {f.name: shortened(getattr(batch, f.name), size) for f in dataclasses.fields(batch)}
+        return dataclasses.replace(batch, **fields)  # type: ignore[type-var]
+    return batch
+
+
+def live_through(fleet: tm.Fleet, name: str) -> list[Tensor]:
+    """Steps with a stop, a replacement, another batch size, a drop; everything that came out of it."""
+    workload = SMALL[name]
+    seen = []
+    for step in range(12):
+        batch = workload.batch(100 + step, torch.float32)
+        if step == 3:
+            fleet.stop("m1")
+        if step == 5:
+            fleet.replace("m2", make_member(name, 7))
+        if step == 8:
+            fleet.drop("m0")
+        if step == 10 and name != "dlrm":
+            batch = shortened(batch, 2)
+        seen.append(fleet.step(batch).cpu())
+        seen.append(fleet.metrics["grad_norm"].cpu())
+    fleet.sync()
+    for member in fleet.members:
+        seen += [tensor.detach().clone() for tensor in (*member.model.parameters(), *member.model.buffers())]
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_replay_is_bitwise_the_reference(name: str, precision: str) -> None:
+    replayed = live_through(make_fleet(name, "cuda_graphs", precision=precision), name)
+    reference = live_through(make_fleet(name, "reference", precision=precision), name)
+    for a, b in zip(replayed, reference, strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def test_accumulation_survives_the_capture() -> None:
+    replayed = live_through(make_fleet("cnn", "cuda_graphs", accumulate=3), "cnn")
+    reference = live_through(make_fleet("cnn", "reference", accumulate=3), "cnn")
+    for a, b in zip(replayed, reference, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_capturing_changes_nothing_before_the_first_step() -> None:
+    fleet = make_fleet("cnn", "cuda_graphs")
+    before = [tensor.clone() for tensor in fleet.members[0].model.state_dict().values()]
+    fleet.stop("m0")
+    fleet.step(SMALL["cnn"].batch(0, torch.float32))
+    fleet.sync()
+    after = list(fleet.members[0].model.state_dict().values())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_large_embedding_backward_is_captured() -> None:
+    """Past a few thousand indices torch sorts them, which must not wait for the device."""
+
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 1))
+
+    models = [build(seed) for seed in range(2)]
+    members = [tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+    batch = torch.randint(0, 1000, (64, 128))
+    fleet = tm.Fleet(
+        members,
+        loss=lambda model, x: model(x).square().mean(),
+        example_batch=batch,
+        device="cuda",
+        engine="cuda_graphs",
+    )
+    first = fleet.step(batch)
+    for _ in range(5):
+        last = fleet.step(batch)
+    assert (last < first).all()
+
+
+def test_a_step_that_cannot_be_captured_runs_node_by_node_with_a_warning() -> None:
+    @torch.library.custom_op("trainmux_tests::waits", mutates_args=())
+    def waits(x: Tensor) -> Tensor:
+        return x * float(x.sum().item() >= -1e30)
+
+    waits.register_fake(torch.empty_like)
+    waits.register_autograd(lambda ctx, grad: grad)
+    model = nn.Linear(4, 4)
+    weight = model.weight.detach().clone()
+    batch = torch.randn(8, 4)
+    fleet = tm.Fleet(
+        [tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1))],
+        loss=lambda model, x: waits(model(x)).square().mean(),
+        example_batch=batch,
+        device="cuda",
+        engine="cuda_graphs",
+    )
+    with pytest.warns(tm.errors.TrainmuxWarning, match="node by node"):
+        fleet.step(batch)
+    fleet.step(batch)
+    fleet.sync()
+    assert not torch.equal(model.weight, weight)
+
+
+def test_step_does_not_wait_for_the_device() -> None:
+    fleet = make_fleet("mlp", "cuda_graphs")
+    batch = SMALL["mlp"].batch(0, torch.float32)
+    on_device = tuple(leaf.cuda() for leaf in batch)
+    for _ in range(3):
+        fleet.step(on_device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fleet.step(on_device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
