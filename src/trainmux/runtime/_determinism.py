@@ -1,12 +1,21 @@
-"""Deterministic algorithms for a stretch of code, with torch's global switches put back afterwards."""
+"""Deterministic algorithms for a stretch of code, with torch's global switches put back afterwards.
+
+Strictly so: where torch only warns, attention keeps to its faster backward, which adds in any order. An
+operator that has no deterministic algorithm raises, before anything has changed.
+"""
 
 from __future__ import annotations
 
-import warnings
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from trainmux.errors import ConfigError
+
+# cuBLAS repeats itself only with workspaces of its own; torch insists on this variable.
+_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
@@ -18,17 +27,24 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    workspace = os.environ.get(_WORKSPACE_VARIABLE)
     cudnn = torch.backends.cudnn
     was_cudnn = (cudnn.deterministic, cudnn.benchmark)
     try:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
+        os.environ.setdefault(_WORKSPACE_VARIABLE, ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         cudnn.deterministic, cudnn.benchmark = True, False
-        with warnings.catch_warnings():
-            # cuBLAS asks for an environment variable; with one stream and one handle it repeats anyway.
-            warnings.filterwarnings("ignore", message=".*CuBLAS.*")
-            yield
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise ConfigError(
+            f"deterministic=True: expected operators that have a deterministic algorithm, got {error}"
+        ) from error
     finally:
+        if workspace is None:
+            os.environ.pop(_WORKSPACE_VARIABLE, None)
         torch.use_deterministic_algorithms(was_enabled, warn_only=was_warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         cudnn.deterministic, cudnn.benchmark = was_cudnn

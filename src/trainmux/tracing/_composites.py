@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from trainmux.tracing._torch_private import native_composite, override_composites
+from trainmux.tracing._torch_private import lstm_steps, native_composite, override_composites
 
 aten = torch.ops.aten
 
@@ -208,6 +208,30 @@ def _dense_embedding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return embedding
 
 
+def _lstm_cell(
+    inputs: Tensor,
+    hidden: Tensor,
+    cell: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    projection: Tensor | None,
+    chunk_dim: int,
+) -> tuple[Tensor, Tensor]:
+    """A step of an LSTM whose gates are computed in single precision at least, as vendor libraries do.
+
+    Torch's decomposition rounds after every operation, which in bf16 costs several times the error.
+    """
+    dtype = inputs.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    gates = F.linear(hidden, weight, bias).to(wide) + inputs.to(wide)
+    enter, keep, fresh, leave = gates.chunk(4, chunk_dim)
+    new_cell = keep.sigmoid() * cell.to(wide) + enter.sigmoid() * fresh.tanh()
+    new_hidden = (leave.sigmoid() * new_cell.tanh()).to(dtype)
+    if projection is not None:
+        new_hidden = F.linear(new_hidden, projection)
+    return new_hidden, new_cell.to(dtype)
+
+
 _TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.batch_norm.default: _batch_norm,
     aten.scaled_dot_product_attention.default: _attention,
@@ -221,6 +245,7 @@ def own_composites() -> Iterator[None]:
     """While active, the operators above are taken apart as written here."""
     with (
         override_composites(_TABLE),
+        lstm_steps(_lstm_cell),
         # Packs weights for a vendor library, which looks at their addresses.
         mock.patch.object(nn.RNNBase, "flatten_parameters", return_value=None),
         mock.patch.object(F, "embedding", _dense_embedding(F.embedding)),

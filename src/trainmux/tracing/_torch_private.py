@@ -7,11 +7,12 @@ each of them to what we rely on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+import torch._decomp.decompositions
 import torch._higher_order_ops.effects
 import torch.utils._pytree as pytree
 import torch.utils.checkpoint
@@ -40,6 +41,7 @@ __all__ = [
     "checkpoint_regions",
     "functionalized",
     "last_node",
+    "lstm_steps",
     "make_fx",
     "min_cut",
     "native_composite",
@@ -110,6 +112,11 @@ def override_composites(table: Mapping[OpOverload, Callable[..., Any]]) -> Itera
             else:
                 op.py_kernels[key] = original
             op._dispatch_cache.clear()
+
+
+def lstm_steps(cell: Callable[..., tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
+    """While active, torch's decomposition of LSTM layers takes its steps with ``cell``."""
+    return mock.patch.object(torch._decomp.decompositions, "lstm_cell", cell)
 
 
 def native_composite(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
