@@ -35,6 +35,7 @@ def fleet_document(
     members: dict[str, dict[str, Any]] = {}
     for group in groups:
         alive, updates = group.state.alive.tolist(), group.state.updates.tolist()
+        seeds = group.state.seeds.tolist()
         for row, slot in group.members:
             prefix = str(names.index(slot.name))
             tensors |= {key: value.detach().clone() for key, value in _rows(group, row, prefix).items()}
@@ -42,7 +43,7 @@ def fleet_document(
                 "prefix": prefix,
                 "alive": alive[row],
                 "updates": updates[row],
-                "seed": slot.member.random_key,
+                "seed": seeds[row],
                 "counter": slot.counter,
                 "num_updates": slot.num_updates,
                 "base_steps": list(slot.base_steps),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,10 +36,12 @@ class Gather:
         present = [value for value in values if value is not None]
         shapes = {value.shape[1:] for value in present}
         if len(shapes) == 1 and len(present) < len(values) and present[0].dim() == 1:
+            floating = [value.dtype for value in present if value.dtype.is_floating_point]
+            filler = functools.reduce(torch.promote_types, floating) if floating else torch.float32
             values = [
                 value
                 if value is not None
-                else torch.full((group.width,), float("nan"), device=present[0].device)
+                else torch.full((group.width,), float("nan"), dtype=filler, device=present[0].device)
                 for value, group in zip(values, groups, strict=True)
             ]
             present = [value for value in values if value is not None]

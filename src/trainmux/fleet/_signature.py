@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
-import inspect
 import types
 import weakref
 from collections.abc import Hashable
@@ -135,11 +134,12 @@ class _Encoder:
     def _compound(self, value: Any) -> Hashable:
         if isinstance(value, dict):
             pairs = tuple((self.encode(key), self.encode(item)) for key, item in value.items())
-            return ("dict", self._class(type(value)), pairs)
+            return ("dict", self._class(type(value)), pairs, self._beside(value))
         if isinstance(value, (list, tuple)):
-            return ("sequence", self._class(type(value)), tuple(self.encode(item) for item in value))
+            items = tuple(self.encode(item) for item in value)
+            return ("sequence", self._class(type(value)), items, self._beside(value))
         if isinstance(value, (set, frozenset)):
-            return ("set", frozenset(self.encode(item) for item in value))
+            return ("set", frozenset(self.encode(item) for item in value), self._beside(value))
         if isinstance(value, functools.partial):
             return ("partial", self.encode(value.func), self.encode(value.args), self.encode(value.keywords))
         if isinstance(value, types.MethodType):
@@ -157,8 +157,23 @@ class _Encoder:
             holds = any(True for _ in (*value.parameters(), *value.buffers()))
             return ("foreign module", id(value) if holds else None, _Encoder(value).module_tree())
         if hasattr(value, "__dict__") and getattr(type(value), "__reduce__", None) is object.__reduce__:
-            return ("object", self._class(type(value)), self.encode(dict(vars(value))))
+            return ("object", self._class(type(value)), self._state(value))
         return ("opaque", id(value))
+
+    def _beside(self, container: Any) -> Hashable:
+        """Attributes that a container of a class of its own carries besides its items."""
+        return self._state(container) if hasattr(container, "__dict__") else ()
+
+    def _state(self, value: Any) -> Hashable:
+        """An object's attributes, those in slots included."""
+        found = list(vars(value).items())
+        for cls in type(value).__mro__:
+            slots = cls.__dict__.get("__slots__", ())
+            names = (slots,) if isinstance(slots, str) else slots
+            found += [
+                (name, getattr(value, name)) for name in names if name != "__dict__" and hasattr(value, name)
+            ]
+        return tuple((name, self.encode(item)) for name, item in found if name != "__weakref__")
 
     def _function(self, function: types.FunctionType) -> Hashable:
         code = function.__code__
@@ -168,7 +183,7 @@ class _Encoder:
                 cells.append(self.encode(cell.cell_contents))
             except ValueError:
                 cells.append("empty")
-        used = inspect.getclosurevars(function).globals if code.co_names else {}
+        used = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
         return (
             "function",
             function.__module__,

@@ -215,18 +215,32 @@ class _Fuser:
             reason = str(error).strip().splitlines()[0][:160] if str(error) else type(error).__name__
             self._how[node] = ("loop", f"torch.vmap has no rule for it ({reason})")
             return self._loop(node, args, kwargs)
-        self._how[node] = ("vmap", "")
         result_spec, present = shape_of_result
-        return pytree.tree_unflatten(
+        result = pytree.tree_unflatten(
             [Stacked(next(results)) if is_tensor else None for is_tensor in present], result_spec
         )
+        wrong = self._mismatch(node, result)
+        if wrong:
+            for new in reversed(nodes_after(graph, last)):
+                graph.erase_node(new)
+            self._how[node] = ("loop", f"torch.vmap's rule is wrong here ({wrong})")
+            return self._loop(node, args, kwargs)
+        self._how[node] = ("vmap", "")
+        return result
 
     def _loop(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        by_storage = "as_strided" in str(target)  # counts offsets from the beginning of the storage
+
+        def row(leaf: Any, index: int) -> Any:
+            if not isinstance(leaf, Stacked):
+                return leaf
+            return leaf.tensor[index].clone() if by_storage else leaf.tensor[index]
+
         results = []
         for index in range(self._width):
             member_args, member_kwargs = pytree.tree_map(
-                lambda leaf, index=index: leaf.tensor[index] if _is_stacked(leaf) else leaf,
+                lambda leaf, index=index: row(leaf, index),
                 (args, kwargs),
                 is_leaf=_is_stacked,
             )
@@ -241,9 +255,16 @@ class _Fuser:
 
     def _check(self, node: fx.Node, result: Any) -> None:
         """Every fused value must be what the members' own values are, with one more axis."""
+        wrong = self._mismatch(node, result)
+        if wrong:
+            how = self._how.get(node, ("unknown", ""))[0]
+            raise self._error(node, f"the rule '{how}' gave {wrong}")
+
+    def _mismatch(self, node: fx.Node, result: Any) -> str:
+        """What is wrong with the shape or dtype of a fused value; empty if nothing is."""
         expected = node.meta.get("val")
         if expected is None:
-            return
+            return ""
         pairs = [(result, expected)]
         if isinstance(expected, (tuple, list)):
             pairs = list(zip(result, expected, strict=True))
@@ -253,12 +274,8 @@ class _Fuser:
             tensor = value.tensor if isinstance(value, Stacked) else value
             shape = (self._width, *member.shape) if isinstance(value, Stacked) else tuple(member.shape)
             if tuple(tensor.shape) != shape or tensor.dtype != member.dtype:
-                how = self._how.get(node, ("unknown", ""))[0]
-                raise self._error(
-                    node,
-                    f"the rule '{how}' gave {tuple(tensor.shape)} {tensor.dtype} where {shape} "
-                    f"{member.dtype} was expected",
-                )
+                return f"{tuple(tensor.shape)} {tensor.dtype} where {shape} {member.dtype} was expected"
+        return ""
 
     def _error(self, node: fx.Node, reason: str) -> FusionError:
         location = node_location(node)

@@ -34,5 +34,5 @@ def deferred_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, original)
-    if pending:
-        raise KeyboardInterrupt
+        if pending:
+            raise KeyboardInterrupt

@@ -59,7 +59,7 @@ def random_words(seed: Tensor, counter: Tensor, operator: int, shape: Sequence[i
         (seed & _WORD, (seed >> 32) & _WORD),
     )
     flat = torch.stack(words, dim=-1).flatten(-2)
-    return flat[..., :numel].reshape(*seed.shape[:-1], *shape).contiguous()
+    return flat[..., :numel].reshape([*seed.shape[:-1], *shape]).contiguous()
 
 
 @random_words.register_fake

@@ -18,8 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainmux.tracing._torch_private import lstm_steps, native_composite, override_composites
+from trainmux.tracing._torch_private import (
+    layer_parameters,
+    native_composite,
+    override_composites,
+    recurrent_layers,
+)
 
 aten = torch.ops.aten
 
@@ -70,7 +76,7 @@ def _attention(
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = torch.matmul(query * math.sqrt(factor), key.transpose(-2, -1) * math.sqrt(factor))
+    scores = torch.matmul(query * factor, key.transpose(-2, -1))
     if is_causal:
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~visible, float("-inf"))
@@ -208,6 +214,26 @@ def _dense_embedding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return embedding
 
 
+def _cumulative_batch_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``BatchNorm.forward`` that keeps the factor of a cumulative average (momentum None) a tensor."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        cumulative = self.training and self.track_running_stats and self.momentum is None
+        if not cumulative or self.num_batches_tracked is None:
+            return original(self, input)
+        self._check_input_dim(input)
+        self.num_batches_tracked.add_(1)
+        with torch.no_grad():
+            dims = [dim for dim in range(input.dim()) if dim != 1]
+            variance, mean = torch.var_mean(input.to(self.running_mean.dtype), dims, correction=1)
+            share = 1.0 / self.num_batches_tracked.to(mean.dtype)
+            self.running_mean.lerp_(mean, share)
+            self.running_var.lerp_(variance, share)
+        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    return forward
+
+
 def _lstm_cell(
     inputs: Tensor,
     hidden: Tensor,
@@ -232,6 +258,36 @@ def _lstm_cell(
     return new_hidden, new_cell.to(dtype)
 
 
+def _stack_recurrent_layers(
+    input: Tensor,
+    hidden: Any,
+    parameters: Any,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    run_layer: Callable[..., tuple[Tensor, Any]],
+) -> tuple[Tensor, list[Any]]:
+    """Layer after layer, with dropout between them; torch's own decomposition leaves the dropout out."""
+    values = input.transpose(0, 1) if batch_first else input
+    final_states = []
+    for layer in range(num_layers):
+        forwards, state, backwards, backward_state = layer_parameters(
+            parameters, hidden, layer, bidirectional
+        )
+        outputs, final = run_layer(values, state, forwards, has_biases)
+        final_states.append(final)
+        if bidirectional:
+            reverse, final = run_layer(values, backward_state, backwards, has_biases, reverse=True)
+            final_states.append(final)
+            outputs = torch.cat([outputs, reverse], -1)
+        is_last = layer == num_layers - 1
+        values = torch.dropout(outputs, dropout, True) if train and dropout and not is_last else outputs
+    return (values.transpose(0, 1) if batch_first else values), final_states
+
+
 _TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.batch_norm.default: _batch_norm,
     aten.scaled_dot_product_attention.default: _attention,
@@ -245,7 +301,8 @@ def own_composites() -> Iterator[None]:
     """While active, the operators above are taken apart as written here."""
     with (
         override_composites(_TABLE),
-        lstm_steps(_lstm_cell),
+        recurrent_layers(_lstm_cell, _stack_recurrent_layers),
+        mock.patch.object(_BatchNorm, "forward", _cumulative_batch_norm(_BatchNorm.forward)),
         # Packs weights for a vendor library, which looks at their addresses.
         mock.patch.object(nn.RNNBase, "flatten_parameters", return_value=None),
         mock.patch.object(F, "embedding", _dense_embedding(F.embedding)),

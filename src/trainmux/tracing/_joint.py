@@ -25,7 +25,7 @@ from trainmux.tracing._cleanup import output_nodes, simplify, source_of
 from trainmux.tracing._composites import own_composites
 from trainmux.tracing._linalg import failures_make_loss_nan
 from trainmux.tracing._randomness import draw_from_counters
-from trainmux.tracing._source import innermost_user_frame
+from trainmux.tracing._source import innermost_user_frame, is_user_file, node_location
 from trainmux.tracing._substitute import Substitution, unique_buffers, unique_parameters
 from trainmux.tracing._torch_private import (
     DATA_DEPENDENT_ERRORS,
@@ -34,6 +34,7 @@ from trainmux.tracing._torch_private import (
     checkpoint_regions,
     functionalized,
     make_fx,
+    recorded_frames,
     tracing_flags,
 )
 from trainmux.tracing._tree import FlatBatch
@@ -45,7 +46,7 @@ _DECOMPOSE = (
     torch.ops.aten.slice_backward,
     torch.ops.aten.select_backward,
     torch.ops.aten.native_batch_norm,
-    torch.ops.aten.rrelu_with_noise_functional,
+    torch.ops.aten.rrelu_with_noise_backward,
 )
 
 
@@ -263,6 +264,7 @@ def _run_tracer(
             warnings.simplefilter("ignore")
             stack.enter_context(mode)
             stack.enter_context(tracing_flags())
+            stack.enter_context(recorded_frames(is_user_file))
             stack.enter_context(own_composites())
             stack.enter_context(checkpoint_regions(mark))
             return tracer(*fakes)
@@ -297,10 +299,15 @@ def _refuse_changed_parameters(module: fx.GraphModule, names: list[str]) -> None
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"][: len(names)]
     returned = output_nodes(module)[-len(names) :] if names else []
     for name, placeholder, value in zip(names, placeholders, returned, strict=True):
-        if source_of(value) is not placeholder:
+        changed = source_of(value)
+        if changed is not placeholder:
+            location = node_location(changed)
+            where = f" at {location}" if location else ""
             raise TraceError(
-                f"parameter {name} is changed in place by the forward pass; expected parameters to be "
-                "changed by the optimizer only: compute a new tensor, or keep the value in a buffer"
+                f"parameter {name} is changed in place{where} by the forward pass; expected parameters to be "
+                "changed by the optimizer only: compute a new tensor, or keep the value in a buffer",
+                op=str(changed.target),
+                location=location,
             )
 
 

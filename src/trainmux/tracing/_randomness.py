@@ -78,6 +78,28 @@ def _native_dropout(d: Draws, x: Tensor, p: float, train: bool | None = True) ->
     return x * mask * (1.0 / (1.0 - p)), mask
 
 
+def _normal(d: Draws, mean: Tensor | float, std: Tensor | float) -> Tensor:
+    parts = [part for part in (mean, std) if isinstance(part, Tensor)]
+    shape = torch.broadcast_shapes(*[part.shape for part in parts])
+    return d.normal(shape, parts[0].dtype) * std + mean
+
+
+def _rrelu(
+    d: Draws,
+    x: Tensor,
+    noise: Tensor,
+    lower: float = 0.125,
+    upper: float = 1.0 / 3.0,
+    training: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Output and slopes: 1 where the input is positive, drawn between the bounds where it is not."""
+    if not training:
+        return torch.where(x > 0, x, x * ((lower + upper) / 2)), noise.clone()
+    slopes = torch.where(x > 0, 1.0, d.uniform(x.shape, x.dtype) * (upper - lower) + lower).to(x.dtype)
+    return x * slopes, slopes
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _native_dropout,
     aten.bernoulli.p: lambda d, x, p=0.5, **kw: d.true_with(x.shape, p).to(x.dtype),
@@ -96,8 +118,10 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.normal.float_float: lambda d, mean, std, size, **kw: (
         d.normal(torch.Size(size), _dtype(kw)) * std + mean
     ),
-    aten.normal.Tensor_float: lambda d, mean, std=1.0, **kw: d.normal(mean.shape, mean.dtype) * std + mean,
-    aten.normal.Tensor_Tensor: lambda d, mean, std, **kw: d.normal(mean.shape, mean.dtype) * std + mean,
+    aten.normal.Tensor_float: lambda d, mean, std=1.0, **kw: _normal(d, mean, std),
+    aten.normal.float_Tensor: lambda d, mean, std, **kw: _normal(d, mean, std),
+    aten.normal.Tensor_Tensor: lambda d, mean, std, **kw: _normal(d, mean, std),
+    aten.rrelu_with_noise_functional.default: _rrelu,
     aten.exponential.default: lambda d, x, lambd=1.0, **kw: (
         -torch.log1p(-d.uniform(x.shape, x.dtype)) / lambd
     ),
@@ -107,9 +131,13 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.randint.low: lambda d, low, high, size, **kw: d.integers(
         torch.Size(size), low, high, kw.get("dtype") or torch.int64
     ),
-    aten.randint_like.default: lambda d, x, high, **kw: d.integers(x.shape, 0, high, x.dtype),
-    aten.randint_like.low_dtype: lambda d, x, low, high, **kw: d.integers(x.shape, low, high, x.dtype),
-    aten.randperm.default: lambda d, n, **kw: torch.argsort(d.words(torch.Size([n])), stable=True),
+    aten.randint_like.default: lambda d, x, high, **kw: d.integers(x.shape, 0, high, _dtype(kw, x.dtype)),
+    aten.randint_like.low_dtype: lambda d, x, low, high, **kw: d.integers(
+        x.shape, low, high, _dtype(kw, x.dtype)
+    ),
+    aten.randperm.default: lambda d, n, **kw: torch.argsort(d.words(torch.Size([n])), stable=True).to(
+        _dtype(kw, torch.int64)
+    ),
 }
 
 
@@ -154,7 +182,7 @@ def _rule_for(node: fx.Node) -> Callable[..., Any]:
     rule = _RULES.get(node.target)
     location = node_location(node)
     where = f" at {location}" if location else ""
-    if rule is None:
+    if rule is None and node.kwargs.get("generator") is None:
         raise TraceError(
             f"random operator {node.target}{where} has no counter-based form; supported are dropout, "
             "bernoulli, rand, randn, uniform, normal, exponential, randint, randperm and their _like forms",
@@ -168,4 +196,5 @@ def _rule_for(node: fx.Node) -> Callable[..., Any]:
             op=str(node.target),
             location=location,
         )
+    assert rule is not None
     return rule

@@ -6,6 +6,7 @@ each of them to what we rely on.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -41,12 +42,14 @@ __all__ = [
     "checkpoint_regions",
     "functionalized",
     "last_node",
-    "lstm_steps",
+    "layer_parameters",
     "make_fx",
     "min_cut",
     "native_composite",
     "nodes_after",
     "override_composites",
+    "recorded_frames",
+    "recurrent_layers",
     "tracer_graph",
     "tracing_flags",
     "vmap_without_loops",
@@ -76,6 +79,15 @@ def functionalized(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def recorded_frames(wanted: Callable[[str], bool]) -> AbstractContextManager[Any]:
+    """While active, nodes record the frames of files that are ``wanted``; torch keeps ``forward`` only."""
+
+    def keep(self: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list([frame for frame in frames if wanted(frame.filename)])
+
+    return mock.patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", keep)
+
+
 def _no_effects(op: Any) -> bool:
     return False
 
@@ -89,6 +101,9 @@ def tracing_flags() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(enable_python_dispatcher())
+        # torch.backends.mkldnn.flags would do, but warns about devices that are not there.
+        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)
         stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
         # Checks of linear algebra would otherwise be threaded through the graph with tokens.
         stack.enter_context(mock.patch.object(torch._higher_order_ops.effects, "has_effects", _no_effects))
@@ -114,9 +129,25 @@ def override_composites(table: Mapping[OpOverload, Callable[..., Any]]) -> Itera
             op._dispatch_cache.clear()
 
 
-def lstm_steps(cell: Callable[..., tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
-    """While active, torch's decomposition of LSTM layers takes its steps with ``cell``."""
-    return mock.patch.object(torch._decomp.decompositions, "lstm_cell", cell)
+@contextmanager
+def recurrent_layers(
+    lstm_cell: Callable[..., tuple[Tensor, Tensor]], stack_layers: Callable[..., Any]
+) -> Iterator[None]:
+    """While active, torch's decomposition of recurrent layers uses these for a step and for the layers."""
+    decompositions = torch._decomp.decompositions
+    with (
+        mock.patch.object(decompositions, "lstm_cell", lstm_cell),
+        mock.patch.object(decompositions, "_rnn_helper", stack_layers),
+    ):
+        yield
+
+
+def layer_parameters(parameters: Any, hidden: Any, layer: int, bidirectional: bool) -> tuple[Any, ...]:
+    """A recurrent layer's weights and state, forwards and backwards, out of torch's flat lists."""
+    found: tuple[Any, ...] = torch._decomp.decompositions.params_hiddens(
+        parameters, hidden, layer, bidirectional
+    )
+    return found
 
 
 def native_composite(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

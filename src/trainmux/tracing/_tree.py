@@ -67,7 +67,7 @@ def flatten_batch(batch: Any) -> FlatBatch:
 def _flatten(value: Any, path: str, tensors: list[Tensor], leaves: list[LeafSpec]) -> tuple[str, Any]:
     """Structure text and a builder ``iterator of tensors -> value`` for one sub-tree."""
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value)
+        value = _from_numpy(value, path)
     if isinstance(value, Tensor):
         tensors.append(value)
         leaves.append(LeafSpec(path, tuple(value.shape), value.dtype))
@@ -104,21 +104,47 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     attributes = getattr(value, "__dict__", None)
-    if attributes and any(isinstance(item, (Tensor, np.ndarray)) for item in attributes.values()):
+    if attributes and any(_holds_tensor(item) for item in attributes.values()):
         return dict(attributes)
     return None
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_tensor(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_tensor(item) for item in value)
+    return isinstance(value, (Tensor, np.ndarray))
+
+
+def _from_numpy(value: np.ndarray[Any, Any], path: str) -> Tensor:
+    try:
+        # Torch takes neither negative strides nor memory that may not be written.
+        usable = np.ascontiguousarray(value).reshape(value.shape)
+        return torch.from_numpy(usable if usable.flags.writeable else usable.copy())
+    except TypeError as error:
+        raise BatchError(
+            f"{path}: expected numbers, got an array of {value.dtype}; convert or drop it"
+        ) from error
 
 
 def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(original) is dict:
         return items
-    clone: Any = copy.copy(original)
-    if hasattr(clone, "data") and isinstance(clone.data, dict):
+    if isinstance(getattr(original, "data", None), dict):
         # UserDict and tokenizer outputs: a shallow copy would still write through to the original.
-        clone.data = dict(clone.data)
-    for key, item in items.items():
-        clone[key] = item
-    return clone
+        clone: Any = copy.copy(original)
+        clone.data = items
+        return clone
+    if isinstance(original, dict):
+        clone = copy.copy(original)
+        for key, item in items.items():
+            clone[key] = item
+        return clone
+    try:
+        return type(original)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
 
 
 def _like_sequence(original: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:

@@ -68,7 +68,7 @@ def _folded(context: Context, op: OpOverload, args: tuple[Any, ...], kwargs: dic
 def _unfold(context: Context, result: Any, member: Any, batch: int) -> Any:
     if not isinstance(result, Tensor):
         return result
-    if result.dim() == 0 or member.dim() == 0 or result.shape[0] != context.width * batch:
+    if member.dim() < 3:
         return result  # counters and sequence bounds: one for all
     return Stacked(result.unflatten(0, (context.width, batch)))
 

@@ -1,12 +1,14 @@
-"""Embedding tables: look up along each member's own rows; gradients through offset indices."""
+"""Rows picked or added by index: along each member's own rows, or through offset indices."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from trainmux.fusion._stacked import Context, Stacked, rule
+from trainmux.fusion._stacked import Context, Stacked, member_dim, rule
 
 aten = torch.ops.aten
 
@@ -50,3 +52,33 @@ def embedding_backward(
     offset = torch.arange(k, device=context.device, dtype=index.dtype).unsqueeze(1) * num_weights
     flat = op(rows.flatten(0, 1), (index + offset).flatten(), k * num_weights, -1, scale_grad_by_freq)
     return Stacked(flat.unflatten(0, (k, num_weights)))
+
+
+@rule(aten.index_add.default, how="offset indices, one call")
+def index_add(
+    context: Context,
+    op: OpOverload,
+    x: Stacked | Tensor,
+    dim: int,
+    index: Stacked | Tensor,
+    source: Stacked | Tensor,
+    *,
+    alpha: float = 1,
+) -> Any:
+    """torch.vmap loops over members whose indices differ."""
+    base, added = context.stack(x), context.stack(source)
+    if base.dim() == 1 or added.dim() != base.dim():
+        return NotImplemented
+    axis = member_dim(dim, base.dim() - 1)
+    if not isinstance(index, Stacked):
+        return Stacked(op(base, axis, index, added, alpha=alpha))
+    k, size = context.width, base.shape[axis]
+    offset = torch.arange(k, device=context.device, dtype=index.tensor.dtype).unsqueeze(1) * size
+    rows = op(
+        base.movedim(axis, 1).flatten(0, 1),
+        0,
+        (index.tensor.reshape(k, -1) + offset).flatten(),
+        added.movedim(axis, 1).flatten(0, 1),
+        alpha=alpha,
+    )
+    return Stacked(rows.unflatten(0, (k, size)).movedim(1, axis))

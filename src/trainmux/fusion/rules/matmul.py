@@ -40,7 +40,9 @@ def addmm(
     alpha: float = 1,
 ) -> Stacked:
     if not isinstance(a, Stacked) and not isinstance(b, Stacked):
-        return Stacked(align(bias, 2) * beta + torch.mm(a, b) * alpha)
+        product = torch.mm(a, b) * alpha
+        # With beta 0 the bias is left out, NaN and all.
+        return Stacked(product + align(bias, 2) * beta if beta else product.expand(context.width, -1, -1))
     offset = align(bias, 2) if isinstance(bias, Stacked) else bias
     return Stacked(torch.baddbmm(offset, context.stack(a), context.stack(b), beta=beta, alpha=alpha))
 

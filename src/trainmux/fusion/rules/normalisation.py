@@ -78,9 +78,9 @@ def batch_norm_backward(
         fold_channels(context.stack(grad)), fold_channels(context.stack(x)), *vectors, train, eps, mask
     )
     return (
-        Stacked(unfold_channels(grad_x, context.width)) if mask[0] else grad_x,
-        _unfold_vector(context, grad_weight) if mask[1] else grad_weight,
-        _unfold_vector(context, grad_bias) if mask[2] else grad_bias,
+        Stacked(unfold_channels(grad_x, context.width)) if mask[0] else None,
+        _unfold_vector(context, grad_weight) if mask[1] else None,
+        _unfold_vector(context, grad_bias) if mask[2] else None,
     )
 
 
@@ -121,7 +121,8 @@ def layer_norm_backward(
     mask: Sequence[bool],
 ) -> tuple[Stacked | None, Stacked | None, Stacked | None]:
     incoming, inputs = context.stack(grad), context.stack(x)
-    means, scales = context.stack(mean), context.stack(rstd)
+    # The kernel reads these two as if they were contiguous.
+    means, scales = context.stack(mean).contiguous(), context.stack(rstd).contiguous()
     rank = inputs.dim() - 1
     batch_dims = list(range(1, 1 + rank - len(shape)))
     grad_x = grad_weight = grad_bias = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ EXTRA = frozenset(
         aten.mish_backward.default,
         aten.log_sigmoid_backward.default,
         aten.masked_fill.Scalar,
-        aten.masked_fill.Tensor,
         aten.where.self,
     }
 )
@@ -54,9 +54,16 @@ def pointwise(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> An
         if isinstance(leaf, (Stacked, Tensor))
     ]
     rank = max(ranks)
+    promoted = _scalar_dtype(leaves)
 
     def aligned(leaf: Any) -> Any:
-        return align(leaf, rank) if isinstance(leaf, Stacked) else leaf
+        if not isinstance(leaf, Stacked):
+            return leaf
+        tensor = align(leaf, rank)
+        if leaf.rank == 0 and promoted is not None and tensor.dtype.is_floating_point:
+            # A member's scalar ranks below dimensioned tensors in type promotion; stacked it would not.
+            return tensor.to(promoted)
+        return tensor
 
     args, kwargs = pytree.tree_map(aligned, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Stacked))
     if "memory_format" in kwargs:
@@ -65,9 +72,36 @@ def pointwise(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> An
     result = op(*args, **kwargs)
     if not isinstance(result, Tensor):
         return tuple(Stacked(item) for item in result)
-    # A member's scalar ranks below dimensioned tensors in type promotion; stacked it no longer does.
     expected = context.value.dtype
     return Stacked(result if result.dtype == expected else result.to(expected))
+
+
+def _scalar_dtype(leaves: list[Any]) -> torch.dtype | None:
+    """The floating dtype that a member's scalars take on beside its other arguments."""
+    by_rank: dict[bool, list[torch.dtype]] = {True: [], False: []}
+    for leaf in leaves:
+        tensor = leaf.tensor if isinstance(leaf, Stacked) else leaf
+        if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point:
+            rank = leaf.rank if isinstance(leaf, Stacked) else tensor.dim()
+            by_rank[rank > 0].append(tensor.dtype)
+    dtypes = by_rank[True] or by_rank[False]
+    if not dtypes:
+        return None
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+@rule(aten.masked_fill.Tensor, how="where")
+def masked_fill(
+    context: Context,
+    op: OpOverload,
+    x: Stacked | Tensor,
+    mask: Stacked | Tensor,
+    value: Stacked | Tensor,
+) -> Stacked:
+    """The operator itself takes one value only."""
+    rank = context.value.dim()
+    filled = torch.where(align(mask, rank), align(value, rank).to(context.value.dtype), align(x, rank))
+    return Stacked(filled.expand(context.width, *context.value.shape))
 
 
 @rule(

@@ -22,6 +22,8 @@ def reshape(context: Context, op: OpOverload, x: Stacked, shape: Sequence[int]) 
 
 @rule(aten.transpose.int, how="view")
 def transpose(context: Context, op: OpOverload, x: Stacked, dim0: int, dim1: int) -> Stacked:
+    if x.rank == 0:
+        return x
     return Stacked(x.tensor.transpose(member_dim(dim0, x.rank), member_dim(dim1, x.rank)))
 
 

@@ -1,0 +1,484 @@
+"""Each private torch API that tracing builds on, held to what we rely on.
+
+If a new torch release breaks one of these, this file says which, before anything else fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from trainmux.tracing import _torch_private as private
+from trainmux.tracing._joint import _DECOMPOSE
+from trainmux.tracing._torch_private import CheckpointPolicy, FakeTensor, FakeTensorMode, make_fx
+
+aten = torch.ops.aten
+PACKAGE = Path(private.__file__).parent.parent
+
+
+def targets(module: fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+def traced(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> fx.GraphModule:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in inputs]
+        return make_fx(fn, **options)(*fakes)
+
+
+# ---- imports ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_else_imports_these_names() -> None:
+    unique = ("torch._subclasses", "torch._functorch", "torch.fx.experimental", "torch._dispatch")
+    for file in PACKAGE.rglob("*.py"):
+        if file.name != "_torch_private.py":
+            text = file.read_text(encoding="utf-8")
+            assert not any(name in text for name in unique), file.name
+
+
+# ---- fake tensors and the errors they raise --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "op"),
+    [
+        (lambda x: x.sum().item(), "aten._local_scalar_dense.default"),
+        (lambda x: bool(x.sum() > 0), "aten._local_scalar_dense.default"),
+        (lambda x: x.nonzero(), "aten.nonzero.default"),
+        (lambda x: x[x > 0], "aten.nonzero.default"),
+        (lambda x: x.unique(), "aten._unique2.default"),
+    ],
+)
+def test_data_dependent_code_raises_an_error_that_knows_its_operator(
+    call: Callable[[Tensor], Any], op: str
+) -> None:
+    with FakeTensorMode() as mode, pytest.raises(private.DATA_DEPENDENT_ERRORS) as raised:
+        call(mode.from_tensor(torch.ones(3)))
+    assert str(raised.value.func) == op  # type: ignore[union-attr]
+
+
+def test_an_operator_without_a_fake_form_raises_an_error_that_knows_it() -> None:
+    library = torch.library.Library("trainmux_private_test", "DEF")
+    library.define("opaque(Tensor x) -> Tensor")
+    library.impl("opaque", lambda x: x.clone(), "CPU")
+    with FakeTensorMode() as mode, pytest.raises(private.DATA_DEPENDENT_ERRORS) as raised:
+        torch.ops.trainmux_private_test.opaque(mode.from_tensor(torch.ones(3)))
+    assert str(raised.value.func) == "trainmux_private_test.opaque.default"  # type: ignore[union-attr]
+    library._destroy()
+
+
+def test_fake_tensors_know_their_mode_and_hold_no_memory() -> None:
+    with FakeTensorMode() as mode:
+        huge = torch.empty(10**6, 10**6)
+        product = huge @ huge
+    assert isinstance(product, FakeTensor)
+    assert product.fake_mode is mode
+    assert product.device == torch.device("cpu")
+    assert product.untyped_storage().device == torch.device("meta")
+
+
+def test_real_constants_may_meet_fake_tensors_and_stay_real() -> None:
+    constant = torch.arange(3.0)
+    module = traced(lambda x: x * constant, torch.ones(3))
+    (attribute,) = module.graph.find_nodes(op="get_attr")
+    held = getattr(module, attribute.target)
+    assert not isinstance(held, FakeTensor)
+    assert torch.equal(held, constant)
+    assert torch.equal(module(torch.full((3,), 2.0)), 2 * constant)
+
+
+# ---- make_fx ---------------------------------------------------------------------------------------------
+
+
+def test_nodes_carry_their_values_and_the_line_in_forward_that_made_them() -> None:
+    def forward(x: Tensor) -> Tensor:
+        return torch.sin(x) + 1
+
+    module = traced(forward, torch.ones(2), record_stack_traces=True)
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            assert isinstance(node.meta["val"], FakeTensor)
+            assert f'File "{__file__}"' in node.meta["stack_trace"]
+            assert "in forward" in node.meta["stack_trace"]
+        if node.op == "placeholder":
+            assert node.meta["val"].shape == (2,)
+
+
+@pytest.mark.parametrize("packet", _DECOMPOSE, ids=str)
+def test_the_decompositions_we_ask_for_exist(packet: Any) -> None:
+    table = torch._decomp.get_decompositions((packet,))
+    assert {op.overloadpacket for op in table} == {packet}
+
+
+def test_a_decomposition_table_is_used() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return aten.slice_backward(x, [4], 0, 0, 2, 1)
+
+    table = torch._decomp.get_decompositions((aten.slice_backward,))
+    assert aten.slice_backward.default in targets(traced(fn, torch.ones(2)))
+    assert aten.slice_scatter.default in targets(traced(fn, torch.ones(2), decomposition_table=table))
+
+
+# ---- functionalization -----------------------------------------------------------------------------------
+
+
+def mutates(x: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+    held.mul_(2)
+    y = x + held
+    y[0] = 5.0
+    y.relu_()
+    view = y.view(-1)
+    view.add_(1)
+    return y, held
+
+
+def test_every_mutation_becomes_a_new_value() -> None:
+    module = traced(private.functionalized(mutates), torch.zeros(3), torch.zeros(3))
+    for target in targets(module):
+        assert not target._schema.is_mutable, target
+    x, held = torch.tensor([-1.0, -9.0, 3.0]), torch.tensor([1.0, 2.0, 3.0])
+    before = held.clone()
+    y, changed = module(x, held)
+    assert torch.equal(held, before)
+    expected_y, expected_held = mutates(x.clone(), before)
+    assert torch.equal(y, expected_y)
+    assert torch.equal(changed, expected_held)
+
+
+def test_an_unchanged_input_comes_back_as_its_placeholder() -> None:
+    module = traced(private.functionalized(lambda x, y: [x, y + 1]), torch.zeros(3), torch.zeros(3))
+    (output,) = module.graph.find_nodes(op="output")
+    placeholders = module.graph.find_nodes(op="placeholder")
+    assert output.args[0][0] is placeholders[0]
+
+
+def test_gradients_of_mutating_code_are_traced() -> None:
+    def step(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        y = x * 3
+        y.mul_(x)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    module = traced(private.functionalized(step), torch.zeros(3))
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert torch.equal(module(x), 6 * x)
+
+
+# ---- flags -----------------------------------------------------------------------------------------------
+
+
+def test_model_code_sees_that_it_is_traced_and_only_then() -> None:
+    assert not torch.compiler.is_compiling()
+    with private.tracing_flags():
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()
+    with pytest.raises(ValueError, match="inside"), private.tracing_flags():
+        raise ValueError("inside")
+    assert not torch.compiler.is_compiling()
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_become_cell_steps(cell: type[nn.Module]) -> None:
+    model = cell(3, 4, batch_first=True)
+    with private.tracing_flags():
+        module = traced(lambda x: model(x)[0], torch.ones(2, 5, 3))
+    names = {str(target) for target in targets(module)}
+    assert not any(word in name for name in names for word in ("lstm", "gru", "rnn", "mkldnn", "cudnn"))
+    assert any("mm" in name for name in names)
+
+
+# ---- composite operators ---------------------------------------------------------------------------------
+
+ATTENTION = aten.scaled_dot_product_attention.default
+
+
+def attend(x: Tensor) -> Tensor:
+    with private.tracing_flags():
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def constant_attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return query * 42
+
+
+def test_a_composite_operator_can_be_replaced_for_a_while() -> None:
+    x = torch.ones(1, 1, 2, 4)
+    usual = targets(traced(attend, x))
+    with private.override_composites({ATTENTION: constant_attention}):
+        assert targets(traced(attend, x)) == [aten.mul.Tensor]
+    assert targets(traced(attend, x)) == usual
+
+
+def test_a_composite_operator_is_back_after_an_exception() -> None:
+    x = torch.ones(1, 1, 2, 4)
+    usual = targets(traced(attend, x))
+
+    def fails(*args: Any, **kwargs: Any) -> Tensor:
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"), private.override_composites({ATTENTION: fails}):
+        traced(attend, x)
+    assert targets(traced(attend, x)) == usual
+
+
+def test_overrides_nest() -> None:
+    x = torch.ones(1, 1, 2, 4)
+    usual = targets(traced(attend, x))
+    with private.override_composites({ATTENTION: constant_attention}):
+        with private.override_composites({ATTENTION: lambda q, *args, **kwargs: q + 1}):
+            assert targets(traced(attend, x)) == [aten.add.Tensor]
+        assert targets(traced(attend, x)) == [aten.mul.Tensor]
+    assert targets(traced(attend, x)) == usual
+
+
+def test_an_override_can_call_what_it_replaces() -> None:
+    x = torch.ones(1, 1, 2, 4)
+    usual = targets(traced(attend, x))
+
+    def passing(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return private.native_composite(ATTENTION, query, key, value)
+
+    with private.override_composites({ATTENTION: passing}):
+        assert targets(traced(attend, x)) == usual
+
+
+def test_the_override_is_used_under_autograd() -> None:
+    def step(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        return torch.autograd.grad(attend(x).sum(), x)[0]
+
+    with private.override_composites({ATTENTION: constant_attention}):
+        module = traced(step, torch.ones(1, 1, 2, 4))
+    assert torch.equal(module(torch.ones(1, 1, 2, 4)), torch.full((1, 1, 2, 4), 42.0))
+
+
+# ---- the tracer's graph ----------------------------------------------------------------------------------
+
+
+def test_there_is_no_tracer_graph_outside() -> None:
+    with pytest.raises(RuntimeError, match="no active tracer"):
+        private.tracer_graph()
+
+
+def test_the_tracer_graph_is_the_one_being_written() -> None:
+    seen: list[tuple[fx.Graph, list[Any]]] = []
+
+    def fn(x: Tensor) -> Tensor:
+        graph = private.tracer_graph()
+        last = private.last_node(graph)
+        y = torch.cos(torch.sin(x))
+        seen.append((graph, [node.target for node in private.nodes_after(graph, last)]))
+        return y.neg()
+
+    module = traced(fn, torch.ones(2))
+    (graph, added) = seen[0]
+    assert added == [aten.sin.default, aten.cos.default]
+    assert [node.name for node in graph.nodes] == [node.name for node in module.graph.nodes]
+
+
+def test_the_innermost_of_two_tracers_is_meant() -> None:
+    graphs = []
+
+    def inner(x: Tensor) -> Tensor:
+        graphs.append(private.tracer_graph())
+        return x + 1
+
+    def outer(x: Tensor) -> Tensor:
+        graphs.append(private.tracer_graph())
+        make_fx(inner)(x)
+        graphs.append(private.tracer_graph())
+        return x * 2
+
+    traced(outer, torch.ones(2))
+    assert graphs[0] is graphs[2]
+    assert graphs[0] is not graphs[1]
+
+
+def test_nodes_after_the_last_node_are_none() -> None:
+    module = traced(lambda x: x.sin(), torch.ones(2))
+    last = private.last_node(module.graph)
+    assert last.op == "output"
+    assert private.nodes_after(module.graph, last) == []
+    first = next(iter(module.graph.nodes))
+    assert private.nodes_after(module.graph, first) == list(module.graph.nodes)[1:]
+
+
+# ---- vmap ------------------------------------------------------------------------------------------------
+
+
+def counts_of(x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: aten.histc.default(row, 4, 0.0, 1.0))(x)
+
+
+def test_vmap_says_so_where_it_would_loop() -> None:
+    x = torch.rand(3, 10)
+    with pytest.raises(RuntimeError, match="vmap fallback"), private.vmap_without_loops():
+        counts_of(x)
+    with private.vmap_without_loops():
+        assert torch.equal(torch.vmap(torch.sin)(x), x.sin())
+
+
+def test_vmap_loops_again_afterwards() -> None:
+    functorch: Any = torch._C._functorch
+    assert functorch._is_vmap_fallback_enabled()
+    with pytest.raises(ValueError, match="inside"), private.vmap_without_loops():
+        raise ValueError("inside")
+    assert functorch._is_vmap_fallback_enabled()
+
+
+# ---- checkpoint regions ----------------------------------------------------------------------------------
+
+
+def region_targets(fn: Callable[[Tensor], Any], x: Tensor) -> tuple[list[list[Any]], fx.GraphModule]:
+    regions: list[list[Any]] = []
+    with private.checkpoint_regions(lambda nodes: regions.append([node.target for node in nodes])):
+        module = traced(fn, x)
+    return regions, module
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_region_runs_once_and_hands_out_its_nodes(use_reentrant: bool) -> None:
+    def step(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        y = checkpoint(lambda v: torch.cos(torch.sin(v)), x.exp(), use_reentrant=use_reentrant)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    regions, module = region_targets(step, torch.ones(3))
+    assert len(regions) == 1
+    assert [target for target in regions[0] if "detach" not in str(target)] == [
+        aten.sin.default,
+        aten.cos.default,
+    ]
+    assert targets(module).count(aten.exp.default) == 1
+    x = torch.tensor([0.1, 0.2, 0.3])
+    expected = -torch.sin(torch.sin(x.exp())) * torch.cos(x.exp()) * x.exp()
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_keyword_arguments_several_results_and_options_reach_the_region() -> None:
+    def inside(v: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
+        return v * factor, v + factor
+
+    def fn(x: Tensor) -> list[Tensor]:
+        options = {"preserve_rng_state": False, "determinism_check": "none"}
+        return list(checkpoint(inside, x, factor=3.0, use_reentrant=False, **options))
+
+    regions, module = region_targets(fn, torch.ones(2))
+    assert regions == [[aten.mul.Tensor, aten.add.Tensor]]
+    assert [out.tolist() for out in module(torch.ones(2))] == [[3.0, 3.0], [4.0, 4.0]]
+
+
+def test_nested_regions_are_handed_out_inside_first() -> None:
+    def outer(v: Tensor) -> Tensor:
+        return checkpoint(torch.sin, v.exp(), use_reentrant=False).cos()
+
+    regions, _ = region_targets(lambda x: checkpoint(outer, x, use_reentrant=False), torch.ones(2))
+    assert regions == [[aten.sin.default], [aten.exp.default, aten.sin.default, aten.cos.default]]
+
+
+def test_checkpoint_sequential_gives_a_region_for_each_segment_but_the_last() -> None:
+    layers = nn.Sequential(nn.ReLU(), nn.Tanh(), nn.Sigmoid(), nn.ELU())
+    regions, _ = region_targets(
+        lambda x: checkpoint_sequential(layers, 2, x, use_reentrant=False), torch.ones(2)
+    )
+    assert regions == [[aten.relu.default, aten.tanh.default]]
+
+
+def test_real_checkpoints_are_back_afterwards() -> None:
+    module = torch.utils.checkpoint
+    before = (module._checkpoint_without_reentrant_generator, module.CheckpointFunction)
+    with pytest.raises(ValueError, match="inside"), private.checkpoint_regions(lambda nodes: None):
+        raise ValueError("inside")
+    assert (module._checkpoint_without_reentrant_generator, module.CheckpointFunction) == before
+    calls = []
+
+    def inside(v: Tensor) -> Tensor:
+        calls.append(1)
+        return v.sin()
+
+    for use_reentrant in (False, True):
+        calls.clear()
+        checkpoint(inside, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
+        assert len(calls) == 2
+
+
+# ---- min-cut ---------------------------------------------------------------------------------------------
+
+
+def joint_of(fn: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    """A joint graph with the names that the partitioner goes by; the last input is the tangent."""
+    module = traced(fn, *inputs)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for position, node in enumerate(placeholders):
+        role = "tangents" if position == len(placeholders) - 1 else "primals"
+        node.target = f"{role}_{position + 1}"
+        node._rename(node.target)
+    module.recompile()
+    return module
+
+
+def names_of(module: fx.GraphModule, op: str) -> list[str]:
+    if op == "output":
+        (output,) = module.graph.find_nodes(op="output")
+        return [node.name for node in output.args[0]]
+    return [node.name for node in module.graph.find_nodes(op=op)]
+
+
+def linear_step(weight: Tensor, x: Tensor, tangent: Tensor) -> list[Tensor]:
+    weight = weight.detach().requires_grad_(True)
+    hidden = torch.tanh(torch.sin(x @ weight))
+    return [hidden.sum(), *torch.autograd.grad(hidden.sum(), weight, tangent)]
+
+
+INPUTS = (torch.randn(3, 4), torch.randn(2, 3), torch.tensor(2.0))
+
+
+def recombined(
+    parts: tuple[fx.GraphModule, fx.GraphModule], inputs: Sequence[Tensor], num_outputs: int
+) -> list[Tensor]:
+    forward, backward = parts
+    results = list(forward(*inputs[:-1]))
+    saved = dict(zip(names_of(forward, "output")[num_outputs:], results[num_outputs:], strict=True))
+    arguments = [saved.get(name, inputs[-1]) for name in names_of(backward, "placeholder")]
+    return results[:num_outputs] + list(backward(*arguments))
+
+
+def test_min_cut_splits_a_joint_graph_and_names_what_it_saves() -> None:
+    expected = joint_of(linear_step, *INPUTS)(*INPUTS)
+    parts = private.min_cut(joint_of(linear_step, *INPUTS), 1, [0])
+    assert all(name.startswith("primals") for name in names_of(parts[0], "placeholder"))
+    saved = names_of(parts[0], "output")[1:]
+    needed = names_of(parts[1], "placeholder")
+    assert [name for name in needed if not name.startswith("tangents")] == saved
+    for got, wanted in zip(recombined(parts, INPUTS, 1), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_min_cut_honours_a_region_that_must_be_recomputed() -> None:
+    joint = joint_of(linear_step, *INPUTS)
+    for node in joint.graph.nodes:
+        if node.target in (aten.sin.default, aten.tanh.default):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = 1
+    forward, backward = private.min_cut(joint, 1, [0])
+    assert not {"sin", "tanh"} & set(names_of(forward, "output"))
+    assert {aten.sin.default, aten.tanh.default} <= set(targets(backward))
+
+
+def test_min_cut_merges_equal_nodes() -> None:
+    def twice(x: Tensor, tangent: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_(True)
+        loss = (x.exp() * x.exp()).sum()
+        return [loss, *torch.autograd.grad(loss, x, tangent)]
+
+    inputs = (torch.ones(3), torch.tensor(1.0))
+    forward, _ = private.min_cut(joint_of(twice, *inputs), 1, [])
+    assert targets(forward).count(aten.exp.default) == 1

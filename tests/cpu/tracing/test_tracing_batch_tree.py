@@ -1,0 +1,293 @@
+"""Batches of every shape come apart and go together again; other ones are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator, MutableMapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trainmux.errors import BatchError
+from trainmux.tracing import check_batch, flatten_batch
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+    label: Any
+    note: str = "plain"
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenSample:
+    image: Any
+    label: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlottedSample:
+    image: Any
+    label: Any
+
+
+class Encoding(UserDict[str, Any]):
+    """Like a tokenizer's output: a UserDict that also answers attributes and carries state of its own."""
+
+    def __init__(self, data: dict[str, Any], encodings: object = None) -> None:
+        super().__init__(data)
+        self._encodings = encodings
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["data"][name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+class Store(MutableMapping[str, Any]):
+    """A mapping that keeps its items under a name of its own."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Carrier:
+    """Only attributes, as some collate functions return."""
+
+    def __init__(self, image: Any, scale: Any) -> None:
+        self.image = image
+        self.scale = scale
+
+
+def tensors(num: int = 2) -> list[Tensor]:
+    return [torch.arange(3.0) + 10 * index for index in range(num)]
+
+
+def others(flat: Any) -> list[Tensor]:
+    """Different tensors to rebuild with."""
+    return [tensor + 100 for tensor in flat.tensors]
+
+
+A, B = tensors()
+CASES: dict[str, tuple[Any, list[str]]] = {
+    "tensor": (A, ["batch"]),
+    "list": ([A, B], ["batch[0]", "batch[1]"]),
+    "tuple": ((A, B), ["batch[0]", "batch[1]"]),
+    "dict": ({"x": A, "y": B}, ["batch['x']", "batch['y']"]),
+    "integer keys": ({0: A, 1: B}, ["batch[0]", "batch[1]"]),
+    "ordered dict": (OrderedDict(x=A, y=B), ["batch['x']", "batch['y']"]),
+    "default dict": (defaultdict(list, x=A, y=B), ["batch['x']", "batch['y']"]),
+    "user dict": (UserDict({"x": A, "y": B}), ["batch['x']", "batch['y']"]),
+    "encoding": (Encoding({"x": A, "y": B}, object()), ["batch['x']", "batch['y']"]),
+    "mapping with its own store": (Store({"x": A, "y": B}), ["batch['x']", "batch['y']"]),
+    "read-only mapping": (MappingProxyType({"x": A, "y": B}), ["batch['x']", "batch['y']"]),
+    "named tuple": (Pair(A, B), ["batch[0]", "batch[1]"]),
+    "dataclass": (Sample(A, B), ["batch.image", "batch.label"]),
+    "frozen dataclass": (FrozenSample(A, B), ["batch.image", "batch.label"]),
+    "slotted dataclass": (SlottedSample(A, B), ["batch.image", "batch.label"]),
+    "object": (Carrier(A, 2.0), ["batch.image"]),
+    "namespace": (SimpleNamespace(x=A, y=[B]), ["batch.x", "batch.y[0]"]),
+    "nested": (
+        {"in": Sample(A, Pair(B, None)), "meta": [1, "two", (A,)]},
+        ["batch['in'].image", "batch['in'].label[0]", "batch['meta'][2][0]"],
+    ),
+    "constants": ({"x": A, "n": 3, "s": "name", "none": None, "f": 1.5, "e": ()}, ["batch['x']"]),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def as_plain(value: Any) -> Any:
+    """Tensors as lists, containers as dicts and lists with the name of their class."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (dict, UserDict, MutableMapping, MappingProxyType)):
+        return type(value).__name__, {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [as_plain(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return type(value).__name__, {key: as_plain(item) for key, item in fields.items()}
+    if isinstance(value, (Carrier, SimpleNamespace)):
+        return type(value).__name__, {key: as_plain(item) for key, item in vars(value).items()}
+    return value
+
+
+@every_case
+def test_leaves_are_named_in_order(name: str) -> None:
+    batch, paths = CASES[name]
+    flat = flatten_batch(batch)
+    assert [leaf.path for leaf in flat.spec.leaves] == paths
+    assert [leaf.shape for leaf in flat.spec.leaves] == [(3,)] * len(paths)
+    assert {leaf.dtype for leaf in flat.spec.leaves} == {torch.float32}
+
+
+@every_case
+def test_rebuilding_with_the_same_tensors_gives_the_same_batch(name: str) -> None:
+    batch, _ = CASES[name]
+    flat = flatten_batch(batch)
+    rebuilt = flat.rebuild(list(flat.tensors))
+    assert type(rebuilt) is type(batch)
+    assert as_plain(rebuilt) == as_plain(batch)
+
+
+@every_case
+def test_rebuilding_with_other_tensors_leaves_the_original_alone(name: str) -> None:
+    batch, _ = CASES[name]
+    before = as_plain(batch)
+    flat = flatten_batch(batch)
+    rebuilt = flat.rebuild(others(flat))
+    again = flatten_batch(rebuilt)
+    assert [t.tolist() for t in again.tensors] == [t.tolist() for t in others(flat)]
+    assert again.spec == flat.spec
+    assert as_plain(batch) == before
+
+
+@every_case
+def test_specifications_are_equal_and_hashable(name: str) -> None:
+    batch, _ = CASES[name]
+    first, second = flatten_batch(batch).spec, flatten_batch(batch).spec
+    assert first == second
+    assert hash(first) == hash(second)
+    check_batch(first, second)
+
+
+def test_attributes_of_an_encoding_answer_with_the_new_tensors() -> None:
+    state = object()
+    flat = flatten_batch(Encoding({"x": A}, state))
+    rebuilt = flat.rebuild([B])
+    assert rebuilt.x is B
+    assert rebuilt["x"] is B
+    assert rebuilt._encodings is state
+
+
+def test_a_real_tokenizer_output() -> None:
+    transformers = pytest.importorskip("transformers")
+    batch = transformers.BatchEncoding(
+        {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 3)}
+    )
+    flat = flatten_batch(batch)
+    assert [leaf.path for leaf in flat.spec.leaves] == ["batch['input_ids']", "batch['attention_mask']"]
+    rebuilt = flat.rebuild(others(flat))
+    assert isinstance(rebuilt, transformers.BatchEncoding)
+    assert rebuilt.input_ids.unique().tolist() == [101]
+    assert batch.input_ids.unique().tolist() == [1]
+    assert set(dict(**rebuilt)) == {"input_ids", "attention_mask"}
+
+
+def test_numpy_arrays_count_as_tensors() -> None:
+    flat = flatten_batch({"x": np.arange(6.0).reshape(2, 3), "n": np.arange(2)})
+    assert [leaf.dtype for leaf in flat.spec.leaves] == [torch.float64, torch.int64]
+    assert flat.tensors[0].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    with_tensors = flatten_batch({"x": torch.zeros(2, 3, dtype=torch.float64), "n": torch.arange(2)})
+    assert with_tensors.spec == flat.spec
+
+
+def test_numpy_arrays_that_only_numpy_can_hold_as_they_are() -> None:
+    read_only = np.arange(3.0)
+    read_only.flags.writeable = False
+    flat = flatten_batch({"reversed": np.arange(3.0)[::-1], "read_only": read_only})
+    assert [tensor.tolist() for tensor in flat.tensors] == [[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]]
+
+
+def test_an_array_that_torch_cannot_hold_is_refused_by_name() -> None:
+    with pytest.raises(BatchError, match=r"batch\['names'\]"):
+        flatten_batch({"x": A, "names": np.array(["a", "b"])})
+
+
+@pytest.mark.parametrize("batch", [{}, [], None, 3, "text", {"a": 1}, Pair(None, "x")])
+def test_a_batch_without_tensors_is_refused(batch: Any) -> None:
+    with pytest.raises(BatchError, match="at least one tensor, got"):
+        flatten_batch(batch)
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_tensors_deep_in_an_object_are_found(name: str) -> None:
+    batch = {"first": Carrier({"x": A}, B), "second": Carrier({"x": A}, 1.0)}[name]
+    paths = [leaf.path for leaf in flatten_batch({"t": B, "o": batch}).spec.leaves]
+    assert "batch['o'].image['x']" in paths
+
+
+# ---- what a later batch is held to -----------------------------------------------------------------------
+
+
+def message(expected: Any, got: Any) -> str:
+    with pytest.raises(BatchError) as raised:
+        check_batch(flatten_batch(expected).spec, flatten_batch(got).spec)
+    return str(raised.value)
+
+
+def test_other_sizes_are_allowed() -> None:
+    check_batch(flatten_batch({"x": torch.ones(4, 3)}).spec, flatten_batch({"x": torch.ones(2, 5)}).spec)
+
+
+def test_a_missing_leaf_is_named() -> None:
+    text = message({"x": A, "y": B}, {"x": A})
+    assert text.startswith("batch['y']: expected a tensor of torch.float32")
+    assert "got none" in text
+    assert "batch['x']" in text
+
+
+def test_a_leaf_too_many_is_named() -> None:
+    text = message({"x": A}, {"x": A, "y": torch.ones(2, 2)})
+    assert text.startswith("batch['y']: expected no tensor")
+    assert "torch.float32 of shape (2, 2)" in text
+
+
+def test_another_dtype_is_named() -> None:
+    text = message([A], [A.double()])
+    assert text.startswith("batch[0]: expected torch.float32")
+    assert "got torch.float64" in text
+
+
+def test_another_number_of_dimensions_is_named() -> None:
+    text = message(Sample(A, B), Sample(A, B[:, None]))
+    assert text.startswith("batch.label: expected 1 dimensions")
+    assert "(3,), got (3, 1)" in text
+
+
+@pytest.mark.parametrize(
+    ("expected", "got"),
+    [
+        ({"x": A, "n": 1}, {"x": A, "n": 2}),
+        ((A, B), [A, B]),
+        (Pair(A, B), (A, B)),
+        ({"x": A, "n": None}, {"x": A}),
+        (Sample(A, B), FrozenSample(A, B)),
+    ],
+)
+def test_another_structure_or_constant_is_refused(expected: Any, got: Any) -> None:
+    text = message(expected, got)
+    assert "expected" in text
+    assert "got" in text
+    assert "example_batch" in text
+
+
+def test_a_dict_in_another_order_is_another_structure() -> None:
+    """Its tensors would be fed in another order."""
+    assert "structure" in message({"x": A, "y": B}, {"y": B, "x": A})

@@ -1,0 +1,211 @@
+"""Counter-based random numbers: published vectors, independence of width and slot, and statistics."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+from trainmux.runtime import WORD_RANGE, philox_blocks, random_words
+
+INT64 = torch.iinfo(torch.int64)
+int64s = st.integers(INT64.min, INT64.max)
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+operators = st.integers(0, 2**31)
+
+# Random123's kat_vectors for philox4x32 with ten rounds: counter, key, result.
+KNOWN_ANSWERS = [
+    (
+        "00000000 00000000 00000000 00000000",
+        "00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+]
+
+
+def parsed(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+def scalars(values: list[int]) -> list[Tensor]:
+    return [torch.tensor(value, dtype=torch.int64) for value in values]
+
+
+def words_of(seed: int, counter: int, operator: int, shape: tuple[int, ...]) -> Tensor:
+    return random_words(*scalars([seed, counter]), operator, list(shape))
+
+
+def philox_in_python(counter: list[int], key: list[int]) -> list[int]:
+    """Section 3 of the paper in integers without a width."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        left, right = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (right >> 32) ^ c1 ^ k0, right % 2**32, (left >> 32) ^ c3 ^ k1, left % 2**32
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return [c0, c1, c2, c3]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_published_known_answers(counter: str, key: str, expected: str) -> None:
+    words = philox_blocks(scalars(parsed(counter)), scalars(parsed(key)))
+    assert [word.item() for word in words] == parsed(expected)
+
+
+def test_known_answers_all_at_once() -> None:
+    counters = torch.tensor([parsed(counter) for counter, _, _ in KNOWN_ANSWERS]).unbind(1)
+    keys = torch.tensor([parsed(key) for _, key, _ in KNOWN_ANSWERS]).unbind(1)
+    words = torch.stack(philox_blocks(counters, keys), 1)
+    assert words.tolist() == [parsed(expected) for _, _, expected in KNOWN_ANSWERS]
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    counter=st.lists(st.integers(0, WORD_RANGE - 1), min_size=4, max_size=4),
+    key=st.lists(st.integers(0, WORD_RANGE - 1), min_size=2, max_size=2),
+)
+def test_equals_the_definition_in_unbounded_integers(counter: list[int], key: list[int]) -> None:
+    words = philox_blocks(scalars(counter), scalars(key))
+    assert [word.item() for word in words] == philox_in_python(counter, key)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(seed=int64s, counter=int64s, operator=operators, element=st.integers(0, 100))
+def test_an_element_is_a_word_of_its_own_block(seed: int, counter: int, operator: int, element: int) -> None:
+    words = words_of(seed, counter, operator, (element + 1,))
+    block = philox_in_python(
+        [element // 4, operator, counter % 2**32, (counter >> 32) % 2**32],
+        [seed % 2**32, (seed >> 32) % 2**32],
+    )
+    assert words[element].item() == block[element % 4]
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    members=st.lists(st.tuples(int64s, int64s), min_size=1, max_size=5),
+    operator=operators,
+    shape=shapes,
+    data=st.data(),
+)
+def test_a_member_draws_the_same_at_any_width_and_in_any_slot(
+    members: list[tuple[int, int]], operator: int, shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    alone = [words_of(seed, counter, operator, shape) for seed, counter in members]
+    order = data.draw(st.permutations(range(len(members))))
+    seeds, counters = torch.tensor([members[i] for i in order], dtype=torch.int64).unbind(1)
+    together = random_words(seeds, counters, operator, list(shape))
+    assert together.shape == (len(members), *shape)
+    for slot, member in enumerate(order):
+        assert torch.equal(together[slot], alone[member])
+
+
+@pytest.mark.parametrize("numel", [1, 2, 3, 4, 5, 7, 8, 13])
+def test_a_longer_draw_starts_with_the_shorter_one(numel: int) -> None:
+    assert torch.equal(words_of(3, 1, 2, (numel,)), words_of(3, 1, 2, (32,))[:numel])
+
+
+def test_the_shape_only_arranges_the_elements() -> None:
+    assert torch.equal(words_of(3, 1, 2, (3, 5, 2)).flatten(), words_of(3, 1, 2, (30,)))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (2, 0, 5)])
+def test_scalar_and_empty_shapes(shape: tuple[int, ...]) -> None:
+    one = words_of(5, 0, 0, shape)
+    assert one.shape == shape
+    assert one.dtype == torch.int64
+    many = random_words(torch.arange(3), torch.zeros(3, dtype=torch.int64), 0, list(shape))
+    assert many.shape == (3, *shape)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(seed=int64s, counter=int64s, operator=operators)
+def test_words_are_32_bits_wide_and_not_negative(seed: int, counter: int, operator: int) -> None:
+    words = words_of(seed, counter, operator, (64,))
+    assert words.min() >= 0
+    assert words.max() < WORD_RANGE
+
+
+def test_draws_do_not_touch_torch_generators() -> None:
+    before = torch.get_rng_state()
+    words_of(1, 2, 3, (10,))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# What may never coincide: seeds, steps and operators that differ in high bits or in sign only.
+NEIGHBOURS = [
+    (0, 0, 0),
+    (1, 0, 0),
+    (-1, 0, 0),
+    (-(2**63), 0, 0),
+    (2**63 - 1, 0, 0),
+    (2**32, 0, 0),
+    (0, 1, 0),
+    (0, -1, 0),
+    (0, 2**32, 0),
+    (0, 2**62, 0),
+    (0, 0, 1),
+    (0, 0, 2**31),
+    (1, 1, 1),
+]
+
+
+def test_neighbours_in_every_coordinate_draw_something_else() -> None:
+    drawn = {tuple(words_of(*place, (8,)).tolist()) for place in NEIGHBOURS}
+    assert len(drawn) == len(NEIGHBOURS)
+
+
+@pytest.mark.parametrize(("seed", "counter", "operator"), [(0, 0, 0), (-7, 2**40, 12), (2**62, 1, 3)])
+def test_words_are_uniform(seed: int, counter: int, operator: int) -> None:
+    words = words_of(seed, counter, operator, (1 << 16,)).numpy()
+    assert stats.kstest(words / WORD_RANGE, "uniform").pvalue > 1e-3
+    for shift in (24, 16, 8, 0):
+        counts = np.bincount((words >> shift) & 0xFF, minlength=256)
+        assert stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_every_bit_is_fair() -> None:
+    words = words_of(11, 22, 33, (1 << 16,))
+    ones = torch.stack([(words >> bit) & 1 for bit in range(32)]).double().mean(1)
+    assert (ones - 0.5).abs().max() < 4.5 * 0.5 / math.sqrt(words.numel())
+
+
+@pytest.mark.parametrize("axis", ["seed", "counter", "operator"])
+def test_streams_along_one_coordinate_are_uncorrelated(axis: str) -> None:
+    num_streams, numel = 24, 4096
+    places = [{"seed": 5, "counter": 5, "operator": 5} | {axis: index} for index in range(num_streams)]
+    streams = torch.stack([words_of(**place, shape=(numel,)) for place in places]).double()
+    correlation = torch.corrcoef(streams)
+    off_diagonal = correlation[~torch.eye(num_streams, dtype=torch.bool)]
+    assert off_diagonal.abs().max() < 4.5 / math.sqrt(numel)
+
+
+def test_neighbouring_elements_are_uncorrelated() -> None:
+    words = words_of(9, 9, 9, (1 << 14,)).double()
+    for lag in (1, 2, 3, 4, 8):
+        correlation = torch.corrcoef(torch.stack([words[:-lag], words[lag:]]))[0, 1]
+        assert abs(correlation) < 4.5 / math.sqrt(words.numel())
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3), (0,)])
+@pytest.mark.parametrize("width", [None, 3])
+def test_holds_to_the_contract_of_a_custom_operator(shape: tuple[int, ...], width: int | None) -> None:
+    seed = torch.arange(3) if width else torch.tensor(1)
+    torch.library.opcheck(
+        random_words, (seed, seed + 1, 4, list(shape)), test_utils=("test_schema", "test_faketensor")
+    )
