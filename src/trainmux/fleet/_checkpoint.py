@@ -22,6 +22,7 @@ def _rows(group: Group, row: int, prefix: str) -> dict[str, Tensor]:
     state = group.state
     found = {f"{prefix}/parameter/{name}": rows[row] for name, rows in state.parameters.items()}
     found |= {f"{prefix}/buffer/{name}": rows[row] for name, rows in state.buffers.items()}
+    found |= {f"{prefix}/{group.kind_of(name)}/{name}": value for name, value in state.shared.items()}
     found |= {f"{prefix}/state/{name}/{kind}": rows[row] for (name, kind), rows in state.states.items()}
     found |= {f"{prefix}/total/{name}": rows[row] for name, rows in state.totals.items()}
     return found
@@ -51,7 +52,9 @@ def fleet_document(
                 "reason": slot.reason,
                 "optimizer": type(slot.member.optimizer).__name__,
                 "settings": [_settings(item) for item in slot.member.optimizer.param_groups],
+                "structure": [[part.kind, dict(part.flags)] for part in slot.structure.groups],
                 "scheduler": _scheduler_state(slot),
+                "scheduler_class": type(slot.member.scheduler).__name__,
             }
     document = {
         "kind": _KIND,
@@ -91,6 +94,8 @@ def restore_fleet(
     for group, row, slot, record in places:
         _check(group, row, slot, record, tensors, path)
     with torch.no_grad():
+        for group in groups:
+            _unshare_what_differs(group, saved, tensors)
         for group, row, slot, record in places:
             for key, target in _rows(group, row, record["prefix"]).items():
                 target.copy_(tensors[key])
@@ -122,15 +127,22 @@ def _check(
         raise CheckpointError(
             f"{path}: member {slot.name!r}: expected optimizer {optimizer}, got {record['optimizer']}"
         )
-    if (record["scheduler"] is None) != (slot.member.scheduler is None):
+    scheduler = type(slot.member.scheduler).__name__
+    if record["scheduler_class"] != scheduler:
         raise CheckpointError(
-            f"{path}: member {slot.name!r}: expected a scheduler in both the fleet and the checkpoint or in "
-            "neither; make the member as it was saved"
+            f"{path}: member {slot.name!r}: expected scheduler {scheduler}, got "
+            f"{record['scheduler_class']}; make the member as it was saved"
         )
     if len(record["settings"]) != len(slot.member.optimizer.param_groups):
         raise CheckpointError(
             f"{path}: member {slot.name!r}: expected {len(slot.member.optimizer.param_groups)} parameter "
             f"groups, got {len(record['settings'])}"
+        )
+    structure = [[part.kind, dict(part.flags)] for part in slot.structure.groups]
+    if record["structure"] != structure:
+        raise CheckpointError(
+            f"{path}: member {slot.name!r}: expected an optimizer with {structure}, got "
+            f"{record['structure']}; make the member as it was saved"
         )
     for key, target in _rows(group, row, record["prefix"]).items():
         value = tensors.get(key)
@@ -140,6 +152,19 @@ def _check(
                 f"{path}: member {slot.name!r}: expected {key} of {tuple(target.shape)} {target.dtype}, got "
                 f"{got}; make the member with the architecture it was saved with"
             )
+
+
+def _unshare_what_differs(
+    group: Group, saved: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Give each member its own copy of a constant that the checkpoint has in several versions."""
+    for name in list(group.state.shared):
+        versions = [
+            tensors[f"{saved[slot.name]['prefix']}/{group.kind_of(name)}/{name}"] for _, slot in group.members
+        ]
+        if any(not torch.equal(versions[0], other) for other in versions[1:]):
+            group.unshare()
+            return
 
 
 def _settings(param_group: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -63,19 +64,18 @@ def make_config(
     strategies: Any,
 ) -> FleetConfig:
     """Check the settings; ``ConfigError`` names the one that is off."""
-    if precision not in _PRECISIONS:
-        raise ConfigError(f"precision: expected one of {tuple(_PRECISIONS)}, got {precision!r}")
-    if data not in _DATA:
-        raise ConfigError(f"data: expected one of {_DATA}, got {data!r}")
+    _require("precision", precision, tuple(_PRECISIONS))
+    _require("data", data, _DATA)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate: expected a whole number of at least 1, got {accumulate!r}")
     if not isinstance(deterministic, bool):
         raise ConfigError(f"deterministic: expected True or False, got {deterministic!r}")
-    if engine not in _ENGINES:
-        raise ConfigError(f"engine: expected one of {_ENGINES}, got {engine!r}")
+    _require("engine", engine, _ENGINES)
+    if strategies is not None and not isinstance(strategies, Mapping):
+        raise ConfigError(f"strategies: expected a dict with entries of {_STRATEGIES}, got {strategies!r}")
     strategies = dict(strategies or {})
     for operator, name in strategies.items():
-        if operator not in _STRATEGIES or name not in _STRATEGIES[operator]:
+        if name not in _STRATEGIES.get(operator, ()):
             raise ConfigError(f"strategies: expected entries of {_STRATEGIES}, got {operator!r}: {name!r}")
     found = _device(device)
     if engine == "cuda_graphs" and found.type != "cuda":
@@ -86,6 +86,11 @@ def make_config(
     return FleetConfig(
         found, precision, data, accumulate, deterministic, engine, MappingProxyType(strategies)
     )
+
+
+def _require(setting: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"{setting}: expected one of {allowed}, got {value!r}")
 
 
 def _device(device: Any) -> torch.device:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import BatchError, LossError
-from trainmux.fleet._batches import BatchFeed
+from trainmux.fleet._batches import BatchFeed, GroupFeed
 from trainmux.fleet._group import Group
 from trainmux.fleet._member import Member
-from trainmux.fleet._traces import TraceCache
-from trainmux.tracing import LossFunction
+from trainmux.fleet._traces import Trace, TraceCache
+from trainmux.tracing import BatchSpec, FlatBatch, LossFunction
 
 
 def evaluate_fleet(
@@ -28,21 +28,17 @@ def evaluate_fleet(
     """Means over samples, by member and metric. Sums stay on the device until the loader is exhausted."""
     occupied = [group for group in groups if group.members]
     sums: dict[tuple[int, str], Tensor] = {}
+    known: dict[tuple[int, BatchSpec], list[tuple[Trace, list[int]]]] = {}
     num_samples = 0
     for batch in loader:
         feeds = feed.for_evaluation(batch, occupied, names)
         size = 1
         for group in occupied:
             part = feeds[id(group)]
-            _, slot = group.members[0]
-            metric = metric_fn if metric_fn is not None else loss_of(slot.member)
-            trace = traces.forward(slot.name, slot.member.model, metric, part.example)
-            values = group.evaluate(
-                trace.graph,
-                (trace.key, part.example.spec),
-                part.tensors(group, names),
-                stacked_batch=part.stacked,
-            )
+            place = (id(group), part.example.spec)
+            if place not in known:
+                known[place] = _forward_traces(group, traces, part.example, metric_fn, loss_of)
+            values = _evaluate_group(group, known[place], part, names)
             size = part.example.tensors[0].shape[0] if part.example.tensors[0].dim() else 1
             for name, value in values.items():
                 if value.dim() != 1:
@@ -65,3 +61,37 @@ def evaluate_fleet(
             for row, slot in group.members:
                 results[slot.name][metric_name] = means[row]
     return results
+
+
+def _forward_traces(
+    group: Group,
+    traces: TraceCache,
+    example: FlatBatch,
+    metric_fn: LossFunction | None,
+    loss_of: Callable[[Member], LossFunction],
+) -> list[tuple[Trace, list[int]]]:
+    """Distinct traces with the rows they are for: members that train alike may differ in evaluation."""
+    found: dict[str, tuple[Trace, list[int]]] = {}
+    for row, slot in group.members:
+        metric = metric_fn if metric_fn is not None else loss_of(slot.member)
+        trace = traces.forward(slot.name, slot.member.model, metric, example)
+        found.setdefault(trace.key, (trace, []))[1].append(row)
+    return list(found.values())
+
+
+def _evaluate_group(
+    group: Group, found: Sequence[tuple[Trace, list[int]]], part: GroupFeed, names: Sequence[str]
+) -> dict[str, Tensor]:
+    tensors = part.tensors(group, names)
+    merged: dict[str, Tensor] = {}
+    for trace, rows in found:
+        values = group.evaluate(
+            trace.graph, (trace.key, part.example.spec), tensors, stacked_batch=part.stacked
+        )
+        for name, value in values.items():
+            if name not in merged:
+                merged[name] = value
+            else:
+                index = torch.tensor(rows, device=value.device)
+                merged[name] = merged[name].index_copy(0, index, value.index_select(0, index))
+    return merged

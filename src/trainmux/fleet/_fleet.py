@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,16 @@ from trainmux.fleet._evaluate import evaluate_fleet
 from trainmux.fleet._gather import Gather
 from trainmux.fleet._group import Group, GroupKey
 from trainmux.fleet._member import Member
+from trainmux.fleet._names import check_apart, made_up_name, unique_names
 from trainmux.fleet._schedules import end_epoch, step_schedulers
+from trainmux.fleet._signature import model_signature
 from trainmux.fleet._snapshot import OptimizerSnapshot, snapshot_optimizer
-from trainmux.fleet._traces import TraceCache
+from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.ir import GroupSummary
 from trainmux.optim import describe
 from trainmux.reporting import format_fusion
-from trainmux.tracing import FlatBatch, LossFunction, TracedGraph, unique_buffers, unique_parameters
+from trainmux.runtime import deferred_interrupts
+from trainmux.tracing import FlatBatch, LossFunction, unique_buffers, unique_parameters
 from trainmux.training import Callback, History, fit, read_checkpoint, write_checkpoint
 
 MAX_EMPTY_SHARE = 0.5
@@ -70,7 +73,7 @@ class Fleet:
         self._gather: Gather | None = None
         self._num_steps = 0
         members = list(members)
-        names = _unique_names(members)
+        names = unique_names(members)
         self._feed = BatchFeed(self._config, example_batch, len(members))
         plans = [
             self._describe(member, name, position)
@@ -115,18 +118,18 @@ class Fleet:
         jobs = []
         for group in self._groups:
             feed = feeds[id(group)]
-            _, slot = group.members[0]
-            trace = self._traces.joint(slot.name, slot.member.model, self._loss_of(slot.member), feed.example)
+            trace = self._trace_for(group, feed.example)
             program = group.prepare(
                 trace.graph, feed.example.spec, stacked_batch=feed.stacked, applies=applies
             )
-            jobs.append((group, program, feed.tensors(group, self._names)))
-        # Only now, when nothing is left to be refused, does any group change.
-        for group, program, tensors in jobs:
-            group.step(program, tensors)
-        self._num_steps += 1
-        if applies:
-            step_schedulers(self._groups)
+            jobs.append((group, program, feed.tensors(group, self._names), group.scalars()))
+        # Only now, when nothing is left to be refused, does any group change; and then all of them do.
+        with deferred_interrupts():
+            for group, program, tensors, scalars in jobs:
+                group.step(program, tensors, scalars)
+            self._num_steps += 1
+            if applies:
+                step_schedulers(self._groups)
         losses: Tensor = self._ordered("loss")
         return losses
 
@@ -309,6 +312,13 @@ class Fleet:
             raise ConfigError(f"loss: expected a callable loss(model, batch), got {type(loss).__name__}")
         return loss
 
+    def _trace_for(self, group: Group, example: FlatBatch) -> Trace:
+        if example.spec not in group.traces:
+            slots = [slot for _, slot in group.members]
+            losses = [self._loss_of(slot.member) for slot in slots]
+            group.traces[example.spec] = self._traces.joint_for_group(slots, losses, example)
+        return group.traces[example.spec]
+
     def _find(self, name: str) -> tuple[Group, int]:
         for group in self._groups:
             for row, slot in group.members:
@@ -320,15 +330,20 @@ class Fleet:
         )
 
     def _new_name(self, member: Member, besides: str | None = None) -> str:
+        if not isinstance(member, Member):
+            raise MemberError(f"expected a trainmux.Member, got {type(member).__name__}")
         taken = set(self._names) - {besides}
-        if member.name is None:
-            number = len(taken)
-            while f"member-{number}" in taken:
-                number += 1
-            member.name = f"member-{number}"
-        if member.name in taken:
-            raise MemberError(f"expected a name that no other member has, got {member.name!r} again")
-        return member.name
+        name = member.name if member.name is not None else made_up_name(len(taken), taken)
+        if name in taken:
+            raise MemberError(f"expected a name that no other member has, got {name!r} again")
+        owners = {other.name or "": other for other in self.members}
+        for owner, other in owners.items():
+            if other is member:
+                raise MemberError(
+                    f"member {name!r}: expected a new member, got one that is in the fleet already"
+                )
+            check_apart(name, member, owner, other)
+        return name
 
     def _describe(self, member: Member, name: str, position: int) -> _Plan:
         """Everything that can be refused about a member, before anything changes."""
@@ -339,14 +354,17 @@ class Fleet:
                 f"member {name!r}: expected all parameters and buffers on one device, got "
                 f"{sorted(devices)}; move the model with .to(device)"
             )
-        if any(existing is member for existing in self.members) if self._names else False:
-            raise MemberError(f"member {name!r}: expected a new member, got one that is in the fleet already")
+        if "meta" in devices:
+            raise MemberError(
+                f"member {name!r}: expected a model with values, got one on the meta device; use to_empty() "
+                "and initialise it"
+            )
         structure = describe(member.optimizer, [item.tensor for item in parameters], member=name)
         example = self._feed.example_for(member, position)
         trace = self._traces.joint(name, member.model, self._loss_of(member), example)
         key = GroupKey(trace.key, structure, member.example_batch is not None)
         snapshot = snapshot_optimizer(member, name, structure, trace.graph)
-        return _Plan(member, name, snapshot, key, trace.graph, example)
+        return _Plan(member, name, snapshot, key, trace, example, model_signature(member.model))
 
     def _make_groups(self, plans: list[_Plan]) -> list[Group]:
         """One group for all plans, or one for each where the graph cannot be fused."""
@@ -356,7 +374,7 @@ class Fleet:
         except FusionError as error:
             if len(plans) == 1:
                 raise
-            warnings.warn(f"{error}; its members train at width 1", TrainmuxWarning, stacklevel=4)
+            warnings.warn(f"{error}; its members train at width 1", TrainmuxWarning, stacklevel=3)
             singles = [self._new_group([plan]) for plan in plans]
             for single, plan in zip(singles, plans, strict=True):
                 single.unfused_because = str(error)
@@ -365,14 +383,15 @@ class Fleet:
         return [group]
 
     def _new_group(self, plans: list[_Plan]) -> Group:
-        group = Group(plans[0].key, plans[0].traced, self._config, len(plans))
+        group = Group(plans[0].key, plans[0].trace.graph, self._config, len(plans))
+        group.traces[plans[0].example.spec] = plans[0].trace
         group.allocate([plan.member for plan in plans])
         for row, plan in enumerate(plans):
-            group.load(row, plan.member, plan.name, plan.optimizer)
+            group.load(row, plan.member, plan.name, plan.optimizer, plan.signature)
         return group
 
     def _prepare(self, group: Group, plan: _Plan) -> None:
-        group.prepare(plan.traced, plan.example.spec, stacked_batch=self._feed.stacks(plan.member))
+        group.prepare(plan.trace.graph, plan.example.spec, stacked_batch=self._feed.stacks(plan.member))
 
     def _place(self, plan: _Plan) -> None:
         same = [group for group in self._groups if group.key == plan.key]
@@ -392,7 +411,7 @@ class Fleet:
             group.unshare()
         row = group.free_row()
         assert row is not None
-        group.load(row, plan.member, plan.name, plan.optimizer)
+        group.load(row, plan.member, plan.name, plan.optimizer, plan.signature)
 
     def _grow(self, group: Group, plan: _Plan) -> bool:
         """One slot more; false, with a warning, where the group cannot be fused at that width."""
@@ -435,30 +454,6 @@ class _Plan:
     name: str
     optimizer: OptimizerSnapshot
     key: GroupKey
-    traced: TracedGraph
+    trace: Trace
     example: FlatBatch
-
-
-def _unique_names(members: Sequence[Member]) -> list[str]:
-    if not members:
-        raise MemberError("expected at least one member, got none; pass a list of trainmux.Member")
-    for member in members:
-        if not isinstance(member, Member):
-            raise MemberError(f"expected trainmux.Member objects, got {type(member).__name__}")
-    if len({id(member) for member in members}) != len(members):
-        raise MemberError("expected every member once, got the same Member object twice")
-    models: dict[int, str] = {}
-    names = []
-    for position, member in enumerate(members):
-        if member.name is None:
-            member.name = f"member-{position}"
-        if member.name in names:
-            raise MemberError(f"expected unique member names, got {member.name!r} twice; name them apart")
-        if id(member.model) in models:
-            raise MemberError(
-                f"member {member.name!r}: expected a model of its own, got the one of member "
-                f"{models[id(member.model)]!r}; copy.deepcopy the model"
-            )
-        models[id(member.model)] = member.name
-        names.append(member.name)
-    return names
+    signature: Hashable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -17,21 +18,24 @@ from trainmux.engine import (
     build_forward,
     build_step,
 )
+from trainmux.errors import OptimizerError
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._member import Member
 from trainmux.fleet._slots import Slot, StackedState, check_shapes, named_tensors
 from trainmux.fleet._snapshot import OptimizerSnapshot
+from trainmux.fleet._traces import Trace
 from trainmux.fusion import fuse
 from trainmux.ir import FusionRecord, InputKind, OutputKind
 from trainmux.optim import (
     OptimizerStructure,
+    check_hyperparameters,
     idle_settings,
     scalar_values,
     state_names,
     write_state,
 )
-from trainmux.runtime import deferred_interrupts, stacked_strides, stacked_zeros
-from trainmux.tracing import TracedGraph, unique_parameters
+from trainmux.runtime import stacked_strides, stacked_zeros
+from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
 _MAX_PROGRAMS = 8
 _INFINITE = float("inf")
@@ -65,8 +69,8 @@ class Group:
         self._changing = frozenset(o.name for o in traced.outputs if o.kind is OutputKind.BUFFER)
         self._active: Tensor | None = None
         self._limits: Tensor | None = None
-        held = config.trace_settings.compute_dtype or torch.float32
-        self._tangent = torch.full((), 1.0 / config.accumulate, dtype=held, device=config.device)
+        self.traces: dict[BatchSpec, Trace] = {}
+        self._tangent = torch.full((), 1.0 / config.accumulate, dtype=torch.float64, device=config.device)
         self.state = StackedState()
         neutral = [[value] for value in self._settings((), applies=True).neutral_scalars()]
         self._neutral = torch.tensor(neutral, dtype=torch.float64, device=config.device).reshape(-1, 1)
@@ -100,6 +104,11 @@ class Group:
 
     def _zeros_like(self, rows: Tensor) -> Tensor:
         return stacked_zeros(rows.shape[0], rows.shape[1:], rows.dtype, rows.device)
+
+    def kind_of(self, name: str) -> str:
+        """Whether a name is a parameter's or a buffer's."""
+        inputs = {item.name: item.kind for item in self.traced.inputs}
+        return inputs[name].value
 
     def accepts_constants(self, member: Member) -> bool:
         """Whether the tensors that this group shares have the same values in ``member``."""
@@ -144,8 +153,11 @@ class Group:
         """A row without a member, if there is one."""
         return next((row for row, slot in enumerate(self.slots) if slot is None), None)
 
-    def load(self, row: int, member: Member, name: str, optimizer: OptimizerSnapshot) -> None:
+    def load(
+        self, row: int, member: Member, name: str, optimizer: OptimizerSnapshot, signature: Hashable
+    ) -> None:
         """Copy a member's weights, buffers and optimizer state into a row."""
+        member.name = name
         tensors = named_tensors(member)
         with torch.no_grad():
             for kind in (self.state.parameters, self.state.buffers):
@@ -162,7 +174,9 @@ class Group:
             self.state.alive[row].fill_(True)
             self.state.updates[row].fill_(0)
             self.state.seeds[row].fill_(member.random_key)
-        self.slots[row] = Slot(member, name, optimizer.structure, optimizer.steps)
+        self.slots[row] = Slot(
+            member, name, optimizer.structure, signature, optimizer.steps, counter=member.num_draws
+        )
         self.last = {}
         self.forget_fed()
 
@@ -189,11 +203,14 @@ class Group:
         tensors = named_tensors(slot.member)
         parameters = unique_parameters(slot.member.model)
         done = int(self.state.updates[row])
+        slot.member.num_draws = slot.counter
         with torch.no_grad():
-            for name, rows in self.state.parameters.items():
-                tensors[name].copy_(rows[row])
-            for name in self._changing:
-                tensors[name].copy_(self.state.buffers[name][row])
+            for kind in (self.state.parameters, self.state.buffers):
+                for name, rows in kind.items():
+                    tensors[name].copy_(rows[row])
+            # Constants too: a restored checkpoint may have brought others.
+            for name, value in self.state.shared.items():
+                tensors[name].copy_(value)
         for index, group in enumerate(slot.structure.groups):
             for position in group.params:
                 name = parameters[position].name
@@ -321,21 +338,19 @@ class Group:
 
     # ---- running -----------------------------------------------------------------------------------
 
-    def step(self, program: StepProgram, batch: Sequence[Tensor]) -> None:
+    def step(self, program: StepProgram, batch: Sequence[Tensor], scalars: Tensor) -> None:
         """One micro-batch for all active members; ``last`` holds its results afterwards."""
-        scalars = self._scalars()
         counters = self._feed([0 if slot is None else slot.counter for slot in self.slots], torch.int64)
         resolved = self._arguments(program, batch, counters)
         resolved += [self.state.states[state] for state in program.settings.state_keys()]
         if program.settings.accumulates:
             resolved += [self.state.totals[name] for name in program.settings.parameters]
         resolved += [scalars, self._neutral, *self._limits_and_active(), self.state.alive, self.state.updates]
-        with deferred_interrupts():
-            loss, norm, finite, *metrics = self._engine.run(program, resolved)
-            for slot in self.slots:
-                if slot is not None and slot.active:
-                    slot.counter += 1
-                    slot.num_updates += program.settings.applies
+        loss, norm, finite, *metrics = self._engine.run(program, resolved)
+        for slot in self.slots:
+            if slot is not None and slot.active:
+                slot.counter += 1
+                slot.num_updates += program.settings.applies
         self.last = {"loss": loss, "grad_norm": norm, "finite": finite}
         self.last.update(zip(program.metrics, metrics, strict=True))
 
@@ -387,8 +402,8 @@ class Group:
             result.append(idle or frozenset())
         return tuple(result)
 
-    def _scalars(self) -> Tensor:
-        """``[num_scalars, width]`` for this step."""
+    def scalars(self) -> Tensor:
+        """``[num_scalars, width]`` for this step; refuses settings that are no numbers any more."""
         columns: list[list[float]] = []
         num_scalars = self._neutral.shape[0]
         for slot in self.slots:
@@ -398,7 +413,14 @@ class Group:
             column: list[float] = []
             for index, group in enumerate(slot.structure.groups):
                 torch_group = slot.member.optimizer.param_groups[index]
-                column.extend(scalar_values(group, torch_group, slot.base_steps[index] + slot.num_updates))
+                try:
+                    values = scalar_values(group, torch_group, slot.base_steps[index] + slot.num_updates)
+                except OptimizerError as error:
+                    error.add_note(f"in the settings of member {slot.name!r}")
+                    raise
+                column.extend(values)
+            if not all(map(math.isfinite, column)):
+                check_hyperparameters(slot.member.optimizer, member=slot.name)
             columns.append(column)
         return self._feed(columns, torch.float64).t()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Member:
     example_batch: Any = None
     scheduler_interval: str = "step"
     scheduler_monitor: str = "loss"
+    num_draws: int = field(default=0, init=False)  # batches seen in fleets, which number the random draws
 
     def __post_init__(self) -> None:
         label = f"member {self.name!r}" if self.name is not None else "member"

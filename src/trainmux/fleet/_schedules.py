@@ -21,7 +21,10 @@ def step_schedulers(groups: Sequence[Group]) -> None:
 
 
 def end_epoch(groups: Sequence[Group], monitored: Mapping[str, Mapping[str, float]]) -> None:
-    """Advance the schedules that count epochs."""
+    """Advance the schedules that count epochs; refuses an unknown monitor before any is advanced."""
+    for group in groups:
+        for _, slot in group.members:
+            _check_monitor(slot, monitored.get(slot.name))
     for group in groups:
         for _, slot in group.members:
             member = slot.member
@@ -31,18 +34,26 @@ def end_epoch(groups: Sequence[Group], monitored: Mapping[str, Mapping[str, floa
                 _step(slot)
                 continue
             values = monitored.get(slot.name)
-            if values is None:
-                continue
-            if member.scheduler_monitor not in values:
-                raise MemberError(
-                    f"member {slot.name!r}: expected scheduler_monitor to be one of {sorted(values)}, got "
-                    f"{member.scheduler_monitor!r}"
-                )
-            _step(slot, values[member.scheduler_monitor])
+            if values is not None:
+                _step(slot, values[member.scheduler_monitor])
+
+
+def _check_monitor(slot: Slot, values: Mapping[str, float] | None) -> None:
+    member = slot.member
+    plateau = isinstance(member.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if slot.active and plateau and values is not None and member.scheduler_monitor not in values:
+        raise MemberError(
+            f"member {slot.name!r}: expected scheduler_monitor to be one of {sorted(values)}, got "
+            f"{member.scheduler_monitor!r}"
+        )
 
 
 def _step(slot: Slot, *arguments: float) -> None:
     with warnings.catch_warnings():
         # The scheduler looks for calls of optimizer.step(), which never happen here.
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step\\(\\).*")
-        slot.member.scheduler.step(*arguments)
+        try:
+            slot.member.scheduler.step(*arguments)
+        except Exception as error:
+            error.add_note(f"in the scheduler of member {slot.name!r}")
+            raise

@@ -61,6 +61,19 @@ def _tensor_digest(tensor: Tensor) -> bytes:
     return hashlib.sha256(head + raw.numpy().tobytes()).digest()
 
 
+class _Identity:
+    """Equal to itself only, and keeps what it stands for alive: an address alone is given away again."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
 class _Encoder:
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
@@ -155,10 +168,10 @@ class _Encoder:
         if isinstance(value, nn.Module):
             # One that holds tensors (a teacher) ends up in the graph with its values: by identity.
             holds = any(True for _ in (*value.parameters(), *value.buffers()))
-            return ("foreign module", id(value) if holds else None, _Encoder(value).module_tree())
+            return ("foreign module", _Identity(value) if holds else None, _Encoder(value).module_tree())
         if hasattr(value, "__dict__") and getattr(type(value), "__reduce__", None) is object.__reduce__:
             return ("object", self._class(type(value)), self._state(value))
-        return ("opaque", id(value))
+        return ("opaque", _Identity(value))
 
     def _beside(self, container: Any) -> Hashable:
         """Attributes that a container of a class of its own carries besides its items."""
@@ -209,4 +222,4 @@ class _Encoder:
     @staticmethod
     def _class(cls: type) -> Hashable:
         # The class object itself: two classes of one name from two notebook cells are not the same.
-        return (cls.__module__, cls.__qualname__, id(cls))
+        return cls

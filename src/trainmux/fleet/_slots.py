@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,12 +21,14 @@ class Slot:
 
     ``base_steps`` are the updates that each parameter group had behind it on arrival; ``num_updates``
     those enqueued since (a member that froze on the device did fewer); ``counter`` the micro-batches seen,
-    which number the random draws.
+    which number the random draws; ``signature`` is the model's on arrival, by which it is found out whether
+    its owner has changed it since.
     """
 
     member: Member
     name: str
     structure: OptimizerStructure
+    signature: Hashable
     base_steps: tuple[int, ...]
     num_updates: int = 0
     counter: int = 0

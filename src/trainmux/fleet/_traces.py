@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from trainmux.errors import TrainmuxError
+from torch import nn
+
+from trainmux.errors import MemberError, TrainmuxError
 from trainmux.fleet._signature import function_signature, graph_key, model_signature
+from trainmux.fleet._slots import Slot
 from trainmux.tracing import (
     FlatBatch,
     LossFunction,
@@ -37,11 +40,31 @@ class TraceCache:
         # Signatures hold ids of functions: keep those alive, or an id could be given away again.
         self._held: list[object] = []
 
-    def joint(self, name: str, model: object, loss: LossFunction, batch: FlatBatch) -> Trace:
+    def joint(self, name: str, model: nn.Module, loss: LossFunction, batch: FlatBatch) -> Trace:
         """Forward and backward of one training step."""
         return self._get("joint", name, model, loss, batch, trace_joint)
 
-    def forward(self, name: str, model: object, metric: LossFunction, batch: FlatBatch) -> Trace:
+    def joint_for_group(
+        self, slots: Sequence[Slot], losses: Sequence[LossFunction], batch: FlatBatch
+    ) -> Trace:
+        """The trace that members of one group share for a batch of another shape.
+
+        Members whose model was changed by its owner since it joined are passed over.
+        """
+        found: dict[str, Trace] = {}
+        for slot, loss in zip(slots, losses, strict=True):
+            if model_signature(slot.member.model) == slot.signature:
+                trace = self.joint(slot.name, slot.member.model, loss, batch)
+                found[trace.key] = trace
+        if len(found) != 1:
+            names = ", ".join(slot.name for slot in slots)
+            raise MemberError(
+                f"members {names}: expected models that compute alike on {batch.spec.leaves}, got "
+                f"{len(found)} graphs for them; do not change models while they are in the fleet"
+            )
+        return next(iter(found.values()))
+
+    def forward(self, name: str, model: nn.Module, metric: LossFunction, batch: FlatBatch) -> Trace:
         """Metrics in evaluation mode."""
         return self._get("forward", name, model, metric, batch, trace_forward)
 
@@ -49,12 +72,12 @@ class TraceCache:
         self,
         purpose: str,
         name: str,
-        model: object,
+        model: nn.Module,
         fn: LossFunction,
         batch: FlatBatch,
         trace: Callable[..., TracedGraph],
     ) -> Trace:
-        key = (purpose, model_signature(model), function_signature(fn), batch.spec)  # type: ignore[arg-type]
+        key = (purpose, model_signature(model), function_signature(fn), batch.spec)
         if key in self._traces:
             self._traces.move_to_end(key)
             return self._traces[key]

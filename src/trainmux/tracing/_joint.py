@@ -41,6 +41,10 @@ from trainmux.tracing._tree import FlatBatch
 
 LossFunction = Callable[[Any, Any], Any]
 
+_INDEPENDENT = (
+    "expected a loss that depends on the model's parameters, got one that does not (no gradient reaches any "
+    "of them); compute it from the model's output without detach() or no_grad()"
+)
 _DECOMPOSE = (
     torch.ops.aten.native_dropout_backward,
     torch.ops.aten.slice_backward,
@@ -143,11 +147,13 @@ def _trace(
             name for name, grad in zip(learning_names, gradients, strict=True) if grad is not None
         ]
         kept = [grad for grad in gradients if grad is not None]
+        if not kept:
+            raise LossError(_INDEPENDENT)
         # The parameters go out too: a placeholder that comes back as itself was not changed.
         return [loss.detach().reshape(()), *metrics, *new_buffers, *kept, *used]
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    scalar = torch.empty((), dtype=settings.compute_dtype or torch.float32)
+    scalar = torch.empty((), dtype=torch.float64)  # a third must be a third in any loss's dtype
     counter = torch.empty((), dtype=torch.int64)
     originals = [named.tensor for named in (*parameters, *buffers)] + list(batch.tensors)
     fakes = [_fake(mode, tensor, settings) for tensor in (*originals, counter, counter, scalar)]
@@ -215,10 +221,7 @@ def _as_loss(result: Any, names: _Names) -> tuple[Tensor, list[Tensor]]:
     if not loss.dtype.is_floating_point:
         raise LossError(f"expected a floating-point loss, got {loss.dtype}; compute it from model outputs")
     if not loss.requires_grad:
-        raise LossError(
-            "expected a loss that depends on the model's parameters, got one that does not (no gradient "
-            "reaches any of them); compute it from the model's output without detach() or no_grad()"
-        )
+        raise LossError(_INDEPENDENT)
     return loss, _metric_values(metrics, names)
 
 

@@ -1,0 +1,187 @@
+"""Fused evaluation: each member's metrics as in plain torch, and nothing changed by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fleet_cases import (
+    BATCHES,
+    EXAMPLE,
+    TOLERANCE,
+    adam_member,
+    assert_same,
+    bn_cnn,
+    count_work,
+    dropout_member,
+    images,
+    mse,
+    sgd_member,
+    states_of,
+    vectors,
+)
+from torch import Tensor, nn
+
+from trainmux import Fleet, Member
+
+LOADER = [BATCHES[5], BATCHES[6], vectors(90, size=2)]  # the last one is short
+
+
+def two_metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    error = model(batch[0]) - batch[1]
+    return {"mae": error.abs().mean(), "wrong": (error > 0).any(1).float().mean()}
+
+
+def evaluate_alone(member: Member, loader: list[Any], metric: Any) -> dict[str, float]:
+    """Means over samples of what ``metric`` returns, in evaluation mode."""
+    totals: dict[str, float] = {}
+    modes = [(module, module.training) for module in member.model.modules()]
+    member.model.eval()
+    with torch.no_grad():
+        for batch in loader:
+            values = metric(member.model, batch)
+            if isinstance(values, tuple):
+                values = {"loss": values[0], **values[1]}
+            elif isinstance(values, Tensor):
+                values = {"loss": values}
+            for name, value in values.items():
+                totals[name] = totals.get(name, 0.0) + value.item() * len(batch[0])
+    for module, mode in modes:
+        module.training = mode
+    num_samples = sum(len(batch[0]) for batch in loader)
+    return {name: total / num_samples for name, total in totals.items()}
+
+
+def check(fleet: Fleet, loader: list[Any], metric: Any = None, loss: Any = mse) -> None:
+    got = fleet.evaluate(loader, metric) if metric is not None else fleet.evaluate(loader)
+    fleet.sync()
+    assert list(got) == list(fleet.names)
+    for member in fleet.members:
+        assert member.name is not None
+        expected = evaluate_alone(member, loader, metric or member.loss or loss)
+        assert got[member.name] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+
+
+def test_metrics_are_means_over_samples() -> None:
+    fleet = Fleet([dropout_member(i) for i in range(3)], mse, EXAMPLE)
+    check(fleet, LOADER, two_metrics)
+    for batch in BATCHES[:3]:
+        fleet.step(batch)
+    check(fleet, LOADER, two_metrics)
+    check(fleet, LOADER)
+    assert fleet.evaluate(batch for batch in LOADER) == fleet.evaluate(LOADER)  # any iterable will do
+
+
+def test_running_statistics_are_used_and_kept() -> None:
+    def make(i: int) -> Member:
+        model = bn_cnn(i)
+        return Member(model, torch.optim.Adam(model.parameters(), lr=0.02), f"m{i}")
+
+    fleet = Fleet([make(i) for i in range(2)], mse, images())
+    for seed in range(3):
+        fleet.step(images(seed))
+    before = states_of(fleet)
+    check(fleet, [images(20), images(21, size=2)])
+    after = states_of(fleet)
+    for name in fleet.names:
+        assert_same(after[name], before[name])
+
+
+def test_evaluation_disturbs_nothing() -> None:
+    """Weights, buffers, counters of random draws, flags of the models: all as before."""
+    fleet, control = (Fleet([dropout_member(i) for i in range(2)], mse, EXAMPLE) for _ in range(2))
+    fleet.members[0].model[2].eval()  # a flag that only its owner understands
+    flags = [[module.training for module in member.model.modules()] for member in fleet.members]
+    for batch in BATCHES[:3]:
+        assert fleet.evaluate(LOADER) == fleet.evaluate(LOADER)  # dropout is off
+        fleet.step(batch)
+        metrics = fleet.metrics
+        fleet.evaluate(LOADER)
+        assert fleet.metrics.keys() == metrics.keys()
+        assert torch.equal(fleet.metrics["grad_norm"], metrics["grad_norm"])
+        control.step(batch)
+    assert [[m.training for m in member.model.modules()] for member in fleet.members] == flags
+    assert fleet.num_steps == 3
+    expected = states_of(control)
+    for name, state in states_of(fleet).items():
+        assert_same(state, expected[name])
+
+
+def test_a_second_evaluation_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE)
+    fleet.evaluate(LOADER)
+    work = count_work(monkeypatch)
+    fleet.step(EXAMPLE)
+    fleet.evaluate(LOADER)
+    fleet.replace("m0", adam_member(5))
+    fleet.evaluate(LOADER)
+    assert work.total == 0
+
+
+def test_groups_are_evaluated_each_with_its_own_loss() -> None:
+    def own(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = (model(batch[0]) - batch[1]).abs().mean()
+        return loss, {"doubled": 2 * loss}
+
+    fleet = Fleet([adam_member(0), sgd_member(1), adam_member(2, loss=own)], mse, EXAMPLE)
+    fleet.step(EXAMPLE)
+    check(fleet, LOADER)
+    assert fleet.evaluate(LOADER)["m2"].keys() == {"loss", "doubled"}
+    check(fleet, LOADER, two_metrics)
+
+
+def test_members_with_batches_of_their_own_are_evaluated_on_the_common_ones() -> None:
+    """Training differs, the examination is the same for all."""
+    own = vectors(40, size=2)
+    fleet = Fleet([adam_member(0), adam_member(1, example_batch=own)], mse, EXAMPLE)
+    fleet.step(EXAMPLE, {"m1": own})
+    check(fleet, LOADER)
+
+
+def test_per_member_data_is_evaluated_per_member_or_in_common() -> None:
+    stacked = [
+        tuple(torch.stack(leaves) for leaves in zip(vectors(n, size=s), vectors(50 + n, size=s), strict=True))
+        for n, s in ((0, 5), (1, 5), (2, 3))
+    ]
+    fleet = Fleet([adam_member(i) for i in range(2)], mse, stacked[0], data="per_member")
+    fleet.step(stacked[0])
+    check(fleet, LOADER)
+    got = fleet.evaluate(stacked)
+    fleet.sync()
+    for i, member in enumerate(fleet.members):
+        alone = evaluate_alone(member, [(x[i], y[i]) for x, y in stacked], mse)
+        assert got[f"m{i}"]["loss"] == pytest.approx(alone["loss"], rel=TOLERANCE)
+
+
+def test_empty_slots_are_left_out() -> None:
+    fleet = Fleet([adam_member(i) for i in range(3)], mse, EXAMPLE)
+    fleet.step(EXAMPLE)
+    fleet.drop("m1")
+    check(fleet, LOADER)
+    fleet.add(adam_member(4))
+    check(fleet, LOADER)
+
+
+def test_values_that_are_not_finite_are_told_as_they_are() -> None:
+    fleet = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE)
+    with torch.no_grad():
+        broken = adam_member(2)
+        broken.model[2].bias.fill_(torch.inf)
+    fleet.replace("m1", broken)
+    got = fleet.evaluate(LOADER)
+    assert got["m2"]["loss"] == torch.inf
+    assert got["m0"] == pytest.approx(evaluate_alone(adam_member(0), LOADER, mse), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluation_has_the_precision_of_training(precision: str) -> None:
+    models = [adam_member(i).model.float() for i in range(2)]
+    members = [Member(m, torch.optim.SGD(m.parameters(), lr=0.1), f"m{i}") for i, m in enumerate(models)]
+    batch = tuple(leaf.float() for leaf in EXAMPLE)
+    fleet = Fleet(members, mse, batch, precision=precision)
+    got = fleet.evaluate([batch])
+    for name, model in zip(fleet.names, models, strict=True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            expected = mse(model, batch).item()
+        assert got[name]["loss"] == pytest.approx(expected, rel=1e-6 if precision == "fp32" else 1e-2)

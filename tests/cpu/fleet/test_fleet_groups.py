@@ -1,0 +1,479 @@
+"""Who is fused with whom, and what happens where fusing does not work."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fleet_cases import (
+    BATCHES,
+    EXAMPLE,
+    TOLERANCE,
+    adam_member,
+    assert_close,
+    assert_trains_alone,
+    bn_mlp,
+    count_work,
+    l1,
+    mlp,
+    mse,
+    mse_with_metrics,
+    sgd_member,
+    state_of,
+    states_of,
+    train_alone,
+    vectors,
+)
+from torch import Tensor, nn
+
+import trainmux.fleet._group as group_module
+from trainmux import Fleet, Member
+from trainmux.errors import BatchError, FusionError, TrainmuxWarning
+
+
+def groups_of(fleet: Fleet) -> list[tuple[str, ...]]:
+    return [group.members for group in fleet.summary()]
+
+
+# ---- several groups in one fleet -----------------------------------------------------------------------
+
+
+def assorted(i: int) -> Member:
+    """Two architectures, two losses, two optimizers, two dtypes: member ``i`` of eight."""
+    model: nn.Module = [
+        mlp(0),
+        mlp(1, hidden=7),
+        mlp(2),
+        bn_mlp(3),
+        mlp(4),
+        mlp(5, dtype=torch.float32),
+        mlp(6, hidden=7),
+        mlp(7),
+    ][i]
+    kind = torch.optim.SGD if i in (2, 7) else torch.optim.Adam
+    return Member(
+        model, kind(model.parameters(), lr=0.01 * (i + 1)), f"m{i}", loss=l1_any if i == 4 else None
+    )
+
+
+def mse_any(model: nn.Module, batch: Any) -> Tensor:
+    """In the model's own dtype."""
+    x, y = batch
+    dtype = next(model.parameters()).dtype
+    return (model(x.to(dtype)) - y.to(dtype)).square().mean()
+
+
+def l1_any(model: nn.Module, batch: Any) -> Tensor:
+    return l1(model, batch)
+
+
+def test_different_members_form_groups_and_train_as_alone() -> None:
+    fleet = Fleet([assorted(i) for i in range(8)], mse_any, EXAMPLE)
+    assert groups_of(fleet) == [("m0",), ("m1", "m6"), ("m2", "m7"), ("m3",), ("m4",), ("m5",)]
+    losses = torch.stack([fleet.step(batch) for batch in BATCHES[:3]])
+    assert losses.shape == (3, 8)
+    assert losses.dtype == torch.float64
+    states = states_of(fleet)
+    for i, name in enumerate(fleet.names):
+        alone = assorted(i)
+        expected = train_alone(alone, BATCHES[:3], mse_any)
+        share = 1e-6 if i == 5 else TOLERANCE
+        assert losses[:, i].tolist() == pytest.approx(expected, rel=share)
+        assert_close(states[name], state_of(alone), share=1e-5 if i == 5 else TOLERANCE)
+
+
+def test_members_with_batches_of_their_own() -> None:
+    """Two batch sizes and a loss of its own, beside members that share a batch."""
+    small = [vectors(40 + n, size=2) for n in range(3)]
+    smaller = [vectors(60 + n, size=2) for n in range(3)]
+
+    def make(i: int) -> Member:
+        example, loss = {2: (small[0], None), 3: (smaller[0], None), 4: (small[0], l1)}.get(i, (None, None))
+        return adam_member(i, example_batch=example, loss=loss)
+
+    fleet = Fleet([make(i) for i in range(5)], mse, EXAMPLE)
+    assert groups_of(fleet) == [("m0", "m1"), ("m2", "m3"), ("m4",)]
+    losses = torch.stack(
+        [
+            fleet.step(BATCHES[n], overrides={"m2": small[n], "m3": smaller[n], "m4": small[n]})
+            for n in range(3)
+        ]
+    )
+    states = states_of(fleet)
+    for i, batches in enumerate([BATCHES[:3], BATCHES[:3], small, smaller, small]):
+        alone = make(i)
+        expected = train_alone(alone, batches)
+        assert losses[:, i].tolist() == pytest.approx(expected, rel=TOLERANCE)
+        assert_close(states[f"m{i}"], state_of(alone))
+
+
+def test_all_members_have_batches_of_their_own() -> None:
+    def make(i: int) -> Member:
+        return adam_member(i, example_batch=vectors(i, size=2 + i))
+
+    fleet = Fleet([make(i) for i in range(2)], mse)
+    batches = [[vectors(10 * i + n, size=2 + i) for n in range(3)] for i in range(2)]
+    for first, second in zip(*batches, strict=True):
+        fleet.step(overrides={"m0": first, "m1": second})
+    states = states_of(fleet)
+    for i in range(2):
+        alone = make(i)
+        train_alone(alone, batches[i])
+        assert_close(states[f"m{i}"], state_of(alone))
+
+
+def test_overrides_that_are_missing_or_misshapen() -> None:
+    own = vectors(40, size=2)
+    fleet = Fleet([adam_member(0), *(adam_member(i, example_batch=own) for i in (1, 2))], mse, EXAMPLE)
+    good = {"m1": own, "m2": own}
+    fleet.step(EXAMPLE, good)
+    before = states_of(fleet)
+    bad = [
+        (EXAMPLE, None, "expected a batch for member 'm1'"),
+        (EXAMPLE, {"m1": own}, "expected a batch for member 'm2'"),
+        (EXAMPLE, {**good, "m2": own[0]}, r"batch\[0\]"),
+        (EXAMPLE, {**good, "m2": (own[0].float(), own[1])}, "float32"),
+        (EXAMPLE, {**good, "m2": vectors(3, size=4)}, "one shape"),
+        (EXAMPLE, {**good, "m0": EXAMPLE}, r"\['m0'\]"),
+        (None, good, "got None"),
+    ]
+    for batch, overrides, message in bad:
+        with pytest.raises(BatchError, match=message):
+            fleet.step(batch, overrides)
+    after = states_of(fleet)
+    for name in fleet.names:
+        assert all(torch.equal(after[name][key], before[name][key]) for key in before[name])
+    assert fleet.num_steps == 1
+
+
+def test_metrics_of_several_groups() -> None:
+    """What only some members have is NaN for the rest; what has several shapes comes as a list."""
+
+    def rows(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        error = model(batch[0]) - batch[1]
+        return error.square().mean(), {"per_output": error.mean(1)}
+
+    fleet = Fleet(
+        [adam_member(0), sgd_member(1), adam_member(2, loss=mse), adam_member(3, loss=rows)],
+        mse_with_metrics,
+        EXAMPLE,
+    )
+    fleet.step(EXAMPLE)
+    metrics = fleet.metrics
+    assert metrics["grad_norm"].shape == (4,)
+    assert metrics["finite"].dtype == torch.bool
+    assert metrics["finite"].tolist() == [True] * 4
+    largest = metrics["largest"]
+    assert torch.isnan(largest).tolist() == [False, False, True, True]
+    _, expected = mse_with_metrics(sgd_member(1).model, EXAMPLE)
+    torch.testing.assert_close(largest[1], expected["largest"].detach(), rtol=TOLERANCE, atol=0.0)
+    assert isinstance(metrics["per_output"], list)
+    shapes = [None if value is None else tuple(value.shape) for value in metrics["per_output"]]
+    assert shapes == [(2,), (2,), None, (5,)]
+
+
+# ---- who is fused with whom ----------------------------------------------------------------------------
+
+
+def test_the_same_code_twice_is_one_group() -> None:
+    """Each notebook cell has its own lambda: what counts is what it computes."""
+    first = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()  # noqa: E731
+    second = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()  # noqa: E731
+
+    def third(model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        difference = model(inputs) - targets
+        return difference.square().mean()
+
+    members = [adam_member(i, loss=loss) for i, loss in enumerate((first, second, third))]
+    fleet = Fleet(members, None, EXAMPLE)
+    assert groups_of(fleet) == [("m0", "m1", "m2")]
+    assert_trains_alone(fleet, adam_member, BATCHES[:2])
+
+
+def scaled_loss(factor: float) -> Callable[..., Tensor]:
+    return lambda model, batch: factor * mse(model, batch)
+
+
+def defaulted_loss(factor: float) -> Callable[..., Tensor]:
+    def loss(model: nn.Module, batch: Any, factor: float = factor) -> Tensor:
+        return factor * mse(model, batch)
+
+    return loss
+
+
+def test_closures_with_different_constants_are_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defaults of arguments count like closures, and the same constant is the same wherever it is kept."""
+    work = count_work(monkeypatch)
+    losses = (scaled_loss(1.5), scaled_loss(3.0), scaled_loss(1.5), defaulted_loss(3.0), defaulted_loss(1.5))
+
+    def make(i: int) -> Member:
+        return sgd_member(i, loss=losses[i])
+
+    fleet = Fleet([make(i) for i in range(5)], None, EXAMPLE)
+    assert groups_of(fleet) == [("m0", "m2", "m4"), ("m1", "m3")]
+    assert (work.traces, work.fusions) == (4, 2)
+    assert_trains_alone(fleet, make, BATCHES[:3])
+
+
+class Tempered(nn.Module):
+    """With a plain number that decides the graph."""
+
+    def __init__(self, seed: int, temperature: float, *, in_training: bool = True) -> None:
+        super().__init__()
+        self.body = mlp(seed)
+        self.temperature = temperature
+        self.in_training = in_training
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        return out / self.temperature if self.training == self.in_training else out
+
+
+def tempered(i: int, temperature: float, **options: Any) -> Member:
+    model = Tempered(i, temperature, **options)
+    return Member(model, torch.optim.Adam(model.parameters(), lr=0.05), f"m{i}")
+
+
+def test_members_that_differ_in_a_plain_attribute() -> None:
+    temperatures = (1.0, 2.0, 2.0)
+
+    def make(i: int) -> Member:
+        return tempered(i, temperatures[i])
+
+    fleet = Fleet([make(i) for i in range(3)], mse, EXAMPLE)
+    assert groups_of(fleet) == [("m0",), ("m1", "m2")]
+    assert_trains_alone(fleet, make, BATCHES[:3])
+
+
+def test_members_that_differ_in_dropout() -> None:
+    members = []
+    for i, rate in enumerate((0.1, 0.5, 0.1)):
+        model = mlp(i, dropout=rate)
+        members.append(Member(model, torch.optim.Adam(model.parameters(), lr=0.05), f"m{i}"))
+    fleet = Fleet(members, mse, EXAMPLE)
+    assert groups_of(fleet) == [("m0", "m2"), ("m1",)]
+
+
+class Config:
+    """A bag of settings, as many models carry one."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class Configured(nn.Module):
+    """Reads a number from the last of several such bags."""
+
+    def __init__(self, seed: int, value: float) -> None:
+        super().__init__()
+        self.body = mlp(seed)
+        self.configs = [*(Config(float(number)) for number in range(10)), Config(value)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.configs[-1].value
+
+
+def test_members_that_differ_in_a_configuration_object() -> None:
+    def make(i: int) -> Member:
+        model = Configured(i, 2.0 + i)
+        return Member(model, torch.optim.Adam(model.parameters(), lr=0.05), f"m{i}")
+
+    fleet = Fleet([make(i) for i in range(2)], mse, EXAMPLE)
+    assert groups_of(fleet) == [("m0",), ("m1",)]
+    assert_trains_alone(fleet, make, BATCHES[:2])
+
+
+class Slotted:
+    """Cannot be looked into from outside: no ``__dict__``."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class Opaque(nn.Module):
+    def __init__(self, seed: int, setting: Slotted) -> None:
+        super().__init__()
+        self.body = mlp(seed)
+        self.setting = setting
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.setting.value
+
+
+def test_a_newcomer_at_the_address_of_one_that_is_gone() -> None:
+    """What cannot be looked into counts by identity: an address alone is not one, it is given away again."""
+
+    def make(setting: Slotted, name: str) -> Member:
+        model = Opaque(0, setting)
+        return Member(model, torch.optim.SGD(model.parameters(), lr=0.05), name)
+
+    setting = Slotted(1.0)
+    address = id(setting)
+    fleet = Fleet([make(setting, "first"), adam_member(1)], mse, EXAMPLE)
+    del setting
+    fleet.drop("first")
+    gc.collect()
+    settings = [Slotted(3.0) for _ in range(200_000)]  # every free place of that size is taken
+    reused = next((item for item in settings if id(item) == address), settings[0])
+    fleet.add(make(reused, "second"))
+    losses = [fleet.step(batch)[1].item() for batch in BATCHES[:2]]
+    expected = train_alone(make(Slotted(3.0), "alone"), BATCHES[:2])
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_members_that_differ_in_evaluation_only() -> None:
+    """They train as one. Evaluated, each must be what it is."""
+    temperatures = (1.0, 2.0)
+    members = [tempered(i, temperatures[i], in_training=False) for i in range(2)]
+    fleet = Fleet(members, mse, EXAMPLE)
+    fleet.step(EXAMPLE)
+    got = fleet.evaluate([EXAMPLE])
+    fleet.sync()
+    for member in members:
+        member.model.eval()
+        expected = mse(member.model, EXAMPLE).item()
+        assert got[member.name or ""]["loss"] == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_tensors_of_another_dtype_are_another_group() -> None:
+    members = []
+    for i, dtype in enumerate((torch.float32, torch.float64)):
+        model = mlp(i, dtype=dtype)
+        members.append(Member(model, torch.optim.SGD(model.parameters(), lr=0.1), f"m{i}"))
+    assert groups_of(Fleet(members, mse_any, EXAMPLE)) == [("m0",), ("m1",)]
+    # Held in doubles they are the same.
+    assert groups_of(Fleet(members, mse, EXAMPLE, precision="fp64")) == [("m0", "m1")]
+
+
+# ---- what cannot be fused ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unfusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretends that no graph can be fused to more than one member."""
+    original = group_module.fuse
+
+    def fuse(traced: Any, width: int, *args: Any, **kwargs: Any) -> Any:
+        if width > 1:
+            raise FusionError("aten.odd.default cannot be fused: it is odd", op="aten.odd.default")
+        return original(traced, width, *args, **kwargs)
+
+    monkeypatch.setattr(group_module, "fuse", fuse)
+
+
+@pytest.mark.usefixtures("unfusable")
+def test_what_cannot_be_fused_trains_one_by_one() -> None:
+    with pytest.warns(TrainmuxWarning, match=r"aten\.odd\.default.*it is odd.*width 1") as told:
+        fleet = Fleet([adam_member(i) for i in range(3)], mse, EXAMPLE)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    assert groups_of(fleet) == [("m0",), ("m1",), ("m2",)]
+    text = fleet.explain()
+    assert text.count("trains at width 1: aten.odd.default cannot be fused: it is odd") == 3
+    assert_trains_alone(fleet, adam_member, BATCHES[:3])
+
+
+@pytest.mark.usefixtures("unfusable")
+def test_newcomers_to_what_cannot_be_fused() -> None:
+    with pytest.warns(TrainmuxWarning, match="width 1"):
+        fleet = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE)
+    fleet.add(adam_member(2))
+    fleet.replace("m1", adam_member(3))
+    assert [group.width for group in fleet.summary()] == [1, 1, 1]
+    assert all("it is odd" in group.unfused_because for group in fleet.summary())
+    assert fleet.names == ("m0", "m3", "m2")
+    assert_trains_alone(fleet, lambda i: adam_member((0, 3, 2)[i]), BATCHES[:2])
+
+
+@pytest.mark.usefixtures("unfusable")
+def test_a_single_member_that_gets_company_that_cannot_be_fused() -> None:
+    """Nobody knew before: the warning comes with the newcomer, and both train."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fleet = Fleet([adam_member(0)], mse, EXAMPLE)
+    fleet.step(BATCHES[0])
+    with pytest.warns(TrainmuxWarning, match="it is odd"):
+        fleet.add(adam_member(1))
+    fleet.step(BATCHES[1])
+    states = states_of(fleet)
+    for i, batches in enumerate((BATCHES[:2], BATCHES[1:2])):
+        alone = adam_member(i)
+        train_alone(alone, batches)
+        assert_close(states[f"m{i}"], state_of(alone))
+    assert len(fleet.summary()) == 2
+
+
+# ---- an operator that torch.vmap has no rule for -------------------------------------------------------
+
+
+@torch.library.custom_op("trainmux_fleet_tests::cubed", mutates_args=())
+def cubed(x: Tensor) -> Tensor:
+    """Refuses a member axis: an operator for one model's activations."""
+    assert x.dim() == 2
+    return x * x * x
+
+
+@torch.library.custom_op("trainmux_fleet_tests::cubed_backward", mutates_args=())
+def cubed_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    assert x.dim() == 2
+    return 3 * x * x * gradient
+
+
+@cubed.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@cubed_backward.register_fake
+def _(gradient: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> Tensor:
+    return cubed_backward(gradient, *ctx.saved_tensors)
+
+
+cubed.register_autograd(_backward, setup_context=_save)
+
+
+class Cubic(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.body = mlp(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cubed(self.body(x))  # the operator's line
+
+
+def cubic(i: int) -> Member:
+    model = Cubic(i)
+    return Member(model, torch.optim.SGD(model.parameters(), lr=0.05), f"m{i}")
+
+
+def test_an_operator_without_a_rule_is_looped_over_and_told() -> None:
+    fleet = Fleet([cubic(i) for i in range(3)], mse, EXAMPLE)
+    assert groups_of(fleet) == [("m0", "m1", "m2")]
+    (summary,) = fleet.summary()
+    looped = {record.op: record for record in summary.records if record.how == "loop"}
+    assert set(looped) == {
+        "trainmux_fleet_tests.cubed.default",
+        "trainmux_fleet_tests.cubed_backward.default",
+    }
+    assert all("torch.vmap has no rule" in record.fallback for record in looped.values())
+    assert "test_fleet_groups.py" in looped["trainmux_fleet_tests.cubed.default"].locations[0]
+    text = fleet.explain()
+    assert "fell back:" in text
+    assert "trainmux_fleet_tests.cubed.default x1 at" in text
+    assert "nothing fell back" not in text
+    assert_trains_alone(fleet, cubic, BATCHES[:3])
