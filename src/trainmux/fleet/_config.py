@@ -40,7 +40,7 @@ class FleetConfig:
     @property
     def trace_settings(self) -> TraceSettings:
         autocast, held = _PRECISIONS[self.precision]
-        return TraceSettings(self.device, autocast, held)
+        return TraceSettings(self.device, autocast, held, self.deterministic)
 
     def make_engine(self) -> ReferenceEngine | CudaGraphEngine:
         """The engine for one group: graphs on a CUDA device unless told otherwise."""

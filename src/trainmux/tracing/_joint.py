@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from trainmux.errors import LossError, TraceError, TrainmuxError
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
+from trainmux.runtime import deterministic_algorithms
 from trainmux.tracing._cleanup import output_nodes, simplify, source_of
 from trainmux.tracing._composites import own_composites
 from trainmux.tracing._linalg import failures_make_loss_nan
@@ -61,6 +62,7 @@ class TraceSettings:
     device: torch.device
     autocast: torch.dtype | None
     compute_dtype: torch.dtype | None  # floating inputs are seen in this dtype; None keeps their own
+    deterministic: bool = False  # torch picks its attention kernels by this, and it does so while tracing
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def _trace(
     counter = torch.empty((), dtype=torch.int64)
     originals = [named.tensor for named in (*parameters, *buffers)] + list(batch.tensors)
     fakes = [_fake(mode, tensor, settings) for tensor in (*originals, counter, counter, scalar)]
-    module = _run_tracer(step, fakes, mode, names)
+    with deterministic_algorithms(settings.deterministic):
+        module = _run_tracer(step, fakes, mode, names)
     failures_make_loss_nan(module, mode)
     draw_from_counters(module, num_parameters + num_buffers + num_leaves, mode)
 

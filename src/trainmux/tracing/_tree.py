@@ -85,7 +85,9 @@ def _flatten(value: Any, path: str, tensors: list[Tensor], leaves: list[LeafSpec
         parts = [_flatten(item, f"{path}[{i}]", tensors, leaves) for i, item in enumerate(value)]
         builders = [build for _, build in parts]
         text = ",".join(part for part, _ in parts)
-        return f"{name}[{text}]", lambda it: _like_sequence(value, [build(it) for build in builders])
+        # A loader hands out lists where the data set has tuples: they count as the same.
+        label = "" if type(value) in (list, tuple) else name
+        return f"{label}[{text}]", lambda it: _like_sequence(value, [build(it) for build in builders])
     fields = _attributes(value)
     if fields is not None:
         parts = [_flatten(item, f"{path}.{field}", tensors, leaves) for field, item in fields.items()]

@@ -189,7 +189,7 @@ def is_stacked(item: GraphInput, shared_batch: bool) -> bool:
 def inputs_of(model: nn.Module, leaves: Sequence[Tensor], seed: int) -> list[Tensor]:
     named = (*unique_parameters(model), *unique_buffers(model))
     tensors = [item.tensor.detach() for item in named]
-    return [*tensors, *leaves, torch.tensor(seed), torch.tensor(3), torch.tensor(1.0)]
+    return [*tensors, *leaves, torch.tensor(seed), torch.tensor(3), torch.tensor(1.0, dtype=torch.float64)]
 
 
 def assert_fused_is_each_members_own(

@@ -275,7 +275,6 @@ def test_another_number_of_dimensions_is_named() -> None:
     ("expected", "got"),
     [
         ({"x": A, "n": 1}, {"x": A, "n": 2}),
-        ((A, B), [A, B]),
         (Pair(A, B), (A, B)),
         ({"x": A, "n": None}, {"x": A}),
         (Sample(A, B), FrozenSample(A, B)),
@@ -286,6 +285,12 @@ def test_another_structure_or_constant_is_refused(expected: Any, got: Any) -> No
     assert "expected" in text
     assert "got" in text
     assert "example_batch" in text
+
+
+def test_a_list_is_as_good_as_a_tuple() -> None:
+    """A loader hands out lists where its data set has tuples."""
+    check_batch(flatten_batch((A, B)).spec, flatten_batch([A, B]).spec)
+    assert flatten_batch((A, B)).spec == flatten_batch([A, B]).spec
 
 
 def test_a_dict_in_another_order_is_another_structure() -> None:
