@@ -20,7 +20,7 @@ from trainmux.engine._tail import TailInputs, UpdateSettings, make_tail
 from trainmux.fusion import FusedGraph
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind, Phase
 from trainmux.runtime import deterministic_algorithms
-from trainmux.tracing import FakeTensor, FakeTensorMode, make_fx, output_nodes, split_joint
+from trainmux.tracing import FakeTensor, FakeTensorMode, graph_constant, make_fx, output_nodes, split_joint
 
 # Besides the fused graph's own inputs, in this order.
 TAIL_INPUTS = ("scalars", "neutral", "limits", "active", "alive", "updates")
@@ -163,14 +163,12 @@ def _append(
             new = graph.node_copy(node, lambda n: copied[n])
             if node.op == "get_attr":
                 new.target = f"{prefix}_{str(node.target).replace('.', '_')}"
-                value: object = part
-                for step in str(node.target).split("."):
-                    value = getattr(value, step)
+                value = graph_constant(part, node)
                 if isinstance(value, FakeTensor):
                     raise RuntimeError(
                         f"expected real constants in the {prefix} graph, got a fake {node.target}"
                     )
-                owner.register_buffer(new.target, value, persistent=False)  # type: ignore[arg-type]
+                owner.register_buffer(new.target, value, persistent=False)
             if node.target is torch.ops.aten.view.default and phase is not Phase.UPDATE:
                 # A kernel's real strides may differ from its fake ones (Fourier transforms do): a view that
                 # was possible in the trace may not be in the run.

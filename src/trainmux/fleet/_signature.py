@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from trainmux.tracing import TracedGraph
+from trainmux.tracing import TracedGraph, graph_constant
 
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules"})
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
@@ -43,16 +43,8 @@ def graph_key(traced: TracedGraph) -> str:
     digest.update(repr((traced.inputs, traced.outputs)).encode())
     for node in traced.module.graph.nodes:
         if node.op == "get_attr":
-            digest.update(_tensor_digest(_constant(traced.module, str(node.target))))
+            digest.update(_tensor_digest(graph_constant(traced.module, node)))
     return digest.hexdigest()
-
-
-def _constant(module: fx.GraphModule, target: str) -> Tensor:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    assert isinstance(value, Tensor)
-    return value
 
 
 def _tensor_digest(tensor: Tensor) -> bytes:

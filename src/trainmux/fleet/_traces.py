@@ -37,8 +37,6 @@ class TraceCache:
     def __init__(self, settings: TraceSettings) -> None:
         self._settings = settings
         self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
-        # Signatures hold ids of functions: keep those alive, or an id could be given away again.
-        self._held: list[object] = []
 
     def joint(self, name: str, model: nn.Module, loss: LossFunction, batch: FlatBatch) -> Trace:
         """Forward and backward of one training step."""
@@ -86,7 +84,6 @@ class TraceCache:
         except TrainmuxError as error:
             error.add_note(f"while tracing member {name!r}")
             raise
-        self._held.append(fn)
         self._traces[key] = Trace(graph, graph_key(graph))
         while len(self._traces) > _MAX_TRACES:
             self._traces.popitem(last=False)

@@ -26,6 +26,7 @@ from trainmux.ir import FusionRecord, GraphInput, GraphOutput
 from trainmux.tracing import (
     FakeTensorMode,
     TracedGraph,
+    graph_constant,
     inherit_meta,
     last_node,
     make_fx,
@@ -119,7 +120,7 @@ class _Fuser:
                 tensor, is_batched = next(given)
                 environment[node] = Stacked(tensor) if is_batched else tensor
             elif node.op == "get_attr":
-                environment[node] = _attribute(self._module, node.target)
+                environment[node] = graph_constant(self._module, node)
             elif node.op == "output":
                 return [self._stack_output(environment[item]) for item in output_nodes(self._module)]
             else:
@@ -296,11 +297,3 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
         if isinstance(leaf, Stacked):
             return leaf.tensor.device
     raise RuntimeError("expected a stacked argument, got none")
-
-
-def _attribute(module: fx.GraphModule, target: Any) -> Tensor:
-    value: Any = module
-    for part in str(target).split("."):
-        value = getattr(value, part)
-    assert isinstance(value, Tensor)
-    return value

@@ -1,6 +1,6 @@
 """One member and a batch become a graph; a fused graph becomes forward and backward."""
 
-from trainmux.tracing._cleanup import inherit_meta, output_nodes
+from trainmux.tracing._cleanup import graph_constant, inherit_meta, output_nodes
 from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
 from trainmux.tracing._source import node_location
 from trainmux.tracing._split import SplitGraph, split_joint
@@ -29,6 +29,7 @@ __all__ = [
     "TracedGraph",
     "check_batch",
     "flatten_batch",
+    "graph_constant",
     "inherit_meta",
     "last_node",
     "make_fx",

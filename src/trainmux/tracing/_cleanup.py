@@ -26,6 +26,15 @@ def output_nodes(module: fx.GraphModule) -> list[fx.Node]:
     return nodes
 
 
+def graph_constant(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
+    """The tensor that a ``get_attr`` node stands for."""
+    value: object = module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
 def source_of(node: fx.Node) -> fx.Node:
     """The node whose value ``node`` merely hands on."""
     while node.op == "call_function" and node.target in _PASS_THROUGH:

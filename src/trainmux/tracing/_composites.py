@@ -138,10 +138,6 @@ def _embedding_bag(
     return out, bag, sizes, unused
 
 
-def _embedding_bag_without_padding(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _embedding_bag(*args, **kwargs)
-
-
 _MODES = {"sum": 0, "mean": 1, "max": 2}
 
 
@@ -292,7 +288,7 @@ _TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.batch_norm.default: _batch_norm,
     aten.scaled_dot_product_attention.default: _attention,
     aten.embedding_bag.padding_idx: _embedding_bag,
-    aten.embedding_bag.default: _embedding_bag_without_padding,
+    aten.embedding_bag.default: _embedding_bag,
 }
 
 

@@ -73,15 +73,8 @@ def _unfold(context: Context, result: Any, member: Any, batch: int) -> Any:
     return Stacked(result.unflatten(0, (context.width, batch)))
 
 
-@rule(*_FORWARD, how="fold model axis into batch")
-def forward(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    results = _folded(context, op, args, kwargs)
-    batch = context.value[0].shape[0]
-    return tuple(_unfold(context, r, m, batch) for r, m in zip(results, context.value, strict=True))
-
-
-@rule(*_BACKWARD, how="fold model axis into batch")
-def backward(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+@rule(*_FORWARD, *_BACKWARD, how="fold model axis into batch")
+def attention(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     results = _folded(context, op, args, kwargs)
     batch = context.value[0].shape[0]
     return tuple(_unfold(context, r, m, batch) for r, m in zip(results, context.value, strict=True))
