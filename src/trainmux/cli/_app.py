@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import platform
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ._device import DeviceChoice
+from .bench.command import app as bench
+
 app = typer.Typer(name="trainmux", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-
-class DeviceChoice(StrEnum):
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
+app.add_typer(bench, name="bench")
 
 
 def _installed(package: str) -> str:

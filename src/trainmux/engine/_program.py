@@ -35,7 +35,7 @@ class StepProgram:
     gradient norm, the finite mask and the metrics, each with the model axis first.
     """
 
-    module: fx.GraphModule
+    module: torch.nn.Module
     inputs: tuple[GraphInput, ...]
     settings: UpdateSettings
     metrics: tuple[str, ...]
@@ -59,7 +59,7 @@ class StepProgram:
 class ForwardProgram:
     """A forward-only program: fused inputs in, metrics out."""
 
-    module: fx.GraphModule
+    module: torch.nn.Module
     inputs: tuple[GraphInput, ...]
     metrics: tuple[str, ...]
 
@@ -94,8 +94,12 @@ def build_forward(fused: FusedGraph) -> ForwardProgram:
     return ForwardProgram(fused.module, fused.inputs, metrics)
 
 
-def build_step(fused: FusedGraph, settings: UpdateSettings) -> StepProgram:
-    """Split the fused joint graph, append the tail, and write all of it as one graph."""
+def build_step(fused: FusedGraph, settings: UpdateSettings, *, reuses_gradients: bool = True) -> StepProgram:
+    """Split the fused joint graph, append the tail, and write all of it as one graph.
+
+    ``reuses_gradients`` lets the update overwrite gradients: a pass over memory less where operators run
+    one by one, one more inside a compiled region.
+    """
     split = split_joint(fused.module, fused.inputs, fused.outputs)
     graph = fx.Graph()
     owner = torch.nn.Module()
@@ -114,7 +118,7 @@ def build_step(fused: FusedGraph, settings: UpdateSettings) -> StepProgram:
     _describe(arguments, fused)
 
     outputs = dict(_group_outputs(fused.outputs, results + gradients))
-    tail = _TailGraph(graph, arguments, fused, settings, outputs)
+    tail = _TailGraph(graph, arguments, fused, settings, outputs, reuses_gradients)
     norm, finite = tail.append(owner)
     metrics = outputs[OutputKind.METRIC]
     loss = outputs[OutputKind.LOSS]["loss"]
@@ -233,7 +237,9 @@ class _TailGraph:
         fused: FusedGraph,
         settings: UpdateSettings,
         outputs: dict[OutputKind, dict[str, fx.Node]],
+        reuses_gradients: bool,
     ) -> None:
+        self._reuses_gradients = reuses_gradients
         self._graph = graph
         self._fused = fused
         self._settings = settings
@@ -275,7 +281,9 @@ class _TailGraph:
         roles = [loss, buffers, new_buffers, parameters, gradients, states, accumulators, *fed]
         nodes, spec = pytree.tree_flatten(roles)
         forward_outputs = {loss, *outputs[OutputKind.METRIC].values(), *new_buffers}
-        tail = make_tail(settings, [_owns_memory(node, forward_outputs) for node in gradients])
+        tail = make_tail(
+            settings, [self._reuses_gradients and _owns_memory(node, forward_outputs) for node in gradients]
+        )
 
         def flat(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             return tail(TailInputs(*pytree.tree_unflatten(list(tensors), spec)))

@@ -7,7 +7,8 @@ that must not change gets neutral scalars and a zero gradient, which leaves its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ from trainmux.optim import (
     scalar_specs,
     state_names,
 )
+from trainmux.tracing import last_node, nodes_after, tracer_graph
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -98,6 +100,16 @@ class _Broadcast:
         return self.made[key][1]
 
 
+@contextmanager
+def _unit(name: str) -> Iterator[None]:
+    """Mark what is traced inside as one unit: lowering makes a region of it."""
+    graph = tracer_graph()
+    last = last_node(graph)
+    yield
+    for node in nodes_after(graph, last):
+        node.meta["unit"] = name
+
+
 def make_tail(
     settings: UpdateSettings, fresh: Sequence[bool]
 ) -> Callable[[TailInputs], tuple[Tensor, Tensor]]:
@@ -144,15 +156,31 @@ def _zero_unless(gradient: Tensor, keeps: Tensor, *, fresh: bool) -> Tensor:
 def _norm(gradients: Sequence[Tensor], loss: Tensor) -> Tensor:
     """Per-member 2-norm over all gradients. One that overflows counts as infinite."""
     parts = []
-    for gradient in gradients:
+    for position, gradient in enumerate(gradients):
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        parts.append(
-            torch.linalg.vector_norm(gradient.reshape(len(loss), -1), dim=1, dtype=wide).to(torch.float64)
-        )
+        with _unit(f"norm {position}"):
+            parts.append(torch.linalg.vector_norm(gradient.reshape(len(loss), -1), dim=1, dtype=wide))
     if not parts:
         return torch.zeros_like(loss, dtype=torch.float64)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([part.to(torch.float64) for part in parts]), dim=0)
     return norm
+
+
+class _Scalars:
+    """The ``[k]`` tensors of the update in a parameter's dtype."""
+
+    def __init__(
+        self, settings: UpdateSettings, given: TailInputs, norm: Tensor, commits: Tensor, dtype: torch.dtype
+    ) -> None:
+        self._settings = settings
+        self._rows = torch.where(commits, given.scalars, given.neutral).to(scalar_dtype(dtype))
+        self.keeps = -commits.to(_BITS[dtype.itemsize])
+        self.shrink = torch.clamp(given.limits[0] / (norm + 1e-6), max=1.0).to(dtype)
+        self.bound = given.limits[1].to(dtype)
+
+    def of_group(self, index: int, group: GroupStructure) -> dict[str, Tensor]:
+        first = self._settings.scalar_offsets()[index]
+        return {spec.name: self._rows[first + i] for i, spec in enumerate(scalar_specs(group))}
 
 
 def _update(
@@ -164,49 +192,54 @@ def _update(
     commits: Tensor,
     shaped: _Broadcast,
 ) -> None:
-    effective = torch.where(commits, given.scalars, given.neutral)
-    shrink = torch.clamp(given.limits[0] / (norm + 1e-6), max=1.0)
     states = dict(zip(settings.state_keys(), given.states, strict=True))
-    rows: dict[torch.dtype, Tensor] = {}
-    scalars: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
-    keeps: dict[torch.dtype, Tensor] = {}
-    shrinks: dict[torch.dtype, Tensor] = {}
-    bounds: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
-    offsets = settings.scalar_offsets()
-
-    def scalars_of(index: int, group: GroupStructure, dtype: torch.dtype) -> dict[str, Tensor]:
-        if (index, dtype) not in scalars:
-            if dtype not in rows:
-                rows[dtype] = effective.to(scalar_dtype(dtype))
-            scalars[index, dtype] = {
-                spec.name: rows[dtype][offsets[index] + i] for i, spec in enumerate(scalar_specs(group))
-            }
-        return scalars[index, dtype]
-
-    for parameter_name, index, parameter, gradient, is_fresh in zip(
+    owned = [p for p, index in zip(given.parameters, settings.group_of, strict=True) if index is not None]
+    scalars = {
+        dtype: _Scalars(settings, given, norm, commits, dtype)
+        for dtype in dict.fromkeys(parameter.dtype for parameter in owned)
+    }
+    groups = {
+        (index, dtype): known.of_group(index, group)
+        for index, group in enumerate(settings.structure.groups)
+        for dtype, known in scalars.items()
+    }
+    for name, index, parameter, gradient, is_fresh in zip(
         settings.parameters, settings.group_of, given.parameters, gradients, fresh, strict=True
     ):
         if index is None:
             continue
         group = settings.structure.groups[index]
-        dtype = parameter.dtype
-        gradient = gradient.to(dtype)
-        if dtype not in keeps:
-            keeps[dtype] = -commits.to(_BITS[dtype.itemsize])
-            shrinks[dtype] = shrink.to(dtype)
-            bounds[dtype] = (-given.limits[1].to(dtype), given.limits[1].to(dtype))
-        if settings.clips_norm:
-            gradient = gradient * shaped(shrinks[dtype], gradient)
-        if settings.clips_value:
-            low, high = bounds[dtype]
-            gradient = torch.clamp(gradient, shaped(low, gradient), shaped(high, gradient))
-        gradient = _zero_unless(gradient, shaped(keeps[dtype], gradient), fresh=is_fresh)
-        state = {name: states[parameter_name, name] for name in state_names(group)}
-        apply_update(
-            group,
-            parameter,
-            gradient,
-            state,
-            {name: shaped(value, parameter) for name, value in scalars_of(index, group, dtype).items()},
-            idle=settings.idle[index],
-        )
+        state = {state_name: states[name, state_name] for state_name in state_names(group)}
+        with _unit(f"update {name}"):
+            parameter, gradient, *rows = _flat(parameter, gradient, *state.values())
+            known = scalars[parameter.dtype]
+            gradient = gradient.to(parameter.dtype)
+            if settings.clips_norm:
+                gradient = gradient * shaped(known.shrink, gradient)
+            if settings.clips_value:
+                bound = shaped(known.bound, gradient)
+                gradient = torch.clamp(gradient, -bound, bound)
+            gradient = _zero_unless(gradient, shaped(known.keeps, gradient), fresh=is_fresh)
+            apply_update(
+                group,
+                parameter,
+                gradient,
+                dict(zip(state, rows, strict=True)),
+                {key: shaped(value, parameter) for key, value in groups[index, parameter.dtype].items()},
+                idle=settings.idle[index],
+            )
+
+
+def _flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors ``[k, ...]`` as ``[k, n]`` where all of them are in one order in memory, else as they are.
+
+    Parameters of many shapes then share one compiled update.
+    """
+    rows = tensors[0][0]
+    if any(tensor[0].stride() != rows.stride() for tensor in tensors) or rows.numel() == 0:
+        return tensors
+    order = sorted(range(rows.dim()), key=lambda dim: (-rows.stride(dim), -rows.shape[dim]))
+    if not rows.permute(order).is_contiguous():
+        return tensors
+    axes = [0, *(dim + 1 for dim in order)]
+    return tuple(tensor.permute(axes).reshape(tensor.shape[0], -1) for tensor in tensors)

@@ -12,6 +12,7 @@ import torch
 from trainmux.engine import CudaGraphEngine, ReferenceEngine
 from trainmux.errors import ConfigError
 from trainmux.fusion import CONVOLUTION_STRATEGIES
+from trainmux.lowering import compiler_missing
 from trainmux.tracing import TraceSettings
 
 _PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -21,6 +22,7 @@ _PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "fp64": (None, torch.float64),
 }
 _ENGINES = ("auto", "reference", "cuda_graphs")
+_LOWERINGS = ("auto", "aten", "inductor")
 _DATA = ("shared", "per_member")
 _STRATEGIES = {"convolution": ("auto", *CONVOLUTION_STRATEGIES)}
 
@@ -36,6 +38,9 @@ class FleetConfig:
     deterministic: bool
     engine: str
     strategies: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    lowering: str = "aten"
+    width: int | None = None
+    branches: int = 1
 
     @property
     def trace_settings(self) -> TraceSettings:
@@ -62,6 +67,9 @@ def make_config(
     deterministic: Any,
     engine: Any,
     strategies: Any,
+    lowering: Any,
+    width: Any,
+    branches: Any,
 ) -> FleetConfig:
     """Check the settings; ``ConfigError`` names the one that is off."""
     _require("precision", precision, tuple(_PRECISIONS))
@@ -71,6 +79,10 @@ def make_config(
     if not isinstance(deterministic, bool):
         raise ConfigError(f"deterministic: expected True or False, got {deterministic!r}")
     _require("engine", engine, _ENGINES)
+    if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
+        raise ConfigError(f"width: expected None or a whole number of at least 1, got {width!r}")
+    if isinstance(branches, bool) or not isinstance(branches, int) or branches < 1:
+        raise ConfigError(f"branches: expected a whole number of at least 1, got {branches!r}")
     if strategies is not None and not isinstance(strategies, Mapping):
         raise ConfigError(f"strategies: expected a dict with entries of {_STRATEGIES}, got {strategies!r}")
     strategies = dict(strategies or {})
@@ -84,8 +96,29 @@ def make_config(
             "device='cuda'"
         )
     return FleetConfig(
-        found, precision, data, accumulate, deterministic, engine, MappingProxyType(strategies)
+        found,
+        precision,
+        data,
+        accumulate,
+        deterministic,
+        engine,
+        MappingProxyType(strategies),
+        _lowering(lowering, found),
+        width,
+        branches,
     )
+
+
+def _lowering(wanted: Any, device: torch.device) -> str:
+    _require("lowering", wanted, _LOWERINGS)
+    missing = compiler_missing(device)
+    if wanted == "inductor" and missing:
+        raise ConfigError(
+            f"lowering: expected 'auto' or 'aten' where {missing}, got 'inductor'; install a compiler"
+        )
+    if wanted == "auto":
+        return "inductor" if device.type == "cuda" and not missing else "aten"
+    return str(wanted)
 
 
 def _require(setting: str, value: Any, allowed: tuple[str, ...]) -> None:

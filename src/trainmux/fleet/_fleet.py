@@ -64,8 +64,13 @@ class Fleet:
         deterministic: bool = False,
         engine: str = "auto",
         strategies: Mapping[str, str] | None = None,
+        lowering: str = "auto",
+        width: int | None = None,
+        branches: int = 1,
     ) -> None:
-        self._config = make_config(device, precision, data, accumulate, deterministic, engine, strategies)
+        self._config = make_config(
+            device, precision, data, accumulate, deterministic, engine, strategies, lowering, width, branches
+        )
         self._loss = loss
         self._traces = TraceCache(self._config.trace_settings)
         self._groups: list[Group] = []

@@ -11,20 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainmux.engine import (
-    ForwardProgram,
-    StepProgram,
-    UpdateSettings,
-    build_forward,
-    build_step,
-)
+from trainmux.engine import ForwardProgram, StepProgram, UpdateSettings
 from trainmux.errors import OptimizerError
+from trainmux.fleet._build import ProgramBuilder
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._member import Member
 from trainmux.fleet._slots import Slot, StackedState, check_shapes, named_tensors
 from trainmux.fleet._snapshot import OptimizerSnapshot
 from trainmux.fleet._traces import Trace
-from trainmux.fusion import fuse
 from trainmux.ir import FusionRecord, InputKind, OutputKind
 from trainmux.optim import (
     OptimizerStructure,
@@ -34,7 +28,7 @@ from trainmux.optim import (
     state_names,
     write_state,
 )
-from trainmux.runtime import stacked_strides, stacked_zeros
+from trainmux.runtime import stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
 _MAX_PROGRAMS = 8
@@ -278,27 +272,8 @@ class Group:
             self._engine.forget([oldest])
         return program
 
-    def _batched(self, traced: TracedGraph, *, stacked_batch: bool) -> list[bool]:
-        return [
-            stacked_batch
-            if item.kind is InputKind.BATCH
-            else item.kind is not InputKind.TANGENT and item.name not in self.state.shared
-            for item in traced.inputs
-        ]
-
-    def _fuse(self, traced: TracedGraph, *, stacked_batch: bool) -> Any:
-        strides = {
-            position: stacked_strides(item.shape, _dtype(item.dtype))
-            for position, item in enumerate(traced.inputs)
-            if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
-        }
-        return fuse(
-            traced,
-            self.width,
-            self._batched(traced, stacked_batch=stacked_batch),
-            strides=strides,
-            strategies=self.config.strategies,
-        )
+    def _builder(self) -> ProgramBuilder:
+        return ProgramBuilder(self.config, self.state.shared)
 
     def prepare(
         self, traced: TracedGraph, key: Hashable, *, stacked_batch: bool, applies: bool = True
@@ -316,10 +291,10 @@ class Group:
         stacked_batch: bool,
     ) -> StepProgram:
         def build() -> StepProgram:
-            fused = self._fuse(traced, stacked_batch=stacked_batch)
-            program = build_step(fused, self._settings(idle, applies=applies))
+            settings = self._settings(idle, applies=applies)
+            program, fused = self._builder().step(traced, self.width, settings, stacked_batch=stacked_batch)
             self._records = fused.records
-            self._num_nodes = len(program.module.graph.nodes)
+            self._num_nodes = len(fused.module.graph.nodes)
             return program
 
         program = self._cached(("step", key, idle, applies, self._clips(), stacked_batch), build)
@@ -360,7 +335,7 @@ class Group:
         """Metrics of all members on one batch, ``[width]`` each."""
         program = self._cached(
             ("evaluate", key, stacked_batch),
-            lambda: build_forward(self._fuse(traced, stacked_batch=stacked_batch)),
+            lambda: self._builder().forward(traced, self.width, stacked_batch=stacked_batch),
         )
         arguments = self._arguments(program, batch, torch.zeros_like(self.state.seeds))
         return dict(zip(program.metrics, self._engine.run(program, arguments), strict=True))
@@ -422,7 +397,8 @@ class Group:
             if not all(map(math.isfinite, column)):
                 check_hyperparameters(slot.member.optimizer, member=slot.name)
             columns.append(column)
-        return self._feed(columns, torch.float64).t()
+        rows = list(zip(*columns, strict=True)) if num_scalars else []
+        return self._feed(rows, torch.float64).reshape(num_scalars, self.width)
 
     def _limits_and_active(self) -> tuple[Tensor, Tensor]:
         if self._limits is None or self._active is None:
@@ -451,9 +427,3 @@ class Group:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.detach(), b.detach()))
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -58,11 +58,13 @@ def fuse(
     *,
     strides: Mapping[int, Sequence[int]] | None = None,
     strategies: Mapping[str, str] | None = None,
+    decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
 ) -> FusedGraph:
     """Widen ``traced`` to ``width`` members.
 
     ``batched`` says for each placeholder whether it differs between members; ``strides`` gives the
-    strides of stacked inputs that are not contiguous (padded storage), by position. Raises
+    strides of stacked inputs that are not contiguous (padded storage), by position; ``decompositions``
+    take operators apart as they are written, after fusion. Raises
     ``FusionError`` naming the operator and the user's line where an operator cannot be fused.
     """
     fuser = _Fuser(traced.module, width, batched, dict(strategies or {}))
@@ -82,7 +84,7 @@ def fuse(
                 )
             else:
                 examples.append(torch.empty(shape, dtype=value.dtype, device=value.device))
-        module = make_fx(fuser.run)(*examples)
+        module = make_fx(fuser.run, decomposition_table=decompositions)(*examples)
     inputs = tuple(
         replace(described, batched=is_batched)
         for described, is_batched in zip(traced.inputs, batched, strict=True)

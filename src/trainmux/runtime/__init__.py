@@ -2,7 +2,13 @@
 
 from trainmux.runtime._determinism import deterministic_algorithms
 from trainmux.runtime._interrupts import deferred_interrupts
-from trainmux.runtime._random import WORD_RANGE, philox_blocks, random_words
+from trainmux.runtime._random import (
+    WORD_RANGE,
+    philox_blocks,
+    philox_pairs,
+    random_words,
+    random_words_of_elements,
+)
 from trainmux.runtime._storage import ALIGNMENT_BYTES, stacked_strides, stacked_zeros
 
 __all__ = [
@@ -11,7 +17,9 @@ __all__ = [
     "deferred_interrupts",
     "deterministic_algorithms",
     "philox_blocks",
+    "philox_pairs",
     "random_words",
+    "random_words_of_elements",
     "stacked_strides",
     "stacked_zeros",
 ]

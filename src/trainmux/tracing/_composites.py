@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -274,14 +275,19 @@ def _stack_recurrent_layers(
             parameters, hidden, layer, bidirectional
         )
         outputs, final = run_layer(values, state, forwards, has_biases)
-        final_states.append(final)
+        final_states.append(_shaped_like(final, state))
         if bidirectional:
             reverse, final = run_layer(values, backward_state, backwards, has_biases, reverse=True)
-            final_states.append(final)
+            final_states.append(_shaped_like(final, backward_state))
             outputs = torch.cat([outputs, reverse], -1)
         is_last = layer == num_layers - 1
         values = torch.dropout(outputs, dropout, True) if train and dropout and not is_last else outputs
     return (values.transpose(0, 1) if batch_first else values), final_states
+
+
+def _shaped_like(final: Any, state: Any) -> Any:
+    """A layer's last state in the shape of its first one: torch 2.11 leaves an axis in an LSTM's."""
+    return pytree.tree_map(lambda last, first: last.reshape(first.shape), final, state)
 
 
 _TABLE: dict[OpOverload, Callable[..., Any]] = {

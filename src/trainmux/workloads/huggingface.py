@@ -1,4 +1,7 @@
-"""Tiny configurations of Hugging Face models, built from scratch: no download, no pretrained weights."""
+"""Hugging Face models at tiny and at published sizes, built from scratch: no download, no pretrained weights.
+
+Models of the published sizes come in training mode, whatever mode the library hands its models out in.
+"""
 
 from __future__ import annotations
 
@@ -92,3 +95,45 @@ def tiny_vit(hidden_size: int = 16, num_layers: int = 2, dropout: float = 0.0) -
         problem_type="single_label_classification",
     )
     return cast(nn.Module, transformers.ViTForImageClassification(config))
+
+
+def _bert_base_config(dropout: float) -> Any:
+    return _transformers().BertConfig(hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+
+
+def bert_base_mlm(dropout: float = 0.1) -> nn.Module:
+    """``BertForMaskedLM`` of the size of BERT-base, 109.5M parameters."""
+    config = _bert_base_config(dropout)
+    return cast(nn.Module, _transformers().BertForMaskedLM(config)).train()
+
+
+def bert_base_nsp(dropout: float = 0.1) -> nn.Module:
+    """``BertForNextSentencePrediction`` of the size of BERT-base, 109.5M parameters."""
+    config = _bert_base_config(dropout)
+    return cast(nn.Module, _transformers().BertForNextSentencePrediction(config)).train()
+
+
+def gpt2(dropout: float = 0.1) -> nn.Module:
+    """``GPT2LMHeadModel`` of the smallest published size, 124.4M parameters, without a key-value cache."""
+    transformers = _transformers()
+    config = transformers.GPT2Config(
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    # What it takes anyway. Left open, since the class's name does not tell, it logs a warning.
+    model.loss_type = "ForCausalLM"
+    return cast(nn.Module, model).train()
+
+
+def vit(hidden_size: int = 768, num_layers: int = 12, num_heads: int = 12) -> nn.Module:
+    """``ViTForImageClassification`` on 224×224 images in 16×16 patches, 1000 classes; ViT-B/16 by default."""
+    transformers = _transformers()
+    config = transformers.ViTConfig(
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        intermediate_size=4 * hidden_size,
+        num_labels=1000,
+        problem_type="single_label_classification",
+    )
+    return cast(nn.Module, transformers.ViTForImageClassification(config)).train()

@@ -1,4 +1,4 @@
-"""Text models: an LSTM language model and a Transformer classifier."""
+"""Text models: an LSTM language model, LSTM translation with attention, and a Transformer classifier."""
 
 from __future__ import annotations
 
@@ -39,6 +39,32 @@ class LSTMLanguageModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden, _ = self.lstm(self.dropout(self.embedding(tokens)))
         logits: Tensor = self.projection(self.dropout(hidden))
+        return logits
+
+
+class LSTMTranslation(nn.Module):
+    """Two LSTMs with dot-product attention between them, in the manner of Luong et al. (2015).
+
+    ``source [B, S]`` and the target's tokens so far, ``target [B, T]`` → logits
+    ``[B, T, vocab_size]``. The decoder starts from the encoder's last state; every position of it
+    attends to all positions of the source, which has no padding.
+    """
+
+    def __init__(self, vocab_size: int = 8000, hidden_size: int = 512, num_layers: int = 2) -> None:
+        super().__init__()
+        self.source_embedding = nn.Embedding(vocab_size, hidden_size)
+        self.target_embedding = nn.Embedding(vocab_size, hidden_size)
+        self.encoder = nn.LSTM(hidden_size, hidden_size, num_layers=num_layers, batch_first=True)
+        self.decoder = nn.LSTM(hidden_size, hidden_size, num_layers=num_layers, batch_first=True)
+        self.combine = nn.Linear(2 * hidden_size, hidden_size)
+        self.projection = nn.Linear(hidden_size, vocab_size)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        encoded, state = self.encoder(self.source_embedding(source))
+        decoded, _ = self.decoder(self.target_embedding(target), state)
+        weights = (decoded @ encoded.transpose(1, 2)).softmax(-1)
+        combined = torch.tanh(self.combine(torch.cat([weights @ encoded, decoded], dim=-1)))
+        logits: Tensor = self.projection(combined)
         return logits
 
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from .dense import mlp
 from .huggingface import MAX_LENGTH, VOCAB_SIZE, tiny_bert_mlm, tiny_bert_nsp, tiny_gpt2, tiny_vit
-from .language import LSTMLanguageModel, TransformerClassifier
-from .recommend import DLRM
-from .vision import ResidualNet, SmallCNN
+from .language import LSTMLanguageModel, LSTMTranslation, TransformerClassifier
+from .recommend import DLRM, JointDLRM
+from .seeding import seeded, seeded_generator
+from .vision import BottleneckNet, InvertedResidualNet, ResidualNet, SmallCNN
 
 BATCH_SIZE = 4
 NUM_CLASSES = 4
@@ -58,24 +59,7 @@ class ClickBatch:
     clicked: Tensor
 
 
-# Models. Building is seeded apart from the caller's own random state.
-
-
-def _seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make()
-
-
-def _build(make: Callable[..., nn.Module], **settings: Any) -> Callable[[int], nn.Module]:
-    return partial(_seeded, partial(make, **settings))
-
-
 # Batches.
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def _tokens(generator: torch.Generator, low: int = 1) -> Tensor:
@@ -93,34 +77,40 @@ def _padding_mask(generator: torch.Generator) -> Tensor:
 
 
 def _vector_batch(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = _generator(seed)
+    generator = seeded_generator(seed)
     return torch.randn(BATCH_SIZE, 16, generator=generator, dtype=dtype), _labels(generator)
 
 
 def _gray_batch(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = _generator(seed)
+    generator = seeded_generator(seed)
     return torch.randn(BATCH_SIZE, 1, 8, 8, generator=generator, dtype=dtype), _labels(generator)
 
 
 def _color_batch(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    generator = _generator(seed)
+    generator = seeded_generator(seed)
     images = torch.randn(BATCH_SIZE, 3, 8, 8, generator=generator, dtype=dtype)
     return {"image": images, "label": _labels(generator)}
 
 
 def _language_batch(seed: int, dtype: torch.dtype) -> TokenBatch:
-    tokens = torch.randint(VOCAB_SIZE, (BATCH_SIZE, MAX_LENGTH + 1), generator=_generator(seed))
+    tokens = torch.randint(VOCAB_SIZE, (BATCH_SIZE, MAX_LENGTH + 1), generator=seeded_generator(seed))
     return TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
+def _translation_batch(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = seeded_generator(seed)
+    source = torch.randint(VOCAB_SIZE, (BATCH_SIZE, 5), generator=generator)
+    return {"source": source, "target": torch.randint(VOCAB_SIZE, (BATCH_SIZE, 5), generator=generator)}
+
+
 def _text_batch(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    generator = _generator(seed)
+    generator = seeded_generator(seed)
     tokens, mask = _tokens(generator), _padding_mask(generator)
     return {"tokens": tokens * mask, "mask": mask, "label": _labels(generator)}
 
 
 def _click_batch(seed: int, dtype: torch.dtype) -> ClickBatch:
-    generator = _generator(seed)
+    generator = seeded_generator(seed)
     num_values = 3 * BATCH_SIZE
     # Every bag holds at least one value, and the number of values is the same for every seed.
     cuts = torch.randperm(num_values - 1, generator=generator)[: BATCH_SIZE - 1] + 1
@@ -134,8 +124,17 @@ def _click_batch(seed: int, dtype: torch.dtype) -> ClickBatch:
     )
 
 
+def _joint_click_batch(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = seeded_generator(seed)
+    return {
+        "dense": torch.randn(BATCH_SIZE, 6, generator=generator, dtype=dtype),
+        "categories": torch.randint(5, (BATCH_SIZE, 3), generator=generator),
+        "clicked": torch.randint(2, (BATCH_SIZE,), generator=generator).to(dtype),
+    }
+
+
 def _bert_mlm_batch(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    generator = _generator(seed)
+    generator = seeded_generator(seed)
     tokens, mask = _tokens(generator, low=2), _padding_mask(generator)
     hidden = (torch.rand(tokens.shape, generator=generator) < 0.3) & mask
     hidden[:, 0] = True  # a batch without one masked token would have no loss
@@ -147,7 +146,7 @@ def _bert_mlm_batch(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _bert_nsp_batch(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    generator = _generator(seed)
+    generator = seeded_generator(seed)
     tokens, mask = _tokens(generator), _padding_mask(generator)
     second = (torch.arange(MAX_LENGTH) >= MAX_LENGTH // 2).expand(BATCH_SIZE, MAX_LENGTH)
     return {
@@ -159,11 +158,11 @@ def _bert_nsp_batch(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _gpt2_batch(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {"input_ids": _tokens(_generator(seed), low=0)}
+    return {"input_ids": _tokens(seeded_generator(seed), low=0)}
 
 
 def _vit_batch(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    generator = _generator(seed)
+    generator = seeded_generator(seed)
     pixels = torch.randn(BATCH_SIZE, 3, 8, 8, generator=generator, dtype=dtype)
     return {"pixel_values": pixels, "labels": _labels(generator)}
 
@@ -206,7 +205,19 @@ def _click_loss(model: nn.Module, batch: ClickBatch) -> Loss:
     return F.binary_cross_entropy_with_logits(logits, batch.clicked)
 
 
-def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+def translation_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    """Each token of the target is predicted from the source and the target's tokens before it."""
+    target = batch["target"]
+    logits = model(batch["source"], target[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten())
+
+
+def joint_click_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+    """Whether the user clicked, of ``JointDLRM``."""
+    return F.binary_cross_entropy_with_logits(model(batch["dense"], batch["categories"]), batch["clicked"])
+
+
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
     """The loss that the model computes by itself when it is given labels."""
     loss: Tensor = model(**batch).loss
     return loss
@@ -220,35 +231,58 @@ def _next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
 
 def _registry() -> dict[str, Workload]:
     workloads = [
-        Workload("mlp", _build(partial(mlp, 16, 32, NUM_CLASSES)), _pair_loss, _vector_batch),
+        Workload("mlp", seeded(partial(mlp, 16, 32, NUM_CLASSES)), _pair_loss, _vector_batch),
         Workload(
             "cnn",
-            _build(SmallCNN, channels=16, num_classes=NUM_CLASSES),
+            seeded(SmallCNN, channels=16, num_classes=NUM_CLASSES),
             _pair_loss_with_metrics,
             _gray_batch,
         ),
         Workload(
             "cnn_with_dropout",
-            _build(SmallCNN, channels=16, num_classes=NUM_CLASSES, dropout=0.2),
+            seeded(SmallCNN, channels=16, num_classes=NUM_CLASSES, dropout=0.2),
             _pair_loss_with_metrics,
             _gray_batch,
         ),
-        Workload("residual", _build(ResidualNet, num_classes=NUM_CLASSES), _smoothed_loss, _color_batch),
-        Workload("lstm", _build(LSTMLanguageModel), _language_loss, _language_batch),
-        Workload("lstm_untied", _build(LSTMLanguageModel, tied=False), _language_loss, _language_batch),
+        Workload("residual", seeded(ResidualNet, num_classes=NUM_CLASSES), _smoothed_loss, _color_batch),
+        Workload("bottleneck", seeded(BottleneckNet, num_classes=NUM_CLASSES), _smoothed_loss, _color_batch),
         Workload(
-            "lstm_with_dropout", _build(LSTMLanguageModel, dropout=0.2), _language_loss, _language_batch
+            "mobilenet", seeded(InvertedResidualNet, num_classes=NUM_CLASSES), _smoothed_loss, _color_batch
         ),
-        Workload("transformer", _build(TransformerClassifier), _text_loss, _text_batch),
+        Workload("lstm", seeded(LSTMLanguageModel), _language_loss, _language_batch),
+        Workload("lstm_untied", seeded(LSTMLanguageModel, tied=False), _language_loss, _language_batch),
         Workload(
-            "transformer_with_dropout", _build(TransformerClassifier, dropout=0.2), _text_loss, _text_batch
+            "lstm_with_dropout", seeded(LSTMLanguageModel, dropout=0.2), _language_loss, _language_batch
         ),
-        Workload("dlrm", _build(DLRM), _click_loss, _click_batch),
-        Workload("bert_mlm", _build(tiny_bert_mlm), _own_loss, _bert_mlm_batch),
-        Workload("bert_mlm_with_dropout", _build(tiny_bert_mlm, dropout=0.2), _own_loss, _bert_mlm_batch),
-        Workload("bert_nsp", _build(tiny_bert_nsp), _own_loss, _bert_nsp_batch),
-        Workload("gpt2", _build(tiny_gpt2), _next_token_loss, _gpt2_batch),
-        Workload("vit", _build(tiny_vit), _own_loss, _vit_batch),
+        Workload(
+            "lstm_translation",
+            seeded(LSTMTranslation, vocab_size=VOCAB_SIZE, hidden_size=8),
+            translation_loss,
+            _translation_batch,
+        ),
+        Workload("transformer", seeded(TransformerClassifier), _text_loss, _text_batch),
+        Workload(
+            "transformer_with_dropout", seeded(TransformerClassifier, dropout=0.2), _text_loss, _text_batch
+        ),
+        Workload("dlrm", seeded(DLRM), _click_loss, _click_batch),
+        Workload(
+            "dlrm_joint",
+            seeded(
+                JointDLRM,
+                num_dense=6,
+                num_categories=(5, 8, 6),
+                embedding_size=8,
+                bottom_sizes=(16, 8),
+                top_sizes=(16, 16, 1),
+            ),
+            joint_click_loss,
+            _joint_click_batch,
+        ),
+        Workload("bert_mlm", seeded(tiny_bert_mlm), own_loss, _bert_mlm_batch),
+        Workload("bert_mlm_with_dropout", seeded(tiny_bert_mlm, dropout=0.2), own_loss, _bert_mlm_batch),
+        Workload("bert_nsp", seeded(tiny_bert_nsp), own_loss, _bert_nsp_batch),
+        Workload("gpt2", seeded(tiny_gpt2), _next_token_loss, _gpt2_batch),
+        Workload("vit", seeded(tiny_vit), own_loss, _vit_batch),
     ]
     return {workload.name: workload for workload in workloads}
 

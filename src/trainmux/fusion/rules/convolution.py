@@ -199,6 +199,45 @@ def _separate_backward(
     return tuple(part if wanted else None for part, wanted in zip(parts, mask, strict=True))  # type: ignore[return-value]
 
 
+def _single_forward(
+    context: Context, x: Tensor | Stacked, weight: Tensor, bias: Tensor | None, geometry: Geometry
+) -> Tensor:
+    out = aten.convolution(
+        _channels_last(context.stack(x)[0]),
+        _channels_last(weight[0]),
+        None if bias is None else bias[0],
+        *geometry.arguments(geometry.groups),
+    )
+    return out.unsqueeze(0)
+
+
+def _single_backward(
+    context: Context,
+    grad: Tensor,
+    x: Tensor | Stacked,
+    weight: Tensor,
+    bias_sizes: list[int] | None,
+    geometry: Geometry,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    parts = aten.convolution_backward(
+        _channels_last(grad[0]),
+        _channels_last(context.stack(x)[0]),
+        _channels_last(weight[0]),
+        bias_sizes,
+        *geometry.arguments(geometry.groups),
+        list(mask),
+    )
+    return tuple(part.unsqueeze(0) if wanted else None for part, wanted in zip(parts, mask, strict=True))  # type: ignore[return-value]
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """Images and filters as tensor cores want them: channels innermost."""
+    if x.dim() != 4 or x.device.type != "cuda":
+        return x
+    return x.contiguous(memory_format=torch.channels_last)
+
+
 def _is_pointwise(geometry: Geometry, weight: torch.Size) -> bool:
     return (
         all(size == 1 for size in weight[2:])
@@ -254,8 +293,13 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
+_SINGLE = Strategy("single", lambda geometry, weight: True, _single_forward, _single_backward)
+
+
 def choose(context: Context, geometry: Geometry, weight: torch.Size) -> Strategy:
     """The strategy asked for, where it fits; else the default for the device."""
+    if context.width == 1:
+        return _SINGLE
     wanted = context.strategies.get("convolution", "auto")
     if wanted != "auto" and STRATEGIES[wanted].fits(geometry, weight):
         return STRATEGIES[wanted]

@@ -17,6 +17,8 @@ def _rows_merge(x: Tensor) -> bool:
 
 
 def _product(context: Context, a: Stacked | Tensor, b: Stacked | Tensor) -> Tensor:
+    if context.width == 1:
+        return torch.mm(context.stack(a)[0], context.stack(b)[0]).unsqueeze(0)
     if isinstance(a, Stacked) and not isinstance(b, Stacked) and _rows_merge(a.tensor):
         k, m, n = a.tensor.shape
         return torch.mm(a.tensor.view(k * m, n), b).view(k, m, -1)
@@ -44,6 +46,11 @@ def addmm(
         # With beta 0 the bias is left out, NaN and all.
         return Stacked(product + align(bias, 2) * beta if beta else product.expand(context.width, -1, -1))
     offset = align(bias, 2) if isinstance(bias, Stacked) else bias
+    if context.width == 1:
+        one = torch.addmm(
+            context.stack(bias)[0], context.stack(a)[0], context.stack(b)[0], beta=beta, alpha=alpha
+        )
+        return Stacked(one.unsqueeze(0))
     return Stacked(torch.baddbmm(offset, context.stack(a), context.stack(b), beta=beta, alpha=alpha))
 
 

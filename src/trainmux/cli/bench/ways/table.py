@@ -1,0 +1,91 @@
+"""The ways that are compared. To add one: write its ``prepare`` and give it a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ..job import Job, Measurement
+from ..measure import Prepare, measure_steps
+from . import compiled, eager, fused, processes, stacked, whole_graph
+
+FUSED = "trainmux"
+VARIANT_SEPARATOR = ":"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of training and how it is measured.
+
+    ``clean_up(folder)`` is called when the measuring process has ended, however it did. The result of a way
+    that ``is_same_at_any_width`` is measured once for all widths.
+    """
+
+    name: str
+    description: str
+    measure: Callable[[Job], Measurement]
+    needs_cuda: bool = False
+    is_same_at_any_width: bool = False
+    is_default: bool = True
+    clean_up: Callable[[Path], None] = lambda folder: None
+
+
+def _stepping(prepare: Prepare, num_models: int | None = None) -> Callable[[Job], Measurement]:
+    return partial(measure_steps, prepare, num_models=num_models)
+
+
+_TABLE = (
+    Way(
+        "eager",
+        "one model after another in eager torch; fused AdamW on CUDA, channels-last for convolutions",
+        _stepping(eager.prepare),
+    ),
+    Way(
+        "compiled_graph",
+        "one model after another, each with `torch.compile` and fused AdamW, its whole step one CUDA graph; "
+        f"{compiled.NUM_MODELS} models take turns",
+        _stepping(compiled.prepare, compiled.NUM_MODELS),
+        needs_cuda=True,
+        is_same_at_any_width=True,
+    ),
+    Way(
+        "eager_vmap",
+        "horizontal fusion as in HFTA, by `torch.func.vmap` over all members: eager, AdamW by multi-tensor "
+        "operators over the stacked parameters with a learning rate per member",
+        _stepping(stacked.prepare_eager),
+    ),
+    Way(
+        "compiled_vmap_graph",
+        "that step, update included, by `torch.compile`, captured as one CUDA graph",
+        _stepping(stacked.prepare_captured),
+        needs_cuda=True,
+    ),
+    Way(
+        "mps",
+        "one process per member, each as in `eager`, all at once under NVIDIA's Multi-Process Service",
+        processes.measure,
+        needs_cuda=True,
+        clean_up=processes.stop_daemon,
+    ),
+    Way(
+        "whole_graph",
+        "the whole step of all members as one program",
+        _stepping(whole_graph.prepare),
+        is_default=False,
+    ),
+    Way(FUSED, "all members as one `trainmux.Fleet`", _stepping(fused.prepare)),
+)
+
+WAYS: dict[str, Way] = {way.name: way for way in _TABLE}
+
+
+def find_way(label: str) -> Way:
+    """The way of that name, or behind a variant ``trainmux:NAME``; ``KeyError`` where there is none."""
+    return WAYS[label.partition(VARIANT_SEPARATOR)[0]]
+
+
+def default_ways(on_cuda: bool) -> list[str]:
+    """What is measured when no way is named: all that the device can do."""
+    return [way.name for way in WAYS.values() if way.is_default and (on_cuda or not way.needs_cuda)]

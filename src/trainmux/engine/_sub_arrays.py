@@ -1,0 +1,94 @@
+"""A group's members in sub-arrays: one program of their width, run for each of them in one step.
+
+Where complete fusion does not pay (large convolutions), members are trained in narrower sub-arrays, several
+of them at once on parallel branches of the captured graph. A member is a plain slice of stacked storage,
+so a sub-array's arguments are views and its program is the same as its neighbour's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainmux.engine._program import TAIL_INPUTS, ForwardProgram, StepProgram
+
+_MEMBER_AXIS_OF = {"scalars": 1, "neutral": None, "limits": 1}
+
+
+class SubArrays(nn.Module):
+    """Calls ``program`` once for each sub-array; ``axes`` gives each argument's model axis, if it has one.
+
+    On CUDA, sub-arrays take turns on ``num_branches`` streams. A branch begins when everything before
+    the step's fork is done and the step goes on when all branches are: memory that a branch frees is
+    taken again by the same branch alone, after such a fork, so no kernel can still be reading it.
+    """
+
+    def __init__(
+        self, program: Callable[..., Any], axes: Sequence[int | None], num_arrays: int, num_branches: int
+    ) -> None:
+        super().__init__()
+        self._program = program
+        self._axes = tuple(axes)
+        self._num_arrays = num_arrays
+        self._num_branches = min(num_branches, num_arrays)
+        self._streams: list[torch.cuda.Stream] = []
+
+    def forward(self, *arguments: Tensor) -> list[Tensor]:
+        device = arguments[0].device
+        if device.type != "cuda" or self._num_branches == 1:
+            parts = [self._program(*self._slice(arguments, index)) for index in range(self._num_arrays)]
+            return [torch.cat(column) for column in zip(*parts, strict=True)]
+        return self._on_branches(arguments, device)
+
+    def _on_branches(self, arguments: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        while len(self._streams) < self._num_branches - 1:
+            self._streams.append(torch.cuda.Stream(device))
+        main = torch.cuda.current_stream(device)
+        streams = [main, *self._streams]
+        for stream in self._streams:
+            stream.wait_stream(main)
+        parts = []
+        for index in range(self._num_arrays):
+            with torch.cuda.stream(streams[index % len(streams)]):
+                parts.append(self._program(*self._slice(arguments, index)))
+        for stream in self._streams:
+            main.wait_stream(stream)
+        return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+    def _slice(self, arguments: Sequence[Tensor], index: int) -> list[Tensor]:
+        taken = []
+        for argument, axis in zip(arguments, self._axes, strict=True):
+            if axis is None:
+                taken.append(argument)
+            else:
+                width = argument.shape[axis] // self._num_arrays
+                part = argument.narrow(axis, index * width, width)
+                taken.append(part if axis == 0 else part.contiguous())
+        return taken
+
+
+def in_sub_arrays(program: StepProgram, num_arrays: int, num_branches: int) -> StepProgram:
+    """A program for ``num_arrays`` times as many members as ``program`` is for."""
+    if num_arrays == 1:
+        return program
+    axes = _axes_of_inputs(program)
+    axes += [0] * (len(program.settings.state_keys()) + len(program.accumulator_positions()))
+    axes += [_MEMBER_AXIS_OF.get(name, 0) for name in TAIL_INPUTS]
+    return replace(program, module=SubArrays(program.module, axes, num_arrays, num_branches))
+
+
+def forward_in_sub_arrays(program: ForwardProgram, num_arrays: int, num_branches: int) -> ForwardProgram:
+    """The same for a forward-only program."""
+    if num_arrays == 1:
+        return program
+    return replace(
+        program, module=SubArrays(program.module, _axes_of_inputs(program), num_arrays, num_branches)
+    )
+
+
+def _axes_of_inputs(program: StepProgram | ForwardProgram) -> list[int | None]:
+    return [0 if item.batched else None for item in program.inputs]

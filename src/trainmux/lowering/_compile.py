@@ -1,0 +1,108 @@
+"""Compiled regions: one kernel for each distinct structure, compiled side by side, cached across runs.
+
+Inductor keeps what it compiled on disk by itself; here equal regions meet before they reach it. Until a
+kernel is compiled, and if it cannot be, its region runs node by node through ATen.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, fx
+
+from trainmux.errors import TrainmuxWarning
+from trainmux.lowering import _inductor
+from trainmux.lowering._regions import RegionGraph
+from trainmux.runtime import deterministic_algorithms, random_words_of_elements
+from trainmux.tracing import FakeTensorMode
+
+_MAX_THREADS = 8
+_OWN_DECOMPOSITIONS = {torch.ops.trainmux.random_words.default: random_words_of_elements}
+
+
+class Kernel:
+    """The code of a region."""
+
+    def __init__(self, key: str, region: RegionGraph) -> None:
+        self.key = key
+        self.failure = ""
+        self._region: RegionGraph | None = region
+        self._module: fx.GraphModule | None = None
+        self._compiled: _inductor.Compiled | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is compiled, or known not to compile."""
+        return self._compiled is not None or bool(self.failure)
+
+    def run(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        """From inputs and memory for placed outputs to the other outputs; ``tensors`` is emptied."""
+        if self._compiled is not None:
+            results: Sequence[Tensor] = self._compiled(tensors)
+            return results
+        if self._module is None:
+            self._module = self._traced()[0]
+        plain: Sequence[Tensor] = self._module(*tensors)
+        return plain
+
+    def compile(self) -> None:
+        """Compile once; a failure is kept in ``failure`` and the kernel goes on through ATen."""
+        with self._lock:
+            if self.is_settled:
+                return
+            try:
+                module, fakes, mode = self._traced()
+                self._compiled = _inductor.compile_graph(module, fakes, mode)
+                self._module = self._region = None
+            except Exception as error:
+                self.failure = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+
+    def retry(self) -> None:
+        """Try again what failed, perhaps because two compilations met."""
+        if self.failure:
+            self.failure = ""
+            self.compile()
+
+    def _traced(self) -> tuple[fx.GraphModule, Sequence[Tensor], FakeTensorMode]:
+        assert self._region is not None
+        return self._region.traced(_OWN_DECOMPOSITIONS)
+
+
+class KernelCache:
+    """The kernels of a process for one way of compiling."""
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
+        self._kernels: dict[str, Kernel] = {}
+
+    def kernel(self, key: str, region: RegionGraph) -> Kernel:
+        """The kernel for a region's structure."""
+        return self._kernels.setdefault(key, Kernel(key, region))
+
+    def compile(self, kernels: Iterable[Kernel], *, num_threads: int | None = None) -> None:
+        """Compile what is not compiled yet, side by side; warns about kernels that stay on ATen."""
+        waiting = [kernel for kernel in kernels if not kernel.is_settled]
+        threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
+        with _inductor.settings(deterministic=self._deterministic), deterministic_algorithms(self._deterministic):
+            with ThreadPoolExecutor(threads, thread_name_prefix="trainmux-compile") as pool:
+                list(pool.map(Kernel.compile, waiting))
+            for kernel in waiting:
+                kernel.retry()
+        failed = [kernel for kernel in waiting if kernel.failure]
+        if failed:
+            warnings.warn(
+                f"{len(failed)} of {len(waiting)} regions could not be compiled and run through ATen, "
+                f"slower; the first one: {failed[0].failure}",
+                TrainmuxWarning,
+                stacklevel=2,
+            )

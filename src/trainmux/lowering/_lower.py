@@ -1,0 +1,177 @@
+"""A program's graph, lowered: compiled regions between library calls (D4)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from trainmux.lowering._compile import Kernel, KernelCache
+from trainmux.lowering._kinds import Kind, changes, kind_of
+from trainmux.lowering._padding import extended_product, pad_unaligned
+from trainmux.lowering._partition import cut
+from trainmux.lowering._regions import Extractor, RegionGraph, TensorSpec, spec_of
+from trainmux.tracing import graph_constant
+
+
+class RegionCall(nn.Module):
+    """One region of a program: gives its outputs as a list of new tensors."""
+
+    def __init__(self, kernel: Kernel, outputs: Sequence[TensorSpec], placed: Sequence[bool]) -> None:
+        super().__init__()
+        self._kernel = kernel
+        self._outputs = tuple(outputs)
+        self._placed = tuple(placed)
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        given = [spec.empty() for spec, is_placed in zip(self._outputs, self._placed, strict=True) if is_placed]
+        rest = iter(self._kernel.run([*inputs, *given]))
+        memory = iter(given)
+        return [
+            next(memory) if is_placed else _conformed(next(rest), spec)
+            for spec, is_placed in zip(self._outputs, self._placed, strict=True)
+        ]
+
+
+class Conform(nn.Module):
+    """Hands on a library call's results in the layout that regions were compiled for."""
+
+    def __init__(self, specs: Sequence[TensorSpec | None]) -> None:
+        super().__init__()
+        self._specs = tuple(specs)
+
+    def forward(self, *results: Tensor) -> list[Tensor]:
+        return [_conformed(result, spec) for result, spec in zip(results, self._specs, strict=True)]
+
+
+def _conformed(result: Tensor, spec: TensorSpec | None) -> Tensor:
+    if spec is None or _same_layout(result, spec):
+        return result
+    return spec.empty().copy_(result)
+
+
+def _same_layout(result: Tensor, spec: TensorSpec) -> bool:
+    return all(
+        size <= 1 or given == wanted
+        for size, given, wanted in zip(result.shape, result.stride(), spec.strides, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program's module with its regions, and the distinct kernels behind them."""
+
+    module: fx.GraphModule
+    kernels: tuple[Kernel, ...]
+    num_regions: int
+    num_calls: int
+
+
+def lower(module: fx.GraphModule, cache: KernelCache) -> Lowered:
+    """Cut ``module`` into regions and library calls; regions run node by node until they are compiled."""
+    source = fx.GraphModule(module, fx.Graph())
+    source.graph.output(source.graph.graph_copy(module.graph, {}))
+    _read_what_was_changed(source.graph)
+    pad_unaligned(source.graph)
+    return _Writer(source, cache).write()
+
+
+def _read_what_was_changed(graph: fx.Graph) -> None:
+    """Who reads the result of an in-place operator on an input reads the input: it is the same tensor."""
+    for node in graph.nodes:
+        changed = changes(node)
+        if changed is not None and _root(changed).op == "placeholder":
+            node.replace_all_uses_with(changed)
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while kind_of(node) is Kind.INLINE:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+class _Writer:
+    """Writes the lowered graph."""
+
+    def __init__(self, source: fx.GraphModule, cache: KernelCache) -> None:
+        self._source = source
+        self._cache = cache
+        self._cut = cut(source.graph)
+        self._extractor = Extractor(source.graph, self._cut.kinds)
+        self._extractor.settle(self._cut.pieces)
+        self._graph = fx.Graph()
+        self._owner = nn.Module()
+        self._new: dict[fx.Node, fx.Node] = {}
+        self._kernels: dict[str, Kernel] = {}
+
+    def write(self) -> Lowered:
+        for node in self._source.graph.nodes:
+            if node.op == "placeholder":
+                self._new[node] = self._graph.node_copy(node)
+            elif node.op == "get_attr":
+                self._owner.register_buffer(str(node.target), graph_constant(self._source, node), persistent=False)
+                self._new[node] = self._graph.node_copy(node)
+        num_regions = 0
+        for piece in self._cut.pieces:
+            if self._cut.is_library(piece):
+                self._write_call(piece[0])
+            else:
+                self._write_region(self._extractor.region(piece), num_regions)
+                num_regions += 1
+        (output,) = self._source.graph.find_nodes(op="output")
+        self._graph.output(fx.map_arg(output.args[0], self._value))
+        self._graph.lint()
+        module = fx.GraphModule(self._owner, self._graph)
+        return Lowered(module, tuple(self._kernels.values()), num_regions, len(self._cut.pieces) - num_regions)
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """The new node for an old one; views, and tuples' parts, are written where they are first needed."""
+        if node in self._new:
+            return self._new[node]
+        if self._cut.kinds[node] is not Kind.INLINE and node.target is not operator.getitem:
+            raise RuntimeError(f"expected {node} to be computed before it is read")
+        self._new[node] = self._graph.node_copy(node, self._value)
+        return self._new[node]
+
+    def _write_call(self, node: fx.Node) -> None:
+        new = self._graph.node_copy(node, self._value)
+        self._new[node] = new
+        value = node.meta.get("val")
+        if "extended" in node.meta:
+            new.target = extended_product
+            new.args = (node.target, *node.meta["extended"], tuple(value.shape[-2:]), *new.args)
+            new.meta = dict(new.meta)
+            return
+        if isinstance(value, Tensor):
+            self._new[node] = self._conform(new, [spec_of(node)], [new])[0]
+        elif isinstance(value, (tuple, list)):
+            parts = [user for user in node.users if user.target is operator.getitem]
+            specs = [spec_of(part) if isinstance(part.meta.get("val"), Tensor) else None for part in parts]
+            got = [self._graph.call_function(operator.getitem, (new, part.args[1])) for part in parts]
+            for part, result in zip(parts, self._conform(new, specs, got), strict=True):
+                self._new[part] = result
+
+    def _conform(
+        self, call: fx.Node, specs: Sequence[TensorSpec | None], results: Sequence[fx.Node]
+    ) -> list[fx.Node]:
+        if not any(specs) or changes(call) is not None:
+            return list(results)
+        name = f"conform_{call.name}"
+        self._owner.add_module(name, Conform(specs))
+        conformed = self._graph.call_module(name, tuple(results))
+        return [self._graph.call_function(operator.getitem, (conformed, i)) for i in range(len(results))]
+
+    def _write_region(self, region: RegionGraph, index: int) -> None:
+        key = region.key()
+        if key not in self._kernels:
+            self._kernels[key] = self._cache.kernel(key, region)
+        name = f"region_{index}"
+        self._owner.add_module(name, RegionCall(self._kernels[key], region.output_specs, region.placed))
+        call = self._graph.call_module(name, tuple(self._value(node) for node in region.inputs))
+        call.meta["nodes"] = len(region.body)
+        for position, node in enumerate(region.outputs):
+            self._new[node] = self._graph.call_function(operator.getitem, (call, position))
+

@@ -1,0 +1,198 @@
+"""A piece of a program as a function of its own: what it reads, what it gives, and a key for its structure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from trainmux.ir import Phase
+from trainmux.lowering._inductor import decompositions, new_mode
+from trainmux.lowering._kinds import Kind, is_view
+from trainmux.tracing import make_fx
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's memory, without its values."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    padded: tuple[int, ...] | None = None
+    """The shape of the memory around it, zeros beyond ``shape``; ``None`` where nothing is around it."""
+
+    def empty(self) -> Tensor:
+        """New memory; what is beyond the shape is zero."""
+        if self.padded is None:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        memory = torch.empty(self.padded, dtype=self.dtype, device=self.device)
+        for dim, (size, around) in enumerate(zip(self.shape, self.padded, strict=True)):
+            if size != around:
+                memory.narrow(dim, size, around - size).zero_()
+        return memory[tuple(slice(size) for size in self.shape)]
+
+
+def spec_of(node: fx.Node) -> TensorSpec:
+    """The memory of a node's value; ``node.meta["padded"]`` holds the shape around it, if any."""
+    value = node.meta["val"]
+    return TensorSpec(
+        tuple(value.shape), tuple(value.stride()), value.dtype, value.device, node.meta.get("padded")
+    )
+
+
+@dataclass(frozen=True)
+class RegionGraph:
+    """A region: its nodes in order, the outer nodes it reads and the nodes that are read elsewhere.
+
+    ``placed`` says which outputs go to memory that is given, because their layout is of our choosing.
+    """
+
+    body: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    input_specs: tuple[TensorSpec, ...]
+    output_specs: tuple[TensorSpec, ...]
+    placed: tuple[bool, ...]
+
+    def key(self) -> str:
+        """Equal for regions that one compiled kernel can serve."""
+        number = {node: i for i, node in enumerate((*self.inputs, *self.body))}
+
+        def known(argument: Any) -> Any:
+            return fx.map_arg(argument, lambda node: _Reference(number[node]))
+
+        lines = [repr(self.input_specs), repr(self.output_specs), repr(self.placed)]
+        lines.append(repr([number[n] for n in self.outputs]))
+        lines += [f"{node.target} {known(node.args)!r} {known(node.kwargs)!r}" for node in self.body]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def placed_specs(self) -> list[TensorSpec]:
+        """The memory to be given."""
+        return [spec for spec, is_placed in zip(self.output_specs, self.placed, strict=True) if is_placed]
+
+    def traced(
+        self, own: Mapping[OpOverload, Callable[..., Any]]
+    ) -> tuple[fx.GraphModule, list[Tensor], Any]:
+        """A functional graph of the region, its fake arguments and their mode.
+
+        Its arguments are the inputs, then memory for the placed outputs; it returns the other ones.
+        ``own`` adds decompositions to Inductor's.
+        """
+        mode = new_mode()
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            values: dict[fx.Node, Any] = dict(zip(self.inputs, tensors, strict=False))
+            for node in self.body:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])  # type: ignore[misc]
+                target: Callable[..., Any] = node.target  # type: ignore[assignment]
+                values[node] = target(*args, **kwargs)
+            given = iter(tensors[len(self.inputs) :])
+            returned = []
+            for node, is_placed in zip(self.outputs, self.placed, strict=True):
+                if is_placed:
+                    next(given).copy_(values[node])
+                else:
+                    returned.append(values[node])
+            return tuple(returned)
+
+        with mode, torch.no_grad():
+            fakes = [replace(spec, padded=None).empty() for spec in (*self.input_specs, *self.placed_specs())]
+            table = {**decompositions(), **own}
+            module = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=table)(*fakes)
+        module.graph.eliminate_dead_code()
+        for node in module.graph.nodes:
+            node.meta.setdefault("original_aten", node.target)  # Inductor names kernels by it
+        module.recompile()
+        return module, fakes, mode
+
+
+class _Reference:
+    """A node in a key: by its number."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __repr__(self) -> str:
+        return f"%{self._number}"
+
+
+class Extractor:
+    """Makes regions of pieces of one graph."""
+
+    def __init__(self, graph: fx.Graph, kinds: Mapping[fx.Node, Kind]) -> None:
+        self._kinds = kinds
+        self._position = {node: i for i, node in enumerate(graph.nodes)}
+        self._home: dict[fx.Node, int] = {}
+
+    def settle(self, pieces: Sequence[Sequence[fx.Node]]) -> None:
+        """Learn which piece computes which node."""
+        for index, piece in enumerate(pieces):
+            for node in piece:
+                self._home[node] = index
+
+    def region(self, piece: Sequence[fx.Node]) -> RegionGraph:
+        own = set(piece)
+        body: dict[fx.Node, None] = {}
+        inputs: dict[fx.Node, None] = {}
+
+        def visit(node: fx.Node) -> None:
+            for source in node.all_input_nodes:
+                if source in own or source in body:
+                    continue
+                if self._is_inlined(source, node):
+                    visit(source)
+                    body[source] = None
+                else:
+                    inputs[source] = None
+
+        for node in piece:
+            visit(node)
+            body[node] = None
+        ordered = sorted(body, key=self._position.__getitem__)
+        outputs = [node for node in piece if self._is_read_elsewhere(node, own)]
+        return RegionGraph(
+            tuple(ordered),
+            tuple(inputs),
+            tuple(outputs),
+            tuple(spec_of(node) for node in inputs),
+            tuple(spec_of(node) for node in outputs),
+            tuple("padded" in node.meta for node in outputs),
+        )
+
+    def _is_inlined(self, source: fx.Node, reader: fx.Node) -> bool:
+        if self._kinds[source] is not Kind.INLINE or source in self._home:
+            return False
+        return not self._is_part_of_storage(source, reader)
+
+    def _is_part_of_storage(self, view: fx.Node, reader: fx.Node) -> bool:
+        """Whether the update reads a parameter or its state through a view.
+
+        The view is then made outside: a compiler that has to write through one splits the update into
+        a kernel for each tensor it changes.
+        """
+        if reader.meta.get("phase") is not Phase.UPDATE:
+            return False
+        while is_view(view):
+            view = view.args[0]  # type: ignore[assignment]
+        return view.op == "placeholder"
+
+    def _is_read_elsewhere(self, node: fx.Node, own: set[fx.Node]) -> bool:
+        return isinstance(node.meta.get("val"), Tensor) and self._leaves(node, own)
+
+    def _leaves(self, node: fx.Node, own: set[fx.Node]) -> bool:
+        for user in node.users:
+            if user in own:
+                continue
+            if self._kinds[user] is not Kind.INLINE or user in self._home:
+                return True
+            if self._leaves(user, own):
+                return True
+        return False
