@@ -21,6 +21,7 @@ ROOM_ORDER = (
     "optim",
     "tracing",
     "fusion",
+    "lowering",
     "simulate",
     "engine",
     "reporting",

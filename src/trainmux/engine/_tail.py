@@ -24,6 +24,9 @@ from trainmux.optim import (
 )
 from trainmux.tracing import last_node, nodes_after, tracer_graph
 
+# Parameters of up to so many elements are updated together with others: a kernel each would mostly wait.
+_SMALL = 1 << 14
+_SMALL_TOGETHER = 24
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -155,14 +158,18 @@ def _zero_unless(gradient: Tensor, keeps: Tensor, *, fresh: bool) -> Tensor:
 
 def _norm(gradients: Sequence[Tensor], loss: Tensor) -> Tensor:
     """Per-member 2-norm over all gradients. One that overflows counts as infinite."""
-    parts = []
-    for position, gradient in enumerate(gradients):
+    parts: dict[int, Tensor] = {}
+    for position, unit in _in_units(gradients):
+        gradient = gradients[position]
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        with _unit(f"norm {position}"):
-            parts.append(torch.linalg.vector_norm(gradient.reshape(len(loss), -1), dim=1, dtype=wide))
+        with _unit(f"norm {unit}"):
+            rows = _flat(gradient)[0].reshape(len(loss), -1)
+            parts[position] = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
     if not parts:
         return torch.zeros_like(loss, dtype=torch.float64)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([part.to(torch.float64) for part in parts]), dim=0)
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack([parts[position].to(torch.float64) for position in sorted(parts)]), dim=0
+    )
     return norm
 
 
@@ -203,14 +210,14 @@ def _update(
         for index, group in enumerate(settings.structure.groups)
         for dtype, known in scalars.items()
     }
-    for name, index, parameter, gradient, is_fresh in zip(
-        settings.parameters, settings.group_of, given.parameters, gradients, fresh, strict=True
-    ):
+    for position, unit in _in_units(given.parameters):
+        name, index = settings.parameters[position], settings.group_of[position]
+        parameter, gradient, is_fresh = given.parameters[position], gradients[position], fresh[position]
         if index is None:
             continue
         group = settings.structure.groups[index]
         state = {state_name: states[name, state_name] for state_name in state_names(group)}
-        with _unit(f"update {name}"):
+        with _unit(f"update {unit}"):
             parameter, gradient, *rows = _flat(parameter, gradient, *state.values())
             known = scalars[parameter.dtype]
             gradient = gradient.to(parameter.dtype)
@@ -230,6 +237,15 @@ def _update(
             )
 
 
+def _in_units(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """(position, unit) of each tensor: large ones by themselves, then the small ones many together."""
+    small = [position for position, tensor in enumerate(tensors) if tensor[0].numel() <= _SMALL]
+    chosen = set(small)
+    units = [(position, position) for position in range(len(tensors)) if position not in chosen]
+    first = len(tensors)
+    return units + [(position, first + i // _SMALL_TOGETHER) for i, position in enumerate(small)]
+
+
 def _flat(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors ``[k, ...]`` as ``[k, n]`` where all of them are in one order in memory, else as they are.
 
@@ -238,7 +254,7 @@ def _flat(*tensors: Tensor) -> tuple[Tensor, ...]:
     rows = tensors[0][0]
     if any(tensor[0].stride() != rows.stride() for tensor in tensors) or rows.numel() == 0:
         return tensors
-    order = sorted(range(rows.dim()), key=lambda dim: (-rows.stride(dim), -rows.shape[dim]))
+    order = sorted(range(rows.dim()), key=lambda dim: (-rows.stride()[dim], -rows.shape[dim]))
     if not rows.permute(order).is_contiguous():
         return tensors
     axes = [0, *(dim + 1 for dim in order)]

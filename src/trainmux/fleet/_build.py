@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,10 +19,18 @@ from trainmux.engine import (
     forward_in_sub_arrays,
     in_sub_arrays,
 )
+from trainmux.fleet._background import TRACING, Upgrade
 from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._width import choose_partition
 from trainmux.fusion import FusedGraph, fuse
-from trainmux.ir import InputKind
-from trainmux.lowering import KernelCache, decompositions, lower
+from trainmux.ir import FusionRecord, InputKind
+from trainmux.lowering import (
+    KernelCache,
+    Lowered,
+    compare_instead_of_scatter,
+    decompositions,
+    lower,
+)
 from trainmux.runtime import stacked_strides
 from trainmux.tracing import TracedGraph
 
@@ -31,48 +40,82 @@ def _kernels(deterministic: bool) -> KernelCache:
     return KernelCache(deterministic=deterministic)
 
 
+@dataclass(frozen=True)
+class BuiltStep:
+    """A step to begin with, how its operators were fused, and a compiled one to come, if any."""
+
+    program: StepProgram
+    records: tuple[FusionRecord, ...]
+    num_nodes: int
+    upgrade: Upgrade[StepProgram] | None = None
+
+
 class ProgramBuilder:
     """Builds the programs of one group; ``shared`` names the tensors that its members have in common."""
 
     def __init__(self, config: FleetConfig, shared: Collection[str]) -> None:
         self._config = config
-        self._shared = shared
+        self._shared = frozenset(shared)
 
     def step(
         self, traced: TracedGraph, width: int, settings: UpdateSettings, *, stacked_batch: bool
-    ) -> tuple[StepProgram, FusedGraph]:
-        """The step of ``width`` members, and the fused graph of one of its sub-arrays."""
-        array = self._array_width(width)
-        fused = self._fuse(traced, array, stacked_batch=stacked_batch)
-        compiles = self._config.lowering == "inductor"
-        program = build_step(fused, settings, reuses_gradients=not compiles)
-        if compiles:
-            program = replace(program, module=self._lower(program.module))
-        return in_sub_arrays(program, width // array, self._config.branches), fused
+    ) -> BuiltStep:
+        """The step of ``width`` members."""
+        array, branches = choose_partition(traced, width, self._config)
+
+        def whole(program: StepProgram) -> StepProgram:
+            return in_sub_arrays(program, width // array, branches)
+
+        def lowered() -> tuple[StepProgram, Lowered, FusedGraph]:
+            with TRACING:
+                fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=True)
+                compare_instead_of_scatter(fused.module.graph)
+                program = build_step(fused, settings, reuses_gradients=False)
+                return program, self._lower(program.module), fused
+
+        if self._config.lowering == "inductor":
+            program, low, fused = lowered()
+            return _built(whole(self._compiled(program, low)), fused)
+
+        upgrade = None
+        if self._config.lowering == "auto":
+
+            def prepare() -> Callable[[], StepProgram]:
+                program, low, _ = lowered()
+                self._cache().fill(low.kernels)
+                return lambda: whole(self._compiled(program, low))
+
+            upgrade = Upgrade(prepare)
+        with TRACING:
+            fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
+            program = build_step(fused, settings)
+        return replace(_built(whole(program), fused), upgrade=upgrade)
 
     def forward(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> ForwardProgram:
         """Metrics of ``width`` members."""
-        array = self._array_width(width)
-        program = build_forward(self._fuse(traced, array, stacked_batch=stacked_batch))
-        if self._config.lowering == "inductor":
-            program = replace(program, module=self._lower(program.module))
-        return forward_in_sub_arrays(program, width // array, self._config.branches)
+        array, branches = choose_partition(traced, width, self._config)
+        compiles = self._config.lowering == "inductor"
+        with TRACING:
+            fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=compiles)
+            program = build_forward(fused)
+            if compiles:
+                program = self._compiled(program, self._lower(program.module))
+        return forward_in_sub_arrays(program, width // array, branches)
 
-    def _array_width(self, width: int) -> int:
-        """The largest width of equal sub-arrays up to the one asked for."""
-        wanted = self._config.width or width
-        return max(size for size in range(1, min(wanted, width) + 1) if width % size == 0)
+    def _cache(self) -> KernelCache:
+        return _kernels(self._config.deterministic)
 
-    def _lower(self, module: torch.nn.Module) -> fx.GraphModule:
+    def _lower(self, module: torch.nn.Module) -> Lowered:
         assert isinstance(module, fx.GraphModule)
-        kernels = _kernels(self._config.deterministic)
-        lowered = lower(module, kernels)
-        kernels.compile(lowered.kernels)
-        return lowered.module
+        return lower(module, self._cache())
 
-    def _fuse(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> FusedGraph:
+    def _compiled(self, program: Any, lowered: Lowered) -> Any:
+        self._cache().compile(lowered.kernels)
+        return replace(program, module=lowered.module)
+
+    def _fuse(self, traced: TracedGraph, width: int, *, stacked_batch: bool, compiles: bool) -> FusedGraph:
         strides = {
-            position: stacked_strides(item.shape, _dtype(item.dtype))
+            position: stacked_strides(item.shape, _dtype(item.dtype), self._config.device)
             for position, item in enumerate(traced.inputs)
             if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
         }
@@ -88,8 +131,12 @@ class ProgramBuilder:
             batched,
             strides=strides,
             strategies=self._config.strategies,
-            decompositions=decompositions() if self._config.lowering == "inductor" else None,
+            decompositions=decompositions() if compiles else None,
         )
+
+
+def _built(program: StepProgram, fused: FusedGraph) -> BuiltStep:
+    return BuiltStep(program, fused.records, len(fused.module.graph.nodes))
 
 
 def _dtype(name: str) -> torch.dtype:

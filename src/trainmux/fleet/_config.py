@@ -40,7 +40,7 @@ class FleetConfig:
     strategies: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
     lowering: str = "aten"
     width: int | None = None
-    branches: int = 1
+    branches: int | None = None
 
     @property
     def trace_settings(self) -> TraceSettings:
@@ -79,10 +79,9 @@ def make_config(
     if not isinstance(deterministic, bool):
         raise ConfigError(f"deterministic: expected True or False, got {deterministic!r}")
     _require("engine", engine, _ENGINES)
-    if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
-        raise ConfigError(f"width: expected None or a whole number of at least 1, got {width!r}")
-    if isinstance(branches, bool) or not isinstance(branches, int) or branches < 1:
-        raise ConfigError(f"branches: expected a whole number of at least 1, got {branches!r}")
+    for name, number in (("width", width), ("branches", branches)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ConfigError(f"{name}: expected None or a whole number of at least 1, got {number!r}")
     if strategies is not None and not isinstance(strategies, Mapping):
         raise ConfigError(f"strategies: expected a dict with entries of {_STRATEGIES}, got {strategies!r}")
     strategies = dict(strategies or {})
@@ -103,22 +102,26 @@ def make_config(
         deterministic,
         engine,
         MappingProxyType(strategies),
-        _lowering(lowering, found),
+        _lowering(lowering, found, engine=engine, deterministic=deterministic),
         width,
         branches,
     )
 
 
-def _lowering(wanted: Any, device: torch.device) -> str:
+def _lowering(wanted: Any, device: torch.device, *, engine: str, deterministic: bool) -> str:
+    """What "auto" means here: "aten" without a compiler or as an oracle; waiting where runs must repeat."""
     _require("lowering", wanted, _LOWERINGS)
-    missing = compiler_missing(device)
+    missing = compiler_missing(device) if wanted != "aten" else ""
     if wanted == "inductor" and missing:
         raise ConfigError(
             f"lowering: expected 'auto' or 'aten' where {missing}, got 'inductor'; install a compiler"
         )
-    if wanted == "auto":
-        return "inductor" if device.type == "cuda" and not missing else "aten"
-    return str(wanted)
+    if wanted != "auto":
+        return str(wanted)
+    if device.type != "cuda" or missing or engine == "reference":
+        return "aten"
+    # When compiled kernels take over depends on the clock, and with it the last bits.
+    return "inductor" if deterministic else "auto"
 
 
 def _require(setting: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -49,6 +49,11 @@ class Fleet:
     (autocast) or "fp64" (everything floating is held in fp64). ``strategies`` picks a way to fuse operators
     that have several, e.g. ``{"convolution": "separate"}``. ``engine`` is "auto" (CUDA graphs on a CUDA
     device), "cuda_graphs" or "reference" (node by node).
+
+    ``lowering`` is "auto" (on a CUDA device, training begins on ATen's kernels at once and goes on with
+    compiled ones as soon as they are there), "inductor" (wait for them) or "aten". ``width`` is the number
+    of members fused into one sub-array and ``branches`` the number of sub-arrays that run side by side;
+    ``None`` chooses by what was measured for models of this kind.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class Fleet:
         strategies: Mapping[str, str] | None = None,
         lowering: str = "auto",
         width: int | None = None,
-        branches: int = 1,
+        branches: int | None = None,
     ) -> None:
         self._config = make_config(
             device, precision, data, accumulate, deterministic, engine, strategies, lowering, width, branches
@@ -137,6 +142,11 @@ class Fleet:
                 step_schedulers(self._groups)
         losses: Tensor = self._ordered("loss")
         return losses
+
+    def wait_until_compiled(self) -> None:
+        """With ``lowering="auto"``: return when the next step, if like one seen before, will run compiled."""
+        for group in self._groups:
+            group.wait_until_compiled()
 
     @property
     def metrics(self) -> dict[str, Any]:

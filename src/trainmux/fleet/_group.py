@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainmux.engine import ForwardProgram, StepProgram, UpdateSettings
 from trainmux.errors import OptimizerError
+from trainmux.fleet._background import Upgrade
 from trainmux.fleet._build import ProgramBuilder
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._member import Member
@@ -57,6 +58,7 @@ class Group:
         self.last: dict[str, Tensor] = {}
         self._engine = config.make_engine()
         self._programs: OrderedDict[Hashable, StepProgram | ForwardProgram] = OrderedDict()
+        self._upgrades: dict[Hashable, Upgrade[StepProgram]] = {}
         self._records: tuple[FusionRecord, ...] = ()
         self._num_nodes = 0
         self._gradients = tuple(o.name for o in traced.outputs if o.kind is OutputKind.GRADIENT)
@@ -135,6 +137,7 @@ class Group:
     def _forget_programs(self) -> None:
         self._engine.forget(list(self._programs.values()))
         self._programs.clear()
+        self._upgrades.clear()
 
     # ---- members -----------------------------------------------------------------------------------
 
@@ -272,6 +275,22 @@ class Group:
             self._engine.forget([oldest])
         return program
 
+    def _upgrade(self, key: Hashable) -> None:
+        """Put the compiled step in the place of the one that training began with, once it is there."""
+        upgrade = self._upgrades.get(key)
+        if upgrade is None or not upgrade.is_ready:
+            return
+        del self._upgrades[key]
+        better = upgrade.result()
+        if better is not None and key in self._programs:
+            self._engine.forget([self._programs[key]])
+            self._programs[key] = better
+
+    def wait_until_compiled(self) -> None:
+        """Until every step that is being compiled will run compiled."""
+        for upgrade in self._upgrades.values():
+            upgrade.wait()
+
     def _builder(self) -> ProgramBuilder:
         return ProgramBuilder(self.config, self.state.shared)
 
@@ -292,12 +311,15 @@ class Group:
     ) -> StepProgram:
         def build() -> StepProgram:
             settings = self._settings(idle, applies=applies)
-            program, fused = self._builder().step(traced, self.width, settings, stacked_batch=stacked_batch)
-            self._records = fused.records
-            self._num_nodes = len(fused.module.graph.nodes)
-            return program
+            built = self._builder().step(traced, self.width, settings, stacked_batch=stacked_batch)
+            self._records, self._num_nodes = built.records, built.num_nodes
+            if built.upgrade is not None:
+                self._upgrades[full_key] = built.upgrade
+            return built.program
 
-        program = self._cached(("step", key, idle, applies, self._clips(), stacked_batch), build)
+        full_key = ("step", key, idle, applies, self._clips(), stacked_batch)
+        self._upgrade(full_key)
+        program = self._cached(full_key, build)
         assert isinstance(program, StepProgram)
         return program
 

@@ -7,21 +7,23 @@ kernel is compiled, and if it cannot be, its region runs node by node through AT
 from __future__ import annotations
 
 import os
-import threading
 import warnings
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, fx
 
 from trainmux.errors import TrainmuxWarning
 from trainmux.lowering import _inductor
+from trainmux.lowering._payload import to_payload
 from trainmux.lowering._regions import RegionGraph
+from trainmux.lowering._workers import compile_in_workers
 from trainmux.runtime import deterministic_algorithms, random_words_of_elements
 from trainmux.tracing import FakeTensorMode
 
-_MAX_THREADS = 8
+_MAX_WORKERS = 12
+_MIN_FOR_WORKER = 6  # kernels that make up for the start of a process
 _OWN_DECOMPOSITIONS = {torch.ops.trainmux.random_words.default: random_words_of_elements}
 
 
@@ -31,10 +33,11 @@ class Kernel:
     def __init__(self, key: str, region: RegionGraph) -> None:
         self.key = key
         self.failure = ""
+        self.is_cached = False
         self._region: RegionGraph | None = region
         self._module: fx.GraphModule | None = None
         self._compiled: _inductor.Compiled | None = None
-        self._lock = threading.Lock()
+        self.combines = region.combines
 
     @property
     def is_compiled(self) -> bool:
@@ -55,23 +58,26 @@ class Kernel:
         plain: Sequence[Tensor] = self._module(*tensors)
         return plain
 
+    def payload(self) -> bytes:
+        """The region, to be compiled elsewhere."""
+        assert self._region is not None
+        return to_payload(self._region)
+
     def compile(self) -> None:
         """Compile once; a failure is kept in ``failure`` and the kernel goes on through ATen."""
-        with self._lock:
-            if self.is_settled:
-                return
-            try:
-                module, fakes, mode = self._traced()
-                self._compiled = _inductor.compile_graph(module, fakes, mode)
-                self._module = self._region = None
-            except Exception as error:
-                self.failure = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+        if self.is_settled:
+            return
+        try:
+            module, fakes, mode = self._traced()
+            self._compiled = _inductor.compile_graph(module, fakes, mode)
+            self._module = self._region = None
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
 
-    def retry(self) -> None:
-        """Try again what failed, perhaps because two compilations met."""
-        if self.failure:
-            self.failure = ""
-            self.compile()
+    def compile_again(self) -> None:
+        """Try once more, under other settings."""
+        self.failure = ""
+        self.compile()
 
     def _traced(self) -> tuple[fx.GraphModule, Sequence[Tensor], FakeTensorMode]:
         assert self._region is not None
@@ -89,15 +95,17 @@ class KernelCache:
         """The kernel for a region's structure."""
         return self._kernels.setdefault(key, Kernel(key, region))
 
-    def compile(self, kernels: Iterable[Kernel], *, num_threads: int | None = None) -> None:
+    def compile(self, kernels: Iterable[Kernel]) -> None:
         """Compile what is not compiled yet, side by side; warns about kernels that stay on ATen."""
         waiting = [kernel for kernel in kernels if not kernel.is_settled]
-        threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
-        with _inductor.settings(deterministic=self._deterministic), deterministic_algorithms(self._deterministic):
-            with ThreadPoolExecutor(threads, thread_name_prefix="trainmux-compile") as pool:
-                list(pool.map(Kernel.compile, waiting))
-            for kernel in waiting:
-                kernel.retry()
+        self.fill(waiting)
+        # One after another: Inductor's settings are those of the process, and its threads trip over them.
+        for kernel in waiting:
+            with self._settings(combines=kernel.combines):
+                kernel.compile()
+            if kernel.failure and kernel.combines:
+                with self._settings(combines=False):
+                    kernel.compile_again()
         failed = [kernel for kernel in waiting if kernel.failure]
         if failed:
             warnings.warn(
@@ -106,3 +114,26 @@ class KernelCache:
                 TrainmuxWarning,
                 stacklevel=2,
             )
+
+    @contextmanager
+    def _settings(self, *, combines: bool) -> Iterator[None]:
+        with (
+            _inductor.settings(deterministic=self._deterministic, combines=combines),
+            deterministic_algorithms(self._deterministic),
+        ):
+            yield
+
+    def fill(self, kernels: Iterable[Kernel]) -> None:
+        """Let workers compile into the cache on disk, where that pays; changes nothing in this process."""
+        waiting = [kernel for kernel in kernels if not kernel.is_settled and not kernel.is_cached]
+        num_workers = min(_MAX_WORKERS, (os.cpu_count() or 1) - 1, len(waiting) // _MIN_FOR_WORKER)
+        if num_workers < 2:
+            return
+        compile_in_workers(
+            [kernel.payload() for kernel in waiting],
+            combines=[kernel.combines for kernel in waiting],
+            num_workers=num_workers,
+            deterministic=self._deterministic,
+        )
+        for kernel in waiting:
+            kernel.is_cached = True

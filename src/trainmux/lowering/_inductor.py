@@ -44,7 +44,6 @@ _OWN = frozenset({"trainmux::random_words"})
 @functools.cache
 def decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     """Operators that are taken apart before a graph is cut."""
-    import torch._inductor.lowering  # some decompositions look into it
     from torch._inductor.decomposition import select_decomp_table
 
     table: dict[OpOverload, Callable[..., Any]] = dict(select_decomp_table())
@@ -98,11 +97,18 @@ def compiler_missing(device: torch.device) -> str:
     return "" if has_triton() else "Triton is not installed or does not know this device"
 
 
-def settings(*, deterministic: bool) -> AbstractContextManager[Any]:
-    """Inductor's configuration for regions. Process-wide while active."""
+def settings(*, deterministic: bool, combines: bool) -> AbstractContextManager[Any]:
+    """Inductor's configuration for regions. Process-wide while active.
+
+    ``combines`` lets one kernel do the work of many small ones that have nothing to do with each other.
+    """
     from torch._inductor import config
 
-    changes: dict[str, Any] = {"fx_graph_cache": True}
+    changes: dict[str, Any] = {
+        "fx_graph_cache": True,
+        "comprehensive_padding": False,  # the layout of what regions hand on is ours to choose
+        "combo_kernels": combines,
+    }
     if deterministic and hasattr(config, "deterministic"):
         changes["deterministic"] = True
     manager: AbstractContextManager[Any] = config.patch(changes)
@@ -115,13 +121,14 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor], mode: FakeTe
     ``inputs`` are fakes of ``mode``. The result takes the real tensors as a list, which it empties.
     """
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
 
     with tracing(TracingContext(mode)), torch.no_grad():
         compiled: Compiled = compile_fx_inner(
             module,
             list(inputs),
             static_input_idxs=list(range(len(inputs))),
-            cudagraphs=False,
+            cudagraphs=BoxedBool(False),
             is_inference=True,
         )
     return compiled

@@ -18,12 +18,12 @@ aten, prims = torch.ops.aten, torch.ops.prims
 RESHAPES = frozenset(
     {aten.reshape.default, aten._unsafe_view.default, aten._reshape_copy.default, aten.view.default}
 )
-_SMALL_BYTES = 1 << 16
+SMALL_BYTES = 1 << 16
 _CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
 
 
 class Kind(enum.Enum):
-    """``INLINE`` nodes cost nothing where they are used: views, casts to a wider type or of something small."""
+    """``INLINE`` nodes cost nothing where they are used: views, casts that widen or are small."""
 
     SOURCE = "source"
     LIBRARY = "library"
@@ -78,7 +78,9 @@ def _same_memory(node: fx.Node) -> bool:
     if given.numel() != wanted.numel():
         return False
     try:
-        strides = torch.ops.aten.view(torch.empty_strided(given.shape, given.stride(), device="meta"), wanted.shape)
+        strides = torch.ops.aten.view(
+            torch.empty_strided(given.shape, given.stride(), device="meta"), wanted.shape
+        )
     except (RuntimeError, ValueError):
         return False
     return tuple(strides.stride()) == tuple(wanted.stride())
@@ -92,7 +94,9 @@ def _is_cheap_cast(node: fx.Node) -> bool:
         return False
     if set(node.kwargs) - {"dtype"} or given.stride() != wanted.stride() or given.device != wanted.device:
         return False
-    return wanted.dtype.itemsize > given.dtype.itemsize or wanted.numel() * wanted.dtype.itemsize <= _SMALL_BYTES
+    return (
+        wanted.dtype.itemsize > given.dtype.itemsize or wanted.numel() * wanted.dtype.itemsize <= SMALL_BYTES
+    )
 
 
 def _computes_tensors(node: fx.Node) -> bool:

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, fx, nn
 
 from trainmux.lowering._compile import Kernel, KernelCache
@@ -27,7 +26,9 @@ class RegionCall(nn.Module):
         self._placed = tuple(placed)
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
-        given = [spec.empty() for spec, is_placed in zip(self._outputs, self._placed, strict=True) if is_placed]
+        given = [
+            spec.empty() for spec, is_placed in zip(self._outputs, self._placed, strict=True) if is_placed
+        ]
         rest = iter(self._kernel.run([*inputs, *given]))
         memory = iter(given)
         return [
@@ -112,7 +113,9 @@ class _Writer:
             if node.op == "placeholder":
                 self._new[node] = self._graph.node_copy(node)
             elif node.op == "get_attr":
-                self._owner.register_buffer(str(node.target), graph_constant(self._source, node), persistent=False)
+                self._owner.register_buffer(
+                    str(node.target), graph_constant(self._source, node), persistent=False
+                )
                 self._new[node] = self._graph.node_copy(node)
         num_regions = 0
         for piece in self._cut.pieces:
@@ -125,7 +128,9 @@ class _Writer:
         self._graph.output(fx.map_arg(output.args[0], self._value))
         self._graph.lint()
         module = fx.GraphModule(self._owner, self._graph)
-        return Lowered(module, tuple(self._kernels.values()), num_regions, len(self._cut.pieces) - num_regions)
+        return Lowered(
+            module, tuple(self._kernels.values()), num_regions, len(self._cut.pieces) - num_regions
+        )
 
     def _value(self, node: fx.Node) -> fx.Node:
         """The new node for an old one; views, and tuples' parts, are written where they are first needed."""
@@ -142,8 +147,8 @@ class _Writer:
         value = node.meta.get("val")
         if "extended" in node.meta:
             new.target = extended_product
-            new.args = (node.target, *node.meta["extended"], tuple(value.shape[-2:]), *new.args)
-            new.meta = dict(new.meta)
+            assert value is not None
+            new.args = (node.target, *node.meta["extended"], tuple(value.shape[-2:]), *new.args)  # type: ignore[arg-type]
             return
         if isinstance(value, Tensor):
             self._new[node] = self._conform(new, [spec_of(node)], [new])[0]
@@ -174,4 +179,3 @@ class _Writer:
         call.meta["nodes"] = len(region.body)
         for position, node in enumerate(region.outputs):
             self._new[node] = self._graph.call_function(operator.getitem, (call, position))
-

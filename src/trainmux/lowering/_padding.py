@@ -120,7 +120,7 @@ def _room(operand: fx.Node, wanted: Sizes) -> dict[fx.Node, tuple[int, ...]] | N
     if kind_of(base) is not Kind.FUSABLE or not isinstance(memory, Tensor) or memory.dim() < 2:
         return None
     dense = memory.contiguous() if "padded" in base.meta else memory
-    if dense.stride() != memory.stride() and "padded" not in base.meta or not dense.is_contiguous():
+    if (dense.stride() != memory.stride() and "padded" not in base.meta) or not dense.is_contiguous():
         return None
     shape = list(base.meta.get("padded", memory.shape))
     for size, new, stride in zip(value.shape[-2:], wanted, value.stride()[-2:], strict=True):
@@ -142,9 +142,7 @@ def _inside(value: Tensor, outer: tuple[int, ...], mode: FakeTensorMode) -> Tens
         return memory.as_strided(tuple(value.shape), memory.stride())
 
 
-def _look_again(
-    node: fx.Node, value: Tensor, found: dict[fx.Node, Tensor], mode: FakeTensorMode
-) -> None:
+def _look_again(node: fx.Node, value: Tensor, found: dict[fx.Node, Tensor], mode: FakeTensorMode) -> None:
     """What every view of ``node`` becomes when its value lies otherwise in memory."""
     found[node] = value
     for view in _views(node):

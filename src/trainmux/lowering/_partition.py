@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from trainmux.ir import Phase
-from trainmux.lowering._kinds import Kind, is_view, kind_of
+from trainmux.lowering._kinds import SMALL_BYTES, Kind, is_view, kind_of
 
 _LARGE_BYTES = 1 << 16
 _MAX_REGION = 600
@@ -122,8 +122,14 @@ class _Slots:
             if node in late and self._kinds[node] is Kind.FUSABLE:
                 self.slot[node] = wanted
             elif self._kinds[node] is Kind.INLINE and not is_view(node) and self._leaves(node):
-                # A cast that a library call or the caller reads has to be computed for real.
-                self.slot[node] = wanted
+                # A cast that a library call or the caller reads has to be computed for real; small ones
+                # of weights all at once, at the beginning.
+                early = (
+                    node in late
+                    and _phase(node) is Phase.FORWARD
+                    and _bytes(node.meta.get("val")) <= SMALL_BYTES
+                )
+                self.slot[node] = 0 if early and _root(node).op == "placeholder" else wanted
 
     def _leaves(self, node: fx.Node) -> bool:
         for user in node.users:
@@ -168,9 +174,24 @@ def _components(members: list[fx.Node], kinds: dict[fx.Node, Kind]) -> list[tupl
     for node in members:
         groups.setdefault(find(node), []).append(node)
     pieces: list[tuple[fx.Node, ...]] = []
+    small = [group for group in groups.values() if _is_small(group)]
+    if len(small) > 1:
+        together = sorted((node for group in small for node in group), key=members.index)
+        groups = {first: group for first, group in groups.items() if group not in small}
+        groups[together[0]] = together
     for group in groups.values():
         pieces.extend(tuple(group[i : i + _MAX_REGION]) for i in range(0, len(group), _MAX_REGION))
     return pieces
+
+
+def _is_small(group: list[fx.Node]) -> bool:
+    return all(_bytes(node.meta.get("val")) <= SMALL_BYTES for node in group)
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def through_inline(node: fx.Node, kinds: dict[fx.Node, Kind], own: Any = ()) -> Iterator[fx.Node]:

@@ -1,10 +1,11 @@
-"""A piece of a program as a function of its own: what it reads, what it gives, and a key for its structure."""
+"""A piece of a program as a function: what it reads, what it gives, and a key for its structure."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from torch._ops import OpOverload
 
 from trainmux.ir import Phase
 from trainmux.lowering._inductor import decompositions, new_mode
-from trainmux.lowering._kinds import Kind, is_view
+from trainmux.lowering._kinds import SMALL_BYTES, Kind, is_view
 from trainmux.tracing import make_fx
+
+_MANY_NODES = 40
+_MANY_OUTPUTS = 6
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,20 @@ class RegionGraph:
         number = {node: i for i, node in enumerate((*self.inputs, *self.body))}
 
         def known(argument: Any) -> Any:
-            return fx.map_arg(argument, lambda node: _Reference(number[node]))
+            return fx.map_arg(argument, lambda node: _Reference(number[node]))  # type: ignore[arg-type, return-value]
 
         lines = [repr(self.input_specs), repr(self.output_specs), repr(self.placed)]
         lines.append(repr([number[n] for n in self.outputs]))
         lines += [f"{node.target} {known(node.args)!r} {known(node.kwargs)!r}" for node in self.body]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    @property
+    def combines(self) -> bool:
+        """Whether it is many small things side by side: casts, or the updates of several parameters."""
+        if self.body[-1].meta.get("phase") is Phase.UPDATE:
+            return len(self.body) > _MANY_NODES
+        small = all(prod(spec.shape) * spec.dtype.itemsize <= SMALL_BYTES for spec in self.output_specs)
+        return small and len(self.outputs) >= _MANY_OUTPUTS
 
     def placed_specs(self) -> list[TensorSpec]:
         """The memory to be given."""
@@ -91,7 +103,7 @@ class RegionGraph:
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             values: dict[fx.Node, Any] = dict(zip(self.inputs, tensors, strict=False))
             for node in self.body:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])  # type: ignore[misc]
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
                 target: Callable[..., Any] = node.target  # type: ignore[assignment]
                 values[node] = target(*args, **kwargs)
             given = iter(tensors[len(self.inputs) :])
@@ -106,7 +118,9 @@ class RegionGraph:
         with mode, torch.no_grad():
             fakes = [replace(spec, padded=None).empty() for spec in (*self.input_specs, *self.placed_specs())]
             table = {**decompositions(), **own}
-            module = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=table)(*fakes)
+            module = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=table)(
+                *fakes
+            )
         module.graph.eliminate_dead_code()
         for node in module.graph.nodes:
             node.meta.setdefault("original_aten", node.target)  # Inductor names kernels by it

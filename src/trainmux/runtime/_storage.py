@@ -11,21 +11,25 @@ from torch import Tensor
 ALIGNMENT_BYTES = 16
 
 
-def stacked_strides(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Strides of ``[k, *shape]``: rows contiguous, the distance between members a multiple of 16 bytes."""
+def stacked_strides(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+    """Strides of ``[k, *shape]``: rows dense, the distance between members a multiple of 16 bytes.
+
+    On CUDA the filters of two-dimensional convolutions (four axes) have their channels innermost, as the
+    kernels want them; everything else is in the order of its axes.
+    """
     per_alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
     numel = prod(shape)
     member_stride = max(1, -(-numel // per_alignment) * per_alignment)
-    inner: list[int] = []
+    inner = [0] * len(shape)
     step = 1
-    for size in reversed(shape):
-        inner.append(step)
-        step *= max(1, size)
-    return (member_stride, *reversed(inner))
+    for dim in (1, 3, 2, 0) if len(shape) == 4 and device.type == "cuda" else reversed(range(len(shape))):
+        inner[dim] = step
+        step *= max(1, shape[dim])
+    return (member_stride, *inner)
 
 
 def stacked_zeros(width: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of shape ``[width, *shape]`` in aligned storage."""
-    strides = stacked_strides(shape, dtype)
+    strides = stacked_strides(shape, dtype, device)
     flat = torch.zeros(width * strides[0], dtype=dtype, device=device)
     return flat.as_strided((width, *shape), strides)

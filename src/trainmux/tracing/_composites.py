@@ -61,6 +61,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Attention with dropout by an explicit mask (D11); without dropout torch's own kernels."""
+    if attn_mask is not None and attn_mask.shape[-1] > 1 and attn_mask.stride(-1) != 1:
+        attn_mask = attn_mask.contiguous()  # the fused kernels refuse a mask that is repeated along a row
     if dropout_p == 0.0:
         return native_composite(  # type: ignore[no-any-return]
             aten.scaled_dot_product_attention.default,

@@ -24,6 +24,7 @@ from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
 from trainmux.runtime import deterministic_algorithms
 from trainmux.tracing._cleanup import output_nodes, simplify, source_of
 from trainmux.tracing._composites import own_composites
+from trainmux.tracing._constant_masks import drop_constant_masks
 from trainmux.tracing._linalg import failures_make_loss_nan
 from trainmux.tracing._randomness import draw_from_counters
 from trainmux.tracing._source import innermost_user_frame, is_user_file, node_location
@@ -163,6 +164,7 @@ def _trace(
         module = _run_tracer(step, fakes, mode, names)
     failures_make_loss_nan(module, mode)
     draw_from_counters(module, num_parameters + num_buffers + num_leaves, mode)
+    drop_constant_masks(module)
 
     kinds = (
         [(InputKind.PARAMETER, named.name) for named in parameters]

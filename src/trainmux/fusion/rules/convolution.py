@@ -202,7 +202,7 @@ def _separate_backward(
 def _single_forward(
     context: Context, x: Tensor | Stacked, weight: Tensor, bias: Tensor | None, geometry: Geometry
 ) -> Tensor:
-    out = aten.convolution(
+    out: Tensor = aten.convolution(
         _channels_last(context.stack(x)[0]),
         _channels_last(weight[0]),
         None if bias is None else bias[0],

@@ -1,0 +1,60 @@
+"""Rewrites of a fused graph before it is split, for the compiler's sake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def compare_instead_of_scatter(graph: fx.Graph) -> int:
+    """One value per row scattered into a constant becomes a comparison; returns how many did.
+
+    The gradient of a cross-entropy loss begins like that. A scatter has to be written to memory, as large
+    as the logits; a comparison is computed where it is read.
+    """
+    found = 0
+    for node in graph.find_nodes(op="call_function", target=aten.scatter.value):
+        constant, dim, index, value = node.args
+        if constant.target is not aten.full.default or node.kwargs:
+            continue
+        target, chosen = node.meta["val"], index.meta["val"]
+        dim %= target.dim()
+        if chosen.dim() != target.dim() or chosen.shape[dim] != 1:
+            continue
+        if any(a != b for d, (a, b) in enumerate(zip(chosen.shape, target.shape, strict=True)) if d != dim):
+            continue
+        shape = [1] * target.dim()
+        shape[dim] = target.shape[dim]
+        with graph.inserting_before(node), target.fake_mode:
+            places = _call(graph, node, aten.arange.default, (target.shape[dim],), device=target.device)
+            places = _call(graph, node, aten.view.default, (places, shape))
+            chosen_here = _call(graph, node, aten.eq.Tensor, (index, places))
+            hit = _call(graph, node, aten.full.default, ([], value), dtype=target.dtype, device=target.device)
+            rest = _call(
+                graph,
+                node,
+                aten.full.default,
+                ([], constant.args[1]),
+                dtype=target.dtype,
+                device=target.device,
+            )
+            result = _call(graph, node, aten.where.self, (chosen_here, hit, rest))
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+        found += 1
+    if found:
+        graph.eliminate_dead_code()
+        graph.lint()
+    return found
+
+
+def _call(graph: fx.Graph, like: fx.Node, op: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
+    new = graph.call_function(op, args, kwargs)
+    new.meta = dict(like.meta)
+    values = fx.map_arg(args, lambda node: node.meta["val"])
+    new.meta["val"] = op(*values, **kwargs)
+    return new

@@ -1,0 +1,36 @@
+"""The program of a compile worker: regions in on standard input, failures (or nothing) out."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from trainmux.lowering._compile import Kernel
+from trainmux.lowering._inductor import settings
+from trainmux.lowering._payload import from_payload
+from trainmux.lowering._workers import receive, send
+from trainmux.runtime import deterministic_algorithms
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints must not disturb the answers
+    deterministic = sys.argv[1:] == ["deterministic"]
+    while True:
+        try:
+            message = receive(sys.stdin.buffer)
+        except EOFError:
+            return
+        assert isinstance(message, tuple)
+        payload, combines = message
+        kernel = Kernel("", from_payload(payload))
+        with (
+            settings(deterministic=deterministic, combines=combines),
+            deterministic_algorithms(deterministic),
+        ):
+            kernel.compile()
+        send(answers, kernel.failure)
+
+
+if __name__ == "__main__":
+    main()

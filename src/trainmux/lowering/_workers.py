@@ -1,0 +1,92 @@
+"""Regions compiled in processes of their own, side by side.
+
+Inductor is Python and holds the interpreter's lock, so threads compile one after another. A worker
+compiles into Inductor's cache on disk; this process then loads from there. Workers are started with a
+module of ours as their program, never with the user's script.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+_HEADER = struct.Struct("<Q")
+
+
+def send(stream: IO[bytes], message: object) -> None:
+    """Write one message."""
+    data = pickle.dumps(message)
+    stream.write(_HEADER.pack(len(data)))
+    stream.write(data)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> object:
+    """Read one message; ``EOFError`` where the other side has gone."""
+    header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise EOFError("the other side has gone")
+    (size,) = _HEADER.unpack(header)
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError("the other side has gone in the middle of a message")
+    return pickle.loads(data)
+
+
+def compile_in_workers(
+    payloads: Sequence[bytes], *, num_workers: int, deterministic: bool, combines: Sequence[bool]
+) -> int:
+    """Compile all ``payloads`` into the cache on disk; returns how many a worker finished.
+
+    What no worker could finish, for whatever reason, is left to the caller.
+    """
+    waiting: queue.SimpleQueue[tuple[bytes, bool]] = queue.SimpleQueue()
+    for item in zip(payloads, combines, strict=True):
+        waiting.put(item)
+    finished = [0] * num_workers
+
+    def serve(index: int) -> None:
+        with _started(deterministic) as worker:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            try:
+                while True:
+                    send(worker.stdin, waiting.get_nowait())
+                    finished[index] += receive(worker.stdout) == ""
+            except (queue.Empty, EOFError, BrokenPipeError):
+                pass
+            finally:
+                worker.kill()
+
+    threads = [threading.Thread(target=serve, args=(index,), daemon=True) for index in range(num_workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(finished)
+
+
+def _started(deterministic: bool) -> subprocess.Popen[bytes]:
+    package = str(Path(__file__).parents[2])
+    known = os.environ.get("PYTHONPATH")
+    environment = dict(
+        os.environ,
+        PYTHONPATH=package if not known else os.pathsep.join((package, known)),
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        OMP_NUM_THREADS="1",
+    )
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainmux.lowering._worker", "deterministic" if deterministic else ""],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+    )
