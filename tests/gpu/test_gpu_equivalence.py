@@ -94,7 +94,7 @@ def test_models_and_batches_may_stay_on_the_host() -> None:
         for number, model in enumerate(models)
     ]
     members = [tm.Member(model, adamw(model, number)) for number, model in enumerate(twins)]
-    fleet = tm.Fleet(members, workload.loss, batches[0], device=DEVICE, precision="fp64")
+    fleet = tm.Fleet(members, workload.loss, batches[0], device=DEVICE, precision="fp64", lowering="aten")
     fused = train_fused(fleet, batches)
     assert all(tensor.device.type == "cpu" for outcome in fused for tensor in outcome.tensors.values())
     assert_equivalent(fused, alone, 1e-10, looser=LOOSER["cnn"])
@@ -133,7 +133,7 @@ def test_the_recomputation_of_a_checkpointed_block_draws_the_same_dropout(reentr
     def train(reentrant: bool | None) -> Any:
         models = [model.to(DEVICE) for model in vector_models(lambda: Checkpointed(reentrant, 0.3))]
         members = [tm.Member(model, adamw(model, number), seed=number) for number, model in enumerate(models)]
-        fleet = tm.Fleet(members, cross_entropy, batches[0], device=DEVICE, precision="fp64")
+        fleet = tm.Fleet(members, cross_entropy, batches[0], device=DEVICE, precision="fp64", lowering="aten")
         return train_fused(fleet, batches)
 
     assert_equivalent(train(reentrant), train(None), 1e-12)
@@ -183,7 +183,15 @@ def test_attention_over_long_sequences_repeats_bit_for_bit(precision: str) -> No
             torch.manual_seed(number)
             model = LongAttention().to(DEVICE)
             members.append(tm.Member(model, adamw(model, number), name=f"m{number}"))
-        fleet = tm.Fleet(members, _mean_square, batch, device=DEVICE, precision=precision, deterministic=True)
+        fleet = tm.Fleet(
+            members,
+            _mean_square,
+            batch,
+            device=DEVICE,
+            precision=precision,
+            deterministic=True,
+            lowering="aten",
+        )
         return train_fused(fleet, [batch] * 5)
 
     first = train()

@@ -41,6 +41,7 @@ def make_fleet(name: str, engine: str, *, precision: str = "fp32", accumulate: i
         accumulate=accumulate,
         deterministic=True,
         engine=engine,
+        lowering="aten",
     )
 
 
@@ -122,6 +123,7 @@ def test_large_embedding_backward_is_captured() -> None:
         example_batch=batch,
         device="cuda",
         engine="cuda_graphs",
+        lowering="aten",
     )
     first = fleet.step(batch)
     for _ in range(5):
@@ -145,6 +147,7 @@ def test_a_step_that_cannot_be_captured_runs_node_by_node_with_a_warning() -> No
         example_batch=batch,
         device="cuda",
         engine="cuda_graphs",
+        lowering="aten",
     )
     with pytest.warns(tm.errors.TrainmuxWarning, match="node by node"):
         fleet.step(batch)

@@ -1,9 +1,9 @@
 """Programs as CUDA graphs: captured on first use, replayed from then on.
 
 An eager step is bound by the host, which launches a few thousand small kernels one by one; a replay is
-one launch. The graph reads and writes the group's own stacked tensors. What changes from step to step
-(batch, counters, scalars) is copied into buffers the graph was captured with; results are copied out,
-because the next replay overwrites them.
+one launch. The graph reads and writes the group's own tensors, the host's numbers among them. The batch,
+which is another with every step, is copied into buffers that the graph was captured with; results are
+copied out, because the next replay overwrites them.
 
 A program changes weights, so it cannot simply be run to warm up. It is run with no member active, which
 leaves every tensor but the accumulators as it was.
@@ -11,14 +11,16 @@ leaves every tensor but the accumulators as it was.
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trainmux.engine._program import ForwardProgram, StepProgram
+from trainmux.engine._program import ForwardProgram, StepProgram, run_module
 from trainmux.errors import TrainmuxWarning
 from trainmux.runtime import deterministic_algorithms
 
@@ -36,12 +38,21 @@ class _Captured:
 
     def fits(self, arguments: Sequence[Tensor]) -> bool:
         """Whether the tensors that are not copied in are still the ones of the capture."""
-        fed = set(self.fed)
-        return all(
-            given is known
-            for position, (given, known) in enumerate(zip(arguments, self.arguments, strict=True))
-            if position not in fed
-        )
+        held = list(arguments)
+        for position in self.fed:
+            held[position] = self.arguments[position]
+        return len(held) == len(self.arguments) and all(map(operator.is_, held, self.arguments))
+
+
+@contextmanager
+def _measured_convolutions(wanted: bool) -> Iterator[None]:
+    """While active, cuDNN times its algorithms for each new shape and takes the fastest."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = wanted
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 class CudaGraphEngine:
@@ -64,7 +75,7 @@ class CudaGraphEngine:
             captured = self._find(program, arguments)
             if captured is None:
                 with deterministic_algorithms(self._deterministic):
-                    return list(program.module(*arguments))
+                    return run_module(program, arguments)
             for position in captured.fed:
                 captured.arguments[position].copy_(arguments[position], non_blocking=True)
             captured.graph.replay()
@@ -99,8 +110,9 @@ class CudaGraphEngine:
             argument.clone() if position in fed else argument for position, argument in enumerate(arguments)
         ]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with deterministic_algorithms(self._deterministic):
+        with deterministic_algorithms(self._deterministic), _measured_convolutions(not self._deterministic):
             self._warm_up(program, static)
+            torch.cuda.empty_cache()  # the warm-up's memory is not the graph's: the two would add up
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"

@@ -32,13 +32,15 @@ class StepProgram:
 
     Its arguments are the fused inputs, optimizer state tensors (``settings.state_keys()``), accumulators
     (one per gradient, where the step accumulates), then ``TAIL_INPUTS``. It returns the loss, the
-    gradient norm, the finite mask and the metrics, each with the model axis first.
+    gradient norm, the finite mask and the metrics, each with the model axis first. ``notes`` say in words how
+    it runs.
     """
 
     module: torch.nn.Module
     inputs: tuple[GraphInput, ...]
     settings: UpdateSettings
     metrics: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def position_of(self, name: str) -> int:
         """Where one of ``TAIL_INPUTS`` stands among the arguments."""
@@ -51,8 +53,8 @@ class StepProgram:
         return range(first, first + (len(self.settings.parameters) if self.settings.accumulates else 0))
 
     def fed_positions(self) -> list[int]:
-        """Arguments whose tensors are others with every step."""
-        return _fed_inputs(self.inputs) + [self.position_of(name) for name in ("scalars", "limits", "active")]
+        """Arguments whose tensors are others with every step: the batch. All others keep their address."""
+        return _batch_positions(self.inputs)
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,22 @@ class ForwardProgram:
     metrics: tuple[str, ...]
 
     def fed_positions(self) -> list[int]:
-        """Arguments whose tensors are others with every run."""
-        return _fed_inputs(self.inputs)
+        """Arguments whose tensors are others with every run: the batch. All others keep their address."""
+        return _batch_positions(self.inputs)
 
 
-def _fed_inputs(inputs: Sequence[GraphInput]) -> list[int]:
-    fed = (InputKind.BATCH, InputKind.COUNTER)
-    return [position for position, item in enumerate(inputs) if item.kind in fed]
+def _batch_positions(inputs: Sequence[GraphInput]) -> list[int]:
+    return [position for position, item in enumerate(inputs) if item.kind is InputKind.BATCH]
+
+
+def run_module(program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
+    """One call of the program's module. A result that is a view of the batch, whose memory is not ours to
+    keep, is copied."""
+    batch = {arguments[position].untyped_storage().data_ptr() for position in program.fed_positions()}
+    return [
+        output.clone() if output.untyped_storage().data_ptr() in batch else output
+        for output in program.module(*arguments)
+    ]
 
 
 class ReferenceEngine:
@@ -82,7 +93,7 @@ class ReferenceEngine:
     def run(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
         """One step; what it returns is new memory each time."""
         with torch.no_grad(), deterministic_algorithms(self._deterministic):
-            return list(program.module(*arguments))
+            return run_module(program, arguments)
 
     def forget(self, programs: Sequence[StepProgram | ForwardProgram]) -> None:
         """Nothing is kept between runs."""

@@ -13,6 +13,7 @@ from trainmux.errors import BatchError
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._member import Member
+from trainmux.runtime import HostLeaf, Landing
 from trainmux.tracing import FlatBatch, check_batch, flatten_batch
 
 
@@ -20,30 +21,29 @@ from trainmux.tracing import FlatBatch, check_batch, flatten_batch
 class GroupFeed:
     """One group's share of a step's data.
 
-    ``example`` is a single member's batch, which decides the graph; ``leaves`` are the tensors to feed:
-    shared as they are, or with one row per member of the fleet (or of the group, where each member has a
-    batch of its own).
+    ``example`` is a single member's batch, which decides the graph; ``leaves`` are the tensors to feed, in
+    the dtype in which they are held: shared as they are, or with one row per member of the fleet (or of the
+    group, where each member has a batch of its own).
     """
 
     example: FlatBatch
-    leaves: tuple[Tensor, ...]
+    leaves: tuple[HostLeaf, ...]
     stacked: bool
     rows_are_slots: bool
-    config: FleetConfig
 
-    def tensors(self, group: Group, names: Sequence[str]) -> list[Tensor]:
-        """The leaves on the device, in the held dtype, with one row per slot where they are stacked."""
-        leaves = self.leaves
+    def leaves_for(self, group: Group, names: Sequence[str]) -> tuple[HostLeaf, ...]:
+        """The leaves with one row per slot where they are stacked."""
         if self.stacked and not self.rows_are_slots:
             position = {name: index for index, name in enumerate(names)}
             rows = [0 if slot is None else position[slot.name] for slot in group.slots]
             if rows != list(range(len(names))):
-                leaves = tuple(leaf[torch.tensor(rows, device=leaf.device)] for leaf in leaves)
-        return [_to_device(leaf, self.config) for leaf in leaves]
+                return tuple(_with_rows(leaf, rows) for leaf in self.leaves)
+        return self.leaves
 
 
-def _to_device(leaf: Tensor, config: FleetConfig) -> Tensor:
-    return leaf.to(config.device, config.held_dtype(leaf.dtype), non_blocking=True)
+def _with_rows(leaf: HostLeaf, rows: Sequence[int]) -> HostLeaf:
+    (tensor,) = leaf.parts
+    return replace(leaf, parts=(tensor[torch.tensor(rows, device=tensor.device)],))
 
 
 class BatchFeed:
@@ -51,6 +51,7 @@ class BatchFeed:
 
     def __init__(self, config: FleetConfig, example_batch: Any, num_members: int) -> None:
         self._config = config
+        self._landing = Landing(config.device) if config.device.type == "cuda" else None
         self._example = None if example_batch is None else flatten_batch(example_batch)
         if self._example is not None and config.data == "per_member":
             _check_rows(self._example, num_members)
@@ -76,20 +77,8 @@ class BatchFeed:
         self, batch: Any, overrides: Mapping[str, Any], groups: Sequence[Group], names: Sequence[str]
     ) -> dict[int, GroupFeed]:
         """Feeds by ``id(group)``; refuses a batch that does not look like the example."""
-        unknown = sorted(
-            set(overrides)
-            - {
-                slot.name
-                for group in groups
-                for _, slot in group.members
-                if slot.member.example_batch is not None
-            }
-        )
-        if unknown:
-            raise BatchError(
-                f"overrides: expected names of members with an example_batch of their own, got {unknown}; "
-                "give those members Member(example_batch=...)"
-            )
+        if overrides:
+            _check_overrides(overrides, groups)
         common: GroupFeed | None = None
         feeds: dict[int, GroupFeed] = {}
         for group in groups:
@@ -103,6 +92,22 @@ class BatchFeed:
             feeds[id(group)] = common
         return feeds
 
+    def tensors(
+        self, feeds: Mapping[int, GroupFeed], groups: Sequence[Group], names: Sequence[str]
+    ) -> dict[int, list[Tensor]]:
+        """The leaves of each group on the device, by ``id(group)``; those of several groups are moved once.
+
+        They may be read by work that is enqueued before the next call.
+        """
+        wanted = {id(group): feeds[id(group)].leaves_for(group, names) for group in groups}
+        distinct = list({id(leaf): leaf for leaves in wanted.values() for leaf in leaves}.values())
+        if self._landing is None:
+            moved = [leaf.to(self._config.device) for leaf in distinct]
+        else:
+            moved = self._landing.land(distinct)
+        found = {id(leaf): tensor for leaf, tensor in zip(distinct, moved, strict=True)}
+        return {key: [found[id(leaf)] for leaf in leaves] for key, leaves in wanted.items()}
+
     def for_evaluation(
         self, batch: Any, groups: Sequence[Group], names: Sequence[str]
     ) -> dict[int, GroupFeed]:
@@ -111,6 +116,7 @@ class BatchFeed:
         In a fleet with ``data="per_member"`` the leaves may come with or without the member axis.
         """
         flat = flatten_batch(batch)
+        leaves = self._leaves(flat)
         feeds: dict[int, GroupFeed] = {}
         for group in groups:
             _, slot = group.members[0]
@@ -124,7 +130,7 @@ class BatchFeed:
             if stacked:
                 _check_rows(flat, len(names))
             example = _member_rows(flat, 0) if stacked else flat
-            feeds[id(group)] = GroupFeed(example, flat.tensors, stacked, False, self._config)
+            feeds[id(group)] = GroupFeed(example, leaves, stacked, False)
         return feeds
 
     def _common(self, batch: Any, num_members: int) -> GroupFeed:
@@ -134,9 +140,12 @@ class BatchFeed:
         flat = flatten_batch(batch)
         check_batch(self._example.spec, flat.spec)
         if self._config.data == "shared":
-            return GroupFeed(flat, flat.tensors, False, False, self._config)
+            return GroupFeed(flat, self._leaves(flat), False, False)
         _check_rows(flat, num_members)
-        return GroupFeed(_member_rows(flat, 0), flat.tensors, True, False, self._config)
+        return GroupFeed(_member_rows(flat, 0), self._leaves(flat), True, False)
+
+    def _leaves(self, flat: FlatBatch) -> tuple[HostLeaf, ...]:
+        return tuple(HostLeaf((tensor,), self._config.held_dtype(tensor.dtype)) for tensor in flat.tensors)
 
     def _own(self, group: Group, overrides: Mapping[str, Any]) -> GroupFeed:
         flats: dict[int, FlatBatch] = {}
@@ -157,10 +166,23 @@ class BatchFeed:
                 )
         rows = [flats.get(row, first) for row in range(group.width)]
         leaves = tuple(
-            torch.stack([_to_device(flat.tensors[i], self._config) for flat in rows])
-            for i in range(len(first.tensors))
+            HostLeaf(parts, self._config.held_dtype(parts[0].dtype), stacked=True)
+            for parts in zip(*(flat.tensors for flat in rows), strict=True)
         )
-        return GroupFeed(first, leaves, True, True, self._config)
+        return GroupFeed(first, leaves, True, True)
+
+
+def _check_overrides(overrides: Mapping[str, Any], groups: Sequence[Group]) -> None:
+    """Refuse batches for members that are given the common one, or that are not there."""
+    own = {
+        slot.name for group in groups for _, slot in group.members if slot.member.example_batch is not None
+    }
+    unknown = sorted(set(overrides) - own)
+    if unknown:
+        raise BatchError(
+            f"overrides: expected names of members with an example_batch of their own, got {unknown}; "
+            "give those members Member(example_batch=...)"
+        )
 
 
 def _num_dims(flat: FlatBatch) -> list[int]:

@@ -63,8 +63,9 @@ class ProgramBuilder:
         """The step of ``width`` members."""
         array, branches = choose_partition(traced, width, self._config)
 
-        def whole(program: StepProgram) -> StepProgram:
-            return in_sub_arrays(program, width // array, branches)
+        def whole(program: StepProgram, how: str) -> StepProgram:
+            notes = (_partition_text(width, array, branches), how, _precision_text(self._config))
+            return replace(in_sub_arrays(program, width // array, branches), notes=notes)
 
         def lowered() -> tuple[StepProgram, Lowered, FusedGraph]:
             with TRACING:
@@ -75,7 +76,7 @@ class ProgramBuilder:
 
         if self._config.lowering == "inductor":
             program, low, fused = lowered()
-            return _built(whole(self._compiled(program, low)), fused)
+            return _built(whole(self._compiled(program, low), low.text()), fused)
 
         upgrade = None
         if self._config.lowering == "auto":
@@ -83,13 +84,14 @@ class ProgramBuilder:
             def prepare() -> Callable[[], StepProgram]:
                 program, low, _ = lowered()
                 self._cache().fill(low.kernels)
-                return lambda: whole(self._compiled(program, low))
+                return lambda: whole(self._compiled(program, low), low.text())
 
             upgrade = Upgrade(prepare)
         with TRACING:
             fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
             program = build_step(fused, settings)
-        return replace(_built(whole(program), fused), upgrade=upgrade)
+        how = "runs through ATen" + (" until its kernels are compiled" if upgrade is not None else "")
+        return replace(_built(whole(program, how), fused), upgrade=upgrade)
 
     def forward(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> ForwardProgram:
         """Metrics of ``width`` members."""
@@ -137,6 +139,22 @@ class ProgramBuilder:
 
 def _built(program: StepProgram, fused: FusedGraph) -> BuiltStep:
     return BuiltStep(program, fused.records, len(fused.module.graph.nodes))
+
+
+def _partition_text(width: int, array: int, branches: int) -> str:
+    if array == width:
+        return f"one array of width {width}"
+    side_by_side = f", {branches} side by side" if branches > 1 else ", one after another"
+    return f"{width // array} sub-arrays of width {array}{side_by_side}"
+
+
+def _precision_text(config: FleetConfig) -> str:
+    """What torch's own switches say about products of single-precision numbers."""
+    if config.device.type != "cuda":
+        return f"fp32 products at torch's precision {torch.get_float32_matmul_precision()!r}"
+    products = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "full fp32"
+    convolutions = "TF32" if torch.backends.cudnn.allow_tf32 else "full fp32"
+    return f"fp32 products in {products}, fp32 convolutions in {convolutions} (torch's settings)"
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -32,13 +32,14 @@ def evaluate_fleet(
     num_samples = 0
     for batch in loader:
         feeds = feed.for_evaluation(batch, occupied, names)
+        tensors = feed.tensors(feeds, occupied, names)
         size = 1
         for group in occupied:
             part = feeds[id(group)]
             place = (id(group), part.example.spec)
             if place not in known:
                 known[place] = _forward_traces(group, traces, part.example, metric_fn, loss_of)
-            values = _evaluate_group(group, known[place], part, names)
+            values = _evaluate_group(group, known[place], part, tensors[id(group)])
             size = part.example.tensors[0].shape[0] if part.example.tensors[0].dim() else 1
             for name, value in values.items():
                 if value.dim() != 1:
@@ -80,9 +81,8 @@ def _forward_traces(
 
 
 def _evaluate_group(
-    group: Group, found: Sequence[tuple[Trace, list[int]]], part: GroupFeed, names: Sequence[str]
+    group: Group, found: Sequence[tuple[Trace, list[int]]], part: GroupFeed, tensors: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    tensors = part.tensors(group, names)
     merged: dict[str, Tensor] = {}
     for trace, rows in found:
         values = group.evaluate(

@@ -132,11 +132,12 @@ class Fleet:
             program = group.prepare(
                 trace.graph, feed.example.spec, stacked_batch=feed.stacked, applies=applies
             )
-            jobs.append((group, program, feed.tensors(group, self._names), group.scalars()))
+            jobs.append((group, program))
+        tensors = self._feed.tensors(feeds, self._groups, self._names)
         # Only now, when nothing is left to be refused, does any group change; and then all of them do.
         with deferred_interrupts():
-            for group, program, tensors, scalars in jobs:
-                group.step(program, tensors, scalars)
+            for group, program in jobs:
+                group.step(program, tensors[id(group)])
             self._num_steps += 1
             if applies:
                 step_schedulers(self._groups)
@@ -283,6 +284,7 @@ class Fleet:
                 group.num_nodes,
                 group.records,
                 group.unfused_because,
+                group.notes,
             )
             for group in self._groups
         )
@@ -328,11 +330,12 @@ class Fleet:
         return loss
 
     def _trace_for(self, group: Group, example: FlatBatch) -> Trace:
-        if example.spec not in group.traces:
+        trace = group.traces.get(example.spec)
+        if trace is None:
             slots = [slot for _, slot in group.members]
             losses = [self._loss_of(slot.member) for slot in slots]
-            group.traces[example.spec] = self._traces.joint_for_group(slots, losses, example)
-        return group.traces[example.spec]
+            trace = group.traces[example.spec] = self._traces.joint_for_group(slots, losses, example)
+        return trace
 
     def _find(self, name: str) -> tuple[Group, int]:
         for group in self._groups:

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainmux.engine import ForwardProgram, StepProgram, UpdateSettings
-from trainmux.errors import OptimizerError
+from trainmux.engine import TAIL_INPUTS, ForwardProgram, StepProgram, UpdateSettings
 from trainmux.fleet._background import Upgrade
 from trainmux.fleet._build import ProgramBuilder
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._member import Member
+from trainmux.fleet._numbers import GroupNumbers
 from trainmux.fleet._slots import Slot, StackedState, check_shapes, named_tensors
 from trainmux.fleet._snapshot import OptimizerSnapshot
 from trainmux.fleet._traces import Trace
 from trainmux.ir import FusionRecord, InputKind, OutputKind
-from trainmux.optim import (
-    OptimizerStructure,
-    check_hyperparameters,
-    idle_settings,
-    scalar_values,
-    state_names,
-    write_state,
-)
+from trainmux.optim import OptimizerStructure, state_names, write_state
 from trainmux.runtime import stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
 _MAX_PROGRAMS = 8
-_INFINITE = float("inf")
+
+Program = StepProgram | ForwardProgram
 
 
 @dataclass(frozen=True)
@@ -57,19 +49,28 @@ class Group:
         self.unfused_because = ""
         self.last: dict[str, Tensor] = {}
         self._engine = config.make_engine()
-        self._programs: OrderedDict[Hashable, StepProgram | ForwardProgram] = OrderedDict()
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        # By the program's id, with the program itself: its id must not be given to another one.
+        self._held_arguments: dict[int, tuple[Program, list[Tensor | None]]] = {}
+        self._members: list[tuple[int, Slot]] | None = None
         self._upgrades: dict[Hashable, Upgrade[StepProgram]] = {}
         self._records: tuple[FusionRecord, ...] = ()
         self._num_nodes = 0
+        self._notes: tuple[str, ...] = ()
         self._gradients = tuple(o.name for o in traced.outputs if o.kind is OutputKind.GRADIENT)
         self._changing = frozenset(o.name for o in traced.outputs if o.kind is OutputKind.BUFFER)
-        self._active: Tensor | None = None
-        self._limits: Tensor | None = None
         self.traces: dict[BatchSpec, Trace] = {}
         self._tangent = torch.full((), 1.0 / config.accumulate, dtype=torch.float64, device=config.device)
         self.state = StackedState()
-        neutral = [[value] for value in self._settings((), applies=True).neutral_scalars()]
+        self._make_numbers()
+        neutral = [[value] for value in self._settings().neutral_scalars()]
         self._neutral = torch.tensor(neutral, dtype=torch.float64, device=config.device).reshape(-1, 1)
+
+    def _make_numbers(self) -> None:
+        """What the host feeds, at the width there is now, and the counters of an evaluation, which stay 0."""
+        device = self.config.device
+        self._numbers = GroupNumbers(self.key.structure, self.width, device)
+        self._no_draws = torch.zeros(self.width, dtype=torch.int64, device=device)
 
     # ---- storage -----------------------------------------------------------------------------------
 
@@ -132,19 +133,27 @@ class Group:
         self.width = width
         self.last = {}
         self._forget_programs()
+        self._make_numbers()
         self.forget_fed()
 
     def _forget_programs(self) -> None:
-        self._engine.forget(list(self._programs.values()))
+        for program in self._programs.values():
+            self._forget(program)
         self._programs.clear()
         self._upgrades.clear()
+
+    def _forget(self, program: Program) -> None:
+        self._engine.forget([program])
+        self._held_arguments.pop(id(program), None)
 
     # ---- members -----------------------------------------------------------------------------------
 
     @property
     def members(self) -> list[tuple[int, Slot]]:
         """Occupied rows."""
-        return [(row, slot) for row, slot in enumerate(self.slots) if slot is not None]
+        if self._members is None:
+            self._members = [(row, slot) for row, slot in enumerate(self.slots) if slot is not None]
+        return self._members
 
     def free_row(self) -> int | None:
         """A row without a member, if there is one."""
@@ -233,24 +242,22 @@ class Group:
     # ---- programs ----------------------------------------------------------------------------------
 
     def _state_keys(self) -> tuple[tuple[str, str], ...]:
-        return self._settings((), applies=True).state_keys()
+        return self._settings().state_keys()
 
-    def _clips(self) -> tuple[bool, bool]:
-        """Whether any member clips by norm, by value."""
-        members = [slot.member for _, slot in self.members]
-        return (
-            any(member.clip_norm is not None for member in members),
-            any(member.clip_value is not None for member in members),
-        )
-
-    def _settings(self, idle: tuple[frozenset[str], ...], *, applies: bool) -> UpdateSettings:
+    def _settings(
+        self,
+        idle: tuple[frozenset[str], ...] = (),
+        clips: tuple[bool, bool] = (False, False),
+        *,
+        applies: bool = True,
+    ) -> UpdateSettings:
         names = [item.name for item in self.traced.inputs if item.kind is InputKind.PARAMETER]
         owner = {
             names[position]: index
             for index, group in enumerate(self.key.structure.groups)
             for position in group.params
         }
-        clips_norm, clips_value = self._clips()
+        clips_norm, clips_value = clips
         return UpdateSettings(
             structure=self.key.structure,
             idle=idle,
@@ -262,17 +269,15 @@ class Group:
             applies=applies,
         )
 
-    def _cached(
-        self, key: Hashable, build: Callable[[], StepProgram | ForwardProgram]
-    ) -> StepProgram | ForwardProgram:
-        if key in self._programs:
+    def _cached(self, key: Hashable, build: Callable[[], Program]) -> Program:
+        known = self._programs.get(key)
+        if known is not None:
             self._programs.move_to_end(key)
-            return self._programs[key]
+            return known
         program = build()
         self._programs[key] = program
         while len(self._programs) > _MAX_PROGRAMS:
-            _, oldest = self._programs.popitem(last=False)
-            self._engine.forget([oldest])
+            self._forget(self._programs.popitem(last=False)[1])
         return program
 
     def _upgrade(self, key: Hashable) -> None:
@@ -283,7 +288,7 @@ class Group:
         del self._upgrades[key]
         better = upgrade.result()
         if better is not None and key in self._programs:
-            self._engine.forget([self._programs[key]])
+            self._forget(self._programs[key])
             self._programs[key] = better
 
     def wait_until_compiled(self) -> None:
@@ -297,29 +302,26 @@ class Group:
     def prepare(
         self, traced: TracedGraph, key: Hashable, *, stacked_batch: bool, applies: bool = True
     ) -> StepProgram:
-        """The program for a batch like the one ``traced`` was made with, built if it is new."""
-        return self._step_program(traced, key, self._idle(), applies=applies, stacked_batch=stacked_batch)
+        """The program for a batch like the one ``traced`` was made with, built if it is new.
 
-    def _step_program(
-        self,
-        traced: TracedGraph,
-        key: Hashable,
-        idle: tuple[frozenset[str], ...],
-        *,
-        applies: bool,
-        stacked_batch: bool,
-    ) -> StepProgram:
+        Reads the members' settings as they are now, for the program and for the step that comes next;
+        refuses those that are no numbers any more.
+        """
+        self._numbers.read(self.members)
+        idle, clips = self._numbers.idle, self._numbers.clips
+
         def build() -> StepProgram:
-            settings = self._settings(idle, applies=applies)
+            settings = self._settings(idle, clips, applies=applies)
             built = self._builder().step(traced, self.width, settings, stacked_batch=stacked_batch)
             self._records, self._num_nodes = built.records, built.num_nodes
             if built.upgrade is not None:
                 self._upgrades[full_key] = built.upgrade
             return built.program
 
-        full_key = ("step", key, idle, applies, self._clips(), stacked_batch)
+        full_key = ("step", key, idle, applies, clips, stacked_batch)
         self._upgrade(full_key)
         program = self._cached(full_key, build)
+        self._notes = program.notes if isinstance(program, StepProgram) else ()
         assert isinstance(program, StepProgram)
         return program
 
@@ -329,25 +331,26 @@ class Group:
         return self._records
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """How the last prepared step runs."""
+        return self._notes
+
+    @property
     def num_nodes(self) -> int:
         """Nodes of the last built step."""
         return self._num_nodes
 
     # ---- running -----------------------------------------------------------------------------------
 
-    def step(self, program: StepProgram, batch: Sequence[Tensor], scalars: Tensor) -> None:
-        """One micro-batch for all active members; ``last`` holds its results afterwards."""
-        counters = self._feed([0 if slot is None else slot.counter for slot in self.slots], torch.int64)
-        resolved = self._arguments(program, batch, counters)
-        resolved += [self.state.states[state] for state in program.settings.state_keys()]
-        if program.settings.accumulates:
-            resolved += [self.state.totals[name] for name in program.settings.parameters]
-        resolved += [scalars, self._neutral, *self._limits_and_active(), self.state.alive, self.state.updates]
-        loss, norm, finite, *metrics = self._engine.run(program, resolved)
-        for slot in self.slots:
-            if slot is not None and slot.active:
+    def step(self, program: StepProgram, batch: Sequence[Tensor]) -> None:
+        """One micro-batch for all active members, with what ``prepare`` read; ``last`` holds its results."""
+        self._numbers.push(self.members)
+        loss, norm, finite, *metrics = self._engine.run(program, self._arguments(program, batch))
+        applies = program.settings.applies
+        for _, slot in self.members:
+            if slot.active:
                 slot.counter += 1
-                slot.num_updates += program.settings.applies
+                slot.num_updates += applies
         self.last = {"loss": loss, "grad_norm": norm, "finite": finite}
         self.last.update(zip(program.metrics, metrics, strict=True))
 
@@ -359,27 +362,35 @@ class Group:
             ("evaluate", key, stacked_batch),
             lambda: self._builder().forward(traced, self.width, stacked_batch=stacked_batch),
         )
-        arguments = self._arguments(program, batch, torch.zeros_like(self.state.seeds))
+        arguments = self._arguments(program, batch)
         return dict(zip(program.metrics, self._engine.run(program, arguments), strict=True))
 
-    def _arguments(
-        self, program: StepProgram | ForwardProgram, batch: Sequence[Tensor], counters: Tensor
-    ) -> list[Tensor]:
-        """The tensors for a program's fused inputs, in order."""
+    def _arguments(self, program: Program, batch: Sequence[Tensor]) -> list[Tensor]:
+        """All tensors that a program takes, in order: the batch, and those that are always the same."""
+        held = self._held_arguments.get(id(program))
+        if held is None:
+            held = self._held_arguments[id(program)] = (program, self._find_arguments(program))
         leaves = iter(batch)
-        fed = {
-            InputKind.SEED: self.state.seeds,
-            InputKind.COUNTER: counters,
+        return [next(leaves) if argument is None else argument for argument in held[1]]
+
+    def _find_arguments(self, program: Program) -> list[Tensor | None]:
+        """The arguments of a program; ``None`` for each leaf of the batch."""
+        state, numbers = self.state, self._numbers.tensors
+        is_step = isinstance(program, StepProgram)
+        own = {
+            InputKind.BATCH: None,
+            InputKind.SEED: state.seeds,
+            InputKind.COUNTER: numbers["counters"] if is_step else self._no_draws,
             InputKind.TANGENT: self._tangent,
         }
-        return [
-            next(leaves)
-            if item.kind is InputKind.BATCH
-            else fed[item.kind]
-            if item.kind in fed
-            else self._held(item.name)
-            for item in program.inputs
-        ]
+        found = [own[item.kind] if item.kind in own else self._held(item.name) for item in program.inputs]
+        if isinstance(program, StepProgram):
+            found += [state.states[key] for key in program.settings.state_keys()]
+            if program.settings.accumulates:
+                found += [state.totals[name] for name in program.settings.parameters]
+            given = {**numbers, "neutral": self._neutral, "alive": state.alive, "updates": state.updates}
+            found += [given[name] for name in TAIL_INPUTS]
+        return found
 
     def _held(self, name: str) -> Tensor:
         for kind in (self.state.parameters, self.state.buffers, self.state.shared):
@@ -387,64 +398,10 @@ class Group:
                 return kind[name]
         raise KeyError(name)
 
-    # ---- what the host feeds -----------------------------------------------------------------------
-
-    def _idle(self) -> tuple[frozenset[str], ...]:
-        result = []
-        for index in range(len(self.key.structure.groups)):
-            idle: frozenset[str] | None = None
-            for _, slot in self.members:
-                found = idle_settings(slot.member.optimizer.param_groups[index])
-                idle = found if idle is None else idle & found
-            result.append(idle or frozenset())
-        return tuple(result)
-
-    def scalars(self) -> Tensor:
-        """``[num_scalars, width]`` for this step; refuses settings that are no numbers any more."""
-        columns: list[list[float]] = []
-        num_scalars = self._neutral.shape[0]
-        for slot in self.slots:
-            if slot is None or not slot.active:
-                columns.append([0.0] * num_scalars)  # never read: the mask puts neutral ones in their place
-                continue
-            column: list[float] = []
-            for index, group in enumerate(slot.structure.groups):
-                torch_group = slot.member.optimizer.param_groups[index]
-                try:
-                    values = scalar_values(group, torch_group, slot.base_steps[index] + slot.num_updates)
-                except OptimizerError as error:
-                    error.add_note(f"in the settings of member {slot.name!r}")
-                    raise
-                column.extend(values)
-            if not all(map(math.isfinite, column)):
-                check_hyperparameters(slot.member.optimizer, member=slot.name)
-            columns.append(column)
-        rows = list(zip(*columns, strict=True)) if num_scalars else []
-        return self._feed(rows, torch.float64).reshape(num_scalars, self.width)
-
-    def _limits_and_active(self) -> tuple[Tensor, Tensor]:
-        if self._limits is None or self._active is None:
-            limits = [
-                [
-                    _INFINITE if slot is None or value(slot.member) is None else value(slot.member)
-                    for slot in self.slots
-                ]
-                for value in (lambda m: m.clip_norm, lambda m: m.clip_value)
-            ]
-            self._limits = self._feed(limits, torch.float64)
-            self._active = self._feed([slot is not None and slot.active for slot in self.slots], torch.bool)
-        return self._limits, self._active
-
     def forget_fed(self) -> None:
-        """Membership or limits changed: feed them anew with the next step."""
-        self._limits = self._active = None
-
-    def _feed(self, values: Any, dtype: torch.dtype) -> Tensor:
-        """Host numbers on the device. On CUDA from pinned memory, so that the host does not wait."""
-        if self.config.device.type == "cuda":
-            pinned = torch.tensor(values, dtype=dtype).pin_memory()
-            return pinned.to(self.config.device, non_blocking=True)
-        return torch.tensor(values, dtype=dtype)
+        """Members came, left or stopped: what the host feeds has to be written anew."""
+        self._members = None
+        self._numbers.forget()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -14,9 +15,15 @@ from trainmux.fleet._slots import Slot
 
 def step_schedulers(groups: Sequence[Group]) -> None:
     """Advance the schedules that count updates, of members that still train."""
-    for group in groups:
-        for _, slot in group.members:
-            if slot.active and slot.member.scheduler is not None and not slot.member.steps_by_epoch:
+    due = [
+        slot
+        for group in groups
+        for _, slot in group.members
+        if slot.member.scheduler is not None and slot.active and not slot.member.steps_by_epoch
+    ]
+    if due:
+        with _silenced():
+            for slot in due:
                 _step(slot)
 
 
@@ -25,17 +32,18 @@ def end_epoch(groups: Sequence[Group], monitored: Mapping[str, Mapping[str, floa
     for group in groups:
         for _, slot in group.members:
             _check_monitor(slot, monitored.get(slot.name))
-    for group in groups:
-        for _, slot in group.members:
-            member = slot.member
-            if not slot.active or member.scheduler is None or not member.steps_by_epoch:
-                continue
-            if not isinstance(member.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                _step(slot)
-                continue
-            values = monitored.get(slot.name)
-            if values is not None:
-                _step(slot, values[member.scheduler_monitor])
+    with _silenced():
+        for group in groups:
+            for _, slot in group.members:
+                member = slot.member
+                if not slot.active or member.scheduler is None or not member.steps_by_epoch:
+                    continue
+                if not isinstance(member.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                    _step(slot)
+                    continue
+                values = monitored.get(slot.name)
+                if values is not None:
+                    _step(slot, values[member.scheduler_monitor])
 
 
 def _check_monitor(slot: Slot, values: Mapping[str, float] | None) -> None:
@@ -48,12 +56,17 @@ def _check_monitor(slot: Slot, values: Mapping[str, float] | None) -> None:
         )
 
 
-def _step(slot: Slot, *arguments: float) -> None:
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """A scheduler looks for calls of optimizer.step(), which never happen here, and warns."""
     with warnings.catch_warnings():
-        # The scheduler looks for calls of optimizer.step(), which never happen here.
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step\\(\\).*")
-        try:
-            slot.member.scheduler.step(*arguments)
-        except Exception as error:
-            error.add_note(f"in the scheduler of member {slot.name!r}")
-            raise
+        yield
+
+
+def _step(slot: Slot, *arguments: float) -> None:
+    try:
+        slot.member.scheduler.step(*arguments)
+    except Exception as error:
+        error.add_note(f"in the scheduler of member {slot.name!r}")
+        raise

@@ -74,7 +74,10 @@ class FusionRecord:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """A group of members that trains as one: who is in it and how its operators were fused."""
+    """A group of members that trains as one: who is in it and how its operators were fused.
+
+    ``notes`` say how its step runs: sub-arrays, compiled regions, the precision of products.
+    """
 
     members: tuple[str, ...]
     width: int
@@ -82,3 +85,4 @@ class GroupSummary:
     num_nodes: int
     records: tuple[FusionRecord, ...]
     unfused_because: str = ""
+    notes: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, fx
 
-from trainmux.errors import TrainmuxWarning
+from trainmux.errors import ConfigError, TrainmuxWarning
 from trainmux.lowering import _inductor
 from trainmux.lowering._payload import to_payload
 from trainmux.lowering._regions import RegionGraph
@@ -25,6 +25,14 @@ from trainmux.tracing import FakeTensorMode
 _MAX_WORKERS = 12
 _MIN_FOR_WORKER = 6  # kernels that make up for the start of a process
 _OWN_DECOMPOSITIONS = {torch.ops.trainmux.random_words.default: random_words_of_elements}
+
+
+def _max_workers() -> int:
+    """Processes to compile in: what ``TRAINMUX_COMPILE_WORKERS`` says, else one for each core but one."""
+    given = os.environ.get("TRAINMUX_COMPILE_WORKERS", "")
+    if given and not given.isdecimal():
+        raise ConfigError(f"TRAINMUX_COMPILE_WORKERS: expected a whole number, got {given!r}")
+    return int(given) if given else min(_MAX_WORKERS, (os.cpu_count() or 1) - 1)
 
 
 class Kernel:
@@ -126,7 +134,7 @@ class KernelCache:
     def fill(self, kernels: Iterable[Kernel]) -> None:
         """Let workers compile into the cache on disk, where that pays; changes nothing in this process."""
         waiting = [kernel for kernel in kernels if not kernel.is_settled and not kernel.is_cached]
-        num_workers = min(_MAX_WORKERS, (os.cpu_count() or 1) - 1, len(waiting) // _MIN_FOR_WORKER)
+        num_workers = min(_max_workers(), len(waiting) // _MIN_FOR_WORKER)
         if num_workers < 2:
             return
         compile_in_workers(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -120,10 +121,12 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor], mode: FakeTe
 
     ``inputs`` are fakes of ``mode``. The result takes the real tensors as a list, which it empties.
     """
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.utils import BoxedBool
+    with tracing(TracingContext(mode)), torch.no_grad(), warnings.catch_warnings():
+        # Torch warns about itself when it is imported; where warnings are errors, nothing would compile.
+        warnings.simplefilter("ignore")
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.utils import BoxedBool
 
-    with tracing(TracingContext(mode)), torch.no_grad():
         compiled: Compiled = compile_fx_inner(
             module,
             list(inputs),

@@ -70,6 +70,15 @@ class Lowered:
     num_regions: int
     num_calls: int
 
+    def text(self) -> str:
+        """How it runs, in words, once its kernels are compiled."""
+        regions = f"{self.num_regions} regions compiled as {len(self.kernels)} kernels"
+        text = f"{regions}, {self.num_calls} library calls"
+        failed = [kernel.failure for kernel in self.kernels if kernel.failure]
+        if failed:
+            text += f"; {len(failed)} kernels through ATen, the first because {failed[0]}"
+        return text
+
 
 def lower(module: fx.GraphModule, cache: KernelCache) -> Lowered:
     """Cut ``module`` into regions and library calls; regions run node by node until they are compiled."""

@@ -99,7 +99,7 @@ def _extend(node: fx.Node) -> None:
             _look_again(base, _inside(base.meta["val"], shape, mode), found, mode)
         outer = (*value.shape[:-2], wanted[0], wanted[2])
         _look_again(node, _inside(value, outer, mode), found, mode)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return  # somebody looks at one of them in a way that needs it to be dense
     for changed, new in found.items():
         changed.meta["val"] = new

@@ -33,8 +33,15 @@ class TensorSpec:
     padded: tuple[int, ...] | None = None
     """The shape of the memory around it, zeros beyond ``shape``; ``None`` where nothing is around it."""
 
+    aligned: bool = True
+    """Whether it begins at a multiple of 16 bytes."""
+
     def empty(self) -> Tensor:
         """New memory; what is beyond the shape is zero."""
+        if not self.aligned:
+            reach = self.shape[0] * self.strides[0] + 1
+            memory = torch.empty(reach, dtype=self.dtype, device=self.device)
+            return memory.as_strided(self.shape, self.strides, 1)
         if self.padded is None:
             return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         memory = torch.empty(self.padded, dtype=self.dtype, device=self.device)
@@ -47,8 +54,10 @@ class TensorSpec:
 def spec_of(node: fx.Node) -> TensorSpec:
     """The memory of a node's value; ``node.meta["padded"]`` holds the shape around it, if any."""
     value = node.meta["val"]
+    # One number per member: a sub-array's part of it begins anywhere.
+    aligned = node.op != "placeholder" or value.dim() != 1
     return TensorSpec(
-        tuple(value.shape), tuple(value.stride()), value.dtype, value.device, node.meta.get("padded")
+        tuple(value.shape), tuple(value.stride()), value.dtype, value.device, node.meta.get("padded"), aligned
     )
 
 

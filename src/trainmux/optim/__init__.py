@@ -1,6 +1,7 @@
 """Torch optimizers as fused updates with per-member hyper-parameters. See docs/layout.md."""
 
 from trainmux.optim._base import ScalarSpec
+from trainmux.optim._columns import SettingColumns
 from trainmux.optim._describe import check_hyperparameters, describe
 from trainmux.optim._registry import SUPPORTED_OPTIMIZERS
 from trainmux.optim._state import read_state, read_steps, state_names, write_state
@@ -19,6 +20,7 @@ __all__ = [
     "GroupStructure",
     "OptimizerStructure",
     "ScalarSpec",
+    "SettingColumns",
     "apply_update",
     "check_hyperparameters",
     "describe",

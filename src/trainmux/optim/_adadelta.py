@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from trainmux.optim._algebra import accumulate_square_, descent_direction
 from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
-from trainmux.optim._settings import Setting, Settings, sign_and_decay
+from trainmux.optim._settings import Number, Numbers, Setting, Settings
 
 # eps is neutral at one and not at infinity: here it stands on both sides of a fraction.
 _SCALARS = (
@@ -21,10 +22,18 @@ _SCALARS = (
     ScalarSpec("eps", 1.0),
     ScalarSpec("step", -0.0),
 )
+_SETTINGS = (
+    Setting("lr"),
+    Setting("rho", upper=1.0, upper_included=True),
+    Setting("eps"),
+    Setting("weight_decay"),
+)
 
 
 @dataclass(frozen=True)
 class AdadeltaRule(Rule):
+    settings: ClassVar[tuple[Setting, ...]] = _SETTINGS
+
     @property
     def state_names(self) -> tuple[str, ...]:
         return ("square_avg", "acc_delta")
@@ -33,10 +42,9 @@ class AdadeltaRule(Rule):
     def scalars(self) -> tuple[ScalarSpec, ...]:
         return _SCALARS
 
-    def values(self, settings: Settings, steps_done: int) -> tuple[float, ...]:
-        sign, decay = sign_and_decay(settings)
-        rho = float(settings["rho"])
-        return sign, decay, rho, 1.0 - rho, float(settings["eps"]), -float(settings["lr"])
+    def formula(self, numbers: Numbers, steps_done: Number) -> tuple[Number, ...]:
+        rho = numbers["rho"]
+        return numbers["sign"], numbers["weight_decay"], rho, 1.0 - rho, numbers["eps"], -numbers["lr"]
 
     def update(
         self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], at: ScalarAt, idle: frozenset[str]
@@ -60,12 +68,7 @@ def _read_flags(settings: Settings) -> dict[str, bool]:
 ADADELTA = Family(
     torch_class=torch.optim.Adadelta,
     kind="Adadelta",
-    settings=(
-        Setting("lr"),
-        Setting("rho", upper=1.0, upper_included=True),
-        Setting("eps"),
-        Setting("weight_decay"),
-    ),
+    settings=_SETTINGS,
     read_flags=_read_flags,
     make_rule=AdadeltaRule,
 )

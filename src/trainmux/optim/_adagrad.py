@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainmux.optim._algebra import descent_direction, quotient
 from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
-from trainmux.optim._settings import Setting, Settings, sign_and_decay
+from trainmux.optim._settings import Number, Numbers, Setting, Settings
 
 _SCALARS = (
     ScalarSpec("sign", 1.0),
@@ -21,10 +21,18 @@ _SCALARS = (
     ScalarSpec("zero", 0.0),
     ScalarSpec("step", -0.0),
 )
+_SETTINGS = (
+    Setting("lr"),
+    Setting("lr_decay"),
+    Setting("eps"),
+    Setting("weight_decay"),
+    Setting("initial_accumulator_value"),
+)
 
 
 @dataclass(frozen=True)
 class AdagradRule(Rule):
+    settings: ClassVar[tuple[Setting, ...]] = _SETTINGS
     has_state_before_first_step: ClassVar[bool] = True
 
     @property
@@ -35,10 +43,9 @@ class AdagradRule(Rule):
     def scalars(self) -> tuple[ScalarSpec, ...]:
         return _SCALARS
 
-    def values(self, settings: Settings, steps_done: int) -> tuple[float, ...]:
-        sign, decay = sign_and_decay(settings)
-        lr = float(settings["lr"]) / (1.0 + steps_done * float(settings["lr_decay"]))
-        return sign, decay, float(settings["eps"]), 0.0, -lr
+    def formula(self, numbers: Numbers, steps_done: Number) -> tuple[Number, ...]:
+        lr = numbers["lr"] / (1.0 + steps_done * numbers["lr_decay"])
+        return numbers["sign"], numbers["weight_decay"], numbers["eps"], 0.0, -lr
 
     def update(
         self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], at: ScalarAt, idle: frozenset[str]
@@ -60,13 +67,7 @@ def _read_flags(settings: Settings) -> dict[str, bool]:
 ADAGRAD = Family(
     torch_class=torch.optim.Adagrad,
     kind="Adagrad",
-    settings=(
-        Setting("lr"),
-        Setting("lr_decay"),
-        Setting("eps"),
-        Setting("weight_decay"),
-        Setting("initial_accumulator_value"),
-    ),
+    settings=_SETTINGS,
     read_flags=_read_flags,
     make_rule=AdagradRule,
 )

@@ -10,13 +10,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from trainmux.optim._algebra import accumulate_square_, blend_, descent_direction, quotient
 from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
-from trainmux.optim._settings import Setting, Settings, sign_and_decay
+from trainmux.optim._settings import Number, Numbers, Setting, Settings, power, root
 
 _MOMENTS = (
     ScalarSpec("one_minus_beta1", -0.0),
@@ -29,12 +30,21 @@ _MOMENTS = (
 _COUPLED = (ScalarSpec("sign", 1.0), ScalarSpec("weight_decay", 0.0), *_MOMENTS)
 _DECOUPLED = (ScalarSpec("sign", 1.0), ScalarSpec("shrink", 1.0), *_MOMENTS)
 _DECAY_IS_ELSEWHERE = frozenset({"weight_decay"})
+_SETTINGS = (
+    Setting("lr"),
+    Setting("betas", index=0, upper=1.0),
+    Setting("betas", index=1, upper=1.0),
+    Setting("eps"),
+    Setting("weight_decay"),
+)
 
 
 @dataclass(frozen=True)
 class AdamRule(Rule):
     amsgrad: bool
     decoupled: bool
+
+    settings: ClassVar[tuple[Setting, ...]] = _SETTINGS
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -45,22 +55,20 @@ class AdamRule(Rule):
     def scalars(self) -> tuple[ScalarSpec, ...]:
         return _DECOUPLED if self.decoupled else _COUPLED
 
-    def values(self, settings: Settings, steps_done: int) -> tuple[float, ...]:
-        sign, decay = sign_and_decay(settings)
-        lr = float(settings["lr"])
-        beta1, beta2 = settings["betas"]
-        beta1, beta2 = float(beta1), float(beta2)
+    def formula(self, numbers: Numbers, steps_done: Number) -> tuple[Number, ...]:
+        lr, decay = numbers["lr"], numbers["weight_decay"]
+        beta1, beta2 = numbers["betas[0]"], numbers["betas[1]"]
         step = steps_done + 1
-        root_correction2 = math.sqrt(1.0 - beta2**step)
+        root_correction2 = root(1.0 - power(beta2, step))
         return (
-            sign,
+            numbers["sign"],
             1.0 - lr * decay if self.decoupled else decay,
             1.0 - beta1,
             beta2,
             1.0 - beta2,
-            float(settings["eps"]) * root_correction2,
+            numbers["eps"] * root_correction2,
             0.0,
-            -(lr / (1.0 - beta1**step)) * root_correction2,
+            -(lr / (1.0 - power(beta1, step))) * root_correction2,
         )
 
     def update(
@@ -95,13 +103,7 @@ def _read_adamw_flags(settings: Settings) -> dict[str, bool]:
 ADAM = Family(
     torch_class=torch.optim.Adam,
     kind="Adam",
-    settings=(
-        Setting("lr"),
-        Setting("betas", index=0, upper=1.0),
-        Setting("betas", index=1, upper=1.0),
-        Setting("eps"),
-        Setting("weight_decay"),
-    ),
+    settings=_SETTINGS,
     read_flags=_read_adam_flags,
     make_rule=AdamRule,
 )

@@ -21,12 +21,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from trainmux.optim._settings import Setting, Settings
+from trainmux.optim._settings import Number, Numbers, Setting, Settings
 
 ScalarAt = Callable[[str], Tensor]
 """Looks up a per-member scalar by name, shaped so that it broadcasts over a stacked parameter."""
@@ -43,6 +43,9 @@ class ScalarSpec:
 class Rule(ABC):
     """One update rule with its flags decided. Implementations are frozen dataclasses over the flags."""
 
+    settings: ClassVar[tuple[Setting, ...]]
+    """The numbers that ``formula`` reads, beside ``maximize``."""
+
     counts_steps: ClassVar[bool] = True
     """Whether torch keeps a ``step`` beside the state tensors."""
 
@@ -57,11 +60,21 @@ class Rule(ABC):
     @property
     @abstractmethod
     def scalars(self) -> tuple[ScalarSpec, ...]:
-        """The scalars that ``update`` may look up, in the order in which ``values`` returns them."""
+        """The scalars that ``update`` may look up, in the order in which ``formula`` returns them."""
 
     @abstractmethod
+    def formula(self, numbers: Numbers, steps_done: Number) -> tuple[Number, ...]:
+        """Scalars of the update number ``steps_done + 1``.
+
+        ``numbers`` has ``settings`` by label, and ``sign``. Where the update is undefined, floats raise as
+        Python does, and arrays as ``numpy.errstate`` has it.
+        """
+
     def values(self, settings: Settings, steps_done: int) -> tuple[float, ...]:
-        """Scalars of the update number ``steps_done + 1`` under the given torch param group."""
+        """``formula`` for one torch param group."""
+        numbers: dict[str, Any] = {setting.label: float(setting.read(settings)) for setting in self.settings}
+        numbers["sign"] = -1.0 if settings["maximize"] else 1.0
+        return self.formula(numbers, steps_done)
 
     @abstractmethod
     def update(

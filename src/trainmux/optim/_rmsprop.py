@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from trainmux.optim._algebra import accumulate_square_, blend_, descent_direction, plus_product, quotient
 from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
-from trainmux.optim._settings import Setting, Settings, sign_and_decay, unswitched_momentum
+from trainmux.optim._settings import Number, Numbers, Setting, Settings, unswitched_momentum
 
 _PLAIN = (
     ScalarSpec("sign", 1.0),
@@ -23,6 +24,13 @@ _PLAIN = (
     ScalarSpec("step", -0.0),
 )
 _WITH_MOMENTUM = (*_PLAIN, ScalarSpec("momentum", 0.0), ScalarSpec("write", -0.0))
+_SETTINGS = (
+    Setting("lr"),
+    Setting("alpha"),
+    Setting("eps"),
+    Setting("weight_decay"),
+    Setting("momentum"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class RmspropRule(Rule):
 
     centered: bool
     momentum: bool
+
+    settings: ClassVar[tuple[Setting, ...]] = _SETTINGS
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -48,11 +58,10 @@ class RmspropRule(Rule):
     def scalars(self) -> tuple[ScalarSpec, ...]:
         return _WITH_MOMENTUM if self.momentum else _PLAIN
 
-    def values(self, settings: Settings, steps_done: int) -> tuple[float, ...]:
-        sign, decay = sign_and_decay(settings)
-        alpha = float(settings["alpha"])
-        momentum = unswitched_momentum(settings, had_momentum=self.momentum)
-        plain = (sign, decay, alpha, 1.0 - alpha, float(settings["eps"]), 0.0, -float(settings["lr"]))
+    def formula(self, numbers: Numbers, steps_done: Number) -> tuple[Number, ...]:
+        sign, decay, alpha = numbers["sign"], numbers["weight_decay"], numbers["alpha"]
+        momentum = unswitched_momentum(numbers, had_momentum=self.momentum)
+        plain = (sign, decay, alpha, 1.0 - alpha, numbers["eps"], 0.0, -numbers["lr"])
         return (*plain, momentum, 1.0) if self.momentum else plain
 
     def update(
@@ -86,13 +95,7 @@ def _read_flags(settings: Settings) -> dict[str, bool]:
 RMSPROP = Family(
     torch_class=torch.optim.RMSprop,
     kind="RMSprop",
-    settings=(
-        Setting("lr"),
-        Setting("alpha"),
-        Setting("eps"),
-        Setting("weight_decay"),
-        Setting("momentum"),
-    ),
+    settings=_SETTINGS,
     read_flags=_read_flags,
     make_rule=RmspropRule,
 )

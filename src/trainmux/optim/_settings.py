@@ -1,4 +1,9 @@
-"""Numbers out of a torch param group: which values a setting may take, and the reads that rules share."""
+"""Numbers out of a torch param group: which values a setting may take, and what rules compute with them.
+
+A rule's formula is written once, for numbers that are floats (the same for all members) or arrays (an entry
+per member). Both give the same bits: numpy rounds sums, products, quotients and roots as Python does. Powers
+it does not, so those are always Python's.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from trainmux.errors import OptimizerError
 
 Settings = Mapping[str, Any]
 """A torch param group: settings by name. A number may be a Python number or a tensor with one element."""
+
+Number = Any
+"""A float for all members, or an array of float64 with an entry for each."""
+
+Numbers = Mapping[str, Number]
+"""The settings that a rule reads, by label, and ``sign``: -1 where the member maximizes, else 1."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +59,31 @@ class Setting:
         return value <= self.upper if self.upper_included else value < self.upper
 
 
-def sign_and_decay(settings: Settings) -> tuple[float, float]:
-    """The scalars ``sign`` (-1 where the member maximizes) and ``weight_decay``."""
-    return (-1.0 if settings["maximize"] else 1.0), float(settings["weight_decay"])
+def power(base: Number, exponent: Number) -> Number:
+    """``base ** exponent`` by Python's own power."""
+    if isinstance(base, np.ndarray) or isinstance(exponent, np.ndarray):
+        bases, exponents = np.broadcast_arrays(base, exponent)
+        return np.array([b**e for b, e in zip(bases.tolist(), exponents.tolist(), strict=True)])
+    return base**exponent
 
 
-def unswitched_momentum(settings: Settings, *, had_momentum: bool) -> float:
+def root(value: Number) -> Number:
+    """The square root."""
+    return np.sqrt(value) if isinstance(value, np.ndarray) else math.sqrt(value)
+
+
+def choose(condition: Any, then: Number, otherwise: Number) -> Number:
+    """``then`` where ``condition`` holds, else ``otherwise``."""
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, then, otherwise)
+    return then if condition else otherwise
+
+
+def unswitched_momentum(numbers: Numbers, *, had_momentum: bool) -> Number:
     """The momentum. Refuses one that became zero, or stopped being zero, after the rule was chosen."""
-    momentum = float(settings["momentum"])
-    if (momentum != 0.0) is not had_momentum:
+    momentum = numbers["momentum"]
+    switched = (momentum != 0.0) != had_momentum
+    if switched.any() if isinstance(switched, np.ndarray) else switched:
         expected = "above zero" if had_momentum else "zero"
         raise OptimizerError(
             f"expected momentum to stay {expected}, as it was when the optimizer was described, got "

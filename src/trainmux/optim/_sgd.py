@@ -11,9 +11,10 @@ from torch import Tensor
 
 from trainmux.optim._algebra import blend_, descent_direction, plus_product, times
 from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
-from trainmux.optim._settings import Setting, Settings, sign_and_decay, unswitched_momentum
+from trainmux.optim._settings import Number, Numbers, Setting, Settings, choose, unswitched_momentum
 
 _GRADIENT = (ScalarSpec("sign", 1.0), ScalarSpec("weight_decay", 0.0))
+_SETTINGS = (Setting("lr"), Setting("momentum"), Setting("dampening"), Setting("weight_decay"))
 _STEP = (ScalarSpec("step", -0.0),)
 _HEAVY_BALL = (ScalarSpec("keep", 0.0), ScalarSpec("gain", 1.0), ScalarSpec("write", -0.0))
 _NESTEROV = (ScalarSpec("keep", 1.0), ScalarSpec("gain", -0.0), ScalarSpec("look_ahead", 0.0))
@@ -26,6 +27,7 @@ class SgdRule(Rule):
     momentum: bool
     nesterov: bool
 
+    settings: ClassVar[tuple[Setting, ...]] = _SETTINGS
     counts_steps: ClassVar[bool] = False
 
     @property
@@ -38,13 +40,14 @@ class SgdRule(Rule):
             return _GRADIENT + _STEP
         return _GRADIENT + (_NESTEROV if self.nesterov else _HEAVY_BALL) + _STEP
 
-    def values(self, settings: Settings, steps_done: int) -> tuple[float, ...]:
-        sign, decay = sign_and_decay(settings)
-        step = -float(settings["lr"])
-        momentum = unswitched_momentum(settings, had_momentum=self.momentum)
+    def formula(self, numbers: Numbers, steps_done: Number) -> tuple[Number, ...]:
+        sign, decay, step = numbers["sign"], numbers["weight_decay"], -numbers["lr"]
+        momentum = unswitched_momentum(numbers, had_momentum=self.momentum)
         if not self.momentum:
             return sign, decay, step
-        keep, gain = (0.0, 1.0) if steps_done == 0 else (momentum, 1.0 - float(settings["dampening"]))
+        first = steps_done == 0
+        keep = choose(first, 0.0, momentum)
+        gain = choose(first, 1.0, 1.0 - numbers["dampening"])
         return sign, decay, keep, gain, (momentum if self.nesterov else 1.0), step
 
     def update(
@@ -78,7 +81,7 @@ def _read_flags(settings: Settings) -> dict[str, bool]:
 SGD = Family(
     torch_class=torch.optim.SGD,
     kind="SGD",
-    settings=(Setting("lr"), Setting("momentum"), Setting("dampening"), Setting("weight_decay")),
+    settings=_SETTINGS,
     read_flags=_read_flags,
     make_rule=SgdRule,
 )

@@ -13,6 +13,9 @@ from trainmux.optim._base import ScalarSpec
 from trainmux.optim._registry import rule_for
 from trainmux.optim._structure import GroupStructure
 
+SETTINGS_THAT_IDLE = ("maximize", "weight_decay", "dampening")
+"""Settings whose part of an update can be left out where no member makes use of them."""
+
 
 def scalar_specs(group: GroupStructure) -> tuple[ScalarSpec, ...]:
     """The per-member scalars of a group's update, with the values that turn the update into a no-op."""

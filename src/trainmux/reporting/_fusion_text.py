@@ -22,6 +22,7 @@ def _group(index: int, group: GroupSummary) -> str:
         f"group {index}: {len(group.members)} of {group.width} slots taken ({names})",
         f"  optimizer {group.optimizer}; {group.num_nodes} nodes in the fused step",
     ]
+    lines += [f"  {note}" for note in group.notes]
     if group.unfused_because:
         lines.append(f"  trains at width 1: {group.unfused_because}")
     if group.records:

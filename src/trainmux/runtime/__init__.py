@@ -1,7 +1,8 @@
-"""Device facts and primitives: random counters, stacked storage, determinism."""
+"""Device facts and primitives: random counters, stacked storage, determinism, ways from host to device."""
 
 from trainmux.runtime._determinism import deterministic_algorithms
 from trainmux.runtime._interrupts import deferred_interrupts
+from trainmux.runtime._landing import HostLeaf, Landing
 from trainmux.runtime._random import (
     WORD_RANGE,
     philox_blocks,
@@ -9,11 +10,15 @@ from trainmux.runtime._random import (
     random_words,
     random_words_of_elements,
 )
+from trainmux.runtime._ring import HostFeed
 from trainmux.runtime._storage import ALIGNMENT_BYTES, stacked_strides, stacked_zeros
 
 __all__ = [
     "ALIGNMENT_BYTES",
     "WORD_RANGE",
+    "HostFeed",
+    "HostLeaf",
+    "Landing",
     "deferred_interrupts",
     "deterministic_algorithms",
     "philox_blocks",

@@ -68,7 +68,7 @@ def random_words_of_elements(seed: Tensor, counter: Tensor, operator: int, shape
         (zero + operator, counter & _WORD, (counter >> 32) & _WORD, zero),
         (seed & _WORD, (seed >> 32) & _WORD),
     )
-    key, high = (word.reshape(*seed.shape, *[1] * len(shape)) for word in stream[:2])
+    key, high = (word.reshape([*seed.shape, *[1] * len(shape)]) for word in stream[:2])
     element = torch.arange(prod(shape), dtype=torch.int64, device=seed.device).reshape(list(shape))
     return philox_pairs((element & _WORD, high ^ (element >> 32)), key)[0]
 

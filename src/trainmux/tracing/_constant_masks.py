@@ -35,7 +35,7 @@ def drop_constant_masks(module: fx.GraphModule) -> int:
         if bias not in known:
             known[bias] = _what_it_hides(module, bias)
         if known[bias] in (_NOTHING, _FUTURE):
-            _replace_mask(node, names, is_causal=known[bias] == _FUTURE)
+            _replace_mask(node, is_causal=known[bias] == _FUTURE)
             changed += 1
     if changed:
         module.graph.eliminate_dead_code()
@@ -52,22 +52,19 @@ def _is_attention(node: fx.Node) -> bool:
     )
 
 
-def _replace_mask(node: fx.Node, names: list[str], *, is_causal: bool) -> None:
-    positional = list(node.args)
-    keyword = dict(node.kwargs)
-    for name in names:
-        new: Any
-        if name in _BIAS_NAMES:
-            new = None
-        elif name == "is_causal":
-            new = is_causal
-        else:
+def _replace_mask(node: fx.Node, *, is_causal: bool) -> None:
+    described = node.target._schema.arguments  # type: ignore[union-attr]
+    changes: dict[str, Any] = {"is_causal": is_causal} | dict.fromkeys(_BIAS_NAMES)
+    positional, keyword = list(node.args), dict(node.kwargs)
+    for position, argument in enumerate(described):
+        if argument.kwarg_only:
+            if argument.name in changes:
+                keyword[argument.name] = changes[argument.name]
             continue
-        position = names.index(name)
-        if position < len(positional):
-            positional[position] = new
-        else:
-            keyword[name] = new
+        # What stands before a changed argument is written out too: positions then mean what they say.
+        if position >= len(positional):
+            positional.append(keyword.pop(argument.name, argument.default_value))
+        positional[position] = changes.get(argument.name, positional[position])
     node.args, node.kwargs = tuple(positional), keyword
 
 

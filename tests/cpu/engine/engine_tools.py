@@ -173,7 +173,7 @@ def _build_program(
         **(switches | options),
     )
     strides = {
-        position: stacked_strides(item.shape, getattr(torch, item.dtype.removeprefix("torch.")))
+        position: stacked_strides(item.shape, getattr(torch, item.dtype.removeprefix("torch.")), CPU)
         for position, item in enumerate(traced.inputs)
         if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
     }

@@ -338,6 +338,7 @@ def check_fp64(
         precision="fp64",
         data=data,
         strategies=strategies,
+        lowering="aten",
     )
     assert [group.width for group in fleet.summary()] == [len(models)], "expected one fused group"
     assert_equivalent(train_fused(fleet, fed), alone, bound, looser=looser)
@@ -426,7 +427,7 @@ def check_precision(workload: Workload, precision: str, *, device: str = "cpu") 
         twin = clone(model)
         members.append(tm.Member(twin, _with_state(twin, optimizer), name=f"point {number}"))
     with full_precision():
-        fleet = tm.Fleet(members, workload.loss, batch, device=device, precision=precision)
+        fleet = tm.Fleet(members, workload.loss, batch, device=device, precision=precision, lowering="aten")
         fused = train_fused(fleet, [batch])
         errors: list[tuple[dict[str, float], dict[str, float]]] = []
         for (model, optimizer), outcome in zip(points, fused, strict=True):
@@ -488,7 +489,7 @@ def check_dropout(workload: Workload, checkpoint: Path, *, device: str = "cpu", 
 
     def fleet_of(numbers: Sequence[int], weights: int = 0) -> tm.Fleet:
         members = members_of(workload, numbers, device=device, weights=weights)
-        return tm.Fleet(members, workload.loss, batches[0], device=device, precision="fp64")
+        return tm.Fleet(members, workload.loss, batches[0], device=device, precision="fp64", lowering="aten")
 
     def assert_same(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
         for outcome in expected:
@@ -546,7 +547,7 @@ def drawn_masks(
     for name, seed in names_and_seeds.items():
         model = MaskProbe().to(device)
         members.append(tm.Member(model, torch.optim.SGD(model.parameters(), lr=1e-3), name=name, seed=seed))
-    fleet = tm.Fleet(members, masks_as_metrics, batch, device=device)
+    fleet = tm.Fleet(members, masks_as_metrics, batch, device=device, lowering="aten")
     found: dict[str, list[Tensor]] = {name: [] for name in names_and_seeds}
     for _ in range(num_steps):
         fleet.step(batch)
@@ -583,6 +584,7 @@ def check_bits(
             device=device,
             precision=precision,
             deterministic=deterministic,
+            lowering="aten",
         )
         return fleet, train_fused(fleet, batches)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainmux.fleet._group as group_module
+import trainmux.fleet._build as build_module
 import trainmux.fleet._traces as traces_module
 from trainmux import Fleet, Member
 
@@ -292,5 +292,5 @@ def count_work(monkeypatch: pytest.MonkeyPatch) -> Work:
 
     for name in ("trace_joint", "trace_forward"):
         monkeypatch.setattr(traces_module, name, counted(getattr(traces_module, name), "traces"))
-    monkeypatch.setattr(group_module, "fuse", counted(group_module.fuse, "fusions"))
+    monkeypatch.setattr(build_module, "fuse", counted(build_module.fuse, "fusions"))
     return work

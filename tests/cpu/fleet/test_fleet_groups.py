@@ -30,7 +30,7 @@ from fleet_cases import (
 )
 from torch import Tensor, nn
 
-import trainmux.fleet._group as group_module
+import trainmux.fleet._build as build_module
 from trainmux import Fleet, Member
 from trainmux.errors import BatchError, FusionError, TrainmuxWarning
 
@@ -358,14 +358,14 @@ def test_tensors_of_another_dtype_are_another_group() -> None:
 @pytest.fixture
 def unfusable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretends that no graph can be fused to more than one member."""
-    original = group_module.fuse
+    original = build_module.fuse
 
     def fuse(traced: Any, width: int, *args: Any, **kwargs: Any) -> Any:
         if width > 1:
             raise FusionError("aten.odd.default cannot be fused: it is odd", op="aten.odd.default")
         return original(traced, width, *args, **kwargs)
 
-    monkeypatch.setattr(group_module, "fuse", fuse)
+    monkeypatch.setattr(build_module, "fuse", fuse)
 
 
 @pytest.mark.usefixtures("unfusable")

@@ -132,7 +132,7 @@ def model_axis_second(members: Sequence[Tensor]) -> Tensor:
 
 def padded(members: Sequence[Tensor]) -> Tensor:
     shape, dtype = members[0].shape, members[0].dtype
-    strides = stacked_strides(shape, dtype)
+    strides = stacked_strides(shape, dtype, torch.device("cpu"))
     stacked = torch.empty(len(members) * strides[0], dtype=dtype).as_strided((len(members), *shape), strides)
     return stacked.copy_(torch.stack(list(members)))
 

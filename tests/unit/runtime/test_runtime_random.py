@@ -13,6 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from trainmux.runtime import WORD_RANGE, philox_blocks, random_words
+from trainmux.runtime._random import philox_pairs
 
 INT64 = torch.iinfo(torch.int64)
 int64s = st.integers(INT64.min, INT64.max)
@@ -38,6 +39,16 @@ KNOWN_ANSWERS = [
     ),
 ]
 
+# The same for philox2x32: rounds, counter, key, result.
+KNOWN_PAIRS = [
+    (7, "00000000 00000000", "00000000", "257a3673 cd26be2a"),
+    (7, "ffffffff ffffffff", "ffffffff", "ab302c4d 3dc9d239"),
+    (7, "243f6a88 85a308d3", "13198a2e", "bedbbe6b e4c770b3"),
+    (10, "00000000 00000000", "00000000", "ff1dae59 6cd10df2"),
+    (10, "ffffffff ffffffff", "ffffffff", "2c3f628b ab4fd7ad"),
+    (10, "243f6a88 85a308d3", "13198a2e", "dd7ce038 f62a4c12"),
+]
+
 
 def parsed(text: str) -> list[int]:
     return [int(word, 16) for word in text.split()]
@@ -60,6 +71,34 @@ def philox_in_python(counter: list[int], key: list[int]) -> list[int]:
         c0, c1, c2, c3 = (right >> 32) ^ c1 ^ k0, right % 2**32, (left >> 32) ^ c3 ^ k1, left % 2**32
         k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
     return [c0, c1, c2, c3]
+
+
+def pairs_in_python(counter: list[int], key: int) -> list[int]:
+    """Seven rounds of philox2x32, likewise."""
+    c0, c1 = counter
+    for _ in range(7):
+        product = c0 * 0xD256D193
+        c0, c1 = (product >> 32) ^ c1 ^ key, product % 2**32
+        key = (key + 0x9E3779B9) % 2**32
+    return [c0, c1]
+
+
+@pytest.mark.parametrize(("rounds", "counter", "key", "expected"), KNOWN_PAIRS)
+def test_published_known_answers_of_pairs(rounds: int, counter: str, key: str, expected: str) -> None:
+    (word,) = scalars(parsed(key))
+    words = philox_pairs(scalars(parsed(counter)), word, rounds=rounds)
+    assert [word.item() for word in words] == parsed(expected)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    counter=st.lists(st.integers(0, WORD_RANGE - 1), min_size=2, max_size=2),
+    key=st.integers(0, WORD_RANGE - 1),
+)
+def test_pairs_equal_the_definition_in_unbounded_integers(counter: list[int], key: int) -> None:
+    (word,) = scalars([key])
+    words = philox_pairs(scalars(counter), word)
+    assert [word.item() for word in words] == pairs_in_python(counter, key)
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
@@ -87,13 +126,15 @@ def test_equals_the_definition_in_unbounded_integers(counter: list[int], key: li
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(seed=int64s, counter=int64s, operator=operators, element=st.integers(0, 100))
-def test_an_element_is_a_word_of_its_own_block(seed: int, counter: int, operator: int, element: int) -> None:
+def test_an_element_is_the_first_word_of_its_pair_in_the_stream(
+    seed: int, counter: int, operator: int, element: int
+) -> None:
     words = words_of(seed, counter, operator, (element + 1,))
-    block = philox_in_python(
-        [element // 4, operator, counter % 2**32, (counter >> 32) % 2**32],
+    key, high, _, _ = philox_in_python(
+        [operator, counter % 2**32, (counter >> 32) % 2**32, 0],
         [seed % 2**32, (seed >> 32) % 2**32],
     )
-    assert words[element].item() == block[element % 4]
+    assert words[element].item() == pairs_in_python([element, high], key)[0]
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

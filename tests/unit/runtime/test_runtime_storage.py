@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from trainmux.runtime import ALIGNMENT_BYTES, stacked_strides, stacked_zeros
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)  # named, never used: strides are numbers
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 dtypes = st.sampled_from(
     [
@@ -33,7 +34,7 @@ limited = settings(max_examples=50, deadline=None, derandomize=True)
 @limited
 @given(shape=shapes, dtype=dtypes)
 def test_members_are_an_aligned_and_tight_distance_apart(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    member_bytes = stacked_strides(shape, dtype)[0] * dtype.itemsize
+    member_bytes = stacked_strides(shape, dtype, CPU)[0] * dtype.itemsize
     assert member_bytes % ALIGNMENT_BYTES == 0
     assert 0 <= member_bytes - prod(shape) * dtype.itemsize < ALIGNMENT_BYTES
 
@@ -41,7 +42,31 @@ def test_members_are_an_aligned_and_tight_distance_apart(shape: tuple[int, ...],
 @limited
 @given(shape=shapes, dtype=dtypes)
 def test_a_member_has_the_strides_of_a_contiguous_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    assert stacked_strides(shape, dtype)[1:] == torch.empty(shape, dtype=dtype).stride()
+    assert stacked_strides(shape, dtype, CPU)[1:] == torch.empty(shape, dtype=dtype).stride()
+
+
+@limited
+@given(shape=st.tuples(*[st.integers(1, 6)] * 4), dtype=dtypes)
+def test_on_cuda_the_filters_of_convolutions_have_their_channels_innermost(
+    shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    filters = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
+    member_stride, *inner = stacked_strides(shape, dtype, CUDA)
+    assert member_stride == stacked_strides(shape, dtype, CPU)[0]
+    assert (
+        torch.empty(shape, dtype=dtype)
+        .as_strided(shape, inner)
+        .is_contiguous(memory_format=torch.channels_last)
+    )
+    assert all(a == b for a, b, size in zip(inner, filters.stride(), shape, strict=True) if size > 1)
+
+
+@limited
+@given(shape=shapes.filter(lambda shape: len(shape) != 4), dtype=dtypes)
+def test_on_cuda_everything_else_is_in_the_order_of_its_axes(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    assert stacked_strides(shape, dtype, CUDA) == stacked_strides(shape, dtype, CPU)
 
 
 @limited

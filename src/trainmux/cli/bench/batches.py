@@ -1,4 +1,4 @@
-"""Batches as trees of tensors: pinned, copied to the device, written into fixed buffers."""
+"""Batches as trees of tensors: copied to the device, written into fixed buffers."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 def make_batches(make: Callable[[int, int], Any], batch_size: int, device: torch.device) -> list[Any]:
-    """``NUM_BATCHES`` batches in host memory, pinned where a GPU will read them."""
-    batches = [make(seed, batch_size) for seed in range(NUM_BATCHES)]
-    if device.type == "cuda":
-        batches = [map_tensors(lambda tensor: tensor.pin_memory(), batch) for batch in batches]
-    return batches
+    """``NUM_BATCHES`` batches, on the device already.
+
+    A way that trains members one after another would otherwise copy each batch once for each of them, which
+    a loader that reads ahead could hide.
+    """
+    return [to_device(make(seed, batch_size), device) for seed in range(NUM_BATCHES)]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

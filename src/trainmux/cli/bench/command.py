@@ -46,6 +46,9 @@ def step(
     time_limit: Annotated[float, typer.Option(min=1, help="Seconds that one measurement may take.")] = 240.0,
     steps_seconds: Annotated[float, typer.Option(min=1e-3, help="Seconds of one block of steps.")] = 0.3,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks that are timed.")] = 5,
+    builds_at_once: Annotated[
+        int, typer.Option(min=1, help="Measurements that are built side by side; they are timed in turn.")
+    ] = 1,
 ) -> None:
     """Measure the time of a training step per member: workloads × ways × numbers of members."""
     import torch
@@ -73,6 +76,7 @@ def step(
         num_blocks=blocks,
         fleet=_object(fleet, "--fleet"),
         variants=variants,
+        builds_at_once=builds_at_once,
     )
     if options.fleet and not variants and FUSED not in chosen_ways:
         raise typer.BadParameter(f"is for the way {FUSED}, which --ways leaves out", param_hint="--fleet")

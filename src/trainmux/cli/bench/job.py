@@ -17,7 +17,7 @@ class Job:
 
     ``way`` is the label of a way, or of a variant (``trainmux:NAME``); ``fleet`` has the keyword
     arguments that trainmux hands to ``Fleet``. ``folder`` is a place of its own for files, gone after the
-    measurement.
+    measurement; with ``takes_turns`` the process waits in it before it times.
     """
 
     workload: str
@@ -29,6 +29,7 @@ class Job:
     block_seconds: float
     folder: str
     fleet: Mapping[str, Any] = field(default_factory=dict)
+    takes_turns: bool = False
 
 
 @dataclass(frozen=True)

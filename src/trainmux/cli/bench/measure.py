@@ -13,6 +13,7 @@ from .batches import make_batches
 from .cases import find_case
 from .job import BenchError, Job, Measurement, Memory
 from .timing import summarize, time_blocks
+from .turns import wait_for_turn
 from .ways._base import Prepared, Setup, learning_rates
 
 Prepare = Callable[[Setup], Prepared]
@@ -34,6 +35,8 @@ def measure_steps(prepare: Prepare, job: Job, num_models: int | None = None) -> 
     prepared = prepare(setup)
     first_losses = tuple(prepared.step(batches[0]).tolist())
     end = perf_counter()
+    if job.takes_turns:
+        wait_for_turn(job.folder)
     blocks = time_blocks(prepared.step, batches, device, job.num_blocks, job.block_seconds)
     last_losses = tuple(prepared.step(batches[0]).tolist())
     check_losses(first_losses, last_losses)
@@ -53,7 +56,7 @@ def measure_steps(prepare: Prepare, job: Job, num_models: int | None = None) -> 
 
 
 def make_setup(job: Job, num_models: int, device: torch.device, first: int = 0) -> tuple[Setup, list[object]]:
-    """``num_models`` models from number ``first`` on, and the batches to train on, in host memory."""
+    """``num_models`` models in host memory, from number ``first`` on, and the batches to train on."""
     torch.manual_seed(first)  # for draws such as dropout's; weights and batches have seeds of their own
     case = find_case(job.workload)
     batches = make_batches(case.batch, job.batch_size, device)

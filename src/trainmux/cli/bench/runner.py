@@ -8,7 +8,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from .cases import find_case
 from .environment import child_environment, probe
 from .job import Job
 from .record import Record, measurement_from_json, write_json, write_records
+from .turns import Turns
 from .ways._base import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
 from .ways.table import FUSED, VARIANT_SEPARATOR, find_way
 
@@ -45,6 +47,7 @@ class Options:
     num_blocks: int = 5
     fleet: Mapping[str, Any] | None = None
     variants: Mapping[str, Mapping[str, Any]] | None = None
+    builds_at_once: int = 1
 
     @property
     def labels(self) -> dict[str, dict[str, Any]]:
@@ -64,6 +67,8 @@ class Options:
             words += ["--batch-size", str(self.batch_size)]
         words += ["--steps-seconds", f"{self.block_seconds:g}", "--blocks", str(self.num_blocks)]
         words += ["--time-limit", f"{self.time_limit_s:g}"]
+        if self.builds_at_once > 1:
+            words += ["--builds-at-once", str(self.builds_at_once)]
         if self.fleet:
             words += ["--fleet", json.dumps(self.fleet)]
         for name, arguments in (self.variants or {}).items():
@@ -78,35 +83,68 @@ def run(options: Options, tell: Callable[[Record], None] = lambda record: None) 
     """Measure everything; after each record ``options.out`` holds all so far, and ``tell`` is called."""
     environment = probe(options.device)
     records: list[Record] = []
-    for workload in options.workloads:
-        batch_size = options.batch_size or find_case(workload).batch_sizes[0]
-        at_any_width: dict[str, Record] = {}
-        for width in options.widths:
-            for label, fleet in options.labels.items():
-                if label in at_any_width:
-                    record = _at_width(at_any_width[label], width)
+    known: dict[tuple[str, str], Record] = {}
+    for jobs in _chunks(_jobs(options), options.builds_at_once):
+        new = [job for job in jobs if (job.workload, job.way) not in known]
+        turns = Turns(len(new)) if len(new) > 1 else None
+        with ThreadPoolExecutor(max(1, len(new))) as pool:
+            waiting = [
+                pool.submit(measure, replace(job, takes_turns=turns is not None), options, environment, turns)
+                if job in new
+                else None
+                for job in jobs
+            ]
+            for job, future in zip(jobs, waiting, strict=True):
+                if future is not None:
+                    record = future.result()
                 else:
-                    job = Job(
-                        workload=workload,
-                        batch_size=batch_size,
-                        width=width,
-                        way=label,
-                        device=options.device,
-                        num_blocks=options.num_blocks,
-                        block_seconds=options.block_seconds,
-                        folder="",
-                        fleet=fleet,
-                    )
-                    record = measure(job, options, environment)
-                if find_way(label).is_same_at_any_width:
-                    at_any_width.setdefault(label, record)
+                    record = _at_width(known[job.workload, job.way], job.width)
+                if find_way(job.way).is_same_at_any_width:
+                    known.setdefault((job.workload, job.way), record)
                 records.append(record)
                 write_records(options.out, records)
                 tell(record)
     return records
 
 
-def measure(job: Job, options: Options, environment: Mapping[str, Any]) -> Record:
+def _jobs(options: Options) -> list[Job]:
+    return [
+        Job(
+            workload=workload,
+            batch_size=options.batch_size or find_case(workload).batch_sizes[0],
+            width=width,
+            way=label,
+            device=options.device,
+            num_blocks=options.num_blocks,
+            block_seconds=options.block_seconds,
+            folder="",
+            fleet=fleet,
+        )
+        for workload in options.workloads
+        for width in options.widths
+        for label, fleet in options.labels.items()
+    ]
+
+
+def _chunks(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:
+    """Jobs to build at once; a way that has processes of its own is by itself, and so is each width of a way
+    that is the same at any."""
+    chunk: list[Job] = []
+    for job in jobs:
+        alone = not find_way(job.way).takes_turns
+        again = any((job.workload, job.way) == (other.workload, other.way) for other in chunk)
+        if chunk and (alone or again or len(chunk) >= size):
+            yield chunk
+            chunk = []
+        chunk.append(job)
+        if alone:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def measure(job: Job, options: Options, environment: Mapping[str, Any], turns: Turns | None = None) -> Record:
     """One record, whatever happens in the measuring process."""
     record = Record(
         workload=job.workload,
@@ -131,18 +169,21 @@ def measure(job: Job, options: Options, environment: Mapping[str, Any]) -> Recor
             "time_limit_s": options.time_limit_s,
             "cudnn_benchmark": True,
             "compile_cache": "empty",
+            "builds_at_once": options.builds_at_once,
             "fleet": dict(job.fleet),
         },
         environment=environment,
     )
     way = find_way(job.way)
     if way.needs_cuda and not job.device.startswith("cuda"):
+        if turns is not None:
+            turns.pass_over()
         return replace(record, error="needs a CUDA device")
     # Short names: the MPS daemon's socket lies in here, and a socket's path may not be long.
     with TemporaryDirectory(prefix="tmb-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         try:
-            result = _in_a_process(replace(job, folder=name), folder, options.time_limit_s)
+            result = _in_a_process(replace(job, folder=name), folder, options.time_limit_s, turns)
         finally:
             way.clean_up(folder)
     measured = result.get("measurement")
@@ -155,7 +196,7 @@ def measure(job: Job, options: Options, environment: Mapping[str, Any]) -> Recor
     )
 
 
-def _in_a_process(job: Job, folder: Path, time_limit_s: float) -> dict[str, Any]:
+def _in_a_process(job: Job, folder: Path, time_limit_s: float, turns: Turns | None) -> dict[str, Any]:
     job_file, result_file, log_file = (folder / name for name in ("job.json", "result.json", "log.txt"))
     write_json(job_file, asdict(job))
     # Compiled code from an earlier run would make the time to the first step look shorter than it is.
@@ -165,10 +206,14 @@ def _in_a_process(job: Job, folder: Path, time_limit_s: float) -> dict[str, Any]
         process = subprocess.Popen(
             command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
         )
+        status: int | None = None
         try:
-            status = process.wait(time_limit_s)
+            if turns is not None:
+                status = turns.take(process, folder, time_limit_s)
+            else:
+                status = process.wait(time_limit_s)
         except subprocess.TimeoutExpired:
-            status = None
+            pass
         finally:
             _end(process)
     if result_file.exists():

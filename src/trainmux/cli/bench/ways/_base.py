@@ -22,7 +22,7 @@ class Setup:
     """Models to train and what with.
 
     ``models`` are in host memory, in fp32, one per member, each with its entry of ``learning_rates``.
-    ``example`` is a batch in host memory, like those that the steps will get. ``fleet`` is for the way
+    ``example`` is a batch on the device, like those that the steps will get. ``fleet`` is for the way
     ``trainmux`` alone.
     """
 
@@ -36,7 +36,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Prepared:
-    """``step(batch)`` trains ``num_members`` models once on a batch in host memory and gives their losses.
+    """``step(batch)`` trains ``num_members`` models once on a batch on the device and gives their losses.
 
     The losses may be overwritten by the next step. ``notes`` say what had to be done differently.
     """

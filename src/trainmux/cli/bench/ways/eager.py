@@ -12,7 +12,7 @@ from ._base import WEIGHT_DECAY, Prepared, Setup, autocast, is_convolutional, pl
 
 
 def prepare(setup: Setup) -> Prepared:
-    """Every model takes its own copy of the batch to the device, as it would if it were trained alone."""
+    """An optimizer for each model, and one step of each after another."""
     device = setup.device
     has_images = is_convolutional(setup.models[0])
     models = [place(model, device) for model in setup.models]

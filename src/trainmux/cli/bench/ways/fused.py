@@ -20,6 +20,8 @@ def prepare(setup: Setup) -> Prepared:
         )
         for index, (model, lr) in enumerate(zip(setup.models, setup.learning_rates, strict=True))
     ]
-    arguments = {"precision": "bf16", **setup.fleet}
+    # The step that is timed is the compiled one, from the first on.
+    lowering = "inductor" if setup.device.type == "cuda" else "auto"
+    arguments = {"precision": "bf16", "lowering": lowering, **setup.fleet}
     fleet = tm.Fleet(members, loss=setup.loss, example_batch=setup.example, device=setup.device, **arguments)
     return Prepared(fleet.step, len(members))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..job import Job, Measurement
 from ..measure import Prepare, measure_steps
-from . import compiled, eager, fused, processes, stacked, whole_graph
+from . import compiled, eager, fused, processes, stacked
 
 FUSED = "trainmux"
 VARIANT_SEPARATOR = ":"
@@ -20,7 +20,8 @@ class Way:
     """A way of training and how it is measured.
 
     ``clean_up(folder)`` is called when the measuring process has ended, however it did. The result of a way
-    that ``is_same_at_any_width`` is measured once for all widths.
+    that ``is_same_at_any_width`` is measured once for all widths. One that does not take turns is built
+    alone.
     """
 
     name: str
@@ -28,7 +29,7 @@ class Way:
     measure: Callable[[Job], Measurement]
     needs_cuda: bool = False
     is_same_at_any_width: bool = False
-    is_default: bool = True
+    takes_turns: bool = True
     clean_up: Callable[[Path], None] = lambda folder: None
 
 
@@ -67,13 +68,8 @@ _TABLE = (
         "one process per member, each as in `eager`, all at once under NVIDIA's Multi-Process Service",
         processes.measure,
         needs_cuda=True,
+        takes_turns=False,
         clean_up=processes.stop_daemon,
-    ),
-    Way(
-        "whole_graph",
-        "the whole step of all members as one program",
-        _stepping(whole_graph.prepare),
-        is_default=False,
     ),
     Way(FUSED, "all members as one `trainmux.Fleet`", _stepping(fused.prepare)),
 )
@@ -88,4 +84,4 @@ def find_way(label: str) -> Way:
 
 def default_ways(on_cuda: bool) -> list[str]:
     """What is measured when no way is named: all that the device can do."""
-    return [way.name for way in WAYS.values() if way.is_default and (on_cuda or not way.needs_cuda)]
+    return [way.name for way in WAYS.values() if on_cuda or not way.needs_cuda]

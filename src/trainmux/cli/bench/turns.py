@@ -1,0 +1,64 @@
+"""Several measurements built at once, timed one after another.
+
+Building (tracing, compiling) takes minutes and the host's cores; timing takes seconds and the whole device.
+A measuring process says when it is built and waits for its turn, which comes when all are.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+READY, GO = "ready", "go"
+POLL_SECONDS = 0.02
+
+
+def wait_for_turn(folder: str) -> None:
+    """In the measuring process: say that it is built, and wait."""
+    (Path(folder) / READY).touch()
+    while not (Path(folder) / GO).exists():
+        time.sleep(POLL_SECONDS)
+
+
+class Turns:
+    """For ``number`` measurements that are built at once."""
+
+    def __init__(self, number: int) -> None:
+        self._barrier = threading.Barrier(number)
+        self._device = threading.Lock()
+
+    def pass_over(self) -> None:
+        """For a measurement that needs no turn."""
+        self._barrier.wait()
+
+    def take(self, process: subprocess.Popen[bytes], folder: Path, time_limit_s: float) -> int | None:
+        """Wait until all are built or have ended, then let ``process`` measure alone; its exit status.
+
+        ``None`` where it was not built, or did not end, within the limit.
+        """
+        is_ready = _until_ready(process, folder, time_limit_s)
+        if not is_ready and process.poll() is None:
+            process.kill()  # it must not disturb the others
+        self._barrier.wait()
+        if not is_ready:
+            return None if process.returncode is None or process.returncode == -9 else process.returncode
+        with self._device:
+            (folder / GO).touch()
+            try:
+                return process.wait(time_limit_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return None
+
+
+def _until_ready(process: subprocess.Popen[bytes], folder: Path, time_limit_s: float) -> bool:
+    end = time.monotonic() + time_limit_s
+    while time.monotonic() < end:
+        if (folder / READY).exists():
+            return True
+        if process.poll() is not None:
+            return False
+        time.sleep(POLL_SECONDS)
+    return False

@@ -1,0 +1,133 @@
+"""What the host tells the device with every step: counters, the optimizers' scalars, limits, who trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainmux.errors import OptimizerError
+from trainmux.fleet._member import Member
+from trainmux.fleet._slots import Slot
+from trainmux.optim import (
+    OptimizerStructure,
+    SettingColumns,
+    check_hyperparameters,
+    idle_settings,
+    scalar_specs,
+    scalar_values,
+)
+from trainmux.runtime import HostFeed
+
+Members = Sequence[tuple[int, Slot]]
+"""Occupied rows."""
+
+
+class GroupNumbers:
+    """The numbers of one group of ``width`` slots, in tensors that are the same ones for ever.
+
+    ``read`` looks at every member's settings as they are now, ``push`` sends all there is to tell. Rows
+    without a member, and members that do not train, hold numbers that nobody reads.
+    """
+
+    def __init__(self, structure: OptimizerStructure, width: int, device: torch.device) -> None:
+        self._structure = structure
+        self._num_scalars = [len(scalar_specs(group)) for group in structure.groups]
+        self._columns = [SettingColumns(group) for group in structure.groups]
+        self._feed = HostFeed(
+            {
+                "counters": (torch.int64, (width,)),
+                "scalars": (torch.float64, (sum(self._num_scalars), width)),
+                "limits": (torch.float64, (2, width)),
+                "active": (torch.bool, (width,)),
+            },
+            device,
+        )
+        self._rows: list[int] | slice = []
+        self._members: list[Member] = []
+        self._limits: list[float | None] | None = None
+        self.idle: tuple[frozenset[str], ...] = ()
+        """After ``read``: for each param group, the settings that no member makes use of."""
+        self.clips: tuple[bool, bool] = (False, False)
+        """After ``read``: whether any member clips by norm, by value."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """``counters``, ``scalars``, ``limits`` and ``active``, as a program takes them."""
+        return self._feed.device
+
+    def forget(self) -> None:
+        """Members came, left or stopped: write everything anew."""
+        self._limits = None
+
+    def read(self, members: Members) -> None:
+        """Take over settings and limits; refuses settings that are no numbers any more, naming the member."""
+        if self._limits is None:
+            self._start_over(members)
+        self._read_limits()
+        offset, idle = 0, []
+        for index, (columns, num_scalars) in enumerate(zip(self._columns, self._num_scalars, strict=True)):
+            torch_groups = [member.optimizer.param_groups[index] for member in self._members]
+            scalars = None
+            if members and columns.read(torch_groups):
+                idle.append(columns.idle)
+                scalars = columns.scalars([slot.base_steps[index] + slot.num_updates for _, slot in members])
+            else:
+                unused = [idle_settings(torch_group) for torch_group in torch_groups]
+                idle.append(frozenset.intersection(*unused) if unused else frozenset())
+            table = self._feed.host["scalars"][offset : offset + num_scalars]
+            if scalars is not None:
+                for row, scalar in zip(table, scalars, strict=True):
+                    row[self._rows] = scalar
+            if scalars is None or not np.isfinite(table).all():
+                for row, slot in members:
+                    if slot.active:
+                        table[:, row] = self._scalars_of(slot, index)
+            offset += num_scalars
+        self.idle = tuple(idle)
+
+    def push(self, members: Members) -> None:
+        """Send everything, with the members' counters as they are now."""
+        self._feed.host["counters"][self._rows] = [slot.counter for _, slot in members]
+        self._feed.push()
+
+    def _start_over(self, members: Members) -> None:
+        host = self._feed.host
+        width = len(host["active"])
+        rows = [row for row, _ in members]
+        self._rows = slice(None) if rows == list(range(width)) else rows
+        self._members = [slot.member for _, slot in members]
+        host["counters"][:] = 0
+        host["scalars"][:] = 0.0
+        host["limits"][:] = math.inf
+        host["active"][:] = False
+        host["active"][self._rows] = [slot.active for _, slot in members]
+
+    def _read_limits(self) -> None:
+        norms = [member.clip_norm for member in self._members]
+        values = [member.clip_value for member in self._members]
+        limits = norms + values
+        if limits != self._limits:
+            for row, numbers in zip(self._feed.host["limits"], (norms, values), strict=True):
+                row[self._rows] = [math.inf if number is None else number for number in numbers]
+            self.clips = (any(n is not None for n in norms), any(v is not None for v in values))
+            self._limits = limits
+
+    def _scalars_of(self, slot: Slot, index: int) -> tuple[float, ...]:
+        """One member's scalars by themselves, with an error that names it."""
+        optimizer = slot.member.optimizer
+        try:
+            values = scalar_values(
+                self._structure.groups[index],
+                optimizer.param_groups[index],
+                slot.base_steps[index] + slot.num_updates,
+            )
+        except OptimizerError as error:
+            error.add_note(f"in the settings of member {slot.name!r}")
+            raise
+        if not all(map(math.isfinite, values)):
+            check_hyperparameters(optimizer, member=slot.name)
+        return values

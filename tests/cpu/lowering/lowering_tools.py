@@ -1,0 +1,232 @@
+"""Programs of small workloads, lowered but not compiled: regions run through ATen until they are.
+
+Compiling takes a second or two for each kernel. Nearly everything that lowering does can be seen without.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import trainmux as tm
+import trainmux.fleet._build as build_module
+import trainmux.lowering._lower as lower_module
+from trainmux.engine import ReferenceEngine, StepProgram
+from trainmux.fleet._build import BuiltStep, ProgramBuilder
+from trainmux.lowering import Kernel, KernelCache, Lowered
+from trainmux.lowering._inductor import new_mode
+from trainmux.lowering._partition import Cut
+from trainmux.lowering._regions import Extractor, RegionGraph
+from trainmux.tracing import make_fx
+from trainmux.workloads import SMALL, TokenBatch, TransformerClassifier, Workload, tiny_gpt2
+from trainmux.workloads.seeding import seeded
+
+
+def _short_language_batch(seed: int, dtype: torch.dtype) -> TokenBatch:
+    batch = SMALL["lstm"].batch(seed, dtype)
+    return TokenBatch(batch.tokens[:, :3].contiguous(), batch.targets[:, :3].contiguous())
+
+
+_transformer = seeded(TransformerClassifier, dropout=0.2, num_layers=1)
+TINY: dict[str, Workload] = {
+    "mlp": SMALL["mlp"],
+    "cnn_with_dropout": SMALL["cnn_with_dropout"],
+    "gpt2": replace(SMALL["gpt2"], build=seeded(tiny_gpt2, num_layers=1)),
+    "lstm": replace(SMALL["lstm"], batch=_short_language_batch),
+    "transformer_with_dropout": replace(SMALL["transformer_with_dropout"], build=_transformer),
+    "dlrm": SMALL["dlrm"],
+    "mobilenet": SMALL["mobilenet"],
+    "bottleneck": SMALL["bottleneck"],
+}
+"""The registry's workloads, the deeper ones with one layer or a short sequence."""
+
+CASES = [(name, "fp64") for name in TINY]
+CASES += [(name, "bf16") for name in ("mlp", "cnn_with_dropout", "gpt2", "transformer_with_dropout")]
+"""Workload and precision; fp32 lies between the two, and end-to-end tests run it."""
+
+
+class UncompiledCache(KernelCache):
+    """Kernels that stay on ATen."""
+
+    def compile(self, kernels: Iterable[Kernel]) -> None:
+        pass
+
+    def fill(self, kernels: Iterable[Kernel]) -> None:
+        pass
+
+
+def leave_uncompiled(patch: pytest.MonkeyPatch) -> None:
+    """Fleets lower their programs from here on, but compile nothing."""
+    patch.setattr(build_module, "_kernels", functools.cache(lambda _deterministic: UncompiledCache()))
+
+
+def compile_afresh(patch: pytest.MonkeyPatch) -> None:
+    """Kernels of this test are no other test's."""
+    made = functools.cache(lambda deterministic: KernelCache(deterministic=deterministic))
+    patch.setattr(build_module, "_kernels", made)
+
+
+def optimizer_of(model: nn.Module, number: int) -> torch.optim.Optimizer:
+    """AdamW whose settings depend on the member.
+
+    A large eps: some gradients are zero but for rounding (a bias before batch norm), and the update must not
+    make a whole step out of them.
+    """
+    return torch.optim.AdamW(model.parameters(), lr=1e-2 * (number + 1), eps=1e-2, weight_decay=0.1 * number)
+
+
+def members_of(
+    workload: Workload, num_members: int, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> list[tm.Member]:
+    models = [workload.build(number).to(dtype).train() for number in range(num_members)]
+    return [
+        tm.Member(model, optimizer_of(model, number), name=f"m{number}", seed=number, **options)
+        for number, model in enumerate(models)
+    ]
+
+
+def fleet_of(workload: Workload, lowering: str, *, num_members: int = 2, **options: Any) -> tm.Fleet:
+    dtype = torch.float64 if options.get("precision") == "fp64" else torch.float32
+    return tm.Fleet(
+        members_of(workload, num_members, dtype=dtype),
+        workload.loss,
+        workload.batch(0, torch.float32),
+        lowering=lowering,
+        **options,
+    )
+
+
+def trained(workload: Workload, fleet: tm.Fleet, num_steps: int = 3) -> dict[str, Tensor]:
+    """Losses, metrics, weights and optimizer state after a few steps."""
+    found: dict[str, Tensor] = {}
+    for step in range(num_steps):
+        found[f"loss {step}"] = fleet.step(workload.batch(step, torch.float32))
+        found |= {f"{name} {step}": value for name, value in fleet.metrics.items()}
+    fleet.sync()
+    for name, member in zip(fleet.names, fleet.members, strict=True):
+        found |= {f"{name} {key}": value.detach() for key, value in member.model.state_dict().items()}
+        for number, state in enumerate(member.optimizer.state.values()):
+            found |= {f"{name} {number} {key}": torch.as_tensor(value) for key, value in state.items()}
+    return found
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], share: float) -> None:
+    """Apart by no more than a share of each tensor's largest value, or of one where all are small."""
+    assert got.keys() == expected.keys()
+    errors = {name: apart(got[name], expected[name]) for name in expected}
+    too_far = {name: error for name, error in errors.items() if not error <= share}
+    assert not too_far, too_far
+
+
+def apart(got: Tensor, expected: Tensor) -> float:
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return float("inf")
+    if expected.numel() == 0 or torch.equal(got, expected):
+        return 0.0
+    wide = expected.double()
+    return float((got.double() - wide).abs().max() / max(1.0, float(wide.abs().max())))
+
+
+# ---- programs ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Example:
+    """A step of a workload: on ATen, as it was cut, lowered; and the arguments of its first run."""
+
+    on_aten: nn.Module
+    whole: fx.GraphModule
+    lowered: Lowered
+    source: fx.Graph
+    cut: Cut
+    arguments: tuple[Tensor, ...]
+
+    def regions(self) -> list[RegionGraph]:
+        """In the order in which they run."""
+        extractor = Extractor(self.source, self.cut.kinds)
+        extractor.settle(self.cut.pieces)
+        return [extractor.region(piece) for piece in self.cut.pieces if not self.cut.is_library(piece)]
+
+    def run(self, module: nn.Module, num_runs: int = 3) -> dict[str, Tensor]:
+        """What comes out of each run in a row, and all arguments afterwards."""
+        arguments = [copied(argument) for argument in self.arguments]
+        found: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for run in range(num_runs):
+                found |= {f"run {run} result {i}": value for i, value in enumerate(module(*arguments))}
+        return found | {f"argument {i}": value for i, value in enumerate(arguments)}
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def example_of(workload: Workload, precision: str = "fp32", **options: Any) -> Example:
+    """Lower a workload's step for two members."""
+    cuts: list[tuple[fx.Graph, Cut]] = []
+    modules: list[tuple[fx.GraphModule, Lowered]] = []
+    on_aten: list[nn.Module] = []
+    runs: list[Sequence[Tensor]] = []
+    original_cut, original_lower, original_step = lower_module.cut, build_module.lower, ProgramBuilder.step
+
+    def cut(graph: fx.Graph) -> Cut:
+        cuts.append((graph, original_cut(graph)))
+        return cuts[-1][1]
+
+    def lower(module: fx.GraphModule, cache: KernelCache) -> Lowered:
+        modules.append((module, original_lower(module, cache)))
+        return modules[-1][1]
+
+    def step(builder: ProgramBuilder, *args: Any, **kwargs: Any) -> BuiltStep:
+        config = builder._config
+        builder._config = replace(config, lowering="aten")
+        on_aten.append(original_step(builder, *args, **kwargs).program.module)
+        builder._config = config
+        return original_step(builder, *args, **kwargs)
+
+    def run(_: Any, program: StepProgram, arguments: Sequence[Tensor]) -> None:
+        runs.append(arguments)
+        raise _StoppedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        leave_uncompiled(patch)
+        patch.setattr(lower_module, "cut", cut)
+        patch.setattr(build_module, "lower", lower)
+        patch.setattr(ProgramBuilder, "step", step)
+        patch.setattr(ReferenceEngine, "run", run)
+        fleet = fleet_of(workload, "inductor", precision=precision, **options)
+        with pytest.raises(_StoppedError):
+            fleet.step(workload.batch(0, torch.float32))
+    ((graph, found),) = cuts
+    ((module, lowered),) = modules
+    (arguments,) = runs
+    return Example(on_aten[0], module, lowered, graph, found, tuple(map(copied, arguments)))
+
+
+@functools.cache
+def example(name: str, precision: str = "fp64") -> Example:
+    """The same one for all tests."""
+    return example_of(TINY[name], precision)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """In other memory, laid out alike."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
+# ---- graphs by hand ------------------------------------------------------------------------------------
+
+
+def traced(function: Callable[..., Any], *tensors: Tensor) -> fx.GraphModule:
+    """A function's graph over fakes of ``tensors``, as lowering sees it."""
+    mode = new_mode()
+    with mode, torch.no_grad():
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in tensors]
+        module: fx.GraphModule = make_fx(function)(*fakes)
+    return module

@@ -1,0 +1,210 @@
+"""Products of unaligned size, extended with zeros: the same numbers, and only where there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowering_tools import assert_close, example_of, traced
+from torch import Tensor, fx, nn
+
+from trainmux.lowering import KernelCache, _kinds, _padding, lower
+from trainmux.lowering._padding import extended_product, pad_unaligned
+from trainmux.workloads import Workload
+from trainmux.workloads.seeding import seeded, seeded_generator
+
+aten = torch.ops.aten
+VOCABULARY = 301
+
+
+@pytest.fixture
+def everything_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sizes are extended too, and small values are not kept inline."""
+    monkeypatch.setattr(_padding, "_MIN_SIZE", 4)
+    monkeypatch.setattr(_kinds, "SMALL_BYTES", 0)
+
+
+# ---- a whole model -------------------------------------------------------------------------------------
+
+
+class TinyLanguageModel(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.head = nn.Linear(8, VOCABULARY, bias=bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.hidden(self.embedding(tokens))))
+        return logits
+
+
+def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _batch(seed: int, _: torch.dtype) -> Tensor:
+    return torch.randint(VOCABULARY, (4, 5), generator=seeded_generator(seed))
+
+
+def language_model(*, bias: bool) -> Workload:
+    return Workload("language", seeded(TinyLanguageModel, bias=bias), _loss, _batch)
+
+
+def extended_nodes(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if "extended" in node.meta]
+
+
+@pytest.mark.usefixtures("everything_counts")
+@pytest.mark.parametrize(("precision", "bias"), [("fp32", False), ("bf16", True)])
+def test_the_products_of_an_odd_vocabulary_are_extended(precision: str, bias: bool) -> None:
+    case = example_of(language_model(bias=bias), precision)
+    step = 4 if precision == "fp32" else 8
+    found = extended_nodes(case.source)
+    # The gradients of input and weight; the logits themselves read the weight, where there is no room.
+    assert len(found) == 2 if precision == "fp32" else len(found) >= 2
+    for node in found:
+        left, right = node.meta["extended"]
+        assert left[1] == right[0]
+        assert all(size % step == 0 for size in (*left, *right) if size > 8)
+        assert VOCABULARY not in (*left, *right)
+    assert any(node.target is extended_product for node in case.lowered.module.graph.nodes)
+    bound = 1e-6 if precision == "fp32" else 1e-2
+    assert_close(case.run(case.lowered.module), case.run(case.whole), bound)
+
+
+@pytest.mark.usefixtures("everything_counts")
+def test_nothing_is_extended_in_fp64() -> None:
+    assert not extended_nodes(example_of(language_model(bias=True), "fp64").source)
+
+
+# ---- graphs by hand ------------------------------------------------------------------------------------
+
+
+def padded_graph(function: Callable[..., Any], *tensors: Tensor) -> fx.Graph:
+    module = traced(function, *tensors)
+    pad_unaligned(module.graph)
+    return module.graph
+
+
+def check_same(function: Callable[..., Any], *tensors: Tensor) -> None:
+    """Lowered, with room or without, it gives what it gave."""
+    result = lower(traced(function, *tensors), KernelCache()).module(*tensors)
+    expected = function(*tensors)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    assert result.shape == expected.shape
+
+
+def product_of_relus(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a.relu(), b.relu()).sin()
+
+
+@pytest.mark.usefixtures("everything_counts")
+def test_operands_lie_in_room_and_keep_their_shape() -> None:
+    graph = padded_graph(product_of_relus, torch.zeros(6, 7), torch.zeros(7, 9))
+    (product,) = graph.find_nodes(op="call_function", target=aten.mm.default)
+    left, right = product.args
+    assert left.meta["padded"] == (8, 8)
+    assert right.meta["padded"] == (8, 12)
+    assert left.meta["val"].shape == (6, 7)
+    assert left.meta["val"].stride() == (8, 1)
+    assert right.meta["val"].stride() == (12, 1)
+    assert product.meta["val"].shape == (6, 9)
+    assert product.meta["val"].stride() == (12, 1)
+    assert product.meta["extended"] == ((8, 8), (8, 12))
+    check_same(product_of_relus, torch.randn(6, 7), torch.randn(7, 9))
+
+
+@pytest.mark.usefixtures("everything_counts")
+def test_a_sum_with_a_product_is_taken_apart() -> None:
+    def function(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return torch.addmm(bias, a.relu(), b.relu()) * 2
+
+    tensors = (torch.randn(9), torch.randn(8, 8), torch.randn(8, 9))
+    graph = padded_graph(function, *tensors)
+    assert not graph.find_nodes(op="call_function", target=aten.addmm.default)
+    assert len(extended_nodes(graph)) == 1
+    check_same(function, *tensors)
+
+
+NOT_EXTENDED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "aligned": (product_of_relus, (torch.zeros(8, 8), torch.zeros(8, 12))),
+    "fp64": (product_of_relus, (torch.zeros(6, 7).double(), torch.zeros(7, 9).double())),
+    "an operand is an input": (lambda a, b: torch.mm(a, b.relu()), (torch.zeros(8, 7), torch.zeros(7, 8))),
+    "an operand is a view of an input": (
+        lambda a, b: torch.mm(a.t(), b.relu()),
+        (torch.zeros(7, 8), torch.zeros(7, 8)),
+    ),
+    "an operand comes from a library": (
+        lambda a, b: torch.mm(torch.mm(a, a), b.relu()),
+        (torch.zeros(7, 7), torch.zeros(7, 8)),
+    ),
+}
+
+
+@pytest.mark.usefixtures("everything_counts")
+@pytest.mark.parametrize("why", NOT_EXTENDED)
+def test_where_it_does_not_apply(why: str) -> None:
+    function, tensors = NOT_EXTENDED[why]
+    assert not extended_nodes(padded_graph(function, *tensors))
+    check_same(function, *(torch.randn(t.shape, dtype=t.dtype) for t in tensors))
+
+
+@pytest.mark.usefixtures("everything_counts")
+def test_a_view_that_needs_density_prevents_it() -> None:
+    def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = a.relu()
+        return torch.mm(hidden, b.relu()), hidden.view(-1) + 1
+
+    graph = padded_graph(function, torch.zeros(6, 7), torch.zeros(7, 9))
+    assert not extended_nodes(graph)
+    assert not [node for node in graph.nodes if "padded" in node.meta]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    sizes=st.tuples(*[st.integers(1, 9)] * 3),
+    room=st.tuples(*[st.integers(0, 4)] * 3),
+    batch=st.integers(0, 3),
+    transposed=st.tuples(st.booleans(), st.booleans()),
+)
+def test_an_extended_product_is_the_product(
+    sizes: tuple[int, int, int],
+    room: tuple[int, int, int],
+    batch: int,
+    transposed: tuple[bool, bool],
+) -> None:
+    rows, inner, columns = sizes
+    wide = [size + more for size, more in zip(sizes, room, strict=True)]
+    outer = (batch,) if batch else ()
+    op = aten.bmm.default if batch else aten.mm.default
+
+    def operand(true: tuple[int, int], around: tuple[int, int], flipped: bool) -> Tensor:
+        if flipped:
+            return operand(true[::-1], around[::-1], False).mT
+        memory = torch.zeros(*outer, *around, dtype=torch.float64)
+        view = memory[..., : true[0], : true[1]]
+        return view.copy_(torch.randn(view.shape, dtype=torch.float64))
+
+    left = operand((rows, inner), (wide[0], wide[1]), transposed[0])
+    right = operand((inner, columns), (wide[1], wide[2]), transposed[1])
+    got = extended_product(op, (wide[0], wide[1]), (wide[1], wide[2]), (rows, columns), left, right)
+    torch.testing.assert_close(got, left @ right, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(sizes=st.tuples(*[st.integers(2, 11)] * 3), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_lowered_products_of_any_size(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    rows, inner, columns = sizes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_padding, "_MIN_SIZE", 2)
+        patch.setattr(_kinds, "SMALL_BYTES", 0)
+        a, b = torch.randn(rows, inner, dtype=dtype), torch.randn(inner, columns, dtype=dtype)
+        result = lower(traced(product_of_relus, a, b), KernelCache()).module(a, b)
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(result, product_of_relus(a, b), rtol=bound, atol=bound)

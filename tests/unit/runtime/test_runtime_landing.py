@@ -1,0 +1,307 @@
+"""Batches that land beside a running step, on a simulated device whose two streams run when they like.
+
+A stream is a queue of operations. The simulation picks at random which queue goes on next, and runs nothing
+sooner than it must where the host waits. Whatever the order, every step must read its own batch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainmux.runtime import HostLeaf, Landing
+from trainmux.runtime._landing import ALIGNMENT_BYTES, NUM_BUFFERS
+
+CPU = torch.device("cpu")
+
+
+class Device:
+    """Two queues. An operation returns false as long as it cannot run."""
+
+    def __init__(self, seed: int) -> None:
+        self.compute: deque[Callable[[], bool]] = deque()
+        self.copies: deque[Callable[[], bool]] = deque()
+        self._random = random.Random(seed)
+
+    def advance(self) -> bool:
+        """Run one operation; false where there is none that can run."""
+        queues = [queue for queue in (self.compute, self.copies) if queue]
+        self._random.shuffle(queues)
+        for queue in queues:
+            if queue[0]():
+                queue.popleft()
+                return True
+        return False
+
+    def wander(self) -> None:
+        """A few operations, or none: the host does not know."""
+        for _ in range(self._random.choice([0, 0, 1, 3, 10])):
+            self.advance()
+
+    def run_until(self, is_reached: Callable[[], bool]) -> None:
+        while not is_reached():
+            assert self.advance(), "the host waits for something that never comes"
+
+    def finish(self) -> None:
+        self.run_until(lambda: not self.compute and not self.copies)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._num_recorded = 0
+        self._num_reached = 0
+        self.num_waits = 0
+
+    def query(self) -> bool:
+        return self._num_reached == self._num_recorded
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+        self._device.run_until(self.query)
+
+    def record(self, stream: Any = None) -> None:
+        self._num_recorded += 1
+        number = self._num_recorded
+
+        def reach() -> bool:
+            self._num_reached = number
+            return True
+
+        stream.append(reach)
+
+    def wait(self, stream: deque[Callable[[], bool]]) -> None:
+        """``stream`` goes on when what is recorded so far has been reached."""
+        number = self._num_recorded
+        stream.append(lambda: self._num_reached >= number)
+
+
+class SimulatedLane:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.num_copies = 0
+        self.events: list[Event] = []
+        self.landing_bytes: list[int] = []
+
+    def make_event(self) -> Event:
+        self.events.append(Event(self.device))
+        return self.events[-1]
+
+    def pinned(self, size_bytes: int) -> Tensor:
+        return torch.full((size_bytes,), 99, dtype=torch.uint8)
+
+    def landing(self, size_bytes: int) -> Tensor:
+        self.landing_bytes.append(size_bytes)
+        event = self.make_event()
+        event.record(self.device.compute)
+        event.wait(self.device.copies)
+        return torch.full((size_bytes,), 77, dtype=torch.uint8)
+
+    def mark(self, event: Event) -> None:
+        event.record(self.device.compute)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event, done: Event) -> None:
+        after.wait(self.device.copies)
+        for target, source in pairs:
+            self.num_copies += 1
+            self.device.copies.append(lambda t=target, s=source: t.copy_(s) is t)
+        done.record(self.device.copies)
+        done.wait(self.device.compute)
+
+
+def leaf(tensor: Tensor, dtype: torch.dtype | None = None) -> HostLeaf:
+    return HostLeaf((tensor,), tensor.dtype if dtype is None else dtype)
+
+
+def train(lane: SimulatedLane, batches: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """A loop that is ahead of the device; returns what each step read. Batches are spoilt once landed."""
+    landing = Landing(CPU, lane)  # type: ignore[arg-type]
+    read: list[list[Tensor]] = []
+
+    def reads(tensors: list[Tensor]) -> bool:
+        read.append([tensor.clone() for tensor in tensors])
+        return True
+
+    for batch in batches:
+        given = [tensor.clone() for tensor in batch]
+        landed = landing.land([leaf(tensor) for tensor in given])
+        for tensor in given:
+            tensor.fill_(0)
+        lane.device.compute.append(lambda landed=landed: reads(landed))
+        lane.device.wander()
+    lane.device.finish()
+    return read
+
+
+def make_batches(num: int, *, sizes: Sequence[int] = (4,)) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [
+            torch.randn(sizes[i % len(sizes)], 3, generator=generator),
+            torch.randint(1, 9, (sizes[i % len(sizes)],), generator=generator),
+        ]
+        for i in range(num)
+    ]
+
+
+def same(read: Sequence[Sequence[Tensor]], batches: Sequence[Sequence[Tensor]]) -> bool:
+    return all(
+        torch.equal(a, b)
+        for got, batch in zip(read, batches, strict=True)
+        for a, b in zip(got, batch, strict=True)
+    )
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 4, 4, 1), (1, 2, 3, 4, 5, 6, 7)])
+def test_every_step_reads_its_own_batch_in_any_order(sizes: tuple[int, ...]) -> None:
+    for seed in range(60):
+        batches = make_batches(12, sizes=sizes)
+        assert same(train(SimulatedLane(Device(seed)), batches), batches)
+
+
+@pytest.mark.parametrize("missing", ["after", "done", "host"])
+def test_the_simulation_finds_a_wait_that_is_missing(missing: str) -> None:
+    class Hasty(Event):
+        def wait(self, stream: deque[Callable[[], bool]]) -> None:
+            is_copy = stream is self._device.copies
+            if missing == "host" or (missing == "after") != is_copy:
+                super().wait(stream)
+
+        def query(self) -> bool:
+            return missing == "host" or super().query()
+
+    class HastyLane(SimulatedLane):
+        def make_event(self) -> Event:
+            return Hasty(self.device)
+
+    batches = make_batches(12)
+    assert not all(same(train(HastyLane(Device(seed)), batches), batches) for seed in range(60))
+
+
+def test_the_copy_does_not_wait_for_the_step_before() -> None:
+    """While a step is in progress, the next batch lands completely."""
+    lane = SimulatedLane(Device(0))
+    landing = Landing(CPU, lane)  # type: ignore[arg-type]
+    *first, last = make_batches(NUM_BUFFERS + 1)
+    for batch in first:  # new memory waits for whoever had it before
+        landing.land([leaf(tensor) for tensor in batch])
+    lane.device.finish()
+    lane.device.compute.append(lambda: False)  # a step that takes for ever
+    landed = landing.land([leaf(tensor) for tensor in last])
+    while lane.device.advance():
+        pass
+    assert same([landed], [last])
+
+
+def test_what_is_staged_travels_in_one_copy() -> None:
+    lane = SimulatedLane(Device(0))
+    batches = make_batches(3)
+    train(lane, batches)
+    assert lane.num_copies == 3
+
+
+def test_the_host_does_not_wait_for_a_device_that_keeps_up() -> None:
+    lane = SimulatedLane(Device(0))
+    landing = Landing(CPU, lane)  # type: ignore[arg-type]
+    for batch in make_batches(6):
+        landing.land([leaf(tensor) for tensor in batch])
+        lane.device.finish()
+    assert all(event.num_waits == 0 for event in lane.events)
+
+
+def test_buffers_are_kept_and_grow_only_when_they_must() -> None:
+    lane = SimulatedLane(Device(0))
+    train(lane, make_batches(20, sizes=(4, 2, 1, 3)))
+    assert len(lane.landing_bytes) == NUM_BUFFERS
+    lane = SimulatedLane(Device(0))
+    train(lane, make_batches(20, sizes=(1,) * 10 + (500,) * 10))
+    assert len(lane.landing_bytes) == 2 * NUM_BUFFERS
+
+
+def test_many_shapes_do_not_pile_up() -> None:
+    lane = SimulatedLane(Device(0))
+    landing = Landing(CPU, lane)  # type: ignore[arg-type]
+    for size in range(100, 0, -1):
+        landing.land([leaf(torch.ones(size))])
+        lane.device.finish()
+    assert all(len(buffer.layouts) <= 16 for buffer in landing._buffers)
+
+
+def land(*leaves: HostLeaf) -> list[Tensor]:
+    lane = SimulatedLane(Device(0))
+    landed = Landing(CPU, lane).land(leaves)  # type: ignore[arg-type]
+    lane.device.finish()
+    return landed
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(2.5),
+        torch.zeros(0, 3),
+        torch.arange(6, dtype=torch.int16).reshape(2, 3),
+        torch.tensor([True, False]),
+        torch.randn(2, 3, dtype=torch.complex64),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 6).t(),
+        torch.randn(4, 6)[:, ::2],
+        torch.randn(3).expand(4, 3),
+        torch.randn(5, requires_grad=True),
+        torch.nn.Parameter(torch.randn(5)),
+        torch.randn(5, dtype=torch.bfloat16),
+    ],
+    ids=lambda t: f"{tuple(t.shape)}{t.dtype}",
+)
+def test_values_and_strides_are_those_of_to(tensor: Tensor) -> None:
+    (landed,) = land(leaf(tensor))
+    expected = tensor.detach().to("meta").stride() if tensor.numel() else tensor.stride()
+    assert torch.equal(landed, tensor.detach())
+    assert landed.stride() == expected
+    assert not landed.requires_grad
+
+
+def test_leaves_arrive_in_the_dtype_they_are_held_in() -> None:
+    x = torch.randn(3, 4)
+    (landed,) = land(leaf(x, torch.float64))
+    assert torch.equal(landed, x.double())
+
+
+def test_rows_are_stacked_on_the_way() -> None:
+    rows = tuple(torch.randn(2, 3) for _ in range(4))
+    (landed,) = land(HostLeaf(rows, torch.float64, stacked=True))
+    assert torch.equal(landed, torch.stack(rows).double())
+    assert landed.is_contiguous()
+
+
+def test_what_is_no_ordinary_tensor_goes_the_plain_way() -> None:
+    class Marked(torch.Tensor):
+        pass
+
+    sparse = torch.eye(3).to_sparse()
+    marked = torch.ones(2).as_subclass(Marked)
+    plain = torch.ones(3)
+    given, landed, same_object = land(leaf(sparse), leaf(plain), leaf(marked))
+    assert given is sparse
+    assert same_object is marked
+    assert landed is not plain
+    assert torch.equal(landed, plain)
+
+
+def test_leaves_are_as_aligned_as_the_allocator_makes_them() -> None:
+    lane = SimulatedLane(Device(0))
+    landing = Landing(CPU, lane)  # type: ignore[arg-type]
+    landed = landing.land([leaf(torch.ones(n, dtype=torch.uint8)) for n in (1, 513, 7)])
+    assert [tensor.storage_offset() % ALIGNMENT_BYTES for tensor in landed] == [0, 0, 0]
+
+
+def test_nothing_to_land_costs_nothing() -> None:
+    lane = SimulatedLane(Device(0))
+    assert Landing(CPU, lane).land([]) == []  # type: ignore[arg-type]
+    assert not lane.device.compute
+    assert not lane.device.copies

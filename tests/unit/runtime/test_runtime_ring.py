@@ -1,0 +1,167 @@
+"""What the host feeds: a packed layout, one memory on a CPU, and a ring that waits exactly when it must."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainmux.runtime import ALIGNMENT_BYTES, HostFeed
+from trainmux.runtime._ring import packed_offsets
+
+CPU = torch.device("cpu")
+FIELDS = {
+    "counters": (torch.int64, (3,)),
+    "scalars": (torch.float64, (5, 3)),
+    "limits": (torch.float64, (2, 3)),
+    "active": (torch.bool, (3,)),
+}
+limited = settings(max_examples=50, deadline=None, derandomize=True)
+dtypes = st.sampled_from([torch.int64, torch.float64, torch.float32, torch.int16, torch.bool])
+shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+
+
+class FakeEvent:
+    """Done when the test says so, or when somebody waits for it. ``log`` is shared by all events."""
+
+    def __init__(self, log: list[tuple[str, int]], number: int) -> None:
+        self._log = log
+        self._number = number
+        self.is_done = True
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self._log.append(("wait", self._number))
+        self.is_done = True
+
+    def record(self, stream: Any = None) -> None:
+        self._log.append(("record", self._number))
+        self.is_done = False
+
+
+class Events:
+    """Makes the events of one ring."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.made: list[FakeEvent] = []
+
+    def __call__(self) -> FakeEvent:
+        self.made.append(FakeEvent(self.log, len(self.made)))
+        return self.made[-1]
+
+
+# ---- layout --------------------------------------------------------------------------------------------
+
+
+@limited
+@given(fields=st.lists(st.tuples(dtypes, shapes), max_size=6))
+def test_arrays_are_aligned_and_do_not_overlap(fields: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    named = {str(i): field for i, field in enumerate(fields)}
+    offsets, size_bytes = packed_offsets(named)
+    end = 0
+    for name, (dtype, shape) in named.items():
+        assert offsets[name] % ALIGNMENT_BYTES == 0
+        assert end <= offsets[name] < end + ALIGNMENT_BYTES
+        end = offsets[name] + prod(shape) * dtype.itemsize
+    assert end <= size_bytes < end + ALIGNMENT_BYTES
+    feed = HostFeed(named, CPU)
+    for name, (dtype, shape) in named.items():
+        tensor = feed.device[name]
+        assert tensor.dtype == dtype
+        assert tensor.shape == feed.host[name].shape == shape
+        assert tensor.is_contiguous()
+        assert tensor.numel() == 0 or tensor.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def test_everything_is_zero_at_first() -> None:
+    for make_event in (None, Events()):
+        feed = HostFeed(FIELDS, CPU, make_event=make_event)
+        assert not any(tensor.any() for tensor in feed.device.values())
+        assert not any(array.any() for array in feed.host.values())
+
+
+# ---- on a CPU ------------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_the_program_reads_what_the_host_wrote() -> None:
+    feed = HostFeed(FIELDS, CPU)
+    tensors = dict(feed.device)
+    feed.host["counters"][:] = [1, 2, 2**62]
+    feed.host["scalars"][4] = [0.1, -0.0, np.inf]
+    feed.host["active"][1] = True
+    feed.push()
+    assert feed.device["counters"].tolist() == [1, 2, 2**62]
+    assert feed.device["scalars"][4].tolist() == [0.1, 0.0, np.inf]
+    assert feed.device["scalars"][4].signbit().tolist() == [False, True, False]
+    assert feed.device["active"].tolist() == [False, True, False]
+    assert not feed.device["limits"].any()
+    assert all(feed.device[name] is tensor for name, tensor in tensors.items())
+
+
+# ---- the ring ------------------------------------------------------------------------------------------
+
+
+def test_nothing_arrives_before_a_push() -> None:
+    feed = HostFeed(FIELDS, CPU, make_event=Events())
+    feed.host["counters"][:] = 7
+    assert not feed.device["counters"].any()
+    feed.push()
+    assert feed.device["counters"].tolist() == [7, 7, 7]
+
+
+def test_the_host_waits_only_for_a_slot_that_is_in_flight() -> None:
+    events = Events()
+    feed = HostFeed(FIELDS, CPU, num_slots=3, make_event=events)
+    for _ in range(3):
+        feed.push()
+    assert events.log == [("record", 0), ("record", 1), ("record", 2)]
+    feed.push()  # a fourth, while none of the three has been copied
+    assert events.log[3:] == [("wait", 0), ("record", 0)]
+    events.made[1].is_done = True
+    feed.push()
+    assert events.log[5:] == [("record", 1)]
+    feed.push()
+    assert events.log[6:] == [("wait", 2), ("record", 2)]
+
+
+def test_a_device_that_keeps_up_is_never_waited_for() -> None:
+    events = Events()
+    feed = HostFeed(FIELDS, CPU, num_slots=2, make_event=events)
+    for _ in range(9):
+        feed.push()
+        for event in events.made:
+            event.is_done = True
+    assert all(what == "record" for what, _ in events.log)
+    assert [number for _, number in events.log] == [0, 1] * 4 + [0]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 8])
+def test_what_is_in_flight_is_not_overwritten(num_slots: int) -> None:
+    """The slots hold what the last pushes sent, however the host goes on writing."""
+    feed = HostFeed(FIELDS, CPU, num_slots=num_slots, make_event=Events())
+    for number in range(1, 20):
+        feed.host["counters"][:] = number
+        feed.push()
+        feed.host["counters"][:] = -1
+        sent = sorted(int(slot[:8].view(torch.int64)) for slot in feed._slots)
+        expected = range(max(0, number - num_slots) + 1, number + 1)
+        assert sent == [0] * (num_slots - len(expected)) + list(expected)
+
+
+def test_what_is_not_written_again_is_sent_again() -> None:
+    """Every slot carries all arrays, also those that were last written several pushes ago."""
+    feed = HostFeed(FIELDS, CPU, num_slots=3, make_event=Events())
+    feed.host["limits"][:] = 0.5
+    for number in range(8):
+        feed.host["counters"][:] = number
+        feed.push()
+        assert feed.device["limits"].eq(0.5).all()
+        assert feed.device["counters"].eq(number).all()
