@@ -160,6 +160,7 @@ def test_members_that_stop_come_and_go_while_the_host_is_ahead() -> None:
     assert_same(live(make_fleet("cuda_graphs"), False), live(make_fleet("reference"), True))
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*pin_memory.*")
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_fit_is_the_same_with_loader_workers(pin_memory: bool) -> None:
     inputs, targets = (torch.cat(leaves) for leaves in zip(*make_batches(20), strict=True))

@@ -1,0 +1,135 @@
+"""Training begins on ATen and goes on with the lowered step when it is there."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from lowering_tools import (
+    TINY,
+    UncompiledCache,
+    apart,
+    assert_close,
+    fleet_of,
+    leave_uncompiled,
+    members_of,
+    trained,
+)
+
+import trainmux.fleet._build as build_module
+import trainmux.fleet._config as config_module
+from trainmux.errors import TrainmuxWarning
+from trainmux.fleet._background import Upgrade
+from trainmux.lowering import Kernel
+
+MLP = TINY["mlp"]
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> list[Upgrade[Any]]:
+    """What "auto" does on a CUDA device, here; gives the upgrades that were taken, in order."""
+    leave_uncompiled(monkeypatch)
+    monkeypatch.setattr(config_module, "_lowering", lambda *_, **__: "auto")
+    taken: list[Upgrade[Any]] = []
+    original = Upgrade.result
+
+    def result(self: Upgrade[Any]) -> Any:
+        taken.append(self)
+        return original(self)
+
+    monkeypatch.setattr(Upgrade, "result", result)
+    return taken
+
+
+def batch(step: int) -> Any:
+    return MLP.batch(step, torch.float32)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is prepared until it is set."""
+    go = threading.Event()
+
+    def fill(_: Any, kernels: Iterable[Kernel]) -> None:
+        assert go.wait(30)
+
+    monkeypatch.setattr(UncompiledCache, "fill", fill)
+    return go
+
+
+def test_programs_are_switched_once_and_training_goes_on(
+    finished: list[Upgrade[Any]], gate: threading.Event
+) -> None:
+    fleet = fleet_of(MLP, "auto")
+    losses = [fleet.step(batch(0)), fleet.step(batch(1))]
+    assert not finished
+    gate.set()
+    fleet.wait_until_compiled()
+    losses += [fleet.step(batch(step)) for step in (2, 3, 4)]
+    assert len(finished) == 1
+    # The same steps on ATen alone.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config_module, "_lowering", lambda *_, **__: "aten")
+        other = fleet_of(MLP, "aten")
+    assert all(apart(loss, other.step(batch(step))) <= 1e-5 for step, loss in enumerate(losses))
+    fleet.sync()
+    other.sync()
+    for got, expected in zip(fleet.members, other.members, strict=True):
+        assert_close(got.model.state_dict(), expected.model.state_dict(), 1e-5)
+
+
+def test_waiting_with_nothing_to_wait_for(finished: list[Upgrade[Any]]) -> None:
+    fleet = fleet_of(MLP, "auto")
+    fleet.wait_until_compiled()
+    fleet.step(batch(0))
+    fleet.wait_until_compiled()
+    fleet.step(batch(1))
+    assert len(finished) == 1
+
+
+def test_a_pending_upgrade_of_another_width_is_dropped(
+    finished: list[Upgrade[Any]], gate: threading.Event
+) -> None:
+    fleet = fleet_of(MLP, "auto")
+    fleet.step(batch(0))
+    newcomer = members_of(MLP, 3)[2]
+    fleet.add(newcomer)  # three slots: programs for two are of no use any more
+    gate.set()
+    for step in range(1, 4):
+        fleet.wait_until_compiled()
+        assert fleet.step(batch(step)).shape == (3,)
+    assert len(finished) == 1, "expected the upgrade of the new width alone"
+
+
+@pytest.mark.parametrize("where", ["prepare", "finish"])
+def test_what_cannot_be_compiled_goes_on_through_aten(
+    where: str, finished: list[Upgrade[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(UncompiledCache, "fill" if where == "prepare" else "compile", refuse)
+    fleet = fleet_of(MLP, "auto")
+    fleet.wait_until_compiled()
+    with pytest.warns(TrainmuxWarning, match="goes on through ATen.*not today") as told:
+        fleet.step(batch(0))
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = trained(MLP, fleet, 2)
+    assert torch.isfinite(got["loss 1"]).all()
+    assert len(finished) == 1
+
+
+def test_only_auto_has_something_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("expected no thread")
+
+    leave_uncompiled(monkeypatch)
+    monkeypatch.setattr(build_module, "Upgrade", refuse)
+    for lowering in ("aten", "inductor"):
+        fleet_of(MLP, lowering).step(batch(0))

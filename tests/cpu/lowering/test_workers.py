@@ -1,0 +1,123 @@
+"""Compile workers: messages, workers that die, and one that really compiles."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lowering_tools import traced
+
+from trainmux.lowering import KernelCache, _workers, lower
+from trainmux.lowering._workers import compile_in_workers, receive, send
+
+ECHO = """
+import sys
+from trainmux.lowering._workers import receive, send
+left = int(sys.argv[1])
+while left:
+    try:
+        payload, combines = receive(sys.stdin.buffer)
+    except EOFError:
+        break
+    send(sys.stdout.buffer, "" if payload != b"bad" else "cannot")
+    left -= 1
+"""
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    stream = io.BytesIO()
+    messages = [b"", (b"x" * 100_000, True), "", "failed: \n ü"]
+    for message in messages:
+        send(stream, message)
+    stream.seek(0)
+    assert [receive(stream) for _ in messages] == messages
+    with pytest.raises(EOFError, match="has gone"):
+        receive(stream)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 8, 20])
+def test_half_a_message_is_the_end(cut: int) -> None:
+    stream = io.BytesIO()
+    send(stream, b"some bytes that take more than twenty")
+    with pytest.raises(EOFError, match="has gone"):
+        receive(io.BytesIO(stream.getvalue()[:cut]))
+
+
+def started(monkeypatch: pytest.MonkeyPatch, *lives: int) -> None:
+    """Workers that answer so many messages and die; no torch in them."""
+    waiting = list(lives)
+    root = str(Path(_workers.__file__).parents[2])
+    # The package's own __init__ would import torch: a few seconds for each worker.
+    program = ECHO.replace(
+        "from trainmux.lowering._workers import receive, send",
+        f"import importlib.util as u; s = u.spec_from_file_location('w', {_workers.__file__!r})\n"
+        "w = u.module_from_spec(s); s.loader.exec_module(w); receive, send = w.receive, w.send",
+    )
+
+    def start(_: bool) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-c", program, str(waiting.pop())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=dict(os.environ, PYTHONPATH=root),
+        )
+
+    monkeypatch.setattr(_workers, "_started", start)
+
+
+def compile_all(payloads: list[bytes], num_workers: int) -> int:
+    return compile_in_workers(
+        payloads, num_workers=num_workers, deterministic=False, combines=[False] * len(payloads)
+    )
+
+
+def test_workers_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    started(monkeypatch, 100, 100)
+    assert compile_all([b"%d" % i for i in range(20)], 2) == 20
+
+
+def test_a_failure_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    started(monkeypatch, 100)
+    assert compile_all([b"good", b"bad", b"good"], 1) == 2
+
+
+def test_a_worker_that_dies_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    started(monkeypatch, 3)
+    assert compile_all([b"%d" % i for i in range(10)], 1) == 3
+    started(monkeypatch, 0, 0)
+    assert compile_all([b"1", b"2"], 2) == 0
+
+
+def test_few_kernels_are_not_worth_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: bool) -> subprocess.Popen[bytes]:
+        raise AssertionError("expected no worker")
+
+    monkeypatch.setattr(_workers, "_started", refuse)
+    cache = KernelCache()
+    lowered = lower(traced(lambda x: x.relu() + 1, torch.zeros(4)), cache)
+    cache.fill(lowered.kernels)
+    assert not lowered.kernels[0].is_cached
+
+
+@pytest.mark.slow
+def test_what_a_worker_compiled_is_loaded_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    cache = KernelCache()
+    lowered = lower(traced(lambda x: (x * 3).relu() + 1, torch.zeros(64, 8)), cache)
+    (kernel,) = lowered.kernels
+    assert compile_all([kernel.payload()], 1) == 1
+    counters.clear()
+    cache.compile([kernel])
+    assert kernel.is_compiled, kernel.failure
+    assert counters["inductor"]["fxgraph_cache_hit"] == 1
+    x = torch.randn(64, 8)
+    assert torch.equal(lowered.module(x), (x * 3).relu() + 1)

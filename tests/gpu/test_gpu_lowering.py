@@ -1,0 +1,134 @@
+"""Compiled regions on CUDA: as exact as ATen's kernels, deterministic where asked, captured once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from equivalence import full_precision
+from torch import Tensor
+
+import trainmux as tm
+from trainmux.engine import CudaGraphEngine
+from trainmux.lowering import compiler_missing
+from trainmux.workloads import SMALL
+
+NAMES = ("mlp", "bottleneck", "transformer_with_dropout")
+NUM_STEPS = 3
+MAX_ERROR_RATIO = 3.0
+FLOOR = 1e-6
+"""What rounding alone does in fp32; below it, ATen is exact by accident."""
+
+
+@pytest.fixture(autouse=True)
+def needs_a_compiler() -> None:
+    missing = compiler_missing(torch.device("cuda", 0))
+    if missing:
+        pytest.skip(missing)
+
+
+def make_member(name: str, number: int) -> tm.Member:
+    model = SMALL[name].build(number).train()
+    # A large eps: gradients that are zero but for rounding must not become whole steps.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1), eps=1e-3)
+    return tm.Member(model, optimizer, name=f"m{number}", seed=number)
+
+
+def make_fleet(name: str, *, num_members: int = 4, **options: Any) -> tm.Fleet:
+    return tm.Fleet(
+        [make_member(name, number) for number in range(num_members)],
+        SMALL[name].loss,
+        SMALL[name].batch(0, torch.float32),
+        device="cuda",
+        **options,
+    )
+
+
+def trained(name: str, fleet: tm.Fleet, num_steps: int = NUM_STEPS) -> list[Tensor]:
+    """Losses and weights after a few steps."""
+    seen = [fleet.step(SMALL[name].batch(100 + step, torch.float32)).cpu() for step in range(num_steps)]
+    fleet.sync()
+    for member in fleet.members:
+        seen += [tensor.detach().cpu().clone() for tensor in member.model.parameters()]
+        seen += [b.detach().cpu().clone() for b in member.model.buffers() if b.is_floating_point()]
+    return seen
+
+
+def error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Root mean square over all tensors, each as a share of its own size."""
+    shares = [
+        ((a.double() - b.double()).square().mean() / b.double().square().mean().clamp(min=1e-30)).item()
+        for a, b in zip(got, exact, strict=True)
+    ]
+    return (sum(shares) / len(shares)) ** 0.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_kernels_are_as_exact_as_those_of_aten(name: str) -> None:
+    with full_precision():
+        exact = trained(name, make_fleet(name, lowering="aten", precision="fp64"))
+        of_aten = error(trained(name, make_fleet(name, lowering="aten")), exact)
+        of_inductor = error(trained(name, make_fleet(name, lowering="inductor")), exact)
+    assert of_inductor <= MAX_ERROR_RATIO * max(of_aten, FLOOR)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_deterministic_fleets_are_bitwise_the_same(name: str) -> None:
+    runs = [trained(name, make_fleet(name, lowering="inductor", deterministic=True)) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("name", NAMES)
+def test_branches_compute_what_one_after_another_does(name: str, lowering: str) -> None:
+    options: dict[str, Any] = {"lowering": lowering, "deterministic": True, "width": 1}
+    side_by_side = trained(name, make_fleet(name, branches=2, **options))
+    in_a_row = trained(name, make_fleet(name, branches=1, **options))
+    assert all(torch.equal(a, b) for a, b in zip(side_by_side, in_a_row, strict=True))
+
+
+@pytest.mark.parametrize("width", [None, 2])
+def test_a_replaced_member_keeps_the_captured_graph(
+    width: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "transformer_with_dropout"
+    captures: list[int] = []
+    original = CudaGraphEngine._capture
+
+    def capture(self: CudaGraphEngine, *args: Any, **kwargs: Any) -> Any:
+        captures.append(1)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(CudaGraphEngine, "_capture", capture)
+    fleet = make_fleet(name, lowering="inductor", width=width)
+    batch = SMALL[name].batch(0, torch.float32)
+    fleet.step(batch)
+    assert len(captures) == 1
+    fleet.replace("m1", make_member(name, 7))
+    losses = fleet.step(batch)
+    fleet.drop("m3")
+    fleet.add(make_member(name, 8))
+    fleet.step(batch)
+    assert len(captures) == 1
+    assert torch.isfinite(losses).all()
+
+
+def test_training_begins_at_once_and_goes_on_compiled() -> None:
+    name = "mlp"
+    with full_precision():
+        fleet, other = make_fleet(name, lowering="auto"), make_fleet(name, lowering="aten")
+        for step in range(4):
+            batch = SMALL[name].batch(step, torch.float32)
+            if step == 2:
+                fleet.wait_until_compiled()
+            torch.testing.assert_close(fleet.step(batch), other.step(batch), rtol=1e-4, atol=1e-5)
+
+
+def test_batches_may_be_dataclasses() -> None:
+    batch = SMALL["dlrm"].batch(0, torch.float32)
+    assert dataclasses.is_dataclass(batch)
+    losses = make_fleet("dlrm", lowering="inductor").step(batch)
+    assert torch.isfinite(losses).all()
