@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,10 +124,3 @@ def test_training_begins_at_once_and_goes_on_compiled() -> None:
             if step == 2:
                 fleet.wait_until_compiled()
             torch.testing.assert_close(fleet.step(batch), other.step(batch), rtol=1e-4, atol=1e-5)
-
-
-def test_batches_may_be_dataclasses() -> None:
-    batch = SMALL["dlrm"].batch(0, torch.float32)
-    assert dataclasses.is_dataclass(batch)
-    losses = make_fleet("dlrm", lowering="inductor").step(batch)
-    assert torch.isfinite(losses).all()

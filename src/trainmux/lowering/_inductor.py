@@ -7,6 +7,7 @@ them to what we rely on.
 from __future__ import annotations
 
 import functools
+import importlib
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from trainmux.tracing import FakeTensorMode
 
@@ -47,6 +47,8 @@ def decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     """Operators that are taken apart before a graph is cut."""
     from torch._inductor.decomposition import select_decomp_table
 
+    # Some decompositions (pooling's) look into this module and expect that somebody has imported it.
+    importlib.import_module("torch._inductor.lowering")
     table: dict[OpOverload, Callable[..., Any]] = dict(select_decomp_table())
     table[aten.baddbmm.default] = _product_and_sum
     return table
@@ -135,8 +137,3 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor], mode: FakeTe
             is_inference=True,
         )
     return compiled
-
-
-def new_mode() -> FakeTensorMode:
-    """A mode of its own for the fakes of one region: compilations may run side by side."""
-    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from trainmux.ir import Phase
-from trainmux.lowering._inductor import decompositions, new_mode
+from trainmux.lowering._inductor import decompositions
 from trainmux.lowering._kinds import SMALL_BYTES, Kind, is_view
-from trainmux.tracing import make_fx
+from trainmux.tracing import make_fx, static_fake_mode
 
 _MANY_NODES = 40
 _MANY_OUTPUTS = 6
@@ -56,8 +56,12 @@ def spec_of(node: fx.Node) -> TensorSpec:
     value = node.meta["val"]
     # One number per member: a sub-array's part of it begins anywhere.
     aligned = node.op != "placeholder" or value.dim() != 1
+    strides = tuple(value.stride())
+    if 0 in strides and node.op == "call_function" and not is_view(node):
+        # Torch 2.11 takes over the strides of what was expanded; the result has memory of its own.
+        strides = tuple(torch.empty(value.shape, device="meta").stride())
     return TensorSpec(
-        tuple(value.shape), tuple(value.stride()), value.dtype, value.device, node.meta.get("padded"), aligned
+        tuple(value.shape), strides, value.dtype, value.device, node.meta.get("padded"), aligned
     )
 
 
@@ -107,7 +111,7 @@ class RegionGraph:
         Its arguments are the inputs, then memory for the placed outputs; it returns the other ones.
         ``own`` adds decompositions to Inductor's.
         """
-        mode = new_mode()
+        mode = static_fake_mode()
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             values: dict[fx.Node, Any] = dict(zip(self.inputs, tensors, strict=False))

@@ -11,6 +11,7 @@ from trainmux.tracing._torch_private import (
     last_node,
     make_fx,
     nodes_after,
+    static_fake_mode,
     tracer_graph,
     vmap_without_loops,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "nodes_after",
     "output_nodes",
     "split_joint",
+    "static_fake_mode",
     "trace_forward",
     "trace_joint",
     "tracer_graph",

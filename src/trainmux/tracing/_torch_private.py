@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "override_composites",
     "recorded_frames",
     "recurrent_layers",
+    "static_fake_mode",
     "tracer_graph",
     "tracing_flags",
     "vmap_without_loops",
@@ -60,6 +62,11 @@ DATA_DEPENDENT_ERRORS = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+
+
+def static_fake_mode() -> FakeTensorMode:
+    """A mode for graphs that a compiler will see: it wants a shape environment, though shapes are fixed."""
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
 
 
 def functionalized(fn: Callable[..., Any]) -> Callable[..., Any]:

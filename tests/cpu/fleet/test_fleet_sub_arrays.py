@@ -81,9 +81,7 @@ def test_convolutions() -> None:
         assert_close(states[f"m{i}"], state_of(alone), 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("num_members", "width", "expected"), [(6, 4, 3), (5, 3, 1), (7, 7, None)]
-)
+@pytest.mark.parametrize(("num_members", "width", "expected"), [(6, 4, 3), (5, 3, 1), (7, 7, None)])
 def test_widths_that_do_not_divide_the_group(num_members: int, width: int, expected: int | None) -> None:
     """Sub-arrays are alike: the next smaller width that divides the group is taken."""
     seen: list[int] = []

@@ -20,10 +20,9 @@ import trainmux.lowering._lower as lower_module
 from trainmux.engine import ReferenceEngine, StepProgram
 from trainmux.fleet._build import BuiltStep, ProgramBuilder
 from trainmux.lowering import Kernel, KernelCache, Lowered
-from trainmux.lowering._inductor import new_mode
 from trainmux.lowering._partition import Cut
 from trainmux.lowering._regions import Extractor, RegionGraph
-from trainmux.tracing import make_fx
+from trainmux.tracing import make_fx, static_fake_mode
 from trainmux.workloads import SMALL, TokenBatch, TransformerClassifier, Workload, tiny_gpt2
 from trainmux.workloads.seeding import seeded
 
@@ -225,7 +224,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 def traced(function: Callable[..., Any], *tensors: Tensor) -> fx.GraphModule:
     """A function's graph over fakes of ``tensors``, as lowering sees it."""
-    mode = new_mode()
+    mode = static_fake_mode()
     with mode, torch.no_grad():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in tensors]
         module: fx.GraphModule = make_fx(function)(*fakes)

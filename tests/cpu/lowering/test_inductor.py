@@ -12,10 +12,11 @@ from lowering_tools import traced
 from torch import Tensor
 from torch._inductor import config
 
-from trainmux.lowering import KernelCache, _inductor, lower
+from trainmux.lowering import KernelCache, lower
 from trainmux.lowering._compile import _OWN_DECOMPOSITIONS
 from trainmux.lowering._inductor import compiler_missing, decompositions, is_fusable, settings
 from trainmux.runtime import random_words
+from trainmux.tracing import static_fake_mode
 
 aten, prims = torch.ops.aten, torch.ops.prims
 CPU = torch.device("cpu")
@@ -126,7 +127,7 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_region_has_a_mode_of_its_own() -> None:
-    first, second = _inductor.new_mode(), _inductor.new_mode()
+    first, second = static_fake_mode(), static_fake_mode()
     assert first is not second
     with first:
         fake = torch.empty(3, 4)

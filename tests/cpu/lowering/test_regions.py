@@ -13,9 +13,10 @@ from torch import Tensor, fx
 
 from trainmux.lowering import KernelCache, lower
 from trainmux.lowering._compile import Kernel
+from trainmux.lowering._lower import Conform
 from trainmux.lowering._partition import cut
 from trainmux.lowering._payload import from_payload, to_payload
-from trainmux.lowering._regions import Extractor, RegionGraph, TensorSpec
+from trainmux.lowering._regions import Extractor, RegionGraph, TensorSpec, spec_of
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -144,3 +145,20 @@ def test_equal_regions_of_two_programs_meet_in_the_cache() -> None:
     first = lower(traced(lambda x: x.relu() + 1, torch.zeros(4)), cache)
     second = lower(traced(lambda x: x.relu() + 1, torch.zeros(4)), cache)
     assert first.kernels == second.kernels
+
+
+def test_what_a_region_computes_never_lies_in_memory_once() -> None:
+    """Torch 2.11 says so of some results of expanded tensors, which differ from member to member."""
+    region = scaled(2.0)
+    (node,) = region.outputs
+    node.meta["val"] = torch.empty(1, 6, device="meta").expand(4, 6)
+    assert spec_of(node).strides == (6, 1)
+
+
+@pytest.mark.parametrize("strides", [(12, 4, 1), (1, 2, 6)])
+def test_results_are_handed_on_in_the_layout_that_was_promised(strides: tuple[int, ...]) -> None:
+    spec = TensorSpec((2, 3, 4), strides, torch.float32, CPU)
+    result = torch.randn(2, 3, 4)
+    (conformed,) = Conform([spec])(result)
+    assert conformed.stride() == strides
+    assert torch.equal(conformed, result)

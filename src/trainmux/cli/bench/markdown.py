@@ -13,11 +13,11 @@ from .tables import Grid, build_times, compare, failures, peak_memory, row_name,
 from .ways.table import VARIANT_SEPARATOR, WAYS
 
 HOW = """\
-Every number is the time of one training step (forward, backward, AdamW update, and the copy of a fresh batch
-to the device) of one member, in bf16 autocast. Each way ran in a process of its own. After warming up, steps
-were timed in blocks, by CUDA events on a GPU; a cell is the median over the blocks of a block's mean, and
-from the smallest to the largest block. The width is the number of members trained at once, the batch size
-that of each member. `trainmux bench step` measures; the JSON files have every block and setting."""
+Every number is the time of one training step (forward, backward, AdamW update) of one member, in bf16
+autocast, on batches that are on the device already. Each way ran in a process of its own. After warming up,
+steps were timed in blocks, by CUDA events on a GPU; a cell is the median over the blocks of a block's mean,
+and from the smallest to the largest block. The width is the number of members trained at once, the batch
+size that of each member. `trainmux bench step` measures; the JSON files have every block and setting."""
 
 
 _VERSIONS = (

@@ -54,9 +54,11 @@ def _folded(context: Context, op: OpOverload, args: tuple[Any, ...], kwargs: dic
         return context.stack(value).flatten(0, 1)
 
     folded = {name: fold(name, value) for name, value in named.items()}
-    positional = [
-        folded[spec.name] for spec in op._schema.arguments if spec.name in folded and not spec.kwarg_only
-    ]
+    by_place = [spec for spec in op._schema.arguments if not spec.kwarg_only]
+    while by_place[-1].name not in folded:
+        by_place.pop()
+    # What was left out before the last one given is written out: the rest would move into its place.
+    positional = [folded.get(spec.name, spec.default_value) for spec in by_place]
     keyword = {
         spec.name: folded[spec.name]
         for spec in op._schema.arguments
