@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -163,3 +165,19 @@ def test_random_words_are_taken_apart_inside_regions() -> None:
     seeds = torch.tensor([3, 4]), torch.tensor([0, 1])
     function = _OWN_DECOMPOSITIONS[torch.ops.trainmux.random_words.default]
     assert torch.equal(function(*seeds, 2, [3, 5]), random_words(*seeds, 2, [3, 5]))
+
+
+def test_pooling_is_taken_apart_in_a_process_that_never_compiled() -> None:
+    program = """
+import torch
+from trainmux.lowering import decompositions
+from trainmux.tracing import make_fx
+
+def pool(x):
+    return torch.ops.aten.max_pool2d_with_indices(x, [2, 2])
+
+graph = make_fx(pool, decomposition_table=decompositions(), tracing_mode="fake")(torch.randn(1, 2, 4, 4)).graph
+assert not graph.find_nodes(op="call_function", target=torch.ops.aten.max_pool2d_with_indices.default)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
