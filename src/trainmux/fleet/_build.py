@@ -78,20 +78,20 @@ class ProgramBuilder:
             program, low, fused = lowered()
             return _built(whole(self._compiled(program, low), low.text()), fused)
 
-        upgrade = None
-        if self._config.lowering == "auto":
-
-            def prepare() -> Callable[[], StepProgram]:
-                program, low, _ = lowered()
-                self._cache().fill(low.kernels)
-                return lambda: whole(self._compiled(program, low), low.text())
-
-            upgrade = Upgrade(prepare)
         with TRACING:
             fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
             program = build_step(fused, settings)
-        how = "runs through ATen" + (" until its kernels are compiled" if upgrade is not None else "")
-        return replace(_built(whole(program, how), fused), upgrade=upgrade)
+        if self._config.lowering == "aten":
+            return _built(whole(program, "runs through ATen"), fused)
+
+        def prepare() -> Callable[[], StepProgram]:
+            better, low, _ = lowered()
+            self._cache().fill(low.kernels)
+            return lambda: whole(self._compiled(better, low), low.text())
+
+        built = _built(whole(program, "runs through ATen until its kernels are compiled"), fused)
+        # Only now: whoever traces holds up everyone else who does.
+        return replace(built, upgrade=Upgrade(prepare))
 
     def forward(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> ForwardProgram:
         """Metrics of ``width`` members."""

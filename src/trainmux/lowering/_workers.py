@@ -89,4 +89,5 @@ def _started(deterministic: bool) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=environment,
+        start_new_session=True,  # an interrupt is for the trainer alone; a worker ends when its pipe closes
     )
