@@ -96,7 +96,7 @@ def test_inductor_writes_kernels_for(op: Any) -> None:
     assert is_fusable(op)
 
 
-@pytest.mark.parametrize("op", NOT_FUSABLE, ids=str)
+@pytest.mark.parametrize("op", NOT_FUSABLE, ids=lambda op: getattr(op, "__name__", str(op)))
 def test_inductor_writes_no_kernel_for(op: Any) -> None:
     assert not is_fusable(op)
 
