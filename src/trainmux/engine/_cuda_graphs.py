@@ -25,6 +25,7 @@ from trainmux.errors import TrainmuxWarning
 from trainmux.runtime import deterministic_algorithms
 
 _NUM_WARMUPS = 2
+_MAX_RETIRED = 16
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,17 @@ class CudaGraphEngine:
 
     A program that cannot be captured (an operator that waits for the device) runs node by node, with a
     warning.
+
+    Torch frees the matrix libraries' workspaces of a stream when a graph captured on it is destroyed, those
+    of other graphs among them (pytorch #193402). A graph that is no longer wanted is therefore kept, without
+    the tensors around it, until none of its neighbours is left.
     """
 
     def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
         self._device = device
         self._deterministic = deterministic
         self._captured: dict[int, tuple[StepProgram | ForwardProgram, _Captured | None]] = {}
+        self._retired: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
@@ -84,12 +90,23 @@ class CudaGraphEngine:
     def forget(self, programs: Sequence[StepProgram | ForwardProgram]) -> None:
         """Drop the graphs of programs that will not run again."""
         for program in programs:
-            self._captured.pop(id(program), None)
+            self._retire(program)
+        if len(self._retired) > _MAX_RETIRED:
+            for program, _ in list(self._captured.values()):
+                self._retire(program)  # captured anew when it runs next
+        if not any(captured for _, captured in self._captured.values()):
+            self._retired.clear()
+
+    def _retire(self, program: StepProgram | ForwardProgram) -> None:
+        _, captured = self._captured.pop(id(program), (program, None))
+        if captured is not None:
+            self._retired.append(captured.graph)
 
     def _find(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> _Captured | None:
         held = self._captured.get(id(program))
         if held is not None and (held[1] is None or held[1].fits(arguments)):
             return held[1]
+        self._retire(program)
         captured = None
         try:
             captured = self._capture(program, arguments)
