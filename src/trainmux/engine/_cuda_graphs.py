@@ -124,7 +124,8 @@ class CudaGraphEngine:
     def _capture(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> _Captured:
         fed = tuple(program.fed_positions())
         static = [
-            argument.clone() if position in fed else argument for position, argument in enumerate(arguments)
+            argument.clone(memory_format=torch.contiguous_format) if position in fed else argument
+            for position, argument in enumerate(arguments)
         ]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with deterministic_algorithms(self._deterministic), _measured_convolutions(not self._deterministic):
@@ -147,8 +148,10 @@ class CudaGraphEngine:
                 active = program.position_of("active")
                 arguments[active] = torch.zeros_like(arguments[active])
                 totals = [(static[i], static[i].clone()) for i in program.accumulator_positions()]
-            for _ in range(_NUM_WARMUPS):
-                program.module(*arguments)
-            for total, before in totals:
-                total.copy_(before)
+            try:
+                for _ in range(_NUM_WARMUPS):
+                    program.module(*arguments)
+            finally:
+                for total, before in totals:
+                    total.copy_(before)
         self._stream.synchronize()

@@ -75,8 +75,14 @@ def _batch_positions(inputs: Sequence[GraphInput]) -> list[int]:
 
 
 def run_module(program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
-    """One call of the program's module. A result that is a view of the batch, whose memory is not ours to
-    keep, is copied."""
+    """One call of the program's module.
+
+    Programs are made for batches that are contiguous. A result that is a view of the batch, whose memory is
+    not ours to keep, is copied.
+    """
+    arguments = list(arguments)
+    for position in program.fed_positions():
+        arguments[position] = arguments[position].contiguous()
     batch = {arguments[position].untyped_storage().data_ptr() for position in program.fed_positions()}
     return [
         output.clone() if output.untyped_storage().data_ptr() in batch else output
@@ -184,13 +190,22 @@ def _append(
                         f"expected real constants in the {prefix} graph, got a fake {node.target}"
                     )
                 owner.register_buffer(new.target, value, persistent=False)
-            if node.target is torch.ops.aten.view.default and phase is not Phase.UPDATE:
+            if node.target is torch.ops.aten.view.default and not (
+                phase is Phase.UPDATE and copied[_root(node)].op == "placeholder"
+            ):
                 # A kernel's real strides may differ from its fake ones (Fourier transforms do): a view that
-                # was possible in the trace may not be in the run.
+                # was possible in the trace may not be in the run. What the update writes to stays a view.
                 new.target = torch.ops.aten.reshape.default
             new.meta["phase"] = phase
             copied[node] = new
     raise RuntimeError("expected a graph with an output node, got none")
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The node at the beginning of a chain of first arguments."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _group_outputs(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainmux.engine._program import TAIL_INPUTS, ForwardProgram, StepProgram
+from trainmux.runtime import ALIGNMENT_BYTES
 
 _MEMBER_AXIS_OF = {"scalars": 1, "neutral": None, "limits": 1}
 
@@ -28,9 +29,15 @@ class SubArrays(nn.Module):
     """
 
     def __init__(
-        self, program: Callable[..., Any], axes: Sequence[int | None], num_arrays: int, num_branches: int
+        self,
+        program: Callable[..., Any],
+        axes: Sequence[int | None],
+        fed: Sequence[int],
+        num_arrays: int,
+        num_branches: int,
     ) -> None:
         super().__init__()
+        self._fed = frozenset(fed)
         self._program = program
         self._axes = tuple(axes)
         self._num_arrays = num_arrays
@@ -61,13 +68,15 @@ class SubArrays(nn.Module):
 
     def _slice(self, arguments: Sequence[Tensor], index: int) -> list[Tensor]:
         taken = []
-        for argument, axis in zip(arguments, self._axes, strict=True):
+        for position, (argument, axis) in enumerate(zip(arguments, self._axes, strict=True)):
             if axis is None:
                 taken.append(argument)
-            else:
-                width = argument.shape[axis] // self._num_arrays
-                part = argument.narrow(axis, index * width, width)
-                taken.append(part if axis == 0 else part.contiguous())
+                continue
+            width = argument.shape[axis] // self._num_arrays
+            part = argument.narrow(axis, index * width, width)
+            # Compiled kernels read batches 16 bytes at a time; storage is aligned for each member anyway.
+            misaligned = position in self._fed and part.data_ptr() % ALIGNMENT_BYTES != 0
+            taken.append(part.clone() if misaligned else part if axis == 0 else part.contiguous())
         return taken
 
 
@@ -78,16 +87,16 @@ def in_sub_arrays(program: StepProgram, num_arrays: int, num_branches: int) -> S
     axes = _axes_of_inputs(program)
     axes += [0] * (len(program.settings.state_keys()) + len(program.accumulator_positions()))
     axes += [_MEMBER_AXIS_OF.get(name, 0) for name in TAIL_INPUTS]
-    return replace(program, module=SubArrays(program.module, axes, num_arrays, num_branches))
+    fed = program.fed_positions()
+    return replace(program, module=SubArrays(program.module, axes, fed, num_arrays, num_branches))
 
 
 def forward_in_sub_arrays(program: ForwardProgram, num_arrays: int, num_branches: int) -> ForwardProgram:
     """The same for a forward-only program."""
     if num_arrays == 1:
         return program
-    return replace(
-        program, module=SubArrays(program.module, _axes_of_inputs(program), num_arrays, num_branches)
-    )
+    axes, fed = _axes_of_inputs(program), program.fed_positions()
+    return replace(program, module=SubArrays(program.module, axes, fed, num_arrays, num_branches))
 
 
 def _axes_of_inputs(program: StepProgram | ForwardProgram) -> list[int | None]:

@@ -5,35 +5,62 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from trainmux.errors import TrainmuxWarning
 
 T = TypeVar("T")
 
-TRACING = threading.RLock()
-"""Held by whoever traces, fuses or splits a graph: torch's switches for these are the process's own."""
+
+@dataclass(frozen=True)
+class Prepared(Generic[T]):
+    """``work`` may run beside anything; ``finish`` gives the result when it is done."""
+
+    work: Callable[[], None]
+    finish: Callable[[], T]
 
 
 class Upgrade(Generic[T]):
-    """Something better in the making: ``prepare`` runs on a thread, ``finish`` on the caller's.
+    """Something better in the making, a part of it on a thread.
 
-    A failure is said once, and there is no upgrade.
+    ``prepare`` and what it returns as ``finish`` run on the caller's thread, because they trace: torch's
+    switches for that are the process's own, and a second thread's tracing would break the user's code. Only
+    ``work``, which waits for other processes, runs beside it. A failure is said once; then there is no
+    upgrade.
     """
 
-    def __init__(self, prepare: Callable[[], Callable[[], T]]) -> None:
-        self._finish: Callable[[], T] | None = None
+    def __init__(self, prepare: Callable[[], Prepared[T]]) -> None:
+        self._prepare = prepare
+        self._prepared: Prepared[T] | None = None
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(prepare,), daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_started(self) -> bool:
+        return self._thread is not None or self._error is not None
 
     @property
     def is_ready(self) -> bool:
-        return not self._thread.is_alive()
+        return self._error is not None or (self._thread is not None and not self._thread.is_alive())
+
+    def start(self) -> None:
+        """Trace now, work from now on."""
+        if self.is_started:
+            return
+        try:
+            self._prepared = self._prepare()
+        except Exception as error:
+            self._error = error
+            return
+        self._thread = threading.Thread(target=self._run, args=(self._prepared.work,), daemon=True)
+        self._thread.start()
 
     def wait(self) -> None:
         """Until it is ready."""
-        self._thread.join()
+        self.start()
+        if self._thread is not None:
+            self._thread.join()
 
     def result(self) -> T | None:
         """What was made; ``None`` where it could not be."""
@@ -41,8 +68,8 @@ class Upgrade(Generic[T]):
         try:
             if self._error is not None:
                 raise self._error
-            assert self._finish is not None
-            return self._finish()
+            assert self._prepared is not None
+            return self._prepared.finish()
         except Exception as error:
             warnings.warn(
                 f"a step could not be compiled and goes on through ATen, slower: "
@@ -52,8 +79,8 @@ class Upgrade(Generic[T]):
             )
             return None
 
-    def _run(self, prepare: Callable[[], Callable[[], T]]) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            self._finish = prepare()
+            work()
         except Exception as error:
             self._error = error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from trainmux.engine import (
     forward_in_sub_arrays,
     in_sub_arrays,
 )
-from trainmux.fleet._background import TRACING, Upgrade
+from trainmux.fleet._background import Prepared, Upgrade
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._width import choose_partition
 from trainmux.fusion import FusedGraph, fuse
@@ -68,40 +68,36 @@ class ProgramBuilder:
             return replace(in_sub_arrays(program, width // array, branches), notes=notes)
 
         def lowered() -> tuple[StepProgram, Lowered, FusedGraph]:
-            with TRACING:
-                fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=True)
-                compare_instead_of_scatter(fused.module.graph)
-                program = build_step(fused, settings, reuses_gradients=False)
-                return program, self._lower(program.module), fused
+            fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=True)
+            compare_instead_of_scatter(fused.module.graph)
+            program = build_step(fused, settings, reuses_gradients=False)
+            return program, self._lower(program.module), fused
 
         if self._config.lowering == "inductor":
             program, low, fused = lowered()
             return _built(whole(self._compiled(program, low), low.text()), fused)
 
-        with TRACING:
-            fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
-            program = build_step(fused, settings)
+        fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
+        program = build_step(fused, settings)
         if self._config.lowering == "aten":
             return _built(whole(program, "runs through ATen"), fused)
 
-        def prepare() -> Callable[[], StepProgram]:
+        def prepare() -> Prepared[StepProgram]:
             better, low, _ = lowered()
-            self._cache().fill(low.kernels)
-            return lambda: whole(self._compiled(better, low), low.text())
+            work = self._cache().fill(low.kernels)
+            return Prepared(work, lambda: whole(self._compiled(better, low), low.text()))
 
         built = _built(whole(program, "runs through ATen until its kernels are compiled"), fused)
-        # Only now: whoever traces holds up everyone else who does.
         return replace(built, upgrade=Upgrade(prepare))
 
     def forward(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> ForwardProgram:
         """Metrics of ``width`` members."""
         array, branches = choose_partition(traced, width, self._config)
         compiles = self._config.lowering == "inductor"
-        with TRACING:
-            fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=compiles)
-            program = build_forward(fused)
-            if compiles:
-                program = self._compiled(program, self._lower(program.module))
+        fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=compiles)
+        program = build_forward(fused)
+        if compiles:
+            program = self._compiled(program, self._lower(program.module))
         return forward_in_sub_arrays(program, width // array, branches)
 
     def _cache(self) -> KernelCache:

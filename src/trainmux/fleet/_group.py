@@ -281,9 +281,15 @@ class Group:
         return program
 
     def _upgrade(self, key: Hashable) -> None:
-        """Put the compiled step in the place of the one that training began with, once it is there."""
+        """Put the compiled step in the place of the one that training began with, once it is there.
+
+        It is begun at a step's second use: what runs once, such as a short last batch, is never compiled.
+        """
         upgrade = self._upgrades.get(key)
-        if upgrade is None or not upgrade.is_ready:
+        if upgrade is None:
+            return
+        upgrade.start()
+        if not upgrade.is_ready:
             return
         del self._upgrades[key]
         better = upgrade.result()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from trainmux.errors import MemberError, TrainmuxError
-from trainmux.fleet._background import TRACING
 from trainmux.fleet._signature import function_signature, graph_key, model_signature
 from trainmux.fleet._slots import Slot
 from trainmux.tracing import (
@@ -81,8 +80,7 @@ class TraceCache:
             self._traces.move_to_end(key)
             return self._traces[key]
         try:
-            with TRACING:
-                graph = trace(model, fn, batch, self._settings)
+            graph = trace(model, fn, batch, self._settings)
         except TrainmuxError as error:
             error.add_note(f"while tracing member {name!r}")
             raise

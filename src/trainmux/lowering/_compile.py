@@ -7,8 +7,9 @@ kernel is compiled, and if it cannot be, its region runs node by node through AT
 from __future__ import annotations
 
 import os
+import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,7 +42,7 @@ class Kernel:
     def __init__(self, key: str, region: RegionGraph) -> None:
         self.key = key
         self.failure = ""
-        self.is_cached = False
+        self.is_claimed = False
         self._region: RegionGraph | None = region
         self._module: fx.GraphModule | None = None
         self._compiled: _inductor.Compiled | None = None
@@ -98,6 +99,7 @@ class KernelCache:
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
         self._kernels: dict[str, Kernel] = {}
+        self._filling = threading.Lock()
 
     def kernel(self, key: str, region: RegionGraph) -> Kernel:
         """The kernel for a region's structure."""
@@ -106,7 +108,7 @@ class KernelCache:
     def compile(self, kernels: Iterable[Kernel]) -> None:
         """Compile what is not compiled yet, side by side; warns about kernels that stay on ATen."""
         waiting = [kernel for kernel in kernels if not kernel.is_settled]
-        self.fill(waiting)
+        self.fill(waiting)()
         # One after another: Inductor's settings are those of the process, and its threads trip over them.
         for kernel in waiting:
             with self._settings(combines=kernel.combines):
@@ -131,17 +133,26 @@ class KernelCache:
         ):
             yield
 
-    def fill(self, kernels: Iterable[Kernel]) -> None:
-        """Let workers compile into the cache on disk, where that pays; changes nothing in this process."""
-        waiting = [kernel for kernel in kernels if not kernel.is_settled and not kernel.is_cached]
+    def fill(self, kernels: Iterable[Kernel]) -> Callable[[], None]:
+        """What workers have to compile into the cache on disk, where that pays: call it on any thread.
+
+        Calls wait for one another, so that the last to return finds the kernels of all before it as well.
+        """
+        waiting = [kernel for kernel in kernels if not kernel.is_settled and not kernel.is_claimed]
         num_workers = min(_max_workers(), len(waiting) // _MIN_FOR_WORKER)
-        if num_workers < 2:
-            return
-        compile_in_workers(
-            [kernel.payload() for kernel in waiting],
-            combines=[kernel.combines for kernel in waiting],
-            num_workers=num_workers,
-            deterministic=self._deterministic,
-        )
-        for kernel in waiting:
-            kernel.is_cached = True
+        payloads = [kernel.payload() for kernel in waiting] if num_workers >= 2 else []
+        combines = [kernel.combines for kernel in waiting]
+        for kernel in waiting if payloads else ():
+            kernel.is_claimed = True
+
+        def work() -> None:
+            with self._filling:
+                if payloads:
+                    compile_in_workers(
+                        payloads,
+                        combines=combines,
+                        num_workers=num_workers,
+                        deterministic=self._deterministic,
+                    )
+
+        return work

@@ -82,8 +82,9 @@ class Lowered:
 
 def lower(module: fx.GraphModule, cache: KernelCache) -> Lowered:
     """Cut ``module`` into regions and library calls; regions run node by node until they are compiled."""
-    source = fx.GraphModule(module, fx.Graph())
-    source.graph.output(source.graph.graph_copy(module.graph, {}))
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    source = fx.GraphModule(module, graph)  # takes the constants that the graph refers to
     _read_what_was_changed(source.graph)
     pad_unaligned(source.graph)
     return _Writer(source, cache).write()

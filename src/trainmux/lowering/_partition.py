@@ -180,8 +180,19 @@ def _components(members: list[fx.Node], kinds: dict[fx.Node, Kind]) -> list[tupl
         groups = {first: group for first, group in groups.items() if group not in small}
         groups[together[0]] = together
     for group in groups.values():
-        pieces.extend(tuple(group[i : i + _MAX_REGION]) for i in range(0, len(group), _MAX_REGION))
+        pieces.extend(_bounded(group))
     return pieces
+
+
+def _bounded(group: list[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
+    """A group in pieces of bounded length; a tuple's parts stay with it."""
+    piece: list[fx.Node] = []
+    for node in group:
+        if len(piece) >= _MAX_REGION and not _is_part(node):
+            yield tuple(piece)
+            piece = []
+        piece.append(node)
+    yield tuple(piece)
 
 
 def _is_small(group: list[fx.Node]) -> bool:

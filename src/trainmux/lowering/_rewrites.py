@@ -22,6 +22,8 @@ def compare_instead_of_scatter(graph: fx.Graph) -> int:
         if constant.target is not aten.full.default or node.kwargs:
             continue
         target, chosen = node.meta["val"], index.meta["val"]
+        if target.dim() == 0:
+            continue
         dim %= target.dim()
         if chosen.dim() != target.dim() or chosen.shape[dim] != 1:
             continue

@@ -79,12 +79,13 @@ def _started(deterministic: bool) -> subprocess.Popen[bytes]:
     known = os.environ.get("PYTHONPATH")
     environment = dict(
         os.environ,
-        PYTHONPATH=package if not known else os.pathsep.join((package, known)),
+        PYTHONPATH=package if not known else os.pathsep.join((known, package)),
         TORCHINDUCTOR_COMPILE_THREADS="1",
         OMP_NUM_THREADS="1",
     )
     return subprocess.Popen(
-        [sys.executable, "-m", "trainmux.lowering._worker", "deterministic" if deterministic else ""],
+        # -P: nothing that lies in the current folder is imported.
+        [sys.executable, "-P", "-m", "trainmux.lowering._worker", "deterministic" if deterministic else ""],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

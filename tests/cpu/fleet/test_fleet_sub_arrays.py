@@ -87,9 +87,9 @@ def test_widths_that_do_not_divide_the_group(num_members: int, width: int, expec
     seen: list[int] = []
     original = SubArrays.__init__
 
-    def remember(self: Any, program: Any, axes: Any, num_arrays: int, num_branches: int) -> None:
+    def remember(self: Any, program: Any, axes: Any, fed: Any, num_arrays: int, num_branches: int) -> None:
         seen.append(num_arrays)
-        original(self, program, axes, num_arrays, num_branches)
+        original(self, program, axes, fed, num_arrays, num_branches)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SubArrays, "__init__", remember)

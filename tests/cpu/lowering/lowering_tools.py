@@ -56,8 +56,8 @@ class UncompiledCache(KernelCache):
     def compile(self, kernels: Iterable[Kernel]) -> None:
         pass
 
-    def fill(self, kernels: Iterable[Kernel]) -> None:
-        pass
+    def fill(self, kernels: Iterable[Kernel]) -> Callable[[], None]:
+        return lambda: None
 
 
 def leave_uncompiled(patch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -51,11 +51,14 @@ def batch(step: int) -> Any:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Nothing is prepared until it is set."""
+    """Nothing is compiled until it is set."""
     go = threading.Event()
 
-    def fill(_: Any, kernels: Iterable[Kernel]) -> None:
+    def work() -> None:
         assert go.wait(30)
+
+    def fill(_: Any, kernels: Iterable[Kernel]) -> Callable[[], None]:
+        return work
 
     monkeypatch.setattr(UncompiledCache, "fill", fill)
     return go
@@ -123,6 +126,24 @@ def test_what_cannot_be_compiled_goes_on_through_aten(
         got = trained(MLP, fleet, 2)
     assert torch.isfinite(got["loss 1"]).all()
     assert len(finished) == 1
+
+
+def test_a_step_that_runs_once_is_never_compiled(
+    finished: list[Upgrade[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Upgrade[Any]] = []
+    original = Upgrade.start
+
+    def start(self: Upgrade[Any]) -> None:
+        begun.append(self)
+        original(self)
+
+    monkeypatch.setattr(Upgrade, "start", start)
+    fleet = fleet_of(MLP, "auto")
+    inputs, targets = batch(0)
+    fleet.step((inputs[:2], targets[:2]))
+    assert not begun
+    assert not finished
 
 
 def test_only_auto_has_something_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:

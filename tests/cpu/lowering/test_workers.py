@@ -100,8 +100,8 @@ def test_few_kernels_are_not_worth_a_worker(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_workers, "_started", refuse)
     cache = KernelCache()
     lowered = lower(traced(lambda x: x.relu() + 1, torch.zeros(4)), cache)
-    cache.fill(lowered.kernels)
-    assert not lowered.kernels[0].is_cached
+    cache.fill(lowered.kernels)()
+    assert not lowered.kernels[0].is_claimed
 
 
 @pytest.mark.slow

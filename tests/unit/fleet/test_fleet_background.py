@@ -1,67 +1,83 @@
-"""Something better in the making: made on a thread, finished on the caller's, failures said once."""
+"""Something better in the making: traced by the caller, worked on by a thread, failures said once."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 
 from trainmux.errors import TrainmuxWarning
-from trainmux.fleet._background import Upgrade
+from trainmux.fleet._background import Prepared, Upgrade
 
 
-def test_it_is_prepared_on_a_thread_and_finished_on_the_callers() -> None:
-    threads: list[threading.Thread] = []
+def nothing() -> None:
+    pass
 
-    def prepare() -> Callable[[], int]:
-        threads.append(threading.current_thread())
 
-        def finish() -> int:
-            threads.append(threading.current_thread())
-            return 7
+def test_only_the_work_is_on_a_thread() -> None:
+    threads: dict[str, threading.Thread] = {}
 
-        return finish
+    def note(name: str) -> None:
+        threads[name] = threading.current_thread()
+
+    def finish() -> int:
+        note("finish")
+        return 7
+
+    def prepare() -> Prepared[int]:
+        note("prepare")
+        return Prepared(lambda: note("work"), finish)
 
     upgrade = Upgrade(prepare)
+    assert not upgrade.is_started
+    assert not threads, "expected nothing to happen before it is started"
+    upgrade.start()
+    upgrade.start()
     upgrade.wait()
     assert upgrade.is_ready
-    assert len(threads) == 1
-    assert threads[0] is not threading.current_thread()
     assert upgrade.result() == 7
-    assert threads[1] is threading.current_thread()
+    own = threading.current_thread()
+    assert threads["prepare"] is own
+    assert threads["work"] is not own
+    assert threads["finish"] is own
 
 
-def test_it_is_not_ready_before_it_is_prepared() -> None:
+def test_it_is_not_ready_before_the_work_is_done() -> None:
     go = threading.Event()
 
-    def prepare() -> Callable[[], int]:
+    def work() -> None:
         assert go.wait(10)
-        return lambda: 7
 
-    upgrade = Upgrade(prepare)
+    upgrade = Upgrade(lambda: Prepared(work, lambda: 7))
+    assert not upgrade.is_ready
+    upgrade.start()
     assert not upgrade.is_ready
     go.set()
     assert upgrade.result() == 7
     assert upgrade.is_ready
 
 
-def test_a_failed_preparation_is_said_when_it_is_asked_for() -> None:
-    def prepare() -> Callable[[], int]:
-        raise ValueError("no room")
+def test_asking_for_the_result_starts_it() -> None:
+    assert Upgrade(lambda: Prepared(nothing, lambda: 7)).result() == 7
+
+
+@pytest.mark.parametrize("where", ["prepare", "work", "finish"])
+def test_a_failure_is_said_when_it_is_asked_for(where: str) -> None:
+    def fail(name: str) -> None:
+        if name == where:
+            raise ValueError("no room")
+
+    def finish() -> int:
+        fail("finish")
+        return 7
+
+    def prepare() -> Prepared[int]:
+        fail("prepare")
+        return Prepared(lambda: fail("work"), finish)
 
     upgrade = Upgrade(prepare)
     upgrade.wait()
+    assert upgrade.is_ready
     with pytest.warns(TrainmuxWarning, match=r"goes on through ATen.*ValueError: no room") as told:
-        assert upgrade.result() is None
-    assert len(told) == 1
-
-
-def test_a_failed_finish_is_said() -> None:
-    def finish() -> int:
-        raise RuntimeError("no compiler")
-
-    upgrade = Upgrade(lambda: finish)
-    with pytest.warns(TrainmuxWarning, match="RuntimeError: no compiler") as told:
         assert upgrade.result() is None
     assert len(told) == 1
