@@ -6,7 +6,7 @@ same at any width, in any slot, on any device, after a resume and in a recomputa
 Two generators in a row. Philox 4x32 with ten rounds turns (seed, step, operator) into 64 bits that name
 a stream, once per member and draw. Philox 2x32 with seven rounds, the fewest that pass its authors'
 tests, turns (stream, element) into the element's word: this one runs for every element, inside a kernel
-that is otherwise bound by memory, and costs a third of the first.
+that is otherwise bound by memory: seven multiplications instead of twenty.
 
 Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011) defines both; their published test
 vectors are in the tests. Everything is int64 arithmetic with wrap-around, which torch has on every
