@@ -81,9 +81,10 @@ def run_module(program: StepProgram | ForwardProgram, arguments: Sequence[Tensor
     not ours to keep, is copied.
     """
     arguments = list(arguments)
+    batch = set()
     for position in program.fed_positions():
         arguments[position] = arguments[position].contiguous()
-    batch = {arguments[position].untyped_storage().data_ptr() for position in program.fed_positions()}
+        batch.add(arguments[position].untyped_storage().data_ptr())
     return [
         output.clone() if output.untyped_storage().data_ptr() in batch else output
         for output in program.module(*arguments)

@@ -327,8 +327,8 @@ class Group:
         full_key = ("step", key, idle, applies, clips, stacked_batch)
         self._upgrade(full_key)
         program = self._cached(full_key, build)
-        self._notes = program.notes if isinstance(program, StepProgram) else ()
         assert isinstance(program, StepProgram)
+        self._notes = program.notes
         return program
 
     @property

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, fx
 
 from trainmux.errors import ConfigError, TrainmuxWarning
@@ -20,12 +19,11 @@ from trainmux.lowering import _inductor
 from trainmux.lowering._payload import to_payload
 from trainmux.lowering._regions import RegionGraph
 from trainmux.lowering._workers import compile_in_workers
-from trainmux.runtime import deterministic_algorithms, random_words_of_elements
+from trainmux.runtime import deterministic_algorithms
 from trainmux.tracing import FakeTensorMode
 
 _MAX_WORKERS = 12
 _MIN_FOR_WORKER = 6  # kernels that make up for the start of a process
-_OWN_DECOMPOSITIONS = {torch.ops.trainmux.random_words.default: random_words_of_elements}
 
 
 def _max_workers() -> int:
@@ -90,7 +88,7 @@ class Kernel:
 
     def _traced(self) -> tuple[fx.GraphModule, Sequence[Tensor], FakeTensorMode]:
         assert self._region is not None
-        return self._region.traced(_OWN_DECOMPOSITIONS)
+        return self._region.traced()
 
 
 class KernelCache:

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 
+from trainmux.runtime import random_words_of_elements
 from trainmux.tracing import FakeTensorMode
 
 aten = torch.ops.aten
@@ -39,7 +40,9 @@ _NOT_FUSED = frozenset(
     }
 )
 # Not known to Inductor by themselves: decomposed when a region is traced.
-_OWN = frozenset({"trainmux::random_words"})
+OWN_DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.trainmux.random_words.default: random_words_of_elements
+}
 
 
 @functools.cache
@@ -73,7 +76,7 @@ def is_fusable(target: Any) -> bool:
         return False
     if target._schema.is_mutable:
         return _without_mutation(target)
-    if target.name().split(".")[0] in _OWN or target in decompositions():
+    if target in OWN_DECOMPOSITIONS or target in decompositions():
         return True
     return target in lowering.lowerings and target not in lowering.fallbacks
 

@@ -59,6 +59,25 @@ def is_view(node: fx.Node) -> bool:
     return alias is not None and not alias.is_write
 
 
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a view looks at; ``node`` itself where it is no view."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node that an inline one is made from; ``node`` itself where it is not inline."""
+    while kind_of(node) is Kind.INLINE:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def num_bytes(value: Any) -> int:
+    """Of all tensors in a node's value."""
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in _tensors(value))
+
+
 def changes(node: fx.Node) -> fx.Node | None:
     """The argument that a node writes to, if it does."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -94,9 +113,7 @@ def _is_cheap_cast(node: fx.Node) -> bool:
         return False
     if set(node.kwargs) - {"dtype"} or given.stride() != wanted.stride() or given.device != wanted.device:
         return False
-    return (
-        wanted.dtype.itemsize > given.dtype.itemsize or wanted.numel() * wanted.dtype.itemsize <= SMALL_BYTES
-    )
+    return wanted.dtype.itemsize > given.dtype.itemsize or num_bytes(wanted) <= SMALL_BYTES
 
 
 def _computes_tensors(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 
 from trainmux.lowering._compile import Kernel, KernelCache
-from trainmux.lowering._kinds import Kind, changes, kind_of
+from trainmux.lowering._kinds import Kind, changes, root_of
 from trainmux.lowering._padding import extended_product, pad_unaligned
 from trainmux.lowering._partition import cut
 from trainmux.lowering._regions import Extractor, RegionGraph, TensorSpec, spec_of
@@ -94,14 +94,8 @@ def _read_what_was_changed(graph: fx.Graph) -> None:
     """Who reads the result of an in-place operator on an input reads the input: it is the same tensor."""
     for node in graph.nodes:
         changed = changes(node)
-        if changed is not None and _root(changed).op == "placeholder":
+        if changed is not None and root_of(changed).op == "placeholder":
             node.replace_all_uses_with(changed)
-
-
-def _root(node: fx.Node) -> fx.Node:
-    while kind_of(node) is Kind.INLINE:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 class _Writer:
@@ -111,8 +105,7 @@ class _Writer:
         self._source = source
         self._cache = cache
         self._cut = cut(source.graph)
-        self._extractor = Extractor(source.graph, self._cut.kinds)
-        self._extractor.settle(self._cut.pieces)
+        self._extractor = Extractor(source.graph, self._cut)
         self._graph = fx.Graph()
         self._owner = nn.Module()
         self._new: dict[fx.Node, fx.Node] = {}
@@ -186,6 +179,5 @@ class _Writer:
         name = f"region_{index}"
         self._owner.add_module(name, RegionCall(self._kernels[key], region.output_specs, region.placed))
         call = self._graph.call_module(name, tuple(self._value(node) for node in region.inputs))
-        call.meta["nodes"] = len(region.body)
         for position, node in enumerate(region.outputs):
             self._new[node] = self._graph.call_function(operator.getitem, (call, position))

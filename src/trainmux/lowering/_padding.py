@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from trainmux.lowering._kinds import RESHAPES, Kind, is_view, kind_of
+from trainmux.lowering._kinds import RESHAPES, Kind, base_of, is_view, kind_of
+from trainmux.runtime import ALIGNMENT_BYTES
 from trainmux.tracing import FakeTensorMode
 
 aten = torch.ops.aten
 
-_ALIGNMENT_BYTES = 16
 _MIN_SIZE = 256
 _PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 Sizes = tuple[int, int]
@@ -65,11 +65,11 @@ def _separate_the_sum(node: fx.Node) -> None:
 
 
 def _unaligned(size: int, value: Tensor) -> bool:
-    return size >= _MIN_SIZE and (size * value.dtype.itemsize) % _ALIGNMENT_BYTES != 0
+    return size >= _MIN_SIZE and (size * value.dtype.itemsize) % ALIGNMENT_BYTES != 0
 
 
 def _aligned(size: int, value: Tensor) -> int:
-    step = _ALIGNMENT_BYTES // value.dtype.itemsize
+    step = ALIGNMENT_BYTES // value.dtype.itemsize
     return math.ceil(size / step) * step if _unaligned(size, value) else size
 
 
@@ -113,14 +113,11 @@ def _room(operand: fx.Node, wanted: Sizes) -> dict[fx.Node, tuple[int, ...]] | N
     value = operand.meta["val"]
     if tuple(value.shape[-2:]) == wanted:
         return {}
-    base = operand
-    while is_view(base):
-        base = base.args[0]  # type: ignore[assignment]
+    base = base_of(operand)
     memory = base.meta.get("val")
     if kind_of(base) is not Kind.FUSABLE or not isinstance(memory, Tensor) or memory.dim() < 2:
         return None
-    dense = memory.contiguous() if "padded" in base.meta else memory
-    if (dense.stride() != memory.stride() and "padded" not in base.meta) or not dense.is_contiguous():
+    if "padded" not in base.meta and not memory.is_contiguous():
         return None
     shape = list(base.meta.get("padded", memory.shape))
     for size, new, stride in zip(value.shape[-2:], wanted, value.stride()[-2:], strict=True):

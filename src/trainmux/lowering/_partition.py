@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from trainmux.ir import Phase
-from trainmux.lowering._kinds import SMALL_BYTES, Kind, is_view, kind_of
+from trainmux.lowering._kinds import SMALL_BYTES, Kind, is_view, kind_of, num_bytes, root_of
 
 _LARGE_BYTES = 1 << 16
 _MAX_REGION = 600
@@ -117,7 +117,7 @@ class _Slots:
         last = len(self.calls)
         need: dict[fx.Node, int] = {}
         for node in reversed(self._nodes):
-            wanted = min([last, *(self._needed_by(user, node, need) for user in node.users)])
+            wanted = min([last, *(self._needed_by(user, need) for user in node.users)])
             need[node] = wanted
             if node in late and self._kinds[node] is Kind.FUSABLE:
                 self.slot[node] = wanted
@@ -127,9 +127,9 @@ class _Slots:
                 early = (
                     node in late
                     and _phase(node) is Phase.FORWARD
-                    and _bytes(node.meta.get("val")) <= SMALL_BYTES
+                    and num_bytes(node.meta.get("val")) <= SMALL_BYTES
                 )
-                self.slot[node] = 0 if early and _root(node).op == "placeholder" else wanted
+                self.slot[node] = 0 if early and root_of(node).op == "placeholder" else wanted
 
     def _leaves(self, node: fx.Node) -> bool:
         for user in node.users:
@@ -140,7 +140,7 @@ class _Slots:
                 return True
         return False
 
-    def _needed_by(self, user: fx.Node, node: fx.Node, need: dict[fx.Node, int]) -> int:
+    def _needed_by(self, user: fx.Node, need: dict[fx.Node, int]) -> int:
         if user in self._index:
             return self._index[user] - 1
         if user in self.slot:
@@ -167,21 +167,16 @@ def _components(members: list[fx.Node], kinds: dict[fx.Node, Kind]) -> list[tupl
         for source in through_inline(node, kinds, parent):
             if source in parent:
                 parent[find(node)] = find(source)
-            elif source.op != "placeholder" and _bytes(source.meta.get("val")) >= _LARGE_BYTES:
+            elif source.op != "placeholder" and num_bytes(source.meta.get("val")) >= _LARGE_BYTES:
                 known = reader.setdefault(source, node)
                 parent[find(node)] = find(known)
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in members:
         groups.setdefault(find(node), []).append(node)
-    pieces: list[tuple[fx.Node, ...]] = []
-    small = [group for group in groups.values() if _is_small(group)]
-    if len(small) > 1:
-        together = sorted((node for group in small for node in group), key=members.index)
-        groups = {first: group for first, group in groups.items() if group not in small}
-        groups[together[0]] = together
-    for group in groups.values():
-        pieces.extend(_bounded(group))
-    return pieces
+    large = [group for group in groups.values() if not _is_small(group)]
+    alone = {node for group in large for node in group}
+    together = [node for node in members if node not in alone]
+    return [piece for group in (*large, together) if group for piece in _bounded(group)]
 
 
 def _bounded(group: list[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
@@ -196,13 +191,7 @@ def _bounded(group: list[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
 
 
 def _is_small(group: list[fx.Node]) -> bool:
-    return all(_bytes(node.meta.get("val")) <= SMALL_BYTES for node in group)
-
-
-def _root(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    return all(num_bytes(node.meta.get("val")) <= SMALL_BYTES for node in group)
 
 
 def through_inline(node: fx.Node, kinds: dict[fx.Node, Kind], own: Any = ()) -> Iterator[fx.Node]:
@@ -244,9 +233,3 @@ def _runs(nodes: Sequence[fx.Node], kinds: dict[fx.Node, Kind]) -> list[tuple[fx
 
 def _is_returned(node: fx.Node) -> bool:
     return any(user.op == "output" for user in node.users)
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.dtype.itemsize
-    return sum(_bytes(item) for item in value) if isinstance(value, (tuple, list)) else 0

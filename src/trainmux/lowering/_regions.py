@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from trainmux.ir import Phase
-from trainmux.lowering._inductor import decompositions
-from trainmux.lowering._kinds import SMALL_BYTES, Kind, is_view
-from trainmux.tracing import make_fx, static_fake_mode
+from trainmux.lowering._inductor import OWN_DECOMPOSITIONS, decompositions
+from trainmux.lowering._kinds import SMALL_BYTES, Kind, base_of, is_view
+from trainmux.lowering._partition import Cut
+from trainmux.tracing import FakeTensorMode, make_fx, static_fake_mode
 
 _MANY_NODES = 40
 _MANY_OUTPUTS = 6
@@ -103,13 +103,10 @@ class RegionGraph:
         """The memory to be given."""
         return [spec for spec, is_placed in zip(self.output_specs, self.placed, strict=True) if is_placed]
 
-    def traced(
-        self, own: Mapping[OpOverload, Callable[..., Any]]
-    ) -> tuple[fx.GraphModule, list[Tensor], Any]:
+    def traced(self) -> tuple[fx.GraphModule, list[Tensor], FakeTensorMode]:
         """A functional graph of the region, its fake arguments and their mode.
 
         Its arguments are the inputs, then memory for the placed outputs; it returns the other ones.
-        ``own`` adds decompositions to Inductor's.
         """
         mode = static_fake_mode()
 
@@ -130,7 +127,7 @@ class RegionGraph:
 
         with mode, torch.no_grad():
             fakes = [replace(spec, padded=None).empty() for spec in (*self.input_specs, *self.placed_specs())]
-            table = {**decompositions(), **own}
+            table = {**decompositions(), **OWN_DECOMPOSITIONS}
             module = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=table)(
                 *fakes
             )
@@ -152,18 +149,12 @@ class _Reference:
 
 
 class Extractor:
-    """Makes regions of pieces of one graph."""
+    """Makes regions of the pieces that a graph was cut into."""
 
-    def __init__(self, graph: fx.Graph, kinds: Mapping[fx.Node, Kind]) -> None:
-        self._kinds = kinds
+    def __init__(self, graph: fx.Graph, cut: Cut) -> None:
+        self._kinds = cut.kinds
         self._position = {node: i for i, node in enumerate(graph.nodes)}
-        self._home: dict[fx.Node, int] = {}
-
-    def settle(self, pieces: Sequence[Sequence[fx.Node]]) -> None:
-        """Learn which piece computes which node."""
-        for index, piece in enumerate(pieces):
-            for node in piece:
-                self._home[node] = index
+        self._computed = {node for piece in cut.pieces for node in piece}
 
     def region(self, piece: Sequence[fx.Node]) -> RegionGraph:
         own = set(piece)
@@ -195,7 +186,7 @@ class Extractor:
         )
 
     def _is_inlined(self, source: fx.Node, reader: fx.Node) -> bool:
-        if self._kinds[source] is not Kind.INLINE or source in self._home:
+        if self._kinds[source] is not Kind.INLINE or source in self._computed:
             return False
         return not self._is_part_of_storage(source, reader)
 
@@ -207,9 +198,7 @@ class Extractor:
         """
         if reader.meta.get("phase") is not Phase.UPDATE:
             return False
-        while is_view(view):
-            view = view.args[0]  # type: ignore[assignment]
-        return view.op == "placeholder"
+        return base_of(view).op == "placeholder"
 
     def _is_read_elsewhere(self, node: fx.Node, own: set[fx.Node]) -> bool:
         return isinstance(node.meta.get("val"), Tensor) and self._leaves(node, own)
@@ -218,7 +207,7 @@ class Extractor:
         for user in node.users:
             if user in own:
                 continue
-            if self._kinds[user] is not Kind.INLINE or user in self._home:
+            if self._kinds[user] is not Kind.INLINE or user in self._computed:
                 return True
             if self._leaves(user, own):
                 return True

@@ -68,6 +68,16 @@ class PlainCNN(nn.Module):
         return logits
 
 
+def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    """Past a block: the input itself, or a 1×1 convolution with BatchNorm where the shape changes."""
+    if stride == 1 and in_channels == out_channels:
+        return nn.Identity()
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False),
+        nn.BatchNorm2d(out_channels),
+    )
+
+
 class ResidualBlock(nn.Module):
     """Two 3×3 convolutions with BatchNorm beside a shortcut; 1×1 shortcut where the shape changes."""
 
@@ -78,12 +88,7 @@ class ResidualBlock(nn.Module):
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(out_channels)
         self.relu = nn.ReLU(inplace=True)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False),
-                nn.BatchNorm2d(out_channels),
-            )
+        self.shortcut = _shortcut(in_channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.relu(self.norm1(self.conv1(x)))
@@ -132,12 +137,7 @@ class BottleneckBlock(nn.Module):
         self.conv3 = nn.Conv2d(width, out_channels, 1, bias=False)
         self.norm3 = nn.BatchNorm2d(out_channels)
         self.relu = nn.ReLU(inplace=True)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False),
-                nn.BatchNorm2d(out_channels),
-            )
+        self.shortcut = _shortcut(in_channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.relu(self.norm1(self.conv1(x)))

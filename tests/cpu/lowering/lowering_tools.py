@@ -148,8 +148,7 @@ class Example:
 
     def regions(self) -> list[RegionGraph]:
         """In the order in which they run."""
-        extractor = Extractor(self.source, self.cut.kinds)
-        extractor.settle(self.cut.pieces)
+        extractor = Extractor(self.source, self.cut)
         return [extractor.region(piece) for piece in self.cut.pieces if not self.cut.is_library(piece)]
 
     def run(self, module: nn.Module, num_runs: int = 3) -> dict[str, Tensor]:

@@ -15,8 +15,13 @@ from torch import Tensor
 from torch._inductor import config
 
 from trainmux.lowering import KernelCache, lower
-from trainmux.lowering._compile import _OWN_DECOMPOSITIONS
-from trainmux.lowering._inductor import compiler_missing, decompositions, is_fusable, settings
+from trainmux.lowering._inductor import (
+    OWN_DECOMPOSITIONS,
+    compiler_missing,
+    decompositions,
+    is_fusable,
+    settings,
+)
 from trainmux.runtime import random_words
 from trainmux.tracing import static_fake_mode
 
@@ -163,7 +168,7 @@ def test_a_compiled_region_changes_its_inputs_and_draws_the_same_words() -> None
 
 def test_random_words_are_taken_apart_inside_regions() -> None:
     seeds = torch.tensor([3, 4]), torch.tensor([0, 1])
-    function = _OWN_DECOMPOSITIONS[torch.ops.trainmux.random_words.default]
+    function = OWN_DECOMPOSITIONS[torch.ops.trainmux.random_words.default]
     assert torch.equal(function(*seeds, 2, [3, 5]), random_words(*seeds, 2, [3, 5]))
 
 

@@ -24,8 +24,7 @@ CPU = torch.device("cpu")
 
 def regions_of(graph: fx.Graph) -> list[RegionGraph]:
     found = cut(graph)
-    extractor = Extractor(graph, found.kinds)
-    extractor.settle(found.pieces)
+    extractor = Extractor(graph, found)
     return [extractor.region(piece) for piece in found.pieces if not found.is_library(piece)]
 
 
