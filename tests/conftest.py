@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainmux.fleet import _program_store
+
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 
@@ -31,3 +33,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def no_steps_from_other_tests(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Lowered steps are kept on disk from one start to the next; each test begins with none."""
+    folders: list[Path] = []
+
+    def folder() -> Path:
+        if not folders:
+            folders.append(tmp_path_factory.mktemp("steps"))
+        return folders[0]
+
+    monkeypatch.setattr(_program_store, "cache_folder", folder)

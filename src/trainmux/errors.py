@@ -56,5 +56,20 @@ class FusionError(TrainmuxError):
         self.location = location
 
 
+class BudgetError(TrainmuxError, ValueError):
+    """A byte budget cannot be read, or no plan fits it.
+
+    ``smallest_bytes`` is a budget that would work, ``None`` where that is not known.
+    """
+
+    def __init__(self, message: str, *, smallest_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
+class PlanError(TrainmuxError, ValueError):
+    """A plan, profile or program is damaged, belongs to another fleet, or would not run correctly."""
+
+
 class TrainmuxWarning(UserWarning):
     """Something works, but not in the way one would expect: a fall-back, a frozen member."""

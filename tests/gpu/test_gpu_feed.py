@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainmux as tm
-from trainmux.runtime import HostFeed, HostLeaf, Landing
+from trainmux.runtime import HostFeed, HostLeaf, Landing, Transfers
 
 CUDA = torch.device("cuda")
 SLEEP_CYCLES = 200_000_000  # about a tenth of a second
@@ -247,3 +247,30 @@ def test_a_batch_lands_while_a_step_is_running() -> None:
     landing._buffers[landing._last].copied.synchronize()
     assert not asleep.query()
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("buffer_bytes", [1 << 12, 1 << 20, 64 << 20])
+def test_many_tensors_cross_the_link_unchanged(buffer_bytes: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1000, 333), (7,), (), (0,), (64, 3, 3, 3), (2_000_003,), (5, 5)]
+    on_host = [torch.randn(shape, generator=generator) for shape in shapes]
+    on_host += [torch.arange(1001), torch.randn(77, generator=generator).to(torch.bfloat16)]
+    on_host.append(
+        torch.randn(8, 16, 3, 3, generator=generator).contiguous(memory_format=torch.channels_last)
+    )
+    on_host.append(torch.randn(33, 9, generator=generator).t())
+    transfers = Transfers(torch.device("cuda", 0), buffer_bytes)
+    on_device = [torch.zeros_like(tensor, device="cuda") for tensor in on_host]
+    torch.cuda._sleep(10_000_000)  # what is queued before must not be overtaken
+    for tensor in on_device:
+        tensor.fill_(1)
+    transfers.copy(list(zip(on_device, on_host, strict=True)))
+    back = [torch.zeros_like(tensor) for tensor in on_host]
+    transfers.copy(list(zip(back, on_device, strict=True)))
+    assert all(torch.equal(a, b) for a, b in zip(back, on_host, strict=True))
+    # Another dtype, and from device to device, by torch's own copies.
+    wide = torch.zeros(1000, 333, dtype=torch.float64)
+    twin = torch.zeros(7, device="cuda")
+    transfers.copy([(wide, on_device[0]), (twin, on_device[1])])
+    assert torch.equal(wide, on_host[0].double())
+    assert torch.equal(twin.cpu(), on_host[1])

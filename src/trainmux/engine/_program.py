@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from trainmux.engine._tail import TailInputs, UpdateSettings, make_tail
 from trainmux.fusion import FusedGraph
-from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind, Phase
+from trainmux.ir import GraphInput, GraphOutput, InputKind, MemoryUse, OutputKind, Phase
 from trainmux.runtime import deterministic_algorithms
 from trainmux.tracing import FakeTensor, FakeTensorMode, graph_constant, make_fx, output_nodes, split_joint
 
@@ -96,6 +96,7 @@ class ReferenceEngine:
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
+        self.memory: MemoryUse | None = None
 
     def run(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
         """One step; what it returns is new memory each time."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -21,6 +20,7 @@ from trainmux.engine import (
 )
 from trainmux.fleet._background import Prepared, Upgrade
 from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._program_store import StoredStep, load, step_key, store
 from trainmux.fleet._width import choose_partition
 from trainmux.fusion import FusedGraph, fuse
 from trainmux.ir import FusionRecord, InputKind
@@ -67,15 +67,28 @@ class ProgramBuilder:
             notes = (_partition_text(width, array, branches), how, _precision_text(self._config))
             return replace(in_sub_arrays(program, width // array, branches), notes=notes)
 
-        def lowered() -> tuple[StepProgram, Lowered, FusedGraph]:
+        def lowered() -> StoredStep:
+            key = step_key(traced, array, settings, stacked_batch, self._config, self._shared)
+            stored = load(key, self._cache(), self._config.device)
+            if stored is not None:
+                return stored
             fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=True)
             compare_instead_of_scatter(fused.module.graph)
             program = build_step(fused, settings, reuses_gradients=False)
-            return program, self._lower(program.module), fused
+            low = self._lower(program.module)
+            num_nodes = len(fused.module.graph.nodes)
+            step = StoredStep(low, program.inputs, program.metrics, fused.records, num_nodes)
+            store(key, step)
+            return step
+
+        def finished(step: StoredStep) -> StepProgram:
+            self._cache().compile(step.lowered.kernels)
+            program = StepProgram(step.lowered.module, step.inputs, settings, step.metrics)
+            return whole(program, step.lowered.text())
 
         if self._config.lowering == "inductor":
-            program, low, fused = lowered()
-            return _built(whole(self._compiled(program, low), low.text()), fused)
+            step = lowered()
+            return BuiltStep(finished(step), step.records, step.num_nodes)
 
         fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
         program = build_step(fused, settings)
@@ -83,9 +96,9 @@ class ProgramBuilder:
             return _built(whole(program, "runs through ATen"), fused)
 
         def prepare() -> Prepared[StepProgram]:
-            better, low, _ = lowered()
-            work = self._cache().fill(low.kernels)
-            return Prepared(work, lambda: whole(self._compiled(better, low), low.text()))
+            better = lowered()
+            work = self._cache().fill(better.lowered.kernels)
+            return Prepared(work, lambda: finished(better))
 
         built = _built(whole(program, "runs through ATen until its kernels are compiled"), fused)
         return replace(built, upgrade=Upgrade(prepare))
@@ -97,7 +110,9 @@ class ProgramBuilder:
         fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=compiles)
         program = build_forward(fused)
         if compiles:
-            program = self._compiled(program, self._lower(program.module))
+            low = self._lower(program.module)
+            self._cache().compile(low.kernels)
+            program = replace(program, module=low.module)
         return forward_in_sub_arrays(program, width // array, branches)
 
     def _cache(self) -> KernelCache:
@@ -106,10 +121,6 @@ class ProgramBuilder:
     def _lower(self, module: torch.nn.Module) -> Lowered:
         assert isinstance(module, fx.GraphModule)
         return lower(module, self._cache())
-
-    def _compiled(self, program: Any, lowered: Lowered) -> Any:
-        self._cache().compile(lowered.kernels)
-        return replace(program, module=lowered.module)
 
     def _fuse(self, traced: TracedGraph, width: int, *, stacked_batch: bool, compiles: bool) -> FusedGraph:
         strides = {

@@ -285,6 +285,7 @@ class Fleet:
                 group.records,
                 group.unfused_because,
                 group.notes,
+                group.memory,
             )
             for group in self._groups
         )

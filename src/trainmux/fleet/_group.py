@@ -18,9 +18,9 @@ from trainmux.fleet._numbers import GroupNumbers
 from trainmux.fleet._slots import Slot, StackedState, check_shapes, named_tensors
 from trainmux.fleet._snapshot import OptimizerSnapshot
 from trainmux.fleet._traces import Trace
-from trainmux.ir import FusionRecord, InputKind, OutputKind
+from trainmux.ir import FusionRecord, InputKind, MemoryUse, OutputKind
 from trainmux.optim import OptimizerStructure, state_names, write_state
-from trainmux.runtime import stacked_zeros
+from trainmux.runtime import Transfers, stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
 _MAX_PROGRAMS = 8
@@ -62,6 +62,7 @@ class Group:
         self.traces: dict[BatchSpec, Trace] = {}
         self._tangent = torch.full((), 1.0 / config.accumulate, dtype=torch.float64, device=config.device)
         self.state = StackedState()
+        self._transfers = Transfers(config.device)
         self._make_numbers()
         neutral = [[value] for value in self._settings().neutral_scalars()]
         self._neutral = torch.tensor(neutral, dtype=torch.float64, device=config.device).reshape(-1, 1)
@@ -165,16 +166,16 @@ class Group:
         """Copy a member's weights, buffers and optimizer state into a row."""
         member.name = name
         tensors = named_tensors(member)
+        kinds = (self.state.parameters, self.state.buffers)
+        pairs = [(rows[row], tensors[key]) for kind in kinds for key, rows in kind.items()]
         with torch.no_grad():
-            for kind in (self.state.parameters, self.state.buffers):
-                for key, rows in kind.items():
-                    rows[row].copy_(tensors[key])
             for place, value in optimizer.states.items():
                 target = self.state.states[place][row]
                 if isinstance(value, Tensor):
-                    target.copy_(value)
+                    pairs.append((target, value))
                 else:
                     target.fill_(value)
+            self._transfers.copy(pairs)
             for total in self.state.totals.values():
                 total[row].zero_()
             self.state.alive[row].fill_(True)
@@ -210,26 +211,24 @@ class Group:
         parameters = unique_parameters(slot.member.model)
         done = int(self.state.updates[row])
         slot.member.num_draws = slot.counter
-        with torch.no_grad():
-            for kind in (self.state.parameters, self.state.buffers):
-                for name, rows in kind.items():
-                    tensors[name].copy_(rows[row])
-            # Constants too: a restored checkpoint may have brought others.
-            for name, value in self.state.shared.items():
-                tensors[name].copy_(value)
+        kinds = (self.state.parameters, self.state.buffers)
+        pairs = [(tensors[name], rows[row]) for kind in kinds for name, rows in kind.items()]
+        # Constants too: a restored checkpoint may have brought others.
+        pairs += [(tensors[name], value) for name, value in self.state.shared.items()]
         for index, group in enumerate(slot.structure.groups):
             for position in group.params:
                 name = parameters[position].name
                 if name not in self._gradients:
                     continue
                 values = {state: self.state.states[name, state][row] for state in state_names(group)}
-                write_state(
+                pairs += write_state(
                     slot.member.optimizer,
                     index,
                     parameters[position].tensor,
                     values,
                     slot.base_steps[index] + done,
                 )
+        self._transfers.copy(pairs)
 
     def stop(self, row: int, reason: str) -> None:
         """No more changes to a row; the member stays in it."""
@@ -340,6 +339,11 @@ class Group:
     def notes(self) -> tuple[str, ...]:
         """How the last prepared step runs."""
         return self._notes
+
+    @property
+    def memory(self) -> MemoryUse | None:
+        """What the device holds for it, once a step was captured."""
+        return self._engine.memory
 
     @property
     def num_nodes(self) -> int:

@@ -73,10 +73,20 @@ class FusionRecord:
 
 
 @dataclass(frozen=True)
+class MemoryUse:
+    """Device bytes that torch's allocator holds for this process: as predicted before a step was captured,
+    and as they were after it. ``predicted_bytes`` is ``None`` where nothing could be predicted."""
+
+    predicted_bytes: int | None
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
 class GroupSummary:
     """A group of members that trains as one: who is in it and how its operators were fused.
 
-    ``notes`` say how its step runs: sub-arrays, compiled regions, the precision of products.
+    ``notes`` say how its step runs: sub-arrays, compiled regions, the precision of products; ``memory`` is
+    known once a step was captured.
     """
 
     members: tuple[str, ...]
@@ -86,3 +96,4 @@ class GroupSummary:
     records: tuple[FusionRecord, ...]
     unfused_because: str = ""
     notes: tuple[str, ...] = ()
+    memory: MemoryUse | None = None

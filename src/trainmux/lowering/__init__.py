@@ -1,16 +1,20 @@
 """A fused program becomes compiled regions between library calls."""
 
 from trainmux.lowering._compile import Kernel, KernelCache
-from trainmux.lowering._inductor import compiler_missing, decompositions
+from trainmux.lowering._inductor import cache_folder, compiler_missing, decompositions
 from trainmux.lowering._lower import Lowered, lower
 from trainmux.lowering._rewrites import compare_instead_of_scatter
+from trainmux.lowering._stored import from_bytes, to_bytes
 
 __all__ = [
     "Kernel",
     "KernelCache",
     "Lowered",
+    "cache_folder",
     "compare_instead_of_scatter",
     "compiler_missing",
     "decompositions",
+    "from_bytes",
     "lower",
+    "to_bytes",
 ]

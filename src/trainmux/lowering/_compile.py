@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from trainmux.errors import ConfigError, TrainmuxWarning
 from trainmux.lowering import _inductor
+from trainmux.lowering._known import remember, was_compiled
 from trainmux.lowering._payload import to_payload
 from trainmux.lowering._regions import RegionGraph
 from trainmux.lowering._workers import compile_in_workers
@@ -44,6 +45,7 @@ class Kernel:
         self._region: RegionGraph | None = region
         self._module: fx.GraphModule | None = None
         self._compiled: _inductor.Compiled | None = None
+        self._payload = b""
         self.combines = region.combines
 
     @property
@@ -66,9 +68,11 @@ class Kernel:
         return plain
 
     def payload(self) -> bytes:
-        """The region, to be compiled elsewhere."""
-        assert self._region is not None
-        return to_payload(self._region)
+        """The region, to be compiled elsewhere or stored."""
+        if not self._payload:
+            assert self._region is not None
+            self._payload = to_payload(self._region)
+        return self._payload
 
     def compile(self) -> None:
         """Compile once; a failure is kept in ``failure`` and the kernel goes on through ATen."""
@@ -77,6 +81,7 @@ class Kernel:
         try:
             module, fakes, mode = self._traced()
             self._compiled = _inductor.compile_graph(module, fakes, mode)
+            self.payload()
             self._module = self._region = None
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
@@ -103,6 +108,12 @@ class KernelCache:
         """The kernel for a region's structure."""
         return self._kernels.setdefault(key, Kernel(key, region))
 
+    def kernel_from(self, key: str, read: Callable[[], RegionGraph]) -> Kernel:
+        """The same, for a region that is read only where no kernel is known for it."""
+        if key not in self._kernels:
+            self._kernels[key] = Kernel(key, read())
+        return self._kernels[key]
+
     def compile(self, kernels: Iterable[Kernel]) -> None:
         """Compile what is not compiled yet, side by side; warns about kernels that stay on ATen."""
         waiting = [kernel for kernel in kernels if not kernel.is_settled]
@@ -114,6 +125,8 @@ class KernelCache:
             if kernel.failure and kernel.combines:
                 with self._settings(combines=False):
                     kernel.compile_again()
+            if kernel.is_compiled:
+                remember(kernel.key, deterministic=self._deterministic)
         failed = [kernel for kernel in waiting if kernel.failure]
         if failed:
             warnings.warn(
@@ -136,7 +149,13 @@ class KernelCache:
 
         Calls wait for one another, so that the last to return finds the kernels of all before it as well.
         """
-        waiting = [kernel for kernel in kernels if not kernel.is_settled and not kernel.is_claimed]
+        waiting = [
+            kernel
+            for kernel in kernels
+            if not kernel.is_settled
+            and not kernel.is_claimed
+            and not was_compiled(kernel.key, deterministic=self._deterministic)
+        ]
         num_workers = min(_max_workers(), len(waiting) // _MIN_FOR_WORKER)
         payloads = [kernel.payload() for kernel in waiting] if num_workers >= 2 else []
         combines = [kernel.combines for kernel in waiting]

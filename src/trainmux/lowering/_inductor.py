@@ -12,6 +12,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,6 +102,13 @@ def compiler_missing(device: torch.device) -> str:
     from torch.utils._triton import has_triton
 
     return "" if has_triton() else "Triton is not installed or does not know this device"
+
+
+def cache_folder() -> Path:
+    """Where Inductor keeps what it compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 def settings(*, deterministic: bool, combines: bool) -> AbstractContextManager[Any]:

@@ -21,19 +21,17 @@ class RegionCall(nn.Module):
 
     def __init__(self, kernel: Kernel, outputs: Sequence[TensorSpec], placed: Sequence[bool]) -> None:
         super().__init__()
-        self._kernel = kernel
-        self._outputs = tuple(outputs)
-        self._placed = tuple(placed)
+        self.kernel = kernel
+        self.outputs = tuple(outputs)
+        self.placed = tuple(placed)
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
-        given = [
-            spec.empty() for spec, is_placed in zip(self._outputs, self._placed, strict=True) if is_placed
-        ]
-        rest = iter(self._kernel.run([*inputs, *given]))
+        given = [spec.empty() for spec, is_placed in zip(self.outputs, self.placed, strict=True) if is_placed]
+        rest = iter(self.kernel.run([*inputs, *given]))
         memory = iter(given)
         return [
             next(memory) if is_placed else _conformed(next(rest), spec)
-            for spec, is_placed in zip(self._outputs, self._placed, strict=True)
+            for spec, is_placed in zip(self.outputs, self.placed, strict=True)
         ]
 
 
@@ -42,10 +40,10 @@ class Conform(nn.Module):
 
     def __init__(self, specs: Sequence[TensorSpec | None]) -> None:
         super().__init__()
-        self._specs = tuple(specs)
+        self.specs = tuple(specs)
 
     def forward(self, *results: Tensor) -> list[Tensor]:
-        return [_conformed(result, spec) for result, spec in zip(results, self._specs, strict=True)]
+        return [_conformed(result, spec) for result, spec in zip(results, self.specs, strict=True)]
 
 
 def _conformed(result: Tensor, spec: TensorSpec | None) -> Tensor:
@@ -179,5 +177,6 @@ class _Writer:
         name = f"region_{index}"
         self._owner.add_module(name, RegionCall(self._kernels[key], region.output_specs, region.placed))
         call = self._graph.call_module(name, tuple(self._value(node) for node in region.inputs))
+        call.meta["phase"] = region.body[-1].meta.get("phase")
         for position, node in enumerate(region.outputs):
             self._new[node] = self._graph.call_function(operator.getitem, (call, position))

@@ -27,7 +27,7 @@ def to_payload(region: RegionGraph) -> bytes:
     """Everything that decides a region's kernel."""
     place = {node: _At(i) for i, node in enumerate((*region.inputs, *region.body))}
     lines = [
-        (_name(node.target), *fx.map_arg((node.args, dict(node.kwargs)), lambda n: place[n]))  # type: ignore[arg-type, return-value]
+        (op_name(node.target), *fx.map_arg((node.args, dict(node.kwargs)), lambda n: place[n]))  # type: ignore[arg-type, return-value]
         for node in region.body
     ]
     outputs = [place[node].place for node in region.outputs]
@@ -51,7 +51,7 @@ def from_payload(payload: bytes) -> RegionGraph:
     nodes = [graph.placeholder(f"input_{i}") for i in range(len(input_specs))]
     num_inputs = len(nodes)
     for name, args, kwargs in lines:
-        node = graph.call_function(_target(name), _filled(args, nodes), _filled(kwargs, nodes))
+        node = graph.call_function(op_of(name), _filled(args, nodes), _filled(kwargs, nodes))
         if phase is not None:
             node.meta["phase"] = Phase(phase)
         nodes.append(node)
@@ -75,7 +75,8 @@ def _filled(value: Any, nodes: list[fx.Node]) -> Any:
     return value
 
 
-def _name(target: Any) -> str:
+def op_name(target: Any) -> str:
+    """An operator as text; the way back is ``op_of``."""
     if target is operator.getitem:
         return "getitem"
     if not isinstance(target, OpOverload):
@@ -83,7 +84,8 @@ def _name(target: Any) -> str:
     return str(target)
 
 
-def _target(name: str) -> Callable[..., Any]:
+def op_of(name: str) -> Callable[..., Any]:
+    """The operator that ``op_name`` wrote down."""
     if name == "getitem":
         return operator.getitem
     namespace, packet, overload = name.split(".")

@@ -82,20 +82,21 @@ def write_state(
     param: Tensor,
     state: Mapping[str, Tensor],
     steps: int,
-) -> None:
+) -> list[tuple[Tensor, Tensor]]:
     """Replaces the state of ``param`` so that plain torch continues after ``steps`` steps.
 
-    ``state`` has a tensor of the parameter's shape for every name of the group's ``state_names``; the
-    values are copied into fresh tensors with the parameter's dtype, device and memory format. With no steps
+    ``state`` has a tensor of the parameter's shape for every name of the group's ``state_names``. The state
+    becomes fresh tensors with the parameter's dtype, device and memory format; filling them is left to the
+    caller: (fresh tensor, its value) pairs are returned, so that many can be copied at once. With no steps
     taken, the state is what torch has before the first step: nothing, and for Adagrad its accumulator.
     Refuses a missing name and a shape that is not the parameter's.
     """
     rule, settings = _rule_and_settings(optimizer, group_index)
     if not rule.state_names:
-        return
+        return []
     if steps == 0 and not rule.has_state_before_first_step:
         optimizer.state.pop(param, None)
-        return
+        return []
     fresh: dict[str, Tensor] = {}
     if rule.counts_steps:
         fresh["step"] = _step_tensor(settings, param, steps)
@@ -107,8 +108,8 @@ def write_state(
             )
         _check_shape(name, state[name], param)
         fresh[name] = torch.empty_like(param.detach(), memory_format=torch.preserve_format)
-        fresh[name].copy_(state[name].detach())
     optimizer.state[param] = fresh
+    return [(fresh[name], state[name].detach()) for name in rule.state_names]
 
 
 def _rule_and_settings(optimizer: torch.optim.Optimizer, group_index: int) -> tuple[Rule, Settings]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainmux.ir import FusionRecord, GroupSummary
+from trainmux.ir import FusionRecord, GroupSummary, MemoryUse
 
 _MAX_NAMES = 6
 
@@ -23,6 +23,8 @@ def _group(index: int, group: GroupSummary) -> str:
         f"  optimizer {group.optimizer}; {group.num_nodes} nodes in the fused step",
     ]
     lines += [f"  {note}" for note in group.notes]
+    if group.memory is not None:
+        lines.append(f"  {_memory(group.memory)}")
     if group.unfused_because:
         lines.append(f"  trains at width 1: {group.unfused_because}")
     if group.records:
@@ -41,3 +43,10 @@ def _group(index: int, group: GroupSummary) -> str:
 def _fallback(record: FusionRecord) -> str:
     where = f" at {'; '.join(record.locations)}" if record.locations else ""
     return f"{record.op} x{record.count}{where}: {record.how}, because {record.fallback}"
+
+
+def _memory(use: MemoryUse) -> str:
+    reserved = f"{use.reserved_bytes / 2**30:.2f} GiB reserved on the device"
+    if use.predicted_bytes is None:
+        return f"{reserved}, not predicted: the allocator has settings of its own, or is being recorded"
+    return f"{reserved}, {use.predicted_bytes / 2**30:.2f} GiB predicted"

@@ -1,4 +1,4 @@
-"""What a program will reserve on the device, known before it runs: pools simulated, slabs laid out."""
+"""What a program will take before it runs: pools simulated, slabs laid out, memory and time foretold."""
 
 from trainmux.simulate._allocator import (
     NO_BLOCK,
@@ -11,8 +11,14 @@ from trainmux.simulate._allocator import (
     Segment,
     replay,
 )
+from trainmux.simulate._curve import MemoryCurve
+from trainmux.simulate._lanes import LaneClock, LaneTimes
+from trainmux.simulate._memory import live_bytes, memory, peak_live_bytes
 from trainmux.simulate._offsets import Lifetime, Placement, check, max_live_bytes, place
+from trainmux.simulate._reservation import PoolForecast, Reservation, find_reservation
 from trainmux.simulate._rules import AllocatorRules, TieBreak
+from trainmux.simulate._slab import Slab, Tenant, pack
+from trainmux.simulate._timeline import lane_times, timeline
 
 __all__ = [
     "NO_BLOCK",
@@ -21,14 +27,28 @@ __all__ = [
     "Block",
     "Event",
     "Free",
+    "LaneClock",
+    "LaneTimes",
     "Lifetime",
+    "MemoryCurve",
     "Placement",
+    "PoolForecast",
     "PoolSimulator",
     "PoolUse",
+    "Reservation",
     "Segment",
+    "Slab",
+    "Tenant",
     "TieBreak",
     "check",
+    "find_reservation",
+    "lane_times",
+    "live_bytes",
     "max_live_bytes",
+    "memory",
+    "pack",
+    "peak_live_bytes",
     "place",
     "replay",
+    "timeline",
 ]

@@ -451,6 +451,8 @@ def check_precision(workload: Workload, precision: str, *, device: str = "cpu") 
         if not got <= allowed:
             found.append(f"model at point {number}: error {got:.2e}, expected at most {allowed:.2e}")
     for name in sorted({name for of_fused, _ in errors for name in of_fused}):
+        if name.endswith("/exp_avg_sq"):
+            continue  # the gradient once more, seen through its few largest elements: too few to compare by
         pairs = [(fused[name], alone[name]) for fused, alone in errors if name in fused]
         got = _pooled(pair[0] for pair in pairs)
         allowed = MAX_ERROR_RATIO * max(_pooled(pair[1] for pair in pairs), floor)

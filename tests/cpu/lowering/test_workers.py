@@ -12,7 +12,9 @@ import pytest
 import torch
 from lowering_tools import traced
 
-from trainmux.lowering import KernelCache, _workers, lower
+from trainmux.lowering import KernelCache, _compile, _known, _workers, lower
+from trainmux.lowering._compile import Kernel
+from trainmux.lowering._known import remember, was_compiled
 from trainmux.lowering._workers import compile_in_workers, receive, send
 
 ECHO = """
@@ -104,6 +106,45 @@ def test_few_kernels_are_not_worth_a_worker(monkeypatch: pytest.MonkeyPatch) -> 
     assert not lowered.kernels[0].is_claimed
 
 
+def test_what_lies_in_the_cache_needs_no_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRAINMUX_COMPILE_WORKERS", "2")
+    asked: list[int] = []
+
+    def count(payloads: list[bytes], **_: object) -> int:
+        asked.append(len(payloads))
+        return 0
+
+    monkeypatch.setattr(_compile, "compile_in_workers", count)
+    monkeypatch.setattr(_compile, "_MIN_FOR_WORKER", 1)
+
+    def kernels(deterministic: bool) -> tuple[KernelCache, tuple[Kernel, ...]]:
+        cache = KernelCache(deterministic=deterministic)
+        tensors = [torch.zeros(4, n) for n in (3, 5)]
+        lowered = [lower(traced(lambda x: x.relu() + 1, x), cache) for x in tensors]
+        return cache, tuple(kernel for one in lowered for kernel in one.kernels)
+
+    cache, found = kernels(deterministic=False)
+    cache.fill(found)()
+    assert asked == [2]
+    for kernel in found:
+        remember(kernel.key, deterministic=False)
+    cache, found = kernels(deterministic=False)
+    cache.fill(found)()
+    assert asked == [2]
+    cache, found = kernels(deterministic=True)
+    cache.fill(found)()
+    assert asked == [2, 2]
+
+
+def test_a_full_disk_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    monkeypatch.setattr(_known, "cache_folder", lambda: in_the_way)
+    remember("key", deterministic=False)
+    assert not was_compiled("key", deterministic=False)
+
+
 @pytest.mark.slow
 def test_what_a_worker_compiled_is_loaded_from_the_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -118,6 +159,7 @@ def test_what_a_worker_compiled_is_loaded_from_the_cache(
     counters.clear()
     cache.compile([kernel])
     assert kernel.is_compiled, kernel.failure
+    assert was_compiled(kernel.key, deterministic=False)
     assert counters["inductor"]["fxgraph_cache_hit"] == 1
     x = torch.randn(64, 8)
     assert torch.equal(lowered.module(x), (x * 3).relu() + 1)

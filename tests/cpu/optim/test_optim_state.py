@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim_cases import write_state
 from torch import Tensor
 
 from trainmux import optim
@@ -83,7 +84,7 @@ def test_written_state_is_a_copy_with_the_parameters_layout():
     param = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam([param])
     source = torch.randn(2, 3, 4, 5, dtype=torch.float64)
-    optim.write_state(optimizer, 0, param, {"exp_avg": source, "exp_avg_sq": source}, 4)
+    write_state(optimizer, 0, param, {"exp_avg": source, "exp_avg_sq": source}, 4)
     state = optimizer.state[param]
     assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
     assert state["step"] == 4.0
@@ -112,7 +113,7 @@ def test_the_count_is_stored_as_torch_stores_it(
         optimizer = torch.optim.Adam(params, **settings)
         stepped(optimizer, params, [0])
         rows = {"exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
-        optim.write_state(optimizer, 0, params[1], rows, 1)
+        write_state(optimizer, 0, params[1], rows, 1)
         ours, theirs = (optimizer.state[param]["step"] for param in reversed(params))
     finally:
         torch.set_default_dtype(previous)
@@ -125,26 +126,26 @@ def test_no_steps_leave_no_state():
     param = torch.zeros(2)
     optimizer = torch.optim.Adam([param])
     stepped(optimizer, [param], [0])
-    optim.write_state(optimizer, 0, param, {}, 0)
+    write_state(optimizer, 0, param, {}, 0)
     assert len(optimizer.state) == 0
 
 
 def test_sgd_without_momentum_writes_nothing():
     param = torch.zeros(2)
     optimizer = torch.optim.SGD([param], lr=0.1)
-    optim.write_state(optimizer, 0, param, {}, 7)
+    write_state(optimizer, 0, param, {}, 7)
     assert len(optimizer.state) == 0
 
 
 def test_a_missing_state_tensor_is_refused():
     param = torch.zeros(2)
     with pytest.raises(OptimizerError, match="got none for 'exp_avg_sq'"):
-        optim.write_state(torch.optim.Adam([param]), 0, param, {"exp_avg": torch.zeros(2)}, 1)
+        write_state(torch.optim.Adam([param]), 0, param, {"exp_avg": torch.zeros(2)}, 1)
 
 
 def test_written_state_survives_a_state_dict():
     param, other = torch.zeros(3), torch.zeros(3)
     optimizer, restored = torch.optim.AdamW([param]), torch.optim.AdamW([other])
-    optim.write_state(optimizer, 0, param, {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}, 5)
+    write_state(optimizer, 0, param, {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}, 5)
     restored.load_state_dict(optimizer.state_dict())
     assert optim.read_state(restored, 0, other)[1] == 5

@@ -1,0 +1,123 @@
+"""Lowered steps on disk: a second start of the same fleet traces its model and goes on from there.
+
+A stored step is found by everything that decides it: the member's graph with its constants, the width, the
+update, the fleet's settings, the device, and the versions of torch and of this package's own source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainmux.ir import FusionRecord, GraphInput
+from trainmux.lowering import KernelCache, Lowered, cache_folder, from_bytes, to_bytes
+from trainmux.tracing import TracedGraph, graph_constant
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """A lowered step with what a program needs beside it. Lines of code in ``records`` are those of the day
+    it was stored."""
+
+    lowered: Lowered
+    inputs: tuple[GraphInput, ...]
+    metrics: tuple[str, ...]
+    records: tuple[FusionRecord, ...]
+    num_nodes: int
+
+
+def step_key(traced: TracedGraph, *decisive: Any) -> str:
+    """What a stored step is found by; ``decisive`` are further values that decide it."""
+    digest = hashlib.sha256()
+    for node in traced.module.graph.nodes:
+        marks = [str(node.meta[mark]) for mark in ("recompute", "ac_graph_id") if mark in node.meta]
+        value = node.meta.get("val") if node.op == "placeholder" else None
+        shape = "" if value is None else f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
+        line = f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {marks} {shape}\n"
+        digest.update(line.encode())
+        if node.op == "get_attr":
+            constant = graph_constant(traced.module, node).detach().cpu().contiguous()
+            digest.update(f"{tuple(constant.shape)} {constant.dtype}".encode())
+            digest.update(constant.reshape(-1).view(torch.uint8).numpy().tobytes())
+    named = [device_name(torch.device("cuda"))] if torch.cuda.is_available() else []
+    everything = (traced.inputs, traced.outputs, *decisive, torch.__version__, named, _source_version())
+    digest.update(_canonical(everything).encode())
+    return digest.hexdigest()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def store(key: str, step: StoredStep) -> None:
+    """Write a step; a disk that is full or read-only only costs the next start its time.
+
+    So does a graph that calls something which has no name to find it by again.
+    """
+    described = (step.inputs, step.metrics, step.records, step.num_nodes)
+    try:
+        data = pickle.dumps((described, to_bytes(step.lowered)))
+    except (TypeError, AttributeError, pickle.PicklingError):
+        return
+    with suppress(OSError):
+        path = _path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            try:
+                file.write(data)
+                file.close()
+                os.replace(file.name, path)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(file.name)
+                raise
+
+
+def load(key: str, cache: KernelCache, device: torch.device) -> StoredStep | None:
+    """A stored step, or ``None`` where there is none that can be read."""
+    try:
+        (inputs, metrics, records, num_nodes), data = pickle.loads(_path(key).read_bytes())
+        return StoredStep(from_bytes(data, cache, device), inputs, metrics, records, num_nodes)
+    except Exception:
+        # A file that was cut off or damaged can fail in any way; the step is then built again and rewritten.
+        return None
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / "trainmux" / f"{key}.step"
+
+
+def _canonical(value: Any) -> str:
+    """Text that is the same in every process: sets and dicts in order."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f"{f.name}={_canonical(getattr(value, f.name))}" for f in dataclasses.fields(value)]
+        return f"{type(value).__name__}({', '.join(fields)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{_canonical(k)}: {_canonical(v)}' for k, v in value.items()))}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_canonical, value)))}}}"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_canonical, value))}]"
+    return repr(value)
+
+
+@functools.cache
+def _source_version() -> str:
+    """A hash of this package's source: a step that another version lowered is not taken."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for room in ("engine", "fusion", "lowering", "optim", "runtime", "tracing", "fleet", "ir"):
+        for path in sorted((package / room).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,122 @@
+"""A plan: how members are put into sub-arrays, what is swapped, what is recomputed, and in which order.
+
+A plan is data. `rewrite` turns it into a `Program`, the verifier proves the program, the engine runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Multiplexing(Enum):
+    """How sub-arrays share the device."""
+
+    TURNS = "turns"
+    """One after another, each forward, backward and update before the next begins."""
+    RING = "ring"
+    """The backward pass of each beside the forward pass of the next, the last one's beside the first one's
+    of the following step. With two sub-arrays this is the paper's pair."""
+
+
+@dataclass(frozen=True)
+class SubArray:
+    """Members that are fused. ``profile`` is the position of their profile in the plan's fingerprints."""
+
+    members: tuple[str, ...]
+    profile: int
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A tensor that leaves the device and comes back.
+
+    Nodes are (sub-array, rank). It is offloaded as soon as ``offload_after`` has run, its bytes are given
+    back just before ``release_before`` and taken again, for the copy back, just before ``prefetch_before``
+    (the paper's ``prefetch_prompt``). ``reason`` says in words why, with the paper's case (1a to 3) where
+    there is one.
+    """
+
+    sub_array: int
+    tensor: int
+    offload_after: tuple[int, int]
+    release_before: tuple[int, int]
+    prefetch_before: tuple[int, int]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """A tensor that is dropped after its last forward use and made again just before ``before`` runs.
+
+    ``nodes`` are the ranks to run again, in order; what they make besides ``tensor`` is dropped as soon as
+    no later node of this recomputation needs it.
+    """
+
+    sub_array: int
+    tensor: int
+    nodes: tuple[int, ...]
+    before: tuple[int, int]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a policy decides for given sub-arrays.
+
+    ``order`` is the body: (sub-array, rank) of each node of each sub-array, once each. In a ring the forward
+    nodes of the first sub-array come last: they belong to its next step.
+    """
+
+    multiplexing: Multiplexing
+    order: tuple[tuple[int, int], ...]
+    swaps: tuple[Swap, ...]
+    recomputes: tuple[Recomputation, ...]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A partition that was tried: what it would cost, and why it was not taken (empty: it was)."""
+
+    policy: str
+    widths: tuple[int, ...]
+    multiplexing: Multiplexing
+    step_seconds: float
+    peak_bytes: int
+    stall_seconds: float
+    recompute_seconds: float
+    lost_because: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The chosen schedule with what the simulation says of it.
+
+    ``peak_bytes`` is what will be reserved on the device: the slab with every tensor, and ``fixed_bytes`` for
+    library workspaces and graphs. ``step_seconds`` is one pass through the body: one step of every member.
+    ``swap_overlap`` is the share of copy time that runs beside compute, ``recompute_share`` recompute time as
+    a share of compute time (§5.3).
+    """
+
+    policy: str
+    budget_bytes: int
+    fixed_bytes: int
+    profiles: tuple[str, ...]
+    partition: tuple[SubArray, ...]
+    schedule: Schedule
+    peak_bytes: int
+    host_bytes: int
+    step_seconds: float
+    stall_seconds: float
+    recompute_seconds: float
+    swap_overlap: float
+    recompute_share: float
+    attempts: tuple[Attempt, ...] = ()
+
+    @property
+    def swaps(self) -> tuple[Swap, ...]:
+        return self.schedule.swaps
+
+    @property
+    def recomputes(self) -> tuple[Recomputation, ...]:
+        return self.schedule.recomputes

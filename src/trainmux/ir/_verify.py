@@ -1,0 +1,268 @@
+"""The proof that a program may run: it computes what the step without a plan computes, within its bytes.
+
+The verifier knows profiles and instructions only. It shares no code with what plans, simulates or rewrites,
+and derives from the instructions alone what must be where, in which version, and who must wait for whom.
+
+A body that is repeated needs one walk. The prologue leads from the state before any step to some state S;
+the body, walked from S, must lead back to it, one step later; the epilogue, walked from S too, must lead
+back to the state before any step. By induction every number of passes is then right, zero included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from trainmux.errors import PlanError
+from trainmux.ir._profile import Profile
+from trainmux.ir._program import Part, Program, Tenancy
+from trainmux.ir._verify_facts import StepFacts, read_profiles
+from trainmux.ir._verify_order import PartOrder, Share, expected_shares
+from trainmux.ir._verify_report import Findings, Names, Violation, ViolationKind
+from trainmux.ir._verify_slab import AT_BEGINNING
+from trainmux.ir._verify_walk import Held, Key, Memory, PartWalk, Walked
+
+
+def verify(
+    program: Program,
+    profiles: Sequence[Profile],
+    *,
+    budget_bytes: int,
+    fixed_bytes: int = 0,
+    host_bytes: int | None = None,
+) -> None:
+    """Prove ``program`` over one profile per sub-array, or raise `PlanError` with what is wrong.
+
+    Proved: each node of each sub-array runs once per step, in rank order, in the part and stage where it
+    belongs; whatever it reads or changes is on the device in the version that the step without a plan has
+    there, with every wait between lanes that this takes; a node runs again only where that makes the same
+    values; no use after free, no double free, no leak, no static tensor lost; tenancies are those that the
+    instructions imply, without overlap, within ``slab_bytes``; the slab and ``fixed_bytes`` are within
+    ``budget_bytes``. Each tensor that is ever copied to the host, or lies there between steps, has a place
+    there of its own; all of them are within the program's ``host_bytes``, and those within ``host_bytes``
+    where that is given.
+    """
+    findings = _examine(program, profiles, budget_bytes, fixed_bytes, host_bytes)
+    if findings.count:
+        shown = "".join(f"\n- {violation}" for violation in findings.violations)
+        more = findings.count - len(findings.violations)
+        raise PlanError(
+            f"expected a program that computes what the step without a plan computes, within its bytes, but "
+            f"it breaks {findings.count} rules:{shown}"
+            + (f"\n- and {more} more" if more else "")
+            + "\nDo not run it: plan again; if that is refused too, the planner is at fault"
+        )
+
+
+def find_violations(
+    program: Program,
+    profiles: Sequence[Profile],
+    *,
+    budget_bytes: int,
+    fixed_bytes: int = 0,
+    host_bytes: int | None = None,
+) -> tuple[Violation, ...]:
+    """What `verify` would raise, as records: the first 20 violations, none where the program is right."""
+    return tuple(_examine(program, profiles, budget_bytes, fixed_bytes, host_bytes).violations)
+
+
+def _examine(
+    program: Program,
+    profiles: Sequence[Profile],
+    budget_bytes: int,
+    fixed_bytes: int,
+    host_bytes: int | None,
+) -> Findings:
+    findings = Findings()
+    facts = read_profiles(profiles, findings)
+    if findings.count:
+        return findings
+    proof = _Proof(program, facts, Names(profiles), findings)
+    host_keys = proof.run()
+    if program.slab_bytes + fixed_bytes > budget_bytes:
+        findings.add(
+            ViolationKind.BUDGET,
+            "program",
+            -1,
+            f"the budget is {budget_bytes} bytes, but the slab of {program.slab_bytes} bytes and "
+            f"{fixed_bytes} fixed bytes are {program.slab_bytes + fixed_bytes - budget_bytes} more",
+        )
+    needed = sum(facts[sub_array].sizes[tensor] for sub_array, tensor in host_keys)
+    if needed > program.host_bytes:
+        findings.add(
+            ViolationKind.HOST_MEMORY,
+            "program",
+            -1,
+            f"the program promises {program.host_bytes} bytes of host copies, but its {len(host_keys)} "
+            f"tensors with a place on the host take {needed}",
+        )
+    if host_bytes is not None and max(needed, program.host_bytes) > host_bytes:
+        findings.add(
+            ViolationKind.HOST_MEMORY,
+            "program",
+            -1,
+            f"the host has {host_bytes} bytes for copies, but the program needs "
+            f"{max(needed, program.host_bytes)}",
+        )
+    return findings
+
+
+def _is_empty(part: Part) -> bool:
+    return not part.instructions and not part.tenancies
+
+
+class _Proof:
+    """Walks through the parts of one program and compares what each leaves with what must be there."""
+
+    def __init__(
+        self, program: Program, facts: Sequence[StepFacts], names: Names, findings: Findings
+    ) -> None:
+        self._program = program
+        self._facts = facts
+        self._names = names
+        self._findings = findings
+        self._shares = expected_shares(program, facts)
+        self._resident = self._read_resident()
+        self._kept_results = frozenset(
+            (sub_array, tensor) for sub_array, tensor in self._resident if facts[sub_array].is_result[tensor]
+        )
+
+    def run(self) -> set[Key]:
+        """Check everything; returns the tensors that have a place on the host."""
+        program, shares = self._program, self._shares
+        start = self._before_any_step()
+        prologue = self._walk("prologue", program.prologue, shares.prologue, start)
+        begun = prologue.memory
+        body = self._walk("body", program.body, shares.body, begun)
+        epilogue = self._walk("epilogue", program.epilogue, shares.epilogue, begun)
+        one_step = [1] * len(self._facts)
+        to_the_end = [
+            (share.start + share.num_nodes) // max(1, len(facts.nodes))
+            for share, facts in zip(shares.epilogue, self._facts, strict=True)
+        ]
+        on_host = {key for key in start.host if key not in begun.device}
+        self._compare(
+            "body",
+            begun,
+            self._later(body.memory, one_step),
+            on_host | body.host_reads | epilogue.host_reads,
+        )
+        self._compare("epilogue", start, self._later(epilogue.memory, to_the_end), start.host)
+        return {*start.host, *prologue.offloaded, *body.offloaded, *epilogue.offloaded}
+
+    def _read_resident(self) -> list[Key]:
+        found: dict[Key, None] = {}
+        for key in self._program.resident:
+            sub_array, tensor = key
+            if not (0 <= sub_array < len(self._facts) and 0 <= tensor < len(self._facts[sub_array].sizes)):
+                problem = "does not exist"
+            elif key in found:
+                problem = "is listed twice"
+            elif not (self._facts[sub_array].is_static[tensor] or self._facts[sub_array].is_result[tensor]):
+                problem = "is made anew in every step"
+            else:
+                found[key] = None
+                continue
+            self._findings.add(
+                ViolationKind.MALFORMED,
+                "resident",
+                -1,
+                f"{self._names.tensor(*key)} {problem}: static tensors and results can be resident",
+            )
+        return list(found)
+
+    def _before_any_step(self) -> Memory:
+        parts = (self._program.prologue, self._program.body, self._program.epilogue)
+        first = next((part for part in parts if not _is_empty(part)), self._program.prologue)
+        offsets = {
+            (tenancy.sub_array, tenancy.tensor): tenancy.offset
+            for tenancy in first.tenancies
+            if tenancy.begin == AT_BEGINNING
+        }
+        device = {
+            key: Held(offsets.get(key), None if key in self._kept_results else 0) for key in self._resident
+        }
+        host = {
+            (sub_array, tensor): 0
+            for sub_array, facts in enumerate(self._facts)
+            for tensor, is_static in enumerate(facts.is_static)
+            if is_static and (sub_array, tensor) not in device
+        }
+        return Memory(device, host)
+
+    def _walk(self, name: str, part: Part, shares: Sequence[Share], entry: Memory) -> Walked:
+        if _is_empty(part):  # nothing moves, and nothing needs to be said about it
+            sizes = {key: self._facts[key[0]].sizes[key[1]] for key in entry.device}
+            stay = [
+                Tenancy(*key, AT_BEGINNING, 0, held.offset, sizes[key])
+                for key, held in entry.device.items()
+                if held.offset is not None
+            ]
+            part = Part((), tuple(stay))
+        order = PartOrder(
+            name,
+            shares,
+            self._facts,
+            is_ring=self._shares.is_ring,
+            names=self._names,
+            findings=self._findings,
+        )
+        walk = PartWalk(
+            name,
+            part,
+            order,
+            self._facts,
+            kept_results=self._kept_results,
+            slab_bytes=self._program.slab_bytes,
+            names=self._names,
+            findings=self._findings,
+        )
+        return walk.run(entry)
+
+    def _later(self, memory: Memory, num_steps: Sequence[int]) -> Memory:
+        """The same state, with versions counted from a step that is so many steps later."""
+
+        def count(key: Key, version: int | None) -> int | None:
+            sub_array, tensor = key
+            if version is None:
+                return None
+            return version - num_steps[sub_array] * self._facts[sub_array].periods[tensor]
+
+        return Memory(
+            {key: Held(held.offset, count(key, held.version)) for key, held in memory.device.items()},
+            {key: count(key, version) for key, version in memory.host.items()},
+        )
+
+    def _compare(self, part: str, expected: Memory, got: Memory, host_keys: Collection[Key]) -> None:
+        """At the end of ``part`` there must be what its successor, or the next step, begins with."""
+        for key, held in expected.device.items():
+            after = got.device.get(key)
+            if after is None:
+                self._refuse(part, key, "must be on the device at the end, as at the beginning, but is not")
+                continue
+            if after.offset != held.offset and None not in (after.offset, held.offset):
+                self._refuse(part, key, f"must end at offset {held.offset}, but is at {after.offset}")
+            if held.version is not None and after.version != held.version:
+                self._refuse(
+                    part,
+                    key,
+                    f"must end with the latest version, {held.version}, but holds {after.version} (counted "
+                    "from the step that follows)",
+                )
+        for key in got.device:
+            if key not in expected.device:
+                self._findings.add(
+                    ViolationKind.LEAK,
+                    part,
+                    -1,
+                    f"{self._names.tensor(*key)} is still on the device at the end: it was never freed",
+                )
+        for key in host_keys:
+            if key in expected.host and got.host.get(key) != expected.host[key]:
+                self._refuse(
+                    part,
+                    key,
+                    "must lie on the host at the end in its latest version, but the copy there is an old one",
+                )
+
+    def _refuse(self, part: str, key: Key, text: str) -> None:
+        self._findings.add(ViolationKind.BOUNDARY, part, -1, f"{self._names.tensor(*key)} {text}")

@@ -1,0 +1,148 @@
+"""A lowered program as bytes, so that a second start need not fuse, split and cut again.
+
+Kernels are stored as the regions they were made from; the compiler's own cache has their code. What is read
+here was written by this package into the user's own cache folder: it is trusted as compiled code is.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+
+from trainmux.ir import Phase
+from trainmux.lowering._compile import Kernel, KernelCache
+from trainmux.lowering._lower import Conform, Lowered, RegionCall
+from trainmux.lowering._padding import extended_product
+from trainmux.lowering._payload import from_payload, op_name, op_of
+from trainmux.lowering._regions import TensorSpec
+
+_EXTENDED = "trainmux.extended_product"
+
+
+@dataclass(frozen=True)
+class _At:
+    """A node, by its place in the graph."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """An operator among the arguments of another."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Region:
+    kernel: str
+    outputs: tuple[TensorSpec, ...]
+    placed: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class _Conform:
+    specs: tuple[TensorSpec | None, ...]
+
+
+def to_bytes(lowered: Lowered) -> bytes:
+    """Everything of a lowered program but its compiled code. Its kernels must not be compiled yet."""
+    place = {node: _At(i) for i, node in enumerate(lowered.module.graph.nodes)}
+
+    def plain(value: Any) -> Any:
+        filled = fx.map_arg(value, lambda node: place[node])  # type: ignore[arg-type, return-value]
+        return _map(filled, lambda v: _Operator(op_name(v)) if isinstance(v, OpOverload) else v)
+
+    lines = []
+    constants: dict[str, Tensor] = {}
+    modules: dict[str, _Region | _Conform] = {}
+    for node in lowered.module.graph.nodes:
+        target = str(node.target)
+        if node.op == "get_attr":
+            constants[target] = getattr(lowered.module, target).detach().cpu()
+        elif node.op == "call_module":
+            modules[target] = _described(lowered.module.get_submodule(target))
+        elif node.op == "call_function":
+            target = _EXTENDED if node.target is extended_product else op_name(node.target)
+        phase = node.meta.get("phase")
+        args, kwargs = plain(node.args), plain(dict(node.kwargs))
+        lines.append((node.op, node.name, target, args, kwargs, phase and phase.value))
+    kernels = {kernel.key: kernel.payload() for kernel in lowered.kernels}
+    stream = io.BytesIO()
+    torch.save(dict(enumerate(constants.values())), stream)
+    content = (lines, modules, kernels, lowered.num_regions, lowered.num_calls, tuple(constants))
+    return pickle.dumps((content, stream.getvalue()))
+
+
+def from_bytes(data: bytes, cache: KernelCache, device: torch.device) -> Lowered:
+    """The program again; kernels that ``cache`` knows are shared."""
+    content, stored = pickle.loads(data)
+    lines, modules, payloads, num_regions, num_calls, names = content
+    constants = torch.load(io.BytesIO(stored), weights_only=True)
+    kernels = {key: cache.kernel_from(key, partial(from_payload, item)) for key, item in payloads.items()}
+    owner = nn.Module()
+    for index, name in enumerate(names):
+        owner.register_buffer(name, constants[index].to(device), persistent=False)
+    for name, described in modules.items():
+        owner.add_module(name, _module(described, kernels))
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+
+    def whole(value: Any) -> Any:
+        return _map(value, lambda v: _resolved(v, nodes))
+
+    for op, name, target, args, kwargs, phase in lines:
+        if op == "output":
+            nodes.append(graph.output(whole(args)[0]))
+            continue
+        function: Any = target
+        if op == "call_function":
+            function = extended_product if target == _EXTENDED else op_of(target)
+        node = graph.create_node(op, function, whole(args), whole(kwargs), name=name)
+        if phase is not None:
+            node.meta["phase"] = Phase(phase)
+        nodes.append(node)
+    module = fx.GraphModule(owner, graph)
+    return Lowered(module, tuple(kernels.values()), num_regions, num_calls)
+
+
+def _resolved(value: Any, nodes: list[fx.Node]) -> Any:
+    if isinstance(value, _At):
+        return nodes[value.place]
+    return op_of(value.name) if isinstance(value, _Operator) else value
+
+
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (tuple, list)) and type(value) in (
+        tuple,
+        list,
+        fx.immutable_collections.immutable_list,
+    ):
+        return (tuple if isinstance(value, tuple) else list)(_map(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: _map(item, function) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_map(item, function) for item in (value.start, value.stop, value.step)))
+    return function(value)
+
+
+def _described(module: nn.Module) -> _Region | _Conform:
+    if isinstance(module, RegionCall):
+        return _Region(module.kernel.key, module.outputs, module.placed)
+    if isinstance(module, Conform):
+        return _Conform(module.specs)
+    raise TypeError(f"expected a region or a change of layout, got {type(module).__name__}")
+
+
+def _module(described: _Region | _Conform, kernels: dict[str, Kernel]) -> nn.Module:
+    if isinstance(described, _Region):
+        return RegionCall(kernels[described.kernel], described.outputs, described.placed)
+    return Conform(described.specs)

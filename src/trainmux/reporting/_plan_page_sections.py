@@ -1,0 +1,327 @@
+"""The parts of the page that are plain HTML: figures, tables, and the frames that charts are drawn into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from trainmux.ir import Attempt, Plan, Profile, Timeline
+from trainmux.reporting._plan_facts import (
+    attempts_best_first,
+    cheapest_seconds,
+    curve_by_budget,
+    curve_in_words,
+    how_it_trains,
+    outcome,
+    recomputed_bytes,
+    seconds_per_member,
+    swapped_bytes,
+)
+from trainmux.reporting._plan_lookup import PlanLookup
+from trainmux.reporting._plan_page_table import Cell, Column, Kind, Row, empty_table, escaped, table
+from trainmux.reporting._units import (
+    NOTHING,
+    counted,
+    format_bytes,
+    format_change,
+    format_seconds,
+    format_share,
+    format_widths,
+)
+
+
+def peak_in_use(timeline: Timeline, fixed_bytes: int) -> int | None:
+    """The most bytes in use at once, with those of libraries and graphs; ``None`` without memory points."""
+    totals = [
+        sum(size for _, size in point.bytes_by_class) + point.workspace_bytes for point in timeline.memory
+    ]
+    return max(totals) + fixed_bytes if totals else None
+
+
+def header(title: str, plan: Plan, has_curve: bool) -> str:
+    links = [
+        ("timeline", "Timeline"),
+        ("numbers", "Step in numbers"),
+        ("partitions", "Partitions"),
+        *([("budget", "What the budget costs")] if has_curve else []),
+        ("tensors", "Tensors"),
+    ]
+    items = "".join(f'<li><a href="#{target}">{escaped(text)}</a></li>' for target, text in links)
+    return (
+        f'<header><h1>{escaped(title)}</h1><p class="lead">Policy {escaped(plan.policy)}: '
+        f'{escaped(how_it_trains(plan))}.</p><nav aria-label="Sections"><ul>{items}</ul></nav></header>'
+    )
+
+
+def tiles(lookup: PlanLookup, predicted: Timeline, measured: Timeline | None) -> str:
+    plan = lookup.plan
+    step_note = f"{format_seconds(seconds_per_member(plan))} a member"
+    if measured is not None:
+        change = format_change(measured.seconds, predicted.seconds)
+        step_note += f"; measured {format_seconds(measured.seconds)} ({change})"
+    peak_note = f"of the budget's {format_bytes(plan.budget_bytes)}"
+    if plan.budget_bytes:
+        peak_note += f" ({format_share(plan.peak_bytes / plan.budget_bytes)})"
+    stalled = format_share(plan.stall_seconds / plan.step_seconds) if plan.step_seconds else NOTHING
+    swap_note = (
+        f"{format_bytes(swapped_bytes(plan, lookup))} each way, {format_share(plan.swap_overlap)} of the "
+        "copy time beside compute"
+        if plan.swaps
+        else "nothing leaves the device"
+    )
+    again_note = (
+        f"{format_bytes(recomputed_bytes(plan, lookup))} in {format_seconds(plan.recompute_seconds)}, "
+        f"{format_share(plan.recompute_share)} of the compute time"
+        if plan.recomputes
+        else "every node runs once"
+    )
+    return "".join(
+        (
+            '<dl class="tiles">',
+            _tile("Step, predicted", format_seconds(plan.step_seconds), step_note),
+            _tile("Reserved on the device", format_bytes(plan.peak_bytes), peak_note, _meter(plan)),
+            _tile("Compute is idle", format_seconds(plan.stall_seconds), f"{stalled} of the step"),
+            _tile("Swapped", counted(len(plan.swaps), "tensor"), swap_note),
+            _tile("Recomputed", counted(len(plan.recomputes), "tensor"), again_note),
+            _tile("Host memory", format_bytes(plan.host_bytes), "for what is swapped out"),
+            "</dl>",
+        )
+    )
+
+
+def _tile(name: str, figure: str, note: str, extra: str = "") -> str:
+    return (
+        f'<div><dt>{escaped(name)}</dt><dd><div class="figure">{escaped(figure)}</div>'
+        f'{extra}<div class="note">{escaped(note)}</div></dd></div>'
+    )
+
+
+def _meter(plan: Plan) -> str:
+    most = max(1, plan.budget_bytes)
+    label = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)}"
+    return (
+        f'<meter min="0" max="{most}" value="{min(plan.peak_bytes, most)}" aria-label="{escaped(label)}">'
+        f"{escaped(label)}</meter>"
+    )
+
+
+def timeline_section(plan: Plan, timelines: Sequence[Timeline]) -> str:
+    memory = "".join(_memory_figure(number, plan, timeline) for number, timeline in enumerate(timelines))
+    sources = " and ".join(timeline.source for timeline in timelines)
+    lanes_label = (
+        f"The lanes compute, device to host and host to device, {sources}. Left and right arrows go from "
+        "instruction to instruction, up and down from lane to lane, Enter zooms to the one selected."
+    )
+    buttons = "".join(
+        f'<button type="button" id="{name}" aria-label="{escaped(label)}">{escaped(text)}</button>'
+        for name, label, text in (
+            ("zoom-in", "Zoom in", "Zoom in"),
+            ("zoom-out", "Zoom out", "Zoom out"),
+            ("zoom-fit", "Show the whole step", "Whole step"),
+            ("pan-left", "Move the window to earlier times", "← Earlier"),
+            ("pan-right", "Move the window to later times", "Later →"),
+        )
+    )
+    return (
+        '<section id="timeline" aria-labelledby="timeline-title">'
+        '<h2 id="timeline-title">One step on the clock</h2>'
+        '<p class="help" id="timeline-help">All charts here share one window on the clock. Drag to move it; '
+        "Ctrl and scroll, pinch or double-click to zoom. With a chart focused: + and − zoom, 0 shows the "
+        "whole step, Shift with arrows moves the window, arrows walk. Where nodes are narrower than a "
+        "pixel, a column of pixels shows their shares of the time.</p>"
+        f'<div class="toolbar" role="group" aria-label="Window on the clock">{buttons}'
+        '<output id="window"></output></div>'
+        f'{memory}<ul class="legend" id="memory-legend" aria-label="Byte classes"></ul>'
+        '<figure class="timed" id="lanes"><figcaption>Lanes'
+        '<button type="button" id="clear-highlight" hidden></button></figcaption>'
+        f'<canvas tabindex="0" role="application" aria-roledescription="Gantt chart" '
+        f'aria-label="{escaped(lanes_label)}" aria-describedby="timeline-help"></canvas></figure>'
+        '<ul class="legend" id="lanes-legend" aria-label="Lanes"></ul></section>'
+    )
+
+
+def _memory_figure(number: int, plan: Plan, timeline: Timeline) -> str:
+    peak = peak_in_use(timeline, plan.fixed_bytes)
+    note = "" if peak is not None or not number else ": bytes as predicted, on the measured clock"
+    in_words = f"at most {format_bytes(peak)} in use" if peak is not None else "no bytes were recorded"
+    label = (
+        f"Memory over time by byte class, {timeline.source}: {in_words}, {format_bytes(plan.peak_bytes)} "
+        f"reserved, budget {format_bytes(plan.budget_bytes)}. Left and right arrows move along the clock."
+    )
+    return (
+        f'<figure class="timed" id="memory-{number}">'
+        f"<figcaption>Memory, {escaped(timeline.source + note)}</figcaption>"
+        f'<canvas tabindex="0" role="application" aria-roledescription="stacked area chart" '
+        f'aria-label="{escaped(label)}" aria-describedby="timeline-help"></canvas></figure>'
+    )
+
+
+def numbers_section(plan: Plan, predicted: Timeline, measured: Timeline | None) -> str:
+    timelines = [predicted] if measured is None else [predicted, measured]
+    rows = [
+        _compared("Step", [timeline.seconds for timeline in timelines]),
+        _compared("Compute, recomputes included", [timeline.compute_seconds for timeline in timelines]),
+        _compared("Recompute", [timeline.recompute_seconds for timeline in timelines]),
+        _compared("Compute is idle", [timeline.stall_seconds for timeline in timelines]),
+        _compared("Copies run", [timeline.copy_seconds for timeline in timelines]),
+        _compared("Copies run beside compute", [timeline.hidden_copy_seconds for timeline in timelines]),
+    ]
+    peaks = [peak_in_use(timeline, plan.fixed_bytes) for timeline in timelines]
+    if any(peak is not None for peak in peaks):
+        shown = [format_bytes(peak) if peak is not None else NOTHING for peak in peaks]
+        numbers = [float(peak) if peak is not None else math.nan for peak in peaks]
+        rows.append(_numbers_row("Most bytes in use", shown, numbers))
+    columns = [f'<th scope="col" class="number">{escaped(name)}</th>' for name in _sources(timelines)]
+    return (
+        '<section id="numbers" aria-labelledby="numbers-title"><h2 id="numbers-title">Step in numbers</h2>'
+        '<div class="table"><table><caption class="hidden-text">Times and bytes of one step</caption>'
+        f"<thead><tr><td></td>{''.join(columns)}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        "</section>"
+    )
+
+
+def _sources(timelines: Sequence[Timeline]) -> list[str]:
+    names = [timeline.source for timeline in timelines]
+    return [*names, "difference"] if len(names) > 1 else names
+
+
+def _compared(name: str, seconds: Sequence[float]) -> str:
+    return _numbers_row(name, [format_seconds(value) for value in seconds], seconds)
+
+
+def _numbers_row(name: str, shown: Sequence[str], numbers: Sequence[float]) -> str:
+    cells = list(shown)
+    if len(numbers) > 1:
+        cells.append(format_change(numbers[1], numbers[0]))
+    values = "".join(f'<td class="number">{escaped(cell)}</td>' for cell in cells)
+    return f'<tr><th scope="row">{escaped(name)}</th>{values}</tr>'
+
+
+def tensors_section() -> str:
+    columns = (
+        Column("Tensor", Kind.TEXT),
+        Column("Sub-array", Kind.SHORT),
+        Column("Class", Kind.SHORT),
+        Column("Size", Kind.NUMBER),
+        Column("Decision", Kind.SHORT),
+        Column("Why", Kind.TEXT),
+    )
+    decisions = "".join(f"<option>{name}</option>" for name in ("kept", "swapped", "recomputed"))
+    return (
+        '<section id="tensors" aria-labelledby="tensors-title"><h2 id="tensors-title">Tensors</h2>'
+        '<p class="help">A tensor that is swapped or recomputed can be shown in the timeline: choose its '
+        "name. Behind a node stands the number of its sub-array.</p>"
+        '<div class="filters" role="search" aria-label="Tensors to show">'
+        '<label>Name or reason <input type="search" data-filter="text" autocomplete="off"></label>'
+        '<label>Decision <select data-filter="decision"><option value="">all</option>'
+        f"{decisions}</select></label>"
+        '<label>Class <select data-filter="className"><option value="">all</option></select></label>'
+        '<label>Sub-array <select data-filter="subArray"><option value="">all</option></select></label></div>'
+        '<p class="help" data-role="count" role="status"></p>'
+        f"{empty_table(columns, caption='Tensors by size, with what the plan does with each')}"
+        '<button type="button" data-role="more" hidden></button></section>'
+    )
+
+
+def partitions_section(plan: Plan, profiles: Sequence[Profile]) -> str:
+    sub_arrays = table(
+        (
+            Column("Sub-array", Kind.SHORT),
+            Column("Width", Kind.SHORT),
+            Column("Members", Kind.TEXT),
+            Column("Profile", Kind.TEXT),
+        ),
+        [
+            Row(
+                (
+                    Cell(str(position), position),
+                    Cell(str(len(sub_array.members)), len(sub_array.members)),
+                    Cell(", ".join(sub_array.members)),
+                    Cell(_profile_in_words(profiles[sub_array.profile])),
+                )
+            )
+            for position, sub_array in enumerate(plan.partition)
+        ],
+        caption="The sub-arrays of this plan",
+    )
+    heading = f"Tried: {len(plan.attempts)}" if plan.attempts else "Tried"
+    tried = (
+        _attempts_table(attempts_best_first(plan))
+        if plan.attempts
+        else '<p class="muted">Only this partition was considered.</p>'
+    )
+    return (
+        '<section id="partitions" aria-labelledby="partitions-title">'
+        '<h2 id="partitions-title">Partitions</h2><h3>Chosen</h3>'
+        f"{sub_arrays}<h3>{escaped(heading)}</h3>{tried}</section>"
+    )
+
+
+def _profile_in_words(profile: Profile) -> str:
+    return (
+        f"{profile.source} on {profile.device.name}: {counted(len(profile.nodes), 'node')}, "
+        f"{counted(len(profile.tensors), 'tensor')}"
+    )
+
+
+def _attempts_table(attempts: Sequence[Attempt]) -> str:
+    columns = (
+        Column("Policy", Kind.SHORT),
+        Column("Widths", Kind.SHORT),
+        Column("Multiplexing", Kind.SHORT),
+        Column("Step", Kind.NUMBER),
+        Column("Peak", Kind.NUMBER),
+        Column("Idle", Kind.NUMBER),
+        Column("Recompute", Kind.NUMBER),
+        Column("Outcome", Kind.TEXT),
+    )
+    rows = [
+        Row(
+            (
+                Cell(attempt.policy),
+                Cell(format_widths(attempt.widths)),
+                Cell(attempt.multiplexing.value),
+                Cell(format_seconds(attempt.step_seconds), attempt.step_seconds),
+                Cell(format_bytes(attempt.peak_bytes), attempt.peak_bytes),
+                Cell(format_seconds(attempt.stall_seconds), attempt.stall_seconds),
+                Cell(format_seconds(attempt.recompute_seconds), attempt.recompute_seconds),
+                Cell(outcome(attempt)),
+            ),
+            is_chosen=not attempt.lost_because,
+        )
+        for attempt in attempts
+    ]
+    return table(columns, rows, caption="Every partition tried, and why it was not taken")
+
+
+def budget_section(plan: Plan, curve: Sequence[tuple[int, float]]) -> str:
+    if not curve:
+        return ""
+    fastest = cheapest_seconds(curve)
+    rows = [
+        Row(
+            (
+                Cell(format_bytes(budget), budget),
+                Cell(format_seconds(seconds) if math.isfinite(seconds) else "nothing fits", seconds),
+                Cell(format_change(seconds, fastest), seconds),
+            ),
+            is_chosen=budget == plan.budget_bytes,
+        )
+        for budget, seconds in curve_by_budget(curve)
+    ]
+    columns = (
+        Column("Budget", Kind.NUMBER),
+        Column("Step", Kind.NUMBER),
+        Column("More than the fastest", Kind.NUMBER),
+    )
+    words = curve_in_words(curve)
+    label = f"Step time against budget: {words}. Left and right arrows go from budget to budget."
+    return (
+        '<section id="budget" aria-labelledby="budget-title">'
+        '<h2 id="budget-title">What the budget costs</h2>'
+        f'<p class="muted">{escaped(words[0].upper() + words[1:])}.</p>'
+        '<figure id="budget-curve"><canvas tabindex="0" role="application" aria-roledescription="line chart" '
+        f'aria-label="{escaped(label)}"></canvas></figure>'
+        f"<details><summary>As a table</summary>{table(columns, rows, caption='What each budget costs')}"
+        "</details></section>"
+    )

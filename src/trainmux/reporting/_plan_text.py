@@ -1,0 +1,237 @@
+"""A plan as text: what was chosen, what else was tried and why it lost, what is swapped and recomputed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from trainmux.ir import Plan, Profile, Recomputation, SubArray, Swap
+from trainmux.reporting._plan_facts import (
+    attempts_best_first,
+    cheapest_seconds,
+    curve_by_budget,
+    curve_in_words,
+    how_it_trains,
+    outcome,
+    recomputed_bytes,
+    seconds_per_member,
+    swapped_bytes,
+)
+from trainmux.reporting._plan_lookup import PlanLookup
+from trainmux.reporting._units import (
+    NOTHING,
+    counted,
+    format_bytes,
+    format_change,
+    format_seconds,
+    format_share,
+    format_widths,
+    one_line,
+)
+
+_MAX_DECISIONS = 10
+_MAX_NAMES = 8
+_BAR_LENGTH = 40
+
+_Decision = TypeVar("_Decision", Swap, Recomputation)
+
+
+def plan_text(
+    plan: Plan,
+    *,
+    profiles: Sequence[Profile] | None = None,
+    budget_curve: Sequence[tuple[int, float]] = (),
+) -> str:
+    """The chosen plan, every partition tried, the largest swaps and recomputes, and what the budget costs.
+
+    With ``profiles``, those that the plan was made from, tensors and nodes have names and sizes; without
+    them, positions. ``budget_curve`` holds (budget in bytes, seconds a step); a time that is
+    not finite stands for a budget that nothing fits. Refused with `PlanError`: profiles of another plan.
+    """
+    lookup = PlanLookup.of(plan, profiles) if profiles is not None else None
+    blocks = [
+        _summary(plan, lookup),
+        _partition(plan),
+        _attempts(plan),
+        _swaps(plan, lookup),
+        _recomputes(plan, lookup),
+        _curve(plan, budget_curve),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _summary(plan: Plan, lookup: PlanLookup | None) -> list[str]:
+    step = plan.step_seconds
+    used = format_share(plan.peak_bytes / plan.budget_bytes) if plan.budget_bytes else NOTHING
+    stalled = format_share(plan.stall_seconds / step) if step else NOTHING
+    facts = [
+        ("step", f"{format_seconds(step)}, {format_seconds(seconds_per_member(plan))} a member"),
+        (
+            "peak",
+            f"{format_bytes(plan.peak_bytes)} of the budget's {format_bytes(plan.budget_bytes)} ({used}); "
+            f"{format_bytes(plan.fixed_bytes)} of it for library workspaces and graphs",
+        ),
+        ("host", f"{format_bytes(plan.host_bytes)} for what is swapped out"),
+        ("stall", f"{format_seconds(plan.stall_seconds)} ({stalled} of the step)"),
+        ("swaps", _swapped(plan, lookup)),
+        ("recomputes", _recomputed(plan, lookup)),
+    ]
+    width = max(len(name) for name, _ in facts)
+    return [f"plan by {one_line(plan.policy)}: {how_it_trains(plan)}"] + [
+        f"  {name:<{width}}  {value}" for name, value in facts
+    ]
+
+
+def _swapped(plan: Plan, lookup: PlanLookup | None) -> str:
+    if not plan.swaps:
+        return "none"
+    size = "" if lookup is None else f", {format_bytes(swapped_bytes(plan, lookup))} each way"
+    overlap = format_share(plan.swap_overlap)
+    return f"{counted(len(plan.swaps), 'tensor')}{size}; {overlap} of the copy time runs beside compute"
+
+
+def _recomputed(plan: Plan, lookup: PlanLookup | None) -> str:
+    if not plan.recomputes:
+        return "none"
+    size = "" if lookup is None else f", {format_bytes(recomputed_bytes(plan, lookup))}"
+    return (
+        f"{counted(len(plan.recomputes), 'tensor')}{size}; {format_seconds(plan.recompute_seconds)}, "
+        f"{format_share(plan.recompute_share)} of the compute time"
+    )
+
+
+def _partition(plan: Plan) -> list[str]:
+    return ["sub-arrays"] + [_sub_array(position, found) for position, found in enumerate(plan.partition)]
+
+
+def _sub_array(position: int, sub_array: SubArray) -> str:
+    shown = ", ".join(one_line(name) for name in sub_array.members[:_MAX_NAMES])
+    more = len(sub_array.members) - _MAX_NAMES
+    names = f"{shown} and {more} more" if more > 0 else shown
+    return f"  {position}  width {len(sub_array.members)}: {names}"
+
+
+def _attempts(plan: Plan) -> list[str]:
+    if not plan.attempts:
+        return []
+    header = ("", "policy", "widths", "multiplexing", "step", "peak", "stall", "recompute", "outcome")
+    rows = [
+        (
+            "" if attempt.lost_because else "*",
+            one_line(attempt.policy),
+            format_widths(attempt.widths),
+            attempt.multiplexing.value,
+            format_seconds(attempt.step_seconds),
+            format_bytes(attempt.peak_bytes),
+            format_seconds(attempt.stall_seconds),
+            format_seconds(attempt.recompute_seconds),
+            one_line(outcome(attempt)),
+        )
+        for attempt in attempts_best_first(plan)
+    ]
+    title = f"partitions tried: {len(plan.attempts)} (* is the one chosen)"
+    return [title, *_table(header, rows, right={"step", "peak", "stall", "recompute"})]
+
+
+def _swaps(plan: Plan, lookup: PlanLookup | None) -> list[str]:
+    def when(swap: Swap) -> str:
+        out, back = _node(lookup, swap.offload_after), _node(lookup, swap.prefetch_before)
+        return f"out after {out}, back before {back}"
+
+    rows = [
+        (*_tensor(lookup, swap.sub_array, swap.tensor), when(swap), one_line(swap.reason))
+        for swap in _largest(plan.swaps, lookup)
+    ]
+    return _decisions("swaps", len(plan.swaps), rows, lookup)
+
+
+def _recomputes(plan: Plan, lookup: PlanLookup | None) -> list[str]:
+    def when(again: Recomputation) -> str:
+        nodes = counted(len(again.nodes), "node")
+        if lookup is not None:
+            seconds = sum(lookup.node(again.sub_array, rank).seconds for rank in again.nodes)
+            nodes += f" ({format_seconds(seconds)})"
+        return f"by {nodes} before {_node(lookup, again.before)}"
+
+    rows = [
+        (*_tensor(lookup, again.sub_array, again.tensor), when(again), one_line(again.reason))
+        for again in _largest(plan.recomputes, lookup)
+    ]
+    return _decisions("recomputes", len(plan.recomputes), rows, lookup)
+
+
+def _decisions(
+    noun: str, number: int, rows: list[tuple[str, str, str, str, str]], lookup: PlanLookup | None
+) -> list[str]:
+    """Two lines each: what and when, then why."""
+    if not rows:
+        return []
+    which = f"{noun}: {number}"
+    if number > len(rows):
+        kind = "largest" if lookup is not None else "first"
+        which = f"{kind} {noun}: {len(rows)} of {number}"
+    header = ("size", "sub-array", "tensor", "when (sub-array:node)")
+    head, *lines = _table(header, [row[:4] for row in rows], right={"size", "sub-array"})
+    indent = " " * head.index("tensor")
+    block = [which, head]
+    for line, (*_, reason) in zip(lines, rows, strict=True):
+        block += [line, indent + reason] if reason else [line]
+    return block
+
+
+def _largest(decisions: Sequence[_Decision], lookup: PlanLookup | None) -> list[_Decision]:
+    if lookup is None:
+        return list(decisions[:_MAX_DECISIONS])
+    sizes = [lookup.tensor(one.sub_array, one.tensor).size_bytes for one in decisions]
+    by_size = sorted(range(len(decisions)), key=lambda position: -sizes[position])
+    return [decisions[position] for position in by_size[:_MAX_DECISIONS]]
+
+
+def _tensor(lookup: PlanLookup | None, sub_array: int, position: int) -> tuple[str, str, str]:
+    if lookup is None:
+        return NOTHING, str(sub_array), f"tensor {position}"
+    tensor = lookup.tensor(sub_array, position)
+    return format_bytes(tensor.size_bytes), str(sub_array), one_line(tensor.name)
+
+
+def _node(lookup: PlanLookup | None, at: tuple[int, int]) -> str:
+    sub_array, rank = at
+    name = f"node {rank}" if lookup is None else one_line(lookup.node(sub_array, rank).name)
+    return f"{sub_array}:{name}"
+
+
+def _curve(plan: Plan, curve: Sequence[tuple[int, float]]) -> list[str]:
+    if not curve:
+        return []
+    fastest = cheapest_seconds(curve)
+    slowest = max((seconds for _, seconds in curve if math.isfinite(seconds)), default=math.nan)
+    rows = []
+    for budget, seconds in curve_by_budget(curve):
+        fits = math.isfinite(seconds)
+        rows.append(
+            (
+                "*" if budget == plan.budget_bytes else "",
+                format_bytes(budget),
+                format_seconds(seconds),
+                format_change(seconds, fastest),
+                "#" * max(1, round(_BAR_LENGTH * seconds / slowest)) if fits else "nothing fits",
+            )
+        )
+    title = f"what the budget costs: {curve_in_words(curve)}"
+    return [title, *_table(("", "budget", "step", "more", ""), rows, right={"budget", "step", "more"})]
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Iterable[str]) -> list[str]:
+    """Columns as wide as their widest cell; the last one is as long as it is."""
+    to_the_right = set(right)
+    lengths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(length) if name in to_the_right else cell.ljust(length)
+            for name, cell, length in zip(header, cells, lengths, strict=True)
+        ]
+        return ("  " + "  ".join(padded)).rstrip()
+
+    return [line(header), *(line(row) for row in rows)]

@@ -1,0 +1,211 @@
+"""Three lanes on the clock: nodes, copies to the host, copies from it (D6).
+
+Each lane runs its operations in the order they were issued and meets the others only at waits. A copy that
+has the link for itself takes its ``alone`` seconds; while a copy in the other direction runs too, it takes
+its ``duplex`` seconds. One that has company for a while progresses at either speed in turn: this is summed
+piece by piece, not estimated. Nodes are not slowed down by copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainmux.errors import PlanError
+from trainmux.ir import Lane
+
+COMPUTE, OUT, IN = 0, 1, 2
+"""The lanes as numbers, in the order of `Lane`: flat lists of numbers are quick to run through."""
+LANE_NUMBERS = {Lane.COMPUTE: COMPUTE, Lane.OUT: OUT, Lane.IN: IN}
+NO_WAIT = -1
+"""Stands for the operation waited for, where an operation is no wait."""
+
+
+@dataclass(frozen=True)
+class LaneTimes:
+    """When everything has ended, and where the time went; the words are those of `ir.Timeline`.
+
+    ``starts`` and ``ends`` are those of each operation, in issue order. For a wait both are the moment it let
+    its lane go on.
+    """
+
+    seconds: float
+    compute_seconds: float
+    stall_seconds: float
+    copy_seconds: float
+    hidden_copy_seconds: float
+    starts: Sequence[float]
+    ends: Sequence[float]
+
+
+class LaneClock:
+    """Operations in issue order, for planners that want to know how long a row of them takes.
+
+    Each method appends one operation and returns its position, which a later `wait` may name.
+    """
+
+    __slots__ = ("_alone", "_duplex", "_lanes", "_waits")
+
+    def __init__(self) -> None:
+        self._lanes: list[int] = []
+        self._alone: list[float] = []
+        self._duplex: list[float] = []
+        self._waits: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def node(self, seconds: float) -> int:
+        """A node on the compute lane; zero seconds serve for a point to wait for."""
+        return self._append(COMPUTE, seconds, seconds, NO_WAIT)
+
+    def offload(self, alone_seconds: float, duplex_seconds: float) -> int:
+        """A copy to the host."""
+        return self._append(OUT, alone_seconds, duplex_seconds, NO_WAIT)
+
+    def prefetch(self, alone_seconds: float, duplex_seconds: float) -> int:
+        """A copy from the host."""
+        return self._append(IN, alone_seconds, duplex_seconds, NO_WAIT)
+
+    def wait(self, lane: Lane, on: int) -> int:
+        """Hold ``lane`` until the operation at position ``on`` has ended."""
+        return self._append(LANE_NUMBERS[lane], 0.0, 0.0, on)
+
+    def run(self) -> LaneTimes:
+        """Let the lanes run from the beginning; more operations may be appended afterwards."""
+        return run_lanes(self._lanes, self._alone, self._duplex, self._waits)
+
+    def _append(self, lane: int, alone: float, duplex: float, on: int) -> int:
+        self._lanes.append(lane)
+        self._alone.append(alone)
+        self._duplex.append(duplex)
+        self._waits.append(on)
+        return len(self._lanes) - 1
+
+
+def run_lanes(
+    lanes: Sequence[int], alone: Sequence[float], duplex: Sequence[float], waits: Sequence[int]
+) -> LaneTimes:
+    """Run operations given as flat lists: lane, seconds alone and in company, what is waited for.
+
+    Refused with `PlanError`: a wait for an operation that is not issued before it.
+    """
+    queues: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for position, lane in enumerate(lanes):
+        queues[lane].append(position)
+        if waits[position] != NO_WAIT and not 0 <= waits[position] < position:
+            raise PlanError(
+                f"a wait must name an operation issued before it, but the wait at {position} names "
+                f"{waits[position]}; issue what is waited for first"
+            )
+    compute_queue, out_queue, in_queue = queues
+    num_compute, num_out, num_in = len(compute_queue), len(out_queue), len(in_queue)
+    next_compute = next_out = next_in = 0
+    starts, ends = [0.0] * len(lanes), [0.0] * len(lanes)
+    ended = bytearray(len(lanes))
+
+    now = compute_end = out_end = in_end = 0.0
+    running = going_out = coming_in = -1  # positions of what the lanes are at, -1 for nothing
+    # A copy's progress: the share that was left at a moment, and the seconds that a whole copy takes since.
+    out_left = in_left = out_since = in_since = out_pace = in_pace = 0.0
+    is_duplex = False
+    compute_seconds = stall_seconds = copy_seconds = hidden_copy_seconds = 0.0
+
+    while True:
+        # Start whatever can start now. What takes no time may let another lane go on, hence the repetition.
+        out_starts = in_starts = False
+        moved = True
+        while moved:
+            moved = False
+            while running < 0 and next_compute < num_compute:
+                position = compute_queue[next_compute]
+                on = waits[position]
+                if on >= 0 and not ended[on]:
+                    break
+                next_compute += 1
+                starts[position] = now
+                seconds = alone[position]
+                if seconds > 0.0:
+                    running = position
+                    compute_end = now + seconds
+                    compute_seconds += seconds
+                else:
+                    ends[position] = now
+                    ended[position] = moved = True
+            while going_out < 0 and next_out < num_out:
+                position = out_queue[next_out]
+                on = waits[position]
+                if on >= 0 and not ended[on]:
+                    break
+                next_out += 1
+                starts[position] = now
+                if alone[position] > 0.0:
+                    going_out = position
+                    out_starts = True
+                else:
+                    ends[position] = now
+                    ended[position] = moved = True
+            while coming_in < 0 and next_in < num_in:
+                position = in_queue[next_in]
+                on = waits[position]
+                if on >= 0 and not ended[on]:
+                    break
+                next_in += 1
+                starts[position] = now
+                if alone[position] > 0.0:
+                    coming_in = position
+                    in_starts = True
+                else:
+                    ends[position] = now
+                    ended[position] = moved = True
+
+        # A copy that starts, and one whose company came or went, gets the end it has at the present pace.
+        changes_pace = (going_out >= 0 and coming_in >= 0) != is_duplex
+        if changes_pace:
+            is_duplex = not is_duplex
+        if going_out >= 0 and (out_starts or changes_pace):
+            if out_starts:
+                out_left = 1.0
+            elif now > out_since:
+                out_left = max(0.0, out_left - (now - out_since) / out_pace)
+            out_since = now
+            out_pace = duplex[going_out] if is_duplex else alone[going_out]
+            out_end = now + out_left * out_pace
+        if coming_in >= 0 and (in_starts or changes_pace):
+            if in_starts:
+                in_left = 1.0
+            elif now > in_since:
+                in_left = max(0.0, in_left - (now - in_since) / in_pace)
+            in_since = now
+            in_pace = duplex[coming_in] if is_duplex else alone[coming_in]
+            in_end = now + in_left * in_pace
+
+        # On to the next moment at which something ends.
+        if going_out < 0 and coming_in < 0:
+            if running < 0:
+                break
+            then = compute_end
+        else:
+            then = out_end if coming_in < 0 or (going_out >= 0 and out_end < in_end) else in_end
+            if running >= 0:
+                if compute_end < then:
+                    then = compute_end
+                hidden_copy_seconds += then - now
+            else:
+                stall_seconds += then - now
+            copy_seconds += then - now
+            if going_out >= 0 and out_end <= then:
+                ends[going_out] = then
+                ended[going_out] = True
+                going_out = -1
+            if coming_in >= 0 and in_end <= then:
+                ends[coming_in] = then
+                ended[coming_in] = True
+                coming_in = -1
+        if running >= 0 and compute_end <= then:
+            ends[running] = then
+            ended[running] = True
+            running = -1
+        now = then
+
+    return LaneTimes(now, compute_seconds, stall_seconds, copy_seconds, hidden_copy_seconds, starts, ends)

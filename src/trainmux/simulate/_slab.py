@@ -1,0 +1,178 @@
+"""Static placement of many tenants, some of which come back to the same bytes (D8 a).
+
+`_offsets.place` takes one span of time per tensor and looks at every pair. Here a tenant may have several
+spans, all at one offset, as a tensor needs that lies in a slab from one part of a program to the next; and
+the search through what is placed already runs over arrays, for thousands of tenants. The rule is the same:
+each tenant goes into the smallest gap that fits between those it shares time with. What matters is who comes
+first: those that are there when most bytes are in use, the longest-lived of them before the others. Then
+those that ended up too high are moved forward and it is tried again, until the slab is as good as the bytes
+in use at once or the tries are used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainmux.errors import ConfigError
+from trainmux.simulate._rules import round_up
+
+_MAX_PLACEMENTS = 24_000
+"""Tenants that are placed in all tries together: bounds the time, about 40 µs each."""
+_MIN_TRIES, _MAX_TRIES = 2, 24
+_GOOD_ENOUGH = 1000
+"""No further try when the slab exceeds the bytes in use at once by less than one part in this many."""
+
+
+_Spans = tuple[tuple[int, int], ...]
+_Array = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """``size_bytes`` that are needed during each of ``spans``: times (start, end), without the end itself."""
+
+    size_bytes: int
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Slab:
+    """The offset of each tenant in ``total_bytes``; no slab can be below ``lower_bound_bytes``."""
+
+    offsets: tuple[int, ...]
+    total_bytes: int
+    lower_bound_bytes: int
+
+
+def pack(tenants: Sequence[Tenant], alignment: int = 512) -> Slab:
+    """Offsets for ``tenants``, multiples of ``alignment``; the same tenants give the same slab.
+
+    Tenants that are there all the time lie at the bottom. Sizes count rounded up to the alignment. Refused
+    with `ConfigError`: an alignment below 1, a negative size, a tenant without spans or with spans that do
+    not end after they start or do not follow one another.
+    """
+    if alignment < 1:
+        raise ConfigError(f"alignment must be at least 1 byte, but got {alignment}; 512 suits every kernel")
+    for i, tenant in enumerate(tenants):
+        times = [time for span in tenant.spans for time in span]
+        in_order = all(start < end for start, end in tenant.spans) and times == sorted(times)
+        if tenant.size_bytes < 0 or not times or not in_order:
+            raise ConfigError(
+                "a tenant must have zero bytes or more and spans one after another that end after they "
+                f"start, but tenant {i} is {tenant}; leave out what is never there"
+            )
+    sizes = [round_up(tenant.size_bytes, alignment) for tenant in tenants]
+    first = min((tenant.spans[0][0] for tenant in tenants), default=0)
+    last = max((tenant.spans[-1][1] for tenant in tenants), default=0)
+    offsets = [0] * len(tenants)
+    base = 0
+    rest = []
+    for i, tenant in enumerate(tenants):
+        if sizes[i] == 0:
+            continue
+        if tenant.spans == ((first, last),):
+            offsets[i] = base
+            base += sizes[i]
+        else:
+            rest.append(i)
+    spans, rest_sizes = [tenants[i].spans for i in rest], [sizes[i] for i in rest]
+    in_use = _bytes_in_use(spans, rest_sizes, first, last)
+    bound = int(in_use.max(initial=0))
+    total, placed = _best_try(spans, rest_sizes, _by_crowding(spans, rest_sizes, in_use, first), bound)
+    for i, offset in zip(rest, placed, strict=True):
+        offsets[i] = base + offset
+    return Slab(tuple(offsets), base + total, base + bound)
+
+
+def _bytes_in_use(spans: Sequence[_Spans], sizes: Sequence[int], first: int, last: int) -> _Array:
+    """The bytes in use at each time from ``first`` up to, not including, ``last``."""
+    steps = np.zeros(last - first + 1, np.int64)
+    for tenant, size in zip(spans, sizes, strict=True):
+        for start, end in tenant:
+            steps[start - first] += size
+            steps[end - first] -= size
+    return np.cumsum(steps)[:-1]
+
+
+def _by_crowding(spans: Sequence[_Spans], sizes: Sequence[int], in_use: _Array, first: int) -> list[int]:
+    """Numbers of tenants: first those whose time has the most bytes in use, then by length, then by size."""
+    crowding = [max(int(in_use[s - first : e - first].max()) for s, e in tenant) for tenant in spans]
+    lengths = [sum(end - start for start, end in tenant) for tenant in spans]
+    return sorted(range(len(sizes)), key=lambda i: (-crowding[i], -lengths[i], -sizes[i], i))
+
+
+def _best_try(
+    spans: Sequence[_Spans], sizes: Sequence[int], by_crowding: Sequence[int], bound: int
+) -> tuple[int, list[int]]:
+    """The lowest total found, and its offsets.
+
+    Two rows of tries begin with the same order. In the first, all tenants above the bound move half way
+    forward each time, in the second those at the very top come first.
+    """
+    num_tries = min(max(_MIN_TRIES, _MAX_PLACEMENTS // max(1, len(sizes))), _MAX_TRIES)
+    begun = best = _place_in_order(spans, sizes, by_crowding)
+    for gently, tries in ((True, num_tries // 2), (False, num_tries - 1 - num_tries // 2)):
+        order, (total, offsets) = list(by_crowding), begun
+        for _ in range(tries):
+            if best[0] - bound <= bound // _GOOD_ENOUGH:
+                return best
+            above = {i for i in order if offsets[i] + sizes[i] > (bound if gently else total - 1)}
+            place = {i: (at / 2 - 1 if gently else -1) if i in above else at for at, i in enumerate(order)}
+            order.sort(key=lambda i: place[i])
+            total, offsets = _place_in_order(spans, sizes, order)
+            if total < best[0]:
+                best = (total, offsets)
+    return best
+
+
+def _place_in_order(
+    spans: Sequence[_Spans], sizes: Sequence[int], order: Sequence[int]
+) -> tuple[int, list[int]]:
+    """The total and the offsets when tenants are placed one by one in ``order``."""
+    capacity = sum(len(tenant) for tenant in spans)
+    # What is placed, by offset, one row per span; a tenant's spans have equal offsets and tops.
+    bottoms, tops, starts, ends = (np.empty(capacity, np.int64) for _ in range(4))
+    offsets = [0] * len(sizes)
+    total = num_placed = 0
+    for i in order:
+        size, own_spans = sizes[i], spans[i]
+        meets = _meets(starts[:num_placed], ends[:num_placed], own_spans).nonzero()[0]
+        offset = _best_gap(bottoms[meets], tops[meets], size) if meets.size else 0
+        offsets[i] = offset
+        total = max(total, offset + size)
+        at = int(bottoms[:num_placed].searchsorted(offset))
+        width = len(own_spans)
+        for column, value in (
+            (bottoms, offset),
+            (tops, offset + size),
+            (starts, [start for start, _ in own_spans]),
+            (ends, [end for _, end in own_spans]),
+        ):
+            column[at + width : num_placed + width] = column[at:num_placed]
+            column[at : at + width] = value
+        num_placed += width
+    return total, offsets
+
+
+def _meets(starts: _Array, ends: _Array, spans: _Spans) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which of the placed rows share time with any of ``spans``."""
+    start, end = spans[0]
+    meets = (starts < end) & (ends > start)
+    for start, end in spans[1:]:
+        meets |= (starts < end) & (ends > start)
+    return meets
+
+
+def _best_gap(bottoms: _Array, tops: _Array, size: int) -> int:
+    """The offset of the smallest gap of ``size`` bytes between rows sorted by offset, or above them all."""
+    covered = np.maximum.accumulate(tops)
+    gaps = bottoms.copy()
+    gaps[1:] -= covered[:-1]
+    fitting = (gaps >= size).nonzero()[0]
+    if not fitting.size:
+        return int(covered[-1])
+    chosen = int(fitting[gaps[fitting].argmin()])
+    return int(covered[chosen - 1]) if chosen else 0

@@ -1,0 +1,97 @@
+"""A part of a program on the clock, before it runs: spans on three lanes, stalls, hidden copies (D6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainmux.errors import PlanError
+from trainmux.ir import (
+    Compute,
+    Free,
+    Lane,
+    Offload,
+    Part,
+    Prefetch,
+    Profile,
+    Recompute,
+    Span,
+    Timeline,
+    Wait,
+)
+from trainmux.simulate._lanes import COMPUTE, IN, LANE_NUMBERS, NO_WAIT, OUT, LaneTimes, run_lanes
+from trainmux.simulate._memory import memory
+
+_LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN)
+
+
+def timeline(part: Part, profiles: Sequence[Profile], source: str = "predicted") -> Timeline:
+    """One pass through ``part``: every node and copy with its start and end, and the memory meanwhile.
+
+    ``profiles`` has one profile per sub-array. Refused with `PlanError`: instructions that name nothing in
+    the profiles, and a wait for an instruction that is not issued before it.
+    """
+    lanes, times = _run(part, profiles)
+    starts, ends = times.starts, times.ends
+    recompute_seconds = 0.0
+    spans = []
+    for position, instruction in enumerate(part.instructions):
+        if isinstance(instruction, Wait | Free):
+            continue
+        if isinstance(instruction, Recompute):
+            recompute_seconds += profiles[instruction.sub_array].nodes[instruction.node].seconds
+        spans.append(Span(_LANES[lanes[position]], position, starts[position], ends[position]))
+    return Timeline(
+        source=source,
+        seconds=times.seconds,
+        compute_seconds=times.compute_seconds,
+        recompute_seconds=recompute_seconds,
+        stall_seconds=times.stall_seconds,
+        copy_seconds=times.copy_seconds,
+        hidden_copy_seconds=times.hidden_copy_seconds,
+        spans=tuple(spans),
+        memory=memory(part, profiles),
+    )
+
+
+def lane_times(part: Part, profiles: Sequence[Profile]) -> LaneTimes:
+    """The times of `timeline` without spans and memory, for planners that try many parts."""
+    return _run(part, profiles)[1]
+
+
+def _run(part: Part, profiles: Sequence[Profile]) -> tuple[list[int], LaneTimes]:
+    lanes: list[int] = []
+    alone: list[float] = []
+    duplex: list[float] = []
+    waits: list[int] = []
+    nodes = [[node.seconds for node in profile.nodes] for profile in profiles]
+    tensors = [profile.tensors for profile in profiles]
+    for position, instruction in enumerate(part.instructions):
+        on = NO_WAIT
+        slow = seconds = 0.0
+        try:
+            if isinstance(instruction, Compute | Recompute):
+                lane = COMPUTE
+                seconds = slow = nodes[instruction.sub_array][instruction.node]
+            elif isinstance(instruction, Wait):
+                lane = LANE_NUMBERS[instruction.lane]
+                on = instruction.on
+            elif isinstance(instruction, Free):
+                lane = COMPUTE
+            elif isinstance(instruction, Offload):
+                lane = OUT
+                tensor = tensors[instruction.sub_array][instruction.tensor]
+                seconds, slow = tensor.swap_out_seconds, tensor.swap_out_duplex_seconds
+            elif isinstance(instruction, Prefetch):
+                lane = IN
+                tensor = tensors[instruction.sub_array][instruction.tensor]
+                seconds, slow = tensor.swap_in_seconds, tensor.swap_in_duplex_seconds
+        except IndexError:
+            raise PlanError(
+                f"instruction {position} must name a sub-array, node and tensor of the profiles, but got "
+                f"{instruction}; pass the profiles that the program was made for, one per sub-array"
+            ) from None
+        lanes.append(lane)
+        alone.append(seconds)
+        duplex.append(slow)
+        waits.append(on)
+    return lanes, run_lanes(lanes, alone, duplex, waits)

@@ -1,0 +1,156 @@
+"""Device memory: predicted before a step is captured, shared by every batch shape, and flat afterwards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainmux as tm
+from trainmux.errors import BudgetError
+from trainmux.workloads import SMALL
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+class Wide(nn.Module):
+    """Large enough that segments of a megabyte or two do not matter."""
+
+    def __init__(self, features: int = 1024, depth: int = 6) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(depth):
+            layers += [nn.Linear(features, features), nn.GELU(), nn.LayerNorm(features)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def member(number: int) -> tm.Member:
+    torch.manual_seed(number)
+    model = Wide()
+    return tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-3), name=f"m{number}")
+
+
+def batch(size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, 1024, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def fleet_of(num_members: int = 4, size: int = 4096, **options: Any) -> tm.Fleet:
+    members = [member(number) for number in range(num_members)]
+    return tm.Fleet(members, loss, batch(size), device="cuda", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lowering": "aten"},
+        {"lowering": "inductor", "precision": "bf16"},
+        {"lowering": "aten", "width": 1, "branches": 2},
+    ],
+    ids=["aten", "inductor", "branches"],
+)
+def test_what_is_reserved_was_predicted(options: dict[str, Any]) -> None:
+    fleet = fleet_of(**options)
+    fleet.step(batch(4096))
+    memory = fleet.summary()[0].memory
+    assert memory is not None
+    assert memory.predicted_bytes is not None
+    assert memory.reserved_bytes == pytest.approx(memory.predicted_bytes, rel=0.01)
+    assert torch.cuda.memory_reserved() == pytest.approx(memory.predicted_bytes, rel=0.03)
+    for seed in range(5):
+        fleet.step(batch(4096, seed))
+    assert torch.cuda.memory_reserved() == pytest.approx(memory.predicted_bytes, rel=0.03)
+    assert "GiB predicted" in fleet.explain()
+
+
+@pytest.mark.parametrize("name", ["residual", "transformer", "lstm", "mobilenet"])
+def test_the_small_workloads_too(name: str) -> None:
+    workload = SMALL[name]
+    models = [workload.build(number).train() for number in range(3)]
+    members = [
+        tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-3), name=str(number))
+        for number, model in enumerate(models)
+    ]
+    example = workload.batch(0, torch.float32)
+    fleet = tm.Fleet(members, workload.loss, example, device="cuda", lowering="aten")
+    fleet.step(example)
+    memory = fleet.summary()[0].memory
+    assert memory is not None
+    assert memory.predicted_bytes is not None
+    # Segments of 2 MiB and 20 MiB are large here: the allocator of torch 2.11 chooses by address.
+    assert abs(memory.reserved_bytes - memory.predicted_bytes) <= max(0.03 * memory.reserved_bytes, 22 * MIB)
+
+
+def test_another_batch_shape_uses_the_same_memory() -> None:
+    fleet = fleet_of(lowering="aten")
+    fleet.step(batch(4096))
+    reserved = torch.cuda.memory_reserved()
+    for size in (2048, 1000, 4000):
+        fleet.step(batch(size))
+    # The batches themselves, and the results, are new; what a step needs is not.
+    assert torch.cuda.memory_reserved() - reserved <= 64 * MIB
+    memory = fleet.summary()[0].memory
+    assert memory is not None
+    assert memory.predicted_bytes == pytest.approx(memory.reserved_bytes, rel=0.03)
+
+
+def test_a_step_larger_than_the_device_is_refused_in_words() -> None:
+    fleet = fleet_of(2, size=64, lowering="aten")
+    fleet.step(batch(64))
+    before = torch.cuda.memory_reserved()
+    free, _ = torch.cuda.mem_get_info()
+    blocker = torch.empty(free - 512 * MIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(BudgetError, match="more memory than the device has"):
+        fleet.step(batch(65536))
+    del blocker
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + 600 * MIB
+    assert torch.isfinite(fleet.step(batch(64))).all()
+
+
+def test_a_user_who_records_allocations_is_left_alone() -> None:
+    torch.cuda.memory._record_memory_history("all", context=None)
+    try:
+        fleet = fleet_of(2, size=512, lowering="aten")
+        fleet.step(batch(512))
+        memory = fleet.summary()[0].memory
+        assert memory is not None
+        assert memory.predicted_bytes is None
+        assert torch.cuda.memory._snapshot()["device_traces"][0]
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def test_memory_stays_flat_over_steps_and_replacements() -> None:
+    fleet = fleet_of(4, size=1024, lowering="aten")
+    batches = [batch(1024, seed) for seed in range(4)]
+    seen = []
+    for step in range(400):
+        fleet.step(batches[step % 4])
+        if step % 40 == 39:
+            fleet.replace(fleet.names[step // 40 % 4], member(100 + step))
+        if step >= 100 and step % 20 == 0:
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()
+            seen.append(total - free)
+    assert max(seen) - min(seen) <= 16 * MIB

@@ -1,0 +1,181 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from sample_plans import GIB, MIB, ring_sample, turns_sample
+
+from trainmux.errors import PlanError
+from trainmux.ir import SubArray
+from trainmux.reporting import plan_text
+
+
+def blocks(text: str) -> dict[str, list[str]]:
+    """The lines of each block, by the words its first line begins with."""
+    found = {}
+    for block in text.split("\n\n"):
+        title, *lines = block.splitlines()
+        found[title.partition(":")[0]] = [title, *lines]
+    return found
+
+
+def test_the_smallest_plan_from_first_to_last_line() -> None:
+    sample = turns_sample()
+    assert plan_text(sample.plan, profiles=sample.profiles).splitlines() == [
+        "plan by none: 1 member in 1 sub-array",
+        "  step        1.50 ms, 1.50 ms a member",
+        "  peak        6.0 MiB of the budget's 8.00 GiB (0.1%); 0 B of it for library workspaces and graphs",
+        "  host        0 B for what is swapped out",
+        "  stall       0 ms (0.0% of the step)",
+        "  swaps       none",
+        "  recomputes  none",
+        "",
+        "sub-arrays",
+        "  0  width 1: only",
+    ]
+
+
+def test_the_summary_says_what_the_plan_costs() -> None:
+    sample = ring_sample()
+    plan = sample.plan
+    summary = "\n".join(blocks(plan_text(plan, profiles=sample.profiles))["plan by mutwo"])
+    assert "7 members in 2 sub-arrays (4 + 3), as a ring" in summary
+    assert f"{plan.step_seconds * 1e3:.2f} ms, {plan.step_seconds / 7 * 1e3:.2f} ms a member" in summary
+    assert f"{plan.peak_bytes / GIB:.2f} GiB of the budget's {plan.budget_bytes / GIB:.2f} GiB" in summary
+    assert f"{plan.stall_seconds * 1e3:.2f} ms" in summary
+    sizes = [sample.profiles[swap.sub_array].tensors[swap.tensor].size_bytes for swap in plan.swaps]
+    assert f"{len(sizes)} tensors, {sum(sizes) / GIB:.2f} GiB each way" in summary
+    assert f"{plan.swap_overlap * 100:.1f}% of the copy time" in summary
+    assert f"{plan.recompute_share * 100:.1f}% of the compute time" in summary
+
+
+def test_every_partition_tried_is_listed_and_the_chosen_one_comes_first() -> None:
+    plan = ring_sample().plan
+    title, header, *rows = blocks(plan_text(plan))["partitions tried"]
+    assert title == "partitions tried: 7 (* is the one chosen)"
+    assert header.split() == [
+        "policy",
+        "widths",
+        "multiplexing",
+        "step",
+        "peak",
+        "stall",
+        "recompute",
+        "outcome",
+    ]
+    assert len(rows) == len(plan.attempts)
+    assert rows[0].startswith("  *  mutwo")
+    assert rows[0].endswith("chosen")
+    assert [row.lstrip()[0] == "*" for row in rows].count(True) == 1
+    for attempt in plan.attempts:
+        row = next(row for row in rows if row.endswith(attempt.lost_because or "chosen"))
+        assert attempt.multiplexing.value in row
+        if attempt.step_seconds != float("inf"):
+            assert f"{attempt.step_seconds * 1e3:.2f} ms" in row
+    times = [float(found[1]) for row in rows[1:-1] if (found := re.search(r" ([\d.]+) ms", row))]
+    assert times == sorted(times)
+    assert "does not fit" in rows[-1]
+
+
+def test_the_largest_decisions_come_with_their_reasons() -> None:
+    sample = ring_sample(num_layers=24)
+    title, _, *lines = blocks(plan_text(sample.plan, profiles=sample.profiles))["largest swaps"]
+    assert title == f"largest swaps: 10 of {len(sample.plan.swaps)}"
+    sizes = sorted(
+        (sample.profiles[swap.sub_array].tensors[swap.tensor].size_bytes for swap in sample.plan.swaps),
+        reverse=True,
+    )
+    shown = [line.split(" MiB")[0].strip() for line in lines[::2]]
+    assert shown == [f"{size / MIB:.0f}" for size in sizes[:10]]
+    assert all(line.strip().startswith("case 2b: idle for") for line in lines[1::2])
+    assert re.search(r"0:blocks\.\d+\.\w+, back before \d:", lines[0])
+
+
+def test_recomputes_say_how_many_nodes_run_again() -> None:
+    sample = ring_sample()
+    _, _, *lines = blocks(plan_text(sample.plan, profiles=sample.profiles))["recomputes"]
+    assert "by 1 node (2.20 ms) before 0:blocks." in lines[0]
+    assert "cheaper than the 1.9 ms stall" in lines[1]
+
+
+def test_without_profiles_positions_stand_for_names() -> None:
+    plan = ring_sample(num_layers=24).plan
+    text = blocks(plan_text(plan))
+    title, _, first, reason, *_ = text["first swaps"]
+    assert title == f"first swaps: 10 of {len(plan.swaps)}"
+    swap = plan.swaps[0]
+    assert f"tensor {swap.tensor} " in first
+    assert f"out after {swap.offload_after[0]}:node {swap.offload_after[1]}, back before" in first
+    assert reason.strip() == swap.reason
+
+
+def test_a_decision_without_a_reason_takes_one_line() -> None:
+    sample = ring_sample()
+    swaps = tuple(replace(swap, reason="") for swap in sample.plan.swaps[:2])
+    plan = replace(sample.plan, schedule=replace(sample.plan.schedule, swaps=swaps))
+    assert len(blocks(plan_text(plan, profiles=sample.profiles))["swaps"]) == 4
+
+
+def test_what_the_budget_costs() -> None:
+    sample = ring_sample()
+    text = blocks(plan_text(sample.plan, budget_curve=sample.budget_curve))
+    title, header, *rows = text["what the budget costs"]
+    assert "1.41 times the fastest step" in title
+    assert header.split() == ["budget", "step", "more"]
+    assert len(rows) == len(sample.budget_curve)
+    assert rows[0].endswith("nothing fits")
+    bars = [row.count("#") for row in rows[1:]]
+    assert bars == sorted(bars, reverse=True)
+    assert bars[0] == 40
+    assert [row.startswith("  *") for row in rows].index(True) == 4
+    assert "what the budget costs" not in plan_text(sample.plan)
+
+
+def test_a_curve_on_which_nothing_fits_or_nothing_changes() -> None:
+    plan = turns_sample().plan
+    nothing = plan_text(plan, budget_curve=[(GIB, float("inf"))])
+    assert "what the budget costs: no budget on the curve fits" in nothing
+    flat = plan_text(plan, budget_curve=[(2 * GIB, 0.5), (GIB, 0.5)])
+    assert "what the budget costs: every budget that fits takes 500.00 ms" in flat
+
+
+def test_many_members_are_cut_short_and_names_stay_on_one_line() -> None:
+    plan = turns_sample().plan
+    names = ("evil\nplan by nobody", *(f"m{number}" for number in range(11)))
+    text = plan_text(replace(plan, partition=(SubArray(names, 0),)))
+    assert "  0  width 12: evil\\nplan by nobody, m0, m1, m2, m3, m4, m5, m6 and 4 more" in text
+    assert "\nplan by nobody" not in text
+
+
+def test_profiles_are_found_by_their_fingerprints() -> None:
+    sample = ring_sample()
+    text = plan_text(sample.plan, profiles=sample.profiles)
+    assert plan_text(sample.plan, profiles=sample.profiles[::-1]) == text
+    assert plan_text(sample.plan, profiles=sample.profiles * 2) == text
+
+
+def test_profiles_of_another_plan_are_refused() -> None:
+    sample = ring_sample()
+    other = turns_sample()
+    for profiles in (other.profiles, sample.profiles[:1], sample.profiles + other.profiles, ()):
+        with pytest.raises(PlanError, match=r"made from profiles .*pass the profiles it was made from"):
+            plan_text(sample.plan, profiles=profiles)
+    plan = replace(sample.plan, partition=(SubArray(("a",), 5),))
+    with pytest.raises(PlanError, match="must name one of 2 profiles, but names 5"):
+        plan_text(plan, profiles=sample.profiles)
+
+
+def test_a_plan_that_names_what_its_profiles_lack_is_refused() -> None:
+    sample = ring_sample()
+    swap = sample.plan.swaps[0]
+    for bad, words in (
+        (replace(swap, tensor=10_000), "tensors, but got position 10000"),
+        (replace(swap, sub_array=9), "expected one of 2 sub-arrays, but got 9"),
+        (replace(swap, offload_after=(0, -1)), "nodes, but got rank -1"),
+    ):
+        plan = replace(sample.plan, schedule=replace(sample.plan.schedule, swaps=(bad,)))
+        with pytest.raises(PlanError, match=words):
+            plan_text(plan, profiles=sample.profiles)
