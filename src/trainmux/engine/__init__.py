@@ -9,7 +9,7 @@ from trainmux.engine._program import (
     build_forward,
     build_step,
 )
-from trainmux.engine._sub_arrays import forward_in_sub_arrays, in_sub_arrays
+from trainmux.engine._sub_arrays import first_rows, forward_in_sub_arrays, in_sub_arrays
 from trainmux.engine._tail import UpdateSettings
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "UpdateSettings",
     "build_forward",
     "build_step",
+    "first_rows",
     "forward_in_sub_arrays",
     "in_sub_arrays",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from trainmux.engine._tail import TailInputs, UpdateSettings, make_tail
 from trainmux.fusion import FusedGraph
-from trainmux.ir import GraphInput, GraphOutput, InputKind, MemoryUse, OutputKind, Phase
+from trainmux.ir import ByteClass, GraphInput, GraphOutput, InputKind, MemoryUse, OutputKind, Phase
 from trainmux.runtime import deterministic_algorithms
 from trainmux.tracing import FakeTensor, FakeTensorMode, graph_constant, make_fx, output_nodes, split_joint
 
@@ -55,6 +55,19 @@ class StepProgram:
     def fed_positions(self) -> list[int]:
         """Arguments whose tensors are others with every step: the batch. All others keep their address."""
         return _batch_positions(self.inputs)
+
+    def byte_classes(self) -> list[ByteClass]:
+        """What each argument is to a budget."""
+        found = [_BYTE_CLASSES.get(item.kind, ByteClass.CONSTANT) for item in self.inputs]
+        states = len(self.settings.state_keys()) + len(self.accumulator_positions())
+        return found + [ByteClass.OPTIMIZER_STATE] * states + [ByteClass.CONSTANT] * len(TAIL_INPUTS)
+
+
+_BYTE_CLASSES = {
+    InputKind.PARAMETER: ByteClass.PARAMETER,
+    InputKind.BUFFER: ByteClass.BUFFER,
+    InputKind.BATCH: ByteClass.BATCH,
+}
 
 
 @dataclass(frozen=True)

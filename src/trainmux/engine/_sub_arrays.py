@@ -80,13 +80,23 @@ class SubArrays(nn.Module):
         return taken
 
 
+def first_rows(program: StepProgram, arguments: Sequence[Tensor], width: int) -> list[Tensor]:
+    """The arguments of ``program``, which is for ``width`` members, out of those of a wider one."""
+
+    def rows(argument: Tensor, axis: int | None) -> Tensor:
+        if axis is None:
+            return argument
+        part = argument.narrow(axis, 0, width)
+        return part if axis == 0 else part.contiguous()
+
+    return [rows(*pair) for pair in zip(arguments, _axes_of_step(program), strict=True)]
+
+
 def in_sub_arrays(program: StepProgram, num_arrays: int, num_branches: int) -> StepProgram:
     """A program for ``num_arrays`` times as many members as ``program`` is for."""
     if num_arrays == 1:
         return program
-    axes = _axes_of_inputs(program)
-    axes += [0] * (len(program.settings.state_keys()) + len(program.accumulator_positions()))
-    axes += [_MEMBER_AXIS_OF.get(name, 0) for name in TAIL_INPUTS]
+    axes = _axes_of_step(program)
     fed = program.fed_positions()
     return replace(program, module=SubArrays(program.module, axes, fed, num_arrays, num_branches))
 
@@ -97,6 +107,15 @@ def forward_in_sub_arrays(program: ForwardProgram, num_arrays: int, num_branches
         return program
     axes, fed = _axes_of_inputs(program), program.fed_positions()
     return replace(program, module=SubArrays(program.module, axes, fed, num_arrays, num_branches))
+
+
+def _axes_of_step(program: StepProgram) -> list[int | None]:
+    states = len(program.settings.state_keys()) + len(program.accumulator_positions())
+    return [
+        *_axes_of_inputs(program),
+        *[0] * states,
+        *(_MEMBER_AXIS_OF.get(name, 0) for name in TAIL_INPUTS),
+    ]
 
 
 def _axes_of_inputs(program: StepProgram | ForwardProgram) -> list[int | None]:

@@ -68,23 +68,11 @@ class ProgramBuilder:
             return replace(in_sub_arrays(program, width // array, branches), notes=notes)
 
         def lowered() -> StoredStep:
-            key = step_key(traced, array, settings, stacked_batch, self._config, self._shared)
-            stored = load(key, self._cache(), self._config.device)
-            if stored is not None:
-                return stored
-            fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=True)
-            compare_instead_of_scatter(fused.module.graph)
-            program = build_step(fused, settings, reuses_gradients=False)
-            low = self._lower(program.module)
-            num_nodes = len(fused.module.graph.nodes)
-            step = StoredStep(low, program.inputs, program.metrics, fused.records, num_nodes)
-            store(key, step)
-            return step
+            return self.lowered_step(traced, array, settings, stacked_batch=stacked_batch)
 
         def finished(step: StoredStep) -> StepProgram:
-            self._cache().compile(step.lowered.kernels)
-            program = StepProgram(step.lowered.module, step.inputs, settings, step.metrics)
-            return whole(program, step.lowered.text())
+            self.compile(step)
+            return whole(step.program(settings), step.lowered.text())
 
         if self._config.lowering == "inductor":
             step = lowered()
@@ -102,6 +90,27 @@ class ProgramBuilder:
 
         built = _built(whole(program, "runs through ATen until its kernels are compiled"), fused)
         return replace(built, upgrade=Upgrade(prepare))
+
+    def lowered_step(
+        self, traced: TracedGraph, width: int, settings: UpdateSettings, *, stacked_batch: bool
+    ) -> StoredStep:
+        """The step of one array of ``width`` members, lowered, not compiled; from disk where it is there."""
+        key = step_key(traced, width, settings, stacked_batch, self._config, self._shared)
+        stored = load(key, self._cache(), self._config.device)
+        if stored is not None:
+            return stored
+        fused = self._fuse(traced, width, stacked_batch=stacked_batch, compiles=True)
+        compare_instead_of_scatter(fused.module.graph)
+        program = build_step(fused, settings, reuses_gradients=False)
+        low = self._lower(program.module)
+        num_nodes = len(fused.module.graph.nodes)
+        step = StoredStep(low, program.inputs, program.metrics, fused.records, num_nodes)
+        store(key, step)
+        return step
+
+    def compile(self, step: StoredStep) -> None:
+        """Compile the kernels of a lowered step."""
+        self._cache().compile(step.lowered.kernels)
 
     def forward(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> ForwardProgram:
         """Metrics of ``width`` members."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from trainmux.engine import StepProgram, UpdateSettings
 from trainmux.ir import FusionRecord, GraphInput
 from trainmux.lowering import KernelCache, Lowered, cache_folder, from_bytes, to_bytes
 from trainmux.tracing import TracedGraph, graph_constant
@@ -35,6 +36,10 @@ class StoredStep:
     metrics: tuple[str, ...]
     records: tuple[FusionRecord, ...]
     num_nodes: int
+
+    def program(self, settings: UpdateSettings) -> StepProgram:
+        """The step as a program."""
+        return StepProgram(self.lowered.module, self.inputs, settings, self.metrics)
 
 
 def step_key(traced: TracedGraph, *decisive: Any) -> str:

@@ -2,7 +2,7 @@
 
 from trainmux.lowering._compile import Kernel, KernelCache
 from trainmux.lowering._inductor import cache_folder, compiler_missing, decompositions
-from trainmux.lowering._lower import Lowered, lower
+from trainmux.lowering._lower import Lowered, RegionCall, lower
 from trainmux.lowering._rewrites import compare_instead_of_scatter
 from trainmux.lowering._stored import from_bytes, to_bytes
 
@@ -10,6 +10,7 @@ __all__ = [
     "Kernel",
     "KernelCache",
     "Lowered",
+    "RegionCall",
     "cache_folder",
     "compare_instead_of_scatter",
     "compiler_missing",

@@ -17,13 +17,23 @@ from trainmux.tracing import graph_constant
 
 
 class RegionCall(nn.Module):
-    """One region of a program: gives its outputs as a list of new tensors."""
+    """One region of a program: gives its outputs as a list of new tensors.
 
-    def __init__(self, kernel: Kernel, outputs: Sequence[TensorSpec], placed: Sequence[bool]) -> None:
+    ``changed`` are the positions of inputs that it writes to.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        outputs: Sequence[TensorSpec],
+        placed: Sequence[bool],
+        changed: Sequence[int] = (),
+    ) -> None:
         super().__init__()
         self.kernel = kernel
         self.outputs = tuple(outputs)
         self.placed = tuple(placed)
+        self.changed = tuple(changed)
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         given = [spec.empty() for spec, is_placed in zip(self.outputs, self.placed, strict=True) if is_placed]
@@ -168,6 +178,7 @@ class _Writer:
         name = f"conform_{call.name}"
         self._owner.add_module(name, Conform(specs))
         conformed = self._graph.call_module(name, tuple(results))
+        conformed.meta["phase"] = call.meta.get("phase")
         return [self._graph.call_function(operator.getitem, (conformed, i)) for i in range(len(results))]
 
     def _write_region(self, region: RegionGraph, index: int) -> None:
@@ -175,7 +186,11 @@ class _Writer:
         if key not in self._kernels:
             self._kernels[key] = self._cache.kernel(key, region)
         name = f"region_{index}"
-        self._owner.add_module(name, RegionCall(self._kernels[key], region.output_specs, region.placed))
+        written = {root_of(node) for node in map(changes, region.body) if node is not None}
+        changed = [position for position, node in enumerate(region.inputs) if node in written]
+        self._owner.add_module(
+            name, RegionCall(self._kernels[key], region.output_specs, region.placed, changed)
+        )
         call = self._graph.call_module(name, tuple(self._value(node) for node in region.inputs))
         call.meta["phase"] = region.body[-1].meta.get("phase")
         for position, node in enumerate(region.outputs):

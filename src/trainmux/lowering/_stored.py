@@ -22,7 +22,8 @@ from trainmux.lowering._compile import Kernel, KernelCache
 from trainmux.lowering._lower import Conform, Lowered, RegionCall
 from trainmux.lowering._padding import extended_product
 from trainmux.lowering._payload import from_payload, op_name, op_of
-from trainmux.lowering._regions import TensorSpec
+from trainmux.lowering._regions import TensorSpec, spec_of
+from trainmux.tracing import static_fake_mode
 
 _EXTENDED = "trainmux.extended_product"
 
@@ -46,6 +47,7 @@ class _Region:
     kernel: str
     outputs: tuple[TensorSpec, ...]
     placed: tuple[bool, ...]
+    changed: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def to_bytes(lowered: Lowered) -> bytes:
         return _map(filled, lambda v: _Operator(op_name(v)) if isinstance(v, OpOverload) else v)
 
     lines = []
+    inputs: list[TensorSpec] = []
     constants: dict[str, Tensor] = {}
     modules: dict[str, _Region | _Conform] = {}
     for node in lowered.module.graph.nodes:
@@ -74,18 +77,20 @@ def to_bytes(lowered: Lowered) -> bytes:
             target = _EXTENDED if node.target is extended_product else op_name(node.target)
         phase = node.meta.get("phase")
         args, kwargs = plain(node.args), plain(dict(node.kwargs))
+        if node.op == "placeholder":
+            inputs.append(spec_of(node))
         lines.append((node.op, node.name, target, args, kwargs, phase and phase.value))
     kernels = {kernel.key: kernel.payload() for kernel in lowered.kernels}
     stream = io.BytesIO()
     torch.save(dict(enumerate(constants.values())), stream)
-    content = (lines, modules, kernels, lowered.num_regions, lowered.num_calls, tuple(constants))
+    content = (lines, inputs, modules, kernels, lowered.num_regions, lowered.num_calls, tuple(constants))
     return pickle.dumps((content, stream.getvalue()))
 
 
 def from_bytes(data: bytes, cache: KernelCache, device: torch.device) -> Lowered:
     """The program again; kernels that ``cache`` knows are shared."""
     content, stored = pickle.loads(data)
-    lines, modules, payloads, num_regions, num_calls, names = content
+    lines, inputs, modules, payloads, num_regions, num_calls, names = content
     constants = torch.load(io.BytesIO(stored), weights_only=True)
     kernels = {key: cache.kernel_from(key, partial(from_payload, item)) for key, item in payloads.items()}
     owner = nn.Module()
@@ -110,6 +115,9 @@ def from_bytes(data: bytes, cache: KernelCache, device: torch.device) -> Lowered
         if phase is not None:
             node.meta["phase"] = Phase(phase)
         nodes.append(node)
+    with static_fake_mode():
+        for node, spec in zip(nodes, inputs, strict=False):  # placeholders come first
+            node.meta["val"] = spec.empty()
     module = fx.GraphModule(owner, graph)
     return Lowered(module, tuple(kernels.values()), num_regions, num_calls)
 
@@ -136,7 +144,7 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
 
 def _described(module: nn.Module) -> _Region | _Conform:
     if isinstance(module, RegionCall):
-        return _Region(module.kernel.key, module.outputs, module.placed)
+        return _Region(module.kernel.key, module.outputs, module.placed, module.changed)
     if isinstance(module, Conform):
         return _Conform(module.specs)
     raise TypeError(f"expected a region or a change of layout, got {type(module).__name__}")
@@ -144,5 +152,7 @@ def _described(module: nn.Module) -> _Region | _Conform:
 
 def _module(described: _Region | _Conform, kernels: dict[str, Kernel]) -> nn.Module:
     if isinstance(described, _Region):
-        return RegionCall(kernels[described.kernel], described.outputs, described.placed)
+        return RegionCall(
+            kernels[described.kernel], described.outputs, described.placed, described.changed
+        )
     return Conform(described.specs)

@@ -1,0 +1,22 @@
+"""A program's kernels: what they touch, and how long they take, measured or worked out for a device."""
+
+from trainmux.profiling._analytic import analytic_profile
+from trainmux.profiling._cache import ProfileCache
+from trainmux.profiling._devices import DEVICES, Device, find_device
+from trainmux.profiling._kernels import KernelGraph, KernelStep, KernelTensor, read_kernels
+from trainmux.profiling._measured import LinkRates, measure_profile, probe_link
+
+__all__ = [
+    "DEVICES",
+    "Device",
+    "KernelGraph",
+    "KernelStep",
+    "KernelTensor",
+    "LinkRates",
+    "ProfileCache",
+    "analytic_profile",
+    "find_device",
+    "measure_profile",
+    "probe_link",
+    "read_kernels",
+]

@@ -1,0 +1,46 @@
+"""Measured profiles on disk, by fingerprint of what was measured; a stale one is never taken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trainmux.errors import PlanError
+from trainmux.ir import Profile, load, save
+
+_VARIABLE = "TRAINMUX_PROFILE_DIR"
+
+
+class ProfileCache:
+    """A folder of profiles: ``TRAINMUX_PROFILE_DIR``, else in the user's cache folder."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self._folder = Path(folder) if folder is not None else _default_folder()
+
+    def get(self, fingerprint: str) -> Profile | None:
+        """The profile with this fingerprint; ``None`` where there is none, or none that can be read."""
+        path = self._path(fingerprint)
+        try:
+            profile = load(path, Profile)
+        except (OSError, PlanError):
+            return None
+        return profile if profile.fingerprint == fingerprint else None
+
+    def put(self, profile: Profile) -> None:
+        """Keep a profile. Where it cannot be written, the next start measures again."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save(self._path(profile.fingerprint), profile)
+        except (OSError, PlanError):
+            return
+
+    def _path(self, fingerprint: str) -> Path:
+        return self._folder / f"{fingerprint}.profile.json"
+
+
+def _default_folder() -> Path:
+    given = os.environ.get(_VARIABLE)
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "trainmux" / "profiles"

@@ -1,0 +1,69 @@
+"""Devices by name: what their data sheets say, for planning on a machine one does not have.
+
+Peaks are the vendors' dense figures, without sparsity. The two shares below are what kernels of this project
+reach of them, measured once on an H200 (``benchmarks/results/lowering_h200.md``): 24 TFLOP of bf16 matrix
+products in 31.6 ms, and updates at 4.0 TB/s. They are applied to every device.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trainmux.errors import ConfigError
+from trainmux.ir import DeviceFacts
+
+FLOPS_SHARE = 0.77
+BANDWIDTH_SHARE = 0.83
+NODE_SECONDS = 2e-6
+"""What a kernel takes at least when a graph is replayed: its launch and its tail."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and its link to the host.
+
+    ``half_flops`` and ``single_flops`` are operations per second of 16-bit and 32-bit products (the latter as
+    tensor cores do them where there is such a mode), ``bandwidth`` and the two ``link`` rates bytes per
+    second; ``duplex_link`` is the rate of each direction while both are busy. ``host_bytes`` is this device's
+    share of the host's memory.
+    """
+
+    name: str
+    memory_bytes: int
+    host_bytes: int
+    half_flops: float
+    single_flops: float
+    bandwidth: float
+    link: float
+    duplex_link: float
+
+    @property
+    def facts(self) -> DeviceFacts:
+        return DeviceFacts(self.name, self.memory_bytes, self.host_bytes)
+
+
+_GB = 10**9
+
+# A100, V100: the machines of Table C of µ-TWO (PCI-e Gen 4 x16, 32 GB/s; an eighth of 1152 GB and a quarter
+# of 384 GB of host memory). The paper calls the link full duplex: each direction is taken to keep its rate.
+# H200: the link as measured, 55 GB/s one way, 51 GB/s each way at once; the host's share is a choice of ours.
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        Device("a100-40gb", 40 * _GB, 144 * _GB, 312e12, 156e12, 1555e9, 32e9, 32e9),
+        Device("v100-32gb", 32 * _GB, 96 * _GB, 125e12, 15.7e12, 900e9, 32e9, 32e9),
+        Device("h200-141gb", 141 * _GB, 200 * _GB, 989e12, 494e12, 4800e9, 55e9, 51e9),
+    )
+}
+
+
+def find_device(name: str) -> Device:
+    """A device by name; capitals, spaces and a missing size do not matter (``A100``, ``a100-40gb``)."""
+    wanted = re.sub(r"[^a-z0-9]", "", name.lower())
+    found = [device for device in DEVICES.values() if device.name.replace("-", "").startswith(wanted)]
+    if not wanted or len(found) != 1:
+        raise ConfigError(
+            f"device: expected one of {', '.join(DEVICES)}, got {name!r}; or give a Device of your own"
+        )
+    return found[0]

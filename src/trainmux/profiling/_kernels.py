@@ -1,0 +1,262 @@
+"""The static part of a profile: a program's graph as kernels over storages (µ-TWO §4.1, Table A).
+
+The graph is walked once with fake tensors: no memory is touched and nothing runs, so a step larger than any
+device can be read. A tensor here is a storage; views, and parts of tuples, are not nodes. Forward nodes come
+first, then the backward pass, then the update: nodes keep their order within each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from trainmux.ir import ByteClass, Phase
+from trainmux.lowering import RegionCall
+from trainmux.tracing import FakeTensorMode
+
+_ORDER = {Phase.FORWARD: 0, Phase.BACKWARD: 1, Phase.UPDATE: 2}
+
+
+@dataclass(frozen=True)
+class KernelTensor:
+    """A storage: its place among arguments, results and values of the step."""
+
+    name: str
+    byte_class: ByteClass
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class KernelStep:
+    """A node of the graph that computes. Positions are those of the graph's tensors.
+
+    ``results`` has, for each tensor among the node's results in order, the storage it lies in. ``flops`` are
+    those of a library call, 0 for everything else.
+    """
+
+    node: fx.Node
+    phase: Phase
+    reads: tuple[int, ...]
+    creates: tuple[int, ...]
+    changes: tuple[int, ...]
+    results: tuple[int, ...]
+    flops: float
+
+
+@dataclass(frozen=True)
+class KernelGraph:
+    """A program's module with its nodes that compute, in order, and the storages they touch."""
+
+    module: fx.GraphModule
+    steps: tuple[KernelStep, ...]
+    tensors: tuple[KernelTensor, ...]
+
+    def fingerprint(self) -> str:
+        """Equal for graphs that do the same to storages of the same sizes."""
+        digest = hashlib.sha256()
+        for step in self.steps:
+            line = (step.node.op, _target_text(self.module, step.node), step.phase.value)
+            digest.update(repr((*line, step.reads, step.creates, step.changes)).encode())
+        for tensor in self.tensors:
+            digest.update(repr((tensor.byte_class.value, tensor.size_bytes)).encode())
+        return digest.hexdigest()
+
+
+def read_kernels(module: fx.GraphModule, classes: Sequence[ByteClass]) -> KernelGraph:
+    """The kernels of a step whose arguments are of the given classes.
+
+    Placeholders carry fake tensors in ``meta["val"]``, computing nodes their phase in ``meta["phase"]``.
+    """
+    reader = _Reader(module, classes)
+    with reader.mode, torch.no_grad():
+        reader.walk()
+    return reader.finish()
+
+
+class _Reader:
+    """Runs the graph on fakes and writes down who touches which storage."""
+
+    def __init__(self, module: fx.GraphModule, classes: Sequence[ByteClass]) -> None:
+        self._module = module
+        self._classes = iter(classes)
+        self._values: dict[fx.Node, Any] = {}
+        self._kept: list[Tensor] = []  # a storage's address must not be given to another one
+        self._number: dict[int, int] = {}
+        self._names: list[str] = []
+        self._sizes: list[int] = []
+        self._given: dict[int, ByteClass] = {}
+        self._steps: list[KernelStep] = []
+        self._results: set[int] = set()
+        placeholder = next(node for node in module.graph.nodes if node.op == "placeholder")
+        self.mode: FakeTensorMode = placeholder.meta["val"].fake_mode
+
+    def walk(self) -> None:
+        for node in self._module.graph.nodes:
+            if node.op == "placeholder":
+                # A fresh one: the fakes of a parameter and its optimizer state may be one and the same.
+                like = node.meta["val"]
+                value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                self._values[node] = value
+                self._given[self._storage(value, node.name)] = next(self._classes)
+            elif node.op == "get_attr":
+                value = self.mode.from_tensor(_attribute(self._module, str(node.target)))
+                self._values[node] = value
+                self._given[self._storage(value, node.name)] = ByteClass.CONSTANT
+            elif node.op == "output":
+                for leaf in pytree.tree_leaves(node.args):
+                    if isinstance(leaf, fx.Node) and isinstance(self._values[leaf], Tensor):
+                        self._results.add(self._storage(self._values[leaf], leaf.name))
+            else:
+                self._run(node)
+
+    def finish(self) -> KernelGraph:
+        steps = sorted(self._steps, key=lambda step: _ORDER[step.phase])
+        made: dict[int, Phase] = {}
+        last: dict[int, Phase] = {}
+        for step in steps:
+            made.update(dict.fromkeys(step.creates, step.phase))
+            last.update(dict.fromkeys((*step.reads, *step.creates, *step.changes), step.phase))
+        used = sorted(set(made) | set(self._given))
+        renumbered = {old: new for new, old in enumerate(used)}
+        tensors = [KernelTensor(self._names[i], self._class_of(i, made, last), self._sizes[i]) for i in used]
+
+        def new(numbers: Sequence[int]) -> tuple[int, ...]:
+            return tuple(renumbered[number] for number in numbers)
+
+        return KernelGraph(
+            self._module,
+            tuple(
+                KernelStep(
+                    step.node,
+                    step.phase,
+                    new(step.reads),
+                    new(step.creates),
+                    new(step.changes),
+                    new(step.results),
+                    step.flops,
+                )
+                for step in steps
+            ),
+            tuple(tensors),
+        )
+
+    def _class_of(self, number: int, made: dict[int, Phase], last: dict[int, Phase]) -> ByteClass:
+        if number in self._given:
+            return self._given[number]
+        if number in self._results:
+            return ByteClass.RESULT
+        born, died = made[number], last[number]
+        if born is died:
+            return ByteClass.GRADIENT_MAP if born is Phase.BACKWARD else ByteClass.TEMPORARY
+        return ByteClass.FEATURE_MAP if born is Phase.FORWARD else ByteClass.GRADIENT
+
+    def _storage(self, tensor: Tensor, name: str) -> int:
+        """The number of a tensor's storage; new ones are named after the node that made them."""
+        storage = tensor.untyped_storage()
+        number = self._number.get(storage._cdata)
+        if number is None:
+            number = self._number[storage._cdata] = len(self._names)
+            self._names.append(name)
+            self._sizes.append(storage.nbytes())
+            self._kept.append(tensor)
+        return number
+
+    def _run(self, node: fx.Node) -> None:
+        filled: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self._values[n])
+        args, kwargs = filled
+        if node.target is operator.getitem:
+            self._values[node] = args[0][args[1]]
+            return
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = dict.fromkeys(self._storage(tensor, node.name) for tensor in given)
+        if node.op == "call_module":
+            called = self._module.get_submodule(str(node.target))
+            if isinstance(called, RegionCall):
+                value: Any = [spec.empty() for spec in called.outputs]
+                changed = {self._storage(args[position], node.name) for position in called.changed}
+            else:
+                value, changed = called(*args, **kwargs), set()
+        else:
+            target: Callable[..., Any] = node.target  # type: ignore[assignment]
+            changed = {self._storage(tensor, node.name) for tensor in _written(target, args, kwargs)}
+            value = target(*args, **kwargs)
+        self._values[node] = value
+        leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        before = len(self._names)
+        results = [self._storage(leaf, node.name) for leaf in leaves]
+        creates = tuple(dict.fromkeys(number for number in results if number >= before))
+        if not creates and not changed:
+            return  # a view
+        self._steps.append(
+            KernelStep(
+                node,
+                node.meta.get("phase") or self._phase_of_inputs(node),
+                tuple(number for number in inputs if number not in changed),
+                creates,
+                tuple(sorted(changed)),
+                tuple(results),
+                flops_of(node.target, args, value),
+            )
+        )
+
+    def _phase_of_inputs(self, node: fx.Node) -> Phase:
+        """The latest phase of what a node reads, for one that was given none."""
+        phases = [source.meta.get("phase") for source in node.all_input_nodes]
+        known = [phase for phase in phases if phase is not None]
+        return max(known, key=_ORDER.__getitem__, default=Phase.FORWARD)
+
+
+def _written(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes to."""
+    if not isinstance(target, OpOverload):
+        return []
+    found = []
+    for position, described in enumerate(target._schema.arguments):
+        if described.alias_info is not None and described.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(described.name)
+            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
+
+
+def _attribute(module: torch.nn.Module, name: str) -> Tensor:
+    value: Tensor = operator.attrgetter(name)(module)
+    return value
+
+
+def _target_text(module: torch.nn.Module, node: fx.Node) -> str:
+    if node.op != "call_module":
+        return str(node.target)
+    called = module.get_submodule(str(node.target))
+    return called.kernel.key if isinstance(called, RegionCall) else type(called).__name__
+
+
+aten = torch.ops.aten
+_PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+
+
+def flops_of(target: Any, args: Sequence[Any], value: Any) -> float:
+    """Floating-point operations of a library call; 0 for what is bound by memory."""
+    if not isinstance(target, OpOverload) and args and isinstance(args[0], OpOverload):
+        target, args = args[0], [leaf for leaf in args[1:] if isinstance(leaf, Tensor)]  # an extended product
+    if target in _PRODUCTS:
+        left = args[_PRODUCTS[target]]
+        return float(2 * value.numel() * left.shape[-1])
+    if target is aten.convolution.default:
+        return float(2 * value.numel() * args[1].numel() / args[1].shape[0])
+    if target is aten.convolution_backward.default:
+        once = 2.0 * args[0].numel() * args[2].numel() / args[2].shape[0]
+        return float(once * sum(map(bool, args[-1][:2])))
+    name = str(target)
+    if "scaled_dot_product" in name and "attention" in name:
+        query, key = (args[1], args[2]) if "backward" in name else (args[0], args[1])
+        forward = 4.0 * query.numel() * key.shape[-2]
+        return float(forward) * 2.5 if "backward" in name else float(forward)
+    return 0.0

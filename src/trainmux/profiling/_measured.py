@@ -1,0 +1,289 @@
+"""The run-time profiler (Algorithm A): every node alone, on the device, with nothing else resident.
+
+Feature maps leave the device after their last forward use and come back before their first use in the
+backward pass, so that a step larger than the device can be measured, as long as each node with its inputs and
+outputs fits. One pass warms up, three are measured, medians are kept.
+
+Nodes that change parameters run once in each pass, like all others: the arguments must be such that a step
+changes nothing (no member active).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from trainmux.errors import PlanError
+from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile, ProfiledNode, ProfiledTensor
+from trainmux.profiling._kernels import KernelGraph, KernelStep
+
+NUM_PASSES = 3
+_PROBE_BYTES = 256 << 20
+_PROBE_REPEATS = 3
+_HEAD_START_CYCLES = 400_000
+"""The device waits so long before each node that the host, which launches kernels one by one, is ahead."""
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Bytes per second between host and device: each direction alone, and each while both are busy."""
+
+    out: float
+    into: float
+    out_duplex: float
+    into_duplex: float
+
+
+def probe_link(device: torch.device, num_bytes: int = _PROBE_BYTES) -> LinkRates:
+    """Copy pinned memory back and forth. On a CPU both memories are the host's, and directions share it."""
+    if device.type != "cuda":
+        source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+        seconds = _median_of(lambda: _wall(lambda: target.copy_(source)))
+        rate = num_bytes / seconds
+        return LinkRates(rate, rate, rate / 2, rate / 2)
+    host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def copies(out: bool, into: bool) -> float:
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        if out:
+            with torch.cuda.stream(streams[0]):
+                host[0].copy_(there[0], non_blocking=True)
+        if into:
+            with torch.cuda.stream(streams[1]):
+                there[1].copy_(host[1], non_blocking=True)
+        torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    copies(True, True)
+    out, into, both = (
+        num_bytes / _median_of(lambda way=way: copies(*way))  # type: ignore[misc]
+        for way in ((True, False), (False, True), (True, True))
+    )
+    return LinkRates(out, into, min(both, out), min(both, into))
+
+
+def measure_profile(
+    graph: KernelGraph,
+    arguments: Sequence[Tensor],
+    *,
+    width: int,
+    fingerprint: str,
+    facts: DeviceFacts,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Profile:
+    """Run the graph node by node with ``arguments``; ``tell`` hears of each node that is done."""
+    device = arguments[0].device
+    clock: _CudaClock | _HostClock = _CudaClock(device) if device.type == "cuda" else _HostClock()
+    link = probe_link(device)
+    seconds: list[list[float]] = [[] for _ in graph.steps]
+    workspaces = [0] * len(graph.steps)
+    total = (1 + NUM_PASSES) * len(graph.steps)
+    for number in range(1 + NUM_PASSES):
+        run = _Pass(graph, arguments)
+        for rank, step in enumerate(graph.steps):
+            run.fetch(step)
+            taken, workspace = clock.measure(partial(run.run, step), run.created_bytes(step))
+            if number > 0:
+                seconds[rank].append(taken)
+                workspaces[rank] = max(workspaces[rank], workspace)
+            run.release(rank, step)
+            tell(number * len(graph.steps) + rank + 1, total)
+        run.close()
+    nodes = tuple(
+        ProfiledNode(
+            step.node.name,
+            step.phase,
+            step.reads,
+            step.creates,
+            step.changes,
+            statistics.median(found),
+            workspace,
+            is_repeatable=not step.changes,
+        )
+        for step, found, workspace in zip(graph.steps, seconds, workspaces, strict=True)
+    )
+    tensors = tuple(
+        ProfiledTensor(
+            tensor.name,
+            tensor.byte_class,
+            tensor.size_bytes,
+            tensor.size_bytes / link.out,
+            tensor.size_bytes / link.into,
+            tensor.size_bytes / link.out_duplex,
+            tensor.size_bytes / link.into_duplex,
+        )
+        for tensor in graph.tensors
+    )
+    return Profile(fingerprint, "measured", width, facts, tensors, nodes)
+
+
+class _Pass:
+    """One pass through the graph with real tensors, feature maps away between forward and backward."""
+
+    def __init__(self, graph: KernelGraph, arguments: Sequence[Tensor]) -> None:
+        self._graph = graph
+        self._values: dict[fx.Node, Any] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        # Strides that differ from the traced ones can make a view of what was traced as a copy: such memory
+        # has several owners, or is an argument's, and stays.
+        self._owners: dict[int, set[int]] = {t.untyped_storage()._cdata: {-1} for t in arguments}
+        self._host: dict[int, Tensor] = {}
+        self._device = arguments[0].device
+        given = iter(arguments)
+        for node in graph.module.graph.nodes:
+            if node.op == "placeholder":
+                self._values[node] = next(given)
+            elif node.op == "get_attr":
+                value: Any = graph.module
+                for part in str(node.target).split("."):
+                    value = getattr(value, part)
+                self._values[node] = value
+        computing = {step.node for step in graph.steps}
+        self._last_use = self._last_uses(computing)
+        self._last_forward = _last_forward_uses(graph.steps)
+
+    def run(self, step: KernelStep) -> None:
+        args, kwargs = fx.map_arg((step.node.args, dict(step.node.kwargs)), self._value)
+        target: Any = step.node.target
+        if step.node.op == "call_module":
+            target = self._graph.module.get_submodule(str(step.node.target))
+        with torch.no_grad():
+            value = target(*args, **kwargs)
+        self._values[step.node] = value
+        leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        if len(leaves) != len(step.results):
+            raise PlanError(
+                f"node {step.node.name}: expected {len(step.results)} results as traced, got {len(leaves)}; "
+                "profile the program that was traced"
+            )
+        for number, leaf in zip(step.results, leaves, strict=True):
+            if number in step.creates:
+                storage = leaf.untyped_storage()
+                self._storages[number] = storage
+                self._owners.setdefault(storage._cdata, set()).add(number)
+
+    def created_bytes(self, step: KernelStep) -> int:
+        return sum(self._graph.tensors[number].size_bytes for number in step.creates)
+
+    def fetch(self, step: KernelStep) -> None:
+        """Bring back what a node reads."""
+        for number in (*step.reads, *step.changes):
+            host = self._host.pop(number, None)
+            if host is not None:
+                storage = self._storages[number]
+                storage.resize_(host.numel())
+                _bytes_of(storage, self._device).copy_(host)
+
+    def release(self, rank: int, step: KernelStep) -> None:
+        """Let go of what no later node reads, and send away feature maps that the backward pass will read."""
+        for node in self._last_use.get(rank, ()):
+            self._values.pop(node, None)
+        for number in self._last_forward.get(rank, ()):
+            kept = self._graph.tensors[number].byte_class is ByteClass.FEATURE_MAP
+            storage = self._storages.get(number)
+            if kept and storage is not None and storage.nbytes() and len(self._owners[storage._cdata]) == 1:
+                self._host[number] = _bytes_of(storage, self._device).to("cpu", copy=True)
+                storage.resize_(0)
+
+    def close(self) -> None:
+        self._values.clear()
+        self._storages.clear()
+        self._owners.clear()
+        self._host.clear()
+
+    def _value(self, node: fx.Node) -> Any:
+        """The value of a node; views and parts of tuples are made when they are read."""
+        if node not in self._values:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._value)
+            target: Any = node.target
+            if node.op == "call_module":
+                target = self._graph.module.get_submodule(str(node.target))
+            with torch.no_grad():
+                self._values[node] = target(*args, **kwargs)
+        return self._values[node]
+
+    def _last_uses(self, computing: set[fx.Node]) -> dict[int, list[fx.Node]]:
+        """By rank: nodes whose values, views of them included, are read for the last time."""
+        last: dict[fx.Node, int] = {}
+
+        def note(node: fx.Node, rank: int) -> None:
+            last[node] = max(rank, last.get(node, -1))
+            if node not in computing:
+                for source in node.all_input_nodes:
+                    note(source, rank)
+
+        for rank, step in enumerate(self._graph.steps):
+            last.setdefault(step.node, rank)
+            for source in step.node.all_input_nodes:
+                note(source, rank)
+        found: dict[int, list[fx.Node]] = {}
+        for node, rank in last.items():
+            if node.op not in ("placeholder", "get_attr"):
+                found.setdefault(rank, []).append(node)
+        return found
+
+
+def _last_forward_uses(steps: Sequence[KernelStep]) -> dict[int, list[int]]:
+    """By rank: storages whose last use in the forward pass this is."""
+    last: dict[int, int] = {}
+    for rank, step in enumerate(steps):
+        if step.phase is Phase.FORWARD:
+            last.update(dict.fromkeys((*step.reads, *step.creates), rank))
+    found: dict[int, list[int]] = {}
+    for number, rank in last.items():
+        found.setdefault(rank, []).append(number)
+    return found
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+class _HostClock:
+    """On a CPU: wall-clock time; workspaces are not seen."""
+
+    def measure(self, work: Callable[[], None], created_bytes: int) -> tuple[float, int]:
+        return _wall(work), 0
+
+
+class _CudaClock:
+    """On CUDA: events around a node, the host ahead; the allocator's peak beyond what the node leaves."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+
+    def measure(self, work: Callable[[], None], created_bytes: int) -> tuple[float, int]:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        self._begin.record()
+        work()
+        self._end.record()
+        torch.cuda.synchronize(self._device)
+        extra = torch.cuda.max_memory_allocated(self._device) - before - created_bytes
+        return self._begin.elapsed_time(self._end) / 1e3, max(0, extra)
+
+
+def _wall(work: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _median_of(measure: Callable[[], float]) -> float:
+    found: Iterable[float] = [measure() for _ in range(_PROBE_REPEATS)]
+    return statistics.median(found)

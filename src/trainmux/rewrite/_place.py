@@ -1,0 +1,65 @@
+"""Offsets for every byte of a program's parts: one slab, and what crosses from part to part stays put."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainmux.ir import Part, Tenancy
+from trainmux.rewrite._views import Key
+from trainmux.simulate import Tenant, pack
+
+
+def place_parts(parts: Sequence[Part], alignment: int) -> tuple[tuple[Part, ...], int]:
+    """The parts with offsets, and the end of the highest tenancy.
+
+    The parts are laid out one behind the other on one axis of time. All that a tensor takes at either end of
+    any part is one tenant with several spans: so it lies at the same offset where one part ends and the next
+    one begins, the body following itself. What is not there at the ends is placed anew each time.
+    """
+    sizes: list[int] = []
+    spans: list[list[tuple[int, int]]] = []
+    numbers: list[list[int]] = []
+    crossing: dict[Key, int] = {}
+    start = 0
+    for part in parts:
+        num_instructions = len(part.instructions)
+        own = []
+        for tenancy in part.tenancies:
+            key = (tenancy.sub_array, tenancy.tensor)
+            crosses = tenancy.begin == -1 or tenancy.end == num_instructions
+            number = crossing.get(key) if crosses else None
+            if number is None:
+                number = len(sizes)
+                sizes.append(tenancy.size_bytes)
+                spans.append([])
+                if crosses:
+                    crossing[key] = number
+            begin, end = _times(tenancy, start)
+            if spans[number] and spans[number][-1][1] == begin:
+                begin = spans[number].pop()[0]
+            spans[number].append((begin, end))
+            own.append(number)
+        numbers.append(own)
+        start += num_instructions + 1
+    tenants = [Tenant(size, tuple(times)) for size, times in zip(sizes, spans, strict=True)]
+    offsets = pack(tenants, alignment).offsets
+    placed = tuple(
+        Part(
+            part.instructions,
+            tuple(
+                Tenancy(t.sub_array, t.tensor, t.begin, t.end, offsets[number], t.size_bytes)
+                for t, number in zip(part.tenancies, own, strict=True)
+            ),
+        )
+        for part, own in zip(parts, numbers, strict=True)
+    )
+    return placed, max((t.offset + t.size_bytes for part in placed for t in part.tenancies), default=0)
+
+
+def _times(tenancy: Tenancy, start: int) -> tuple[int, int]:
+    """When its bytes are in use, the end not included, in a part that begins at ``start``.
+
+    The moment ``start`` itself is for what is there before the first instruction.
+    """
+    for_now = tenancy.begin == tenancy.end
+    return start + 1 + tenancy.begin, start + 1 + tenancy.end + for_now

@@ -1,0 +1,218 @@
+"""Schedules for any number of sub-arrays from schedules for one, two or three of them.
+
+Sub-arrays of the same profile do the same. In turns each is scheduled by itself, within what the others'
+static tensors leave. In a ring a stage is a pair: the backward pass of one beside the forward pass of the
+next; so each profile is scheduled as a pair with itself, and the pair's two roles alternate around the ring.
+Where two profiles meet, or the count is odd, the stage runs backward before forward, which needs no more than
+each of its passes alone. Copies are then placed anew along the whole ring.
+
+So scheduling 64 sub-arrays costs what scheduling two costs, and a walk along the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trainmux.ir import Multiplexing, Profile, Recomputation, Schedule, Swap
+from trainmux.scheduling._facts import Facts
+from trainmux.scheduling._policy import Infeasible, Node, Policy, Task, plain_order
+from trainmux.scheduling.policies._body import FixedBody, infeasible, known_facts, static_bytes
+from trainmux.scheduling.policies._gaps import Choice, Gap, find_gaps
+from trainmux.scheduling.policies._layout import demand, lay_out
+from trainmux.scheduling.policies.auto import Auto
+
+_MAX_DIRECT = 3
+"""Sub-arrays that are scheduled together where each by itself does not fit."""
+_MAX_DIRECT_NODES = 6000
+
+
+def schedule_sub_arrays(policy: Policy, task: Task) -> Schedule:
+    """What ``policy`` makes of a task with any number of sub-arrays; raises `Infeasible` where nothing fits."""
+    count = len(task.profiles)
+    if count == 1 or (count == 2 and task.multiplexing is Multiplexing.RING):
+        return policy.schedule(task)
+    try:
+        return _ring(policy, task) if task.multiplexing is Multiplexing.RING else _turns(policy, task)
+    except Infeasible as reason:
+        if not isinstance(policy, Auto):
+            raise
+        # Only together can the static tensors of those that are idle make room.
+        try:
+            return _with_static(policy, task)
+        except Infeasible as other:
+            raise min((reason, other), key=lambda each: each.excess_bytes) from None
+
+
+def smallest_schedule(policy: Auto, task: Task) -> Schedule:
+    """A schedule in turns that needs as few bytes as any that was found, whatever the task's limit."""
+    if _is_direct(task):
+        return policy.smallest(task)
+    reduced = _reduced(task)
+    return _lifted(task, reduced, policy.smallest(reduced, all_static=True), at_any_limit=True)
+
+
+def _turns(policy: Policy, task: Task) -> Schedule:
+    all_facts = known_facts(task)
+    own_bytes = [sum(_needed_always([facts])) for facts in all_facts]
+    singles: dict[int, Schedule] = {}
+    order: list[Node] = []
+    swaps: list[Swap] = []
+    recomputes: list[Recomputation] = []
+    for sub_array, profile in enumerate(task.profiles):
+        if id(profile) not in singles:
+            limit = task.limit_bytes - sum(own_bytes) + own_bytes[sub_array]
+            alone = Task((profile,), Multiplexing.TURNS, limit, task.host_bytes // len(task.profiles))
+            singles[id(profile)] = policy.schedule(alone)
+        single = singles[id(profile)]
+        order += [(sub_array, rank) for _, rank in single.order]
+        swaps += [
+            replace(
+                swap,
+                sub_array=sub_array,
+                offload_after=(sub_array, swap.offload_after[1]),
+                release_before=(sub_array, swap.release_before[1]),
+                prefetch_before=(sub_array, swap.prefetch_before[1]),
+            )
+            for swap in single.swaps
+        ]
+        recomputes += [
+            replace(each, sub_array=sub_array, before=(sub_array, each.before[1]))
+            for each in single.recomputes
+        ]
+    return Schedule(Multiplexing.TURNS, tuple(order), tuple(swaps), tuple(recomputes))
+
+
+def _ring(policy: Policy, task: Task) -> Schedule:
+    all_facts = known_facts(task)
+    count = len(task.profiles)
+    own_bytes = [sum(_needed_always([facts])) for facts in all_facts]
+    pairs: dict[int, Schedule] = {}
+    for sub_array, profile in enumerate(task.profiles):
+        if id(profile) not in pairs:
+            limit = task.limit_bytes - sum(own_bytes) + 2 * own_bytes[sub_array]
+            pair = Task((profile, profile), Multiplexing.RING, limit, 2 * task.host_bytes // count)
+            pairs[id(profile)] = policy.schedule(pair)
+    order: list[Node] = []
+    for sub_array, profile in enumerate(task.profiles):
+        following = (sub_array + 1) % count
+        is_pair = task.profiles[following] is profile and following % 2 != sub_array % 2
+        order += _stage(all_facts, sub_array, following, pairs[id(profile)] if is_pair else None)
+    body = FixedBody(task, order, all_facts)
+    gaps = find_gaps(all_facts, with_static=True)
+    choices = [Choice.KEEP] * len(gaps)
+    reasons: dict[tuple[int, int], str] = {}
+    for sub_array, profile in enumerate(task.profiles):
+        _copy_choices(pairs[id(profile)], sub_array % 2, sub_array, gaps, choices, reasons)
+    return _placed(body, gaps, choices, reasons, policy.name)
+
+
+def _stage(
+    all_facts: Sequence[Facts], sub_array: int, following: int, pair: Schedule | None
+) -> list[Node]:
+    """The backward pass of ``sub_array`` and the forward pass of ``following``, in a pair's order if any."""
+    num_forward = all_facts[sub_array].num_forward
+    if pair is None:
+        backward = range(num_forward, len(all_facts[sub_array].nodes))
+        forward = range(all_facts[following].num_forward)
+        return [*((sub_array, rank) for rank in backward), *((following, rank) for rank in forward)]
+    role = sub_array % 2
+    return [
+        (sub_array if owner == role else following, rank)
+        for owner, rank in pair.order
+        if (rank >= num_forward) == (owner == role)
+    ]
+
+
+def _with_static(policy: Auto, task: Task) -> Schedule:
+    if _is_direct(task):
+        return policy.schedule(task)
+    reduced = _reduced(task)
+    return _lifted(task, reduced, policy.schedule(reduced))
+
+
+def _is_direct(task: Task) -> bool:
+    num_nodes = sum(len(profile.nodes) for profile in task.profiles)
+    return len(task.profiles) <= _MAX_DIRECT and num_nodes <= _MAX_DIRECT_NODES
+
+
+def _reduced(task: Task) -> Task:
+    """Three sub-arrays in place of many, within what the others need always even with all else on the host."""
+    profile = task.profiles[0]
+    if task.multiplexing is Multiplexing.RING or any(other is not profile for other in task.profiles):
+        raise infeasible(task, "auto", 1)
+    left_out = len(task.profiles) - _MAX_DIRECT
+    facts = known_facts(task)[0]
+    swappable = {gap.tensor: gap.size_bytes for gap in find_gaps([facts], with_static=True) if gap.is_static}
+    always = sum(_needed_always([facts])) - sum(swappable.values())
+    limit = task.limit_bytes - max(0, left_out) * always
+    return Task((profile,) * _MAX_DIRECT, Multiplexing.TURNS, limit, task.host_bytes)
+
+
+def _lifted(task: Task, reduced: Task, schedule: Schedule, *, at_any_limit: bool = False) -> Schedule:
+    """The decisions of the first, middle and last of three sub-arrays for all of a task's."""
+    all_facts = known_facts(task)
+    body = FixedBody(task, plain_order(task.profiles, task.multiplexing), all_facts)
+    gaps = find_gaps(all_facts, with_static=True)
+    choices = [Choice.KEEP] * len(gaps)
+    reasons: dict[tuple[int, int], str] = {}
+    last = len(task.profiles) - 1
+    for sub_array in range(len(task.profiles)):
+        role = 0 if sub_array == 0 else len(reduced.profiles) - 1 if sub_array == last else 1
+        _copy_choices(schedule, role, sub_array, gaps, choices, reasons)
+    return _placed(body, gaps, choices, reasons, "auto", at_any_limit=at_any_limit)
+
+
+def _copy_choices(
+    schedule: Schedule,
+    role: int,
+    sub_array: int,
+    gaps: Sequence[Gap],
+    choices: list[Choice],
+    reasons: dict[tuple[int, int], str],
+) -> None:
+    """Decide for ``sub_array`` what ``schedule`` decides for its sub-array ``role``."""
+    swapped = {
+        (swap.tensor, swap.offload_after[1]): swap.reason for swap in schedule.swaps if swap.sub_array == role
+    }
+    recomputed = {each.tensor: each for each in schedule.recomputes if each.sub_array == role}
+    for number, gap in enumerate(gaps):
+        if gap.sub_array != sub_array:
+            continue
+        if (gap.tensor, gap.last) in swapped:
+            choices[number] = Choice.SWAP
+            reasons[sub_array, gap.tensor] = swapped[gap.tensor, gap.last]
+        elif gap.tensor in recomputed and not gap.is_static:
+            record = recomputed[gap.tensor]
+            is_early = record.before != (role, gap.first)
+            choices[number] = Choice.RECOMPUTE_EARLY if is_early else Choice.RECOMPUTE
+            reasons[sub_array, gap.tensor] = record.reason
+
+
+def _placed(
+    body: FixedBody,
+    gaps: tuple[Gap, ...],
+    choices: Sequence[Choice],
+    reasons: dict[tuple[int, int], str],
+    policy: str,
+    *,
+    at_any_limit: bool = False,
+) -> Schedule:
+    needs = demand(body, gaps, choices)
+    if needs is None:
+        raise infeasible(body.task, policy, 1)
+    limit = needs.peak_bytes if at_any_limit else body.task.limit_bytes
+    layout = lay_out(body, gaps, needs, limit)
+    if layout is None:
+        raise infeasible(body.task, policy, max(1, needs.peak_bytes - limit))
+    return layout.schedule(reasons)
+
+
+def _needed_always(all_facts: Sequence[Facts]) -> tuple[int, int]:
+    found = static_bytes(all_facts)
+    return found.static, found.results
+
+
+def profile_key(profile: Profile) -> str:
+    """What makes two profiles interchangeable."""
+    return profile.fingerprint

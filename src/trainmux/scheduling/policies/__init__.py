@@ -1,0 +1,1 @@
+"""Policies, one file each: what is swapped, what is recomputed, and in which order nodes run."""

@@ -1,0 +1,153 @@
+"""Changing decisions and order as long as the clock says that a body takes less time.
+
+A seeded number of evaluations, not time, ends the search: the same task gives the same schedule on any
+machine. First what is decided is looked through once: is it needed at all, would the other way be cheaper.
+Then decisions are given up a few at a time and made anew at another price of the link. In a ring forward
+nodes are moved to where compute waits for copies, and back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trainmux.scheduling._policy import Node, Task
+from trainmux.scheduling.policies._body import FixedBody
+from trainmux.scheduling.policies._clock import seconds_of
+from trainmux.scheduling.policies._gaps import RECOMPUTED, Choice, Gap
+from trainmux.scheduling.policies._layout import Demand, Layout, demand, lay_out
+from trainmux.scheduling.policies._relieve import Reliever, Shortfall
+from trainmux.scheduling.policies._stages import Stages
+
+LINK_PRICES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, float("inf"))
+"""From swapping everything to recomputing all that can be."""
+_SAME = 1e-9
+"""Times that differ by less than this share of each other are equal."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A body that fits, how it is done, and how long it takes."""
+
+    choices: tuple[Choice, ...]
+    layout: Layout
+    seconds: float
+
+    @property
+    def order(self) -> tuple[Node, ...]:
+        return self.layout.body.order
+
+
+class Improver:
+    """Searches among choices and orders of one task. ``left`` is the number of evaluations that remain."""
+
+    def __init__(
+        self,
+        task: Task,
+        gaps: tuple[Gap, ...],
+        reliever: Reliever,
+        stages: Stages,
+        evaluations: int,
+        seed: int,
+    ) -> None:
+        self.task = task
+        self.gaps = gaps
+        self.left = evaluations
+        self._reliever = reliever
+        self._stages = stages
+        self._rng = random.Random(seed)
+
+    def evaluate(
+        self, body: FixedBody, choices: Sequence[Choice], needs: Demand | None = None
+    ) -> Found | None:
+        """How long it takes; ``None`` where it does not fit."""
+        self.left -= 1
+        needs = needs if needs is not None else demand(body, self.gaps, choices)
+        layout = lay_out(body, self.gaps, needs, self.task.limit_bytes) if needs is not None else None
+        return Found(tuple(choices), layout, seconds_of(layout)) if layout is not None else None
+
+    def improve(self, found: Found) -> Found:
+        """The best body met on the way from ``found``, which may be itself."""
+        best = found
+        least = float(best.layout.body.starts[-1])
+        while self.left > 0:
+            before = best
+            for trial in (self._look_through, self._make_anew, self._move_forward_nodes):
+                best = trial(best)
+                if best.seconds <= least * (1 + _SAME):
+                    return best
+            if best is before and not self._may_try_again():
+                break
+        return best
+
+    def _may_try_again(self) -> bool:
+        return self.left > 0 and len(self.gaps) > 1
+
+    def _look_through(self, best: Found) -> Found:
+        """Each decision once: dropped, or taken the other way."""
+        for number, choice in enumerate(best.choices):
+            if best.choices[number] is Choice.KEEP:
+                continue
+            for other in self._others(number, choice):
+                if self.left <= 0:
+                    return best
+                choices = (*best.choices[:number], other, *best.choices[number + 1 :])
+                best = self._better(best, self.evaluate(best.layout.body, choices))
+        return best
+
+    def _others(self, number: int, choice: Choice) -> Iterator[Choice]:
+        yield Choice.KEEP
+        if choice is not Choice.SWAP:
+            yield Choice.SWAP
+        if self.gaps[number].can_recompute:
+            yield from (other for other in RECOMPUTED if other is not choice)
+
+    def _make_anew(self, best: Found) -> Found:
+        """Give up some of the decisions and relieve the body again."""
+        body, rng = best.layout.body, self._rng
+        for _ in range(min(self.left, 8 + len(self.gaps))):
+            decided = [number for number, choice in enumerate(best.choices) if choice is not Choice.KEEP]
+            if not decided or self.left <= 0:
+                return best
+            choices = list(best.choices)
+            for number in rng.sample(decided, rng.randint(1, min(len(decided), 3))):
+                choices[number] = Choice.KEEP
+            if rng.random() < 0.3:
+                number = rng.randrange(len(self.gaps))
+                choices[number] = rng.choice(
+                    (Choice.SWAP, *(RECOMPUTED if self.gaps[number].can_recompute else ()))
+                )
+            relief = self._reliever.relieve(
+                body, self.task.limit_bytes, rng.choice(LINK_PRICES), begin=choices, noise=rng
+            )
+            if isinstance(relief, Shortfall):
+                self.left -= 1
+                continue
+            best = self._better(best, self.evaluate(body, relief.choices, relief.needs))
+        return best
+
+    def _move_forward_nodes(self, best: Found) -> Found:
+        """Move forward nodes of a ring's stages, first to where compute waits."""
+        for order in self._stages.neighbours(best.layout, self._rng):
+            if self.left <= 0:
+                return best
+            body = best.layout.body.reordered(order)
+            found = self.evaluate(body, best.choices)
+            if found is None:
+                relief = self._reliever.relieve(
+                    body, self.task.limit_bytes, self._rng.choice(LINK_PRICES), best.choices
+                )
+                if isinstance(relief, Shortfall):
+                    continue
+                found = self.evaluate(body, relief.choices, relief.needs)
+            best = self._better(best, found)
+        return best
+
+    def _better(self, best: Found, found: Found | None) -> Found:
+        """The quicker one; of two that take the same time the one that needs less."""
+        if found is None or found.seconds > best.seconds * (1 + _SAME):
+            return best
+        if found.seconds < best.seconds * (1 - _SAME) or found.layout.peak_bytes < best.layout.peak_bytes:
+            return found
+        return best

@@ -1,0 +1,201 @@
+"""Giving tensors up, one after another, until a body fits: greedy, by seconds per byte.
+
+Two things are scarce, compute time and the link's time. ``link_price`` says how many seconds of compute a
+second of copying is worth: at 0 everything is swapped, at infinity recomputed whatever can be, in between
+what is cheap to make again is recomputed and the rest swapped. No single price is right for all graphs, so
+callers try several and let the clock decide.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainmux.scheduling.policies._body import Bools, FixedBody, Floats, Ints
+from trainmux.scheduling.policies._gaps import RECOMPUTED, Choice, Gap, RecomputePrices
+from trainmux.scheduling.policies._layout import Demand, demand
+
+_MAX_ROUNDS = 64
+"""Rounds a relief should take; in larger bodies each gives up more tensors at once."""
+
+
+@dataclass(frozen=True)
+class Relief:
+    """Choices that fit, and what they demand."""
+
+    choices: tuple[Choice, ...]
+    needs: Demand
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """The choices that came closest, and by how many bytes they do not fit."""
+
+    choices: tuple[Choice, ...]
+    excess_bytes: int
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A way to give up a gap: ``price`` in seconds per byte, ``idle_seconds`` decide between equal ones."""
+
+    price: float
+    idle_seconds: float
+    gap: int
+    choice: Choice
+
+
+class Reliever:
+    """Relieves bodies that share gaps. ``usable`` says which of them may be touched at all."""
+
+    def __init__(self, gaps: tuple[Gap, ...], usable: Sequence[bool], *, may_swap: bool = True) -> None:
+        self._gaps = gaps
+        self._may_swap = may_swap
+        self._usable: Bools = np.asarray(usable, dtype=np.bool_)
+        self._batch = max(1, len(gaps) // _MAX_ROUNDS)
+
+    def relieve(
+        self,
+        body: FixedBody,
+        limit_bytes: int,
+        link_price: float,
+        begin: Sequence[Choice] | None = None,
+        noise: random.Random | None = None,
+    ) -> Relief | Shortfall:
+        """Choices that fit, from those of ``begin`` on, or those that came closest.
+
+        With ``noise`` prices are shaken, for searches that want to see other choices.
+        """
+        choices = list(begin) if begin is not None else [Choice.KEEP] * len(self._gaps)
+        covers = _Covers(body, self._gaps)
+        cannot: set[int] = set()
+        added: list[int] = []
+        closest: Shortfall | None = None
+        for _ in range(3 * len(self._gaps) + 3):
+            needs = demand(body, self._gaps, choices)
+            if needs is None:
+                # Among those recomputed last is one that another recomputation cannot do without.
+                undone = [number for number in added if choices[number] in RECOMPUTED]
+                if not undone:
+                    break
+                for number in undone:
+                    choices[number] = Choice.KEEP
+                cannot.update(undone)
+                continue
+            needed = needs.tensors + needs.beyond
+            peak = int(needed.argmax())
+            excess = int(needed[peak]) - limit_bytes
+            if excess <= 0 and needs.host_bytes <= body.task.host_bytes:
+                return Relief(tuple(choices), needs)
+            if closest is None or excess < closest.excess_bytes:
+                closest = Shortfall(tuple(choices), excess)
+            open_ones = covers.at(peak) & self._usable
+            options = self._options(
+                body, covers, choices, np.nonzero(open_ones)[0], link_price, cannot, noise
+            )
+            added = self._take(body, choices, options, excess, needs.host_bytes)
+            if not added and not self._swap_instead(body, choices, needs, peak):
+                break
+        return closest if closest is not None else Shortfall(tuple(choices), 1)
+
+    def _options(
+        self,
+        body: FixedBody,
+        covers: _Covers,
+        choices: Sequence[Choice],
+        numbers: Ints,
+        link_price: float,
+        cannot: set[int],
+        noise: random.Random | None,
+    ) -> list[_Option]:
+        """The cheaper way of giving up each of the gaps that is not given up yet, the cheapest first."""
+        recomputed: dict[int, dict[int, Choice]] = {}
+        for gap, choice in zip(self._gaps, choices, strict=True):
+            if choice in RECOMPUTED:
+                recomputed.setdefault(gap.sub_array, {})[gap.tensor] = choice
+        prices: dict[int, RecomputePrices] = {}
+        options = []
+        for number in numbers.tolist():
+            if choices[number] is not Choice.KEEP:
+                continue
+            gap = self._gaps[number]
+            record = body.task.profiles[gap.sub_array].tensors[gap.tensor]
+            copying = record.swap_in_seconds
+            if gap.is_static and gap.copies_out:
+                copying += record.swap_out_seconds
+            best: tuple[float, Choice] | None = None
+            if self._may_swap:
+                best = (link_price * copying if copying else 0.0, Choice.SWAP)
+            if gap.can_recompute and number not in cannot and link_price > 0:
+                if gap.sub_array not in prices:
+                    facts = body.all_facts[gap.sub_array]
+                    prices[gap.sub_array] = RecomputePrices(facts, recomputed.get(gap.sub_array, {}))
+                seconds = prices[gap.sub_array].seconds(gap.tensor)
+                if seconds is not None and (best is None or seconds < best[0]):
+                    best = (seconds, Choice.RECOMPUTE)
+            if best is None:
+                continue
+            shaken = noise.uniform(0.5, 1.5) if noise is not None else 1.0
+            options.append(
+                _Option(
+                    shaken * best[0] / gap.size_bytes, float(covers.idle_seconds[number]), number, best[1]
+                )
+            )
+        return sorted(options, key=lambda option: (option.price, -option.idle_seconds, option.gap))
+
+    def _take(
+        self,
+        body: FixedBody,
+        choices: list[Choice],
+        options: Sequence[_Option],
+        excess: int,
+        host_bytes: int,
+    ) -> list[int]:
+        """Give up the cheapest, one in small bodies and several in large ones; returns which."""
+        taken: list[int] = []
+        relieved = 0
+        for option in options:
+            if taken and (relieved >= excess or len(taken) >= self._batch):
+                break
+            size = self._gaps[option.gap].size_bytes
+            if option.choice is Choice.SWAP:
+                if host_bytes + size > body.task.host_bytes:
+                    continue
+                host_bytes += size
+            choices[option.gap] = option.choice
+            taken.append(option.gap)
+            relieved += size
+        return taken
+
+    def _swap_instead(self, body: FixedBody, choices: list[Choice], needs: Demand, peak: int) -> bool:
+        """Where recomputations themselves need too much: swap the one that needs the most at the peak."""
+        if not self._may_swap:
+            return False
+        here = [each for each in needs.recomputes if each.before == peak]
+        for each in sorted(here, key=lambda each: -each.derived.beyond_bytes):
+            for number, gap in enumerate(self._gaps):
+                is_it = (gap.sub_array, gap.tensor) == (each.sub_array, each.derived.tensor)
+                fits = needs.host_bytes + gap.size_bytes <= body.task.host_bytes
+                if is_it and choices[number] in RECOMPUTED and fits and self._usable[number]:
+                    choices[number] = Choice.SWAP
+                    return True
+        return False
+
+
+class _Covers:
+    """Which gaps lie around a position of a body, and how long each is."""
+
+    def __init__(self, body: FixedBody, gaps: Sequence[Gap]) -> None:
+        places = [body.gap_places(gap) for gap in gaps]
+        self._lasts: Ints = np.asarray([last for last, _ in places], dtype=np.int64)
+        self._firsts: Ints = np.asarray([first for _, first in places], dtype=np.int64)
+        idle = body.starts[self._firsts] - body.starts[self._lasts + 1]
+        self.idle_seconds: Floats = np.where(self._lasts < self._firsts, idle, idle + body.starts[-1])
+
+    def at(self, position: int) -> Bools:
+        after, before = position > self._lasts, position < self._firsts
+        inside: Bools = np.where(self._lasts < self._firsts, after & before, after | before)
+        return inside

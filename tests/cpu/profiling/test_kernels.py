@@ -1,0 +1,132 @@
+"""A program as kernels over storages: classes, phases, and proof that order and storages are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from profiled import kernels_of, leave_uncompiled, program_of
+from torch import Tensor, fx, nn
+
+from trainmux.ir import ByteClass, Multiplexing, Phase, Schedule, verify
+from trainmux.lowering import lower
+from trainmux.lowering._compile import KernelCache
+from trainmux.profiling import analytic_profile, find_device, read_kernels
+from trainmux.rewrite import rewrite
+from trainmux.tracing import make_fx, static_fake_mode
+
+NAMES = ["mlp", "cnn_with_dropout", "transformer_with_dropout", "lstm", "dlrm"]
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_uncompiled(monkeypatch)
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_in_its_own_order_is_proved(name: str, lowering: str) -> None:
+    program, arguments = program_of(name, lowering)
+    graph = kernels_of(program)
+    phases = [step.phase for step in graph.steps]
+    assert phases == sorted(phases, key=list(Phase).index)
+    assert set(phases) == set(Phase)
+    profile = analytic_profile(graph, 2, find_device("a100"), half=False)
+    order = tuple((0, rank) for rank in range(len(profile.nodes)))
+    planned = rewrite([profile], Schedule(Multiplexing.TURNS, order, (), ()))
+    verify(planned, [profile], budget_bytes=planned.slab_bytes)
+
+    by_class = {kind: [t for t in graph.tensors if t.byte_class is kind] for kind in ByteClass}
+    assert len(by_class[ByteClass.OPTIMIZER_STATE]) == 2 * len(program.settings.parameters)
+    learning = (ByteClass.PARAMETER, ByteClass.OPTIMIZER_STATE)
+    classes = program.byte_classes()
+    given = sum(a.nbytes for a, kind in zip(arguments, classes, strict=True) if kind in learning)
+    read = sum(tensor.size_bytes for kind in learning for tensor in by_class[kind])
+    assert given <= read <= 1.2 * given  # members are padded to 16 bytes
+    # Every parameter has a gradient that the update reads, and the update writes every parameter and state.
+    assert len(by_class[ByteClass.GRADIENT]) >= len(program.settings.parameters) / 2
+    changed = {number for step in graph.steps for number in step.changes}
+    for number, tensor in enumerate(graph.tensors):
+        if tensor.byte_class in learning:
+            assert number in changed, tensor.name
+    assert by_class[ByteClass.FEATURE_MAP]
+    assert len(by_class[ByteClass.RESULT]) >= 3
+
+
+def test_lowering_makes_fewer_nodes_and_less_memory() -> None:
+    sizes = {}
+    for lowering in ("aten", "inductor"):
+        graph = kernels_of(program_of("transformer_with_dropout", lowering)[0])
+        maps = [tensor.size_bytes for tensor in graph.tensors if not tensor.byte_class.is_static]
+        sizes[lowering] = (len(graph.steps), sum(maps))
+    assert sizes["inductor"][0] < sizes["aten"][0] / 5
+    assert sizes["inductor"][1] < sizes["aten"][1]
+
+
+def traced(function: object, *shapes: tuple[int, ...]) -> fx.GraphModule:
+    with static_fake_mode() as mode, mode:
+        module = make_fx(function)(*[torch.empty(shape) for shape in shapes])
+    for node in module.graph.nodes:
+        node.meta.setdefault("phase", Phase.FORWARD)
+    return module
+
+
+def test_views_are_no_tensors_and_no_nodes() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (x.t() @ y.view(4, 3))[1:].transpose(0, 1).relu()
+
+    graph = read_kernels(traced(function, (4, 5), (12,)), [ByteClass.BATCH, ByteClass.PARAMETER])
+    assert [str(step.node.target) for step in graph.steps] == ["aten.mm.default", "aten.relu.default"]
+    assert [step.reads for step in graph.steps] == [(0, 1), (2,)]
+    assert [tensor.size_bytes for tensor in graph.tensors] == [80, 48, 60, 48]
+    assert graph.tensors[3].byte_class is ByteClass.RESULT
+    assert graph.steps[0].flops == 2 * 5 * 4 * 3
+
+
+def test_what_is_changed_in_place_is_no_new_tensor() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(y)
+        x[0].mul_(2)
+        return x + 1
+
+    module = traced(function, (4, 5), (4, 5))
+    graph = read_kernels(module, [ByteClass.PARAMETER, ByteClass.BATCH])
+    assert [step.changes for step in graph.steps] == [(0,), (0,), ()]
+    assert [step.reads for step in graph.steps] == [(1,), (), (0,)]
+    assert [step.creates for step in graph.steps] == [(), (), (2,)]
+
+
+def test_a_region_says_what_it_changes() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(y.relu())
+        return y * 2
+
+    lowered = lower(traced(function, (4, 5), (4, 5)), KernelCache())
+    graph = read_kernels(lowered.module, [ByteClass.PARAMETER, ByteClass.BATCH])
+    assert {number for step in graph.steps for number in step.changes} == {0}
+    assert all(0 not in step.reads for step in graph.steps if 0 in step.changes)
+
+
+def test_the_fingerprint_knows_the_graph_and_its_sizes() -> None:
+    def one(x: Tensor) -> Tensor:
+        return x.relu().sum()
+
+    def other(x: Tensor) -> Tensor:
+        return x.exp().sum()
+
+    def name(function: object, size: int) -> str:
+        return read_kernels(traced(function, (size,)), [ByteClass.BATCH]).fingerprint()
+
+    assert name(one, 8) == name(one, 8)
+    assert len({name(one, 8), name(one, 16), name(other, 8)}) == 3
+
+
+def test_operations_of_library_calls() -> None:
+    weight = nn.Conv2d(3, 8, 3, padding=1).weight.detach()
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return torch.ops.aten.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+    graph = read_kernels(
+        traced(function, (2, 3, 6, 6), tuple(weight.shape)), [ByteClass.BATCH, ByteClass.PARAMETER]
+    )
+    assert graph.steps[0].flops == 2 * (2 * 8 * 6 * 6) * (3 * 3 * 3)

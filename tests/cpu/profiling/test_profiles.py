@@ -1,0 +1,148 @@
+"""Measured and analytic profiles, the table of devices, and profiles on disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from profiled import kernels_of, leave_uncompiled, program_of
+
+from trainmux.errors import ConfigError
+from trainmux.ir import ByteClass, DeviceFacts, Profile
+from trainmux.profiling import (
+    DEVICES,
+    ProfileCache,
+    analytic_profile,
+    find_device,
+    measure_profile,
+    probe_link,
+)
+from trainmux.profiling._devices import BANDWIDTH_SHARE, FLOPS_SHARE, NODE_SECONDS
+from trainmux.profiling._measured import NUM_PASSES, _Pass
+
+FACTS = DeviceFacts("here", 1 << 30, 1 << 30)
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_uncompiled(monkeypatch)
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("name", ["mlp", "cnn_with_dropout", "transformer_with_dropout"])
+def test_measuring_runs_every_node_and_changes_nothing(name: str, lowering: str) -> None:
+    program, arguments = program_of(name, lowering)
+    graph = kernels_of(program)
+    before = [argument.clone() for argument in arguments]
+    told: list[tuple[int, int]] = []
+    profile = measure_profile(
+        graph, arguments, width=2, fingerprint="f", facts=FACTS, tell=lambda *progress: told.append(progress)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(arguments, before, strict=True))
+    assert told[-1] == (len(graph.steps) * (1 + NUM_PASSES),) * 2
+    assert profile.source == "measured"
+    assert all(node.seconds > 0 for node in profile.nodes)
+    assert [node.name for node in profile.nodes] == [step.node.name for step in graph.steps]
+    assert all(node.is_repeatable == (not node.changes) for node in profile.nodes)
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("name", ["cnn_with_dropout", "transformer_with_dropout", "lstm"])
+def test_the_values_are_those_of_the_program(name: str, lowering: str) -> None:
+    """Swapped out and back on the way, and yet the same losses, bit for bit."""
+    program, arguments = program_of(name, lowering)
+    with torch.no_grad():
+        expected = program.module(*arguments)
+    graph = kernels_of(program)
+    run = _Pass(graph, arguments)
+    (output,) = graph.module.graph.find_nodes(op="output")
+    kept = set(output.all_input_nodes)
+    run._last_use = {
+        rank: [node for node in nodes if node not in kept] for rank, nodes in run._last_use.items()
+    }
+    num_away = 0
+    for rank, step in enumerate(graph.steps):
+        run.fetch(step)
+        run.run(step)
+        run.release(rank, step)
+        num_away = max(num_away, len(run._host))
+    got = [run._value(node) for node in output.args[0]]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert num_away > 1
+    assert not run._host  # everything that was sent away was needed again
+
+
+def test_an_analytic_node_takes_the_slower_of_arithmetic_and_traffic() -> None:
+    graph = kernels_of(program_of("mlp", "inductor")[0])
+    device = replace(find_device("a100"), half_flops=1e9, single_flops=1e6, bandwidth=1e12)
+    by_half = analytic_profile(graph, 2, device, half=True)
+    by_single = analytic_profile(graph, 2, device, half=False)
+    slow = analytic_profile(graph, 2, replace(device, bandwidth=1e6), half=True)
+    for step, a, b, c in zip(graph.steps, by_half.nodes, by_single.nodes, slow.nodes, strict=True):
+        assert a.seconds == max(step.flops / (1e9 * FLOPS_SHARE), NODE_SECONDS) or not step.flops
+        assert b.seconds >= a.seconds
+        if step.flops:
+            assert b.seconds == pytest.approx(step.flops / (1e6 * FLOPS_SHARE))
+        read = sum(graph.tensors[i].size_bytes for i in (*step.reads, *step.creates))
+        written = sum(graph.tensors[i].size_bytes for i in step.changes)
+        moved = (read + 2 * written) / (1e6 * BANDWIDTH_SHARE)
+        assert c.seconds == pytest.approx(max(moved, step.flops / (1e9 * FLOPS_SHARE), NODE_SECONDS))
+    assert len({by_half.fingerprint, by_single.fingerprint, slow.fingerprint}) == 3
+    for tensor in by_half.tensors:
+        assert tensor.swap_out_seconds == tensor.size_bytes / 32e9
+
+
+def test_devices_are_found_by_name() -> None:
+    assert find_device("A100").name == find_device("a100-40gb").name == find_device("A100 40GB").name
+    assert (find_device("v100").host_bytes, find_device("a100").host_bytes) == (96 * 10**9, 144 * 10**9)
+    for wrong in ("", "b300", "a100-80gb", "00"):
+        with pytest.raises(ConfigError, match=r"expected one of .*a100-40gb"):
+            find_device(wrong)
+    assert all(device.duplex_link <= device.link for device in DEVICES.values())
+
+
+def test_both_directions_at_once_are_no_faster_than_one() -> None:
+    rates = probe_link(torch.device("cpu"), 1 << 20)
+    assert 0 < rates.out_duplex <= rates.out
+    assert 0 < rates.into_duplex <= rates.into
+
+
+def test_profiles_are_kept_by_fingerprint(tmp_path: Path) -> None:
+    graph = kernels_of(program_of("mlp", "inductor")[0])
+    profile = analytic_profile(graph, 2, find_device("a100"), half=True)
+    cache = ProfileCache(tmp_path / "profiles")
+    assert cache.get(profile.fingerprint) is None
+    cache.put(profile)
+    assert cache.get(profile.fingerprint) == profile
+    assert ProfileCache(tmp_path / "profiles").get(profile.fingerprint) == profile
+    assert cache.get("another") is None
+
+    (path,) = (tmp_path / "profiles").iterdir()
+    path.write_text(path.read_text()[:-40])
+    assert cache.get(profile.fingerprint) is None
+    cache.put(replace(profile, width=3))
+    stale: Profile | None = cache.get(profile.fingerprint)
+    assert stale is not None
+    path.rename(path.with_name("other.profile.json"))
+    assert cache.get("other") is None  # its content says which one it is
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
+    graph = kernels_of(program_of("mlp", "inductor")[0])
+    profile = analytic_profile(graph, 2, find_device("a100"), half=True)
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    cache = ProfileCache(in_the_way)
+    cache.put(profile)
+    assert cache.get(profile.fingerprint) is None
+
+
+def test_the_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "named"))
+    graph = kernels_of(program_of("mlp", "inductor")[0])
+    profile = analytic_profile(graph, 2, find_device("a100"), half=True)
+    ProfileCache().put(profile)
+    assert list((tmp_path / "named").iterdir())
+    assert ByteClass.FEATURE_MAP in {tensor.byte_class for tensor in profile.tensors}
