@@ -53,3 +53,36 @@ def demo(
         run_demo(device=device.value, epochs=epochs, out=out)
     except DeviceUnavailableError as error:
         raise typer.BadParameter(str(error), param_hint="--device") from None
+
+
+@app.command()
+def plan(
+    workload: Annotated[str, typer.Argument(help="A full-size workload by name, or small:NAME.")],
+    budget: Annotated[
+        str | None, typer.Option(help='Device bytes: "20GiB", "70%", ...', show_default="the whole device")
+    ] = None,
+    members: Annotated[int, typer.Option(min=1, help="Models to train at once.")] = 8,
+    policy: Annotated[
+        str, typer.Option(help="auto, mutwo, capuchin, swap_only, recompute_only or none.")
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(help='Where to train: "here", measured, or a device by name such as a100-40gb.')
+    ] = "here",
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Of each member.", show_default="the workload's usual one")
+    ] = None,
+    curve: Annotated[
+        int, typer.Option(min=0, help="Also say what so many other budgets would cost (0, or 2 and more).")
+    ] = 0,
+    save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a page that shows it.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
+) -> None:
+    """Find the quickest schedule of several models within a byte budget, and show it."""
+    from trainmux.cli.plan import PlanOptions, UnknownWorkloadError, run_plan
+
+    options = PlanOptions(workload, members, batch_size, budget, policy, device, curve, save, report, trace)
+    try:
+        run_plan(options)
+    except UnknownWorkloadError as error:
+        raise typer.BadParameter(str(error), param_hint="WORKLOAD") from None

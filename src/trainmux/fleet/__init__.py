@@ -2,5 +2,6 @@
 
 from trainmux.fleet._fleet import Fleet
 from trainmux.fleet._member import Member
+from trainmux.fleet._plan import Plan
 
-__all__ = ["Fleet", "Member"]
+__all__ = ["Fleet", "Member", "Plan"]

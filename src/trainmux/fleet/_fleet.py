@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +19,17 @@ from trainmux.fleet._gather import Gather
 from trainmux.fleet._group import Group, GroupKey
 from trainmux.fleet._member import Member
 from trainmux.fleet._names import check_apart, made_up_name, unique_names
+from trainmux.fleet._newcomer import Newcomer, describe_newcomer
+from trainmux.fleet._plan import Plan
+from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._schedules import end_epoch, step_schedulers
-from trainmux.fleet._signature import model_signature
-from trainmux.fleet._snapshot import OptimizerSnapshot, snapshot_optimizer
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.ir import GroupSummary
-from trainmux.optim import describe
+from trainmux.profiling import Device
 from trainmux.reporting import format_fusion
 from trainmux.runtime import deferred_interrupts
-from trainmux.tracing import FlatBatch, LossFunction, unique_buffers, unique_parameters
+from trainmux.scheduling import PlanProgress
+from trainmux.tracing import FlatBatch, LossFunction
 from trainmux.training import Callback, History, fit, read_checkpoint, write_checkpoint
 
 MAX_EMPTY_SHARE = 0.5
@@ -89,7 +90,7 @@ class Fleet:
             self._describe(member, name, position)
             for position, (member, name) in enumerate(zip(members, names, strict=True))
         ]
-        by_key: dict[GroupKey, list[_Plan]] = {}
+        by_key: dict[GroupKey, list[Newcomer]] = {}
         for plan in plans:
             by_key.setdefault(plan.key, []).append(plan)
         for group_plans in by_key.values():
@@ -270,6 +271,44 @@ class Fleet:
             for row, _ in group.members:
                 group.export(row)
 
+    def plan(
+        self,
+        budget: int | str | None = None,
+        policy: str = "auto",
+        *,
+        device: str | Device | None = None,
+        num_members: int | None = None,
+        num_budgets: int = 0,
+        max_partitions: int | None = None,
+        progress: Callable[[PlanProgress], None] | None = None,
+    ) -> Plan:
+        """The quickest schedule that provably stays within ``budget`` on the device.
+
+        ``budget`` is in bytes, or text such as "20GiB" or "70%"; ``None`` is what is free. Steps are measured
+        on the fleet's own device, or worked out for another one by name ("a100-40gb"), which need not be
+        here. ``num_members`` plans as if the fleet had so many members like its own, ``num_budgets`` adds
+        what other budgets would cost. ``BudgetError`` says which budget would work where this one does not.
+        """
+        self._require_members()
+        request = PlanRequest(budget, policy, device, num_members, num_budgets, max_partitions, progress)
+        return self._planner(device).plan(request)
+
+    def use(self, plan: Plan) -> None:
+        """Check that a plan is this fleet's own; ``PlanError`` where it is another's, or stale.
+
+        This version of trainmux plans and proves; its engine does not run plans yet, and says so.
+        """
+        self._planner(None).check(plan, self.names)
+        warnings.warn(
+            "the plan fits this fleet, but this version trains without it: all members at once, as before",
+            TrainmuxWarning,
+            stacklevel=2,
+        )
+
+    def _planner(self, device: str | Device | None) -> FleetPlanner:
+        examples = [self._feed.example_for(group.members[0][1].member, 0).tensors for group in self._groups]
+        return FleetPlanner(self._groups, examples, self._config, device)
+
     def explain(self) -> str:
         """Per group: each operator and how it was fused, what fell back and why."""
         return format_fusion(self.summary())
@@ -364,28 +403,10 @@ class Fleet:
             check_apart(name, member, owner, other)
         return name
 
-    def _describe(self, member: Member, name: str, position: int) -> _Plan:
-        """Everything that can be refused about a member, before anything changes."""
-        parameters = unique_parameters(member.model)
-        devices = {str(item.tensor.device) for item in (*parameters, *unique_buffers(member.model))}
-        if len(devices) > 1:
-            raise MemberError(
-                f"member {name!r}: expected all parameters and buffers on one device, got "
-                f"{sorted(devices)}; move the model with .to(device)"
-            )
-        if "meta" in devices:
-            raise MemberError(
-                f"member {name!r}: expected a model with values, got one on the meta device; use to_empty() "
-                "and initialise it"
-            )
-        structure = describe(member.optimizer, [item.tensor for item in parameters], member=name)
-        example = self._feed.example_for(member, position)
-        trace = self._traces.joint(name, member.model, self._loss_of(member), example)
-        key = GroupKey(trace.key, structure, member.example_batch is not None)
-        snapshot = snapshot_optimizer(member, name, structure, trace.graph)
-        return _Plan(member, name, snapshot, key, trace, example, model_signature(member.model))
+    def _describe(self, member: Member, name: str, position: int) -> Newcomer:
+        return describe_newcomer(member, name, position, self._loss_of(member), self._feed, self._traces)
 
-    def _make_groups(self, plans: list[_Plan]) -> list[Group]:
+    def _make_groups(self, plans: list[Newcomer]) -> list[Group]:
         """One group for all plans, or one for each where the graph cannot be fused."""
         group = self._new_group(plans)
         try:
@@ -401,7 +422,7 @@ class Fleet:
             return singles
         return [group]
 
-    def _new_group(self, plans: list[_Plan]) -> Group:
+    def _new_group(self, plans: list[Newcomer]) -> Group:
         group = Group(plans[0].key, plans[0].trace.graph, self._config, len(plans))
         group.traces[plans[0].example.spec] = plans[0].trace
         group.allocate([plan.member for plan in plans])
@@ -409,10 +430,10 @@ class Fleet:
             group.load(row, plan.member, plan.name, plan.optimizer, plan.signature)
         return group
 
-    def _prepare(self, group: Group, plan: _Plan) -> None:
+    def _prepare(self, group: Group, plan: Newcomer) -> None:
         group.prepare(plan.trace.graph, plan.example.spec, stacked_batch=self._feed.stacks(plan.member))
 
-    def _place(self, plan: _Plan) -> None:
+    def _place(self, plan: Newcomer) -> None:
         same = [group for group in self._groups if group.key == plan.key]
         with_room = [group for group in same if group.free_row() is not None]
         if with_room:
@@ -424,7 +445,7 @@ class Fleet:
             if same:
                 self._groups[-1].unfused_because = same[0].unfused_because
 
-    def _put(self, group: Group, plan: _Plan) -> None:
+    def _put(self, group: Group, plan: Newcomer) -> None:
         """Load a member into a free row of its group."""
         if not group.accepts_constants(plan.member):
             group.unshare()
@@ -432,7 +453,7 @@ class Fleet:
         assert row is not None
         group.load(row, plan.member, plan.name, plan.optimizer, plan.signature)
 
-    def _grow(self, group: Group, plan: _Plan) -> bool:
+    def _grow(self, group: Group, plan: Newcomer) -> bool:
         """One slot more; false, with a warning, where the group cannot be fused at that width."""
         width = group.width
         group.resize(width + 1)
@@ -463,16 +484,3 @@ class Fleet:
                 group.resize(len(group.members))
         if before != [(id(group), group.width) for group in self._groups]:
             self._gather = None
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A member that was found fit to join, and where."""
-
-    member: Member
-    name: str
-    optimizer: OptimizerSnapshot
-    key: GroupKey
-    trace: Trace
-    example: FlatBatch
-    signature: Hashable

@@ -57,6 +57,7 @@ class Group:
         self._records: tuple[FusionRecord, ...] = ()
         self._num_nodes = 0
         self._notes: tuple[str, ...] = ()
+        self.stacked_batch = False
         self._gradients = tuple(o.name for o in traced.outputs if o.kind is OutputKind.GRADIENT)
         self._changing = frozenset(o.name for o in traced.outputs if o.kind is OutputKind.BUFFER)
         self.traces: dict[BatchSpec, Trace] = {}
@@ -313,6 +314,7 @@ class Group:
         refuses those that are no numbers any more.
         """
         self._numbers.read(self.members)
+        self.stacked_batch = stacked_batch
         idle, clips = self._numbers.idle, self._numbers.clips
 
         def build() -> StepProgram:
@@ -329,6 +331,16 @@ class Group:
         assert isinstance(program, StepProgram)
         self._notes = program.notes
         return program
+
+    def sub_array_program(self, width: int, *, compiles: bool) -> StepProgram:
+        """The step of ``width`` members as one array, lowered; its kernels compiled where ``compiles``."""
+        self._numbers.read(self.members)
+        settings = self._settings(self._numbers.idle, self._numbers.clips)
+        builder = self._builder()
+        step = builder.lowered_step(self.traced, width, settings, stacked_batch=self.stacked_batch)
+        if compiles:
+            builder.compile(step)
+        return step.program(settings)
 
     @property
     def records(self) -> tuple[FusionRecord, ...]:
@@ -374,6 +386,11 @@ class Group:
         )
         arguments = self._arguments(program, batch)
         return dict(zip(program.metrics, self._engine.run(program, arguments), strict=True))
+
+    def arguments_of(self, program: StepProgram, batch: Sequence[Tensor]) -> list[Tensor]:
+        """The arguments of a program that is not kept, at the group's whole width."""
+        leaves = iter(batch)
+        return [next(leaves) if a is None else a for a in self._find_arguments(program)]
 
     def _arguments(self, program: Program, batch: Sequence[Tensor]) -> list[Tensor]:
         """All tensors that a program takes, in order: the batch, and those that are always the same."""

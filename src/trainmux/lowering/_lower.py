@@ -187,7 +187,7 @@ class _Writer:
             self._kernels[key] = self._cache.kernel(key, region)
         name = f"region_{index}"
         written = {root_of(node) for node in map(changes, region.body) if node is not None}
-        changed = [position for position, node in enumerate(region.inputs) if node in written]
+        changed = [position for position, node in enumerate(region.inputs) if root_of(node) in written]
         self._owner.add_module(
             name, RegionCall(self._kernels[key], region.output_specs, region.placed, changed)
         )

@@ -1,0 +1,181 @@
+"""A plan as its user sees it: numbers to read, text, a page, a trace, a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainmux.errors import PlanError
+from trainmux.ir import (
+    Attempt,
+    Profile,
+    Program,
+    Recomputation,
+    SubArray,
+    Swap,
+    Timeline,
+    from_json,
+    to_json,
+    verify,
+)
+from trainmux.ir import Plan as PlanRecord
+from trainmux.reporting import chrome_trace, plan_page, plan_text
+from trainmux.rewrite import rewrite
+from trainmux.scheduling import BudgetCost
+from trainmux.simulate import timeline
+
+_KIND = "trainmux plan"
+_REMEDY = "plan again and save it"
+
+
+class Plan:
+    """How a fleet would train within a budget: ``fleet.plan(...)`` makes one, ``save`` and ``load`` keep it.
+
+    All numbers are predictions for one step of every member. ``curve`` says what other budgets would cost,
+    where that was asked for.
+    """
+
+    def __init__(
+        self, record: PlanRecord, profiles: Sequence[Profile], curve: Sequence[BudgetCost] = ()
+    ) -> None:
+        self.record = record
+        self.profiles = tuple(profiles)
+        self.curve = tuple(curve)
+
+    # ---- numbers -----------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> str:
+        return self.record.policy
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.record.budget_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """What will be reserved on the device."""
+        return self.record.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        return self.record.step_seconds
+
+    @property
+    def partition(self) -> tuple[SubArray, ...]:
+        """The sub-arrays and their members."""
+        return self.record.partition
+
+    @property
+    def swaps(self) -> tuple[Swap, ...]:
+        return self.record.swaps
+
+    @property
+    def recomputes(self) -> tuple[Recomputation, ...]:
+        return self.record.recomputes
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """Every arrangement that was looked at, and why it lost."""
+        return self.record.attempts
+
+    @cached_property
+    def program(self) -> Program:
+        """The plan as instructions, every byte placed, proved."""
+        profiles = self._profile_of_each()
+        program = rewrite(profiles, self.record.schedule)
+        verify(program, profiles, budget_bytes=self.record.budget_bytes, fixed_bytes=self.record.fixed_bytes)
+        return program
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """One step on the clock, as predicted."""
+        return timeline(self.program.body, self._profile_of_each())
+
+    def _profile_of_each(self) -> list[Profile]:
+        return [self.profiles[sub_array.profile] for sub_array in self.record.partition]
+
+    # ---- showing it --------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """The plan in words: what was chosen, what was tried, what is swapped and recomputed, and why."""
+        return plan_text(self.record, profiles=self.profiles, budget_curve=self._curve())
+
+    def report(self, path: str | os.PathLike[str], *, measured: Timeline | None = None) -> None:
+        """Write one page that opens offline: memory, lanes, tensors, partitions."""
+        page = plan_page(
+            self.record,
+            self.program,
+            self.profiles,
+            self.timeline,
+            measured=measured,
+            budget_curve=self._curve(),
+        )
+        _write(path, page)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace that Perfetto and chrome://tracing open."""
+        _write(path, chrome_trace(self.record, self.program, self.profiles, self.timeline))
+
+    def _curve(self) -> list[tuple[int, float]]:
+        return [(cost.budget_bytes, cost.step_seconds) for cost in self.curve]
+
+    def __repr__(self) -> str:
+        record = self.record
+        return (
+            f"<Plan {record.policy}: {len(record.partition)} sub-arrays, {record.step_seconds * 1e3:.3g} ms "
+            f"a step, {record.peak_bytes / 2**30:.2f} of {record.budget_bytes / 2**30:.2f} GiB>"
+        )
+
+    # ---- files -------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan with the profiles it was made from; ``load`` reads it."""
+        document = {
+            "kind": _KIND,
+            "plan": to_json(self.record),
+            "profiles": [to_json(profile) for profile in self.profiles],
+            "curve": [[cost.budget_bytes, cost.step_seconds, cost.peak_bytes] for cost in self.curve],
+        }
+        _write(path, json.dumps(document))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a saved plan; ``PlanError`` where the file is damaged, edited or something else."""
+        try:
+            document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise PlanError(f"expected a saved plan at {path}, got {error}; {_REMEDY}") from error
+        if not isinstance(document, dict) or document.get("kind") != _KIND:
+            raise PlanError(f"expected a saved plan at {path}, got something else; {_REMEDY}")
+        try:
+            record = from_json(document["plan"], PlanRecord)
+            profiles = [from_json(text, Profile) for text in document["profiles"]]
+            curve = [BudgetCost(int(size), float(s), int(peak)) for size, s, peak in document["curve"]]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(
+                f"expected a whole plan at {path}, got a damaged one ({error}); {_REMEDY}"
+            ) from error
+        if tuple(profile.fingerprint for profile in profiles) != record.profiles:
+            raise PlanError(
+                f"expected the profiles that the plan at {path} was made from, got others; {_REMEDY}"
+            )
+        return cls(record, profiles, curve)
+
+
+def _write(path: str | os.PathLike[str], text: str) -> None:
+    """Replace a file as a whole: who reads it never sees a part."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.part")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
