@@ -36,6 +36,7 @@ def test_python_examples_show_the_whole_public_surface() -> None:
     for call in (
         *("tm.Member(", "tm.Fleet(", "fleet.step(", "fleet.fit(", "fleet.evaluate(", "fleet.sync("),
         *("fleet.save(", "fleet.restore(", "fleet.drop(", "fleet.replace(", "fleet.add(", "fleet.explain("),
+        *("fleet.plan(", "plan.explain(", "plan.report(", "plan.trace(", "plan.save(", "tm.Plan.load("),
     ):
         assert call in source
 

@@ -1,7 +1,9 @@
 """A profile that nobody measured: bytes and operations over a device's rates.
 
-A node takes as long as the slower of its arithmetic and its memory traffic: every storage that it reads or
-writes crosses the memory bus once. Copies take bytes over the link's rate.
+A node takes as long as the slower of its arithmetic and its memory traffic, and a moment to begin and end.
+Every storage that it reads or writes crosses the memory bus once. Products run in waves of one tile on each
+multiprocessor: one with few tiles leaves the rest of the device idle, which is what fusion is for. Copies
+take bytes over the link's rate.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ def analytic_profile(graph: KernelGraph, width: int, device: Device, *, half: bo
     bandwidth = device.bandwidth * BANDWIDTH_SHARE
     nodes = tuple(
         ProfiledNode(
-            f"{step.node.name}",
+            step.node.name,
             step.phase,
             step.reads,
             step.creates,
             step.changes,
-            max(step.flops / flops, traffic(graph, step) / bandwidth, NODE_SECONDS),
+            NODE_SECONDS
+            + max(
+                step.flops / flops * idleness(step.tiles, device.num_multiprocessors),
+                traffic(graph, step) / bandwidth,
+            ),
             is_repeatable=not step.changes,
         )
         for step in graph.steps
@@ -44,6 +50,13 @@ def analytic_profile(graph: KernelGraph, width: int, device: Device, *, half: bo
     text = repr((graph.fingerprint(), width, device, half, FLOPS_SHARE, BANDWIDTH_SHARE, NODE_SECONDS))
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
     return Profile(fingerprint, "analytic", width, device.facts, tensors, nodes)
+
+
+def idleness(tiles: int, num_multiprocessors: int) -> float:
+    """How many times longer a product takes than if its tiles filled every wave."""
+    if tiles == 0:
+        return 1.0
+    return -(-tiles // num_multiprocessors) * num_multiprocessors / tiles
 
 
 def traffic(graph: KernelGraph, step: KernelStep) -> int:

@@ -16,7 +16,7 @@ from trainmux.ir import DeviceFacts
 FLOPS_SHARE = 0.77
 BANDWIDTH_SHARE = 0.83
 NODE_SECONDS = 2e-6
-"""What a kernel takes at least when a graph is replayed: its launch and its tail."""
+"""What a kernel takes besides its work when a graph is replayed: its launch and its tail."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Device:
     """A device and its link to the host.
 
     ``half_flops`` and ``single_flops`` are operations per second of 16-bit and 32-bit products (the latter as
-    tensor cores do them where there is such a mode), ``bandwidth`` and the two ``link`` rates bytes per
+    tensor cores do them where there is such a mode), ``num_multiprocessors`` what they are spread over,
+    ``bandwidth`` and the two ``link`` rates bytes per
     second; ``duplex_link`` is the rate of each direction while both are busy. ``host_bytes`` is this device's
     share of the host's memory.
     """
@@ -32,6 +33,7 @@ class Device:
     name: str
     memory_bytes: int
     host_bytes: int
+    num_multiprocessors: int
     half_flops: float
     single_flops: float
     bandwidth: float
@@ -51,9 +53,9 @@ _GB = 10**9
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        Device("a100-40gb", 40 * _GB, 144 * _GB, 312e12, 156e12, 1555e9, 32e9, 32e9),
-        Device("v100-32gb", 32 * _GB, 96 * _GB, 125e12, 15.7e12, 900e9, 32e9, 32e9),
-        Device("h200-141gb", 141 * _GB, 200 * _GB, 989e12, 494e12, 4800e9, 55e9, 51e9),
+        Device("a100-40gb", 40 * _GB, 144 * _GB, 108, 312e12, 156e12, 1555e9, 32e9, 32e9),
+        Device("v100-32gb", 32 * _GB, 96 * _GB, 80, 125e12, 15.7e12, 900e9, 32e9, 32e9),
+        Device("h200-141gb", 141 * _GB, 200 * _GB, 132, 989e12, 494e12, 4800e9, 55e9, 51e9),
     )
 }
 

@@ -39,7 +39,8 @@ class KernelStep:
     """A node of the graph that computes. Positions are those of the graph's tensors.
 
     ``results`` has, for each tensor among the node's results in order, the storage it lies in. ``flops`` are
-    those of a library call, 0 for everything else.
+    those of a library call, 0 for everything else; ``tiles`` the pieces of ``TILE`` by ``TILE`` results that
+    such a call is spread over the device in.
     """
 
     node: fx.Node
@@ -49,6 +50,7 @@ class KernelStep:
     changes: tuple[int, ...]
     results: tuple[int, ...]
     flops: float
+    tiles: int
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class _Reader:
                     new(step.changes),
                     new(step.results),
                     step.flops,
+                    step.tiles,
                 )
                 for step in steps
             ),
@@ -203,7 +206,7 @@ class _Reader:
                 creates,
                 tuple(sorted(changed)),
                 tuple(results),
-                flops_of(node.target, args, value),
+                *work_of(node.target, args, value),
             )
         )
 
@@ -242,21 +245,38 @@ aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
 
 
-def flops_of(target: Any, args: Sequence[Any], value: Any) -> float:
-    """Floating-point operations of a library call; 0 for what is bound by memory."""
+TILE = 128
+"""Rows and columns of results that one block of a matrix kernel computes."""
+
+
+def work_of(target: Any, args: Sequence[Any], value: Any) -> tuple[float, int]:
+    """Floating-point operations of a library call and its tiles; none for what is bound by memory."""
     if not isinstance(target, OpOverload) and args and isinstance(args[0], OpOverload):
         target, args = args[0], [leaf for leaf in args[1:] if isinstance(leaf, Tensor)]  # an extended product
     if target in _PRODUCTS:
         left = args[_PRODUCTS[target]]
-        return float(2 * value.numel() * left.shape[-1])
+        batch = value.shape[0] if value.dim() == 3 else 1
+        flops = 2.0 * value.numel() * left.shape[-1]
+        return flops, batch * _tiles(value.shape[-2], value.shape[-1])
     if target is aten.convolution.default:
-        return float(2 * value.numel() * args[1].numel() / args[1].shape[0])
+        return _convolution(value, args[1], args[8])
     if target is aten.convolution_backward.default:
-        once = 2.0 * args[0].numel() * args[2].numel() / args[2].shape[0]
-        return float(once * sum(map(bool, args[-1][:2])))
+        flops, tiles = _convolution(args[0], args[2], args[9])
+        return flops * sum(map(bool, args[-1][:2])), tiles
     name = str(target)
     if "scaled_dot_product" in name and "attention" in name:
         query, key = (args[1], args[2]) if "backward" in name else (args[0], args[1])
-        forward = 4.0 * query.numel() * key.shape[-2]
-        return float(forward) * 2.5 if "backward" in name else float(forward)
-    return 0.0
+        flops = 4.0 * query.numel() * key.shape[-2]
+        tiles = query.shape[0] * query.shape[1] * -(-query.shape[2] // TILE)
+        return flops * (2.5 if "backward" in name else 1.0), tiles
+    return 0.0, 0
+
+
+def _convolution(out: Tensor, weight: Tensor, groups: int) -> tuple[float, int]:
+    flops = 2.0 * out.numel() * weight.numel() / weight.shape[0]
+    pixels = out.numel() // out.shape[1]
+    return flops, groups * _tiles(pixels, out.shape[1] // groups)
+
+
+def _tiles(rows: int, columns: int) -> int:
+    return -(-rows // TILE) * -(-columns // TILE)
