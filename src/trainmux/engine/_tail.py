@@ -7,12 +7,13 @@ that must not change gets neutral scalars and a zero gradient, which leaves its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
-from torch import Tensor
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
 
 from trainmux.optim import (
     GroupStructure,
@@ -210,6 +211,7 @@ def _update(
         for index, group in enumerate(settings.structure.groups)
         for dtype, known in scalars.items()
     }
+    traced = _Traced(given)
     for position, unit in _in_units(given.parameters):
         name, index = settings.parameters[position], settings.group_of[position]
         parameter, gradient, is_fresh = given.parameters[position], gradients[position], fresh[position]
@@ -217,7 +219,10 @@ def _update(
             continue
         group = settings.structure.groups[index]
         state = {state_name: states[name, state_name] for state_name in state_names(group)}
-        with _unit(f"update {unit}"):
+        own = [parameter, gradient, *state.values()]
+        if traced.repeat(own, (index, is_fresh), f"update {unit}"):
+            continue
+        with traced.noted(own, (index, is_fresh)), _unit(f"update {unit}"):
             parameter, gradient, *rows = _flat(parameter, gradient, *state.values())
             known = scalars[parameter.dtype]
             gradient = gradient.to(parameter.dtype)
@@ -235,6 +240,55 @@ def _update(
                 {key: shaped(value, parameter) for key, value in groups[index, parameter.dtype].items()},
                 idle=settings.idle[index],
             )
+
+
+class _Traced:
+    """Updates that were traced before: one like another is written down again, not traced again.
+
+    A large model has some hundred parameters in a dozen shapes, and tracing takes a millisecond for each
+    operator.
+    """
+
+    def __init__(self, given: TailInputs) -> None:
+        self._graph = tracer_graph()
+        placeholders = [node for node in self._graph.nodes if node.op == "placeholder"]
+        tensors = pytree.tree_leaves([getattr(given, item.name) for item in fields(given)])
+        self._node_of = {id(t): node for t, node in zip(tensors, placeholders, strict=True)}
+        for total in given.accumulators:  # has been added to: to the tracer it is that node's result now
+            self._node_of.pop(id(total), None)
+        self._known: dict[Hashable, tuple[list[fx.Node], list[fx.Node]]] = {}
+
+    def repeat(self, own: Sequence[Tensor], decisive: Hashable, unit: str) -> bool:
+        """Write the update of ``own`` tensors, if one of the same kind is known; says whether it did."""
+        nodes = self._nodes(own)
+        found = self._known.get(self._kind(own, decisive))
+        if nodes is None or found is None:
+            return False
+        before, body = found
+        copied = dict(zip(before, nodes, strict=True))
+        for node in body:
+            # What depends on nothing of the parameter's own is common to all: scalars, shaped to broadcast.
+            if any(source in copied for source in node.all_input_nodes):
+                copied[node] = self._graph.node_copy(node, lambda n: copied.get(n, n))
+                copied[node].meta["unit"] = unit
+        return True
+
+    @contextmanager
+    def noted(self, own: Sequence[Tensor], decisive: Hashable) -> Iterator[None]:
+        """What is traced inside is the update of ``own``."""
+        last = last_node(self._graph)
+        yield
+        nodes = self._nodes(own)
+        if nodes is not None:
+            self._known[self._kind(own, decisive)] = (nodes, nodes_after(self._graph, last))
+
+    def _nodes(self, own: Sequence[Tensor]) -> list[fx.Node] | None:
+        """The placeholders of tensors; ``None`` where one was computed here, as accumulated gradients are."""
+        nodes = [self._node_of.get(id(tensor)) for tensor in own]
+        return None if None in nodes or len(set(nodes)) < len(nodes) else nodes  # type: ignore[return-value]
+
+    def _kind(self, own: Sequence[Tensor], decisive: Hashable) -> Hashable:
+        return (decisive, *((tuple(t.shape), t.stride(), t.dtype) for t in own))
 
 
 def _in_units(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

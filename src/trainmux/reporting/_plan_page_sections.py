@@ -282,7 +282,7 @@ def _attempts_table(attempts: Sequence[Attempt]) -> str:
                 Cell(format_widths(attempt.widths)),
                 Cell(attempt.multiplexing.value),
                 Cell(format_seconds(attempt.step_seconds), attempt.step_seconds),
-                Cell(format_bytes(attempt.peak_bytes), attempt.peak_bytes),
+                Cell(format_bytes(attempt.peak_bytes) if attempt.peak_bytes else NOTHING, attempt.peak_bytes),
                 Cell(format_seconds(attempt.stall_seconds), attempt.stall_seconds),
                 Cell(format_seconds(attempt.recompute_seconds), attempt.recompute_seconds),
                 Cell(outcome(attempt)),

@@ -123,7 +123,7 @@ def _attempts(plan: Plan) -> list[str]:
             format_widths(attempt.widths),
             attempt.multiplexing.value,
             format_seconds(attempt.step_seconds),
-            format_bytes(attempt.peak_bytes),
+            format_bytes(attempt.peak_bytes) if attempt.peak_bytes else NOTHING,
             format_seconds(attempt.stall_seconds),
             format_seconds(attempt.recompute_seconds),
             one_line(outcome(attempt)),
