@@ -9,11 +9,11 @@ in `_recompute`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from trainmux.errors import PlanError
-from trainmux.ir import ByteClass, Phase, Profile
+from trainmux.ir import ByteClass, Phase, Profile, Schedule
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,40 @@ def facts_of(profile: Profile) -> Facts:
         count,
         start_seconds,
     )
+
+
+@dataclass(frozen=True)
+class NodeHints:
+    """Table A's scheduling attributes: what a schedule hangs on a node, as (sub-array, tensor) pairs.
+
+    ``to_offload`` are copied to the host and ``to_delete`` dropped, to be recomputed, after it has run;
+    ``to_prefetch`` are copied back and ``to_recompute`` made again before it runs. Table B's
+    ``prefetch_prompt`` is the node whose ``to_prefetch`` a tensor is in.
+    """
+
+    to_offload: tuple[tuple[int, int], ...] = ()
+    to_delete: tuple[tuple[int, int], ...] = ()
+    to_prefetch: tuple[tuple[int, int], ...] = ()
+    to_recompute: tuple[tuple[int, int], ...] = ()
+
+
+def hints_of(all_facts: Sequence[Facts], schedule: Schedule) -> dict[tuple[int, int], NodeHints]:
+    """The hints of each node that has any, ``all_facts`` being those of the schedule's sub-arrays."""
+    hints: dict[tuple[int, int], NodeHints] = {}
+
+    def add(node: tuple[int, int], name: str, key: tuple[int, int]) -> None:
+        known = hints.get(node, NodeHints())
+        hints[node] = replace(known, **{name: (*getattr(known, name), key)})
+
+    for swap in schedule.swaps:
+        add(swap.offload_after, "to_offload", (swap.sub_array, swap.tensor))
+        add(swap.prefetch_before, "to_prefetch", (swap.sub_array, swap.tensor))
+    for record in schedule.recomputes:
+        last_fw = all_facts[record.sub_array].tensors[record.tensor].last_fw_access
+        if last_fw is not None:
+            add((record.sub_array, last_fw), "to_delete", (record.sub_array, record.tensor))
+        add(record.before, "to_recompute", (record.sub_array, record.tensor))
+    return hints
 
 
 def inactive_times(

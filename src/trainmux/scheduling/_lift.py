@@ -11,50 +11,50 @@ So scheduling 64 sub-arrays costs what scheduling two costs, and a walk along th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from trainmux.ir import Multiplexing, Profile, Recomputation, Schedule, Swap
+from trainmux.ir import Multiplexing, Recomputation, Schedule, Swap
 from trainmux.scheduling._facts import Facts
-from trainmux.scheduling._policy import Infeasible, Node, Policy, Task, plain_order
+from trainmux.scheduling._policy import Infeasible, Node, Task, plain_order
 from trainmux.scheduling.policies._body import FixedBody, infeasible, known_facts, static_bytes
 from trainmux.scheduling.policies._gaps import Choice, Gap, find_gaps
 from trainmux.scheduling.policies._layout import demand, lay_out
-from trainmux.scheduling.policies.auto import Auto
 
-_MAX_DIRECT = 3
-"""Sub-arrays that are scheduled together where each by itself does not fit."""
-_MAX_DIRECT_NODES = 6000
+_POLICY = "a policy, applied to each sub-array in turn,"
+_MAX_DIRECT_NODES = 3000
+"""Nodes of sub-arrays that are scheduled together where each by itself does not fit."""
+_NUM_ROLES = 3
+"""The first, any in the middle, and the last of sub-arrays that run in turns."""
 
 
-def schedule_sub_arrays(policy: Policy, task: Task) -> Schedule:
-    """What ``policy`` makes of a task with any number of sub-arrays; raises `Infeasible` where nothing fits."""
+Solve = Callable[[Task], Schedule]
+"""What makes a schedule for one or two sub-arrays, or for any number if it is asked for them together."""
+
+
+def schedule_sub_arrays(solve: Solve, task: Task, *, together: bool = False) -> Schedule:
+    """What ``solve`` makes of a task with any number of sub-arrays; raises `Infeasible` where nothing fits.
+
+    ``together`` says that it can do more with all of them at once: swap static tensors of those that are
+    idle. That is tried where each by itself does not fit.
+    """
     count = len(task.profiles)
     if count == 1 or (count == 2 and task.multiplexing is Multiplexing.RING):
-        return policy.schedule(task)
+        return solve(task)
     try:
-        return _ring(policy, task) if task.multiplexing is Multiplexing.RING else _turns(policy, task)
+        return _ring(solve, task) if task.multiplexing is Multiplexing.RING else _turns(solve, task)
     except Infeasible as reason:
-        if not isinstance(policy, Auto):
+        if not together:
             raise
-        # Only together can the static tensors of those that are idle make room.
         try:
-            return _with_static(policy, task)
+            return _all_at_once(solve, task)
         except Infeasible as other:
             raise min((reason, other), key=lambda each: each.excess_bytes) from None
 
 
-def smallest_schedule(policy: Auto, task: Task) -> Schedule:
-    """A schedule in turns that needs as few bytes as any that was found, whatever the task's limit."""
-    if _is_direct(task):
-        return policy.smallest(task)
-    reduced = _reduced(task)
-    return _lifted(task, reduced, policy.smallest(reduced, all_static=True), at_any_limit=True)
-
-
-def _turns(policy: Policy, task: Task) -> Schedule:
+def _turns(solve: Solve, task: Task) -> Schedule:
     all_facts = known_facts(task)
-    own_bytes = [sum(_needed_always([facts])) for facts in all_facts]
+    own_bytes = [static_bytes([facts]).total for facts in all_facts]
     singles: dict[int, Schedule] = {}
     order: list[Node] = []
     swaps: list[Swap] = []
@@ -63,7 +63,7 @@ def _turns(policy: Policy, task: Task) -> Schedule:
         if id(profile) not in singles:
             limit = task.limit_bytes - sum(own_bytes) + own_bytes[sub_array]
             alone = Task((profile,), Multiplexing.TURNS, limit, task.host_bytes // len(task.profiles))
-            singles[id(profile)] = policy.schedule(alone)
+            singles[id(profile)] = solve(alone)
         single = singles[id(profile)]
         order += [(sub_array, rank) for _, rank in single.order]
         swaps += [
@@ -83,16 +83,16 @@ def _turns(policy: Policy, task: Task) -> Schedule:
     return Schedule(Multiplexing.TURNS, tuple(order), tuple(swaps), tuple(recomputes))
 
 
-def _ring(policy: Policy, task: Task) -> Schedule:
+def _ring(solve: Solve, task: Task) -> Schedule:
     all_facts = known_facts(task)
     count = len(task.profiles)
-    own_bytes = [sum(_needed_always([facts])) for facts in all_facts]
+    own_bytes = [static_bytes([facts]).total for facts in all_facts]
     pairs: dict[int, Schedule] = {}
     for sub_array, profile in enumerate(task.profiles):
         if id(profile) not in pairs:
             limit = task.limit_bytes - sum(own_bytes) + 2 * own_bytes[sub_array]
             pair = Task((profile, profile), Multiplexing.RING, limit, 2 * task.host_bytes // count)
-            pairs[id(profile)] = policy.schedule(pair)
+            pairs[id(profile)] = solve(pair)
     order: list[Node] = []
     for sub_array, profile in enumerate(task.profiles):
         following = (sub_array + 1) % count
@@ -104,12 +104,10 @@ def _ring(policy: Policy, task: Task) -> Schedule:
     reasons: dict[tuple[int, int], str] = {}
     for sub_array, profile in enumerate(task.profiles):
         _copy_choices(pairs[id(profile)], sub_array % 2, sub_array, gaps, choices, reasons)
-    return _placed(body, gaps, choices, reasons, policy.name)
+    return _placed(body, gaps, choices, reasons)
 
 
-def _stage(
-    all_facts: Sequence[Facts], sub_array: int, following: int, pair: Schedule | None
-) -> list[Node]:
+def _stage(all_facts: Sequence[Facts], sub_array: int, following: int, pair: Schedule | None) -> list[Node]:
     """The backward pass of ``sub_array`` and the forward pass of ``following``, in a pair's order if any."""
     num_forward = all_facts[sub_array].num_forward
     if pair is None:
@@ -124,32 +122,31 @@ def _stage(
     ]
 
 
-def _with_static(policy: Auto, task: Task) -> Schedule:
+def _all_at_once(solve: Solve, task: Task) -> Schedule:
     if _is_direct(task):
-        return policy.schedule(task)
-    reduced = _reduced(task)
-    return _lifted(task, reduced, policy.schedule(reduced))
+        return solve(task)
+    return _lifted(task, solve(_reduced(task)))
 
 
 def _is_direct(task: Task) -> bool:
     num_nodes = sum(len(profile.nodes) for profile in task.profiles)
-    return len(task.profiles) <= _MAX_DIRECT and num_nodes <= _MAX_DIRECT_NODES
+    return len(task.profiles) <= _NUM_ROLES or num_nodes <= _MAX_DIRECT_NODES
 
 
 def _reduced(task: Task) -> Task:
-    """Three sub-arrays in place of many, within what the others need always even with all else on the host."""
+    """Three sub-arrays in place of many, within what the others need even with all else on the host."""
     profile = task.profiles[0]
     if task.multiplexing is Multiplexing.RING or any(other is not profile for other in task.profiles):
-        raise infeasible(task, "auto", 1)
-    left_out = len(task.profiles) - _MAX_DIRECT
+        raise infeasible(task, _POLICY, 1)
+    left_out = len(task.profiles) - _NUM_ROLES
     facts = known_facts(task)[0]
     swappable = {gap.tensor: gap.size_bytes for gap in find_gaps([facts], with_static=True) if gap.is_static}
-    always = sum(_needed_always([facts])) - sum(swappable.values())
-    limit = task.limit_bytes - max(0, left_out) * always
-    return Task((profile,) * _MAX_DIRECT, Multiplexing.TURNS, limit, task.host_bytes)
+    always = static_bytes([facts]).total - sum(swappable.values())
+    limit = task.limit_bytes - left_out * always
+    return Task((profile,) * _NUM_ROLES, Multiplexing.TURNS, limit, task.host_bytes)
 
 
-def _lifted(task: Task, reduced: Task, schedule: Schedule, *, at_any_limit: bool = False) -> Schedule:
+def _lifted(task: Task, schedule: Schedule) -> Schedule:
     """The decisions of the first, middle and last of three sub-arrays for all of a task's."""
     all_facts = known_facts(task)
     body = FixedBody(task, plain_order(task.profiles, task.multiplexing), all_facts)
@@ -158,9 +155,9 @@ def _lifted(task: Task, reduced: Task, schedule: Schedule, *, at_any_limit: bool
     reasons: dict[tuple[int, int], str] = {}
     last = len(task.profiles) - 1
     for sub_array in range(len(task.profiles)):
-        role = 0 if sub_array == 0 else len(reduced.profiles) - 1 if sub_array == last else 1
+        role = 0 if sub_array == 0 else _NUM_ROLES - 1 if sub_array == last else 1
         _copy_choices(schedule, role, sub_array, gaps, choices, reasons)
-    return _placed(body, gaps, choices, reasons, "auto", at_any_limit=at_any_limit)
+    return _placed(body, gaps, choices, reasons)
 
 
 def _copy_choices(
@@ -194,25 +191,11 @@ def _placed(
     gaps: tuple[Gap, ...],
     choices: Sequence[Choice],
     reasons: dict[tuple[int, int], str],
-    policy: str,
-    *,
-    at_any_limit: bool = False,
 ) -> Schedule:
     needs = demand(body, gaps, choices)
     if needs is None:
-        raise infeasible(body.task, policy, 1)
-    limit = needs.peak_bytes if at_any_limit else body.task.limit_bytes
-    layout = lay_out(body, gaps, needs, limit)
+        raise infeasible(body.task, _POLICY, 1)
+    layout = lay_out(body, gaps, needs, body.task.limit_bytes)
     if layout is None:
-        raise infeasible(body.task, policy, max(1, needs.peak_bytes - limit))
+        raise infeasible(body.task, _POLICY, max(1, needs.peak_bytes - body.task.limit_bytes))
     return layout.schedule(reasons)
-
-
-def _needed_always(all_facts: Sequence[Facts]) -> tuple[int, int]:
-    found = static_bytes(all_facts)
-    return found.static, found.results
-
-
-def profile_key(profile: Profile) -> str:
-    """What makes two profiles interchangeable."""
-    return profile.fingerprint

@@ -178,7 +178,8 @@ def _spread(profiles: Sequence[Profile], backward: Sequence[Node], forward: Sequ
         ]
 
     keyed = [
-        *zip(middles(backward), range(len(backward)), backward, strict=True),
-        *zip(middles(forward), range(len(forward)), forward, strict=True),
+        (middle, which, position, node)
+        for which, row in enumerate((backward, forward))
+        for position, (middle, node) in enumerate(zip(middles(row), row, strict=True))
     ]
-    return [node for _, _, node in sorted(keyed)]
+    return [node for *_, node in sorted(keyed)]

@@ -206,6 +206,24 @@ class Lineage:
         changed |= self._update_candidates(tensor)
         return frozenset(source for source in changed if self.decisions.get(source) is Decision.KEEP)
 
+    def keep(self, tensors: Iterable[int]) -> None:
+        """Take decisions back and derive the recomputations that are left anew; candidates are not updated.
+
+        What they read stays where it is: a lineage can only become shorter by this.
+        """
+        for tensor in tensors:
+            self.decisions[tensor] = Decision.KEEP
+            self._there_from[tensor] = 0
+        for tensor, decision in self.decisions.items():
+            if decision is not Decision.RECOMPUTE:
+                continue
+            for source in list(self._derivations[tensor].recomp_srcs):
+                self._drop_source(tensor, source)
+            self._derivations[tensor] = _Derivation(self._first_bw(tensor))
+            growth = self._grow(self._derivations[tensor], tensor)
+            assert growth is not None
+            self._apply(tensor, growth)
+
     def _update_recomps(self, tensor: int, growths: dict[int, _Growth | None]) -> set[int]:
         """Algorithm E; returns the tensors that have become sources of a chosen recomputation."""
         sources: set[int] = set()

@@ -70,7 +70,8 @@ def _bytes_of_text(text: str, device_bytes: int) -> int:
         num_bytes = number * _BYTES_PER_UNIT[unit.lower()]
     else:
         raise BudgetError(
-            f"a budget's unit must be %, B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, but got {unit!r} in {text!r}; "
+            f"a budget's unit must be %, B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, but got {unit!r} in "
+            f"{text!r}; "
             'write for example "20GiB"'
         )
     return -1 if is_negative else int(num_bytes)

@@ -5,7 +5,7 @@ second, whose forward nodes Z1² to Z5² hide the first one's swaps. Bytes are c
 multiplexer where the text says so:
 
 - two forward nodes fit in front of ∇W2, one in front of ∇W3 (its workspace), none in front of ∇W4 (its);
-- ∇W5 is over the limit until all four have been decided on, ∇Z4 only at first: that is the peak interval.
+- ∇Z5 and ∇W5 are over the limit until all four have been decided on, ∇Z4 only at first: the peak interval.
 
 Beyond the figure there is R, made by the last forward node and read by ∇Z4. With Z4 back for ∇W5, as 1a has
 it, something else must leave before memory fits there; R is what is left, and cheaper to make than to fetch.
@@ -79,7 +79,7 @@ def first(swap_in: Mapping[str, float] = SWAP_IN, recompute_seconds: float = 4.0
         inputs = ["X" if layer == 1 else f"Z{layer - 1}", f"W{layer}"]
         builder.node(f"Z{layer}", Phase.FORWARD, inputs, [f"Z{layer}"], 2.0, repeatable=False)
     builder.node("R", Phase.FORWARD, ["X"], ["R"], recompute_seconds)
-    builder.node("∇Z5", Phase.BACKWARD, ["Z5"], ["∇Z5"], workspace=6)
+    builder.node("∇Z5", Phase.BACKWARD, ["Z5"], ["∇Z5"], workspace=16)
     workspaces = {5: 6, 4: 12, 3: 8}
     for layer in range(5, 0, -1):
         source = "X" if layer == 1 else f"Z{layer - 1}"

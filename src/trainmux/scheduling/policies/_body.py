@@ -133,6 +133,10 @@ class StaticBytes:
     static: int
     results: int
 
+    @property
+    def total(self) -> int:
+        return self.static + self.results
+
 
 def static_bytes(all_facts: Sequence[Facts]) -> StaticBytes:
     """Of all sub-arrays together."""
@@ -147,7 +151,7 @@ def infeasible(task: Task, policy: str, excess_bytes: int) -> Infeasible:
     """What a policy raises whose best is ``excess_bytes`` over the limit."""
     widths = ", ".join(str(profile.width) for profile in task.profiles)
     return Infeasible(
-        f"sub-arrays of widths {widths} must fit into {task.limit_bytes} bytes, but the best of {policy} needs "
+        f"sub-arrays of widths {widths} must fit into {task.limit_bytes} bytes, but {policy} needs "
         f"{excess_bytes} more; raise the budget or make the sub-arrays narrower",
         excess_bytes=excess_bytes,
     )

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trainmux.ir import Lane, Schedule
-from trainmux.simulate import LaneClock, LaneTimes
+from trainmux.ir import Lane, ProfiledTensor, Schedule
 from trainmux.scheduling.policies._body import FixedBody
 from trainmux.scheduling.policies._layout import Layout
+from trainmux.simulate import LaneClock, LaneTimes
 
 
 @dataclass
@@ -103,67 +103,120 @@ def _uses(body: FixedBody, sub_array: int, tensor: int) -> Sequence[int]:
     return [rank for rank in record.accesses if rank != record.created_at] or record.accesses
 
 
-def _run(body: FixedBody, copies: Sequence[_Copy], again: Sequence[tuple[int, tuple[int, ...], int]]) -> _Run:
-    profiles = body.task.profiles
-    starts = body.starts
-    length = body.length
-    events: dict[int, _At] = {}
+def _run(
+    body: FixedBody, copies: Sequence[_Copy], again: Sequence[tuple[int, tuple[int, ...], int]]
+) -> _Run:
+    return _Clocking(body, copies, again).run()
 
-    def at(position: int) -> _At:
-        if position not in events:
-            events[position] = _At()
-        return events[position]
 
-    for number, copy in enumerate(copies):
-        if copy.copies_out:
-            at(copy.out + 1).offloads.append(number)
-        if copy.release < length:
-            at(copy.release).releases.append(number)
-        at(copy.back).prefetches.append(number)
-        if copy.first_use >= copy.back:
-            at(copy.first_use).uses.append(number)
-    for number, (_, _, before) in enumerate(again):
-        at(before).recomputes.append(number)
+class _Clocking:
+    """One pass, operation by operation. Each lane runs in order, so to wait for an operation is to wait for
+    all before it on its lane: waits that say nothing new are left out.
+    """
 
-    clock = LaneClock()
-    offload_at: dict[int, int] = {}
-    prefetch_at: dict[int, int] = {}
-    fetched: dict[tuple[int, int], int] = {}
-    waits: dict[int, tuple[int, int]] = {}
-    last_on_compute = -1
-    done = 0
-    for position in sorted(events):
-        here = events[position]
-        if position > done:
-            last_on_compute = clock.node(float(starts[position] - starts[done]))
-            done = position
-        for number in sorted(here.offloads, key=lambda n: (copies[n].release, n)):
-            record = profiles[copies[number].sub_array].tensors[copies[number].tensor]
-            if last_on_compute >= 0:
-                clock.wait(Lane.OUT, last_on_compute)
-            offload_at[number] = clock.offload(record.swap_out_seconds, record.swap_out_duplex_seconds)
-        for number in here.releases:
-            if number in offload_at:
-                clock.wait(Lane.COMPUTE, offload_at[number])
-        if here.releases:
-            last_on_compute = clock.node(0.0)
-        for number in sorted(here.prefetches, key=lambda n: (copies[n].first_use - position) % length):
-            record = profiles[copies[number].sub_array].tensors[copies[number].tensor]
-            if last_on_compute >= 0:
-                clock.wait(Lane.IN, last_on_compute)
-            if number in offload_at:
-                clock.wait(Lane.IN, offload_at[number])
-            prefetch_at[number] = clock.prefetch(record.swap_in_seconds, record.swap_in_duplex_seconds)
-            fetched[copies[number].sub_array, copies[number].tensor] = prefetch_at[number]
-        for number in sorted(here.recomputes, key=lambda n: (again[n][0], again[n][1][-1])):
-            sub_array, ranks, _ = again[number]
-            nodes = profiles[sub_array].nodes
-            for rank in ranks:
-                for read in nodes[rank].reads:
-                    if (sub_array, read) in fetched:
-                        clock.wait(Lane.COMPUTE, fetched[sub_array, read])
-                last_on_compute = clock.node(nodes[rank].seconds)
-        for number in here.uses:
-            waits[position] = (clock.wait(Lane.COMPUTE, prefetch_at[number]), last_on_compute)
-    clock.node(float(starts[length] - starts[done]))
-    return _Run(clock.run(), waits)
+    def __init__(
+        self, body: FixedBody, copies: Sequence[_Copy], again: Sequence[tuple[int, tuple[int, ...], int]]
+    ) -> None:
+        self._body = body
+        self._copies = copies
+        self._again = again
+        self._clock = LaneClock()
+        self._offload_at: dict[int, int] = {}
+        self._prefetch_at: dict[int, int] = {}
+        self._fetched: dict[tuple[int, int], int] = {}
+        self._last_on_compute = -1
+        self._knows_out = self._knows_in = -1  # what compute has waited for on the two copy lanes
+        self._waits: dict[int, tuple[int, int]] = {}
+
+    def run(self) -> _Run:
+        starts, length, clock = self._body.starts, self._body.length, self._clock
+        events = self._events()
+        done = 0
+        for position in sorted(events):
+            here = events[position]
+            if position > done:
+                self._last_on_compute = clock.node(float(starts[position] - starts[done]))
+                done = position
+            if here.offloads:
+                self._offload(here.offloads)
+            if here.releases:
+                self._release(here.releases)
+            if here.prefetches:
+                self._prefetch(position, here.prefetches)
+            for number in sorted(here.recomputes, key=lambda n: (self._again[n][0], self._again[n][1][-1])):
+                self._recompute(*self._again[number][:2])
+            for number in here.uses:
+                before = self._last_on_compute
+                waited = self._wait_for_prefetch(self._prefetch_at[number])
+                if waited is not None:
+                    self._waits[position] = (waited, before)
+        clock.node(float(starts[length] - starts[done]))
+        return _Run(clock.run(), self._waits)
+
+    def _events(self) -> dict[int, _At]:
+        events: dict[int, _At] = {}
+
+        def at(position: int) -> _At:
+            if position not in events:
+                events[position] = _At()
+            return events[position]
+
+        for number, copy in enumerate(self._copies):
+            if copy.copies_out:
+                at(copy.out + 1).offloads.append(number)
+            if copy.release < self._body.length:
+                at(copy.release).releases.append(number)
+            at(copy.back).prefetches.append(number)
+            if copy.first_use >= copy.back:
+                at(copy.first_use).uses.append(number)
+        for number, (_, _, before) in enumerate(self._again):
+            at(before).recomputes.append(number)
+        return events
+
+    def _offload(self, numbers: list[int]) -> None:
+        clock = self._clock
+        if self._last_on_compute >= 0:
+            clock.wait(Lane.OUT, self._last_on_compute)
+        for number in sorted(numbers, key=lambda n: (self._copies[n].release, n)):
+            record = self._record(number)
+            self._offload_at[number] = clock.offload(record.swap_out_seconds, record.swap_out_duplex_seconds)
+
+    def _release(self, numbers: list[int]) -> None:
+        last = max(self._offload_at.get(number, -1) for number in numbers)
+        if last > self._knows_out:
+            self._clock.wait(Lane.COMPUTE, last)
+            self._knows_out = last
+            self._last_on_compute = self._clock.node(0.0)  # prefetches into the bytes wait for this
+
+    def _prefetch(self, position: int, numbers: list[int]) -> None:
+        clock, copies, length = self._clock, self._copies, self._body.length
+        if self._last_on_compute >= 0:
+            clock.wait(Lane.IN, self._last_on_compute)
+        for number in sorted(numbers, key=lambda n: (copies[n].first_use - position) % length):
+            record = self._record(number)
+            at = clock.prefetch(record.swap_in_seconds, record.swap_in_duplex_seconds)
+            self._prefetch_at[number] = at
+            self._fetched[copies[number].sub_array, copies[number].tensor] = at
+
+    def _recompute(self, sub_array: int, ranks: tuple[int, ...]) -> None:
+        nodes = self._body.task.profiles[sub_array].nodes
+        seconds = 0.0
+        for rank in ranks:
+            for read in nodes[rank].reads:
+                fetched = self._fetched.get((sub_array, read), -1)
+                if fetched > self._knows_in:
+                    self._clock.node(seconds)
+                    seconds = 0.0
+                    self._wait_for_prefetch(fetched)
+            seconds += nodes[rank].seconds
+        self._last_on_compute = self._clock.node(seconds)
+
+    def _wait_for_prefetch(self, at: int) -> int | None:
+        if at <= self._knows_in:
+            return None
+        self._knows_in = at
+        return self._clock.wait(Lane.COMPUTE, at)
+
+    def _record(self, number: int) -> ProfiledTensor:
+        copy = self._copies[number]
+        return self._body.task.profiles[copy.sub_array].tensors[copy.tensor]

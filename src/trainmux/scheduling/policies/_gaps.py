@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from trainmux.ir import ByteClass
+from trainmux.ir import ByteClass, Schedule
 from trainmux.scheduling._facts import Facts, TensorFacts
 from trainmux.scheduling._recompute import recomp_memory
 
@@ -117,9 +117,9 @@ def find_gaps(all_facts: Sequence[Facts], *, with_static: bool) -> tuple[Gap, ..
 def _static_gaps(sub_array: int, record: TensorFacts, num_nodes: int) -> list[Gap]:
     if record.byte_class not in _SWAPPABLE_STATIC or not record.accesses or not record.memory_size:
         return []
+    if not record.changed_at or record.changed_at[-1] != record.accesses[-1]:
+        return []  # a recomputation may read it any time before the step's last node
     spans = [(record.accesses[-1], record.accesses[0])]
-    if record.last_fw_access is not None and record.first_bw_access is not None:
-        spans.append((record.last_fw_access, record.first_bw_access))
     return [
         Gap(
             sub_array,
@@ -134,6 +134,23 @@ def _static_gaps(sub_array: int, record: TensorFacts, num_nodes: int) -> list[Ga
         for last, first in spans
         if (first - last) % num_nodes != 1
     ]
+
+
+def choices_of(schedule: Schedule, gaps: Sequence[Gap]) -> list[Choice]:
+    """What a schedule does in each gap."""
+    swapped = {(swap.sub_array, swap.tensor, swap.offload_after[1]) for swap in schedule.swaps}
+    recomputed = {(each.sub_array, each.tensor): each.before for each in schedule.recomputes}
+    choices = []
+    for gap in gaps:
+        before = recomputed.get((gap.sub_array, gap.tensor))
+        if (gap.sub_array, gap.tensor, gap.last) in swapped:
+            choices.append(Choice.SWAP)
+        elif before is None or gap.is_static:
+            choices.append(Choice.KEEP)
+        else:
+            is_early = before != (gap.sub_array, gap.first)
+            choices.append(Choice.RECOMPUTE_EARLY if is_early else Choice.RECOMPUTE)
+    return choices
 
 
 def derive(facts: Facts, recomputed: Mapping[int, Choice]) -> Derivation | None:

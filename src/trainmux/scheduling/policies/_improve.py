@@ -1,9 +1,9 @@
 """Changing decisions and order as long as the clock says that a body takes less time.
 
 A seeded number of evaluations, not time, ends the search: the same task gives the same schedule on any
-machine. First what is decided is looked through once: is it needed at all, would the other way be cheaper.
-Then decisions are given up a few at a time and made anew at another price of the link. In a ring forward
-nodes are moved to where compute waits for copies, and back.
+machine. Decisions are given up a few at a time and made anew at another price of the link. In a ring forward
+nodes are moved to where compute waits for copies, and back. Then all that is decided is looked through: is it
+needed at all, would the other way be cheaper.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from trainmux.scheduling.policies._body import FixedBody
 from trainmux.scheduling.policies._clock import seconds_of
 from trainmux.scheduling.policies._gaps import RECOMPUTED, Choice, Gap
 from trainmux.scheduling.policies._layout import Demand, Layout, demand, lay_out
-from trainmux.scheduling.policies._relieve import Reliever, Shortfall
+from trainmux.scheduling.policies._relieve import LINK_PRICES, Reliever, Shortfall
 from trainmux.scheduling.policies._stages import Stages
 
-LINK_PRICES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, float("inf"))
-"""From swapping everything to recomputing all that can be."""
+_NUM_ANEW = 24
+"""How often in a row some decisions are made anew."""
+_MOST_GIVEN_UP = 8
 _SAME = 1e-9
 """Times that differ by less than this share of each other are equal."""
 
@@ -59,12 +60,18 @@ class Improver:
         self._rng = random.Random(seed)
 
     def evaluate(
-        self, body: FixedBody, choices: Sequence[Choice], needs: Demand | None = None
+        self,
+        body: FixedBody,
+        choices: Sequence[Choice],
+        needs: Demand | None = None,
+        below: float = float("inf"),
     ) -> Found | None:
-        """How long it takes; ``None`` where it does not fit."""
+        """How long it takes; ``None`` where it does not fit, or surely takes longer than ``below``."""
         self.left -= 1
         needs = needs if needs is not None else demand(body, self.gaps, choices)
-        layout = lay_out(body, self.gaps, needs, self.task.limit_bytes) if needs is not None else None
+        if needs is None or float(body.starts[-1] + needs.recompute_seconds.sum()) > below * (1 + _SAME):
+            return None
+        layout = lay_out(body, self.gaps, needs, self.task.limit_bytes)
         return Found(tuple(choices), layout, seconds_of(layout)) if layout is not None else None
 
     def improve(self, found: Found) -> Found:
@@ -73,7 +80,7 @@ class Improver:
         least = float(best.layout.body.starts[-1])
         while self.left > 0:
             before = best
-            for trial in (self._look_through, self._make_anew, self._move_forward_nodes):
+            for trial in (self._make_anew, self._move_forward_nodes, self._look_through):
                 best = trial(best)
                 if best.seconds <= least * (1 + _SAME):
                     return best
@@ -93,7 +100,7 @@ class Improver:
                 if self.left <= 0:
                     return best
                 choices = (*best.choices[:number], other, *best.choices[number + 1 :])
-                best = self._better(best, self.evaluate(best.layout.body, choices))
+                best = self._better(best, self.evaluate(best.layout.body, choices, below=best.seconds))
         return best
 
     def _others(self, number: int, choice: Choice) -> Iterator[Choice]:
@@ -106,12 +113,12 @@ class Improver:
     def _make_anew(self, best: Found) -> Found:
         """Give up some of the decisions and relieve the body again."""
         body, rng = best.layout.body, self._rng
-        for _ in range(min(self.left, 8 + len(self.gaps))):
+        for _ in range(_NUM_ANEW):
             decided = [number for number, choice in enumerate(best.choices) if choice is not Choice.KEEP]
             if not decided or self.left <= 0:
                 return best
             choices = list(best.choices)
-            for number in rng.sample(decided, rng.randint(1, min(len(decided), 3))):
+            for number in rng.sample(decided, rng.randint(1, min(len(decided), _MOST_GIVEN_UP))):
                 choices[number] = Choice.KEEP
             if rng.random() < 0.3:
                 number = rng.randrange(len(self.gaps))
@@ -124,7 +131,7 @@ class Improver:
             if isinstance(relief, Shortfall):
                 self.left -= 1
                 continue
-            best = self._better(best, self.evaluate(body, relief.choices, relief.needs))
+            best = self._better(best, self.evaluate(body, relief.choices, relief.needs, best.seconds))
         return best
 
     def _move_forward_nodes(self, best: Found) -> Found:

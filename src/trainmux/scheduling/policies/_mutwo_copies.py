@@ -8,6 +8,7 @@ other. All copies of a lane are laid out at once, by running sums and minima ove
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,6 +45,15 @@ class _Columns:
     sizes: Ints
     seconds: Floats
     overlaps: Bools
+
+    def without(self, index: int) -> _Columns:
+        return _Columns(
+            np.delete(self.deadlines, index),
+            np.delete(self.releases, index),
+            np.delete(self.sizes, index),
+            np.delete(self.seconds, index),
+            np.delete(self.overlaps, index),
+        )
 
     def with_copy(self, index: int, copy: CopyBack) -> _Columns:
         return _Columns(
@@ -100,6 +110,14 @@ class LaneIn:
         self._columns = self._columns.with_copy(index, copy)
         body.take_out(copy.size_bytes, copy.release, copy.deadline)
 
+    def remove(self, index: int, body: Body) -> None:
+        """Take a copy off the lane: its tensor is there all the time, and nobody waits for it."""
+        copy = self.copies.pop(index)
+        body.take_out(-copy.size_bytes, copy.release, int(self.prompts[index]))
+        body.stall_seconds[copy.deadline] -= copy.stall_seconds
+        self.prompts = np.delete(self.prompts, index)
+        self._columns = self._columns.without(index)
+
     def stall(self, index: int, seconds: float, body: Body) -> None:
         """Let compute wait for a copy at its deadline; negative seconds take that back."""
         copy = self.copies[index]
@@ -116,6 +134,7 @@ class LaneIn:
     def lay_out(self, body: Body, times: Floats) -> None:
         """Find start and prompt of every copy, as late as can be, and rebook those whose prompt changes."""
         if not self.copies:
+            self.starts, self.is_hidden = np.zeros(0), np.zeros(0, dtype=np.bool_)
             return
         stage, columns = body.stages[self._stage], self._columns
         place = body.place[columns.deadlines]
@@ -172,6 +191,14 @@ class LaneOut:
         self.keys.append(key)
         self._offloads.append(offload)
         self._seconds.append(seconds)
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """Copy these out no longer."""
+        gone = set(keys)
+        kept = [index for index, key in enumerate(self.keys) if key not in gone]
+        self.keys = [self.keys[index] for index in kept]
+        self._offloads = [self._offloads[index] for index in kept]
+        self._seconds = [self._seconds[index] for index in kept]
 
     def ends(self, body: Body, times: Floats) -> tuple[Ints, Floats]:
         """The order in which the copies run, as positions in ``keys``, and when each of those ends."""

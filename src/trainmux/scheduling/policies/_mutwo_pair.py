@@ -123,6 +123,25 @@ class Pair:
             self._use_for_stalls(before, seconds - was)
         self.lay_out(int(self.body.stage_of[self.first_bw_access(key)]))
 
+    def keep(self, key: Key) -> None:
+        """Take back the swap or recomputation of a tensor; lineages aside."""
+        before = self.first_bw_access(key)
+        stage = int(self.body.stage_of[before])
+        if key in self.recomputed:
+            del self.recomputed[key]
+            self.body.drop(-self.size(key), self.last_fw_access(key), before)
+            self._at_node[before] = tuple(each for each in self._at_node[before] if each != key)
+            there = [self.recomputed[each] for each in self._at_node[before]]
+            self.body.set_recompute(
+                before,
+                sum(each.seconds for each in there),
+                max((each.beyond_bytes for each in there), default=0),
+            )
+        else:
+            lane = self.lanes_in[stage]
+            lane.remove(next(index for index, copy in enumerate(lane.copies) if copy.key == key), self.body)
+        self.lay_out(stage)
+
     def _cost(self, key: Key, ranks: frozenset[int]) -> tuple[float, int]:
         """Seconds to run the ranks again, and the bytes that takes beyond the result; the last is kept."""
         known = self._costs.get(key)

@@ -22,7 +22,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from trainmux.scheduling.policies._mutwo_body import Ints
 from trainmux.scheduling.policies._mutwo_copies import CopyBack, Key, LaneIn
 from trainmux.scheduling.policies._mutwo_pair import Pair
 
@@ -55,6 +54,7 @@ class _Search:
         self.times = pair.lay_out(self.stage_index)
         self.needed = self.body.needed()
         self.allowed = pair.allowed(self.needed)
+        self.allowed_without = self.allowed
         self.is_read_again = any(
             pair.first_bw_access((key[0], reader)) == self.deadline
             for reader in lineage.chosen_readers(key[1])
@@ -96,7 +96,7 @@ class _Search:
         end = lane.due(self.body, self.times, copy)
         if self.index < len(lane.copies):
             end = min(end, float(lane.starts[self.index]))
-        lane.insert(self.index, copy, self.body)
+        self._insert(copy)
         lane.stall(self.index, max(0.0, start + copy.seconds - end), self.body)
         self._lay_out()
         return ("1b" if is_busy else "1a") if self._is_safe() else None
@@ -130,13 +130,18 @@ class _Search:
         end = lane.due(self.body, self.times, copy)
         if self.index < len(lane.copies):
             end = min(end, float(lane.starts[self.index]))
-        lane.insert(self.index, copy, self.body)
+        self._insert(copy)
         self._lay_out()
         if self._is_safe():
             return True
         lane.stall(self.index, max(0.0, free_from + copy.seconds - end), self.body)
         self._lay_out()
         return self._is_safe()
+
+    def _insert(self, copy: CopyBack) -> None:
+        """Put the copy on the lane; as long as it is not laid out, its tensor is away up to the deadline."""
+        self.lane.insert(self.index, copy, self.body)
+        self.allowed_without = self.pair.allowed(self.body.needed())
 
     def _add_forward_nodes(self, copy: CopyBack) -> None:
         """The multiplexer: forward nodes go in front of the deadline until they hide the copy.
@@ -203,11 +208,18 @@ class _Search:
         self.times = self.pair.lay_out(self.stage_index)
 
     def _is_safe(self) -> bool:
-        """No node needs more than before unless within the limit, and no other copy is late."""
+        """No node needs more than before unless within the limit, and no other copy is late.
+
+        Nor may others take up, over the limit, what the swap sets free there.
+        """
         is_hidden = self.lane.is_hidden.copy()
         is_hidden[self.index] = True
-        needed: Ints = self.body.needed()
-        return bool(is_hidden.all()) and bool((needed <= self.allowed[self.body.order]).all())
+        body, needed = self.body, self.body.needed()
+        if not is_hidden.all() or (needed > self.allowed[body.order]).any():
+            return False
+        prompt = int(body.place[self.lane.prompts[self.index]])
+        needed[prompt : int(body.place[self.deadline])] -= self.lane.copies[self.index].size_bytes
+        return not (needed > self.allowed_without[body.order]).any()
 
     def _reason(self, case: str, stall: float, wait_out: float) -> str:
         prompt = int(self.body.place[self.lane.prompts[self.index]])
@@ -216,17 +228,22 @@ class _Search:
         first, end = self.body.first[self.key[0]], self.body.first[self.key[0] + 1]
         num_own = int(((between >= first) & (between < end)).sum())
         num_others = len(between) - num_own
-        by = f"{num_others} forward nodes of the other sub-array and {num_own} nodes of its own"
+        forward = f"{_nodes(num_others, 'forward node')} of the other sub-array"
+        by = f"{forward} and {_nodes(num_own, 'node')} of its own"
         hidden = {
             "1a": "due in the peak interval, nothing hides the copy back",
             "1b": "due in the peak interval while another copy runs, nothing hides the copy back",
-            "2a": f"copy back hidden by {num_others} forward nodes of the other sub-array",
+            "2a": f"copy back hidden by {forward}",
             "2b": f"copy back hidden by {by}",
             "3": f"copy back hidden in part by {by}",
         }[case]
         stalls = [f"stall of {stall:.3g} s"] if stall > 0 else []
         stalls += [f"release waits {wait_out:.3g} s for the copy out"] if wait_out > 0 else []
         return "; ".join([f"case {case}: {hidden}", *stalls])
+
+
+def _nodes(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def try_swap(pair: Pair, key: Key) -> SwapTrial | None:

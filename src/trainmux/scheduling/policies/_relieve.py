@@ -1,15 +1,16 @@
 """Giving tensors up, one after another, until a body fits: greedy, by seconds per byte.
 
-Two things are scarce, compute time and the link's time. ``link_price`` says how many seconds of compute a
+Two things are scarce, compute time and the link's time. A `LinkPrice` says how many seconds of compute a
 second of copying is worth: at 0 everything is swapped, at infinity recomputed whatever can be, in between
-what is cheap to make again is recomputed and the rest swapped. No single price is right for all graphs, so
-callers try several and let the clock decide.
+what is cheap to make again is recomputed and the rest swapped. As copies are free while compute hides them,
+a price may begin at 0 and apply only when the link has a share of the step's time to do. No single price is
+right for all graphs, so callers try several and let the clock decide.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,28 @@ import numpy as np
 from trainmux.scheduling.policies._body import Bools, FixedBody, Floats, Ints
 from trainmux.scheduling.policies._gaps import RECOMPUTED, Choice, Gap, RecomputePrices
 from trainmux.scheduling.policies._layout import Demand, demand
+
+
+@dataclass(frozen=True)
+class LinkPrice:
+    """Seconds of compute per second of copies back, once these take ``free_share`` of the nodes' time."""
+
+    price: float
+    free_share: float = 0.0
+
+
+_NEVER = float("inf")
+LINK_PRICES = (
+    LinkPrice(0.0),
+    LinkPrice(_NEVER, 0.5),
+    LinkPrice(1.0, 0.9),
+    LinkPrice(0.2),
+    LinkPrice(1.0),
+    LinkPrice(_NEVER, 0.25),
+    LinkPrice(_NEVER, 0.75),
+    LinkPrice(_NEVER),
+)
+"""From swapping everything to recomputing all that can be, the more different ones first."""
 
 _MAX_ROUNDS = 64
 """Rounds a relief should take; in larger bodies each gives up more tensors at once."""
@@ -28,6 +51,15 @@ class Relief:
 
     choices: tuple[Choice, ...]
     needs: Demand
+
+
+@dataclass(frozen=True)
+class Step:
+    """Choices on the way to fewer bytes, and what they need on the device and on the host."""
+
+    choices: tuple[Choice, ...]
+    peak_bytes: int
+    host_bytes: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +93,7 @@ class Reliever:
         self,
         body: FixedBody,
         limit_bytes: int,
-        link_price: float,
+        link_price: LinkPrice,
         begin: Sequence[Choice] | None = None,
         noise: random.Random | None = None,
     ) -> Relief | Shortfall:
@@ -69,37 +101,59 @@ class Reliever:
 
         With ``noise`` prices are shaken, for searches that want to see other choices.
         """
+        closest = Shortfall((), 0)
+        for relief in self._walk(body, limit_bytes, link_price, begin, noise):
+            excess = relief.needs.peak_bytes - limit_bytes
+            if excess <= 0 and relief.needs.host_bytes <= body.task.host_bytes:
+                return relief
+            if not closest.excess_bytes or excess < closest.excess_bytes:
+                closest = Shortfall(relief.choices, max(1, excess))
+        return closest
+
+    def path(self, body: FixedBody, link_price: LinkPrice) -> tuple[Step, ...]:
+        """All choices on the way from nothing decided to as few bytes as can be, each below the one before.
+
+        The first step within a limit is what `relieve` would stop at: one path serves every limit.
+        """
+        steps: list[Step] = []
+        for relief in self._walk(body, 0, link_price, None, None):
+            peak = relief.needs.peak_bytes
+            if not steps or peak < steps[-1].peak_bytes:
+                steps.append(Step(relief.choices, peak, relief.needs.host_bytes))
+        return tuple(steps)
+
+    def _walk(
+        self,
+        body: FixedBody,
+        limit_bytes: int,
+        link_price: LinkPrice,
+        begin: Sequence[Choice] | None,
+        noise: random.Random | None,
+    ) -> Iterator[Relief]:
+        """Choices with what they demand, each time with some tensors more that are given up."""
         choices = list(begin) if begin is not None else [Choice.KEEP] * len(self._gaps)
         covers = _Covers(body, self._gaps)
         cannot: set[int] = set()
         added: list[int] = []
-        closest: Shortfall | None = None
         for _ in range(3 * len(self._gaps) + 3):
             needs = demand(body, self._gaps, choices)
             if needs is None:
                 # Among those recomputed last is one that another recomputation cannot do without.
                 undone = [number for number in added if choices[number] in RECOMPUTED]
                 if not undone:
-                    break
+                    return
                 for number in undone:
                     choices[number] = Choice.KEEP
                 cannot.update(undone)
                 continue
-            needed = needs.tensors + needs.beyond
-            peak = int(needed.argmax())
-            excess = int(needed[peak]) - limit_bytes
-            if excess <= 0 and needs.host_bytes <= body.task.host_bytes:
-                return Relief(tuple(choices), needs)
-            if closest is None or excess < closest.excess_bytes:
-                closest = Shortfall(tuple(choices), excess)
-            open_ones = covers.at(peak) & self._usable
-            options = self._options(
-                body, covers, choices, np.nonzero(open_ones)[0], link_price, cannot, noise
-            )
+            yield Relief(tuple(choices), needs)
+            peak = int((needs.tensors + needs.beyond).argmax())
+            inside = np.nonzero(covers.at(peak) & self._usable)[0]
+            options = self._options(body, covers, choices, inside, link_price, cannot, noise)
+            excess = needs.peak_bytes - limit_bytes
             added = self._take(body, choices, options, excess, needs.host_bytes)
             if not added and not self._swap_instead(body, choices, needs, peak):
-                break
-        return closest if closest is not None else Shortfall(tuple(choices), 1)
+                return
 
     def _options(
         self,
@@ -107,7 +161,7 @@ class Reliever:
         covers: _Covers,
         choices: Sequence[Choice],
         numbers: Ints,
-        link_price: float,
+        link_price: LinkPrice,
         cannot: set[int],
         noise: random.Random | None,
     ) -> list[_Option]:
@@ -117,6 +171,7 @@ class Reliever:
             if choice in RECOMPUTED:
                 recomputed.setdefault(gap.sub_array, {})[gap.tensor] = choice
         prices: dict[int, RecomputePrices] = {}
+        price = self._price_now(body, choices, link_price)
         options = []
         for number in numbers.tolist():
             if choices[number] is not Choice.KEEP:
@@ -128,8 +183,8 @@ class Reliever:
                 copying += record.swap_out_seconds
             best: tuple[float, Choice] | None = None
             if self._may_swap:
-                best = (link_price * copying if copying else 0.0, Choice.SWAP)
-            if gap.can_recompute and number not in cannot and link_price > 0:
+                best = (price * copying if copying else 0.0, Choice.SWAP)
+            if gap.can_recompute and number not in cannot and price > 0:
                 if gap.sub_array not in prices:
                     facts = body.all_facts[gap.sub_array]
                     prices[gap.sub_array] = RecomputePrices(facts, recomputed.get(gap.sub_array, {}))
@@ -145,6 +200,17 @@ class Reliever:
                 )
             )
         return sorted(options, key=lambda option: (option.price, -option.idle_seconds, option.gap))
+
+    def _price_now(self, body: FixedBody, choices: Sequence[Choice], link_price: LinkPrice) -> float:
+        """0 as long as the copies back that are decided take no more than the free share."""
+        if not link_price.free_share:
+            return link_price.price
+        copying = sum(
+            body.task.profiles[gap.sub_array].tensors[gap.tensor].swap_in_seconds
+            for gap, choice in zip(self._gaps, choices, strict=True)
+            if choice is Choice.SWAP
+        )
+        return 0.0 if copying < link_price.free_share * float(body.starts[-1]) else link_price.price
 
     def _take(
         self,

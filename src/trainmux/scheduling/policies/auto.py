@@ -1,7 +1,7 @@
 """The best of all policies, improved while the simulation says so; the default.
 
-The other policies' schedules are tried as they are and as places to begin; so are reliefs at several prices of
-the link (`_relieve`), in several orders. The best is then improved (`_improve`) by a seeded number of
+The other policies' schedules are tried as they are and as places to begin; so are reliefs at several prices
+of the link (`_relieve`), in several orders. The best is then improved (`_improve`) by a seeded number of
 evaluations on the clock. Decisions are the same kinds as everyone's, and three more: static tensors that are
 idle may be swapped too, so that budgets near or below static memory work; a recomputed tensor may be made
 early and kept for others; prefetches and releases lie wherever memory and lanes let compute wait the least.
@@ -9,65 +9,126 @@ early and kept for others; prefetches and releases lie wherever memory and lanes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
-from trainmux.ir import Schedule
-from trainmux.scheduling._policy import Infeasible, Policy, Task, plain_order
+from trainmux.ir import Multiplexing, Schedule
+from trainmux.scheduling._policy import Infeasible, Node, Policy, Task, plain_order
 from trainmux.scheduling.policies._body import FixedBody, infeasible, known_facts
-from trainmux.scheduling.policies._clock import times_of
-from trainmux.scheduling.policies._gaps import Choice, Derivations, Gap, find_gaps
-from trainmux.scheduling.policies._improve import LINK_PRICES, Found, Improver
+from trainmux.scheduling.policies._clock import seconds_of, times_of
+from trainmux.scheduling.policies._gaps import Choice, Derivations, Gap, choices_of, find_gaps
+from trainmux.scheduling.policies._improve import Found, Improver
 from trainmux.scheduling.policies._layout import demand, lay_out
-from trainmux.scheduling.policies._relieve import Reliever, Shortfall
+from trainmux.scheduling.policies._relieve import LINK_PRICES, LinkPrice, Reliever, Step
 from trainmux.scheduling.policies._stages import Stages
 from trainmux.scheduling.policies.capuchin import Capuchin
 from trainmux.scheduling.policies.mutwo import MuTwo
 from trainmux.scheduling.policies.recompute_only import RecomputeOnly
-from trainmux.scheduling.policies.swap_only import SwapOnly
 
-_OTHERS: tuple[Policy, ...] = (MuTwo(), Capuchin(), RecomputeOnly(), SwapOnly())
+_Best = tuple[float, Found | Schedule]
+"""The best so far, and how long it takes."""
+_FOR_RINGS: tuple[Policy, ...] = (MuTwo(),)
+_FOR_TURNS: tuple[Policy, ...] = (Capuchin(), RecomputeOnly())
+"""Those that have more to say than paths at some price of the link, each where it is meant for."""
 _MAX_PAIR = 2
 """Sub-arrays that `mutwo` can schedule together."""
-_EVALUATED_NODES = 150_000
-_FEWEST_EVALUATIONS, _MOST_EVALUATIONS = 30, 300
+_EVALUATED_NODES = 20_000
+_FEWEST_EVALUATIONS, _MOST_EVALUATIONS = 15, 100
 _LARGE_BODY = 1500
 """From so many nodes on a search begins in fewer places, each of which takes longer."""
-_CLOSE = 1.001
-"""A body within this factor of its nodes alone is not worth looking further."""
+_MAX_KNOWN = 64
+"""Sets of sub-arrays that are remembered at a time."""
+_CLOSE = 1 + 1e-9
+"""A body that takes no longer than its nodes alone, rounding aside, cannot be improved."""
 
 
 @dataclass(frozen=True)
 class Auto:
-    """The policy ``auto``. ``evaluations`` bounds the improvement; ``None`` lets the size of the body decide."""
+    """The policy ``auto``. ``evaluations`` bounds the improvement; ``None``: the size of the body decides.
+
+    ``swaps_static`` says whether static tensors may be swapped too.
+    """
 
     name: str = "auto"
     seed: int = 0
     evaluations: int | None = None
+    swaps_static: bool = True
+    _bodies: dict[tuple[int, ...], _Known] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def schedule(self, task: Task) -> Schedule:
-        search = _Search(task, self)
-        return search.run()
+        return _Search(task, self, self._known(task)).run()
 
-    def smallest(self, task: Task, *, all_static: bool = False) -> Schedule:
-        """The schedule that needs the fewest bytes of all that were found, whatever the limit says.
+    def smallest(self, task: Task) -> Schedule:
+        """A schedule that needs as few bytes as any can: all that can be swapped is. The limit is ignored."""
+        known = self._known(task)
+        body = FixedBody(task, known.plain, known.facts, known.derivations)
+        gaps = known.gaps(with_static=self.swaps_static)
+        needs = demand(body, gaps, [Choice.SWAP] * len(gaps))
+        assert needs is not None
+        layout = lay_out(body, gaps, needs, needs.peak_bytes)
+        if layout is None:
+            raise infeasible(task, self.name, needs.peak_bytes - task.limit_bytes)
+        return layout.schedule("as few bytes as can be")
 
-        With ``all_static`` every static tensor that can be on the host is there when it is idle.
-        """
-        return _Search(task, self).smallest(all_static)
+    def _known(self, task: Task) -> _Known:
+        """What is known of sub-arrays, whatever the limit; remembered for the next one."""
+        ring = int(task.multiplexing is Multiplexing.RING)
+        key = (ring, task.host_bytes, *(id(profile) for profile in task.profiles))
+        if key not in self._bodies:
+            if len(self._bodies) >= _MAX_KNOWN:
+                self._bodies.clear()
+            self._bodies[key] = _Known(task)
+        return self._bodies[key]
+
+
+class _Known:
+    """Facts, gaps and paths of sub-arrays, none of which depends on a limit."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.facts = known_facts(task)
+        self.derivations = Derivations()
+        self.plain = plain_order(task.profiles, task.multiplexing)
+        self._gaps: dict[bool, tuple[Gap, ...]] = {}
+        self._paths: dict[tuple[bool, tuple[Node, ...], LinkPrice], tuple[Step, ...]] = {}
+        self._least_bytes: dict[bool, int] = {}
+
+    def gaps(self, *, with_static: bool) -> tuple[Gap, ...]:
+        if with_static not in self._gaps:
+            self._gaps[with_static] = find_gaps(self.facts, with_static=with_static)
+        return self._gaps[with_static]
+
+    def least_bytes(self, *, with_static: bool) -> int:
+        """What no schedule needs less than: in the plain order, with all swapped that can be."""
+        if with_static not in self._least_bytes:
+            gaps = self.gaps(with_static=with_static)
+            body = FixedBody(self.task, self.plain, self.facts, self.derivations)
+            needs = demand(body, gaps, [Choice.SWAP] * len(gaps))
+            assert needs is not None
+            self._least_bytes[with_static] = needs.peak_bytes
+        return self._least_bytes[with_static]
+
+    def path(self, body: FixedBody, link_price: LinkPrice, *, with_static: bool) -> tuple[Step, ...]:
+        key = (with_static, body.order, link_price)
+        if key not in self._paths:
+            gaps = self.gaps(with_static=with_static)
+            self._paths[key] = Reliever(gaps, [True] * len(gaps)).path(body, link_price)
+        return self._paths[key]
 
 
 class _Search:
-    def __init__(self, task: Task, policy: Auto) -> None:
+    """One limit."""
+
+    def __init__(self, task: Task, policy: Auto, known: _Known) -> None:
         self.task = task
         self.policy = policy
-        self.facts = known_facts(task)
-        self.derivations = Derivations()
-        self.stages = Stages(task, self.facts)
-        plain = plain_order(task.profiles, task.multiplexing)
-        self.plain = FixedBody(task, plain, self.facts, self.derivations)
+        self.known = known
+        self.stages = Stages(task, known.facts)
+        self.plain = FixedBody(task, known.plain, known.facts, known.derivations)
         self.least_seconds = float(self.plain.starts[-1])
-        self.least_excess: int | None = None
         evaluations = policy.evaluations
         if evaluations is None:
             per_node = _EVALUATED_NODES // max(1, self.plain.length)
@@ -75,92 +136,98 @@ class _Search:
         self.evaluations = evaluations
 
     def run(self) -> Schedule:
-        task = self.task
-        if int(self.plain.needed().max()) <= task.limit_bytes:
+        if self._fits_plainly():
             return self.plain.plain_schedule()
+        best: _Best | None = None
+        starts: list[tuple[bool, Found]] = []
+        for with_static in (False, True) if self.policy.swaps_static else (False,):
+            start = self._start(with_static, self._places_to_begin(with_static))
+            if start is not None:
+                starts.append((with_static, start))
+                best = _better(best, start.seconds, start)
+                if best[0] <= self.least_seconds * _CLOSE:
+                    return self._emit(best[1])
         others = self._others()
-        best: tuple[float, Schedule] | None = None
+        gaps = self.known.gaps(with_static=False)
+        places = ((self.plain.reordered(each.order), choices_of(each, gaps)) for each in others)
         for schedule in others:
             seconds = times_of(self.plain.reordered(schedule.order), schedule).seconds
-            if best is None or seconds < best[0]:
-                best = (seconds, schedule)
-        for with_static in (False, True):
-            if best is not None and best[0] <= self.least_seconds * _CLOSE:
-                break
-            found = self._search(others, with_static)
-            if found is not None and (best is None or found.seconds < best[0]):
-                best = (found.seconds, self._emit(found))
+            best = _better(best, seconds, schedule)
+        start = self._start(False, places)
+        if start is not None:
+            starts.append((False, start))
+            best = _better(best, start.seconds, start)
         if best is None:
-            raise infeasible(task, self.policy.name, self.least_excess or 1)
-        return best[1]
+            raise infeasible(self.task, self.policy.name, 1)
+        if starts and best[0] > self.least_seconds * _CLOSE:
+            with_static, start = min(starts, key=lambda pair: pair[1].seconds)
+            found = self._improver(with_static, self.evaluations).improve(start)
+            best = _better(best, found.seconds, found)
+        return self._emit(best[1])
+
+    def _fits_plainly(self) -> bool:
+        """Whether nothing has to be decided; raises `Infeasible` where no decision can help."""
+        if int(self.plain.needed().max()) <= self.task.limit_bytes:
+            return True
+        least = self.known.least_bytes(with_static=self.policy.swaps_static)
+        if least > self.task.limit_bytes:
+            raise infeasible(self.task, self.policy.name, least - self.task.limit_bytes)
+        return False
 
     def _others(self) -> list[Schedule]:
+        """What the policies make of the task that are meant for it."""
         found = []
-        for policy in _OTHERS:
+        is_ring = self.task.multiplexing is Multiplexing.RING
+        for policy in _FOR_RINGS if is_ring else _FOR_TURNS:
             if isinstance(policy, MuTwo) and len(self.task.profiles) > _MAX_PAIR:
                 continue
-            try:
+            with suppress(Infeasible):
                 found.append(policy.schedule(self.task))
-            except Infeasible as reason:
-                self._note_excess(reason.excess_bytes)
         return found
 
-    def _search(self, others: Sequence[Schedule], with_static: bool) -> Found | None:
-        """The best that begins from any start, improved."""
-        gaps = find_gaps(self.facts, with_static=with_static)
+    def _improver(self, with_static: bool, evaluations: int) -> Improver:
+        gaps = self.known.gaps(with_static=with_static)
         reliever = Reliever(gaps, [True] * len(gaps))
-        improver = Improver(self.task, gaps, reliever, self.stages, self.evaluations, self.policy.seed)
-        best: Found | None = None
+        return Improver(self.task, gaps, reliever, self.stages, evaluations, self.policy.seed)
 
-        def consider(found: Found | None) -> bool:
-            """Keep the better one; true where nothing better can come."""
-            nonlocal best
+    def _start(self, with_static: bool, places: Iterable[tuple[FixedBody, Sequence[Choice]]]) -> Found | None:
+        """The best of several places to begin."""
+        improver = self._improver(with_static, 0)
+        best: Found | None = None
+        for body, choices in places:
+            found = improver.evaluate(body, choices)
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
-            return best is not None and best.seconds <= self.least_seconds * _CLOSE
+                if best.seconds <= self.least_seconds * _CLOSE:
+                    return best
+        return best
 
-        for schedule in others:
-            body = self.plain.reordered(schedule.order)
-            if consider(improver.evaluate(body, choices_of(schedule, gaps))):
-                return best
+    def _places_to_begin(self, with_static: bool) -> Iterator[tuple[FixedBody, Sequence[Choice]]]:
+        """The first step of each path that fits."""
         is_large = self.plain.length >= _LARGE_BODY
         orders = self.stages.orders()
-        orders += [s.order for s in others if s.order not in orders]
+        prices = LINK_PRICES[:4] if is_large else LINK_PRICES
+        if with_static:
+            orders, prices = orders[:2], LINK_PRICES[:4]
         for order in orders[:: 2 if is_large else 1]:
             body = self.plain.reordered(order)
-            for price in LINK_PRICES[1::2] if is_large else LINK_PRICES:
-                relief = reliever.relieve(body, self.task.limit_bytes, price)
-                if isinstance(relief, Shortfall):
-                    self._note_excess(relief.excess_bytes)
-                elif consider(improver.evaluate(body, relief.choices, relief.needs)):
-                    return best
-        if best is None:
-            return None
-        improver.left = self.evaluations
-        return improver.improve(best)
+            for price in prices:
+                for step in self.known.path(body, price, with_static=with_static):
+                    if step.peak_bytes <= self.task.limit_bytes and step.host_bytes <= self.task.host_bytes:
+                        yield body, step.choices
+                        break
 
-    def smallest(self, all_static: bool) -> Schedule:
-        gaps = find_gaps(self.facts, with_static=True)
-        begin = [Choice.SWAP if gap.is_static and all_static else Choice.KEEP for gap in gaps]
-        reliever = Reliever(gaps, [True] * len(gaps))
-        best = (int(self.plain.needed().max()), [Choice.KEEP] * len(gaps))
-        for price in (0.0, 1.0):
-            relief = reliever.relieve(self.plain, 0, price, begin=begin)
-            assert isinstance(relief, Shortfall)
-            if relief.excess_bytes < best[0]:
-                best = (relief.excess_bytes, list(relief.choices))
-        needs = demand(self.plain, gaps, best[1])
+    def _emit(self, found: Found | Schedule) -> Schedule:
+        """As records. Copies back that can wait do so, as long as nothing takes longer: it saves bytes."""
+        if isinstance(found, Schedule):
+            return found
+        layout = found.layout
+        needs = demand(layout.body, layout.gaps, found.choices)
         assert needs is not None
-        layout = lay_out(self.plain, gaps, needs, best[0])
-        if layout is None:
-            raise infeasible(self.task, self.policy.name, best[0] - self.task.limit_bytes)
-        return layout.schedule("the fewest bytes")
-
-    def _note_excess(self, excess: int) -> None:
-        self.least_excess = excess if self.least_excess is None else min(self.least_excess, excess)
-
-    def _emit(self, found: Found) -> Schedule:
-        return found.layout.schedule(self._reasons(found))
+        late = lay_out(layout.body, layout.gaps, needs, self.task.limit_bytes, late=True)
+        if late is not None and seconds_of(late) <= found.seconds:
+            layout = late
+        return layout.schedule(self._reasons(found))
 
     def _reasons(self, found: Found) -> dict[tuple[int, int], str]:
         """Why each tensor was given up as it was, in words."""
@@ -185,17 +252,5 @@ class _Search:
         return reasons
 
 
-def choices_of(schedule: Schedule, gaps: Sequence[Gap]) -> list[Choice]:
-    """A schedule's decisions about feature maps as choices."""
-    swapped = {(swap.sub_array, swap.tensor) for swap in schedule.swaps}
-    recomputed = {(each.sub_array, each.tensor) for each in schedule.recomputes}
-    choices = []
-    for gap in gaps:
-        key = (gap.sub_array, gap.tensor)
-        if gap.is_static:
-            choices.append(Choice.KEEP)
-        elif key in swapped:
-            choices.append(Choice.SWAP)
-        else:
-            choices.append(Choice.RECOMPUTE if key in recomputed else Choice.KEEP)
-    return choices
+def _better(best: _Best | None, seconds: float, found: Found | Schedule) -> _Best:
+    return (seconds, found) if best is None or seconds < best[0] else best

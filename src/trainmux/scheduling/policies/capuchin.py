@@ -2,8 +2,8 @@
 
 As in that paper, tensors that are idle during the peak are ranked by *free time*: from the end of the copy
 out, started after the evicting access, to the latest start of the copy back. Swapping comes first, as long as
-the free time hides it; the lane back is exclusive, and no copy back runs before the peak is over. From then on
-the swap with the most free time is weighed against the recomputation that saves the most memory per second
+the free time hides it; the lane back is exclusive, and no copy back runs before the peak is over. From then
+on the swap with the most free time is weighed against the recomputation that saves the most memory per second
 (MSPS), and the one with less overhead is taken. A recomputation changes the sources, and so the MSPS, of
 those left. Each copy back is triggered as late as it can be (*in-trigger*).
 

@@ -15,8 +15,8 @@ Where this departs from Algorithm B:
   need more than the limit itself; both are looked at again when nothing else is left.
 - Running out of candidates is infeasibility. Recomputations made at nodes still over the limit are to
   blame, as they keep their sources from leaving: without these it is tried again, at last without any.
-- Releases are settled at the end: as soon as the copy to the host has ended, earlier only where memory
-  demands it.
+- At the end (`_mutwo_finish`) decisions that later ones have made needless are taken back, and releases are
+  settled: as soon as the copy to the host has ended, earlier only where memory demands it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trainmux.errors import PlanError
-from trainmux.ir import Recomputation, Schedule, Swap
+from trainmux.ir import Schedule
 from trainmux.scheduling._policy import Infeasible, Task
 from trainmux.scheduling._recompute import Decision
-from trainmux.scheduling.policies._mutwo_body import BODY_END, Ints
-from trainmux.scheduling.policies._mutwo_copies import CopyBack, Key
+from trainmux.scheduling.policies._mutwo_body import Ints
+from trainmux.scheduling.policies._mutwo_copies import Key
+from trainmux.scheduling.policies._mutwo_finish import emit, take_back
 from trainmux.scheduling.policies._mutwo_pair import Pair, PairState
 from trainmux.scheduling.policies._mutwo_swap import SwapTrial, try_swap
 
@@ -130,7 +131,9 @@ class _Greedy:
             peak = int(needed.max(initial=0))
             self.lowest_peak = peak if self.lowest_peak is None else min(self.lowest_peak, peak)
             if not len(over):
-                return self._emit(needed)
+                for key in take_back(pair):
+                    del self.reasons[key]
+                return emit(pair, self.reasons)
             now = _Round(pair.state(), needed, over, pair.excess(needed))
             recompute = self._max_recomp_candidate(now)
             swap = None
@@ -254,74 +257,3 @@ class _Greedy:
             "sub-arrays narrower",
             excess_bytes=excess,
         )
-
-    def _emit(self, needed: Ints) -> Schedule:
-        pair = self.pair
-        nodes, order = pair.body.nodes, pair.body.order
-        releases = self._settle_releases(needed)
-        swaps = []
-        for lane in pair.lanes_in:
-            for copy, prompt in zip(lane.copies, lane.prompts, strict=True):
-                release = int(order[0]) if releases[copy.key] == BODY_END else releases[copy.key]
-                swaps.append(
-                    Swap(
-                        *copy.key,
-                        offload_after=nodes[pair.last_fw_access(copy.key)],
-                        release_before=nodes[release],
-                        prefetch_before=nodes[int(prompt)],
-                        reason=self.reasons[copy.key],
-                    )
-                )
-        recomputes = [
-            Recomputation(
-                *key,
-                nodes=pair.lineages[key[0]].recomp_graph(key[1]),
-                before=nodes[recomputed.before],
-                reason=self.reasons[key],
-            )
-            for key, recomputed in pair.recomputed.items()
-        ]
-        recomputes.sort(
-            key=lambda record: (int(pair.body.place[pair.body.number(*record.before)]), record.nodes[-1])
-        )
-        return Schedule(
-            pair.task.multiplexing,
-            tuple(nodes[int(number)] for number in order),
-            tuple(swaps),
-            tuple(recomputes),
-        )
-
-    def _settle_releases(self, needed: Ints) -> dict[Key, int]:
-        """For each swap the node before which its bytes are given back, or `BODY_END`.
-
-        When its copy to the host has ended by then, as far as memory allows; ``needed`` is kept up to date.
-        """
-        pair, body = self.pair, self.pair.body
-        copies: dict[Key, tuple[CopyBack, int]] = {
-            copy.key: (copy, int(body.place[prompt]))
-            for lane in pair.lanes_in
-            for copy, prompt in zip(lane.copies, lane.prompts, strict=True)
-        }
-        releases: dict[Key, int] = {}
-        if not copies:
-            return releases
-        times = body.start_times()
-        order, ends = pair.lane_out.ends(body, times)
-        count = len(body.order)
-        for index, end in zip(order, ends, strict=True):
-            key = pair.lane_out.keys[int(index)]
-            copy, prompt = copies[key]
-            offload = int(body.place[pair.last_fw_access(key)])
-            stop = count if prompt <= offload else prompt - 1
-            ended = int(np.searchsorted(times[:-1], end - pair.tolerance))
-            natural = min(max(ended, offload + 1), stop)
-            current = count if copy.release == BODY_END else int(body.place[copy.release])
-            if natural <= current:
-                needed[natural:current] -= copy.size_bytes
-                release = natural
-            else:
-                over = pair.over(needed[current:natural] + copy.size_bytes)
-                release = current + int(over[0]) if len(over) else natural
-                needed[current:release] += copy.size_bytes
-            releases[key] = BODY_END if release == count else int(body.order[release])
-        return releases

@@ -16,7 +16,7 @@ from trainmux.scheduling._policy import Task, plain_order
 from trainmux.scheduling.policies._body import FixedBody, infeasible
 from trainmux.scheduling.policies._gaps import RECOMPUTED, Choice, Gap, find_gaps
 from trainmux.scheduling.policies._layout import Demand, demand, lay_out
-from trainmux.scheduling.policies._relieve import Relief, Reliever, Shortfall
+from trainmux.scheduling.policies._relieve import LinkPrice, Relief, Reliever, Shortfall
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RecomputeOnly:
         gaps = find_gaps(body.all_facts, with_static=False)
         usable = [gap.can_recompute for gap in gaps]
         reliever = Reliever(gaps, usable, may_swap=False)
-        relief = reliever.relieve(body, task.limit_bytes, link_price=float("inf"))
+        relief = reliever.relieve(body, task.limit_bytes, LinkPrice(float("inf")))
         if isinstance(relief, Shortfall):
             raise infeasible(task, self.name, relief.excess_bytes)
         needs = _look_through(body, gaps, relief)

@@ -22,7 +22,7 @@ from trainmux.scheduling._policy import Task, plain_order
 from trainmux.scheduling.policies._body import FixedBody, infeasible
 from trainmux.scheduling.policies._gaps import Choice, Gap, find_gaps
 from trainmux.scheduling.policies._layout import Demand, Layout, PlacedSwap
-from trainmux.scheduling.policies._relieve import Reliever, Shortfall
+from trainmux.scheduling.policies._relieve import LinkPrice, Reliever, Shortfall
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SwapOnly:
     def schedule(self, task: Task) -> Schedule:
         body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
         gaps = find_gaps(body.all_facts, with_static=False)
-        relief = Reliever(gaps, [True] * len(gaps)).relieve(body, task.limit_bytes, link_price=0.0)
+        relief = Reliever(gaps, [True] * len(gaps)).relieve(body, task.limit_bytes, LinkPrice(0.0))
         if isinstance(relief, Shortfall):
             raise infeasible(task, self.name, relief.excess_bytes)
         assert all(choice in (Choice.KEEP, Choice.SWAP) for choice in relief.choices)

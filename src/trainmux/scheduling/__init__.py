@@ -1,0 +1,32 @@
+"""Profiles and a byte budget → a plan: partitions, policies, and the search that puts them together."""
+
+from trainmux.scheduling._plan import (
+    BudgetCost,
+    Planner,
+    PlanProgress,
+    make_plan,
+    what_the_budget_costs,
+)
+from trainmux.scheduling._policy import Infeasible, Policy, Task
+from trainmux.scheduling.budget import in_words, parse_budget
+from trainmux.scheduling.partition import Group, Partition, PartitionSearch, find_partitions
+from trainmux.scheduling.policies import POLICY_NAMES, policy_named
+
+__all__ = [
+    "POLICY_NAMES",
+    "BudgetCost",
+    "Group",
+    "Infeasible",
+    "Partition",
+    "PartitionSearch",
+    "PlanProgress",
+    "Planner",
+    "Policy",
+    "Task",
+    "find_partitions",
+    "in_words",
+    "make_plan",
+    "parse_budget",
+    "policy_named",
+    "what_the_budget_costs",
+]

@@ -1,0 +1,377 @@
+"""Members and a byte budget → the plan with the least predicted step time that fits, proved.
+
+Every partition is tried in every way that the policy knows, the quickest by its nodes alone first. An
+arrangement is left out only where it is certain that it cannot be quicker than what was found: by the time
+of its nodes, or by what its limit forces it to copy and recompute (`_bound`). Whatever is left out so would
+not have been chosen, so the guarantee of `_candidates` holds: time never rises as the budget rises (by more
+than the rounding of sums, one part in 10⁹).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from trainmux.errors import BudgetError, ConfigError, PlanError
+from trainmux.ir import Attempt, Multiplexing, Plan, Profile, verify
+from trainmux.scheduling._candidates import Arrangement, Candidate, Candidates
+from trainmux.scheduling.budget import in_words
+from trainmux.scheduling.partition import MAX_PARTITIONS, Group, Partition, find_partitions
+from trainmux.scheduling.policies import policy_named
+from trainmux.simulate import timeline
+
+_ROUNDING = 1e-9
+"""Times that differ by less than this share differ by the rounding of sums alone."""
+
+BESIDE_AUTO = ("mutwo", "recompute_only", "swap_only")
+"""Policies whose plans `auto` has to beat, or takes."""
+
+ProfileOf = Callable[[Group, int], Profile]
+"""The profile of a group's members fused to a width."""
+
+
+@dataclass(frozen=True)
+class PlanProgress:
+    """How far planning is: ``done`` of ``total`` profiles or arrangements, and the next one in words."""
+
+    stage: str
+    done: int
+    total: int
+    current: str
+
+
+@dataclass(frozen=True)
+class BudgetCost:
+    """What a budget costs: the step time that the best plan within it predicts, and what that reserves."""
+
+    budget_bytes: int
+    step_seconds: float
+    peak_bytes: int
+
+
+Progress = Callable[[PlanProgress], None]
+
+
+def make_plan(
+    groups: Sequence[Group],
+    budget_bytes: int,
+    *,
+    profile_of: ProfileOf,
+    policy: str = "auto",
+    fixed_bytes: int = 0,
+    host_bytes: int | None = None,
+    max_partitions: int = MAX_PARTITIONS,
+    evaluations: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Plan:
+    """The quickest plan within a budget.
+
+    ``profile_of`` is called once for each group and width. ``fixed_bytes`` are reserved beside the slab,
+    ``host_bytes`` bound copies on the host (``None``: what the profiles' device allows). ``evaluations``
+    and ``seed`` are for policies that search. The same arguments give the same plan.
+
+    Refused: an unknown policy or group (`ConfigError`), a budget that nothing fits (`BudgetError`, with one
+    that works in ``smallest_bytes``).
+    """
+    planner = Planner(
+        groups,
+        profile_of=profile_of,
+        policy=policy,
+        fixed_bytes=fixed_bytes,
+        host_bytes=host_bytes,
+        max_partitions=max_partitions,
+        evaluations=evaluations,
+        seed=seed,
+        progress=progress,
+    )
+    return planner.plan(budget_bytes)
+
+
+def what_the_budget_costs(
+    groups: Sequence[Group],
+    *,
+    profile_of: ProfileOf,
+    policy: str = "auto",
+    fixed_bytes: int = 0,
+    host_bytes: int | None = None,
+    max_partitions: int = MAX_PARTITIONS,
+    evaluations: int | None = None,
+    seed: int = 0,
+    num_budgets: int = 6,
+    progress: Progress | None = None,
+) -> tuple[BudgetCost, ...]:
+    """Step time against budget, from the smallest one that works to one that constrains nothing."""
+    planner = Planner(
+        groups,
+        profile_of=profile_of,
+        policy=policy,
+        fixed_bytes=fixed_bytes,
+        host_bytes=host_bytes,
+        max_partitions=max_partitions,
+        evaluations=evaluations,
+        seed=seed,
+        progress=progress,
+    )
+    return planner.curve(num_budgets)
+
+
+class Planner:
+    """Plans for several budgets, sharing profiles and everything that does not depend on the budget."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        profile_of: ProfileOf,
+        policy: str = "auto",
+        fixed_bytes: int = 0,
+        host_bytes: int | None = None,
+        max_partitions: int = MAX_PARTITIONS,
+        evaluations: int | None = None,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        known = policy_named(policy, seed=seed, evaluations=evaluations)
+        if fixed_bytes < 0:
+            raise ConfigError(f"fixed_bytes must be 0 or more, but got {fixed_bytes}; leave it out")
+        names = [member for group in groups for member in group.members]
+        if len(set(names)) < len(names):
+            raise ConfigError("members must have names of their own, but one is used twice; rename it")
+        self.policy = policy
+        self.fixed_bytes = fixed_bytes
+        self._progress = progress
+        search = find_partitions([len(group.members) for group in groups], max_partitions=max_partitions)
+        self.note = search.note
+        """What was left out of the search for partitions; empty where nothing was."""
+        profiles = self._profiles(groups, search.partitions, profile_of)
+        self._host_bytes = host_bytes
+        if self._host_bytes is None:
+            self._host_bytes = min(profile.device.host_bytes for profile in profiles.values())
+        arrangements = [
+            arrangement
+            for partition in search.partitions
+            for arrangement in _arrangements(groups, partition, profiles, known.multiplexings(partition))
+        ]
+        self._all = [Candidates(each, known, self._host_bytes) for each in arrangements]
+        self._others = [
+            Planner(
+                groups,
+                profile_of=lambda group, width: profiles[list(groups).index(group), width],
+                policy=other,
+                fixed_bytes=fixed_bytes,
+                host_bytes=self._host_bytes,
+                max_partitions=max_partitions,
+                progress=progress,
+            )
+            for other in (BESIDE_AUTO if policy == "auto" else ())
+        ]
+        self._in_order = sorted(range(len(self._all)), key=lambda n: (self._all[n].least_seconds, n))
+        narrowest = min(range(len(self._all)), key=lambda n: (max(arrangements[n].widths), n))
+        self._narrowest = self._all[narrowest]
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """The quickest plan within ``budget_bytes``, which count ``fixed_bytes`` too."""
+        other = self._best_other(budget_bytes)
+        to_beat = math.inf if other is None else other.step_seconds
+        available = budget_bytes - self.fixed_bytes
+        chosen = -1
+        best: Candidate | None = None
+        notes: dict[int, tuple[Candidate | None, str]] = {}
+        for done, number in enumerate(self._in_order):
+            candidates = self._all[number]
+            self._report("scheduling", done, len(self._in_order), candidates.arrangement.in_words)
+            if to_beat <= candidates.least_seconds * (1 + _ROUNDING):
+                notes[number] = (None, f"its nodes alone take {candidates.least_seconds:.6g} s")
+                continue
+            found = candidates.best(available, best.seconds if best is not None else math.inf)
+            notes[number] = (found, "" if found is not None else _why_not(candidates, available))
+            if found is not None and (best is None or found.seconds < best.seconds):
+                best, chosen = found, number
+                to_beat = min(to_beat, found.seconds)
+        smallest = self._smallest_if_quicker(to_beat, available)
+        if smallest is not None:
+            best = smallest
+            chosen = self._all.index(self._narrowest)
+            notes[chosen] = (smallest, "")
+        if other is not None and (best is None or other.step_seconds <= best.seconds):
+            attempts = self._attempts(notes, other.step_seconds, None)
+            return replace(other, policy=self.policy, attempts=(*other.attempts, *attempts))
+        if best is None:
+            raise self._no_plan(budget_bytes)
+        attempts = self._attempts(notes, best.seconds, chosen)
+        return self._emit(self._all[chosen].arrangement, best, budget_bytes, attempts)
+
+    def _best_other(self, budget_bytes: int) -> Plan | None:
+        """The quickest plan of the policies beside this one."""
+        found: Plan | None = None
+        for planner in self._others:
+            try:
+                plan = planner.plan(budget_bytes)
+            except BudgetError:
+                continue
+            if found is None or plan.step_seconds < found.step_seconds:
+                found = plan
+        return found
+
+    def _attempts(
+        self, notes: dict[int, tuple[Candidate | None, str]], seconds: float, chosen: int | None
+    ) -> tuple[Attempt, ...]:
+        return tuple(self._attempt(number, note, seconds, number == chosen) for number, note in notes.items())
+
+    def smallest_bytes(self) -> int:
+        """A budget that works, as small as this search knows."""
+        smallest = self._narrowest.smallest()
+        if smallest is not None:
+            return smallest.slab_bytes + self.fixed_bytes
+        lowest: int | None = None
+        for candidates in self._all:
+            plain = candidates.plain().slab_bytes
+            lowest = plain if lowest is None else min(lowest, plain)
+            for limit in candidates.limits():
+                if limit >= lowest:
+                    break
+                if candidates.best(limit, math.inf) is not None:
+                    lowest = limit
+        assert lowest is not None
+        return lowest + self.fixed_bytes
+
+    def curve(self, num_budgets: int) -> tuple[BudgetCost, ...]:
+        """Step time at ``num_budgets`` budgets, evenly from the smallest to one that constrains nothing."""
+        if num_budgets < 2:
+            raise ConfigError(f"a curve needs at least 2 budgets, but got {num_budgets}; both ends are shown")
+        low = self.smallest_bytes()
+        high = max(low, self.plan(1 << 62).peak_bytes)
+        budgets = [low + (high - low) * step // (num_budgets - 1) for step in range(num_budgets)]
+        costs = []
+        for budget in dict.fromkeys(budgets):
+            plan = self.plan(budget)
+            costs.append(BudgetCost(budget, plan.step_seconds, plan.peak_bytes))
+        return tuple(costs)
+
+    def _smallest_if_quicker(self, to_beat: float, available: int) -> Candidate | None:
+        """The plan with the fewest bytes, where it fits and nothing quicker was found."""
+        narrowest = self._narrowest
+        if to_beat <= narrowest.least_seconds * (1 + _ROUNDING):
+            return None
+        smallest = narrowest.smallest()
+        if smallest is None or smallest.slab_bytes > available:
+            return None
+        return smallest if smallest.seconds < to_beat else None
+
+    def _no_plan(self, budget_bytes: int) -> BudgetError:
+        smallest = self.smallest_bytes()
+        hint = "" if self.policy == "auto" else ", or use policy 'auto'"
+        return BudgetError(
+            f"expected a budget that policy {self.policy!r} can keep to, but got {in_words(budget_bytes)}, "
+            f"and the smallest that works is {in_words(smallest)}; raise it to that{hint}",
+            smallest_bytes=smallest,
+        )
+
+    def _attempt(
+        self, number: int, note: tuple[Candidate | None, str], best_seconds: float, is_chosen: bool
+    ) -> Attempt:
+        arrangement = self._all[number].arrangement
+        candidate, why = note
+        if candidate is None:
+            seconds = self._all[number].least_seconds if why.startswith("its nodes") else math.inf
+            return Attempt(
+                self.policy, arrangement.widths, arrangement.multiplexing, seconds, 0, 0.0, 0.0, why
+            )
+        times = timeline(candidate.program.body, arrangement.profiles)
+        if not is_chosen:
+            why = f"takes {candidate.seconds / best_seconds:.3f} times as long"
+        return Attempt(
+            self.policy,
+            arrangement.widths,
+            arrangement.multiplexing,
+            candidate.seconds,
+            candidate.slab_bytes + self.fixed_bytes,
+            times.stall_seconds,
+            times.recompute_seconds,
+            why,
+        )
+
+    def _emit(
+        self, arrangement: Arrangement, best: Candidate, budget_bytes: int, attempts: tuple[Attempt, ...]
+    ) -> Plan:
+        verify(
+            best.program,
+            arrangement.profiles,
+            budget_bytes=budget_bytes,
+            fixed_bytes=self.fixed_bytes,
+            host_bytes=self._host_bytes,
+        )
+        times = timeline(best.program.body, arrangement.profiles)
+        return Plan(
+            policy=self.policy,
+            budget_bytes=budget_bytes,
+            fixed_bytes=self.fixed_bytes,
+            profiles=arrangement.fingerprints(),
+            partition=arrangement.partition(),
+            schedule=best.schedule,
+            peak_bytes=best.slab_bytes + self.fixed_bytes,
+            host_bytes=best.program.host_bytes,
+            step_seconds=times.seconds,
+            stall_seconds=times.stall_seconds,
+            recompute_seconds=times.recompute_seconds,
+            swap_overlap=times.hidden_copy_seconds / times.copy_seconds if times.copy_seconds else 1.0,
+            recompute_share=times.recompute_seconds / times.compute_seconds if times.compute_seconds else 0.0,
+            attempts=attempts,
+        )
+
+    def _profiles(
+        self, groups: Sequence[Group], partitions: Sequence[Partition], profile_of: ProfileOf
+    ) -> dict[tuple[int, int], Profile]:
+        """Each group's profile for each width that occurs."""
+        wanted = dict.fromkeys(
+            (number, width)
+            for partition in partitions
+            for number, widths in enumerate(partition.widths)
+            for width in widths
+        )
+        profiles = {}
+        for done, (number, width) in enumerate(wanted):
+            self._report("profiling", done, len(wanted), f"{groups[number].name} ×{width}")
+            profile = profile_of(groups[number], width)
+            if profile.width != width:
+                raise PlanError(
+                    f"profile_of must return a profile of width {width}, but got one of width "
+                    f"{profile.width}; fuse the group to that width and profile it"
+                )
+            profiles[number, width] = profile
+        return profiles
+
+    def _report(self, stage: str, done: int, total: int, current: str) -> None:
+        if self._progress is not None:
+            self._progress(PlanProgress(stage, done, total, current))
+
+
+def _arrangements(
+    groups: Sequence[Group],
+    partition: Partition,
+    profiles: dict[tuple[int, int], Profile],
+    multiplexings: Sequence[Multiplexing],
+) -> list[Arrangement]:
+    """A partition in each way its sub-arrays can share the device, closest iteration times side by side."""
+    sub_arrays = [(members, profiles[number, len(members)]) for number, members in partition.members(groups)]
+    sub_arrays.sort(key=lambda pair: -sum(node.seconds for node in pair[1].nodes))
+    return [
+        Arrangement(
+            tuple(members for members, _ in sub_arrays),
+            tuple(profile for _, profile in sub_arrays),
+            multiplexing,
+        )
+        for multiplexing in multiplexings
+    ]
+
+
+def _why_not(candidates: Candidates, available: int) -> str:
+    """Why an arrangement has nothing that fits, in words."""
+    if not candidates.known.has_decisions:
+        return f"needs {candidates.plain_bytes - available} bytes more"
+    need = candidates.least_need or candidates.least_bytes
+    if need > available:
+        return f"needs {need - available} bytes more"
+    return "cannot be quicker within its limit, or does not fit"

@@ -1,0 +1,159 @@
+"""What every policy's plans hold to: proved, within the budget, the same again, no slower with more."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from graphs import random_profile
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trainmux.errors import BudgetError, ConfigError
+from trainmux.ir import Multiplexing, Plan, Profile, find_violations, verify
+from trainmux.rewrite import rewrite
+from trainmux.scheduling import POLICY_NAMES, Group, Planner, make_plan, what_the_budget_costs
+from trainmux.simulate import timeline
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ir"))
+from mutants import ALWAYS_WRONG
+
+POLICIES = sorted(POLICY_NAMES)
+EVALUATIONS = 10
+
+
+@cache
+def profile(seed: int, width: int) -> Profile:
+    return random_profile(seed, width)
+
+
+def group(num_members: int) -> Group:
+    return Group("g", tuple(f"m{number}" for number in range(num_members)))
+
+
+def planner(seed: int, num_members: int, policy: str) -> Planner:
+    return Planner(
+        [group(num_members)],
+        profile_of=lambda _, width: profile(seed, width),
+        policy=policy,
+        evaluations=EVALUATIONS if policy == "auto" else None,
+    )
+
+
+def prove(plan: Plan, seed: int) -> None:
+    profiles = [profile(seed, len(sub_array.members)) for sub_array in plan.partition]
+    program = rewrite(profiles, plan.schedule)
+    verify(program, profiles, budget_bytes=plan.budget_bytes, fixed_bytes=plan.fixed_bytes)
+    assert plan.peak_bytes == program.slab_bytes + plan.fixed_bytes <= plan.budget_bytes
+    assert plan.host_bytes == program.host_bytes
+    assert plan.step_seconds == pytest.approx(timeline(program.body, profiles).seconds)
+    names = [name for sub_array in plan.partition for name in sub_array.members]
+    assert sorted(names) == sorted(set(names))
+    assert [attempt for attempt in plan.attempts if not attempt.lost_because]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(seed=st.integers(0, 40), num_members=st.integers(1, 4), share=st.floats(0.0, 1.1))
+def test_a_plan_is_proved_or_a_budget_is_named_that_works(
+    policy: str, seed: int, num_members: int, share: float
+) -> None:
+    search = planner(seed, num_members, policy)
+    plain = search.plan(1 << 40)
+    assert not plain.swaps
+    assert not plain.recomputes
+    prove(plain, seed)
+    budget = max(1, int(plain.peak_bytes * share))
+    try:
+        plan = search.plan(budget)
+    except BudgetError as error:
+        smallest = error.smallest_bytes
+    else:
+        smallest = None
+        prove(plan, seed)
+        assert plan.step_seconds >= plain.step_seconds * (1 - 1e-9)
+    if smallest is not None:
+        assert smallest > budget
+        prove(search.plan(smallest), seed)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_more_budget_is_never_slower(policy: str) -> None:
+    for seed in (1, 2):
+        search = planner(seed, 3, policy)
+        low, high = search.smallest_bytes(), search.plan(1 << 40).peak_bytes
+        times = [search.plan(low + (high - low) * step // 6).step_seconds for step in range(7)]
+        assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(times))
+
+
+def test_auto_is_at_least_as_quick_as_the_others() -> None:
+    for seed in (3, 4, 5):
+        high = planner(seed, 4, "auto").plan(1 << 40).peak_bytes
+        low = planner(seed, 4, "auto").smallest_bytes()
+        for share in (0.35, 0.7):
+            budget = int(low + share * (high - low))
+            best = planner(seed, 4, "auto").plan(budget).step_seconds
+            for policy in ("mutwo", "recompute_only", "swap_only", "none"):
+                try:
+                    other = planner(seed, 4, policy).plan(budget).step_seconds
+                except BudgetError:
+                    continue
+                assert best <= other * (1 + 1e-9), (seed, share, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_question_gets_the_same_plan(policy: str) -> None:
+    budget = int(planner(7, 3, policy).smallest_bytes() * 1.1)
+    assert planner(7, 3, policy).plan(budget) == planner(7, 3, policy).plan(budget)
+
+
+def test_auto_works_below_static_memory() -> None:
+    seed, num_members = 11, 4
+    static = sum(t.size_bytes for t in profile(seed, 1).tensors if t.byte_class.is_static) * num_members
+    search = planner(seed, num_members, "auto")
+    smallest = search.smallest_bytes()
+    assert smallest < static
+    prove(search.plan(smallest), seed)
+
+
+@pytest.mark.parametrize("seed", [0, 6])
+def test_mutants_of_planned_programs_are_killed(seed: int) -> None:
+    search = planner(seed, 4, "auto")
+    plan = search.plan(int(search.smallest_bytes() * 1.02))
+    assert plan.swaps
+    profiles = [profile(seed, len(sub_array.members)) for sub_array in plan.partition]
+    program = rewrite(profiles, plan.schedule)
+    budget = program.slab_bytes
+    assert not find_violations(program, profiles, budget_bytes=budget)
+    killed = 0
+    for mutate in ALWAYS_WRONG:
+        for number, mutant in enumerate(mutate(program, profiles)):
+            if number >= 4:
+                break
+            checked = budget if mutant.budget_bytes is None else mutant.budget_bytes
+            assert find_violations(mutant.program, profiles, budget_bytes=checked), mutant.name
+            killed += 1
+    assert killed > 20
+
+
+def test_pairs_are_rings_and_capuchin_is_one_array() -> None:
+    plan = planner(2, 4, "mutwo").plan(1 << 40)
+    assert plan.schedule.multiplexing in (Multiplexing.RING, Multiplexing.TURNS)
+    assert [len(sub_array.members) for sub_array in planner(2, 4, "capuchin").plan(1 << 40).partition] == [4]
+
+
+def test_what_the_budget_costs_falls() -> None:
+    costs = what_the_budget_costs([group(2)], profile_of=lambda _, width: profile(3, width), policy="mutwo")
+    times = [cost.step_seconds for cost in costs]
+    assert times == sorted(times, reverse=True)
+    assert all(cost.peak_bytes <= cost.budget_bytes for cost in costs)
+
+
+def test_unknown_policies_and_names_used_twice_are_refused() -> None:
+    with pytest.raises(ConfigError, match="mutwo"):
+        make_plan([group(2)], 1 << 30, profile_of=lambda _, width: profile(0, width), policy="best")
+    with pytest.raises(ConfigError, match="twice"):
+        make_plan([Group("g", ("a", "a"))], 1 << 30, profile_of=lambda _, width: profile(0, width))
