@@ -152,7 +152,5 @@ def _described(module: nn.Module) -> _Region | _Conform:
 
 def _module(described: _Region | _Conform, kernels: dict[str, Kernel]) -> nn.Module:
     if isinstance(described, _Region):
-        return RegionCall(
-            kernels[described.kernel], described.outputs, described.placed, described.changed
-        )
+        return RegionCall(kernels[described.kernel], described.outputs, described.placed, described.changed)
     return Conform(described.specs)

@@ -14,7 +14,7 @@ from trainmux.profiling import analytic_profile, find_device, read_kernels
 from trainmux.rewrite import rewrite
 from trainmux.tracing import make_fx, static_fake_mode
 
-NAMES = ["mlp", "cnn_with_dropout", "transformer_with_dropout", "lstm", "dlrm"]
+NAMES = ["mlp", "cnn_with_dropout", "transformer_with_dropout", "dlrm"]
 
 
 @pytest.fixture(autouse=True)

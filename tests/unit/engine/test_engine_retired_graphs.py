@@ -16,6 +16,7 @@ def engine_with(*programs: Any) -> CudaGraphEngine:
     """An engine that has captured ``programs``, without a device."""
     engine = object.__new__(CudaGraphEngine)
     engine._retired = []
+    engine._forecast = None
     engine._captured = {id(program): (program, captured()) for program in programs}
     return engine
 

@@ -4,7 +4,8 @@ Given a body's order, each feature map is kept, swapped (released before one pos
 another) or recomputed before a position, from sources that are on the device then. The cost model is that of
 the planner: three lanes that run in issue order, memory by issue order, recomputations with what they throw
 away. It assumes that copies do not slow each other down (``swap_*_duplex_seconds`` equal to those alone) and
-that releases, then prefetches, then recomputations are issued before a node. Only feature maps are decided on.
+that releases, then prefetches, then recomputations are issued before a node. Only feature maps are decided
+on.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class _Body:
             for tensor in range(len(profile.tensors)):
                 self._read(sub_array, tensor)
 
-    def node(self, position: int):  # noqa: ANN201 - a ProfiledNode
+    def node(self, position: int):
         sub_array, rank = self.order[position]
         return self.profiles[sub_array].nodes[rank]
 
@@ -185,7 +186,7 @@ def solve(
 
 
 class _Exact:
-    """One program. Suffixes of names: c a candidate's number, k a position on its path, n a rank to run again."""
+    """One program. Suffixes of names: c a candidate's number, k a place on its path, n a rank to repeat."""
 
     def __init__(self, body: _Body, multiplexing: Multiplexing, limit_bytes: int) -> None:
         self.body = body
@@ -331,7 +332,7 @@ class _Exact:
                     self._recompute_memory(c, candidate.path.index(position), before, idle)
 
     def _recompute_memory(self, c: int, k: int, before: int, idle: list[tuple[float, int]]) -> None:
-        """While ranks run again: what is there, what they made so far and is still needed, their workspace."""
+        """While ranks run again: what is there, what they made so far and is needed, their workspace."""
         body, model = self.body, self.model
         candidate = body.candidates[c]
         profile = body.profiles[candidate.sub_array]

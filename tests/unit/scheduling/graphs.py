@@ -1,8 +1,8 @@
 """Random training steps as profiles, from a seed: forward layers with skips, their backward, their update.
 
-The forward pass is drawn at random; the backward pass follows from it as automatic differentiation would make
-it, accumulating where a tensor has several readers. So lifetimes, classes and dependencies are those of a real
-step, and only sizes, times and shape are random.
+The forward pass is drawn at random; the backward pass follows from it as automatic differentiation would
+make it, accumulating where a tensor has several readers. So lifetimes, classes and dependencies are those of
+a real step, and only sizes, times and shape are random.
 """
 
 from __future__ import annotations

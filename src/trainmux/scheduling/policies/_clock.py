@@ -103,9 +103,7 @@ def _uses(body: FixedBody, sub_array: int, tensor: int) -> Sequence[int]:
     return [rank for rank in record.accesses if rank != record.created_at] or record.accesses
 
 
-def _run(
-    body: FixedBody, copies: Sequence[_Copy], again: Sequence[tuple[int, tuple[int, ...], int]]
-) -> _Run:
+def _run(body: FixedBody, copies: Sequence[_Copy], again: Sequence[tuple[int, tuple[int, ...], int]]) -> _Run:
     return _Clocking(body, copies, again).run()
 
 
