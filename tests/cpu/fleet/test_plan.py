@@ -62,8 +62,8 @@ def test_a_plan_without_pressure_fuses_everything(roomy: tm.Plan) -> None:
     assert roomy.step_seconds == pytest.approx(sum(node.seconds for node in roomy.profiles[0].nodes))
 
 
-@pytest.mark.parametrize("policy", ["none", "swap_only", "recompute_only", "capuchin", "mutwo", "auto"])
-def test_every_policy_keeps_to_a_budget(policy: str, roomy: tm.Plan) -> None:
+@pytest.mark.parametrize("policy", ["capuchin", "mutwo", "auto"])
+def test_a_policy_keeps_to_a_budget(policy: str, roomy: tm.Plan) -> None:
     static = sum(t.size_bytes for t in roomy.profiles[0].tensors if t.byte_class.is_static)
     budget = FIXED + static + (roomy.peak_bytes - FIXED - static) * 2 // 3
     fleet = fleet_of()
@@ -82,9 +82,9 @@ def test_every_policy_keeps_to_a_budget(policy: str, roomy: tm.Plan) -> None:
 def test_a_budget_that_cannot_work_names_one_that_does() -> None:
     fleet = fleet_of()
     with pytest.raises(BudgetError, match="smallest that works") as caught:
-        fleet.plan(FIXED + 1000, device=DEVICE)
+        fleet.plan(FIXED + 1000, "mutwo", device=DEVICE)
     assert caught.value.smallest_bytes is not None
-    plan = fleet.plan(caught.value.smallest_bytes, device=DEVICE)
+    plan = fleet.plan(caught.value.smallest_bytes, "mutwo", device=DEVICE)
     assert plan.peak_bytes <= caught.value.smallest_bytes
 
 
@@ -217,7 +217,7 @@ def test_a_plan_shows_itself(roomy: tm.Plan, tmp_path: Path) -> None:
 
 
 def test_what_other_budgets_cost() -> None:
-    plan = fleet_of("mlp").plan(device=DEVICE, num_members=4, num_budgets=3)
+    plan = fleet_of("mlp").plan(None, "mutwo", device=DEVICE, num_members=4, num_budgets=3)
     times = [cost.step_seconds for cost in plan.curve]
     assert 1 <= len(times) <= 3
     assert times == sorted(times, reverse=True)
