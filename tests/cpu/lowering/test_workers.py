@@ -145,21 +145,38 @@ def test_a_full_disk_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert not was_compiled("key", deterministic=False)
 
 
-@pytest.mark.slow
-def test_what_a_worker_compiled_is_loaded_from_the_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from torch._dynamo.utils import counters
+LOADS = """
+import torch
+from torch._dynamo.utils import counters
+from lowering_tools import traced
+from trainmux.lowering import KernelCache, lower
+from trainmux.lowering._known import was_compiled
+from trainmux.lowering._workers import compile_in_workers
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    cache = KernelCache()
-    lowered = lower(traced(lambda x: (x * 3).relu() + 1, torch.zeros(64, 8)), cache)
-    (kernel,) = lowered.kernels
-    assert compile_all([kernel.payload()], 1) == 1
-    counters.clear()
-    cache.compile([kernel])
-    assert kernel.is_compiled, kernel.failure
-    assert was_compiled(kernel.key, deterministic=False)
-    assert counters["inductor"]["fxgraph_cache_hit"] == 1
-    x = torch.randn(64, 8)
-    assert torch.equal(lowered.module(x), (x * 3).relu() + 1)
+cache = KernelCache()
+lowered = lower(traced(lambda x: (x * 3).relu() + 1, torch.zeros(64, 8)), cache)
+(kernel,) = lowered.kernels
+assert compile_in_workers([kernel.payload()], num_workers=1, deterministic=False, combines=[False]) == 1
+counters.clear()
+cache.compile([kernel])
+assert kernel.is_compiled, kernel.failure
+assert was_compiled(kernel.key, deterministic=False)
+assert counters["inductor"]["fxgraph_cache_hit"] == 1, counters["inductor"]
+x = torch.randn(64, 8)
+assert torch.equal(lowered.module(x), (x * 3).relu() + 1)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_worker_compiled_is_loaded_from_the_cache(tmp_path: Path) -> None:
+    """In a process of its own: torch's switches, which other tests turn, are part of the compiler's key."""
+    here, package = Path(__file__).parent, Path(_workers.__file__).parents[2]
+    environment = dict(
+        os.environ,
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
+        PYTHONPATH=os.pathsep.join((str(here), str(package))),
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
