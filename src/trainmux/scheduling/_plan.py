@@ -24,7 +24,7 @@ from trainmux.simulate import timeline
 _ROUNDING = 1e-9
 """Times that differ by less than this share differ by the rounding of sums alone."""
 
-BESIDE_AUTO = ("mutwo", "recompute_only", "swap_only")
+BESIDE_AUTO = ("mutwo", "capuchin", "recompute_only", "swap_only")
 """Policies whose plans `auto` has to beat, or takes."""
 
 ProfileOf = Callable[[Group, int], Profile]
@@ -185,7 +185,7 @@ class Planner:
             if to_beat <= candidates.least_seconds * (1 + _ROUNDING):
                 notes[number] = (None, f"its nodes alone take {candidates.least_seconds:.6g} s")
                 continue
-            found = candidates.best(available, best.seconds if best is not None else math.inf)
+            found = candidates.best(available, to_beat)
             notes[number] = (found, "" if found is not None else _why_not(candidates, available))
             if found is not None and (best is None or found.seconds < best.seconds):
                 best, chosen = found, number

@@ -13,11 +13,13 @@ is then run again once instead of once per layer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import IntEnum
 
-from trainmux.ir import ByteClass, Schedule
+from trainmux.ir import ByteClass
 from trainmux.scheduling._facts import Facts, TensorFacts
 from trainmux.scheduling._recompute import recomp_memory
 
@@ -40,6 +42,9 @@ class Choice(IntEnum):
 RECOMPUTED = (Choice.RECOMPUTE, Choice.RECOMPUTE_EARLY)
 _MAX_KNOWN = 2000
 """Derivations that are remembered at a time."""
+_NUM_LAST = 3
+_MAX_MORE = 8
+"""Tensors more than the last time for which a derivation is extended and not made anew."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,11 @@ class Derivation:
 def find_gaps(all_facts: Sequence[Facts], *, with_static: bool) -> tuple[Gap, ...]:
     """The gaps of feature maps, sub-array by sub-array, and behind them those of static tensors."""
     gaps: list[Gap] = []
+    can_recompute: dict[int, set[int]] = {}
     for sub_array, facts in enumerate(all_facts):
+        if id(facts) not in can_recompute:
+            prices = RecomputePrices(facts, {})
+            can_recompute[id(facts)] = {t for t in facts.feature_maps if prices.seconds(t) is not None}
         for tensor in facts.feature_maps:
             record = facts.tensors[tensor]
             assert record.last_fw_access is not None
@@ -104,7 +113,7 @@ def find_gaps(all_facts: Sequence[Facts], *, with_static: bool) -> tuple[Gap, ..
                         record.first_bw_access,
                         is_static=False,
                         copies_out=True,
-                        can_recompute=_can_recompute(facts, tensor),
+                        can_recompute=tensor in can_recompute[id(facts)],
                     )
                 )
     if with_static:
@@ -136,38 +145,26 @@ def _static_gaps(sub_array: int, record: TensorFacts, num_nodes: int) -> list[Ga
     ]
 
 
-def choices_of(schedule: Schedule, gaps: Sequence[Gap]) -> list[Choice]:
-    """What a schedule does in each gap."""
-    swapped = {(swap.sub_array, swap.tensor, swap.offload_after[1]) for swap in schedule.swaps}
-    recomputed = {(each.sub_array, each.tensor): each.before for each in schedule.recomputes}
-    choices = []
-    for gap in gaps:
-        before = recomputed.get((gap.sub_array, gap.tensor))
-        if (gap.sub_array, gap.tensor, gap.last) in swapped:
-            choices.append(Choice.SWAP)
-        elif before is None or gap.is_static:
-            choices.append(Choice.KEEP)
-        else:
-            is_early = before != (gap.sub_array, gap.first)
-            choices.append(Choice.RECOMPUTE_EARLY if is_early else Choice.RECOMPUTE)
-    return choices
-
-
 def derive(facts: Facts, recomputed: Mapping[int, Choice]) -> Derivation | None:
     """The recomputations of a sub-array's feature maps; ``None`` where one of them cannot be made again.
 
     Every other tensor counts as on the device as long as it is needed: one that is swapped is brought back
     for whoever reads it first.
     """
-    return _Deriving(facts, recomputed).run()
+    return _Deriving(_Step(facts), recomputed).run()
 
 
 class Derivations:
-    """Derivations that were asked for before, of sub-arrays that share facts together."""
+    """Derivations that were asked for before, of sub-arrays that share facts together.
+
+    One that has a few tensors more than one of the last is derived from that: only those recomputations that
+    read one of them change.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, frozenset[tuple[int, Choice]]], Derivation | None] = {}
-        self._facts: dict[int, Facts] = {}
+        self._steps: dict[int, _Step] = {}
+        self._last: dict[int, deque[tuple[dict[int, Choice], Derivation]]] = {}
 
     def of(self, facts: Facts, recomputed: Mapping[int, Choice]) -> Derivation | None:
         """The same as `derive`."""
@@ -175,99 +172,186 @@ class Derivations:
         if key not in self._known:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._facts[id(facts)] = facts  # kept, so that no other facts get the same id
-            self._known[key] = derive(facts, recomputed)
-        return self._known[key]
+            step = self.step(facts)
+            found = self._from_last(step, recomputed)
+            if found is None:
+                found = _Deriving(step, recomputed).run()
+            self._known[key] = found
+        derivation = self._known[key]
+        if derivation is not None:
+            last = self._last.setdefault(id(facts), deque(maxlen=_NUM_LAST))
+            last.appendleft((dict(recomputed), derivation))
+        return derivation
 
+    def step(self, facts: Facts) -> _Step:
+        """What deriving looks up all the time, made once for each facts."""
+        if id(facts) not in self._steps:
+            self._steps[id(facts)] = _Step(facts)  # keeps the facts, so that no others get their id
+        return self._steps[id(facts)]
 
-def _can_recompute(facts: Facts, tensor: int) -> bool:
-    """Whether a tensor can be made again while everything else is kept."""
-    return derive(facts, {tensor: Choice.RECOMPUTE}) is not None
+    def _from_last(self, step: _Step, recomputed: Mapping[int, Choice]) -> Derivation | None:
+        if Choice.RECOMPUTE_EARLY in recomputed.values():
+            return None
+        for before, derivation in self._last.get(id(step.facts), ()):
+            if 0 <= len(recomputed) - len(before) <= _MAX_MORE and before.items() <= recomputed.items():
+                return _Deriving(step, recomputed).run_from(derivation, recomputed.keys() - before.keys())
+        return None
 
 
 class RecomputePrices:
-    """What recomputing one feature map more would take, beside those that are ``recomputed`` already."""
+    """What recomputing one feature map more would take, beside those that are ``recomputed`` already.
 
-    def __init__(self, facts: Facts, recomputed: Mapping[int, Choice]) -> None:
-        self._facts = facts
-        self._deriving = _Deriving(facts, recomputed)
+    Prices stay known while tensors are added that they have nothing to do with.
+    """
+
+    def __init__(
+        self, facts: Facts, recomputed: Mapping[int, Choice], derivations: Derivations | None = None
+    ) -> None:
+        self._step = derivations.step(facts) if derivations is not None else _Step(facts)
+        self._recomputed = dict(recomputed)
         self._made_before: dict[int, int] = {}
+        self._known: dict[int, tuple[float, set[int]] | None] = {}
         for tensor in recomputed:
-            first_use = facts.tensors[tensor].first_bw_access
-            if first_use is not None:
-                self._made_before[tensor] = first_use
+            self._note(tensor)
 
     def seconds(self, tensor: int) -> float | None:
         """For one; ``None`` where it cannot be made again."""
-        anchor = self._facts.tensors[tensor].first_bw_access
-        self._deriving.made_before = dict(self._made_before)
-        ranks = self._deriving.ranks_for(tensor, anchor) if anchor is not None else None
-        if ranks is None:
+        if tensor not in self._known:
+            self._known[tensor] = self._price(tensor)
+        known = self._known[tensor]
+        return known[0] if known is not None else None
+
+    def add(self, tensor: int, choice: Choice) -> None:
+        """Recompute one more; those that read it cost more from now on."""
+        self._recomputed[tensor] = choice
+        self._note(tensor)
+        for other in [t for t, known in self._known.items() if known is not None and tensor in known[1]]:
+            del self._known[other]
+
+    def _note(self, tensor: int) -> None:
+        first_use = self._step.first_bw[tensor]
+        if first_use is not None:
+            self._made_before[tensor] = first_use
+
+    def _price(self, tensor: int) -> tuple[float, set[int]] | None:
+        anchor = self._step.first_bw[tensor]
+        if anchor is None:
             return None
-        return sum(self._facts.nodes[rank].seconds for rank in ranks[0])
+        deriving = _Deriving(self._step, self._recomputed)
+        deriving.made_before = self._made_before
+        if Choice.RECOMPUTE_EARLY in self._recomputed.values():
+            deriving.made_before = dict(self._made_before)  # which making early adds to
+        found = deriving.ranks_for(tensor, anchor)
+        if found is None:
+            return None
+        return sum(self._step.seconds[rank] for rank in sorted(found[0])), found[1]
+
+
+class _Step:
+    """What deriving asks of a sub-array's facts, in flat lists by tensor and by rank."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.is_static = [record.byte_class.is_static for record in facts.tensors]
+        self.last_needed = [record.lifetime[1] for record in facts.tensors]
+        self.created_at = [record.created_at for record in facts.tensors]
+        self.changed_at = [record.changed_at for record in facts.tensors]
+        never = len(facts.nodes)
+        self.first_change = [changed[0] if changed else never for changed in self.changed_at]
+        self.first_bw = [record.first_bw_access for record in facts.tensors]
+        nodes = facts.profile.nodes
+        self.reads = [node.reads for node in nodes]
+        self.creates = [node.creates for node in nodes]
+        self.may_repeat = [node.is_repeatable and not node.changes for node in nodes]
+        self.seconds = [node.seconds for node in nodes]
 
 
 class _Deriving:
-    def __init__(self, facts: Facts, recomputed: Mapping[int, Choice]) -> None:
-        self.facts = facts
+    def __init__(self, step: _Step, recomputed: Mapping[int, Choice]) -> None:
+        self.step = step
         self.recomputed = recomputed
         self.made_before: dict[int, int] = {}
         self.recomputes: list[Derived] = []
-        self.first_reads: dict[int, int] = {}
 
     def run(self) -> Derivation | None:
-        tensors = self.facts.tensors
-        first_uses = {tensor: tensors[tensor].first_bw_access for tensor in self.recomputed}
-        # In the order they run: sources that are made early have been made when others need them.
-        for tensor in sorted(first_uses, key=lambda t: (first_uses[t] or 0, tensors[t].created_at or 0)):
+        first_uses = self.step.first_bw
+        for tensor in self._in_order():
             anchor = first_uses[tensor]
             if anchor is None or (tensor not in self.made_before and not self._make(tensor, anchor)):
                 return None
-        return Derivation(tuple(self.recomputes), self.first_reads)
+        return self._derivation()
+
+    def run_from(self, before: Derivation, more: AbstractSet[int]) -> Derivation | None:
+        """The same, where ``before`` is right but for the tensors ``more`` and those that read them."""
+        known = {each.tensor: each for each in before.recomputes}
+        first_uses = self.step.first_bw
+        for tensor in self._in_order():
+            each = known.get(tensor)
+            if each is not None and more.isdisjoint(each.reads):
+                self.recomputes.append(each)
+                self.made_before[tensor] = each.before
+                continue
+            anchor = first_uses[tensor]
+            if anchor is None or not self._make(tensor, anchor):
+                return None
+        return self._derivation()
+
+    def _in_order(self) -> list[int]:
+        """As they run: sources that are made early have been made when others need them."""
+        first_uses, created_at = self.step.first_bw, self.step.created_at
+        return sorted(self.recomputed, key=lambda t: (first_uses[t] or 0, created_at[t] or 0))
+
+    def _derivation(self) -> Derivation:
+        first_reads: dict[int, int] = {}
+        for each in self.recomputes:
+            for read in each.reads:
+                if each.before < first_reads.get(read, each.before + 1):
+                    first_reads[read] = each.before
+        return Derivation(tuple(self.recomputes), first_reads)
 
     def ranks_for(self, tensor: int, anchor: int) -> tuple[set[int], set[int]] | None:
         """The ranks that make ``tensor`` just before rank ``anchor``, and what they read from outside."""
-        facts, nodes = self.facts, self.facts.profile.nodes
+        step, first_change = self.step, self.step.first_change
         ranks: set[int] = set()
         reads: set[int] = set()
         waiting = [tensor]
         while waiting:
             made = waiting.pop()
-            rank = facts.tensors[made].created_at
-            if rank is None or self._is_changed(made, rank, anchor):
+            rank = step.created_at[made]
+            if rank is None or (first_change[made] < anchor and self._is_changed(made, rank, anchor)):
                 return None
             if rank in ranks:
                 continue
-            node = nodes[rank]
-            if not node.is_repeatable or node.changes:
+            if not step.may_repeat[rank]:
                 return None
             ranks.add(rank)
-            for read in node.reads:
-                if facts.tensors[read].byte_class.is_static or self._is_there(read, anchor):
-                    if self._is_changed(read, rank, anchor):
+            for read in step.reads[rank]:
+                if step.is_static[read] or self._is_there(read, anchor):
+                    if first_change[read] < anchor and self._is_changed(read, rank, anchor):
                         return None
                     reads.add(read)
                 else:
                     waiting.append(read)
         # What one of the ranks makes need not be read from outside as well.
-        return ranks, reads.difference(*(nodes[rank].creates for rank in ranks))
+        for rank in ranks:
+            reads.difference_update(step.creates[rank])
+        return ranks, reads
 
     def _make(self, tensor: int, anchor: int) -> bool:
         """Note how ``tensor`` is made just before rank ``anchor``; ``False`` where it cannot be."""
         found = self.ranks_for(tensor, anchor)
         if found is None:
             return False
-        ranks, reads = tuple(sorted(found[0])), tuple(sorted(found[1]))
-        for read in reads:
-            self.first_reads[read] = min(anchor, self.first_reads.get(read, anchor))
+        facts = self.step.facts
+        ranks = tuple(sorted(found[0]))
         self.recomputes.append(
             Derived(
                 tensor,
                 ranks,
                 anchor,
-                sum(self.facts.nodes[rank].seconds for rank in ranks),
-                recomp_memory(self.facts, tensor, ranks) - self.facts.tensors[tensor].memory_size,
-                reads,
+                sum(self.step.seconds[rank] for rank in ranks),
+                recomp_memory(facts, tensor, ranks) - facts.tensors[tensor].memory_size,
+                tuple(sorted(found[1])),
             )
         )
         self.made_before[tensor] = anchor
@@ -275,7 +359,7 @@ class _Deriving:
 
     def _is_there(self, tensor: int, anchor: int) -> bool:
         """Whether it is on the device just before ``anchor``, or can be brought or made there by then."""
-        if anchor > self.facts.tensors[tensor].lifetime[1]:
+        if anchor > self.step.last_needed[tensor]:
             return False
         choice = self.recomputed.get(tensor)
         if choice is None or self.made_before.get(tensor, anchor + 1) <= anchor:
@@ -283,4 +367,4 @@ class _Deriving:
         return choice is Choice.RECOMPUTE_EARLY and self._make(tensor, anchor)
 
     def _is_changed(self, tensor: int, after: int, before: int) -> bool:
-        return any(after < rank < before for rank in self.facts.tensors[tensor].changed_at)
+        return any(after < rank < before for rank in self.step.changed_at[tensor])

@@ -10,7 +10,7 @@ right for all graphs, so callers try several and let the clock decide.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,6 +133,7 @@ class Reliever:
         """Choices with what they demand, each time with some tensors more that are given up."""
         choices = list(begin) if begin is not None else [Choice.KEEP] * len(self._gaps)
         covers = _Covers(body, self._gaps)
+        prices = _Prices(body, self._gaps, choices)
         cannot: set[int] = set()
         added: list[int] = []
         for _ in range(3 * len(self._gaps) + 3):
@@ -145,15 +146,19 @@ class Reliever:
                 for number in undone:
                     choices[number] = Choice.KEEP
                 cannot.update(undone)
+                prices = _Prices(body, self._gaps, choices)
                 continue
             yield Relief(tuple(choices), needs)
             peak = int((needs.tensors + needs.beyond).argmax())
             inside = np.nonzero(covers.at(peak) & self._usable)[0]
-            options = self._options(body, covers, choices, inside, link_price, cannot, noise)
-            excess = needs.peak_bytes - limit_bytes
-            added = self._take(body, choices, options, excess, needs.host_bytes)
-            if not added and not self._swap_instead(body, choices, needs, peak):
-                return
+            link = self._price_now(body, choices, link_price)
+            options = self._options(body, covers, choices, inside, link, prices, cannot, noise)
+            added = self._take(body, choices, options, needs.peak_bytes - limit_bytes, needs.host_bytes)
+            prices.add(added, choices)
+            if not added:
+                if not self._swap_instead(body, choices, needs, peak):
+                    return
+                prices = _Prices(body, self._gaps, choices)
 
     def _options(
         self,
@@ -161,17 +166,12 @@ class Reliever:
         covers: _Covers,
         choices: Sequence[Choice],
         numbers: Ints,
-        link_price: LinkPrice,
+        link_price: float,
+        prices: _Prices,
         cannot: set[int],
         noise: random.Random | None,
     ) -> list[_Option]:
         """The cheaper way of giving up each of the gaps that is not given up yet, the cheapest first."""
-        recomputed: dict[int, dict[int, Choice]] = {}
-        for gap, choice in zip(self._gaps, choices, strict=True):
-            if choice in RECOMPUTED:
-                recomputed.setdefault(gap.sub_array, {})[gap.tensor] = choice
-        prices: dict[int, RecomputePrices] = {}
-        price = self._price_now(body, choices, link_price)
         options = []
         for number in numbers.tolist():
             if choices[number] is not Choice.KEEP:
@@ -183,12 +183,9 @@ class Reliever:
                 copying += record.swap_out_seconds
             best: tuple[float, Choice] | None = None
             if self._may_swap:
-                best = (price * copying if copying else 0.0, Choice.SWAP)
-            if gap.can_recompute and number not in cannot and price > 0:
-                if gap.sub_array not in prices:
-                    facts = body.all_facts[gap.sub_array]
-                    prices[gap.sub_array] = RecomputePrices(facts, recomputed.get(gap.sub_array, {}))
-                seconds = prices[gap.sub_array].seconds(gap.tensor)
+                best = (link_price * copying if copying else 0.0, Choice.SWAP)
+            if gap.can_recompute and number not in cannot and link_price > 0:
+                seconds = prices.seconds(gap)
                 if seconds is not None and (best is None or seconds < best[0]):
                     best = (seconds, Choice.RECOMPUTE)
             if best is None:
@@ -249,6 +246,30 @@ class Reliever:
                     choices[number] = Choice.SWAP
                     return True
         return False
+
+
+class _Prices:
+    """What recomputing one more costs, by sub-array, kept up to date as choices are added."""
+
+    def __init__(self, body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]) -> None:
+        self._gaps = gaps
+        recomputed: list[dict[int, Choice]] = [{} for _ in body.all_facts]
+        for gap, choice in zip(gaps, choices, strict=True):
+            if choice in RECOMPUTED:
+                recomputed[gap.sub_array][gap.tensor] = choice
+        self._prices = [
+            RecomputePrices(facts, own, body.derivations)
+            for facts, own in zip(body.all_facts, recomputed, strict=True)
+        ]
+
+    def seconds(self, gap: Gap) -> float | None:
+        return self._prices[gap.sub_array].seconds(gap.tensor)
+
+    def add(self, numbers: Iterable[int], choices: Sequence[Choice]) -> None:
+        for number in numbers:
+            if choices[number] in RECOMPUTED:
+                gap = self._gaps[number]
+                self._prices[gap.sub_array].add(gap.tensor, choices[number])
 
 
 class _Covers:

@@ -1,38 +1,30 @@
-"""The best of all policies, improved while the simulation says so; the default.
+"""A search over all kinds of decisions, improved while the simulation says so; the default.
 
-The other policies' schedules are tried as they are and as places to begin; so are reliefs at several prices
-of the link (`_relieve`), in several orders. The best is then improved (`_improve`) by a seeded number of
-evaluations on the clock. Decisions are the same kinds as everyone's, and three more: static tensors that are
-idle may be swapped too, so that budgets near or below static memory work; a recomputed tensor may be made
-early and kept for others; prefetches and releases lie wherever memory and lanes let compute wait the least.
+It begins with reliefs at several prices of the link (`_relieve`), in several orders; the best is improved
+(`_improve`) by a seeded number of evaluations on the clock. Decisions are the same kinds as everyone's, and
+three more: static tensors that are idle may be swapped too, so that budgets near or below static memory work;
+a recomputed tensor may be made early and kept for others; prefetches and releases lie wherever memory and
+lanes let compute wait the least.
+
+A plan by ``auto`` is never slower than one by another policy: the planner has those too and takes the best
+(`_plan`). As places to begin they were tried and brought nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trainmux.ir import Multiplexing, Schedule
-from trainmux.scheduling._policy import Infeasible, Node, Policy, Task, plain_order
+from trainmux.scheduling._policy import Node, Task, plain_order
 from trainmux.scheduling.policies._body import FixedBody, infeasible, known_facts
-from trainmux.scheduling.policies._clock import seconds_of, times_of
-from trainmux.scheduling.policies._gaps import Choice, Derivations, Gap, choices_of, find_gaps
+from trainmux.scheduling.policies._clock import seconds_of
+from trainmux.scheduling.policies._gaps import Choice, Derivations, Gap, find_gaps
 from trainmux.scheduling.policies._improve import Found, Improver
 from trainmux.scheduling.policies._layout import demand, lay_out
 from trainmux.scheduling.policies._relieve import LINK_PRICES, LinkPrice, Reliever, Step
 from trainmux.scheduling.policies._stages import Stages
-from trainmux.scheduling.policies.capuchin import Capuchin
-from trainmux.scheduling.policies.mutwo import MuTwo
-from trainmux.scheduling.policies.recompute_only import RecomputeOnly
 
-_Best = tuple[float, Found | Schedule]
-"""The best so far, and how long it takes."""
-_FOR_RINGS: tuple[Policy, ...] = (MuTwo(),)
-_FOR_TURNS: tuple[Policy, ...] = (Capuchin(), RecomputeOnly())
-"""Those that have more to say than paths at some price of the link, each where it is meant for."""
-_MAX_PAIR = 2
-"""Sub-arrays that `mutwo` can schedule together."""
 _EVALUATED_NODES = 20_000
 _FEWEST_EVALUATIONS, _MOST_EVALUATIONS = 15, 100
 _LARGE_BODY = 1500
@@ -138,32 +130,17 @@ class _Search:
     def run(self) -> Schedule:
         if self._fits_plainly():
             return self.plain.plain_schedule()
-        best: _Best | None = None
         starts: list[tuple[bool, Found]] = []
         for with_static in (False, True) if self.policy.swaps_static else (False,):
-            start = self._start(with_static, self._places_to_begin(with_static))
+            start = self._start(with_static)
             if start is not None:
                 starts.append((with_static, start))
-                best = _better(best, start.seconds, start)
-                if best[0] <= self.least_seconds * _CLOSE:
-                    return self._emit(best[1])
-        others = self._others()
-        gaps = self.known.gaps(with_static=False)
-        places = ((self.plain.reordered(each.order), choices_of(each, gaps)) for each in others)
-        for schedule in others:
-            seconds = times_of(self.plain.reordered(schedule.order), schedule).seconds
-            best = _better(best, seconds, schedule)
-        start = self._start(False, places)
-        if start is not None:
-            starts.append((False, start))
-            best = _better(best, start.seconds, start)
-        if best is None:
+                if start.seconds <= self.least_seconds * _CLOSE:
+                    return self._emit(start)
+        if not starts:
             raise infeasible(self.task, self.policy.name, 1)
-        if starts and best[0] > self.least_seconds * _CLOSE:
-            with_static, start = min(starts, key=lambda pair: pair[1].seconds)
-            found = self._improver(with_static, self.evaluations).improve(start)
-            best = _better(best, found.seconds, found)
-        return self._emit(best[1])
+        with_static, start = min(starts, key=lambda pair: pair[1].seconds)
+        return self._emit(self._improver(with_static, self.evaluations).improve(start))
 
     def _fits_plainly(self) -> bool:
         """Whether nothing has to be decided; raises `Infeasible` where no decision can help."""
@@ -174,27 +151,16 @@ class _Search:
             raise infeasible(self.task, self.policy.name, least - self.task.limit_bytes)
         return False
 
-    def _others(self) -> list[Schedule]:
-        """What the policies make of the task that are meant for it."""
-        found = []
-        is_ring = self.task.multiplexing is Multiplexing.RING
-        for policy in _FOR_RINGS if is_ring else _FOR_TURNS:
-            if isinstance(policy, MuTwo) and len(self.task.profiles) > _MAX_PAIR:
-                continue
-            with suppress(Infeasible):
-                found.append(policy.schedule(self.task))
-        return found
-
     def _improver(self, with_static: bool, evaluations: int) -> Improver:
         gaps = self.known.gaps(with_static=with_static)
         reliever = Reliever(gaps, [True] * len(gaps))
         return Improver(self.task, gaps, reliever, self.stages, evaluations, self.policy.seed)
 
-    def _start(self, with_static: bool, places: Iterable[tuple[FixedBody, Sequence[Choice]]]) -> Found | None:
-        """The best of several places to begin."""
+    def _start(self, with_static: bool) -> Found | None:
+        """The best place to begin."""
         improver = self._improver(with_static, 0)
         best: Found | None = None
-        for body, choices in places:
+        for body, choices in self._places_to_begin(with_static):
             found = improver.evaluate(body, choices)
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
@@ -217,10 +183,8 @@ class _Search:
                         yield body, step.choices
                         break
 
-    def _emit(self, found: Found | Schedule) -> Schedule:
+    def _emit(self, found: Found) -> Schedule:
         """As records. Copies back that can wait do so, as long as nothing takes longer: it saves bytes."""
-        if isinstance(found, Schedule):
-            return found
         layout = found.layout
         needs = demand(layout.body, layout.gaps, found.choices)
         assert needs is not None
@@ -250,7 +214,3 @@ class _Search:
                 early = ", early for others" if choice is Choice.RECOMPUTE_EARLY else ""
                 reasons[key] = f"made again in {seconds[key]:.3g} s{early}"
         return reasons
-
-
-def _better(best: _Best | None, seconds: float, found: Found | Schedule) -> _Best:
-    return (seconds, found) if best is None or seconds < best[0] else best

@@ -45,11 +45,13 @@ class _Deciding:
     choices: list[Choice] = field(default_factory=list)
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
     cannot: set[int] = field(default_factory=set)
+    prices: list[RecomputePrices] = field(default_factory=list)
 
     def run(self) -> Schedule:
         body, limit = self.body, self.body.task.limit_bytes
         self.gaps = find_gaps(body.all_facts, with_static=False)
         self.choices = [Choice.KEEP] * len(self.gaps)
+        self.prices = self._prices()
         lowest: int | None = None
         needs = demand(body, self.gaps, self.choices)
         while True:
@@ -67,6 +69,7 @@ class _Deciding:
             if after is None:
                 self.choices[taken] = Choice.KEEP
                 self.cannot.add(taken)
+                self.prices = self._prices()
             else:
                 needs = after
 
@@ -95,6 +98,19 @@ class _Deciding:
         gap = self.gaps[number]
         self.choices[number] = choice
         self.reasons[gap.sub_array, gap.tensor] = reason
+        if choice is Choice.RECOMPUTE:
+            self.prices[gap.sub_array].add(gap.tensor, choice)
+
+    def _prices(self) -> list[RecomputePrices]:
+        """What recomputing one more costs in each sub-array, with what is recomputed so far."""
+        recomputed: list[dict[int, Choice]] = [{} for _ in self.body.all_facts]
+        for gap, choice in zip(self.gaps, self.choices, strict=True):
+            if choice is Choice.RECOMPUTE:
+                recomputed[gap.sub_array][gap.tensor] = choice
+        return [
+            RecomputePrices(facts, own, self.body.derivations)
+            for facts, own in zip(self.body.all_facts, recomputed, strict=True)
+        ]
 
     def _helps(self, number: int, over: Ints) -> bool:
         """Whether a tensor that nothing is decided about is idle at a position over the limit."""
@@ -149,20 +165,12 @@ class _Deciding:
 
     def _best_recompute(self, candidates: Sequence[int]) -> tuple[int | None, float]:
         """The candidate with the highest MSPS, and the seconds it takes."""
-        recomputed: dict[int, dict[int, Choice]] = {}
-        for gap, choice in zip(self.gaps, self.choices, strict=True):
-            if choice is Choice.RECOMPUTE:
-                recomputed.setdefault(gap.sub_array, {})[gap.tensor] = choice
-        prices: dict[int, RecomputePrices] = {}
         best: tuple[float, int, float] | None = None
         for number in candidates:
             gap = self.gaps[number]
             if not gap.can_recompute or number in self.cannot:
                 continue
-            if gap.sub_array not in prices:
-                facts = self.body.all_facts[gap.sub_array]
-                prices[gap.sub_array] = RecomputePrices(facts, recomputed.get(gap.sub_array, {}))
-            seconds = prices[gap.sub_array].seconds(gap.tensor)
+            seconds = self.prices[gap.sub_array].seconds(gap.tensor)
             if seconds is None:
                 continue
             msps = gap.size_bytes / seconds if seconds > 0 else float("inf")
