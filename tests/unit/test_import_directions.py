@@ -30,6 +30,7 @@ ROOM_ORDER = (
     "reporting",
     "training",
     "fleet",
+    "colocate",
     "workloads",
     "cli",
 )

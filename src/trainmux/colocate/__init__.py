@@ -1,0 +1,99 @@
+"""Independent jobs share one device and one memory arena (Zico): the part that decides, without CUDA."""
+
+from trainmux.colocate._actions import Action, Enqueue, Idle, JobReport, Remap
+from trainmux.colocate._constants import ScroogeConstants
+from trainmux.colocate._demand import (
+    COARSE_TRACKING_BYTES,
+    EVERY_KERNEL,
+    FINE_TRACKING_BYTES,
+    JobDemand,
+    Segment,
+    cut_segments,
+    demand_of_iteration,
+)
+from trainmux.colocate._in_flight import CANDIDATE_LIMITS, choose_in_flight_limit
+from trainmux.colocate._lane import SegmentRef
+from trainmux.colocate._layout import (
+    ArenaLayout,
+    ChooseLayout,
+    Layout,
+    check_demands,
+    layout_by_rule,
+    layouts,
+    smallest_budget,
+)
+from trainmux.colocate._placement import (
+    PER_TENSOR,
+    REGION_BYTES,
+    SMALL_REGION_BYTES,
+    Lifespan,
+    Region,
+    Stack,
+    StackOrder,
+    stack_feature_maps,
+)
+from trainmux.colocate._scheduler import ScroogeScheduler
+from trainmux.colocate._simulated_gpu import Contention, Executed, Run, SimulatedGpu, choose_layout
+from trainmux.colocate._stored import StoredLifespans, lifespans_of, load_lifespans, save_lifespans
+from trainmux.colocate._tensors import (
+    Allocation,
+    Iteration,
+    ObservedAllocation,
+    TensorClass,
+    backward_start,
+    classify,
+    iteration_of_profile,
+    iteration_of_rows,
+)
+
+__all__ = [
+    "CANDIDATE_LIMITS",
+    "COARSE_TRACKING_BYTES",
+    "EVERY_KERNEL",
+    "FINE_TRACKING_BYTES",
+    "PER_TENSOR",
+    "REGION_BYTES",
+    "SMALL_REGION_BYTES",
+    "Action",
+    "Allocation",
+    "ArenaLayout",
+    "ChooseLayout",
+    "Contention",
+    "Enqueue",
+    "Executed",
+    "Idle",
+    "Iteration",
+    "JobDemand",
+    "JobReport",
+    "Layout",
+    "Lifespan",
+    "ObservedAllocation",
+    "Region",
+    "Remap",
+    "Run",
+    "ScroogeConstants",
+    "ScroogeScheduler",
+    "Segment",
+    "SegmentRef",
+    "SimulatedGpu",
+    "Stack",
+    "StackOrder",
+    "StoredLifespans",
+    "TensorClass",
+    "backward_start",
+    "check_demands",
+    "choose_in_flight_limit",
+    "choose_layout",
+    "classify",
+    "cut_segments",
+    "demand_of_iteration",
+    "iteration_of_profile",
+    "iteration_of_rows",
+    "layout_by_rule",
+    "layouts",
+    "lifespans_of",
+    "load_lifespans",
+    "save_lifespans",
+    "smallest_budget",
+    "stack_feature_maps",
+]

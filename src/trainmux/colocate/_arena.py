@@ -1,0 +1,66 @@
+"""A shared arena: two lanes that grow towards each other, and what is known of the jobs that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainmux.colocate._constants import ScroogeConstants
+from trainmux.colocate._health import PairHealth
+from trainmux.colocate._job import JobState
+from trainmux.colocate._lane import Lane
+from trainmux.colocate._layout import ArenaLayout
+
+
+class Arena:
+    """``layout`` at work. What a ``former`` arena of the same jobs had learned of them is kept."""
+
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        jobs: Mapping[str, JobState],
+        constants: ScroogeConstants,
+        now: float,
+        former: Arena | None,
+    ) -> None:
+        self.layout = layout
+        self._constants = constants
+        self.base, self.top = Lane(now), Lane(now)
+        self.base.jobs = [jobs[name] for name in layout.base]
+        self.top.jobs = [jobs[name] for name in layout.top]
+        everyone = [*self.base.jobs, *self.top.jobs]
+        # Equal jobs slow each other down equally, so their lifespans are known from the start (§7.1).
+        is_ramped = len({job.demand.fingerprint for job in everyone}) > 1
+        self.health: PairHealth = (
+            former.health if former is not None else PairHealth(constants, is_ramped=is_ramped)
+        )
+        self.learn()
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.layout.capacity_bytes
+
+    @property
+    def is_shared(self) -> bool:
+        return bool(self.base.jobs and self.top.jobs)
+
+    def sides(self) -> list[tuple[Arena, Lane, Lane]]:
+        """Each lane with the one across."""
+        return [(self, self.base, self.top), (self, self.top, self.base)]
+
+    def resize(self, layout: ArenaLayout) -> None:
+        """Take another capacity for the same places."""
+        self.layout = layout
+        self.base.epoch += 1
+        self.top.epoch += 1
+        self.learn()
+
+    def learn(self) -> None:
+        """Work out anew what decisions need and what only changes when an iteration ends."""
+        peaks = [
+            max((job.trend.peak_bytes for job in lane.jobs), default=0) for lane in (self.base, self.top)
+        ]
+        self.fits_all = sum(peaks) <= self.capacity_bytes
+        """Whether both ends can be at their peaks at once: nothing has to be predicted then."""
+        self.soft_budget_bytes = self.health.soft_budget(self.capacity_bytes, max(peaks))
+        longest = max((job.iteration_solo_seconds for job in (*self.base.jobs, *self.top.jobs)), default=0.0)
+        self.patience_seconds = self._constants.patience_iterations * longest

@@ -1,0 +1,190 @@
+"""What a job asks of the scheduler: its iteration as a row of segments, each with a height and a time.
+
+A segment is a run of kernels that is issued at once and whose end can be waited for (§6.1). Cuts lie where
+enough feature-map bytes have been allocated or released since the last one: the paper's event every 8 MB
+for convolutional and every 256 MB for recurrent models, every kernel as its ablation (Table 1). Releases
+count as well as allocations because here an event is also what gives memory to the other job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trainmux.colocate._placement import REGION_BYTES, StackOrder, stack_feature_maps
+from trainmux.colocate._tensors import Iteration
+from trainmux.errors import ConfigError, PlanError
+
+FINE_TRACKING_BYTES = 8 << 20
+"""Between two cuts, for convolutional models."""
+COARSE_TRACKING_BYTES = 256 << 20
+"""Between two cuts, for recurrent models with their many light kernels."""
+EVERY_KERNEL = 0
+"""As bytes between two cuts: each kernel is a segment."""
+PAIR_GAIN = 1.18
+"""What two MobileNets at once gained on an H200, both replayed as graphs: the prior for planning."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``num_kernels`` kernels that are issued at once.
+
+    ``height_bytes`` of the arena are the job's while they run, ``hold_bytes`` after. ``solo_seconds`` is how
+    long they take with nothing else on the device.
+    """
+
+    num_kernels: int
+    height_bytes: int
+    hold_bytes: int
+    solo_seconds: float
+
+
+@dataclass(frozen=True)
+class JobDemand:
+    """A job as the scheduler sees it.
+
+    ``local_bytes`` are its own all the time. ``steps`` iterations are run, or as many as come before the job
+    is removed (``None``). A job with twice the ``share`` of another gets twice the device time where both
+    want the same memory. ``is_measured`` says that the times come from a run on this device: no profiling
+    iteration is needed. ``compute_demand`` is the part of the device that the job keeps busy by itself; only
+    planning for three or more jobs uses it.
+    """
+
+    name: str
+    fingerprint: str
+    region_bytes: int
+    local_bytes: int
+    segments: tuple[Segment, ...]
+    steps: int | None = None
+    share: float = 1.0
+    is_measured: bool = False
+    compute_demand: float = 1 / PAIR_GAIN
+
+    def __post_init__(self) -> None:
+        if not self.segments or self.segments[-1].hold_bytes:
+            raise ConfigError(
+                f"job {self.name!r} must have at least one segment and hold nothing after the last, but got "
+                f"{len(self.segments)} segments; cut a whole iteration"
+            )
+        for number, segment in enumerate(self.segments):
+            bound = segment.height_bytes
+            if number + 1 < len(self.segments):
+                bound = min(bound, self.segments[number + 1].height_bytes)
+            if not 0 <= segment.hold_bytes <= bound or segment.height_bytes % self.region_bytes:
+                raise ConfigError(
+                    f"segment {number} of job {self.name!r} must hold at most the heights beside it, in "
+                    f"whole regions of {self.region_bytes} bytes, but got {segment}; take them from a stack"
+                )
+            if not segment.solo_seconds > 0:
+                raise ConfigError(
+                    f"segment {number} of job {self.name!r} must take more than 0 seconds, but got "
+                    f"{segment.solo_seconds}; give an estimate where nothing was measured"
+                )
+        if not self.share > 0 or not 0 < self.compute_demand <= 1:
+            raise ConfigError(
+                f"job {self.name!r} must have a share above 0 and a compute demand in (0, 1], but got "
+                f"{self.share} and {self.compute_demand}; 1.0 is an ordinary share"
+            )
+        if self.local_bytes < 0 or (self.steps is not None and self.steps < 1):
+            raise ConfigError(
+                f"job {self.name!r} must have local bytes of 0 or more and at least 1 step, but got "
+                f"{self.local_bytes} and {self.steps}; leave out a job that has nothing to do"
+            )
+
+    @property
+    def peak_bytes(self) -> int:
+        """The arena bytes that it needs at its peak."""
+        return max(segment.height_bytes for segment in self.segments)
+
+    @property
+    def solo_seconds(self) -> float:
+        """One iteration, alone on the device."""
+        return sum(segment.solo_seconds for segment in self.segments)
+
+    def with_steps(self, steps: int | None) -> JobDemand:
+        """The same job, to be run for ``steps`` iterations."""
+        return replace(self, steps=steps)
+
+    def with_solo_seconds(self, seconds: Sequence[float]) -> JobDemand:
+        """The same job with times that were measured, one per segment."""
+        if len(seconds) != len(self.segments):
+            raise PlanError(
+                f"expected times of {len(self.segments)} segments for job {self.name!r}, but got "
+                f"{len(seconds)}; profile the job as it is cut now"
+            )
+        segments = tuple(
+            replace(segment, solo_seconds=taken)
+            for segment, taken in zip(self.segments, seconds, strict=True)
+        )
+        return replace(self, segments=segments, is_measured=True)
+
+
+def demand_of_iteration(
+    name: str,
+    iteration: Iteration,
+    *,
+    tracking_bytes: int = FINE_TRACKING_BYTES,
+    region_bytes: int = REGION_BYTES,
+    order: StackOrder = StackOrder.LAST_BACKWARD_USE,
+    local_bytes: int | None = None,
+    steps: int | None = None,
+    share: float = 1.0,
+    is_measured: bool = False,
+    is_one_segment: bool = False,
+) -> JobDemand:
+    """A job that runs ``iteration`` again and again.
+
+    ``local_bytes`` is what the engine reserves for it outside the arena; without it, the most bytes live
+    there. ``is_one_segment`` is for a job that can only be held back between iterations: one that runs
+    eagerly.
+    """
+    stack = stack_feature_maps(iteration, region_bytes=region_bytes, order=order)
+    cuts = cut_segments(iteration, tracking_bytes)
+    if is_one_segment:
+        cuts = (len(iteration.kernel_seconds),)
+    segments, first = [], 0
+    for end in cuts:
+        segments.append(
+            Segment(
+                end - first,
+                max(stack.kernel_heights[first:end]),
+                stack.holds[end - 1],
+                max(sum(iteration.kernel_seconds[first:end]), 1e-9),
+            )
+        )
+        first = end
+    return JobDemand(
+        name=name,
+        fingerprint=iteration.fingerprint,
+        region_bytes=region_bytes,
+        local_bytes=iteration.local_bytes() if local_bytes is None else local_bytes,
+        segments=tuple(segments),
+        steps=steps,
+        share=share,
+        is_measured=is_measured,
+    )
+
+
+def cut_segments(iteration: Iteration, tracking_bytes: int) -> tuple[int, ...]:
+    """The rank after the last kernel of each segment.
+
+    A segment ends as soon as feature maps of ``tracking_bytes`` were allocated or released in it;
+    `EVERY_KERNEL` cuts after each. Refused with `ConfigError`: negative bytes.
+    """
+    if tracking_bytes < 0:
+        raise ConfigError(
+            f"bytes between two cuts must be 0 or more, but got {tracking_bytes}; {FINE_TRACKING_BYTES} "
+            f"suits convolutional models, {COARSE_TRACKING_BYTES} recurrent ones"
+        )
+    num_kernels = len(iteration.kernel_seconds)
+    changed = [0] * num_kernels
+    for row in iteration.feature_maps:
+        changed[row.allocated_by] += row.size_bytes
+        changed[row.last_used_by] += row.size_bytes
+    cuts, since_cut = [], 0
+    for rank in range(num_kernels):
+        since_cut += changed[rank]
+        if since_cut >= tracking_bytes or rank == num_kernels - 1:
+            cuts.append(rank + 1)
+            since_cut = 0
+    return tuple(cuts)

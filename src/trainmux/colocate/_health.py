@@ -1,0 +1,125 @@
+"""Whether sharing works: the ramp of the budget, the fall-back to turns, the return from it (§5.3).
+
+Two things can go wrong. A pair's predictions can be off, so that gates hold up iterations that were let in:
+that is counted per pair. And jobs can slow each other down by more than sharing gains: that shows in the
+work done per second, which belongs to the device as a whole. Either way jobs take turns for a while, and for
+longer when sharing fails again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from trainmux.colocate._constants import ScroogeConstants
+
+
+class Turns:
+    """A while in which jobs take turns before sharing is tried again."""
+
+    def __init__(self, constants: ScroogeConstants) -> None:
+        self._first, self._most = constants.rounds_of_turns, constants.max_rounds_of_turns
+        self._growth = constants.turns_growth
+        self._next_rounds = self._first
+        self._until = 0.0
+        self.are_on = False
+        self.num_fall_backs = 0
+
+    def fall_back(self, now: float, round_seconds: float) -> None:
+        """Take turns for as long as so many rounds of all jobs, ``round_seconds`` each, would last."""
+        self.are_on = True
+        self._until = now + self._next_rounds * round_seconds
+        self._next_rounds = min(self._growth * self._next_rounds, self._most)
+        self.num_fall_backs += 1
+
+    def iteration_ended(self, now: float) -> bool:
+        """Go back to sharing if it is time; true if that is now."""
+        self.are_on = now < self._until
+        return not self.are_on
+
+    def sharing_works(self) -> None:
+        """The next fall-back will be a short one again."""
+        self._next_rounds = self._first
+
+
+class PairHealth:
+    """The budget that a pair's predictions may fill, and whether they come true."""
+
+    def __init__(self, constants: ScroogeConstants, *, is_ramped: bool) -> None:
+        self._constants = constants
+        self._raises = 0 if is_ramped else constants.ramp_steps
+        self._is_ramped = is_ramped
+        self._in_round = 0
+        self._num_clean = 0
+        self._recent: deque[bool] = deque(maxlen=constants.stall_window)
+        self.turns = Turns(constants)
+
+    def soft_budget(self, capacity_bytes: int, largest_peak_bytes: int) -> int:
+        """The bytes that predictions may fill: below the arena's capacity until the ramp is over."""
+        if self._raises >= self._constants.ramp_steps:
+            return capacity_bytes
+        first = max(largest_peak_bytes, int(self._constants.first_budget_share * capacity_bytes))
+        return first + (capacity_bytes - first) * self._raises // self._constants.ramp_steps
+
+    def iteration_ended(self, now: float, round_seconds: float, num_jobs: int, *, stalled: bool) -> None:
+        """Take down an iteration of a pair that takes ``round_seconds`` in turns; may begin or end these."""
+        if self.turns.are_on:
+            if self.turns.iteration_ended(now):
+                self._raises = 0 if self._is_ramped else self._constants.ramp_steps
+                self._recent.clear()
+            return
+        self._recent.append(stalled)
+        if sum(self._recent) >= self._constants.stalls_to_fall_back:
+            self.turns.fall_back(now, round_seconds)
+            self._num_clean = 0
+            return
+        if stalled:
+            self._in_round = 0
+            return
+        self._num_clean += 1
+        self._in_round += 1
+        if self._in_round >= num_jobs:
+            self._in_round = 0
+            self._raises = min(self._raises + 1, self._constants.ramp_steps)
+        if self._num_clean >= 4 * self._constants.stall_window:
+            self.turns.sharing_works()
+
+
+class GainMeter:
+    """Solo seconds of work per second while jobs share the device; turns for all where that is a loss."""
+
+    def __init__(self, constants: ScroogeConstants) -> None:
+        self._least_gain = constants.least_gain
+        self._work_seconds = 0.0
+        self._since: float | None = None
+        self._num_good = 0
+        self.gain: float | None = None
+        """Of the last window that was measured."""
+        self.turns = Turns(constants)
+
+    def restart(self) -> None:
+        """Forget the window: jobs changed, or one of them ran alone."""
+        self._since = None
+
+    def segment_ended(self, solo_seconds: float, now: float) -> None:
+        if self._since is None:
+            self._since, self._work_seconds = now, 0.0
+        else:
+            self._work_seconds += solo_seconds
+
+    def iteration_ended(self, now: float, round_seconds: float, num_jobs: int) -> None:
+        """Look at the window once it is as long as two rounds of all jobs, ``round_seconds`` each."""
+        if self.turns.are_on:
+            self._since = None
+            self.turns.iteration_ended(now)
+            return
+        if self._since is None or num_jobs < 2 or now - self._since < 2 * round_seconds:
+            return
+        self.gain = self._work_seconds / (now - self._since)
+        self._since = None
+        if self.gain < self._least_gain:
+            self._num_good = 0
+            self.turns.fall_back(now, round_seconds)
+            return
+        self._num_good += 1
+        if self._num_good >= 4:
+            self.turns.sharing_works()

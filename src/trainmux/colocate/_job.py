@@ -1,0 +1,109 @@
+"""A job while it is scheduled: what it asks for, how far it is, what was learned of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from trainmux.colocate._demand import JobDemand
+from trainmux.colocate._trend import Trend
+
+
+class JobState:
+    """Counters and lifespans of one job. ``service`` is the solo time it got, over its share."""
+
+    __slots__ = (
+        "demand",
+        "heights",
+        "holds",
+        "in_flight_limit",
+        "is_leaving",
+        "iteration_solo_seconds",
+        "needs_profiling",
+        "num_begun",
+        "num_ended",
+        "num_mispredicted",
+        "num_segments",
+        "observed",
+        "runs_alone",
+        "segment_ended_at",
+        "service",
+        "shift_seconds",
+        "solo_gap_seconds",
+        "solo_seconds",
+        "stall_seconds",
+        "total_shift_seconds",
+        "trend",
+    )
+
+    def __init__(self, demand: JobDemand, service: float, in_flight_limit: int) -> None:
+        self.demand = demand
+        self.in_flight_limit = in_flight_limit
+        self.heights = [segment.height_bytes for segment in demand.segments]
+        self.holds = [segment.hold_bytes for segment in demand.segments]
+        self.num_segments = len(demand.segments)
+        self.trend = Trend(demand)
+        self.learn_solo([segment.solo_seconds for segment in demand.segments])
+        self.needs_profiling = not demand.is_measured
+        self.is_leaving = False
+        self.num_begun = 0
+        self.num_ended = 0
+        self.num_mispredicted = 0
+        self.service = service
+        self.shift_seconds = 0.0
+        """How far the last iteration was shifted."""
+        self.total_shift_seconds = 0.0
+        self.stall_seconds = 0.0
+        """How long nothing of the job ran between segments of the iteration that is running."""
+        self.solo_gap_seconds = 0.0
+        """How long nothing of the job ran between its segments when it was profiled: no gate's doing."""
+        self.segment_ended_at = 0.0
+        self.observed: list[float] = []
+        self.runs_alone: deque[bool] = deque()
+        """Of the iterations that are begun and not ended: whether nothing else may run beside them."""
+
+    @property
+    def name(self) -> str:
+        return self.demand.name
+
+    @property
+    def has_more(self) -> bool:
+        """Whether another iteration is to begin."""
+        steps = self.demand.steps
+        return not self.is_leaving and (steps is None or self.num_begun < steps)
+
+    @property
+    def is_done(self) -> bool:
+        return not self.has_more and self.num_ended == self.num_begun
+
+    def learn_solo(self, seconds: Sequence[float]) -> None:
+        """Take ``seconds`` as what the segments take with nothing else on the device."""
+        self.solo_seconds = list(seconds)
+        self.iteration_solo_seconds = sum(self.solo_seconds)
+
+    def refine_solo(self, weight: float) -> None:
+        """Move the solo times towards those of the iteration that just ran alone."""
+        pairs = zip(self.solo_seconds, self.observed, strict=True)
+        self.learn_solo([old + weight * (new - old) for old, new in pairs])
+
+    def begin(self, shift_seconds: float, *, alone: bool) -> None:
+        """Count an iteration that begins, and charge its time to the job."""
+        self.num_begun += 1
+        self.service += self.iteration_solo_seconds / self.demand.share
+        self.shift_seconds = shift_seconds
+        self.total_shift_seconds += shift_seconds
+        self.runs_alone.append(alone)
+
+    def was_mispredicted(self, stall_share: float) -> bool:
+        """Whether gates held up the iteration that just ended for more than a share of its solo time."""
+        return self.stall_seconds - self.solo_gap_seconds > stall_share * self.iteration_solo_seconds
+
+    def segment_ended(self, segment: int, started_at: float, ended_at: float) -> None:
+        """Take down one segment of the running iteration."""
+        if segment == 0:
+            self.stall_seconds = 0.0
+            self.observed = []
+        else:
+            self.stall_seconds += max(0.0, started_at - self.segment_ended_at)
+        self.segment_ended_at = ended_at
+        self.observed.append(ended_at - started_at)

@@ -1,0 +1,140 @@
+"""The stack of feature maps: order, heights, regions, lifespans; and the cuts between segments."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainmux.colocate import (
+    COARSE_TRACKING_BYTES,
+    EVERY_KERNEL,
+    FINE_TRACKING_BYTES,
+    PER_TENSOR,
+    REGION_BYTES,
+    SMALL_REGION_BYTES,
+    Allocation,
+    Iteration,
+    Lifespan,
+    Region,
+    StackOrder,
+    TensorClass,
+    cut_segments,
+    demand_of_iteration,
+    stack_feature_maps,
+)
+from trainmux.errors import ConfigError
+
+MIB = 1 << 20
+
+
+def feature_map(name: str, size: int, first: int, last: int) -> Allocation:
+    return Allocation(name, size, first, last, TensorClass.FEATURE_MAP)
+
+
+def three_layers(size: int = 64 * MIB) -> Iteration:
+    """Forward kernels 0-2 make a map each, backward kernels 3-5 use them in reverse."""
+    rows = tuple(feature_map(f"f{layer}", size, layer, 5 - layer) for layer in range(3))
+    return Iteration("three", (1.0, 1.0, 1.0, 2.0, 2.0, 2.0), rows)
+
+
+def test_the_paper_s_numbers() -> None:
+    assert (REGION_BYTES, SMALL_REGION_BYTES) == (64 * MIB, 512 * 1024)
+    assert (FINE_TRACKING_BYTES, COARSE_TRACKING_BYTES) == (8 * MIB, 256 * MIB)
+
+
+def test_what_is_used_last_lies_at_the_base_and_heights_rise_and_fall() -> None:
+    stack = stack_feature_maps(three_layers())
+    assert stack.offsets == (0, 64 * MIB, 128 * MIB)
+    assert [height // (64 * MIB) for height in stack.kernel_heights] == [1, 2, 3, 3, 2, 1]
+    assert [hold // (64 * MIB) for hold in stack.holds] == [1, 2, 3, 2, 1, 0]
+    assert stack.regions() == tuple(Region(i * 64 * MIB, 64 * MIB, i, 5 - i) for i in range(3))
+    assert stack.lifespans(three_layers().kernel_seconds) == (
+        Lifespan(0.0, 9.0),
+        Lifespan(1.0, 7.0),
+        Lifespan(2.0, 5.0),
+    )
+
+
+def test_regions_hold_many_small_tensors_and_tensors_may_span_regions() -> None:
+    iteration = three_layers(size=40 * MIB)
+    stack = stack_feature_maps(iteration)
+    assert stack.extent_bytes == 120 * MIB
+    assert [height // (64 * MIB) for height in stack.kernel_heights] == [1, 2, 2, 2, 2, 1]
+    assert stack.regions() == (Region(0, 64 * MIB, 0, 5), Region(64 * MIB, 64 * MIB, 1, 4))
+    fine = stack_feature_maps(iteration, region_bytes=SMALL_REGION_BYTES)
+    assert [height // (40 * MIB) for height in fine.kernel_heights] == [1, 2, 3, 3, 2, 1]
+    single = stack_feature_maps(iteration, region_bytes=PER_TENSOR)
+    assert [region.size_bytes for region in single.regions()] == [40 * MIB] * 3
+
+
+def test_the_order_of_a_skip_is_a_choice() -> None:
+    """A map that is made first and used first in the backward pass: at the top, or at the base."""
+    rows = (feature_map("early", 64 * MIB, 0, 3), feature_map("late", 64 * MIB, 1, 5))
+    heights = {}
+    for order in (StackOrder.LAST_BACKWARD_USE, StackOrder.ALLOCATION):
+        stack = stack_feature_maps(Iteration("", (1.0,) * 6, rows), order=order)
+        heights[order] = [height // (64 * MIB) for height in stack.kernel_heights]
+    assert heights[StackOrder.LAST_BACKWARD_USE] == [2, 2, 2, 2, 1, 1]
+    assert heights[StackOrder.ALLOCATION] == [1, 2, 2, 2, 2, 2]
+
+    def best(*seconds: float) -> tuple[int, ...]:
+        return stack_feature_maps(Iteration("", seconds, rows), order=StackOrder.SMALLEST_AREA).offsets
+
+    assert best(1.0, 1.0, 1.0, 1.0, 1.0, 1.0) == (64 * MIB, 0)
+    assert best(9.0, 1.0, 1.0, 1.0, 1.0, 1.0) == (0, 64 * MIB)
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 9), st.integers(0, 9)), max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=ROWS, region=st.sampled_from((512, 1024, 4096)), order=st.sampled_from(StackOrder))
+def test_heights_cover_what_is_live_and_no_more(
+    rows: list[tuple[int, int, int]], region: int, order: StackOrder
+) -> None:
+    maps = tuple(feature_map(str(i), size, min(a, b), max(a, b)) for i, (size, a, b) in enumerate(rows))
+    stack = stack_feature_maps(Iteration("", (1.0,) * 10, maps), region_bytes=region, order=order)
+    placed = [(o, row) for o, row in zip(stack.offsets, maps, strict=True) if row.size_bytes]
+    spans = [(offset, offset + row.size_bytes) for offset, row in placed]
+    assert all(one[1] <= two[0] or two[1] <= one[0] for one, two in itertools.combinations(spans, 2))
+    for rank in range(10):
+        live = [o + row.size_bytes for o, row in placed if row.allocated_by <= rank <= row.last_used_by]
+        assert stack.kernel_heights[rank] == -(-max(live, default=0) // region) * region
+        kept = [o + row.size_bytes for o, row in placed if row.allocated_by <= rank < row.last_used_by]
+        assert stack.holds[rank] == -(-max(kept, default=0) // region) * region
+    for found in stack.regions():
+        end = found.offset + found.size_bytes
+        inside = [row for o, row in placed if o < end and found.offset < o + row.size_bytes]
+        assert found.allocated_by == min(row.allocated_by for row in inside)
+        assert found.last_used_by == max(row.last_used_by for row in inside)
+
+
+def test_segments_end_where_enough_was_allocated_or_released() -> None:
+    iteration = three_layers(size=4 * MIB)
+    assert cut_segments(iteration, FINE_TRACKING_BYTES) == (2, 4, 6)
+    assert cut_segments(iteration, EVERY_KERNEL) == (1, 2, 3, 4, 5, 6)
+    assert cut_segments(iteration, COARSE_TRACKING_BYTES) == (6,)
+    with pytest.raises(ConfigError, match="0 or more"):
+        cut_segments(iteration, -1)
+
+
+def test_a_demand_has_the_heights_of_its_segments() -> None:
+    demand = demand_of_iteration("job", three_layers(), tracking_bytes=EVERY_KERNEL, steps=3)
+    assert [segment.height_bytes // REGION_BYTES for segment in demand.segments] == [1, 2, 3, 3, 2, 1]
+    assert demand.peak_bytes == 3 * REGION_BYTES
+    assert demand.solo_seconds == pytest.approx(9.0)
+    coarse = demand_of_iteration("job", three_layers(), tracking_bytes=128 * MIB)
+    assert [segment.num_kernels for segment in coarse.segments] == [2, 2, 2]
+    assert [segment.height_bytes // REGION_BYTES for segment in coarse.segments] == [2, 3, 2]
+    assert [segment.hold_bytes // REGION_BYTES for segment in coarse.segments] == [2, 2, 0]
+    eager = demand_of_iteration("job", three_layers(), is_one_segment=True, local_bytes=77)
+    assert len(eager.segments) == 1
+    assert (eager.peak_bytes, eager.local_bytes) == (3 * REGION_BYTES, 77)
+
+
+def test_a_region_must_be_a_multiple_of_the_alignment() -> None:
+    with pytest.raises(ConfigError, match="multiple of 512"):
+        stack_feature_maps(three_layers(), region_bytes=1000)

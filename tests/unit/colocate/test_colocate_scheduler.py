@@ -1,0 +1,365 @@
+"""The scrooge scheduler, phase by phase, on a simulated GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from trainmux.colocate import (
+    Contention,
+    Enqueue,
+    JobDemand,
+    Run,
+    ScroogeConstants,
+    ScroogeScheduler,
+    Segment,
+    SegmentRef,
+    SimulatedGpu,
+    smallest_budget,
+)
+from trainmux.errors import BudgetError, ConfigError, PlanError
+
+GPU = 100
+"""Bytes of a GPU whose regions are single bytes: budgets read as percent."""
+
+
+def wave(
+    name: str,
+    peak: int,
+    seconds: float = 1.0,
+    *,
+    steps: int | None = 10,
+    num_segments: int = 20,
+    is_measured: bool = True,
+    share: float = 1.0,
+    local: int = 0,
+    fingerprint: str | None = None,
+) -> JobDemand:
+    """A job that rises to its peak for a third of its iteration and falls for the rest."""
+    heights = []
+    for number in range(num_segments):
+        place = (number + 0.5) / num_segments
+        heights.append(round(peak * min(place / 0.35, (1 - place) / 0.65)))
+    heights[heights.index(max(heights))] = peak
+    segments = tuple(
+        Segment(1, height, min(height, (*heights[1:], 0)[number]), seconds / num_segments)
+        for number, height in enumerate(heights)
+    )
+    return JobDemand(name, fingerprint or name, 1, local, segments, steps, share, is_measured)
+
+
+def gpu_of(
+    scheduler: ScroogeScheduler,
+    demands: list[JobDemand],
+    compute_demand: float = 0.5,
+    seconds_of: Callable[[SegmentRef], float] | None = None,
+) -> SimulatedGpu:
+    seconds = {demand.name: [segment.solo_seconds for segment in demand.segments] for demand in demands}
+    contention = Contention({demand.name: compute_demand for demand in demands})
+    return SimulatedGpu(scheduler, seconds_of or (lambda ref: seconds[ref.job][ref.segment]), contention)
+
+
+def iterations(run: Run, name: str) -> list[tuple[float, float]]:
+    """When each iteration of a job started and ended."""
+    found: dict[int, list[float]] = {}
+    for row in run.executed:
+        if row.ref.job == name:
+            found.setdefault(row.ref.iteration, []).extend((row.started_at, row.ended_at))
+    return [(min(times), max(times)) for _, times in sorted(found.items())]
+
+
+def overlap(run: Run, one: str, two: str) -> float:
+    """Seconds in which iterations of both jobs were running."""
+    return sum(
+        max(0.0, min(end, other_end) - max(start, other_start))
+        for start, end in iterations(run, one)
+        for other_start, other_end in iterations(run, two)
+    )
+
+
+def test_a_new_job_s_first_iteration_runs_alone() -> None:
+    jobs = [wave("a", 30, is_measured=False), wave("b", 30, 2.0, is_measured=False)]
+    scheduler = ScroogeScheduler(jobs, GPU)
+    run = gpu_of(scheduler, jobs, seconds_of=lambda ref: 0.125).run()
+    a, b = iterations(run, "a"), iterations(run, "b")
+    assert a[0][1] <= b[0][0]
+    assert a[1][0] >= b[0][1]
+    assert a[1][0] == b[1][0]
+    assert scheduler.report("a").solo_seconds == (0.125,) * 20
+
+
+def test_gaps_between_segments_that_are_always_there_are_no_stalls() -> None:
+    """A device takes a moment from one segment to the next; profiling sees it, so no gate is blamed."""
+    job = wave("a", 30, steps=3, is_measured=False)
+    scheduler = ScroogeScheduler([job], GPU)
+    now = 0.0
+    while not scheduler.is_done:
+        action = scheduler.next_action(now)
+        if isinstance(action, Enqueue):
+            extra = 0.5 if action.ref == ("a", 2, 7) else 0.0
+            scheduler.complete(action.ref, now + 0.01 + extra, now + 0.06 + extra)
+            now += 0.06 + extra
+    assert scheduler.report("a").num_mispredicted == 1
+
+
+def test_a_job_with_known_lifespans_is_not_profiled() -> None:
+    jobs = [wave("a", 30), wave("b", 30)]
+    run = gpu_of(ScroogeScheduler(jobs, GPU), jobs).run()
+    assert iterations(run, "a")[0][0] == iterations(run, "b")[0][0] == 0.0
+
+
+def test_the_budget_moves_from_70_to_50_and_back() -> None:
+    """Figure 10: two NASNets run without delay at 70%, with gaps at 50%, without at 70% again."""
+    jobs = [wave(name, 45, steps=45, fingerprint="nasnet") for name in "ab"]
+    scheduler = ScroogeScheduler(jobs, 70)
+    gpu = gpu_of(scheduler, jobs)
+    gpu.at(15.0, lambda now: scheduler.set_budget(50))
+    gpu.at(35.0, lambda now: scheduler.set_budget(70))
+    run = gpu.run()
+    starts = [start for start, _ in iterations(run, "a")]
+    gaps = [(one[1], two[0] - one[1]) for one, two in pairwise(iterations(run, "a"))]
+    before = [gap for end, gap in gaps if 3 < end < 15]
+    during = [gap for end, gap in gaps if 18 < end < 34]
+    after = [gap for end, gap in gaps if 39 < end < starts[-1] - 1]
+    assert max(before) == pytest.approx(0.0, abs=1e-9)
+    assert min(during) > 0.1
+    assert max(after) == pytest.approx(0.0, abs=1e-9)
+    capacities = [sum(arena.capacity_bytes for arena in remap.layout.arenas) for _, remap in run.remaps]
+    budgets = list(zip((remap.budget_bytes for _, remap in run.remaps), capacities, strict=True))
+    assert budgets[:3] == [(70, 70), (50, 50), (70, 70)]
+    # The pause that a change costs: the job at the top finishes its iteration first, nobody else waits.
+    assert run.remaps[1][0] - 15.0 <= 1.0
+    assert run.idle_seconds == 0.0
+
+
+def test_memory_enough_without_shift_is_as_good_as_more() -> None:
+    """Section 7.3: what needs no TimeShift at 70% does not get faster with more memory."""
+    ends = []
+    for budget in (75, 80, 90, 100):
+        jobs = [wave(name, 45, steps=20, fingerprint="nasnet") for name in "ab"]
+        ends.append(gpu_of(ScroogeScheduler(jobs, budget), jobs).run().ended_at)
+    assert ends[0] <= 1.03 * ends[-1]
+    assert ends[-1] == ends[-2]
+
+
+def test_a_short_job_runs_more_often_than_a_long_one() -> None:
+    """Figure 9: while NASNet runs once, ResNet-110 runs several times where it fits."""
+    jobs = [wave("resnet", 40, 0.25, steps=200), wave("nasnet", 90, 1.5, steps=20)]
+    run = gpu_of(ScroogeScheduler(jobs, 110), jobs).run()
+    while_both = min(iterations(run, "resnet")[-1][1], iterations(run, "nasnet")[-1][1])
+    ran = Counter(row.ref.job for row in run.executed if row.ended_at <= while_both and row.ref.segment == 19)
+    assert ran["resnet"] > 3 * ran["nasnet"] > 0
+    assert overlap(run, "resnet", "nasnet") > 0.3 * while_both
+
+
+def test_a_pair_begins_below_its_budget_and_is_raised_to_it() -> None:
+    """Unequal jobs begin with a low budget: their first iterations are shifted by more than later ones."""
+    jobs = [wave("a", 60, steps=30), wave("b", 60, 1.1, steps=30)]
+    gentle = ScroogeScheduler(jobs, 90, constants=ScroogeConstants(first_budget_share=0.7))
+    first = iterations(gpu_of(gentle, jobs).run(), "b")[0][0]
+    at_once = ScroogeScheduler(jobs, 90, constants=ScroogeConstants(first_budget_share=1.0))
+    assert first > iterations(gpu_of(at_once, jobs).run(), "b")[0][0] > 0.0
+
+
+def test_equal_jobs_need_no_ramp() -> None:
+    """Section 7.1: equal models slow each other equally, and start with the whole budget."""
+    constants = ScroogeConstants(first_budget_share=0.7)
+    first = []
+    for fingerprint in ("same", None):
+        jobs = [wave(name, 60, steps=3, fingerprint=fingerprint) for name in "ab"]
+        run = gpu_of(ScroogeScheduler(jobs, 90, constants=constants), jobs).run()
+        first.append(iterations(run, "b")[0][0])
+    assert first[0] < first[1]
+
+
+def test_shifts_are_whole_steps_and_delay_whole_iterations() -> None:
+    jobs = [wave(name, 60, steps=5, fingerprint="same") for name in "ab"]
+    constants = ScroogeConstants(time_step_share=1 / 16)
+    run = gpu_of(ScroogeScheduler(jobs, 80, constants=constants), jobs).run()
+    starts, ends = zip(*iterations(run, "b"), strict=True)
+    assert starts[0] / (1.0 / 16) == pytest.approx(round(starts[0] * 16))
+    # Nothing stalls inside an iteration: segments follow one another.
+    rows = [row for row in run.executed if row.ref.job == "b" and row.ref.iteration == 0]
+    assert all(two.started_at == one.ended_at for one, two in pairwise(rows))
+    assert ends[0] - starts[0] == pytest.approx(1.0, rel=0.01)
+
+
+def test_mispredictions_end_in_turns_and_sharing_is_tried_again() -> None:
+    """A lean job that is slowed beyond measure, now and then: the beefy one stalls at its gates."""
+    jobs = [wave("beefy", 70, steps=160), wave("lean", 60, steps=160)]
+    seconds = 1.0 / 20
+
+    def seconds_of(ref: SegmentRef) -> float:
+        hit = ref.job == "lean" and ref.iteration < 25 and ref.iteration % 2 and ref.segment >= 8
+        return seconds * (8.0 if hit else 1.0)
+
+    constants = ScroogeConstants(rounds_of_turns=4, stalls_to_fall_back=2, least_gain=0.01)
+    scheduler = ScroogeScheduler(jobs, 100, constants=constants)
+    modes = []
+    original = scheduler.complete
+
+    def watch(ref: SegmentRef, started_at: float, ended_at: float) -> None:
+        original(ref, started_at, ended_at)
+        if not modes or modes[-1] != scheduler.takes_turns:
+            modes.append(scheduler.takes_turns)
+
+    scheduler.complete = watch  # type: ignore[method-assign]
+    gpu_of(scheduler, jobs, seconds_of=seconds_of).run()
+    assert modes[:3] == [False, True, False]
+    stalls = sum(scheduler.report(demand.name).num_mispredicted for demand in jobs)
+    assert stalls >= constants.stalls_to_fall_back
+
+
+def test_shares_decide_where_jobs_want_the_same_memory() -> None:
+    """With memory for one at a time, a job with three shares gets three times the iterations."""
+    jobs = [wave("rich", 90, steps=None, share=3.0), wave("poor", 90, steps=None)]
+    scheduler = ScroogeScheduler(jobs, 90)
+    gpu = gpu_of(scheduler, jobs)
+    for name in ("rich", "poor"):
+        gpu.at(100.0, lambda now, name=name: scheduler.remove(name))
+    run = gpu.run()
+    ratio = len(iterations(run, "rich")) / len(iterations(run, "poor"))
+    assert ratio == pytest.approx(3.0, rel=0.15)
+
+
+def test_no_job_starves() -> None:
+    """A long job that needs nearly all memory, beside a short one that is always there first."""
+    jobs = [wave("short", 50, 0.1, steps=None), wave("long", 95, 3.0, steps=None)]
+    scheduler = ScroogeScheduler(jobs, 100)
+    gpu = gpu_of(scheduler, jobs)
+    for name in ("short", "long"):
+        gpu.at(120.0, lambda now, name=name: scheduler.remove(name))
+    run = gpu.run()
+    begins = [start for start, _ in iterations(run, "long")]
+    assert max(two - one for one, two in pairwise(begins)) < 3 * (3.0 + 3.0)
+    assert len(iterations(run, "short")) > 100
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_no_more_segments_are_in_flight_than_allowed(limit: int) -> None:
+    jobs = [wave("a", 30, steps=3), wave("b", 30, steps=3)]
+    scheduler = ScroogeScheduler(jobs, GPU, in_flight_limits={"a": limit, "b": 2})
+    in_flight: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    ask, tell = scheduler.next_action, scheduler.complete
+
+    def count(now: float):  # type: ignore[no-untyped-def]
+        action = ask(now)
+        if isinstance(action, Enqueue):
+            in_flight[action.ref.job] += 1
+            most[action.ref.job] = max(most[action.ref.job], in_flight[action.ref.job])
+        return action
+
+    def uncount(ref: SegmentRef, started_at: float, ended_at: float) -> None:
+        in_flight[ref.job] -= 1
+        tell(ref, started_at, ended_at)
+
+    scheduler.next_action, scheduler.complete = count, uncount  # type: ignore[method-assign]
+    gpu_of(scheduler, jobs).run()
+    assert most == {"a": limit, "b": 2}
+
+
+def test_a_job_joins_and_leaves_while_others_run() -> None:
+    jobs = [wave("a", 40, steps=40, local=5), wave("b", 40, steps=40, local=5)]
+    late = wave("late", 30, 0.5, steps=10, is_measured=False, local=10)
+    scheduler = ScroogeScheduler(jobs, 100)
+    gpu = gpu_of(scheduler, [*jobs, late])
+    gpu.at(5.0, lambda now: scheduler.add(late))
+    gpu.at(12.0, lambda now: scheduler.remove("b"))
+    reserved = []
+    gpu.at(11.0, lambda now: reserved.append(scheduler.reserved_bytes))
+    run = gpu.run()
+    assert len(iterations(run, "late")) == 10
+    assert len(iterations(run, "a")) == 40
+    assert scheduler.report("b").num_iterations == len(iterations(run, "b")) < 20
+    first = iterations(run, "late")[0]
+    for name in "ab":  # the newcomer's first iteration is alone
+        assert all(end <= first[0] or start >= first[1] for start, end in iterations(run, name))
+    assert 20 < reserved[0] <= 100
+    assert run.idle_seconds == 0.0
+    assert scheduler.is_done
+
+
+def test_a_job_that_fails_leaves_at_once_and_the_other_goes_on() -> None:
+    jobs = [wave("a", 60, steps=10), wave("b", 60, steps=10)]
+    scheduler = ScroogeScheduler(jobs, 90, constants=ScroogeConstants(in_flight_limit=2))
+    gpu = gpu_of(scheduler, jobs)
+    gpu.at(2.3, lambda now: scheduler.remove("b", at_once=True))
+    run = gpu.run()
+    assert len(iterations(run, "a")) == 10
+    last = max(row.ended_at for row in run.executed if row.ref.job == "b")
+    assert last < 2.3 + 4 * 2 / 20  # no more than what was in flight, slowed by its peer
+    assert scheduler.is_done
+
+
+def test_four_jobs_share_in_pairs() -> None:
+    jobs = [wave(name, 20, steps=5) for name in "abcd"]
+    scheduler = ScroogeScheduler(jobs, 60)
+    run = gpu_of(scheduler, jobs, compute_demand=0.2).run()
+    layout = run.remaps[0][1].layout
+    assert sorted(len(arena.names) for arena in layout.arenas) == [2, 2]
+    assert sum(arena.capacity_bytes for arena in layout.arenas) <= 60
+
+
+def test_jobs_that_cannot_be_scheduled_are_refused() -> None:
+    a, b = wave("a", 60, local=20), wave("b", 30, local=20)
+    assert smallest_budget([a, b]) == 100
+    with pytest.raises(BudgetError, match="job 'a' needs") as too_large:
+        ScroogeScheduler([a, b], 79)
+    assert too_large.value.smallest_bytes == 100
+    with pytest.raises(BudgetError, match="every job keeps") as together:
+        ScroogeScheduler([a, b], 99)
+    assert together.value.smallest_bytes == 100
+    with pytest.raises(ConfigError, match="'a' twice"):
+        ScroogeScheduler([a, replace(b, name="a")], 1000)
+    with pytest.raises(ConfigError, match="one size"):
+        ScroogeScheduler([a, replace(b, region_bytes=2, segments=(Segment(1, 2, 0, 1.0),))], 1000)
+
+
+def test_changes_that_cannot_be_are_refused_and_change_nothing() -> None:
+    jobs = [wave("a", 40), wave("b", 40)]
+    scheduler = ScroogeScheduler(jobs, 80)
+    with pytest.raises(BudgetError, match="needs"):
+        scheduler.set_budget(39)
+    with pytest.raises(ConfigError, match="'a' twice"):
+        scheduler.add(wave("a", 10))
+    with pytest.raises(BudgetError, match="job 'c' needs"):
+        scheduler.add(wave("c", 81))
+    with pytest.raises(ConfigError, match="but got 'c'"):
+        scheduler.remove("c")
+    with pytest.raises(ConfigError, match="but got 'c'"):
+        scheduler.report("c")
+    with pytest.raises(PlanError, match="oldest segment in flight"):
+        scheduler.complete(SegmentRef("a", 0, 1), 0.0, 1.0)
+    assert gpu_of(scheduler, jobs).run().ended_at == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"time_step_share": 0.0}, {"first_budget_share": 1.5}, {"in_flight_limit": 0}, {"feedback_weight": 2.0}],
+)
+def test_constants_out_of_range_are_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        ScroogeConstants(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"segments": ()},
+        {"segments": (Segment(1, 5, 1, 1.0),)},
+        {"segments": (Segment(1, 5, 6, 1.0), Segment(1, 9, 0, 1.0))},
+        {"segments": (Segment(1, 5, 0, 0.0),)},
+        {"share": 0.0},
+        {"steps": 0},
+        {"local_bytes": -1},
+        {"compute_demand": 1.5},
+    ],
+)
+def test_demands_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="must"):
+        replace(wave("a", 10), **changes)  # type: ignore[arg-type]

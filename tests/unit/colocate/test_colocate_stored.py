@@ -1,0 +1,83 @@
+"""Lifespans in files, and the limit of segments in flight."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainmux.colocate import (
+    JobDemand,
+    JobReport,
+    Segment,
+    StoredLifespans,
+    choose_in_flight_limit,
+    lifespans_of,
+    load_lifespans,
+    save_lifespans,
+)
+from trainmux.errors import ConfigError, PlanError
+
+DEMAND = JobDemand("job", "abc", 1, 0, (Segment(1, 5, 2, 1.0), Segment(1, 2, 0, 1.0)))
+REPORT = JobReport("job", 3, 0.0, 0.0, 0, (0.1, 1 / 3), (0.2, 0.5))
+
+
+def test_what_was_learned_comes_back_exactly(tmp_path: Path) -> None:
+    kept = lifespans_of(DEMAND, REPORT)
+    save_lifespans(tmp_path / "job.json", kept)
+    assert load_lifespans(tmp_path / "job.json") == kept
+    known = kept.apply(DEMAND)
+    assert known.is_measured
+    assert [segment.solo_seconds for segment in known.segments] == [0.1, 1 / 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(DEMAND, fingerprint="abd"),
+        replace(DEMAND, region_bytes=1, segments=(Segment(1, 5, 0, 1.0),)),
+        replace(DEMAND, segments=(Segment(1, 6, 2, 1.0), Segment(1, 2, 0, 1.0))),
+    ],
+)
+def test_lifespans_of_another_job_are_refused(other: JobDemand) -> None:
+    with pytest.raises(PlanError, match="profile the job again"):
+        lifespans_of(DEMAND, REPORT).apply(other)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    save_lifespans(path, lifespans_of(DEMAND, REPORT))
+    text = path.read_text()
+    for damaged in (text[:-20], text.replace("0.1", "0.2"), text.replace("lifespans", "plan"), "[]", ""):
+        path.write_text(damaged)
+        with pytest.raises(PlanError, match="profile the job again"):
+            load_lifespans(path)
+    with pytest.raises(PlanError, match="No such file"):
+        load_lifespans(tmp_path / "none.json")
+    with pytest.raises(PlanError, match="expected to write"):
+        save_lifespans(tmp_path / "no" / "folder.json", lifespans_of(DEMAND, REPORT))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("heights", [1.5, 2]), ("solo_seconds", [1.0]), ("shared_seconds", [1.0, -1.0]), ("fingerprint", 7)],
+)
+def test_whole_files_of_the_wrong_types_are_refused(tmp_path: Path, field: str, value: object) -> None:
+    path = tmp_path / "job.json"
+    kept = lifespans_of(DEMAND, REPORT)
+    changed = StoredLifespans(**{**kept.__dict__, field: value})
+    save_lifespans(path, changed)
+    assert json.loads(path.read_text())["lifespans"][field] == value
+    with pytest.raises(PlanError, match="profile the job again"):
+        load_lifespans(path)
+
+
+def test_the_lowest_limit_that_costs_nothing_is_taken() -> None:
+    assert choose_in_flight_limit({1: 1.3, 2: 1.05, 4: 1.005, 8: 1.0, 16: 1.0}) == 4
+    assert choose_in_flight_limit({1: 1.0, 2: 1.0}) == 1
+    for bad in ({}, {0: 1.0}, {1: 0.0}):
+        with pytest.raises(ConfigError, match="limits of at least 1"):
+            choose_in_flight_limit(bad)
