@@ -11,7 +11,7 @@ import torch
 
 from trainmux.engine import CudaGraphEngine, ReferenceEngine
 from trainmux.errors import ConfigError
-from trainmux.fusion import CONVOLUTION_STRATEGIES
+from trainmux.fusion import FIXED, MEASURED, STRATEGY_FAMILIES
 from trainmux.lowering import compiler_missing
 from trainmux.tracing import TraceSettings
 
@@ -24,7 +24,12 @@ _PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
 _ENGINES = ("auto", "reference", "cuda_graphs")
 _LOWERINGS = ("auto", "aten", "inductor")
 _DATA = ("shared", "per_member")
-_STRATEGIES = {"convolution": ("auto", *CONVOLUTION_STRATEGIES)}
+_STRATEGIES = {
+    name: ("auto", FIXED, MEASURED, *family.names) for name, family in STRATEGY_FAMILIES.items()
+} | {"width": ("auto", FIXED, MEASURED)}
+
+_AUTO = {"cpu": FIXED, "cuda": FIXED}
+"""What "auto" is: measured choices become usual when whole steps were found to be no slower with them."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,11 @@ class FleetConfig:
     lowering: str = "aten"
     width: int | None = None
     branches: int | None = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether a choice may be left to a measurement on the device."""
+        return MEASURED in self.strategies.values()
 
     @property
     def trace_settings(self) -> TraceSettings:
@@ -89,6 +99,7 @@ def make_config(
         if name not in _STRATEGIES.get(operator, ()):
             raise ConfigError(f"strategies: expected entries of {_STRATEGIES}, got {operator!r}: {name!r}")
     found = _device(device)
+    strategies = _resolved(strategies, found, deterministic=deterministic)
     if engine == "cuda_graphs" and found.type != "cuda":
         raise ConfigError(
             f"engine: expected 'auto' or 'reference' on device {str(found)!r}, got 'cuda_graphs'; it needs "
@@ -106,6 +117,18 @@ def make_config(
         width,
         branches,
     )
+
+
+def _resolved(given: Mapping[str, str], device: torch.device, *, deterministic: bool) -> dict[str, str]:
+    """A strategy for each family; ``ConfigError`` where two runs must choose alike and could not."""
+    if deterministic and MEASURED in given.values():
+        raise ConfigError(
+            "strategies: expected 'auto', 'fixed' or a way by name with deterministic=True, got 'measured', "
+            "which may choose otherwise in the next run; name the ways that explain() tells"
+        )
+    wanted = {name: given.get(name, "auto") for name in _STRATEGIES}
+    usual = FIXED if deterministic else _AUTO[device.type]
+    return {name: usual if choice == "auto" else choice for name, choice in wanted.items()}
 
 
 def _lowering(wanted: Any, device: torch.device, *, engine: str, deterministic: bool) -> str:

@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from trainmux.errors import FusionError
 from trainmux.fusion._stacked import Context, Stacked, find_rule
 from trainmux.fusion.rules.pointwise import is_pointwise, pointwise
+from trainmux.fusion.strategies import OperatorTimes
 from trainmux.ir import FusionRecord, GraphInput, GraphOutput
 from trainmux.tracing import (
     FakeTensorMode,
@@ -58,16 +59,19 @@ def fuse(
     *,
     strides: Mapping[int, Sequence[int]] | None = None,
     strategies: Mapping[str, str] | None = None,
+    times: OperatorTimes | None = None,
     decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
 ) -> FusedGraph:
     """Widen ``traced`` to ``width`` members.
 
     ``batched`` says for each placeholder whether it differs between members; ``strides`` gives the
-    strides of stacked inputs that are not contiguous (padded storage), by position; ``decompositions``
-    take operators apart as they are written, after fusion. Raises
+    strides of stacked inputs that are not contiguous (padded storage), by position; ``strategies`` names a
+    way for families of operators that have several, or "measured", which asks ``times`` for the fastest;
+    ``decompositions`` take operators apart as they are written, after fusion. Raises
     ``FusionError`` naming the operator and the user's line where an operator cannot be fused.
     """
-    fuser = _Fuser(traced.module, width, batched, dict(strategies or {}))
+    chosen = _Choosing(dict(strategies or {}), times, decompositions is not None)
+    fuser = _Fuser(traced.module, width, batched, chosen)
     placeholders = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
     mode = _mode_of(placeholders)
     examples: list[Tensor] = []
@@ -101,16 +105,25 @@ def _mode_of(placeholders: Sequence[fx.Node]) -> FakeTensorMode:
     raise RuntimeError("expected a graph traced with fake tensors, got none among its placeholders")
 
 
+@dataclass(frozen=True)
+class _Choosing:
+    """What decides between the ways of an operator."""
+
+    strategies: Mapping[str, str]
+    times: OperatorTimes | None
+    compiles: bool
+
+
 class _Fuser:
     """Walks the member's graph and computes each node once for all members."""
 
     def __init__(
-        self, module: fx.GraphModule, width: int, batched: Sequence[bool], strategies: dict[str, str]
+        self, module: fx.GraphModule, width: int, batched: Sequence[bool], choosing: _Choosing
     ) -> None:
         self._module = module
         self._width = width
         self._batched = batched
-        self._strategies = strategies
+        self._choosing = choosing
         self._how: dict[fx.Node, tuple[str, str]] = {}
 
     def run(self, *inputs: Tensor) -> list[Tensor]:
@@ -179,12 +192,19 @@ class _Fuser:
                 raise self._error(node, "it is not an ATen operator")
             self._how[node] = ("loop", "not an ATen operator")
             return self._loop(node, args, kwargs)
-        context = Context(self._width, _device(args, kwargs), node.meta.get("val"), self._strategies)
+        context = Context(
+            self._width,
+            _device(args, kwargs),
+            node.meta.get("val"),
+            self._choosing.strategies,
+            self._choosing.times,
+            self._choosing.compiles,
+        )
         named = find_rule(op)
         if named is not None:
-            result = named.apply(context, op, *args, **kwargs)
+            result, how = named.fused(context, op, *args, **kwargs)
             if result is not NotImplemented:
-                self._how[node] = (named.how, "")
+                self._how[node] = (how, "")
                 return result
         if is_pointwise(op):
             self._how[node] = ("pointwise", "")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+
+if TYPE_CHECKING:
+    from trainmux.fusion.strategies import Family, OperatorTimes
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,16 @@ class Context:
     """What a rule may need beside its arguments.
 
     ``value`` is the member's own result (fake tensors); ``strategies`` names the chosen way for
-    operators that have several.
+    operators that have several, or "measured"; ``times`` then finds the fastest. ``compiles`` says that a
+    compiler will make kernels of what lies between library calls.
     """
 
     width: int
     device: torch.device
     value: Any
     strategies: Mapping[str, str] = field(default_factory=dict)
+    times: OperatorTimes | None = None
+    compiles: bool = False
 
     def stack(self, value: Stacked | Tensor) -> Tensor:
         """``[k, *shape]`` of a value, repeating (without copying) one that members share."""
@@ -57,10 +63,18 @@ Rule = Callable[..., Any]
 
 @dataclass(frozen=True)
 class NamedRule:
-    """A rule with the words that ``explain`` uses for it."""
+    """A rule with the words that ``explain`` uses for it; ``family`` has the ways where there are several."""
 
     how: str
     apply: Rule
+    family: Family | None = None
+
+    def fused(self, context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> tuple[Any, str]:
+        """The result, and how it was fused."""
+        if self.family is None:
+            return self.apply(context, op, *args, **kwargs), self.how
+        choice = self.family.choose(context, op, args, kwargs)
+        return choice.way.runs[op](context, op, *args, **kwargs), choice.how
 
 
 _RULES: dict[OpOverload, NamedRule] = {}
@@ -84,6 +98,17 @@ def rule(*ops: OpOverload, how: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def strategy_rule(family: Family, *ops: OpOverload) -> None:
+    """Register a family's ways as the rule of ``ops``."""
+
+    def apply(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        return _RULES[op].fused(context, op, *args, **kwargs)[0]
+
+    rule(*ops, how=family.name)(apply)
+    for op in ops:
+        _RULES[op] = NamedRule(family.name, apply, family)
+
+
 def find_rule(op: Any) -> NamedRule | None:
     """The registered rule of an operator, if it has one."""
     return _RULES.get(op)
@@ -102,3 +127,14 @@ def align(value: Stacked | Tensor, rank: int) -> Tensor:
     if missing <= 0:
         return value.tensor
     return value.tensor.reshape(value.tensor.shape[0], *([1] * missing), *value.shape)
+
+
+def fold_channels(x: Tensor) -> Tensor:
+    """``[k, n, c, ...]`` as ``[n, k * c, ...]``; free if the members already lie side by side in channels."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def unfold_channels(x: Tensor, width: int) -> Tensor:
+    """The way back, as a view."""
+    split: Tensor = x.unflatten(1, (width, -1))
+    return split.transpose(0, 1)

@@ -12,7 +12,9 @@ from fusion_tools import Sample, Values, batched_combinations, check_fused, chec
 from torch import Tensor
 
 from trainmux.fusion import CONVOLUTION_STRATEGIES
-from trainmux.fusion.rules.convolution import convolution_each, convolution_each_backward
+from trainmux.fusion._stacked import Context, Stacked
+from trainmux.fusion.rules.convolution import CONVOLUTION
+from trainmux.fusion.strategies.convolution_each import convolution_each, convolution_each_backward
 
 aten = torch.ops.aten
 
@@ -75,8 +77,22 @@ SHAPES = {
     "transposed, 3-d": Shape(size=(2, 3, 2), kernel=(2, 2, 2), channels=(2, 3), transposed=True),
 }
 MASKS = [list(mask) for mask in itertools.product((True, False), repeat=3) if any(mask)]
-every_strategy = pytest.mark.parametrize("strategy", CONVOLUTION_STRATEGIES)
-every_shape = pytest.mark.parametrize("name", SHAPES)
+
+
+def ways(name: str, width: int) -> list[str]:
+    """The ways that fit a convolution of that shape."""
+    x, weight, _ = SHAPES[name].tensors(Values(0))
+    context = Context(width, torch.device("cpu"), None)
+    args = (x, Stacked(weight.expand(width, *weight.shape)), None, *SHAPES[name].arguments())
+    return [way.name for way in CONVOLUTION.candidates(context, aten.convolution.default, args, {})]
+
+
+every_way_for_several = pytest.mark.parametrize(
+    ("name", "strategy"), [(name, way) for name in SHAPES for way in ways(name, 3)]
+)
+every_way_for_one = pytest.mark.parametrize(
+    ("name", "strategy"), [(name, way) for name in SHAPES for way in ways(name, 1)]
+)
 
 
 def forward_sample(name: str, strategy: str, bias: bool) -> Sample:
@@ -102,18 +118,23 @@ def backward_sample(name: str, strategy: str, mask: list[bool]) -> Sample:
     return Sample(aten.convolution_backward.default, make, label, strategies={"convolution": strategy})
 
 
-@every_strategy
-@every_shape
+@every_way_for_several
 def test_forward_is_each_members_own(name: str, strategy: str) -> None:
     for bias in (True, False):
         given = forward_sample(name, strategy, bias)
         for batched in batched_combinations(3 if bias else 2):
             assert check_rule(make_case(given, 3, batched))
-    assert check_rule(make_case(forward_sample(name, strategy, True), 1, [True] * 3))
 
 
-@every_strategy
-@every_shape
+@every_way_for_one
+def test_one_member_alone(name: str, strategy: str) -> None:
+    for batched in batched_combinations(3):
+        assert check_rule(make_case(forward_sample(name, strategy, True), 1, batched))
+    for mask in MASKS:
+        assert check_rule(make_case(backward_sample(name, strategy, mask), 1, [True] * 3))
+
+
+@every_way_for_several
 def test_backward_is_each_members_own_for_every_mask(name: str, strategy: str) -> None:
     for mask in MASKS:
         assert check_rule(make_case(backward_sample(name, strategy, mask), 3, [True] * 3))
@@ -122,12 +143,19 @@ def test_backward_is_each_members_own_for_every_mask(name: str, strategy: str) -
         assert check_rule(make_case(backward_sample(name, strategy, mask), 2, batched))
 
 
-@every_strategy
-@pytest.mark.parametrize("name", ["plain", "one by one", "depthwise", "transposed", "1-d"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        (name, way)
+        for name in ("plain", "one by one", "depthwise", "transposed", "1-d")
+        for way in ways(name, 3)
+    ],
+)
 def test_the_same_through_a_fused_graph(name: str, strategy: str) -> None:
+    (how,) = [way.how for way in CONVOLUTION.ways if way.name == strategy and not way.single]
     for batched in ([True, True, True], [False, True, True]):
         fused = check_fused(make_case(forward_sample(name, strategy, True), 3, batched))
-        assert [record.how for record in fused.records] == ["convolution strategy"]
+        assert [record.how for record in fused.records] == [how]
         mask = [batched[0], True, True]
         check_fused(make_case(backward_sample(name, strategy, mask), 3, [True, *batched[:2]]))
 
@@ -177,8 +205,10 @@ def test_the_operators_of_our_own_keep_their_contract(name: str) -> None:
     shape, v = SHAPES[name], Values(0)
     x, weight, bias = (torch.stack([t, t + 1]) for t in shape.tensors(v))
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(convolution_each, (x, weight, bias, *shape.arguments()), test_utils=tests)
-    out = convolution_each(x, weight, bias, *shape.arguments())
-    for mask in ([True, True, True], [False, True, False]):
-        args = (out, x, weight, [bias.shape[1]], *shape.arguments(), mask)
-        torch.library.opcheck(convolution_each_backward, args, test_utils=tests)
+    for innermost in {False, x.dim() == 5}:
+        args = (x, weight, bias, *shape.arguments(), innermost)
+        torch.library.opcheck(convolution_each, args, test_utils=tests)
+        out = convolution_each(*args)
+        for mask in ([True, True, True], [False, True, False]):
+            args = (out, x, weight, [bias.shape[1]], *shape.arguments(), mask, innermost)
+            torch.library.opcheck(convolution_each_backward, args, test_utils=tests)

@@ -1,4 +1,4 @@
-"""Matrix products: one batched product over the members, or one large one where a factor is shared."""
+"""Matrix products: of two matrices in the ways of a table, the others with the model axis in the batch."""
 
 from __future__ import annotations
 
@@ -6,52 +6,15 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from trainmux.fusion._stacked import Context, Stacked, align, rule
+from trainmux.fusion._stacked import Context, Stacked, align, rule, strategy_rule
+from trainmux.fusion.strategies import Family
+from trainmux.fusion.strategies.matmul_ways import BMM, EACH, SINGLE, WIDE
 
 aten = torch.ops.aten
 
 
-def _rows_merge(x: Tensor) -> bool:
-    """Whether ``[k, m, n]`` can be seen as ``[k * m, n]`` without a copy."""
-    return x.stride(0) == x.stride(1) * x.shape[1]
-
-
-def _product(context: Context, a: Stacked | Tensor, b: Stacked | Tensor) -> Tensor:
-    if context.width == 1:
-        return torch.mm(context.stack(a)[0], context.stack(b)[0]).unsqueeze(0)
-    if isinstance(a, Stacked) and not isinstance(b, Stacked) and _rows_merge(a.tensor):
-        k, m, n = a.tensor.shape
-        return torch.mm(a.tensor.view(k * m, n), b).view(k, m, -1)
-    return torch.bmm(context.stack(a), context.stack(b))
-
-
-@rule(aten.mm.default, how="bmm")
-def mm(context: Context, op: OpOverload, a: Stacked | Tensor, b: Stacked | Tensor) -> Stacked:
-    return Stacked(_product(context, a, b))
-
-
-@rule(aten.addmm.default, how="bmm")
-def addmm(
-    context: Context,
-    op: OpOverload,
-    bias: Stacked | Tensor,
-    a: Stacked | Tensor,
-    b: Stacked | Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Stacked:
-    if not isinstance(a, Stacked) and not isinstance(b, Stacked):
-        product = torch.mm(a, b) * alpha
-        # With beta 0 the bias is left out, NaN and all.
-        return Stacked(product + align(bias, 2) * beta if beta else product.expand(context.width, -1, -1))
-    offset = align(bias, 2) if isinstance(bias, Stacked) else bias
-    if context.width == 1:
-        one = torch.addmm(
-            context.stack(bias)[0], context.stack(a)[0], context.stack(b)[0], beta=beta, alpha=alpha
-        )
-        return Stacked(one.unsqueeze(0))
-    return Stacked(torch.baddbmm(offset, context.stack(a), context.stack(b), beta=beta, alpha=alpha))
+MATMUL = Family("matmul", (SINGLE, BMM, EACH, WIDE))
+strategy_rule(MATMUL, aten.mm.default, aten.addmm.default)
 
 
 @rule(aten.bmm.default, how="fold model axis into batch")

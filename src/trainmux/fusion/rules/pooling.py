@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from trainmux.fusion._stacked import Context, Stacked, rule
-from trainmux.fusion.rules.normalisation import fold_channels, unfold_channels
+from trainmux.fusion._stacked import Context, Stacked, fold_channels, rule, unfold_channels
 
 aten = torch.ops.aten
 

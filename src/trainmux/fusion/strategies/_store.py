@@ -1,0 +1,95 @@
+"""Measured times on disk: one JSON file per device, torch and cuDNN, and per version of what is measured.
+
+A file that cannot be read, or that was written by another version of the strategies, is passed over and
+written anew. Two processes that measure at once keep each other's answers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_VARIABLE = "TRAINMUX_STRATEGY_DIR"
+
+Times = dict[str, dict[str, float | None]]
+"""By question: seconds of each candidate; ``None`` for one that did not run."""
+
+
+class TimesFile:
+    """What is known about one device, in a folder: ``TRAINMUX_STRATEGY_DIR``, else the user's cache."""
+
+    def __init__(self, device: torch.device, folder: Path | None = None) -> None:
+        self._header = _header(device)
+        name = "-".join(str(self._header[key]) for key in ("device", "torch", "cudnn"))
+        self.path = (folder or default_folder()) / f"{re.sub(r'[^A-Za-z0-9.]+', '_', name)}.json"
+
+    def read(self) -> Times:
+        """Everything in the file that can be used; nothing where it is missing, broken or stale."""
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            if {key: content[key] for key in self._header} != self._header:
+                return {}
+            return {str(question): _checked(times) for question, times in content["times"].items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return {}
+
+    def add(self, new: Times) -> None:
+        """Write ``new`` beside what is there. Where that is not possible, the next start measures again."""
+        content = {**self._header, "times": dict(sorted({**self.read(), **new}.items()))}
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
+                try:
+                    json.dump(content, file, indent=1)  # plain ASCII
+                    file.close()
+                    os.replace(file.name, self.path)
+                except BaseException:
+                    with suppress(OSError):
+                        os.unlink(file.name)
+                    raise
+
+
+def default_folder() -> Path:
+    """Where times are kept when nobody names a folder."""
+    given = os.environ.get(_VARIABLE)
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "trainmux" / "strategies"
+
+
+def _header(device: torch.device) -> dict[str, Any]:
+    is_cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version() if is_cuda else None,
+        "source": _source_version(),
+    }
+
+
+def _checked(times: dict[str, Any]) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for name, seconds in times.items():
+        if seconds is not None and not (isinstance(seconds, float) and seconds > 0):
+            raise ValueError(f"expected seconds or null for {name}, got {seconds!r}")
+        found[str(name)] = seconds
+    return found
+
+
+@functools.cache
+def _source_version() -> str:
+    """A hash of the strategies and of how they are timed: other code, other times."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
