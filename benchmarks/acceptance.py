@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+AFTER = "ACCEPTANCE_AFTER"
 NUM_MEMBERS = 8
 NUM_REPLACEMENTS = 5
 LOADER_STEPS = 120
@@ -55,11 +56,51 @@ def make_member(name: str, seed: int) -> Any:
     return tm.Member(model, optimizer, name=f"member {seed}", seed=seed)
 
 
+def begun(name: str, *, lowering: str) -> tuple[Any, dict[str, Any]]:
+    """A fleet after its first step, and how long it took from imported torch: without building the models,
+    which is the user's, and with importing trainmux.
+    """
+    import torch
+
+    begin = time.perf_counter()
+    import trainmux as tm
+
+    import_seconds = time.perf_counter() - begin
+    build, loss, batch = find(name)
+    models = [build(seed).train() for seed in range(NUM_MEMBERS)]
+    first = batch(0)
+    wait_for_turn()
+    begin = time.perf_counter()
+    members = [
+        tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-4), name=f"member {seed}", seed=seed)
+        for seed, model in enumerate(models)
+    ]
+    precision = "bf16" if device() == "cuda" else "fp32"
+    fleet = tm.Fleet(members, loss, first, device=device(), precision=precision, lowering=lowering)
+    fleet_seconds = time.perf_counter() - begin
+    fleet.step(first)
+    synchronize()
+    seconds = import_seconds + time.perf_counter() - begin
+    return fleet, {
+        "first_step_seconds": seconds,
+        "of_which_importing_trainmux_seconds": import_seconds,
+        "of_which_fleet_seconds": fleet_seconds,
+    }
+
+
+def wait_for_turn() -> None:
+    """Where ``--after`` names a file: until it is there. Models are built while others use the device."""
+    after = os.environ.get(AFTER, "")
+    while after and not Path(after).exists():
+        time.sleep(0.05)
+
+
 def make_fleet(name: str, num_members: int = NUM_MEMBERS, **options: Any) -> Any:
     import trainmux as tm
 
     _, loss, batch = find(name)
     members = [make_member(name, seed) for seed in range(num_members)]
+    wait_for_turn()
     return tm.Fleet(members, loss, batch(0), device=device(), **options)
 
 
@@ -105,31 +146,10 @@ def start(name: str, *, lowering: str = "inductor") -> dict[str, Any]:
     """From imported torch to the end of the first step, replacement of a member, predicted memory."""
     import torch
 
-    begin = time.perf_counter()
-    models_begin = time.perf_counter()
-    build, loss, batch = find(name)
-    models = [build(seed).train() for seed in range(NUM_MEMBERS)]
-    models_seconds = time.perf_counter() - models_begin
-
-    import trainmux as tm
-
-    members = [
-        tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-4), name=f"member {seed}", seed=seed)
-        for seed, model in enumerate(models)
-    ]
-    precision = "bf16" if device() == "cuda" else "fp32"
-    first = batch(0)
-    fleet_begin = time.perf_counter()
-    fleet = tm.Fleet(members, loss, first, device=device(), precision=precision, lowering=lowering)
-    fleet_seconds = time.perf_counter() - fleet_begin
-    fleet.step(first)
-    synchronize()
-    seconds = time.perf_counter() - begin
+    fleet, result = begun(name, lowering=lowering)
+    batch = find(name)[2]
     memory = fleet.summary()[0].memory
-    result: dict[str, Any] = {
-        "first_step_seconds": seconds - models_seconds,
-        "of_which_fleet_seconds": fleet_seconds,
-        "building_models_seconds": models_seconds,
+    result |= {
         "predicted_bytes": memory and memory.predicted_bytes,
         "reserved_after_capture_bytes": memory and memory.reserved_bytes,
     }
@@ -174,8 +194,7 @@ def loading(name: str) -> dict[str, Any]:
     import torch
     from torch.utils.data import DataLoader
 
-    precision = "bf16" if device() == "cuda" else "fp32"
-    fleet = make_fleet(name, precision=precision, lowering="inductor" if device() == "cuda" else "aten")
+    fleet, result = begun(name, lowering="inductor" if device() == "cuda" else "aten")
     batch = find(name)[2]
     on_device = [_map(lambda tensor: tensor.to(device()), batch(seed)) for seed in range(4)]
     turn: Iterator[int] = iter(range(10**9))
@@ -202,7 +221,7 @@ def loading(name: str) -> dict[str, Any]:
         # From the first step to the last: the workers' first batches are the loader's affair.
         walls.append((time.perf_counter() - marks[0]) / (LOADER_STEPS - 1) * 1e3)
     busy_ms, wall_ms = statistics.median(busy), statistics.median(walls)
-    return {
+    return result | {
         "busy_ms": busy_ms,
         "busy_blocks": busy,
         "fit_ms": wall_ms,
@@ -367,8 +386,10 @@ def main() -> None:
     )
     parser.add_argument("--check", choices=sorted(CHECKS))
     parser.add_argument("--workload")
+    parser.add_argument("--after", default="", help="with --check: begin when this file is there")
     given = parser.parse_args()
     if given.check:
+        os.environ[AFTER] = given.after
         print(json.dumps(CHECKS[given.check](given.workload)))
         return
     run(

@@ -1,8 +1,10 @@
 """A fused program becomes compiled regions between library calls."""
 
 from trainmux.lowering._compile import Kernel, KernelCache
+from trainmux.lowering._given_memory import Place
 from trainmux.lowering._inductor import cache_folder, compiler_missing, decompositions
 from trainmux.lowering._lower import Lowered, RegionCall, lower
+from trainmux.lowering._padding import extended_product
 from trainmux.lowering._rewrites import compare_instead_of_scatter
 from trainmux.lowering._stored import from_bytes, to_bytes
 
@@ -10,11 +12,13 @@ __all__ = [
     "Kernel",
     "KernelCache",
     "Lowered",
+    "Place",
     "RegionCall",
     "cache_folder",
     "compare_instead_of_scatter",
     "compiler_missing",
     "decompositions",
+    "extended_product",
     "from_bytes",
     "lower",
     "to_bytes",

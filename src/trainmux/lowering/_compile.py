@@ -16,7 +16,8 @@ from torch import Tensor, fx
 
 from trainmux.errors import ConfigError, TrainmuxWarning
 from trainmux.lowering import _inductor
-from trainmux.lowering._known import remember, was_compiled
+from trainmux.lowering._given_memory import GivenMemory, Place
+from trainmux.lowering._known import is_known, recall, remember, stored_key
 from trainmux.lowering._payload import to_payload
 from trainmux.lowering._regions import RegionGraph
 from trainmux.lowering._workers import compile_in_workers
@@ -45,6 +46,7 @@ class Kernel:
         self._region: RegionGraph | None = region
         self._module: fx.GraphModule | None = None
         self._compiled: _inductor.Compiled | None = None
+        self._given: GivenMemory | None = None
         self._payload = b""
         self.combines = region.combines
 
@@ -57,8 +59,15 @@ class Kernel:
         """Whether it is compiled, or known not to compile."""
         return self._compiled is not None or bool(self.failure)
 
-    def run(self, tensors: list[Tensor]) -> Sequence[Tensor]:
-        """From inputs and memory for placed outputs to the other outputs; ``tensors`` is emptied."""
+    def run(self, tensors: list[Tensor], places: Sequence[Place | None] = ()) -> Sequence[Tensor]:
+        """From inputs and memory for placed outputs to the other outputs; ``tensors`` is emptied.
+
+        ``places`` says where those others are wanted; where the code cannot be steered, they are elsewhere.
+        """
+        if self._compiled is not None and places:
+            if self._given is None:
+                self._given = GivenMemory(self._compiled)
+            return self._given.run(tensors, places)
         if self._compiled is not None:
             results: Sequence[Tensor] = self._compiled(tensors)
             return results
@@ -85,6 +94,21 @@ class Kernel:
             self._module = self._region = None
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+
+    def load(self, code: bytes) -> None:
+        """Take code that was compiled before; where it is empty or damaged, nothing happens."""
+        if self.is_settled or not code:
+            return
+        try:
+            self._compiled = _inductor.load_code(code)
+        except Exception:  # damaged code can fail in any way
+            return
+        self.payload()
+        self._module = self._region = None
+
+    def code(self) -> bytes:
+        """What ``load`` takes in another process; empty where it is not compiled or cannot be kept."""
+        return b"" if self._compiled is None else _inductor.code_of(self._compiled)
 
     def compile_again(self) -> None:
         """Try once more, under other settings."""
@@ -117,6 +141,11 @@ class KernelCache:
     def compile(self, kernels: Iterable[Kernel]) -> None:
         """Compile what is not compiled yet, side by side; warns about kernels that stay on ATen."""
         waiting = [kernel for kernel in kernels if not kernel.is_settled]
+        keys = self._stored_keys(waiting)
+        for kernel in waiting:
+            with self._settings(combines=kernel.combines):
+                kernel.load(recall(keys[kernel.key]))
+        waiting = [kernel for kernel in waiting if not kernel.is_settled]
         self.fill(waiting)()
         # One after another: Inductor's settings are those of the process, and its threads trip over them.
         for kernel in waiting:
@@ -125,8 +154,9 @@ class KernelCache:
             if kernel.failure and kernel.combines:
                 with self._settings(combines=False):
                     kernel.compile_again()
-            if kernel.is_compiled:
-                remember(kernel.key, deterministic=self._deterministic)
+            code = kernel.code()
+            if code:
+                remember(keys[kernel.key], code)
         failed = [kernel for kernel in waiting if kernel.failure]
         if failed:
             warnings.warn(
@@ -135,6 +165,14 @@ class KernelCache:
                 TrainmuxWarning,
                 stacklevel=2,
             )
+
+    def _stored_keys(self, kernels: Sequence[Kernel]) -> dict[str, str]:
+        """What the code of each kernel is stored under, by the kernel's own key."""
+        decisive: dict[bool, str] = {}
+        for combines in {kernel.combines for kernel in kernels}:
+            with self._settings(combines=combines):
+                decisive[combines] = _inductor.surroundings()
+        return {kernel.key: stored_key(kernel.key, decisive[kernel.combines]) for kernel in kernels}
 
     @contextmanager
     def _settings(self, *, combines: bool) -> Iterator[None]:
@@ -149,13 +187,9 @@ class KernelCache:
 
         Calls wait for one another, so that the last to return finds the kernels of all before it as well.
         """
-        waiting = [
-            kernel
-            for kernel in kernels
-            if not kernel.is_settled
-            and not kernel.is_claimed
-            and not was_compiled(kernel.key, deterministic=self._deterministic)
-        ]
+        waiting = [kernel for kernel in kernels if not kernel.is_settled and not kernel.is_claimed]
+        keys = self._stored_keys(waiting)
+        waiting = [kernel for kernel in waiting if not is_known(keys[kernel.key])]
         num_workers = min(_max_workers(), len(waiting) // _MIN_FOR_WORKER)
         payloads = [kernel.payload() for kernel in waiting] if num_workers >= 2 else []
         combines = [kernel.combines for kernel in waiting]

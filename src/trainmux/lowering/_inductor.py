@@ -7,11 +7,19 @@ them to what we rely on.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
+import importlib.metadata
+import os
+import pickle
+import platform
+import re
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +135,131 @@ def settings(*, deterministic: bool, combines: bool) -> AbstractContextManager[A
         changes["deterministic"] = True
     manager: AbstractContextManager[Any] = config.patch(changes)
     return manager
+
+
+def surroundings() -> str:
+    """All that decides the code of a region besides the region: versions, the device, this package's source,
+    torch's switches and Inductor's configuration as they are now.
+    """
+    from torch._inductor import config
+
+    facts: list[object] = [
+        sys.version,
+        platform.machine(),
+        torch.__version__,
+        torch.version.git_version,
+        torch.version.cuda,
+        _triton_version(),
+        _source_version(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),
+        torch.get_float32_matmul_precision(),
+        sorted(config.save_config_portable(ignore_private_configs=False).items()),
+        sorted((name, value) for name, value in os.environ.items() if name in _DECISIVE_VARIABLES),
+    ]
+    if torch.cuda.is_available():
+        facts += [torch.cuda.get_device_name(), torch.cuda.get_device_capability()]
+    return repr(facts)
+
+
+# Triton reads these when it compiles; Inductor's configuration does not know of them.
+_DECISIVE_VARIABLES = frozenset(
+    {"TRITON_DEFAULT_FP_FUSION", "TRITON_F32_DEFAULT", "TRITON_PTXAS_PATH", "TRITON_ENABLE_LLVM_DEBUG"}
+)
+
+
+@functools.cache
+def _triton_version() -> str:
+    for package in ("triton", "pytorch-triton"):
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+@functools.cache
+def _source_version() -> str:
+    """A hash of the source that makes regions into what Inductor gets."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for room in ("lowering", "runtime", "tracing"):
+        for path in sorted((package / room).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class LoadedCode:
+    """Code from disk. Torch's own object for it, when it is called, wants parts of the compiler imported."""
+
+    current_callable: Compiled
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        return self.current_callable(tensors)
+
+
+def code_of(compiled: Compiled) -> bytes:
+    """Compiled code with all that ``load_code`` needs in another process; empty where torch kept none."""
+    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.output_code import CompiledFxGraph
+
+    key = getattr(compiled, "_fx_graph_cache_key", None)
+    if not isinstance(compiled, CompiledFxGraph) or not key:
+        return b""
+    # What Inductor wrote itself: once its kernels have been launched, the object can no longer be pickled.
+    folder = Path(FxGraphCache._get_tmp_dir_for_key(key))
+    try:
+        entries = sorted(folder.iterdir())  # several, where processes compiled it at once: any will do
+        return entries[0].read_bytes() if entries else b""
+    except OSError:
+        return b""
+
+
+def load_code(code: bytes) -> LoadedCode:
+    """What ``code_of`` was given, again. Imports no more of the compiler than code needs to run.
+
+    May fail in any way on code that is damaged.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in ``compile_graph``
+        from torch._inductor import config
+
+        # Nothing is to be compiled: no processes for it either, which the next import would start.
+        with config.patch(compile_threads=1):
+            from torch._inductor.codecache import PyCodeCache
+            from torch._inductor.output_code import CompiledFxGraphConstants
+            from torch._inductor.triton_bundler import TritonBundler
+
+            graph = pickle.loads(code)
+            if graph._triton_bundle:
+                TritonBundler.read_and_emit(graph._triton_bundle)
+            constants = CompiledFxGraphConstants()
+            key, path = PyCodeCache.write(_without_unused_imports(graph.source_code))
+            module = PyCodeCache.load_by_key_path(key, path, graph.cache_linemap, constants.unwrap(graph))
+            # The module's runner is for CUDA graphs of torch's own. Its owner takes it apart in the end, and
+            # equal code in this process has one module and one runner.
+            graph.current_callable = module.call
+            graph.recursively_apply_fns = graph.compiled_fn_runner = None
+            graph.post_compile((), constants, graph.fx_kwargs)
+    return LoadedCode(graph.current_callable)
+
+
+_SELDOM_USED = {
+    "extern_kernels": "from torch._inductor.select_algorithm import extern_kernels\n",
+    "align": "from torch._inductor.codegen.memory_planning import _align as align\n",
+}
+
+
+def _without_unused_imports(source: str) -> str:
+    """Generated code always imports parts of the compiler that take seconds to load, and seldom uses them."""
+    for name, line in _SELDOM_USED.items():
+        rest = source.replace(line, "", 1)
+        if not re.search(rf"\b{name}\b", rest):
+            source = rest
+    return source
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor], mode: FakeTensorMode) -> Compiled:

@@ -1,34 +1,59 @@
-"""Which kernels were compiled before, so that no process is started to compile what lies on disk.
+"""The code of kernels on disk, found by the region they were compiled from.
 
-A mark is an empty file beside Inductor's own cache. A mark without its kernel, because somebody cleaned
-up, costs time and nothing else: the kernel is then compiled where it is needed.
+Inductor has a cache of its own, but to look into it a region must be traced and hashed as Inductor does it,
+which takes longer than loading. What is read here was written by this package into the user's own cache
+folder: it is trusted as compiled code is. A key is of everything that decides a kernel's code
+(``_inductor.surroundings``), so that code of another version, device or setting is never found.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 from trainmux.lowering._inductor import cache_folder
 
-
-def was_compiled(key: str, *, deterministic: bool) -> bool:
-    """Whether a kernel was compiled on this machine, with this torch, for a device like the present one."""
-    return _mark(key, deterministic).exists()
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def remember(key: str, *, deterministic: bool) -> None:
-    """A kernel lies in the cache on disk now."""
-    mark = _mark(key, deterministic)
-    with suppress(OSError):  # a full or read-only disk: the next start takes longer
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+def stored_key(region: str, surroundings: str) -> str:
+    """What the code of a region is stored under."""
+    return hashlib.sha256(f"{region}\n{surroundings}".encode()).hexdigest()
 
 
-def _mark(key: str, deterministic: bool) -> Path:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    text = "\n".join((key, str(deterministic), torch.__version__, device))
-    return cache_folder() / "trainmux" / hashlib.sha256(text.encode()).hexdigest()
+def is_known(key: str) -> bool:
+    """Whether the code of a kernel lies on disk."""
+    return _path(key).exists()
+
+
+def recall(key: str) -> bytes:
+    """The code of a kernel; empty where there is none, or not all of it."""
+    try:
+        data = _path(key).read_bytes()
+    except OSError:
+        return b""
+    digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    return code if hashlib.sha256(code).digest() == digest else b""
+
+
+def remember(key: str, code: bytes) -> None:
+    """Keep the code of a kernel; a full or read-only disk only costs the next start its time."""
+    with suppress(OSError):
+        path = _path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            try:
+                file.write(hashlib.sha256(code).digest() + code)
+                file.close()
+                os.replace(file.name, path)  # nobody ever reads half of it
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(file.name)
+                raise
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / "trainmux" / f"{key}.kernel"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 
 from trainmux.lowering._compile import Kernel, KernelCache
+from trainmux.lowering._given_memory import Place, same_strides
 from trainmux.lowering._kinds import Kind, changes, root_of
 from trainmux.lowering._padding import extended_product, pad_unaligned
 from trainmux.lowering._partition import cut
@@ -44,6 +45,25 @@ class RegionCall(nn.Module):
             for spec, is_placed in zip(self.outputs, self.placed, strict=True)
         ]
 
+    def into(self, inputs: Sequence[Tensor], places: Sequence[Place | None]) -> list[Tensor]:
+        """The same, with each output in its place if it has one."""
+        given = [
+            spec.empty() if place is None else spec.inside(place)
+            for spec, is_placed, place in zip(self.outputs, self.placed, places, strict=True)
+            if is_placed
+        ]
+        others = [place for place, is_placed in zip(places, self.placed, strict=True) if not is_placed]
+        rest = iter(self.kernel.run([*inputs, *given], others))
+        memory = iter(given)
+        return [
+            next(memory)
+            if is_placed
+            else _conformed(next(rest), spec)
+            if place is None
+            else place.take(next(rest))
+            for spec, is_placed, place in zip(self.outputs, self.placed, places, strict=True)
+        ]
+
 
 class Conform(nn.Module):
     """Hands on a library call's results in the layout that regions were compiled for."""
@@ -57,16 +77,9 @@ class Conform(nn.Module):
 
 
 def _conformed(result: Tensor, spec: TensorSpec | None) -> Tensor:
-    if spec is None or _same_layout(result, spec):
+    if spec is None or same_strides(result, spec.strides):
         return result
     return spec.empty().copy_(result)
-
-
-def _same_layout(result: Tensor, spec: TensorSpec) -> bool:
-    return all(
-        size <= 1 or given == wanted
-        for size, given, wanted in zip(result.shape, result.stride(), spec.strides, strict=True)
-    )
 
 
 @dataclass(frozen=True)

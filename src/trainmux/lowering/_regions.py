@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from trainmux.ir import Phase
+from trainmux.lowering._given_memory import Place
 from trainmux.lowering._inductor import OWN_DECOMPOSITIONS, decompositions
 from trainmux.lowering._kinds import SMALL_BYTES, Kind, base_of, is_view
 from trainmux.lowering._partition import Cut
@@ -44,7 +45,16 @@ class TensorSpec:
             return memory.as_strided(self.shape, self.strides, 1)
         if self.padded is None:
             return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-        memory = torch.empty(self.padded, dtype=self.dtype, device=self.device)
+        return self._cleared(torch.empty(self.padded, dtype=self.dtype, device=self.device))
+
+    def inside(self, place: Place) -> Tensor:
+        """The memory of ``place``; what is beyond the shape is zero."""
+        if self.padded is None:
+            return place.value
+        return self._cleared(place.memory.view(self.dtype).view(self.padded))
+
+    def _cleared(self, memory: Tensor) -> Tensor:
+        assert self.padded is not None
         for dim, (size, around) in enumerate(zip(self.shape, self.padded, strict=True)):
             if size != around:
                 memory.narrow(dim, size, around - size).zero_()

@@ -96,7 +96,7 @@ def test_speedups_are_of_trainmux_against_each_other_way() -> None:
     assert grid.rows == (
         ("vit_b16 (batch 32, width 2)", "4.00×", "–"),
         ("gpt2 (batch 32, width 2)", "9.00×", "–"),
-        ("geometric mean (of how many)", "6.00× (2)", "–"),
+        ("geometric mean, width 2 (of how many)", "6.00× (2)", "–"),
     )
     assert tables.times(comparison).rows[0] == (
         "vit_b16 (batch 32, width 2)",

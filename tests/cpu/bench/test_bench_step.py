@@ -146,6 +146,7 @@ def test_variants_add_to_the_arguments_of_every_fleet(tmp_path: Path) -> None:
     [
         (["--workloads", "small:nothing"], "small:mlp"),
         (["--ways", "eager,magic"], "compiled_vmap_graph"),
+        (["--ways", "eager@many"], "NAME@WIDTH"),
         (["--widths", "two"], "whole numbers"),
         (["--widths", "0"], "whole numbers"),
         (["--fleet", "[1]"], "JSON object"),

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from trainmux.cli.bench.record import read_records
-from trainmux.cli.bench.runner import Options, run
+from trainmux.cli.bench.runner import Options, _chunks, _jobs, run
 from trainmux.cli.bench.turns import GO, READY, Turns
 
 WAITS = """
@@ -73,3 +73,42 @@ def test_a_run_with_builds_at_once_gives_the_same_records(tmp_path: Path) -> Non
     assert [record.error for record in records] == [None, None, "needs a CUDA device"]
     assert read_records(options.out) == records
     assert "--builds-at-once 3" in records[0].command
+
+
+def test_those_that_build_in_their_turn_come_after_all_others(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    turns = Turns(3)
+    program = WAITS.replace('"in\\n"', 'folder[-1] + "\\n"').replace('"out\\n"', '""')
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+
+    def take(folder: Path) -> None:
+        process = started(program, str(folder), str(log))
+        assert turns.take(process, folder, 60, goes_last=folder.name == "a") == 0
+
+    threads = [threading.Thread(target=take, args=(folder,)) for folder in folders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    order = log.read_text(encoding="utf-8").split()
+    assert sorted(order) == ["a", "b", "c"]
+    assert order[-1] == "a"
+
+
+def test_a_way_with_a_width_of_its_own_is_built_beside_the_others(tmp_path: Path) -> None:
+    options = Options(
+        workloads=["small:mlp", "small:cnn"],
+        ways=["compiled_graph@1", "trainmux@1", "compiled_graph", "trainmux", "eager"],
+        widths=[2, 4],
+        device="cpu",
+        out=tmp_path / "out.json",
+        fleet={"lowering": "aten"},
+    )
+    jobs = [(job.workload, job.way, job.width) for job in _jobs(options)]
+    assert len(jobs) == len(set(jobs)) == 2 * (2 + 3 * 2)
+    assert {width for _, way, width in jobs if way == "compiled_graph"} == {1, 2, 4}
+    assert [job.fleet for job in _jobs(options) if job.way == "trainmux"] == [{"lowering": "aten"}] * 6
+    # compiled_graph is the same at any width, so it counts once: six builds for each workload.
+    assert [len(chunk) for chunk in _chunks(range(len(jobs)), _jobs(options), 6)] == [8, 8]

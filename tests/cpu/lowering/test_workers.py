@@ -14,7 +14,7 @@ from lowering_tools import traced
 
 from trainmux.lowering import KernelCache, _compile, _known, _workers, lower
 from trainmux.lowering._compile import Kernel
-from trainmux.lowering._known import remember, was_compiled
+from trainmux.lowering._known import is_known, recall, remember
 from trainmux.lowering._workers import compile_in_workers, receive, send
 
 ECHO = """
@@ -127,8 +127,8 @@ def test_what_lies_in_the_cache_needs_no_worker(monkeypatch: pytest.MonkeyPatch,
     cache, found = kernels(deterministic=False)
     cache.fill(found)()
     assert asked == [2]
-    for kernel in found:
-        remember(kernel.key, deterministic=False)
+    for key in cache._stored_keys(found).values():
+        remember(key, b"code")
     cache, found = kernels(deterministic=False)
     cache.fill(found)()
     assert asked == [2]
@@ -141,8 +141,9 @@ def test_a_full_disk_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     monkeypatch.setattr(_known, "cache_folder", lambda: in_the_way)
-    remember("key", deterministic=False)
-    assert not was_compiled("key", deterministic=False)
+    remember("key", b"code")
+    assert not is_known("key")
+    assert recall("key") == b""
 
 
 LOADS = """
@@ -150,7 +151,7 @@ import torch
 from torch._dynamo.utils import counters
 from lowering_tools import traced
 from trainmux.lowering import KernelCache, lower
-from trainmux.lowering._known import was_compiled
+from trainmux.lowering._known import is_known
 from trainmux.lowering._workers import compile_in_workers
 
 cache = KernelCache()
@@ -160,7 +161,7 @@ assert compile_in_workers([kernel.payload()], num_workers=1, deterministic=False
 counters.clear()
 cache.compile([kernel])
 assert kernel.is_compiled, kernel.failure
-assert was_compiled(kernel.key, deterministic=False)
+assert is_known(*cache._stored_keys([kernel]).values())
 assert counters["inductor"]["fxgraph_cache_hit"] == 1, counters["inductor"]
 x = torch.randn(64, 8)
 assert torch.equal(lowered.module(x), (x * 3).relu() + 1)

@@ -29,7 +29,11 @@ def step(
         typer.Option(help="Names, with commas; small:NAME for the tiny ones.", show_default="all full-size"),
     ] = "",
     ways: Annotated[
-        str, typer.Option(help="Ways to train, with commas.", show_default="all the device can do")
+        str,
+        typer.Option(
+            help="Ways to train, with commas; NAME@WIDTH for a width of its own.",
+            show_default="all the device can do",
+        ),
     ] = "",
     widths: Annotated[str, typer.Option(help="Numbers of members, with commas.")] = "8",
     batch_size: Annotated[
@@ -56,13 +60,13 @@ def step(
     from .cases import case_names, default_names, find_case
     from .job import BenchError
     from .runner import Options, run
-    from .ways.table import FUSED, VARIANT_SEPARATOR, WAYS, default_ways
+    from .ways.table import FUSED, VARIANT_SEPARATOR, WAYS, default_ways, split_width
 
     if device is DeviceChoice.CUDA and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device here; use cpu or auto", param_hint="--device")
     on_cuda = device is DeviceChoice.CUDA or (device is DeviceChoice.AUTO and torch.cuda.is_available())
     variants = dict(_variant(text) for text in variant or [])
-    chosen_ways = _names(ways, WAYS, "--ways") or ([] if variants else default_ways(on_cuda))
+    chosen_ways = _ways(ways, WAYS) or ([] if variants else default_ways(on_cuda))
     options = Options(
         workloads=_names(workloads, case_names(), "--workloads") or default_names(),
         ways=chosen_ways,
@@ -78,7 +82,7 @@ def step(
         variants=variants,
         builds_at_once=builds_at_once,
     )
-    if options.fleet and not variants and FUSED not in chosen_ways:
+    if options.fleet and not variants and FUSED not in {split_width(way)[0] for way in chosen_ways}:
         raise typer.BadParameter(f"is for the way {FUSED}, which --ways leaves out", param_hint="--fleet")
     if any(VARIANT_SEPARATOR in name or "," in name for name in variants):
         raise typer.BadParameter("expected names without ':' and ','", param_hint="--variant")
@@ -133,6 +137,21 @@ def _names(text: str, known: Collection[str], option: str) -> list[str]:
             f"expected some of {', '.join(known)}; got {', '.join(unknown)}", param_hint=option
         )
     return names
+
+
+def _ways(text: str, known: Collection[str]) -> list[str]:
+    """The names of ways, some with a width of their own."""
+    from .ways.table import WIDTH_SEPARATOR
+
+    labels = list(dict.fromkeys(label.strip() for label in text.split(",") if label.strip()))
+    for label in labels:
+        name, separator, width = label.partition(WIDTH_SEPARATOR)
+        _names(name, known, "--ways")
+        if separator and (not width.isdecimal() or int(width) < 1):
+            raise typer.BadParameter(
+                f"expected NAME@WIDTH with a whole number of at least 1; got {label!r}", param_hint="--ways"
+            )
+    return labels
 
 
 def _widths(text: str) -> list[int]:

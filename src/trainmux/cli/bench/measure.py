@@ -19,10 +19,14 @@ from .ways._base import Prepared, Setup, learning_rates
 Prepare = Callable[[Setup], Prepared]
 
 
-def measure_steps(prepare: Prepare, job: Job, num_models: int | None = None) -> Measurement:
+def measure_steps(
+    prepare: Prepare, job: Job, num_models: int | None = None, builds_in_turn: bool = False
+) -> Measurement:
     """Train ``num_models`` models (otherwise the job's width) in the way that ``prepare`` makes, and time it.
 
-    Raises ``BenchError`` where a loss is not finite or the first member's does not change.
+    Where the job takes turns, its own comes between the first step and the timing; with ``builds_in_turn``
+    already before the device is used for anything but batches. Raises ``BenchError`` where a loss is not
+    finite or the first member's does not change.
     """
     start = perf_counter()
     device = torch.device(job.device)
@@ -31,11 +35,15 @@ def measure_steps(prepare: Prepare, job: Job, num_models: int | None = None) -> 
     setup, batches = make_setup(job, num_models or job.width, device)
     num_parameters = count_parameters(setup.models[0])
 
+    waits_before = job.takes_turns and builds_in_turn
+    waiting = perf_counter()
+    if waits_before:
+        wait_for_turn(job.folder)
     begin = perf_counter()
     prepared = prepare(setup)
     first_losses = tuple(prepared.step(batches[0]).tolist())
     end = perf_counter()
-    if job.takes_turns:
+    if job.takes_turns and not waits_before:
         wait_for_turn(job.folder)
     blocks = time_blocks(prepared.step, batches, device, job.num_blocks, job.block_seconds)
     last_losses = tuple(prepared.step(batches[0]).tolist())
@@ -46,7 +54,7 @@ def measure_steps(prepare: Prepare, job: Job, num_models: int | None = None) -> 
             blocks,
             prepared.num_members,
             build_s=end - begin,
-            start_to_first_step_s=end - start,
+            start_to_first_step_s=end - start - (begin - waiting),
         ),
         memory=memory_since(free_bytes, device),
         first_losses=first_losses,

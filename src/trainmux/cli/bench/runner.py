@@ -8,8 +8,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -24,15 +24,16 @@ from .job import Job
 from .record import Record, measurement_from_json, write_json, write_records
 from .turns import Turns
 from .ways._base import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY
-from .ways.table import FUSED, VARIANT_SEPARATOR, find_way
+from .ways.table import FUSED, VARIANT_SEPARATOR, find_way, split_width
 
 LOG_TAIL_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. ``variants`` are further ways ``trainmux:NAME``, with their arguments for ``Fleet``
-    on top of those of ``fleet``. ``batch_size`` ``None`` is each workload's usual one.
+    """What to measure. A way ``NAME@WIDTH`` has that width instead of ``widths``. ``variants`` are further
+    ways ``trainmux:NAME``, with their arguments for ``Fleet`` on top of those of ``fleet``. ``batch_size``
+    ``None`` is each workload's usual one.
     """
 
     workloads: Sequence[str]
@@ -53,7 +54,9 @@ class Options:
     def labels(self) -> dict[str, dict[str, Any]]:
         """Every way and variant to measure, with its arguments for ``Fleet``."""
         base = dict(self.fleet or {})
-        found: dict[str, dict[str, Any]] = {way: base if way == FUSED else {} for way in self.ways}
+        found: dict[str, dict[str, Any]] = {
+            way: base if split_width(way)[0] == FUSED else {} for way in self.ways
+        }
         for name, arguments in (self.variants or {}).items():
             found[f"{FUSED}{VARIANT_SEPARATOR}{name}"] = {**base, **arguments}
         return found
@@ -82,38 +85,43 @@ class Options:
 def run(options: Options, tell: Callable[[Record], None] = lambda record: None) -> list[Record]:
     """Measure everything; after each record ``options.out`` holds all so far, and ``tell`` is called."""
     environment = probe(options.device)
-    records: list[Record] = []
-    known: dict[tuple[str, str], Record] = {}
-    for jobs in _chunks(_jobs(options), options.builds_at_once):
-        new = [job for job in jobs if (job.workload, job.way) not in known]
+    jobs = _jobs(options)
+    done: dict[int, Record] = {}  # by the job's place
+
+    def note(place: int, record: Record) -> None:
+        done[place] = record
+        write_records(options.out, [done[known] for known in sorted(done)])
+        tell(record)
+
+    for chunk in _chunks(range(len(jobs)), jobs, options.builds_at_once):
+        new = [place for place in chunk if _first_like(place, jobs) == place]
         turns = Turns(len(new)) if len(new) > 1 else None
         with ThreadPoolExecutor(max(1, len(new))) as pool:
-            waiting = [
-                pool.submit(measure, replace(job, takes_turns=turns is not None), options, environment, turns)
-                if job in new
-                else None
-                for job in jobs
-            ]
-            for job, future in zip(jobs, waiting, strict=True):
-                if future is not None:
-                    record = future.result()
-                else:
-                    record = _at_width(known[job.workload, job.way], job.width)
-                if find_way(job.way).is_same_at_any_width:
-                    known.setdefault((job.workload, job.way), record)
-                records.append(record)
-                write_records(options.out, records)
-                tell(record)
-    return records
+            waiting = {
+                pool.submit(
+                    measure,
+                    replace(jobs[place], takes_turns=turns is not None),
+                    options,
+                    environment,
+                    turns,
+                ): place
+                for place in new
+            }
+            for future in as_completed(waiting):
+                note(waiting[future], future.result())
+        for place in chunk:
+            if place not in done:
+                note(place, _at_width(done[_first_like(place, jobs)], jobs[place].width))
+    return [done[place] for place in sorted(done)]
 
 
 def _jobs(options: Options) -> list[Job]:
-    return [
+    jobs = [
         Job(
             workload=workload,
             batch_size=options.batch_size or find_case(workload).batch_sizes[0],
-            width=width,
-            way=label,
+            width=width if own_width is None else own_width,
+            way=way,
             device=options.device,
             num_blocks=options.num_blocks,
             block_seconds=options.block_seconds,
@@ -123,23 +131,35 @@ def _jobs(options: Options) -> list[Job]:
         for workload in options.workloads
         for width in options.widths
         for label, fleet in options.labels.items()
+        for way, own_width in [split_width(label)]
     ]
+    return [job for place, job in enumerate(jobs) if job not in jobs[:place]]
 
 
-def _chunks(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:
-    """Jobs to build at once; a way that has processes of its own is by itself, and so is each width of a way
-    that is the same at any."""
-    chunk: list[Job] = []
-    for job in jobs:
-        alone = not find_way(job.way).takes_turns
-        again = any((job.workload, job.way) == (other.workload, other.way) for other in chunk)
-        if chunk and (alone or again or len(chunk) >= size):
+def _first_like(place: int, jobs: Sequence[Job]) -> int:
+    """The place of the job that is measured for this one: another width of a way that is the same at any."""
+    job = jobs[place]
+    if not find_way(job.way).is_same_at_any_width:
+        return place
+    return next(i for i, other in enumerate(jobs) if (other.workload, other.way) == (job.workload, job.way))
+
+
+def _chunks(places: Iterable[int], jobs: Sequence[Job], size: int) -> Iterator[list[int]]:
+    """Places of jobs to build at once, those that another is measured for not counted; a way that has
+    processes of its own is by itself."""
+    chunk: list[int] = []
+    num_builds = 0
+    for place in places:
+        alone = not find_way(jobs[place].way).takes_turns
+        builds = _first_like(place, jobs) == place
+        if chunk and (alone or num_builds + builds > size):
             yield chunk
-            chunk = []
-        chunk.append(job)
+            chunk, num_builds = [], 0
+        chunk.append(place)
+        num_builds += builds
         if alone:
             yield chunk
-            chunk = []
+            chunk, num_builds = [], 0
     if chunk:
         yield chunk
 
@@ -209,7 +229,8 @@ def _in_a_process(job: Job, folder: Path, time_limit_s: float, turns: Turns | No
         status: int | None = None
         try:
             if turns is not None:
-                status = turns.take(process, folder, time_limit_s)
+                goes_last = find_way(job.way).builds_in_turn
+                status = turns.take(process, folder, time_limit_s, goes_last=goes_last)
             else:
                 status = process.wait(time_limit_s)
         except subprocess.TimeoutExpired:

@@ -107,7 +107,7 @@ def peak_memory(comparison: Comparison) -> Grid:
 
 
 def speedups(comparison: Comparison, subject: str) -> Grid:
-    """Time of every other way over that of ``subject``, and at the bottom the geometric means."""
+    """Time of every other way over that of ``subject``, and at the bottom the geometric means by width."""
     ratios = {
         other: {
             row: ratio(comparison.median_ms(row, other), comparison.median_ms(row, subject))
@@ -119,10 +119,15 @@ def speedups(comparison: Comparison, subject: str) -> Grid:
         (row_name(row), *(_times_faster(ratios[other][row]) for other in comparison.others))
         for row in comparison.rows
     ]
-    means = [mean_ratio(ratios[other].values()) for other in comparison.others]
-    bottom = ("geometric mean (of how many)", *(_mean_text(*mean) for mean in means))
+    widths = list(dict.fromkeys(row.width for row in comparison.rows))
+    bottom = []
+    for width in widths:
+        rows = [row for row in comparison.rows if row.width == width]
+        means = [mean_ratio(ratios[other][row] for row in rows) for other in comparison.others]
+        name = f"geometric mean, width {width} (of how many)"
+        bottom.append((name, *(_mean_text(*mean) for mean in means)))
     title = f"How many times faster {subject} is than each"
-    return Grid(title, ("workload", *comparison.others), (*body, bottom))
+    return Grid(title, ("workload", *comparison.others), (*body, *bottom))
 
 
 def times_and_speedups(comparison: Comparison) -> list[Grid]:
@@ -170,7 +175,13 @@ def _mean_text(mean: float | None, count: int) -> str:
 def failures(records: Sequence[Record]) -> list[str]:
     """One line per record that has no measurement, with the reason."""
     return [
-        f"{row_name(record.row)}, {record.way}: failed: {record.error}"
+        f"{row_name(record.row)}, {record.way}: failed: {record.error}{_beside(record)}"
         for record in records
         if record.measurement is None
     ]
+
+
+def _beside(record: Record) -> str:
+    """How many others were built at the same time: a limit of time means less where cores are shared."""
+    num_builds = record.settings.get("builds_at_once", 1)
+    return f", up to {num_builds} builds at once" if num_builds > 1 else ""

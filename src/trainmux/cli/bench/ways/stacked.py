@@ -52,30 +52,37 @@ class _Stack:
         self.notes = self._work_around(to_device(setup.example, setup.device))
 
     def losses_and_gradients(self, batch: Any) -> tuple[Tensor, list[Tensor]]:
+        return self._of(self.parameters, self.buffers, batch)
+
+    def _of(
+        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
+    ) -> tuple[Tensor, list[Tensor]]:
         def loss_of_one(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
             loss: Tensor = functional_call(self._skeleton, (parameters, buffers), (batch,))
             return loss
 
         with autocast(self._device):
-            gradients, losses = vmap(grad_and_value(loss_of_one), randomness="different")(
-                self.parameters, self.buffers
-            )
+            gradients, losses = vmap(grad_and_value(loss_of_one), randomness="different")(parameters, buffers)
         return losses, list(gradients.values())
 
     def _work_around(self, batch: Any) -> tuple[str, ...]:
-        """Try a step without update; where normalisation under autocast fails, give it fp32 inputs."""
-        before = {name: value.clone() for name, value in self.buffers.items()}
+        """Try a step without update; where normalisation under autocast fails, give it fp32 inputs.
+
+        On a stack of the first member alone: it fails where all would, in a part of their memory.
+        """
+        parameters = {name: value[:1] for name, value in self.parameters.items()}
+        buffers = {name: value[:1].clone() for name, value in self.buffers.items()}
         notes: tuple[str, ...] = ()
         try:
-            self.losses_and_gradients(batch)
+            self._of(parameters, buffers, batch)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or not _compute_norms_in_fp32(self._skeleton):
                 raise
             notes = (f"{NORMS_IN_FP32} (torch: {str(error).strip().splitlines()[0]})",)
         if notes:  # not while the error is at hand, which holds on to tensors
-            self.losses_and_gradients(batch)
-        for name, value in self.buffers.items():
-            value.copy_(before[name])
+            self._of(parameters, buffers, batch)
+        if self._device.type == "cuda":  # others may be building beside this
+            torch.cuda.empty_cache()
         return notes
 
 

@@ -13,6 +13,7 @@ from . import compiled, eager, fused, processes, stacked
 
 FUSED = "trainmux"
 VARIANT_SEPARATOR = ":"
+WIDTH_SEPARATOR = "@"
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Way:
 
     ``clean_up(folder)`` is called when the measuring process has ended, however it did. The result of a way
     that ``is_same_at_any_width`` is measured once for all widths. One that does not take turns is built
-    alone.
+    alone; one that ``builds_in_turn`` has nothing to compile, and leaves the device alone before its turn.
     """
 
     name: str
@@ -30,18 +31,22 @@ class Way:
     needs_cuda: bool = False
     is_same_at_any_width: bool = False
     takes_turns: bool = True
+    builds_in_turn: bool = False
     clean_up: Callable[[Path], None] = lambda folder: None
 
 
-def _stepping(prepare: Prepare, num_models: int | None = None) -> Callable[[Job], Measurement]:
-    return partial(measure_steps, prepare, num_models=num_models)
+def _stepping(
+    prepare: Prepare, num_models: int | None = None, builds_in_turn: bool = False
+) -> Callable[[Job], Measurement]:
+    return partial(measure_steps, prepare, num_models=num_models, builds_in_turn=builds_in_turn)
 
 
 _TABLE = (
     Way(
         "eager",
         "one model after another in eager torch; fused AdamW on CUDA, channels-last for convolutions",
-        _stepping(eager.prepare),
+        _stepping(eager.prepare, builds_in_turn=True),
+        builds_in_turn=True,
     ),
     Way(
         "compiled_graph",
@@ -55,7 +60,8 @@ _TABLE = (
         "eager_vmap",
         "horizontal fusion as in HFTA, by `torch.func.vmap` over all members: eager, AdamW by multi-tensor "
         "operators over the stacked parameters with a learning rate per member",
-        _stepping(stacked.prepare_eager),
+        _stepping(stacked.prepare_eager, builds_in_turn=True),
+        builds_in_turn=True,
     ),
     Way(
         "compiled_vmap_graph",
@@ -80,6 +86,12 @@ WAYS: dict[str, Way] = {way.name: way for way in _TABLE}
 def find_way(label: str) -> Way:
     """The way of that name, or behind a variant ``trainmux:NAME``; ``KeyError`` where there is none."""
     return WAYS[label.partition(VARIANT_SEPARATOR)[0]]
+
+
+def split_width(label: str) -> tuple[str, int | None]:
+    """``NAME@WIDTH`` → name and width; a name alone has the widths of the run."""
+    name, separator, width = label.partition(WIDTH_SEPARATOR)
+    return name, int(width) if separator else None
 
 
 def default_ways(on_cuda: bool) -> list[str]:
