@@ -2,6 +2,6 @@
 
 from trainmux.rewrite._explain import explain_program
 from trainmux.rewrite._issue import UNPLACED
-from trainmux.rewrite._rewrite import ALIGNMENT, Draft, draft, rewrite
+from trainmux.rewrite._rewrite import ALIGNMENT, Draft, draft, place, rewrite
 
-__all__ = ["ALIGNMENT", "UNPLACED", "Draft", "draft", "explain_program", "rewrite"]
+__all__ = ["ALIGNMENT", "UNPLACED", "Draft", "draft", "explain_program", "place", "rewrite"]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from trainmux.ir import Part, Tenancy
 from trainmux.rewrite._views import Key
 from trainmux.simulate import Tenant, pack
 
 
-def place_parts(parts: Sequence[Part], alignment: int) -> tuple[tuple[Part, ...], int]:
+def place_parts(
+    parts: Sequence[Part], alignment: int, first: Callable[[Key], bool] = lambda key: False
+) -> tuple[tuple[Part, ...], int]:
     """The parts with offsets, and the end of the highest tenancy.
+
+    What is there all the time lies at the bottom, in the order of its numbers, beginning with what ``first``
+    names: programs over the same such tensors have them at the same offsets.
 
     The parts are laid out one behind the other on one axis of time. All that a tensor takes at either end of
     any part is one tenant with several spans: so it lies at the same offset where one part ends and the next
@@ -41,8 +46,7 @@ def place_parts(parts: Sequence[Part], alignment: int) -> tuple[tuple[Part, ...]
             own.append(number)
         numbers.append(own)
         start += num_instructions + 1
-    tenants = [Tenant(size, tuple(times)) for size, times in zip(sizes, spans, strict=True)]
-    offsets = pack(tenants, alignment).offsets
+    offsets = _offsets(sizes, spans, {number: key for key, number in crossing.items()}, alignment, first)
     placed = tuple(
         Part(
             part.instructions,
@@ -54,6 +58,34 @@ def place_parts(parts: Sequence[Part], alignment: int) -> tuple[tuple[Part, ...]
         for part, own in zip(parts, numbers, strict=True)
     )
     return placed, max((t.offset + t.size_bytes for part in placed for t in part.tenancies), default=0)
+
+
+def _offsets(
+    sizes: Sequence[int],
+    spans: Sequence[Sequence[tuple[int, int]]],
+    keys: Mapping[int, Key],
+    alignment: int,
+    first: Callable[[Key], bool],
+) -> list[int]:
+    begin = min((span[0][0] for span in spans), default=0)
+    end = max((span[-1][1] for span in spans), default=0)
+    always = [number for number in keys if _covers(spans[number], begin, end)]
+    always.sort(key=lambda number: (not first(keys[number]), keys[number]))
+    offsets = [0] * len(sizes)
+    bottom = 0
+    for number in always:
+        offsets[number] = bottom
+        bottom += -(-sizes[number] // alignment) * alignment
+    rest = sorted(set(range(len(sizes))) - set(always))
+    tenants = [Tenant(sizes[number], tuple(spans[number])) for number in rest]
+    for number, offset in zip(rest, pack(tenants, alignment).offsets, strict=True):
+        offsets[number] = bottom + offset
+    return offsets
+
+
+def _covers(spans: Sequence[tuple[int, int]], begin: int, end: int) -> bool:
+    """Whether a tenant is there from ``begin`` to ``end`` without a gap."""
+    return len(spans) == 1 and spans[0] == (begin, end)
 
 
 def _times(tenancy: Tenancy, start: int) -> tuple[int, int]:

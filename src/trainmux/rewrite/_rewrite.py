@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainmux.errors import PlanError
-from trainmux.ir import Multiplexing, Part, Profile, Program, Schedule
+from trainmux.ir import ByteClass, Multiplexing, Part, Profile, Program, Schedule
 from trainmux.rewrite._issue import issue
 from trainmux.rewrite._place import place_parts
 from trainmux.rewrite._recipes import recipe
@@ -23,6 +23,9 @@ from trainmux.rewrite._views import Key, positions_in_body, view_profiles
 
 ALIGNMENT = 512
 """Offsets are multiples of this: what CUDA's own allocator promises, enough for every kernel."""
+
+_STATE = frozenset({ByteClass.PARAMETER, ByteClass.OPTIMIZER_STATE, ByteClass.BUFFER})
+"""Tensors that outlive every program: they lie at the bottom of the slab, those of other classes above."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,15 @@ def rewrite(profiles: Sequence[Profile], schedule: Schedule) -> Program:
     breaks the sub-arrays' own or the stages, swaps out of order or around nothing, uses of what is on the
     host, recomputations from sources that are not there or no longer what they were.
     """
-    made = draft(profiles, schedule)
-    (prologue, body, epilogue), slab_bytes = place_parts((made.prologue, made.body, made.epilogue), ALIGNMENT)
+    return place(profiles, draft(profiles, schedule))
+
+
+def place(profiles: Sequence[Profile], made: Draft) -> Program:
+    """The program of a draft of these profiles: offsets for all its bytes."""
+    parts = (made.prologue, made.body, made.epilogue)
+    (prologue, body, epilogue), slab_bytes = place_parts(
+        parts, ALIGNMENT, lambda key: profiles[key[0]].tensors[key[1]].byte_class in _STATE
+    )
     return Program(prologue, body, epilogue, made.resident, slab_bytes, made.host_bytes)
 
 

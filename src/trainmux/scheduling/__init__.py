@@ -1,5 +1,6 @@
 """Profiles and a byte budget → a plan: partitions, policies, and the search that puts them together."""
 
+from trainmux.scheduling._fixed import fit_program
 from trainmux.scheduling._plan import (
     BudgetCost,
     Planner,
@@ -24,6 +25,7 @@ __all__ = [
     "Policy",
     "Task",
     "find_partitions",
+    "fit_program",
     "in_words",
     "make_plan",
     "parse_budget",

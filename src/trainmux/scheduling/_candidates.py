@@ -7,22 +7,27 @@ That is what makes predicted time never rise with the budget, whatever the greed
 costs that rungs below the budget are worked on too, as far as a bound does not rule them out.
 
 Few rungs would waste memory between them, many would cost time. So there are few, and steps between each two
-of them. Steps serve only budgets between their own two rungs: those above never look at them. For this a step
-counts only if it is not quicker than the rung above it, or than those below that. (Where a policy does better
-with less memory, which happens, the better schedule is thus left out; a rung's own is never.)
+of them. Rungs are evenly spaced; where static tensors may be swapped too the way down is long, and each rung
+lies half as far below what nothing decided needs as the one before. Steps serve only budgets between their
+own two rungs: those above never look at them. For this a step counts only if it is not quicker than the rung
+above it, or than those below that. (Where a policy does better with less memory, which happens, the better
+schedule is thus left out; a rung's own is never.)
 
 What is placed on a real slab may need more than the sum of live bytes. Then the policy is asked again for
-that much less, a few times.
+that much less, a few times. Placing takes long, so what is not quicker than the best there is stays unplaced;
+for this a schedule counts only if asking for less did not make it much quicker.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from trainmux.errors import PlanError
 from trainmux.ir import Multiplexing, Profile, Program, Schedule, SubArray
-from trainmux.rewrite import rewrite
+from trainmux.rewrite import Draft, draft, place
 from trainmux.scheduling._bound import least_seconds
 from trainmux.scheduling._lift import schedule_sub_arrays
 from trainmux.scheduling._policy import Infeasible, Task, plain_order
@@ -32,10 +37,13 @@ from trainmux.scheduling.policies._gaps import Choice, find_gaps
 from trainmux.scheduling.policies._layout import demand
 from trainmux.simulate import lane_times
 
-_MAX_TIGHTENINGS = 3
+_TIGHTENINGS = (1, 1, 2, 4, 8)
+"""How many times what a slab had too much a policy is asked to do without, one time after another."""
 _NUM_RUNGS = 6
 _NUM_STEPS = 4
 """Steps from one rung to the next, the last of which is that rung."""
+_MOST_GAIN = 0.9
+"""Asking a policy for less may make a schedule quicker, by luck; to no less than this share of its time."""
 _ROUNDING = 1e-9
 """Times that differ by less than this share differ by the rounding of sums alone."""
 
@@ -84,10 +92,29 @@ class Candidate:
         return self.program.slab_bytes
 
 
-class Candidates:
-    """What a policy can do with one arrangement; each limit is worked on once, when it is asked for."""
+@dataclass(frozen=True)
+class _Timed:
+    """A schedule of which only the offsets are missing."""
 
-    def __init__(self, arrangement: Arrangement, known: KnownPolicy, host_bytes: int) -> None:
+    schedule: Schedule
+    draft: Draft
+    seconds: float
+
+
+class Candidates:
+    """What a policy can do with one arrangement; each limit is worked on once, when it is asked for.
+
+    ``worth`` says what is to be had within a limit without any decision, in seconds.
+    """
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        known: KnownPolicy,
+        host_bytes: int,
+        worth: Callable[[int], float] = lambda limit_bytes: math.inf,
+    ) -> None:
+        self._worth = worth
         self.arrangement = arrangement
         self.known = known
         self._host_bytes = host_bytes
@@ -95,67 +122,127 @@ class Candidates:
         self._facts = known_facts(task)
         body = FixedBody(task, plain_order(task.profiles, task.multiplexing), self._facts)
         self._plain_schedule = body.plain_schedule()
+        self._swaps_static = isinstance(known.policy, Auto)
         self.plain_bytes = int(body.needed().max())
-        self.least_bytes = self._least_bytes(body)
-        """What no decisions of the policy's kind can go below."""
         self.least_seconds = float(body.starts[-1])
         """No schedule of this arrangement is quicker than its nodes alone."""
         self.least_need: int | None = None
         """The fewest bytes that the policy said it needs where it found nothing."""
+        self._least_bytes: int | None = None
         self._plain: Candidate | None = None
         self._smallest: Candidate | None = None
+        self._first: dict[int, _Timed | None] = {}
         self._made: dict[int, Candidate | None] = {}
+
+    @property
+    def least_bytes(self) -> int:
+        """What no decisions of the policy's kind can go below.
+
+        With all swapped that can be: a recomputed tensor is away no longer than a swapped one. In another
+        order than the plain one nodes of two sub-arrays only meet more of each other's tensors.
+        """
+        if self._least_bytes is None:
+            task = self._task(0)
+            body = FixedBody(task, plain_order(task.profiles, task.multiplexing), self._facts)
+            gaps = find_gaps(self._facts, with_static=self._swaps_static)
+            needs = demand(body, gaps, [Choice.SWAP] * len(gaps))
+            assert needs is not None
+            self._least_bytes = needs.peak_bytes
+        return self._least_bytes
 
     def limits(self) -> list[int]:
         """All rungs and steps, from the lowest up."""
         if not self.known.has_decisions:
             return []
-        count = _NUM_RUNGS * _NUM_STEPS
         way = self.plain_bytes - self.least_bytes
-        return list(dict.fromkeys(self.least_bytes + way * step // count for step in range(count)))
+        if self._swaps_static:
+            rungs = [self.plain_bytes - (way >> halving) for halving in range(_NUM_RUNGS)]
+        else:
+            rungs = [self.least_bytes + way * rung // _NUM_RUNGS for rung in range(_NUM_RUNGS)]
+        found = [
+            low + (high - low) * step // _NUM_STEPS
+            for low, high in pairwise([*rungs, self.plain_bytes])
+            for step in range(_NUM_STEPS)
+        ]
+        return list(dict.fromkeys(found))
+
+    def bound(self, limit_bytes: int) -> float:
+        """Seconds that no schedule within a limit, or a lower one, can go below; infinite where none fits."""
+        if self.plain_bytes <= limit_bytes:
+            return self.least_seconds
+        if not self.known.has_decisions:
+            return math.inf
+        return least_seconds(
+            self._facts, self.arrangement.multiplexing, limit_bytes, swaps_static=self._swaps_static
+        )
+
+    def best_plain(self, available: int) -> Candidate | None:
+        """With nothing decided, where that fits."""
+        if self.plain_bytes > available or self.plain().slab_bytes > available:
+            return None
+        return self.plain()
 
     def best(self, available: int, to_beat: float) -> Candidate | None:
         """The quickest candidate within ``available`` bytes.
 
         Where nothing can be quicker than ``to_beat`` seconds, nothing or something slower may be returned.
         """
-        if self.plain_bytes <= available and self.plain().slab_bytes <= available:
-            return self.plain()
+        plain = self.best_plain(available)
+        if plain is not None:
+            return plain
         limits = self.limits()
         rungs = [limit for limit in limits[::_NUM_STEPS] if limit <= available]
         found: Candidate | None = None
         for limit in reversed(rungs):
             if self._is_ruled_out(limit, found, to_beat):
                 break
-            found = _quicker(found, self._within(limit))
+            found = self._quicker(found, limit, to_beat)
         if not rungs or (found is not None and found.seconds <= self.least_seconds * (1 + _ROUNDING)):
             return found
         above = limits.index(rungs[-1]) + _NUM_STEPS
         steps = [limit for limit in limits[above - _NUM_STEPS + 1 : above] if limit <= available]
         if not steps or self._is_ruled_out(steps[-1], found, to_beat):
             return found
-        allowed = self.least_seconds
-        if above < len(limits):
-            higher = _quicker(found, self._within(limits[above]))
-            allowed = higher.seconds if higher is not None else math.inf
+        allowed: float | None = None
         for limit in reversed(steps):
             if self._is_ruled_out(limit, found, to_beat):
                 break
-            step = self._within(limit)
-            if step is not None and step.seconds >= allowed * (1 - _ROUNDING):
-                found = _quicker(found, step)
+            step = self._quicker(found, limit, to_beat)
+            if step is None or step is found:
+                continue
+            if allowed is None:
+                allowed = self._allowed(found, limits, above)
+            if step.seconds >= allowed * (1 - _ROUNDING):
+                found = step
         return found
+
+    def _allowed(self, found: Candidate | None, limits: list[int], above: int) -> float:
+        """What a step between two rungs may not be quicker than."""
+        if above >= len(limits):
+            return self.least_seconds
+        higher = self._within(limits[above])
+        known = [each.seconds for each in (found, higher) if each is not None]
+        return min(known, default=math.inf)
 
     def _is_ruled_out(self, limit_bytes: int, found: Candidate | None, to_beat: float) -> bool:
         """Whether nothing within a limit, or a lower one, can be quicker than what there is."""
         quickest = to_beat if found is None else min(to_beat, found.seconds)
-        bound = least_seconds(self._facts, self.arrangement.multiplexing, limit_bytes)
+        bound = self.bound(limit_bytes)
         return bound == math.inf or bound * (1 + _ROUNDING) >= quickest
+
+    def _quicker(self, found: Candidate | None, limit_bytes: int, to_beat: float) -> Candidate | None:
+        """What there is for a limit where that is quicker than ``found``; placed only if it can be."""
+        first = self._unplaced(limit_bytes)
+        quickest = to_beat if found is None else min(to_beat, found.seconds)
+        if first is None or first.seconds * _MOST_GAIN >= quickest:
+            return found
+        made = self._within(limit_bytes)
+        return made if made is not None and (found is None or made.seconds < found.seconds) else found
 
     def plain(self) -> Candidate:
         """With nothing swapped and nothing recomputed."""
         if self._plain is None:
-            self._plain = self._place(self._plain_schedule)
+            self._plain = _placed(self.arrangement.profiles, self._timed(self._plain_schedule))
         return self._plain
 
     def smallest(self) -> Candidate | None:
@@ -165,55 +252,67 @@ class Candidates:
                 schedule = self.known.policy.smallest(self._task(0))
             except Infeasible:
                 schedule = self._plain_schedule
-            self._smallest = self._place(schedule)
+            self._smallest = _placed(self.arrangement.profiles, self._timed(schedule))
         return self._smallest
 
+    def _unplaced(self, limit_bytes: int) -> _Timed | None:
+        """What the policy makes of one of `limits`, before it is known what that needs on a slab."""
+        if limit_bytes not in self._first:
+            self._first[limit_bytes] = self._scheduled(limit_bytes)
+        return self._first[limit_bytes]
+
     def _within(self, limit_bytes: int) -> Candidate | None:
-        """What the policy makes of one of `limits`, tightened where the slab needs more than the limit."""
+        """The same placed, and tightened where the slab needs more than the limit."""
         if limit_bytes not in self._made:
             self._made[limit_bytes] = self._make(limit_bytes)
         return self._made[limit_bytes]
 
     def _make(self, limit_bytes: int) -> Candidate | None:
+        first = timed = self._unplaced(limit_bytes)
         tightened = limit_bytes
-        policy = self.known.policy
-        for _ in range(_MAX_TIGHTENINGS):
-            task = self._task(tightened)
-            try:
-                schedule = schedule_sub_arrays(policy.schedule, task, together=isinstance(policy, Auto))
-            except Infeasible as reason:
-                need = tightened + reason.excess_bytes
-                self.least_need = need if self.least_need is None else min(self.least_need, need)
+        for times in (*_TIGHTENINGS, 0):
+            if timed is None or first is None:
                 return None
-            try:
-                candidate = self._place(schedule)
-            except PlanError:
-                return None  # decisions that no program can carry out
+            candidate = _placed(self.arrangement.profiles, timed)
             if candidate.slab_bytes <= limit_bytes:
-                return candidate
-            tightened -= candidate.slab_bytes - limit_bytes
+                # Budgets that go by the first would miss one that is quicker by more than they allow for.
+                return candidate if candidate.seconds >= first.seconds * _MOST_GAIN else None
+            tightened -= times * (candidate.slab_bytes - limit_bytes)
+            timed = self._scheduled(tightened) if times else None
         return None
 
-    def _least_bytes(self, body: FixedBody) -> int:
-        """With all swapped that can be: a recomputed tensor is away no longer than a swapped one.
+    def _scheduled(self, limit_bytes: int) -> _Timed | None:
+        policy = self.known.policy
+        try:
+            schedule = schedule_sub_arrays(
+                policy.schedule,
+                self._task(limit_bytes),
+                together=self._swaps_static,
+                other_way=policy.other_way().schedule if isinstance(policy, Auto) else None,
+            )
+        except Infeasible as reason:
+            need = limit_bytes + reason.excess_bytes
+            self.least_need = need if self.least_need is None else min(self.least_need, need)
+            return None
+        try:
+            return self._timed(schedule)
+        except PlanError:
+            return None  # decisions that no program can carry out
 
-        In another order than the plain one nodes of two sub-arrays only meet more of each other's tensors.
-        """
-        gaps = find_gaps(self._facts, with_static=isinstance(self.known.policy, Auto))
-        needs = demand(body, gaps, [Choice.SWAP] * len(gaps))
-        assert needs is not None
-        return needs.peak_bytes
-
-    def _place(self, schedule: Schedule) -> Candidate:
-        program = rewrite(self.arrangement.profiles, schedule)
-        return Candidate(schedule, program, lane_times(program.body, self.arrangement.profiles).seconds)
+    def _timed(self, schedule: Schedule) -> _Timed:
+        made = draft(self.arrangement.profiles, schedule)
+        return _Timed(schedule, made, lane_times(made.body, self.arrangement.profiles).seconds)
 
     def _task(self, limit_bytes: int) -> Task:
         arrangement = self.arrangement
-        return Task(arrangement.profiles, arrangement.multiplexing, limit_bytes, self._host_bytes)
+        return Task(
+            arrangement.profiles,
+            arrangement.multiplexing,
+            limit_bytes,
+            self._host_bytes,
+            self._worth(limit_bytes),
+        )
 
 
-def _quicker(first: Candidate | None, second: Candidate | None) -> Candidate | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return second if second.seconds < first.seconds else first
+def _placed(profiles: Sequence[Profile], timed: _Timed) -> Candidate:
+    return Candidate(timed.schedule, place(profiles, timed.draft), timed.seconds)

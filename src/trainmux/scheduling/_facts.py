@@ -14,6 +14,7 @@ from itertools import accumulate
 
 from trainmux.errors import PlanError
 from trainmux.ir import ByteClass, Phase, Profile, Schedule
+from trainmux.scheduling._remember import remembered
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Facts:
     start_seconds: tuple[float, ...]
 
 
+@remembered
 def facts_of(profile: Profile) -> Facts:
     """Walk through a profile once.
 

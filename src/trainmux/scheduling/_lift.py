@@ -12,12 +12,13 @@ So scheduling 64 sub-arrays costs what scheduling two costs, and a walk along th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from trainmux.ir import Multiplexing, Recomputation, Schedule, Swap
-from trainmux.scheduling._facts import Facts
+from trainmux.ir import Multiplexing, Profile, Recomputation, Schedule, Swap
+from trainmux.scheduling._facts import Facts, facts_of
 from trainmux.scheduling._policy import Infeasible, Node, Task, plain_order
 from trainmux.scheduling.policies._body import FixedBody, infeasible, known_facts, static_bytes
+from trainmux.scheduling.policies._clock import seconds_of
 from trainmux.scheduling.policies._gaps import Choice, Gap, find_gaps
 from trainmux.scheduling.policies._layout import demand, lay_out
 
@@ -28,21 +29,39 @@ _NUM_ROLES = 3
 """The first, any in the middle, and the last of sub-arrays that run in turns."""
 
 
+_CLOSE = 1 + 1e-6
+"""A ring that takes no longer than this many times its nodes' time is as quick as it can be."""
+
+
+@dataclass(frozen=True)
+class _Lifted:
+    """A schedule for all sub-arrays, how long it takes, and how long its nodes alone take."""
+
+    schedule: Schedule
+    seconds: float
+    least_seconds: float
+
+
 Solve = Callable[[Task], Schedule]
 """What makes a schedule for one or two sub-arrays, or for any number if it is asked for them together."""
 
 
-def schedule_sub_arrays(solve: Solve, task: Task, *, together: bool = False) -> Schedule:
+def schedule_sub_arrays(
+    solve: Solve, task: Task, *, together: bool = False, other_way: Solve | None = None
+) -> Schedule:
     """What ``solve`` makes of a task with any number of sub-arrays; raises `Infeasible` where nothing fits.
 
     ``together`` says that it can do more with all of them at once: swap static tensors of those that are
-    idle. That is tried where each by itself does not fit.
+    idle. That is tried where each by itself does not fit. ``other_way`` is asked too where a ring takes
+    longer than its nodes alone: what hides well in a pair may not do so where different pairs meet.
     """
     count = len(task.profiles)
     if count == 1 or (count == 2 and task.multiplexing is Multiplexing.RING):
         return solve(task)
     try:
-        return _ring(solve, task) if task.multiplexing is Multiplexing.RING else _turns(solve, task)
+        if task.multiplexing is Multiplexing.TURNS:
+            return _turns(solve, task)
+        return _quickest_ring([solve] if other_way is None else [solve, other_way], task).schedule
     except Infeasible as reason:
         if not together:
             raise
@@ -62,7 +81,8 @@ def _turns(solve: Solve, task: Task) -> Schedule:
     for sub_array, profile in enumerate(task.profiles):
         if id(profile) not in singles:
             limit = task.limit_bytes - sum(own_bytes) + own_bytes[sub_array]
-            alone = Task((profile,), Multiplexing.TURNS, limit, task.host_bytes // len(task.profiles))
+            host_bytes = task.host_bytes // len(task.profiles)
+            alone = Task((profile,), Multiplexing.TURNS, limit, host_bytes, _worth(task, (profile,)))
             singles[id(profile)] = solve(alone)
         single = singles[id(profile)]
         order += [(sub_array, rank) for _, rank in single.order]
@@ -83,7 +103,25 @@ def _turns(solve: Solve, task: Task) -> Schedule:
     return Schedule(Multiplexing.TURNS, tuple(order), tuple(swaps), tuple(recomputes))
 
 
-def _ring(solve: Solve, task: Task) -> Schedule:
+def _quickest_ring(ways: Sequence[Solve], task: Task) -> _Lifted:
+    best: _Lifted | None = None
+    reasons: list[Infeasible] = []
+    for solve in ways:
+        try:
+            found = _ring(solve, task)
+        except Infeasible as reason:
+            reasons.append(reason)
+            continue
+        if best is None or found.seconds < best.seconds:
+            best = found
+        if best.seconds <= best.least_seconds * _CLOSE:
+            break
+    if best is None:
+        raise min(reasons, key=lambda each: each.excess_bytes)
+    return best
+
+
+def _ring(solve: Solve, task: Task) -> _Lifted:
     all_facts = known_facts(task)
     count = len(task.profiles)
     own_bytes = [static_bytes([facts]).total for facts in all_facts]
@@ -91,8 +129,9 @@ def _ring(solve: Solve, task: Task) -> Schedule:
     for sub_array, profile in enumerate(task.profiles):
         if id(profile) not in pairs:
             limit = task.limit_bytes - sum(own_bytes) + 2 * own_bytes[sub_array]
-            pair = Task((profile, profile), Multiplexing.RING, limit, 2 * task.host_bytes // count)
-            pairs[id(profile)] = solve(pair)
+            both = (profile, profile)
+            host_bytes = 2 * task.host_bytes // count
+            pairs[id(profile)] = solve(Task(both, Multiplexing.RING, limit, host_bytes, _worth(task, both)))
     order: list[Node] = []
     for sub_array, profile in enumerate(task.profiles):
         following = (sub_array + 1) % count
@@ -143,7 +182,17 @@ def _reduced(task: Task) -> Task:
     swappable = {gap.tensor: gap.size_bytes for gap in find_gaps([facts], with_static=True) if gap.is_static}
     always = static_bytes([facts]).total - sum(swappable.values())
     limit = task.limit_bytes - left_out * always
-    return Task((profile,) * _NUM_ROLES, Multiplexing.TURNS, limit, task.host_bytes)
+    roles = (profile,) * _NUM_ROLES
+    return Task(roles, Multiplexing.TURNS, limit, task.host_bytes, _worth(task, roles))
+
+
+def _worth(task: Task, part: Sequence[Profile]) -> float:
+    """A part's share, by the time of its nodes, of the time that a schedule of the whole task should take."""
+
+    def seconds(profiles: Sequence[Profile]) -> float:
+        return sum(facts_of(profile).start_seconds[-1] for profile in profiles)
+
+    return task.worth_seconds * seconds(part) / max(seconds(task.profiles), 1e-30)
 
 
 def _lifted(task: Task, schedule: Schedule) -> Schedule:
@@ -157,7 +206,7 @@ def _lifted(task: Task, schedule: Schedule) -> Schedule:
     for sub_array in range(len(task.profiles)):
         role = 0 if sub_array == 0 else _NUM_ROLES - 1 if sub_array == last else 1
         _copy_choices(schedule, role, sub_array, gaps, choices, reasons)
-    return _placed(body, gaps, choices, reasons)
+    return _placed(body, gaps, choices, reasons).schedule
 
 
 def _copy_choices(
@@ -191,11 +240,11 @@ def _placed(
     gaps: tuple[Gap, ...],
     choices: Sequence[Choice],
     reasons: dict[tuple[int, int], str],
-) -> Schedule:
+) -> _Lifted:
     needs = demand(body, gaps, choices)
     if needs is None:
         raise infeasible(body.task, _POLICY, 1)
     layout = lay_out(body, gaps, needs, body.task.limit_bytes)
     if layout is None:
         raise infeasible(body.task, _POLICY, max(1, needs.peak_bytes - body.task.limit_bytes))
-    return layout.schedule(reasons)
+    return _Lifted(layout.schedule(reasons), seconds_of(layout), float(body.starts[-1]))

@@ -1,10 +1,10 @@
 """Members and a byte budget → the plan with the least predicted step time that fits, proved.
 
-Every partition is tried in every way that the policy knows, the quickest by its nodes alone first. An
-arrangement is left out only where it is certain that it cannot be quicker than what was found: by the time
-of its nodes, or by what its limit forces it to copy and recompute (`_bound`). Whatever is left out so would
-not have been chosen, so the guarantee of `_candidates` holds: time never rises as the budget rises (by more
-than the rounding of sums, one part in 10⁹).
+Every partition is tried in every way that the policy knows, beginning with the quickest that fits with
+nothing decided. An arrangement is left out only where it is certain that it cannot be quicker than what was
+found: by the time of its nodes, or by what its limit forces it to copy and recompute (`_bound`). Whatever is
+left out so would not have been chosen, so the guarantee of `_candidates` holds: time never rises as the
+budget rises (by more than the rounding of sums, one part in 10⁹).
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class Planner:
             for partition in search.partitions
             for arrangement in _arrangements(groups, partition, profiles, known.multiplexings(partition))
         ]
-        self._all = [Candidates(each, known, self._host_bytes) for each in arrangements]
+        self._all: list[Candidates] = []
+        self._all += [Candidates(each, known, self._host_bytes, self._worth) for each in arrangements]
         self._others = [
             Planner(
                 groups,
@@ -167,53 +168,44 @@ class Planner:
             )
             for other in (BESIDE_AUTO if policy == "auto" else ())
         ]
-        self._in_order = sorted(range(len(self._all)), key=lambda n: (self._all[n].least_seconds, n))
         narrowest = min(range(len(self._all)), key=lambda n: (max(arrangements[n].widths), n))
         self._narrowest = self._all[narrowest]
 
     def plan(self, budget_bytes: int) -> Plan:
         """The quickest plan within ``budget_bytes``, which count ``fixed_bytes`` too."""
-        other = self._best_other(budget_bytes)
-        to_beat = math.inf if other is None else other.step_seconds
-        available = budget_bytes - self.fixed_bytes
-        chosen = -1
-        best: Candidate | None = None
-        notes: dict[int, tuple[Candidate | None, str]] = {}
-        for done, number in enumerate(self._in_order):
-            candidates = self._all[number]
-            self._report("scheduling", done, len(self._in_order), candidates.arrangement.in_words)
-            if to_beat <= candidates.least_seconds * (1 + _ROUNDING):
-                notes[number] = (None, f"its nodes alone take {candidates.least_seconds:.6g} s")
-                continue
-            found = candidates.best(available, to_beat)
-            notes[number] = (found, "" if found is not None else _why_not(candidates, available))
-            if found is not None and (best is None or found.seconds < best.seconds):
-                best, chosen = found, number
-                to_beat = min(to_beat, found.seconds)
-        smallest = self._smallest_if_quicker(to_beat, available)
-        if smallest is not None:
-            best = smallest
-            chosen = self._all.index(self._narrowest)
-            notes[chosen] = (smallest, "")
-        if other is not None and (best is None or other.step_seconds <= best.seconds):
-            attempts = self._attempts(notes, other.step_seconds, None)
-            return replace(other, policy=self.policy, attempts=(*other.attempts, *attempts))
-        if best is None:
+        plan = self._quickest(budget_bytes, math.inf)
+        if plan is None:
             raise self._no_plan(budget_bytes)
-        attempts = self._attempts(notes, best.seconds, chosen)
-        return self._emit(self._all[chosen].arrangement, best, budget_bytes, attempts)
+        return plan
 
-    def _best_other(self, budget_bytes: int) -> Plan | None:
-        """The quickest plan of the policies beside this one."""
-        found: Plan | None = None
+    def _quickest(self, budget_bytes: int, to_beat: float) -> Plan | None:
+        """The quickest plan, if it takes less than ``to_beat`` seconds."""
+        available = budget_bytes - self.fixed_bytes
+        search = _Search(self._all, available, to_beat)
+        for done, number in enumerate(search.in_order):
+            self._report("scheduling", done, len(self._all), self._all[number].arrangement.in_words)
+            search.look_at(number)
+        smallest = self._smallest_if_quicker(search.to_beat, available)
+        if smallest is not None:
+            search.take(self._all.index(self._narrowest), smallest)
+        beside: Plan | None = None
         for planner in self._others:
-            try:
-                plan = planner.plan(budget_bytes)
-            except BudgetError:
-                continue
-            if found is None or plan.step_seconds < found.step_seconds:
-                found = plan
-        return found
+            found = planner._quickest(budget_bytes, search.to_beat)
+            if found is not None:
+                beside = found
+                search.to_beat = found.step_seconds
+        if beside is not None:
+            attempts = self._attempts(search.notes, beside.step_seconds, None)
+            return replace(beside, policy=self.policy, attempts=(*beside.attempts, *attempts))
+        if search.best is None:
+            return None
+        attempts = self._attempts(search.notes, search.best.seconds, search.chosen)
+        return self._emit(self._all[search.chosen].arrangement, search.best, budget_bytes, attempts)
+
+    def _worth(self, limit_bytes: int) -> float:
+        """Seconds of the quickest arrangement that needs no decision within a limit."""
+        fitting = (each.least_seconds for each in self._all if each.plain_bytes <= limit_bytes)
+        return min(fitting, default=math.inf)
 
     def _attempts(
         self, notes: dict[int, tuple[Candidate | None, str]], seconds: float, chosen: int | None
@@ -253,7 +245,7 @@ class Planner:
     def _smallest_if_quicker(self, to_beat: float, available: int) -> Candidate | None:
         """The plan with the fewest bytes, where it fits and nothing quicker was found."""
         narrowest = self._narrowest
-        if to_beat <= narrowest.least_seconds * (1 + _ROUNDING):
+        if to_beat <= narrowest.bound(available) * (1 + _ROUNDING):
             return None
         smallest = narrowest.smallest()
         if smallest is None or smallest.slab_bytes > available:
@@ -346,6 +338,48 @@ class Planner:
     def _report(self, stage: str, done: int, total: int, current: str) -> None:
         if self._progress is not None:
             self._progress(PlanProgress(stage, done, total, current))
+
+
+class _Search:
+    """What was found so far within ``available`` bytes; ``to_beat`` is the time that counts from now on.
+
+    What fits with nothing decided comes first, the quickest of it: that costs no search and spares others.
+    The rest follows by what it can reach at best, so that what can no longer win comes last.
+    """
+
+    def __init__(self, everything: Sequence[Candidates], available: int, to_beat: float) -> None:
+        self.to_beat = to_beat
+        self.best: Candidate | None = None
+        self.chosen = -1
+        self.notes: dict[int, tuple[Candidate | None, str]] = {}
+        self._all = everything
+        self._available = available
+        self._bounds = [candidates.bound(available) for candidates in everything]
+        numbers = range(len(everything))
+        by_bound = sorted(numbers, key=lambda n: (self._bounds[n], n))
+        fitting = [n for n in by_bound if everything[n].plain_bytes <= available]
+        self.in_order = [*fitting, *(n for n in by_bound if n not in fitting)]
+
+    def look_at(self, number: int) -> None:
+        """Take what an arrangement offers if it is quicker, or note why it is not taken."""
+        candidates = self._all[number]
+        for seconds, why in (
+            (candidates.least_seconds, "its nodes alone take {:.6g} s"),
+            (self._bounds[number], "within the budget it takes at least {:.6g} s"),
+        ):
+            if self.to_beat <= seconds * (1 + _ROUNDING) and seconds < math.inf:
+                self.notes[number] = (None, why.format(seconds))
+                return
+        found = candidates.best(self._available, self.to_beat)
+        self.notes[number] = (found, "" if found is not None else _why_not(candidates, self._available))
+        if found is not None and found.seconds < self.to_beat:
+            self.take(number, found)
+
+    def take(self, number: int, found: Candidate) -> None:
+        """Make a candidate the one to beat."""
+        self.best, self.chosen = found, number
+        self.to_beat = found.seconds
+        self.notes[number] = (found, "")
 
 
 def _arrangements(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,13 +22,15 @@ class Task:
     """What is to be scheduled: one profile per sub-array, and how they share the device.
 
     ``limit_bytes`` is for all tensors and workspaces of all sub-arrays on the device (the budget less what
-    is fixed), ``host_bytes`` for swapped tensors on the host.
+    is fixed), ``host_bytes`` for swapped tensors on the host. ``worth_seconds`` is what is to be had within
+    the same limit without any decision: a policy that searches need not work on what stays far above it.
     """
 
     profiles: tuple[Profile, ...]
     multiplexing: Multiplexing
     limit_bytes: int
     host_bytes: int
+    worth_seconds: float = math.inf
 
 
 class Policy(Protocol):

@@ -76,8 +76,9 @@ class _Builder:
 def random_profile(rng: random.Random, num_layers: int) -> Profile:
     """Layers with skips over others, a loss, the backward pass through all of them, and an update.
 
-    In between: batch statistics that a forward node changes, activations in place, nodes with two outputs,
-    gradients that several consumers add to, updates at once or at the end, a norm as a second result.
+    In between: batch statistics that a forward node changes, constants and parameters that nothing changes,
+    some of them read in the forward pass only, activations in place, nodes with two outputs, gradients that
+    several consumers add to, updates at once or at the end, a norm as a second result.
     """
     make = _Builder(rng)
     batch = make.tensor("batch", ByteClass.BATCH)
@@ -97,8 +98,14 @@ def random_profile(rng: random.Random, num_layers: int) -> Profile:
             saved.append(creates[-1])
         if rng.random() < 0.15:
             changes.append(make.tensor(f"statistics{i}", ByteClass.BUFFER, 2))
+        unchanged = _unchanged(make, i, saved)
         make.node(
-            f"layer{i}", Phase.FORWARD, [*inputs, weight], creates, changes, is_repeatable=rng.random() < 0.95
+            f"layer{i}",
+            Phase.FORWARD,
+            [*inputs, weight, *unchanged],
+            creates,
+            changes,
+            is_repeatable=rng.random() < 0.95,
         )
         if rng.random() < 0.15:
             make.node(f"in place{i}", Phase.FORWARD, [], [], [output])
@@ -115,6 +122,20 @@ def random_profile(rng: random.Random, num_layers: int) -> Profile:
     make.node("loss", Phase.FORWARD, [features[-1]], [loss])
     _backward(make, rng, layers, features[-1], loss)
     return make.profile()
+
+
+def _unchanged(make: _Builder, layer: int, saved: list[int]) -> list[int]:
+    """Tensors that a layer reads and nothing changes: a constant, a parameter that is not trained.
+
+    The constant is also read in the backward pass half of the time.
+    """
+    found = []
+    if make.rng.random() < 0.15:
+        found.append(make.tensor(f"constant{layer}", ByteClass.CONSTANT))
+        saved += found if make.rng.random() < 0.5 else []
+    if make.rng.random() < 0.15:
+        found.append(make.tensor(f"frozen{layer}", ByteClass.PARAMETER))
+    return found
 
 
 def _backward(

@@ -19,7 +19,12 @@ DEVICE = DeviceFacts("test device", memory_bytes=2**40, host_bytes=2**40)
 
 @dataclass(frozen=True)
 class Shape:
-    """What a random step looks like: how many layers, and how likely each feature of one is."""
+    """What a random step looks like: how many layers, and how likely each feature of one is.
+
+    A ``constant`` is read in the forward pass and, half of the time, in the backward pass; a ``frozen``
+    parameter is read in the forward pass, now and then by two layers, and never trained. Nothing changes
+    either of them.
+    """
 
     num_layers: int = 4
     skip: float = 0.3
@@ -27,6 +32,8 @@ class Shape:
     workspace: float = 0.2
     unrepeatable: float = 0.1
     buffer: float = 0.1
+    constant: float = 0.2
+    frozen: float = 0.15
     immediate_update: float = 0.5
     optimizer_states: int = 1
     max_feature_kib: int = 64
@@ -72,14 +79,16 @@ class _Draft:
 def random_profile(seed: int, width: int = 1, shape: Shape = Shape()) -> Profile:  # noqa: B008
     """The step of a random model at a width: tensors grow with it, times grow by less."""
     rng = random.Random(f"{seed}")
-    draft = _write(rng, shape)
+    draft = _write(rng, random.Random(f"{seed} unchanged"), shape)
     link_bytes_per_second = 10 ** rng.uniform(6.0, 8.5)
     saturation = rng.uniform(0.1, 0.9)
     return _finish(draft, f"random-{seed}", width, link_bytes_per_second, saturation, shape.duplex_slowdown)
 
 
-def _write(rng: random.Random, shape: Shape) -> _Draft:
+def _write(rng: random.Random, unchanged: random.Random, shape: Shape) -> _Draft:
+    """``unchanged`` draws tensors that nothing changes, apart from all others, which stay what they are."""
     draft = _Draft()
+    frozen: list[int] = []
 
     def size(limit_kib: int) -> int:
         units = rng.randint(1, limit_kib)
@@ -105,10 +114,20 @@ def _write(rng: random.Random, shape: Shape) -> _Draft:
         changes = []
         if rng.random() < shape.buffer:
             changes = [draft.tensor(f"b{number}", size(2), ByteClass.BUFFER)]
+        beside, also_backward = [], []
+        if unchanged.random() < shape.constant:
+            units = unchanged.randint(1, shape.max_feature_kib)
+            beside.append(draft.tensor(f"c{number}", units * KIB, ByteClass.CONSTANT))
+            also_backward += beside if unchanged.random() < 0.5 else []
+        if unchanged.random() < shape.frozen:
+            if not frozen or unchanged.random() < 0.7:
+                units = unchanged.randint(1, shape.max_parameter_kib)
+                frozen.append(draft.tensor(f"f{number}", units * KIB, ByteClass.PARAMETER))
+            beside.append(unchanged.choice(frozen))
         draft.node(
             f"forward{number}",
             Phase.FORWARD,
-            [*inputs, parameter],
+            [*inputs, parameter, *beside],
             outputs,
             changes,
             seconds(),
@@ -117,7 +136,7 @@ def _write(rng: random.Random, shape: Shape) -> _Draft:
         )
         candidates = [*inputs, outputs[0]]
         saved = [tensor for tensor in candidates if rng.random() < 0.6] or [inputs[0]]
-        layers.append((tuple(inputs), parameter, tuple(outputs), (*saved, *outputs[1:])))
+        layers.append((tuple(inputs), parameter, tuple(outputs), (*saved, *outputs[1:], *also_backward)))
         activations.append(outputs[0])
     loss = draft.tensor("loss", 512, ByteClass.RESULT)
     gradient_of = {activations[-1]: draft.tensor(f"g.z{shape.num_layers - 1}", draft.sizes[activations[-1]])}

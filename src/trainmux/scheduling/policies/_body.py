@@ -11,6 +11,7 @@ import numpy.typing as npt
 from trainmux.ir import ByteClass, Multiplexing, Schedule
 from trainmux.scheduling._facts import Facts, facts_of
 from trainmux.scheduling._policy import Infeasible, Node, Task
+from trainmux.scheduling._remember import remembered
 from trainmux.scheduling.policies._gaps import Derivations, Gap
 
 Ints = npt.NDArray[np.int64]
@@ -106,6 +107,7 @@ class _Spans:
     is_result: npt.NDArray[np.bool_]
 
 
+@remembered
 def _spans(facts: Facts) -> _Spans:
     records = [record for record in facts.tensors if not record.byte_class.is_static]
     return _Spans(
@@ -119,11 +121,7 @@ def _spans(facts: Facts) -> _Spans:
 
 def known_facts(task: Task) -> tuple[Facts, ...]:
     """The facts of each sub-array; those that share a profile share them."""
-    known: dict[int, Facts] = {}
-    for profile in task.profiles:
-        if id(profile) not in known:
-            known[id(profile)] = facts_of(profile)
-    return tuple(known[id(profile)] for profile in task.profiles)
+    return tuple(facts_of(profile) for profile in task.profiles)
 
 
 @dataclass(frozen=True)

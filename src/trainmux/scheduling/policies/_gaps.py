@@ -22,6 +22,7 @@ from enum import IntEnum
 from trainmux.ir import ByteClass
 from trainmux.scheduling._facts import Facts, TensorFacts
 from trainmux.scheduling._recompute import recomp_memory
+from trainmux.scheduling._remember import remembered
 
 _SWAPPABLE_STATIC = frozenset(
     {ByteClass.PARAMETER, ByteClass.OPTIMIZER_STATE, ByteClass.BUFFER, ByteClass.CONSTANT}
@@ -94,11 +95,8 @@ class Derivation:
 def find_gaps(all_facts: Sequence[Facts], *, with_static: bool) -> tuple[Gap, ...]:
     """The gaps of feature maps, sub-array by sub-array, and behind them those of static tensors."""
     gaps: list[Gap] = []
-    can_recompute: dict[int, set[int]] = {}
     for sub_array, facts in enumerate(all_facts):
-        if id(facts) not in can_recompute:
-            prices = RecomputePrices(facts, {})
-            can_recompute[id(facts)] = {t for t in facts.feature_maps if prices.seconds(t) is not None}
+        can_recompute = _recomputable(facts)
         for tensor in facts.feature_maps:
             record = facts.tensors[tensor]
             assert record.last_fw_access is not None
@@ -113,7 +111,7 @@ def find_gaps(all_facts: Sequence[Facts], *, with_static: bool) -> tuple[Gap, ..
                         record.first_bw_access,
                         is_static=False,
                         copies_out=True,
-                        can_recompute=tensor in can_recompute[id(facts)],
+                        can_recompute=tensor in can_recompute,
                     )
                 )
     if with_static:
@@ -121,6 +119,13 @@ def find_gaps(all_facts: Sequence[Facts], *, with_static: bool) -> tuple[Gap, ..
             for record in facts.tensors:
                 gaps += _static_gaps(sub_array, record, len(facts.nodes))
     return tuple(gaps)
+
+
+@remembered
+def _recomputable(facts: Facts) -> frozenset[int]:
+    """The feature maps that can be made again while all others are there."""
+    prices = RecomputePrices(facts, {})
+    return frozenset(tensor for tensor in facts.feature_maps if prices.seconds(tensor) is not None)
 
 
 def _static_gaps(sub_array: int, record: TensorFacts, num_nodes: int) -> list[Gap]:
@@ -151,7 +156,7 @@ def derive(facts: Facts, recomputed: Mapping[int, Choice]) -> Derivation | None:
     Every other tensor counts as on the device as long as it is needed: one that is swapped is brought back
     for whoever reads it first.
     """
-    return _Deriving(_Step(facts), recomputed).run()
+    return _Deriving(_step_of(facts), recomputed).run()
 
 
 class Derivations:
@@ -163,7 +168,6 @@ class Derivations:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, frozenset[tuple[int, Choice]]], Derivation | None] = {}
-        self._steps: dict[int, _Step] = {}
         self._last: dict[int, deque[tuple[dict[int, Choice], Derivation]]] = {}
 
     def of(self, facts: Facts, recomputed: Mapping[int, Choice]) -> Derivation | None:
@@ -172,7 +176,7 @@ class Derivations:
         if key not in self._known:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            step = self.step(facts)
+            step = _step_of(facts)
             found = self._from_last(step, recomputed)
             if found is None:
                 found = _Deriving(step, recomputed).run()
@@ -182,12 +186,6 @@ class Derivations:
             last = self._last.setdefault(id(facts), deque(maxlen=_NUM_LAST))
             last.appendleft((dict(recomputed), derivation))
         return derivation
-
-    def step(self, facts: Facts) -> _Step:
-        """What deriving looks up all the time, made once for each facts."""
-        if id(facts) not in self._steps:
-            self._steps[id(facts)] = _Step(facts)  # keeps the facts, so that no others get their id
-        return self._steps[id(facts)]
 
     def _from_last(self, step: _Step, recomputed: Mapping[int, Choice]) -> Derivation | None:
         if Choice.RECOMPUTE_EARLY in recomputed.values():
@@ -201,16 +199,16 @@ class Derivations:
 class RecomputePrices:
     """What recomputing one feature map more would take, beside those that are ``recomputed`` already.
 
-    Prices stay known while tensors are added that they have nothing to do with.
+    Prices stay known while tensors are added that they have nothing to do with. Those that have are worked
+    out anew only when they are asked for: they rise, so the old one is `at_least` the price until then.
     """
 
-    def __init__(
-        self, facts: Facts, recomputed: Mapping[int, Choice], derivations: Derivations | None = None
-    ) -> None:
-        self._step = derivations.step(facts) if derivations is not None else _Step(facts)
+    def __init__(self, facts: Facts, recomputed: Mapping[int, Choice]) -> None:
+        self._step = _step_of(facts)
         self._recomputed = dict(recomputed)
         self._made_before: dict[int, int] = {}
         self._known: dict[int, tuple[float, set[int]] | None] = {}
+        self._before: dict[int, float] = {}
         for tensor in recomputed:
             self._note(tensor)
 
@@ -221,12 +219,24 @@ class RecomputePrices:
         known = self._known[tensor]
         return known[0] if known is not None else None
 
+    def at_least(self, tensor: int) -> float | None:
+        """A price that `seconds` is not below; ``None`` where it cannot be made again."""
+        if tensor not in self._known and tensor in self._before:
+            return self._before[tensor]
+        return self.seconds(tensor)
+
+    def is_known(self, tensor: int) -> bool:
+        """Whether `at_least` is the price itself."""
+        return tensor in self._known
+
     def add(self, tensor: int, choice: Choice) -> None:
         """Recompute one more; those that read it cost more from now on."""
         self._recomputed[tensor] = choice
         self._note(tensor)
-        for other in [t for t, known in self._known.items() if known is not None and tensor in known[1]]:
-            del self._known[other]
+        for other, known in list(self._known.items()):
+            if known is not None and tensor in known[1]:
+                self._before[other] = known[0]
+                del self._known[other]
 
     def _note(self, tensor: int) -> None:
         first_use = self._step.first_bw[tensor]
@@ -264,6 +274,9 @@ class _Step:
         self.creates = [node.creates for node in nodes]
         self.may_repeat = [node.is_repeatable and not node.changes for node in nodes]
         self.seconds = [node.seconds for node in nodes]
+
+
+_step_of = remembered(_Step)
 
 
 class _Deriving:

@@ -123,7 +123,6 @@ def demand(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]) -> D
     derivations = _derive_all(body, gaps, choices)
     if derivations is None:
         return None
-    tensors = body.tensors.copy()
     beyond = body.workspace.copy()
     seconds = np.zeros(body.length)
     recomputes: list[PlacedRecompute] = []
@@ -137,9 +136,11 @@ def demand(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]) -> D
             beyond[before] = max(beyond[before], derived.beyond_bytes - body.created[before])
     swaps = []
     host_bytes = {}
-    for number, (gap, choice) in enumerate(zip(gaps, choices, strict=True)):
+    changes = [0] * (body.length + 1)  # of the bytes on the device, from one position to the next
+    for number, choice in enumerate(choices):
         if choice is Choice.KEEP:
             continue
+        gap = gaps[number]
         last, back = body.gap_places(gap)
         if choice is Choice.SWAP:
             back = body.place[gap.sub_array][_deadline(gap, derivations.get(gap.sub_array))]
@@ -147,7 +148,11 @@ def demand(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]) -> D
             host_bytes[gap.sub_array, gap.tensor] = gap.size_bytes
         else:
             back = made_before[gap.sub_array, gap.tensor]
-        _add(tensors, last + 1, back, -gap.size_bytes)
+        changes[last + 1] -= gap.size_bytes
+        changes[back] += gap.size_bytes
+        if back < last + 1:  # around the body's end
+            changes[0] -= gap.size_bytes
+    tensors: Ints = body.tensors + np.cumsum(np.asarray(changes[:-1], dtype=np.int64))
     return Demand(tensors, beyond, seconds, tuple(swaps), tuple(recomputes), sum(host_bytes.values()))
 
 
@@ -304,12 +309,3 @@ def _deadline(gap: Gap, derivation: Derivation | None) -> int:
         return gap.first
     due = derivation.first_reads.get(gap.tensor, gap.first)
     return due if gap.last < due < gap.first else gap.first
-
-
-def _add(curve: Ints, begin: int, end: int, amount: int) -> None:
-    """Add from ``begin`` up to, not including, ``end``; around the body's end where it is not larger."""
-    if begin <= end:
-        curve[begin:end] += amount
-    else:
-        curve[begin:] += amount
-        curve[:end] += amount

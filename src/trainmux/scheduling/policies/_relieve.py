@@ -9,9 +9,10 @@ right for all graphs, so callers try several and let the clock decide.
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,6 +63,29 @@ class Step:
     host_bytes: int
 
 
+class Path:
+    """Steps down to fewer and fewer bytes, walked only as far as it was asked for: one serves every limit."""
+
+    def __init__(self, walk: Iterator[Relief]) -> None:
+        self._walk = walk
+        self._steps: list[Step] = []
+
+    def first_within(self, limit_bytes: int, host_bytes: int) -> Step | None:
+        """What `Reliever.relieve` would stop at; ``None`` where the path does not lead there."""
+        for step in self._all():
+            if step.peak_bytes <= limit_bytes and step.host_bytes <= host_bytes:
+                return step
+        return None
+
+    def _all(self) -> Iterator[Step]:
+        yield from self._steps
+        for relief in self._walk:
+            peak = relief.needs.peak_bytes
+            if not self._steps or peak < self._steps[-1].peak_bytes:
+                self._steps.append(Step(relief.choices, peak, relief.needs.host_bytes))
+                yield self._steps[-1]
+
+
 @dataclass(frozen=True)
 class Shortfall:
     """The choices that came closest, and by how many bytes they do not fit."""
@@ -70,14 +94,32 @@ class Shortfall:
     excess_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Option:
-    """A way to give up a gap: ``price`` in seconds per byte, ``idle_seconds`` decide between equal ones."""
+    """A way to give up a gap."""
 
-    price: float
-    idle_seconds: float
     gap: int
     choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A gap that may be given up: seconds to swap it and to make it again, ``None`` where that cannot be."""
+
+    gap: int
+    swap_seconds: float | None
+    again_seconds: float | None
+    per_byte: float
+
+    @property
+    def is_recomputed(self) -> bool:
+        if self.again_seconds is None:
+            return False
+        return self.swap_seconds is None or self.again_seconds < self.swap_seconds
+
+    @property
+    def seconds(self) -> float | None:
+        return self.again_seconds if self.is_recomputed else self.swap_seconds
 
 
 class Reliever:
@@ -110,17 +152,9 @@ class Reliever:
                 closest = Shortfall(relief.choices, max(1, excess))
         return closest
 
-    def path(self, body: FixedBody, link_price: LinkPrice) -> tuple[Step, ...]:
-        """All choices on the way from nothing decided to as few bytes as can be, each below the one before.
-
-        The first step within a limit is what `relieve` would stop at: one path serves every limit.
-        """
-        steps: list[Step] = []
-        for relief in self._walk(body, 0, link_price, None, None):
-            peak = relief.needs.peak_bytes
-            if not steps or peak < steps[-1].peak_bytes:
-                steps.append(Step(relief.choices, peak, relief.needs.host_bytes))
-        return tuple(steps)
+    def path(self, body: FixedBody, link_price: LinkPrice) -> Path:
+        """All choices on the way from nothing decided to as few bytes as can be."""
+        return Path(self._walk(body, 0, link_price, None, None))
 
     def _walk(
         self,
@@ -170,9 +204,13 @@ class Reliever:
         prices: _Prices,
         cannot: set[int],
         noise: random.Random | None,
-    ) -> list[_Option]:
-        """The cheaper way of giving up each of the gaps that is not given up yet, the cheapest first."""
-        options = []
+    ) -> Iterator[_Option]:
+        """The cheaper way of giving up each of the gaps that is not given up yet, the cheapest first.
+
+        Prices of recomputations only rise, so one that is out of date is brought up to date when it would
+        come next: those far behind are left as they are.
+        """
+        heap = []
         for number in numbers.tolist():
             if choices[number] is not Choice.KEEP:
                 continue
@@ -181,22 +219,28 @@ class Reliever:
             copying = record.swap_in_seconds
             if gap.is_static and gap.copies_out:
                 copying += record.swap_out_seconds
-            best: tuple[float, Choice] | None = None
-            if self._may_swap:
-                best = (link_price * copying if copying else 0.0, Choice.SWAP)
-            if gap.can_recompute and number not in cannot and link_price > 0:
-                seconds = prices.seconds(gap)
-                if seconds is not None and (best is None or seconds < best[0]):
-                    best = (seconds, Choice.RECOMPUTE)
-            if best is None:
-                continue
+            swapping = (link_price * copying if copying else 0.0) if self._may_swap else None
             shaken = noise.uniform(0.5, 1.5) if noise is not None else 1.0
-            options.append(
-                _Option(
-                    shaken * best[0] / gap.size_bytes, float(covers.idle_seconds[number]), number, best[1]
-                )
-            )
-        return sorted(options, key=lambda option: (option.price, -option.idle_seconds, option.gap))
+            again = None
+            if gap.can_recompute and number not in cannot and link_price > 0:
+                again = prices.at_least(gap)
+            waiting = _Waiting(number, swapping, again, shaken / gap.size_bytes)
+            if waiting.seconds is not None:
+                idle = float(covers.idle_seconds[number])
+                heap.append((waiting.seconds * waiting.per_byte, -idle, number, waiting))
+        heapq.heapify(heap)
+        while heap:
+            _, idle, number, waiting = heap[0]
+            gap = self._gaps[number]
+            if waiting.is_recomputed and not prices.is_known(gap):
+                waiting = replace(waiting, again_seconds=prices.seconds(gap))
+                if waiting.seconds is None:
+                    heapq.heappop(heap)
+                else:
+                    heapq.heapreplace(heap, (waiting.seconds * waiting.per_byte, idle, number, waiting))
+                continue
+            heapq.heappop(heap)
+            yield _Option(number, Choice.RECOMPUTE if waiting.is_recomputed else Choice.SWAP)
 
     def _price_now(self, body: FixedBody, choices: Sequence[Choice], link_price: LinkPrice) -> float:
         """0 as long as the copies back that are decided take no more than the free share."""
@@ -213,7 +257,7 @@ class Reliever:
         self,
         body: FixedBody,
         choices: list[Choice],
-        options: Sequence[_Option],
+        options: Iterable[_Option],
         excess: int,
         host_bytes: int,
     ) -> list[int]:
@@ -258,12 +302,17 @@ class _Prices:
             if choice in RECOMPUTED:
                 recomputed[gap.sub_array][gap.tensor] = choice
         self._prices = [
-            RecomputePrices(facts, own, body.derivations)
-            for facts, own in zip(body.all_facts, recomputed, strict=True)
+            RecomputePrices(facts, own) for facts, own in zip(body.all_facts, recomputed, strict=True)
         ]
 
     def seconds(self, gap: Gap) -> float | None:
         return self._prices[gap.sub_array].seconds(gap.tensor)
+
+    def at_least(self, gap: Gap) -> float | None:
+        return self._prices[gap.sub_array].at_least(gap.tensor)
+
+    def is_known(self, gap: Gap) -> bool:
+        return self._prices[gap.sub_array].is_known(gap.tensor)
 
     def add(self, numbers: Iterable[int], choices: Sequence[Choice]) -> None:
         for number in numbers:

@@ -13,7 +13,7 @@ A plan by ``auto`` is never slower than one by another policy: the planner has t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainmux.ir import Multiplexing, Schedule
 from trainmux.scheduling._policy import Node, Task, plain_order
@@ -22,7 +22,7 @@ from trainmux.scheduling.policies._clock import seconds_of
 from trainmux.scheduling.policies._gaps import Choice, Derivations, Gap, find_gaps
 from trainmux.scheduling.policies._improve import Found, Improver
 from trainmux.scheduling.policies._layout import demand, lay_out
-from trainmux.scheduling.policies._relieve import LINK_PRICES, LinkPrice, Reliever, Step
+from trainmux.scheduling.policies._relieve import LINK_PRICES, LinkPrice, Path, Reliever
 from trainmux.scheduling.policies._stages import Stages
 
 _EVALUATED_NODES = 20_000
@@ -31,6 +31,8 @@ _LARGE_BODY = 1500
 """From so many nodes on a search begins in fewer places, each of which takes longer."""
 _MAX_KNOWN = 64
 """Sets of sub-arrays that are remembered at a time."""
+_HOPELESS = 1.1
+"""A start that is so many times slower than what is to be had without any decision is not improved."""
 _CLOSE = 1 + 1e-9
 """A body that takes no longer than its nodes alone, rounding aside, cannot be improved."""
 
@@ -39,13 +41,15 @@ _CLOSE = 1 + 1e-9
 class Auto:
     """The policy ``auto``. ``evaluations`` bounds the improvement; ``None``: the size of the body decides.
 
-    ``swaps_static`` says whether static tensors may be swapped too.
+    ``swaps_static`` says whether static tensors may be swapped too, ``static_first`` that this is tried
+    before keeping them: what is found first and costs no time is taken.
     """
 
     name: str = "auto"
     seed: int = 0
     evaluations: int | None = None
     swaps_static: bool = True
+    static_first: bool = False
     _bodies: dict[tuple[int, ...], _Known] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -64,6 +68,12 @@ class Auto:
         if layout is None:
             raise infeasible(task, self.name, needs.peak_bytes - task.limit_bytes)
         return layout.schedule("as few bytes as can be")
+
+    def other_way(self) -> Auto:
+        """The same search, beginning with static tensors; it shares what is known of bodies."""
+        other = replace(self, static_first=not self.static_first)
+        object.__setattr__(other, "_bodies", self._bodies)
+        return other
 
     def _known(self, task: Task) -> _Known:
         """What is known of sub-arrays, whatever the limit; remembered for the next one."""
@@ -85,7 +95,7 @@ class _Known:
         self.derivations = Derivations()
         self.plain = plain_order(task.profiles, task.multiplexing)
         self._gaps: dict[bool, tuple[Gap, ...]] = {}
-        self._paths: dict[tuple[bool, tuple[Node, ...], LinkPrice], tuple[Step, ...]] = {}
+        self._paths: dict[tuple[bool, tuple[Node, ...], LinkPrice], Path] = {}
         self._least_bytes: dict[bool, int] = {}
 
     def gaps(self, *, with_static: bool) -> tuple[Gap, ...]:
@@ -103,7 +113,7 @@ class _Known:
             self._least_bytes[with_static] = needs.peak_bytes
         return self._least_bytes[with_static]
 
-    def path(self, body: FixedBody, link_price: LinkPrice, *, with_static: bool) -> tuple[Step, ...]:
+    def path(self, body: FixedBody, link_price: LinkPrice, *, with_static: bool) -> Path:
         key = (with_static, body.order, link_price)
         if key not in self._paths:
             gaps = self.gaps(with_static=with_static)
@@ -131,7 +141,8 @@ class _Search:
         if self._fits_plainly():
             return self.plain.plain_schedule()
         starts: list[tuple[bool, Found]] = []
-        for with_static in (False, True) if self.policy.swaps_static else (False,):
+        ways = (False, True) if self.policy.swaps_static else (False,)
+        for with_static in reversed(ways) if self.policy.static_first else ways:
             start = self._start(with_static)
             if start is not None:
                 starts.append((with_static, start))
@@ -140,6 +151,8 @@ class _Search:
         if not starts:
             raise infeasible(self.task, self.policy.name, 1)
         with_static, start = min(starts, key=lambda pair: pair[1].seconds)
+        if start.seconds > _HOPELESS * self.task.worth_seconds:
+            return self._emit(start)
         return self._emit(self._improver(with_static, self.evaluations).improve(start))
 
     def _fits_plainly(self) -> bool:
@@ -178,10 +191,10 @@ class _Search:
         for order in orders[:: 2 if is_large else 1]:
             body = self.plain.reordered(order)
             for price in prices:
-                for step in self.known.path(body, price, with_static=with_static):
-                    if step.peak_bytes <= self.task.limit_bytes and step.host_bytes <= self.task.host_bytes:
-                        yield body, step.choices
-                        break
+                path = self.known.path(body, price, with_static=with_static)
+                step = path.first_within(self.task.limit_bytes, self.task.host_bytes)
+                if step is not None:
+                    yield body, step.choices
 
     def _emit(self, found: Found) -> Schedule:
         """As records. Copies back that can wait do so, as long as nothing takes longer: it saves bytes."""

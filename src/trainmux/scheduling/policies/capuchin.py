@@ -108,8 +108,7 @@ class _Deciding:
             if choice is Choice.RECOMPUTE:
                 recomputed[gap.sub_array][gap.tensor] = choice
         return [
-            RecomputePrices(facts, own, self.body.derivations)
-            for facts, own in zip(self.body.all_facts, recomputed, strict=True)
+            RecomputePrices(facts, own) for facts, own in zip(self.body.all_facts, recomputed, strict=True)
         ]
 
     def _helps(self, number: int, over: Ints) -> bool:

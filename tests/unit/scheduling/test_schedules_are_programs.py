@@ -1,0 +1,64 @@
+"""Whatever a policy decides can be carried out: no search may hide a schedule that no program keeps to.
+
+Planners drop schedules that `rewrite` refuses, so a policy that decides the impossible would only look slow.
+The steps here have many tensors that nothing changes, some of them read in the forward pass alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from graphs import Shape, random_profile
+
+from trainmux.ir import Multiplexing, verify
+from trainmux.rewrite import rewrite
+from trainmux.scheduling import Infeasible, Task, policy_named
+from trainmux.scheduling._facts import facts_of
+from trainmux.scheduling._lift import schedule_sub_arrays
+from trainmux.scheduling._policy import live_bytes, plain_order
+from trainmux.scheduling.policies import Auto
+from trainmux.simulate import peak_live_bytes
+
+SHAPE = Shape(num_layers=4, constant=0.6, frozen=0.6, unrepeatable=0.0)
+POLICIES = ("swap_only", "recompute_only", "capuchin", "mutwo", "auto")
+
+
+def tasks(seed: int) -> list[Task]:
+    """A step alone, with itself in a ring, and three in turns, each below static memory and above it."""
+    profile = random_profile(seed, 1, SHAPE)
+    found = []
+    for count, multiplexing in ((1, Multiplexing.TURNS), (2, Multiplexing.RING), (3, Multiplexing.TURNS)):
+        task = Task((profile,) * count, multiplexing, 0, 1 << 50)
+        high = max(live_bytes(task, plain_order(task.profiles, multiplexing)))
+        static = count * sum(tensor.size_bytes for tensor in profile.tensors if tensor.byte_class.is_static)
+        limits = [high // 2, *(int(static + share * (high - static)) for share in (0.7, 0.9))]
+        found += [replace(task, limit_bytes=limit) for limit in limits]
+    return found
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_schedule_becomes_a_proved_program(name: str) -> None:
+    num_decided = 0
+    for seed in range(10):
+        policy = policy_named(name, evaluations=6).policy
+        for task in tasks(seed):
+            try:
+                schedule = schedule_sub_arrays(policy.schedule, task, together=isinstance(policy, Auto))
+            except Infeasible:
+                continue
+            program = rewrite(task.profiles, schedule)
+            assert peak_live_bytes(program.body) <= task.limit_bytes
+            verify(program, task.profiles, budget_bytes=program.slab_bytes)
+            num_decided += bool(schedule.swaps or schedule.recomputes)
+    assert num_decided >= 10
+
+
+def test_the_steps_have_tensors_that_only_the_forward_pass_reads() -> None:
+    found = {"constant": 0, "parameter": 0}
+    for seed in range(10):
+        for tensor in facts_of(random_profile(seed, 1, SHAPE)).tensors:
+            kind = tensor.byte_class.value
+            if kind in found and tensor.accesses and tensor.last_bw_access is None:
+                found[kind] += 1
+    assert all(count >= 5 for count in found.values()), found
