@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,29 @@ def no_steps_from_other_tests(
         return folders[0]
 
     monkeypatch.setattr(_program_store, "cache_folder", folder)
+
+
+@pytest.fixture(autouse=True)
+def no_times_from_other_tests(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Measured times are kept on disk too; each test has a folder of its own, made when it is written to."""
+    folder = tmp_path_factory.getbasetemp() / "times" / uuid.uuid4().hex
+    monkeypatch.setenv("TRAINMUX_STRATEGY_DIR", str(folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_plans_of_other_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """So are plans; what is made for several tests comes before any test's own folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINMUX_PLAN_DIR", str(tmp_path_factory.mktemp("plans")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_plans_from_other_tests(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each test plans anew."""
+    folder = tmp_path_factory.getbasetemp() / "plans of tests" / uuid.uuid4().hex
+    monkeypatch.setenv("TRAINMUX_PLAN_DIR", str(folder))

@@ -86,3 +86,23 @@ def plan(
         run_plan(options)
     except UnknownWorkloadError as error:
         raise typer.BadParameter(str(error), param_hint="WORKLOAD") from None
+
+
+@app.command()
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all of it here, as JSON.")
+    ] = None,
+) -> None:
+    """Say what this machine has for training, what is missing, and what to do about it.
+
+    Ends with status 1 where training cannot work.
+    """
+    from trainmux.cli.doctor import UnwritableFileError, run_doctor
+
+    try:
+        can_train = run_doctor(quick=quick, json_file=json_file)
+    except UnwritableFileError as error:
+        raise typer.BadParameter(str(error), param_hint="--json") from None
+    raise typer.Exit(0 if can_train else 1)

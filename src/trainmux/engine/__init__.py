@@ -1,27 +1,42 @@
 """A fused graph becomes a program; an engine runs it step by step."""
 
+from trainmux.engine._capture_room import kernel_settings
 from trainmux.engine._cuda_graphs import CudaGraphEngine
+from trainmux.engine._into import scratch_bytes
+from trainmux.engine._lanes import HostLanes
+from trainmux.engine._planned import Memory, PlannedProgram
+from trainmux.engine._planned_engine import PlannedEngine
 from trainmux.engine._program import (
+    FED_NUMBERS,
     TAIL_INPUTS,
     ForwardProgram,
     ReferenceEngine,
     StepProgram,
     build_forward,
+    build_planned_forward,
     build_step,
 )
 from trainmux.engine._sub_arrays import first_rows, forward_in_sub_arrays, in_sub_arrays
 from trainmux.engine._tail import UpdateSettings
 
 __all__ = [
+    "FED_NUMBERS",
     "TAIL_INPUTS",
     "CudaGraphEngine",
     "ForwardProgram",
+    "HostLanes",
+    "Memory",
+    "PlannedEngine",
+    "PlannedProgram",
     "ReferenceEngine",
     "StepProgram",
     "UpdateSettings",
     "build_forward",
+    "build_planned_forward",
     "build_step",
     "first_rows",
     "forward_in_sub_arrays",
     "in_sub_arrays",
+    "kernel_settings",
+    "scratch_bytes",
 ]

@@ -6,29 +6,24 @@ which is another with every step, is copied into buffers that the graph was capt
 copied out, because the next replay overwrites them.
 
 A program changes weights, so it cannot simply be run to warm up. It is run with no member active, which
-leaves every tensor but the accumulators as it was. The second such run is recorded: the allocator's rules,
-simulated over its allocations, say what the capture will reserve before it does, and one segment of that
-size is reserved in its place (D8).
+leaves every tensor but the accumulators as it was.
 """
 
 from __future__ import annotations
 
 import operator
-import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainmux.engine._capture_room import CaptureRoom
 from trainmux.engine._program import ForwardProgram, StepProgram, run_module
 from trainmux.errors import BudgetError, TrainmuxWarning
 from trainmux.ir import MemoryUse
-from trainmux.runtime import AllocationEvent, deterministic_algorithms, record_allocations
-from trainmux.simulate import Allocate, AllocatorRules, Event, Free, PoolForecast
+from trainmux.runtime import deterministic_algorithms
 
 _MAX_RETIRED = 16
 
@@ -51,17 +46,6 @@ class _Captured:
         return len(held) == len(self.arguments) and all(map(operator.is_, held, self.arguments))
 
 
-@contextmanager
-def _measured_convolutions(wanted: bool) -> Iterator[None]:
-    """While active, cuDNN times its algorithms for each new shape and takes the fastest."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = wanted
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
 class CudaGraphEngine:
     """Runs programs by replaying CUDA graphs, which share one memory pool and one stream to capture on.
 
@@ -78,11 +62,16 @@ class CudaGraphEngine:
         self._deterministic = deterministic
         self._captured: dict[int, tuple[StepProgram | ForwardProgram, _Captured | None]] = {}
         self._retired: list[torch.cuda.CUDAGraph] = []
-        self._pool = torch.cuda.MemPool()
-        self._stream = torch.cuda.Stream(device)
-        self._forecast: PoolForecast | None = PoolForecast(AllocatorRules.for_torch(torch.__version__))
-        self.memory: MemoryUse | None = None
-        self.num_captures = 0
+        self._room = CaptureRoom(device, deterministic=deterministic)
+
+    @property
+    def memory(self) -> MemoryUse | None:
+        """What was predicted for the device and what it held, at the last capture."""
+        return self._room.memory
+
+    @property
+    def num_captures(self) -> int:
+        return self._room.num_captures
 
     def run(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
         """One step; what it returns is new memory each time."""
@@ -110,8 +99,7 @@ class CudaGraphEngine:
         _, captured = self._captured.pop(id(program), (program, None))
         if captured is not None:
             self._retired.append(captured.graph)
-            if self._forecast is not None:
-                self._forecast.release(captured.forecast_handles)
+            self._room.release(captured.forecast_handles)
 
     def _find(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> _Captured | None:
         held = self._captured.get(id(program))
@@ -144,83 +132,26 @@ class CudaGraphEngine:
             argument.clone(memory_format=torch.contiguous_format) if position in fed else argument
             for position, argument in enumerate(arguments)
         ]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with deterministic_algorithms(self._deterministic), _measured_convolutions(not self._deterministic):
-            events = self._warm_up(program, static)
-            torch.cuda.empty_cache()  # the warm-up's memory is not the graph's: the two would add up
-            predicted, handles = self._reserve(events)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                graph, pool=_handle(self._pool), stream=self._stream, capture_error_mode="thread_local"
-            ):
-                outputs = program.module(*static)
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self.num_captures += 1
-        self.memory = MemoryUse(predicted, torch.cuda.memory_reserved(self._device))
-        return _Captured(graph, tuple(static), tuple(outputs), fed, tuple(handles))
-
-    def _reserve(self, events: list[AllocationEvent] | None) -> tuple[int | None, list[int]]:
-        """Reserve what ``events`` need; returns what will be reserved in all, where that is known."""
-        if events is None or not _default_allocator():
-            self._forecast = None
-        if self._forecast is None:
-            return None, []
-        assert events is not None
-        held = torch.cuda.memory_reserved(self._device) - self._forecast.reserved_bytes
-        reservation, handles = self._forecast.reserve(_named(events))
-        with torch.cuda.use_mem_pool(self._pool, self._device):
-            for stream, size in reservation.segments:
-                with torch.cuda.stream(torch.cuda.ExternalStream(stream, self._device)):
-                    torch.empty(size, dtype=torch.uint8, device=self._device)
-        return held + reservation.reserved_bytes, handles
-
-    def _warm_up(
-        self, program: StepProgram | ForwardProgram, static: Sequence[Tensor]
-    ) -> list[AllocationEvent] | None:
-        """Load kernels and library handles on the capture stream without changing any member.
-
-        Returns what a run allocates, where that could be recorded.
-        """
-        arguments = list(static)
         totals: list[tuple[Tensor, Tensor]] = []
-        with torch.cuda.stream(self._stream):
-            if isinstance(program, StepProgram):
-                active = program.position_of("active")
-                arguments[active] = torch.zeros_like(arguments[active])
-                totals = [(static[i], static[i].clone()) for i in program.accumulator_positions()]
-            try:
-                program.module(*arguments)
-                with record_allocations(self._device) as record:
-                    kept = program.module(*arguments)
-                del kept
-            finally:
-                for total, before in totals:
-                    total.copy_(before)
-        self._stream.synchronize()
-        return record.events
+        if isinstance(program, StepProgram):
+            totals = [(static[i], static[i].clone()) for i in program.accumulator_positions()]
+        try:
+            graph, outputs, handles = self._room.capture(
+                lambda: program.module(*_without_members(program, static)), lambda: program.module(*static)
+            )
+        finally:
+            for total, before in totals:
+                total.copy_(before)
+        return _Captured(graph, tuple(static), tuple(outputs), fed, handles)
 
 
-def _handle(pool: torch.cuda.MemPool) -> Any:
-    return pool.id  # torch's stubs want a type of their own
-
-
-def _default_allocator() -> bool:
-    """Whether the rules that are simulated are those in force."""
-    settings = (os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF"))
-    return torch.cuda.get_allocator_backend() == "native" and not any(settings)
-
-
-def _named(events: Sequence[AllocationEvent]) -> list[Event]:
-    """The events with a name for each allocation: an address comes up again and again."""
-    names: dict[int, str] = {}
-    found: list[Event] = []
-    for number, event in enumerate(events):
-        if event.is_free:
-            found.append(Free(names.pop(event.address)))
-        else:
-            names[event.address] = str(number)
-            found.append(Allocate(str(number), event.size_bytes, event.stream))
-    return found
+def _without_members(program: StepProgram | ForwardProgram, static: Sequence[Tensor]) -> list[Tensor]:
+    """The arguments with no member active: a step then changes nothing but the accumulators."""
+    arguments = list(static)
+    if isinstance(program, StepProgram):
+        active = program.position_of("active")
+        arguments[active] = torch.zeros_like(arguments[active])
+    return arguments
 
 
 def _gib(size: int) -> str:

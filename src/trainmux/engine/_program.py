@@ -9,7 +9,7 @@ every faster engine.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,10 @@ from trainmux.tracing import FakeTensor, FakeTensorMode, graph_constant, make_fx
 
 # Besides the fused graph's own inputs, in this order.
 TAIL_INPUTS = ("scalars", "neutral", "limits", "active", "alive", "updates")
+FED_NUMBERS = ("scalars", "limits", "active")
+"""Those that the host sends with every step."""
+HELD_NUMBERS = tuple(name for name in TAIL_INPUTS if name not in FED_NUMBERS)
+"""Those that stay where they are from step to step."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,25 @@ class StepProgram:
     metrics: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
+    counts_draws = True
+    """Random draws are numbered by the members' counters."""
+
+    def state_keys(self) -> tuple[tuple[str, str], ...]:
+        """Of the optimizer state among the arguments, behind the fused inputs."""
+        return self.settings.state_keys()
+
+    def total_names(self) -> tuple[str, ...]:
+        """Of the gradients whose accumulators come next."""
+        return self.settings.parameters if self.settings.accumulates else ()
+
+    def number_names(self) -> tuple[str, ...]:
+        """Of the arguments that come last."""
+        return TAIL_INPUTS
+
+    def mask_positions(self) -> list[int]:
+        """Arguments of which zeros keep a run from changing parameters, buffers and optimizer state."""
+        return [self.position_of("active")]
+
     def position_of(self, name: str) -> int:
         """Where one of ``TAIL_INPUTS`` stands among the arguments."""
         last = len(self.inputs) + len(self.settings.state_keys()) + len(self.accumulator_positions())
@@ -56,31 +79,86 @@ class StepProgram:
         """Arguments whose tensors are others with every step: the batch. All others keep their address."""
         return _batch_positions(self.inputs)
 
+    def positions_fed_anew(self) -> list[int]:
+        """Arguments that get new values with every step: the batch, and the host's numbers."""
+        counters = _counter_positions(self.inputs)
+        return [*self.fed_positions(), *counters, *(self.position_of(name) for name in FED_NUMBERS)]
+
     def byte_classes(self) -> list[ByteClass]:
         """What each argument is to a budget."""
         found = [_BYTE_CLASSES.get(item.kind, ByteClass.CONSTANT) for item in self.inputs]
         states = len(self.settings.state_keys()) + len(self.accumulator_positions())
-        return found + [ByteClass.OPTIMIZER_STATE] * states + [ByteClass.CONSTANT] * len(TAIL_INPUTS)
+        tail = [ByteClass.BATCH if name in FED_NUMBERS else ByteClass.BUFFER for name in TAIL_INPUTS]
+        return found + [ByteClass.OPTIMIZER_STATE] * states + tail
 
 
 _BYTE_CLASSES = {
     InputKind.PARAMETER: ByteClass.PARAMETER,
     InputKind.BUFFER: ByteClass.BUFFER,
     InputKind.BATCH: ByteClass.BATCH,
+    InputKind.COUNTER: ByteClass.BATCH,
+    InputKind.SEED: ByteClass.BUFFER,
 }
 
 
 @dataclass(frozen=True)
 class ForwardProgram:
-    """A forward-only program: fused inputs in, metrics out."""
+    """A forward-only program: fused inputs in, metrics out.
+
+    It may have further arguments that it does not touch, behind its own: with ``carried`` those which a step
+    of these settings keeps from one run to the next (optimizer state, accumulators, ``HELD_NUMBERS``). In a
+    planned program they have their places then, the same ones as in that of the step.
+    """
 
     module: torch.nn.Module
     inputs: tuple[GraphInput, ...]
     metrics: tuple[str, ...]
+    carried: UpdateSettings | None = None
+
+    counts_draws = False
+    """Every run draws the same: an evaluation does not depend on when it is made."""
+
+    def state_keys(self) -> tuple[tuple[str, str], ...]:
+        """Of the optimizer state that is carried."""
+        return () if self.carried is None else self.carried.state_keys()
+
+    def total_names(self) -> tuple[str, ...]:
+        """Of the gradients whose accumulators are carried."""
+        return self.carried.parameters if self.carried is not None and self.carried.accumulates else ()
+
+    def number_names(self) -> tuple[str, ...]:
+        """Of the numbers that are carried."""
+        return () if self.carried is None else HELD_NUMBERS
+
+    def mask_positions(self) -> list[int]:
+        """None: a run changes nothing that lasts."""
+        return []
+
+    def accumulator_positions(self) -> range:
+        """None that a run would add to."""
+        return range(0)
 
     def fed_positions(self) -> list[int]:
         """Arguments whose tensors are others with every run: the batch. All others keep their address."""
         return _batch_positions(self.inputs)
+
+    def positions_fed_anew(self) -> list[int]:
+        """Arguments that get new values with every run: the batch, and the numbers of random draws."""
+        return [*self.fed_positions(), *_counter_positions(self.inputs)]
+
+    def byte_classes(self) -> list[ByteClass]:
+        """What each argument is to a budget."""
+        found = [_BYTE_CLASSES.get(item.kind, ByteClass.CONSTANT) for item in self.inputs]
+        states = len(self.state_keys()) + len(self.total_names())
+        return [
+            *found,
+            *[ByteClass.OPTIMIZER_STATE] * states,
+            *[ByteClass.BUFFER] * len(self.number_names()),
+        ]
+
+
+def _counter_positions(inputs: Sequence[GraphInput]) -> list[int]:
+    return [position for position, item in enumerate(inputs) if item.kind is InputKind.COUNTER]
 
 
 def _batch_positions(inputs: Sequence[GraphInput]) -> list[int]:
@@ -124,6 +202,33 @@ def build_forward(fused: FusedGraph) -> ForwardProgram:
     """A forward-only program from a fused graph without gradients."""
     metrics = tuple(output.name for output in fused.outputs if output.kind is OutputKind.METRIC)
     return ForwardProgram(fused.module, fused.inputs, metrics)
+
+
+def build_planned_forward(fused: FusedGraph, carried: UpdateSettings | None) -> ForwardProgram:
+    """The same as one graph that a plan can be made of, with what is ``carried`` through it.
+
+    Each metric is a copy of its own: one that is an argument, or a view of one, is computed by no node.
+    """
+    graph = fx.Graph()
+    owner = torch.nn.Module()
+    arguments = [graph.placeholder(f"input_{i}") for i in range(len(fused.inputs))]
+    _describe(arguments, fused)
+    if carried is not None:
+        by_name = {(item.kind, item.name): node for node, item in _paired(arguments, fused.inputs)}
+        parameters = {name: by_name[InputKind.PARAMETER, name].meta["val"] for name in carried.parameters}
+        _state_placeholders(graph, carried, parameters)
+        fakes = _number_fakes(carried, fused.width, arguments[0].meta["val"])
+        for name in HELD_NUMBERS:
+            _new_placeholder(graph, name, fakes[name])
+    metrics = tuple(output.name for output in fused.outputs if output.kind is OutputKind.METRIC)
+    results = []
+    for value in _append(graph, owner, fused.module, arguments, Phase.FORWARD, "forward"):
+        copied = graph.call_function(torch.ops.aten.clone.default, (value,))
+        copied.meta.update(val=value.meta["val"], phase=Phase.FORWARD)
+        results.append(copied)
+    graph.output(results)
+    graph.lint()
+    return ForwardProgram(fx.GraphModule(owner, graph), fused.inputs, metrics, carried)
 
 
 def build_step(fused: FusedGraph, settings: UpdateSettings, *, reuses_gradients: bool = True) -> StepProgram:
@@ -268,6 +373,38 @@ def _fresh(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
+def _new_placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
+    node = graph.placeholder("state_" + "".join(c if c.isalnum() else "_" for c in name))
+    node.meta["val"] = value
+    return node
+
+
+def _state_placeholders(
+    graph: fx.Graph, settings: UpdateSettings, parameters: Mapping[str, Tensor]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Optimizer state and accumulators, each shaped like its parameter."""
+    states = [
+        _new_placeholder(graph, f"{name}:{state}", parameters[name]) for name, state in settings.state_keys()
+    ]
+    totals = settings.parameters if settings.accumulates else ()
+    return states, [_new_placeholder(graph, f"total:{name}", parameters[name]) for name in totals]
+
+
+def _number_fakes(settings: UpdateSettings, width: int, like: Tensor) -> dict[str, Tensor]:
+    """Fakes for ``TAIL_INPUTS``, of the mode and device of ``like``."""
+    assert isinstance(like, FakeTensor)
+    num_scalars, device = len(settings.neutral_scalars()), like.device
+    with like.fake_mode:
+        return {
+            "scalars": torch.empty((num_scalars, width), dtype=torch.float64, device=device),
+            "neutral": torch.empty((num_scalars, 1), dtype=torch.float64, device=device),
+            "limits": torch.empty((2, width), dtype=torch.float64, device=device),
+            "active": torch.empty(width, dtype=torch.bool, device=device),
+            "alive": torch.empty(width, dtype=torch.bool, device=device),
+            "updates": torch.empty(width, dtype=torch.int64, device=device),
+        }
+
+
 class _TailGraph:
     """Traces the tail over fake tensors and appends it behind the backward pass."""
 
@@ -296,29 +433,11 @@ class _TailGraph:
         gradients = [outputs[OutputKind.GRADIENT][name] for name in settings.parameters]
         new_buffers = list(outputs[OutputKind.BUFFER].values())
         buffers = [self._by_name[InputKind.BUFFER, name] for name in outputs[OutputKind.BUFFER]]
-        states = [
-            self._new_placeholder(f"{name}:{state}", self._by_name[InputKind.PARAMETER, name].meta["val"])
-            for name, state in settings.state_keys()
-        ]
-        accumulators = []
-        if settings.accumulates:
-            accumulators = [
-                self._new_placeholder(f"total:{name}", parameter.meta["val"])
-                for name, parameter in zip(settings.parameters, parameters, strict=True)
-            ]
-        width, device = self._fused.width, loss.meta["val"].device
+        fakes = {name: node.meta["val"] for name, node in zip(settings.parameters, parameters, strict=True)}
+        states, accumulators = _state_placeholders(self._graph, settings, fakes)
         mode: FakeTensorMode = loss.meta["val"].fake_mode
-        with mode:
-            num_scalars = len(settings.neutral_scalars())
-            shapes = {
-                "scalars": torch.empty((num_scalars, width), dtype=torch.float64, device=device),
-                "neutral": torch.empty((num_scalars, 1), dtype=torch.float64, device=device),
-                "limits": torch.empty((2, width), dtype=torch.float64, device=device),
-                "active": torch.empty(width, dtype=torch.bool, device=device),
-                "alive": torch.empty(width, dtype=torch.bool, device=device),
-                "updates": torch.empty(width, dtype=torch.int64, device=device),
-            }
-        fed = [self._new_placeholder(name, shapes[name]) for name in TAIL_INPUTS]
+        numbers = _number_fakes(settings, self._fused.width, loss.meta["val"])
+        fed = [_new_placeholder(self._graph, name, numbers[name]) for name in TAIL_INPUTS]
         roles = [loss, buffers, new_buffers, parameters, gradients, states, accumulators, *fed]
         nodes, spec = pytree.tree_flatten(roles)
         forward_outputs = {loss, *outputs[OutputKind.METRIC].values(), *new_buffers}
@@ -331,11 +450,5 @@ class _TailGraph:
 
         with mode, torch.no_grad():
             # Fresh ones: the tracer tells its inputs apart by identity, and state shares its parameter's.
-            fakes = [_fresh(node.meta["val"]) for node in nodes]
-            part = make_fx(flat)(*fakes)
+            part = make_fx(flat)(*[_fresh(node.meta["val"]) for node in nodes])
         return _append(self._graph, owner, part, nodes, Phase.UPDATE, "update")
-
-    def _new_placeholder(self, name: str, value: Tensor) -> fx.Node:
-        node = self._graph.placeholder("state_" + "".join(c if c.isalnum() else "_" for c in name))
-        node.meta["val"] = value
-        return node

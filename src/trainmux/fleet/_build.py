@@ -14,6 +14,7 @@ from trainmux.engine import (
     StepProgram,
     UpdateSettings,
     build_forward,
+    build_planned_forward,
     build_step,
     forward_in_sub_arrays,
     in_sub_arrays,
@@ -22,7 +23,7 @@ from trainmux.fleet._background import Prepared, Upgrade
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._program_store import StoredStep, load, step_key, store
 from trainmux.fleet._width import choose_partition
-from trainmux.fusion import FusedGraph, fuse
+from trainmux.fusion import MEASURED, FusedGraph, OperatorTimes, fuse, times_for
 from trainmux.ir import FusionRecord, InputKind
 from trainmux.lowering import (
     KernelCache,
@@ -51,20 +52,26 @@ class BuiltStep:
 
 
 class ProgramBuilder:
-    """Builds the programs of one group; ``shared`` names the tensors that its members have in common."""
+    """Builds the programs of one group; ``shared`` names the tensors that its members have in common.
 
-    def __init__(self, config: FleetConfig, shared: Collection[str]) -> None:
+    Operators are measured for ``main``, the trace that the group trains on. Others, such as that of a short
+    last batch or of an evaluation, take what is known and never wait for a measurement.
+    """
+
+    def __init__(self, config: FleetConfig, shared: Collection[str], main: TracedGraph | None = None) -> None:
         self._config = config
         self._shared = frozenset(shared)
+        self._main = main
 
     def step(
         self, traced: TracedGraph, width: int, settings: UpdateSettings, *, stacked_batch: bool
     ) -> BuiltStep:
         """The step of ``width`` members."""
-        array, branches = choose_partition(traced, width, self._config)
+        array, branches = self._partition(traced, width, stacked_batch=stacked_batch)
 
         def whole(program: StepProgram, how: str) -> StepProgram:
-            notes = (_partition_text(width, array, branches), how, _precision_text(self._config))
+            partition = _partition_text(width, array, branches) + self._partition_reason()
+            notes = (partition, how, _precision_text(self._config))
             return replace(in_sub_arrays(program, width // array, branches), notes=notes)
 
         def lowered() -> StoredStep:
@@ -108,21 +115,66 @@ class ProgramBuilder:
         store(key, step)
         return step
 
-    def compile(self, step: StoredStep) -> None:
-        """Compile the kernels of a lowered step."""
-        self._cache().compile(step.lowered.kernels)
+    def aten_step(
+        self, traced: TracedGraph, width: int, settings: UpdateSettings, *, stacked_batch: bool
+    ) -> StepProgram:
+        """The step of one array of ``width`` members, operator by operator."""
+        fused = self._fuse(traced, width, stacked_batch=stacked_batch, compiles=False)
+        return build_step(fused, settings)
+
+    def compile(self, *steps: StoredStep) -> None:
+        """Compile the kernels of lowered steps, side by side."""
+        kernels = {kernel.key: kernel for step in steps for kernel in step.lowered.kernels}
+        self._cache().compile(kernels.values())
 
     def forward(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> ForwardProgram:
         """Metrics of ``width`` members."""
-        array, branches = choose_partition(traced, width, self._config)
-        compiles = self._config.lowering == "inductor"
-        fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=compiles)
-        program = build_forward(fused)
-        if compiles:
-            low = self._lower(program.module)
-            self._cache().compile(low.kernels)
-            program = replace(program, module=low.module)
+        array, branches = self._partition(traced, width, stacked_batch=stacked_batch)
+        program = self._finished(build_forward(self._fuse_forward(traced, array, stacked_batch)))
         return forward_in_sub_arrays(program, width // array, branches)
+
+    def planned_forward(
+        self, traced: TracedGraph, width: int, carried: UpdateSettings | None, *, stacked_batch: bool
+    ) -> ForwardProgram:
+        """Metrics of one array of ``width`` members, to be run by a plan."""
+        return self._finished(
+            build_planned_forward(self._fuse_forward(traced, width, stacked_batch), carried)
+        )
+
+    def _fuse_forward(self, traced: TracedGraph, width: int, stacked_batch: bool) -> FusedGraph:
+        compiles = self._config.lowering == "inductor"
+        return self._fuse(traced, width, stacked_batch=stacked_batch, compiles=compiles)
+
+    def _finished(self, program: ForwardProgram) -> ForwardProgram:
+        """Compiled where the fleet waits for compiled kernels."""
+        if self._config.lowering != "inductor":
+            return program
+        low = self._lower(program.module)
+        self._cache().compile(low.kernels)
+        return replace(program, module=low.module)
+
+    def _partition(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> tuple[int, int]:
+        batched = self._batched(traced, stacked_batch=stacked_batch)
+        return choose_partition(traced, width, self._config, batched=batched, times=self._times(traced))
+
+    def _partition_reason(self) -> str:
+        is_measured = self._config.width is None and self._config.strategies["width"] == MEASURED
+        return " (measured)" if is_measured else ""
+
+    def _times(self, traced: TracedGraph) -> OperatorTimes | None:
+        if not self._config.measures:
+            return None
+        times = times_for(self._config.device)
+        return times if traced is self._main else times.without_measuring()
+
+    def _batched(self, traced: TracedGraph, *, stacked_batch: bool) -> list[bool]:
+        """For each input, whether it differs between members."""
+        return [
+            stacked_batch
+            if item.kind is InputKind.BATCH
+            else item.kind is not InputKind.TANGENT and item.name not in self._shared
+            for item in traced.inputs
+        ]
 
     def _cache(self) -> KernelCache:
         return _kernels(self._config.deterministic)
@@ -137,18 +189,13 @@ class ProgramBuilder:
             for position, item in enumerate(traced.inputs)
             if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
         }
-        batched = [
-            stacked_batch
-            if item.kind is InputKind.BATCH
-            else item.kind is not InputKind.TANGENT and item.name not in self._shared
-            for item in traced.inputs
-        ]
         return fuse(
             traced,
             width,
-            batched,
+            self._batched(traced, stacked_batch=stacked_batch),
             strides=strides,
             strategies=self._config.strategies,
+            times=self._times(traced),
             decompositions=decompositions() if compiles else None,
         )
 

@@ -1,8 +1,8 @@
-"""Fused evaluation: forward only, all members of a group at once."""
+"""Fused evaluation: forward only, all members of a group at once, by a plan where there is one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,18 @@ from trainmux.fleet._member import Member
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.tracing import BatchSpec, FlatBatch, LossFunction
 
+RowTraces = list[tuple[Trace, list[int]]]
+"""The distinct traces of a group with the rows they are for: members that train alike may differ here."""
+
+EvaluateGroups = Callable[
+    [Sequence[Group], Sequence[RowTraces], Sequence[GroupFeed], Mapping[int, Sequence[Tensor]]],
+    list[dict[str, Tensor]],
+]
+"""Metrics of each group, ``[width]`` each, on its batch, by ``id(group)``."""
+
 
 def evaluate_fleet(
+    evaluate: EvaluateGroups,
     groups: Sequence[Group],
     names: Sequence[str],
     traces: TraceCache,
@@ -28,18 +38,21 @@ def evaluate_fleet(
     """Means over samples, by member and metric. Sums stay on the device until the loader is exhausted."""
     occupied = [group for group in groups if group.members]
     sums: dict[tuple[int, str], Tensor] = {}
-    known: dict[tuple[int, BatchSpec], list[tuple[Trace, list[int]]]] = {}
+    known: dict[tuple[int, BatchSpec], RowTraces] = {}
     num_samples = 0
     for batch in loader:
         feeds = feed.for_evaluation(batch, occupied, names)
         tensors = feed.tensors(feeds, occupied, names)
-        size = 1
-        for group in occupied:
-            part = feeds[id(group)]
+        parts = [feeds[id(group)] for group in occupied]
+        found = []
+        for group, part in zip(occupied, parts, strict=True):
             place = (id(group), part.example.spec)
             if place not in known:
                 known[place] = _forward_traces(group, traces, part.example, metric_fn, loss_of)
-            values = _evaluate_group(group, known[place], part, tensors[id(group)])
+            found.append(known[place])
+        size = 1
+        results_of = evaluate(occupied, found, parts, tensors)
+        for group, part, values in zip(occupied, parts, results_of, strict=True):
             size = part.example.tensors[0].shape[0] if part.example.tensors[0].dim() else 1
             for name, value in values.items():
                 if value.dim() != 1:
@@ -70,8 +83,7 @@ def _forward_traces(
     example: FlatBatch,
     metric_fn: LossFunction | None,
     loss_of: Callable[[Member], LossFunction],
-) -> list[tuple[Trace, list[int]]]:
-    """Distinct traces with the rows they are for: members that train alike may differ in evaluation."""
+) -> RowTraces:
     found: dict[str, tuple[Trace, list[int]]] = {}
     for row, slot in group.members:
         metric = metric_fn if metric_fn is not None else loss_of(slot.member)
@@ -80,18 +92,29 @@ def _forward_traces(
     return list(found.values())
 
 
-def _evaluate_group(
-    group: Group, found: Sequence[tuple[Trace, list[int]]], part: GroupFeed, tensors: Sequence[Tensor]
-) -> dict[str, Tensor]:
-    merged: dict[str, Tensor] = {}
-    for trace, rows in found:
-        values = group.evaluate(
-            trace.graph, (trace.key, part.example.spec), tensors, stacked_batch=part.stacked
-        )
-        for name, value in values.items():
-            if name not in merged:
-                merged[name] = value
-            else:
-                index = torch.tensor(rows, device=value.device)
-                merged[name] = merged[name].index_copy(0, index, value.index_select(0, index))
-    return merged
+def evaluate_groups(
+    groups: Sequence[Group],
+    traces: Sequence[RowTraces],
+    feeds: Sequence[GroupFeed],
+    batches: Mapping[int, Sequence[Tensor]],
+) -> list[dict[str, Tensor]]:
+    """Metrics of all groups on one batch, each by itself, without a plan."""
+    results = []
+    for group, found, feed in zip(groups, traces, feeds, strict=True):
+        merged: dict[str, Tensor] = {}
+        for trace, rows in found:
+            key = (trace.key, feed.example.spec)
+            values = group.evaluate(trace.graph, key, batches[id(group)], stacked_batch=feed.stacked)
+            take_over(merged, values, rows)
+        results.append(merged)
+    return results
+
+
+def take_over(known: dict[str, Tensor], new: Mapping[str, Tensor], rows: Sequence[int]) -> None:
+    """Put the rows that ``new`` values are for among the known ones."""
+    for name, value in new.items():
+        if name not in known:
+            known[name] = value
+        else:
+            index = torch.tensor(rows, device=value.device)
+            known[name] = known[name].index_copy(0, index, value.index_select(0, index))

@@ -14,15 +14,17 @@ from trainmux.errors import ConfigError, FusionError, MemberError, TrainmuxWarni
 from trainmux.fleet._batches import BatchFeed
 from trainmux.fleet._checkpoint import fleet_document, restore_fleet
 from trainmux.fleet._config import make_config
-from trainmux.fleet._evaluate import evaluate_fleet
+from trainmux.fleet._evaluate import evaluate_fleet, evaluate_groups
 from trainmux.fleet._gather import Gather
 from trainmux.fleet._group import Group, GroupKey
 from trainmux.fleet._member import Member
 from trainmux.fleet._names import check_apart, made_up_name, unique_names
 from trainmux.fleet._newcomer import Newcomer, describe_newcomer
 from trainmux.fleet._plan import Plan
+from trainmux.fleet._plan_keeper import MAX_EMPTY_SHARE, PlanKeeper, prepare_step, request_like
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._schedules import end_epoch, step_schedulers
+from trainmux.fleet._summary import summarise
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.ir import GroupSummary
 from trainmux.profiling import Device
@@ -31,9 +33,6 @@ from trainmux.runtime import deferred_interrupts
 from trainmux.scheduling import PlanProgress
 from trainmux.tracing import FlatBatch, LossFunction
 from trainmux.training import Callback, History, fit, read_checkpoint, write_checkpoint
-
-MAX_EMPTY_SHARE = 0.5
-"""A group of which more than this share of slots is empty gets fewer of them at the next step."""
 
 
 class Fleet:
@@ -83,6 +82,7 @@ class Fleet:
         self._names: list[str] = []
         self._gather: Gather | None = None
         self._num_steps = 0
+        self._plans = PlanKeeper(self._config, self._planner)
         members = list(members)
         names = unique_names(members)
         self._feed = BatchFeed(self._config, example_batch, len(members))
@@ -123,22 +123,16 @@ class Fleet:
         not finite is frozen before its weights or buffers change; ``stopped()`` tells.
         """
         self._require_members()
-        self._drop_empty_slots()
+        self._arrange_groups()
         feeds = self._feed.for_groups(batch, overrides or {}, self._groups, self._names)
         applies = (self._num_steps + 1) % self._config.accumulate == 0
-        jobs = []
-        for group in self._groups:
-            feed = feeds[id(group)]
-            trace = self._trace_for(group, feed.example)
-            program = group.prepare(
-                trace.graph, feed.example.spec, stacked_batch=feed.stacked, applies=applies
-            )
-            jobs.append((group, program))
+        traces = [self._trace_for(group, feeds[id(group)].example).graph for group in self._groups]
+        prepare = self._plans.prepare if self._plans.is_active else prepare_step
+        ready = prepare(self._groups, traces, [feeds[id(group)] for group in self._groups], applies=applies)
         tensors = self._feed.tensors(feeds, self._groups, self._names)
         # Only now, when nothing is left to be refused, does any group change; and then all of them do.
         with deferred_interrupts():
-            for group, program in jobs:
-                group.step(program, tensors[id(group)])
+            ready(tensors)
             self._num_steps += 1
             if applies:
                 step_schedulers(self._groups)
@@ -157,6 +151,7 @@ class Fleet:
         A metric that only some members have is NaN for the others; one whose shape differs between members
         comes as a list.
         """
+        self._plans.finish()
         keys = dict.fromkeys(key for group in self._groups for key in group.last if key != "loss")
         return {key: self._ordered(key) for key in keys}
 
@@ -199,11 +194,17 @@ class Fleet:
         """Every member's metrics over ``loader``, fused and forward only, in evaluation mode.
 
         ``metric_fn(model, batch)`` returns a scalar tensor or a dict of them; without one the fleet's loss
-        is used. Values are means over samples: batches count by the size of their first dimension.
+        is used. Values are means over samples: batches count by the size of their first dimension. Under a
+        plan it stays within the plan's budget, or is refused with ``BudgetError``.
         """
         self._require_members()
+        groups = self._plans.at_step(self._groups)
+        if groups != self._groups:
+            self._groups, self._gather = groups, None
+        self._plans.finish()
+        evaluate = self._plans.evaluate if self._plans.is_active else evaluate_groups
         return evaluate_fleet(
-            self._groups, self._names, self._traces, self._feed, loader, metric_fn, self._loss_of
+            evaluate, self._groups, self._names, self._traces, self._feed, loader, metric_fn, self._loss_of
         )
 
     # ---- members -----------------------------------------------------------------------------------
@@ -215,6 +216,7 @@ class Fleet:
 
     def stopped(self) -> dict[str, str]:
         """Members that train no more and why; waits for the device."""
+        self._plans.finish()
         found: dict[str, str] = {}
         for group in self._groups:
             alive, updates = group.state.alive.tolist(), group.state.updates.tolist()
@@ -228,6 +230,7 @@ class Fleet:
 
     def drop(self, name: str) -> Member:
         """Take a member out, with its weights and optimizer state written back; its slot is free."""
+        self._plans.finish()
         group, row = self._find(name)
         member = self._take_out(group, row)
         self._names.remove(name)
@@ -239,6 +242,7 @@ class Fleet:
 
         No retracing where the new member fits the old one's group.
         """
+        self._plans.finish()
         position = self._names.index(name) if name in self._names else -1
         group, row = self._find(name)
         new_name = self._new_name(member, besides=name)
@@ -256,6 +260,7 @@ class Fleet:
 
     def add(self, member: Member) -> None:
         """Take in another member: into a free slot where there is one, else with one slot more."""
+        self._plans.finish()
         name = self._new_name(member)
         plan = self._describe(member, name, len(self._names))
         self._place(plan)
@@ -264,6 +269,7 @@ class Fleet:
 
     def sync(self) -> None:
         """Write weights, buffers and optimizer state back into the members' own objects."""
+        self._plans.finish()
         for group in self._groups:
             for row, _ in group.members:
                 group.check_export(row)
@@ -286,28 +292,35 @@ class Fleet:
 
         ``budget`` is in bytes, or text such as "20GiB" or "70%"; ``None`` is what is free. Steps are measured
         on the fleet's own device, or worked out for another one by name ("a100-40gb"), which need not be
-        here. ``num_members`` plans as if the fleet had so many members like its own, ``num_budgets`` adds
-        what other budgets would cost. ``BudgetError`` says which budget would work where this one does not.
+        here. A plan for the fleet as it is, on its own device, is used from the next step on.
+        ``num_members`` plans as if the fleet had so many members like its own, ``num_budgets`` adds what
+        other budgets would cost. ``BudgetError`` says which budget would work where this one does not.
         """
         self._require_members()
         request = PlanRequest(budget, policy, device, num_members, num_budgets, max_partitions, progress)
-        return self._planner(device).plan(request)
+        if device is not None or num_members is not None:
+            return self._planner(self._plans.whole(self._groups), device).plan(request)
+        self._groups = self._plans.leave(self._groups)
+        self._gather = None
+        plan = self._planner(self._groups).plan(request)
+        self._plans.want(plan, request)
+        return plan
 
-    def use(self, plan: Plan) -> None:
-        """Check that a plan is this fleet's own; ``PlanError`` where it is another's, or stale.
+    def use(self, plan: Plan | None) -> None:
+        """Train by a plan from the next step on; ``None``: without one.
 
-        This version of trainmux plans and proves; its engine does not run plans yet, and says so.
+        ``PlanError`` where it is another fleet's, or stale.
         """
-        self._planner(None).check(plan, self.names)
-        warnings.warn(
-            "the plan fits this fleet, but this version trains without it: all members at once, as before",
-            TrainmuxWarning,
-            stacklevel=2,
-        )
+        if plan is None:
+            self._groups = self._plans.renounce(self._groups)
+            self._gather = None
+            return
+        self._planner(self._plans.whole(self._groups)).check(plan, self.names)
+        self._plans.want(plan, request_like(plan))
 
-    def _planner(self, device: str | Device | None) -> FleetPlanner:
-        examples = [self._feed.example_for(group.members[0][1].member, 0).tensors for group in self._groups]
-        return FleetPlanner(self._groups, examples, self._config, device)
+    def _planner(self, groups: Sequence[Group], device: str | Device | None = None) -> FleetPlanner:
+        examples = [self._feed.example_for(group.members[0][1].member, 0) for group in groups]
+        return FleetPlanner(groups, examples, self._config, device)
 
     def explain(self) -> str:
         """Per group: each operator and how it was fused, what fell back and why."""
@@ -315,19 +328,7 @@ class Fleet:
 
     def summary(self) -> tuple[GroupSummary, ...]:
         """The same as records."""
-        return tuple(
-            GroupSummary(
-                tuple(slot.name for _, slot in group.members),
-                group.width,
-                ", ".join(dict.fromkeys(part.kind for part in group.key.structure.groups)),
-                group.num_nodes,
-                group.records,
-                group.unfused_because,
-                group.notes,
-                group.memory,
-            )
-            for group in self._groups
-        )
+        return summarise(self._groups, self._plans.memory)
 
     def end_epoch(self, monitored: Mapping[str, Mapping[str, float]]) -> None:
         """Step the schedules that advance by epoch; ``monitored`` has what plateau schedules look at."""
@@ -337,12 +338,14 @@ class Fleet:
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write all members' weights, optimizer and schedule state and counters to a directory."""
+        self._plans.finish()
         tensors, document = fleet_document(self._groups, self._names, self._num_steps, self._config)
         write_checkpoint(path, tensors, {**document, "extra": dict(extra or {})})
 
     def restore(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
         """Go back to a saved state; the fleet must have the same members. Returns what ``extra`` was."""
         tensors, document = read_checkpoint(path)
+        self._plans.finish()
         self._num_steps = restore_fleet(self._groups, self._names, self._config, tensors, document, path)
         extra: Mapping[str, Any] = document["extra"]
         return extra
@@ -436,7 +439,11 @@ class Fleet:
     def _place(self, plan: Newcomer) -> None:
         same = [group for group in self._groups if group.key == plan.key]
         with_room = [group for group in same if group.free_row() is not None]
-        if with_room:
+        if self._plans.is_active and not any(group.accepts_constants(plan.member) for group in with_room):
+            # The plan has no room for what comes; another one is made at the next step.
+            self._groups = self._plans.leave(self._groups)
+            self._place(plan)
+        elif with_room:
             self._put(with_room[0], plan)
         elif same and not same[0].unfused_because and self._grow(same[0], plan):
             self._put(same[0], plan)
@@ -474,13 +481,15 @@ class Fleet:
         group.clear(row)
         return slot.member
 
-    def _drop_empty_slots(self) -> None:
-        """At a step's beginning: groups without members go, mostly empty ones shrink."""
+    def _arrange_groups(self) -> None:
+        """At a step's beginning: the plan's groups, or without one fewer slots where most are empty."""
         before = [(id(group), group.width) for group in self._groups]
-        self._groups = [group for group in self._groups if group.members]
-        for group in self._groups:
-            num_empty = group.width - len(group.members)
-            if num_empty > MAX_EMPTY_SHARE * group.width:
-                group.resize(len(group.members))
+        self._groups = self._plans.at_step(self._groups)
+        if not self._plans.is_active:
+            self._groups = [group for group in self._groups if group.members]
+            for group in self._groups:
+                num_empty = group.width - len(group.members)
+                if num_empty > MAX_EMPTY_SHARE * group.width:
+                    group.resize(len(group.members))
         if before != [(id(group), group.width) for group in self._groups]:
             self._gather = None

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainmux.engine import TAIL_INPUTS, ForwardProgram, StepProgram, UpdateSettings
+from trainmux.engine import ForwardProgram, StepProgram, UpdateSettings
+from trainmux.fleet._arguments import Program, groups_of, held_arguments, with_batch
 from trainmux.fleet._background import Upgrade
 from trainmux.fleet._build import ProgramBuilder
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._member import Member
 from trainmux.fleet._numbers import GroupNumbers
-from trainmux.fleet._slots import Slot, StackedState, check_shapes, named_tensors
+from trainmux.fleet._slots import Slot, StackedState, check_shapes, named_tensors, same_values
 from trainmux.fleet._snapshot import OptimizerSnapshot
 from trainmux.fleet._traces import Trace
 from trainmux.ir import FusionRecord, InputKind, MemoryUse, OutputKind
@@ -24,8 +25,6 @@ from trainmux.runtime import Transfers, stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
 _MAX_PROGRAMS = 8
-
-Program = StepProgram | ForwardProgram
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Group:
         for name, example in tensors[0].items():
             dtype = self.config.held_dtype(example.dtype)
             constant = name not in learning and name not in self._changing
-            if constant and all(_same(example, other[name]) for other in tensors[1:]):
+            if constant and all(same_values(example, other[name]) for other in tensors[1:]):
                 self.state.shared[name] = example.detach().to(self.config.device, dtype, copy=True)
                 continue
             rows = stacked_zeros(self.width, example.shape, dtype, self.config.device)
@@ -113,7 +112,7 @@ class Group:
         """Whether the tensors that this group shares have the same values in ``member``."""
         found = named_tensors(member)
         return all(
-            _same(value, found[name].to(value.device, value.dtype))
+            same_values(value, found[name].to(value.device, value.dtype))
             for name, value in self.state.shared.items()
         )
 
@@ -121,7 +120,7 @@ class Group:
         """Give every member its own copy of what was shared, because a newcomer differs."""
         parameters = {item.name for item in self.traced.inputs if item.kind is InputKind.PARAMETER}
         for name, value in self.state.shared.items():
-            rows = stacked_zeros(self.width, value.shape, value.dtype, self.config.device)
+            rows = stacked_zeros(self.width, value.shape, value.dtype, value.device)
             rows.copy_(value.unsqueeze(0).expand_as(rows))
             (self.state.parameters if name in parameters else self.state.buffers)[name] = rows
         self.state.shared.clear()
@@ -130,13 +129,45 @@ class Group:
     def resize(self, width: int) -> None:
         """Change the number of slots, keeping the members (moved together) and their state."""
         kept = [row for row, slot in enumerate(self.slots) if slot is not None]
-        self.state = self.state.resized(width, kept, self.config.device)
+        self.state = self.state.resized(width, kept, self.state.alive.device)
         self.slots = [self.slots[row] for row in kept] + [None] * (width - len(kept))
         self.width = width
         self.last = {}
         self._forget_programs()
         self._make_numbers()
         self.forget_fed()
+
+    def taken(self, rows: Sequence[int]) -> Group:
+        """A group of these rows' members alone, with copies of their state in the host's memory."""
+        other = Group(self.key, self.traced, self.config, len(rows))
+        other.slots = [self.slots[row] for row in rows]
+        other.state = self.state.resized(len(rows), list(rows), torch.device("cpu"))
+        other.state.shared = {name: value.cpu() for name, value in self.state.shared.items()}
+        other.traces = self.traces
+        other._records, other._num_nodes, other._notes = self._records, self._num_nodes, self._notes
+        other.unfused_because = self.unfused_because
+        other.stacked_batch = self.stacked_batch
+        return other
+
+    def vacate(self) -> None:
+        """Let go of all storage: the members have moved to another group."""
+        self.rebase(lambda tensor: tensor.new_empty(0))
+        self.slots = [None] * self.width
+        self._members = None
+
+    def restack(self, device: torch.device) -> None:
+        """Put the state into storage of its own on ``device``."""
+        shared = {name: value.to(device) for name, value in self.state.shared.items()}
+        self.state = self.state.resized(self.width, list(range(self.width)), device)
+        self.state.shared = shared
+        self._forget_programs()
+        self._held_arguments.clear()
+
+    def rebase(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Put every tensor of the state where ``change`` says; programs made before are forgotten."""
+        self.state = self.state.mapped(change)
+        self._forget_programs()
+        self._held_arguments.clear()
 
     def _forget_programs(self) -> None:
         for program in self._programs.values():
@@ -251,18 +282,12 @@ class Group:
         *,
         applies: bool = True,
     ) -> UpdateSettings:
-        names = [item.name for item in self.traced.inputs if item.kind is InputKind.PARAMETER]
-        owner = {
-            names[position]: index
-            for index, group in enumerate(self.key.structure.groups)
-            for position in group.params
-        }
         clips_norm, clips_value = clips
         return UpdateSettings(
             structure=self.key.structure,
             idle=idle,
             parameters=self._gradients,
-            group_of=tuple(owner.get(name) for name in self._gradients),
+            group_of=groups_of(self._gradients, self.traced, self.key.structure),
             clips_norm=clips_norm,
             clips_value=clips_value,
             accumulates=self.config.accumulate > 1,
@@ -303,7 +328,7 @@ class Group:
             upgrade.wait()
 
     def _builder(self) -> ProgramBuilder:
-        return ProgramBuilder(self.config, self.state.shared)
+        return ProgramBuilder(self.config, self.state.shared, self.traced)
 
     def prepare(
         self, traced: TracedGraph, key: Hashable, *, stacked_batch: bool, applies: bool = True
@@ -332,15 +357,57 @@ class Group:
         self._notes = program.notes
         return program
 
-    def sub_array_program(self, width: int, *, compiles: bool) -> StepProgram:
-        """The step of ``width`` members as one array, lowered; its kernels compiled where ``compiles``."""
+    def variant(self, *, applies: bool = True) -> Hashable:
+        """What of the members' settings, as they are now, a step's program depends on."""
+        self._numbers.read(self.members)
+        return (self._numbers.idle, self._numbers.clips, applies)
+
+    def compile_widths(self, widths: Sequence[int]) -> None:
+        """Compile the steps of arrays of these widths, all of their kernels side by side."""
         self._numbers.read(self.members)
         settings = self._settings(self._numbers.idle, self._numbers.clips)
         builder = self._builder()
-        step = builder.lowered_step(self.traced, width, settings, stacked_batch=self.stacked_batch)
-        if compiles:
+        builder.compile(
+            *(
+                builder.lowered_step(self.traced, width, settings, stacked_batch=self.stacked_batch)
+                for width in widths
+            )
+        )
+
+    def sub_array_program(
+        self,
+        width: int,
+        *,
+        kernels: str,
+        traced: TracedGraph | None = None,
+        stacked_batch: bool | None = None,
+        applies: bool = True,
+    ) -> StepProgram:
+        """The step of ``width`` members as one array, for the settings as they are now.
+
+        ``kernels`` is "aten", "lowered" (regions, not compiled) or "compiled".
+        """
+        self._numbers.read(self.members)
+        settings = self._settings(self._numbers.idle, self._numbers.clips, applies=applies)
+        stacked = self.stacked_batch if stacked_batch is None else stacked_batch
+        graph = self.traced if traced is None else traced
+        builder = self._builder()
+        if kernels == "aten":
+            return builder.aten_step(graph, width, settings, stacked_batch=stacked)
+        step = builder.lowered_step(graph, width, settings, stacked_batch=stacked)
+        if kernels == "compiled":
             builder.compile(step)
         return step.program(settings)
+
+    def planned_forward(
+        self, traced: TracedGraph, *, stacked_batch: bool, carries_state: bool
+    ) -> ForwardProgram:
+        """Metrics of all members as one array, to be run by a plan.
+
+        With ``carries_state`` its arguments are all of the group's state, what it does not touch included.
+        """
+        carried = self._settings() if carries_state else None
+        return self._builder().planned_forward(traced, self.width, carried, stacked_batch=stacked_batch)
 
     @property
     def records(self) -> tuple[FusionRecord, ...]:
@@ -351,6 +418,10 @@ class Group:
     def notes(self) -> tuple[str, ...]:
         """How the last prepared step runs."""
         return self._notes
+
+    def annotate(self, *notes: str) -> None:
+        """Say how it runs from now on."""
+        self._notes = notes
 
     @property
     def memory(self) -> MemoryUse | None:
@@ -367,12 +438,30 @@ class Group:
     def step(self, program: StepProgram, batch: Sequence[Tensor]) -> None:
         """One micro-batch for all active members, with what ``prepare`` read; ``last`` holds its results."""
         self._numbers.push(self.members)
-        loss, norm, finite, *metrics = self._engine.run(program, self._arguments(program, batch))
-        applies = program.settings.applies
+        results = self._engine.run(program, self._arguments(program, batch))
+        self.count(program)
+        self.note(program, results)
+
+    def fed(self, program: StepProgram, batch: Sequence[Tensor]) -> dict[int, Tensor]:
+        """What is new for a step, with what was read last, by position among its arguments."""
+        self._numbers.push(self.members)
+        return self.fed_forward(program, batch)
+
+    def fed_forward(self, program: Program, batch: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The same for an evaluation, which takes no numbers from the members."""
+        arguments = self.arguments_of(program, batch)
+        return {position: arguments[position] for position in program.positions_fed_anew()}
+
+    def count(self, program: StepProgram) -> None:
+        """A step of every active member is on its way."""
         for _, slot in self.members:
             if slot.active:
                 slot.counter += 1
-                slot.num_updates += applies
+                slot.num_updates += program.settings.applies
+
+    def note(self, program: StepProgram, results: Sequence[Tensor]) -> None:
+        """What a step returned becomes ``last``."""
+        loss, norm, finite, *metrics = results
         self.last = {"loss": loss, "grad_norm": norm, "finite": finite}
         self.last.update(zip(program.metrics, metrics, strict=True))
 
@@ -387,49 +476,23 @@ class Group:
         arguments = self._arguments(program, batch)
         return dict(zip(program.metrics, self._engine.run(program, arguments), strict=True))
 
-    def arguments_of(self, program: StepProgram, batch: Sequence[Tensor]) -> list[Tensor]:
+    def arguments_of(self, program: Program, batch: Sequence[Tensor]) -> list[Tensor]:
         """The arguments of a program that is not kept, at the group's whole width."""
-        leaves = iter(batch)
-        return [next(leaves) if a is None else a for a in self._find_arguments(program)]
+        return with_batch(self.held_arguments(program), batch)
 
     def _arguments(self, program: Program, batch: Sequence[Tensor]) -> list[Tensor]:
         """All tensors that a program takes, in order: the batch, and those that are always the same."""
         held = self._held_arguments.get(id(program))
         if held is None:
-            held = self._held_arguments[id(program)] = (program, self._find_arguments(program))
-        leaves = iter(batch)
-        return [next(leaves) if argument is None else argument for argument in held[1]]
+            held = self._held_arguments[id(program)] = (program, self.held_arguments(program))
+        return with_batch(held[1], batch)
 
-    def _find_arguments(self, program: Program) -> list[Tensor | None]:
+    def held_arguments(self, program: Program) -> list[Tensor | None]:
         """The arguments of a program; ``None`` for each leaf of the batch."""
-        state, numbers = self.state, self._numbers.tensors
-        is_step = isinstance(program, StepProgram)
-        own = {
-            InputKind.BATCH: None,
-            InputKind.SEED: state.seeds,
-            InputKind.COUNTER: numbers["counters"] if is_step else self._no_draws,
-            InputKind.TANGENT: self._tangent,
-        }
-        found = [own[item.kind] if item.kind in own else self._held(item.name) for item in program.inputs]
-        if isinstance(program, StepProgram):
-            found += [state.states[key] for key in program.settings.state_keys()]
-            if program.settings.accumulates:
-                found += [state.totals[name] for name in program.settings.parameters]
-            given = {**numbers, "neutral": self._neutral, "alive": state.alive, "updates": state.updates}
-            found += [given[name] for name in TAIL_INPUTS]
-        return found
-
-    def _held(self, name: str) -> Tensor:
-        for kind in (self.state.parameters, self.state.buffers, self.state.shared):
-            if name in kind:
-                return kind[name]
-        raise KeyError(name)
+        own = {"neutral": self._neutral, "tangent": self._tangent, "no_draws": self._no_draws}
+        return held_arguments(program, self.state, {**self._numbers.tensors, **own})
 
     def forget_fed(self) -> None:
         """Members came, left or stopped: what the host feeds has to be written anew."""
         self._members = None
         self._numbers.forget()
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.detach(), b.detach()))

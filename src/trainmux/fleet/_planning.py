@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from trainmux.engine import StepProgram, first_rows
+from trainmux.engine import ForwardProgram, StepProgram, first_rows, kernel_settings, scratch_bytes
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
-from trainmux.ir import DeviceFacts, Profile
+from trainmux.fleet._plan_cache import PlanCache, plan_key
+from trainmux.fleet._planned_groups import PlannedForwards, PlannedSteps
+from trainmux.ir import DeviceFacts, Profile, SubArray
 from trainmux.profiling import (
+    DEVICES,
     Device,
     KernelGraph,
     ProfileCache,
+    WidthProfiles,
     analytic_profile,
     find_device,
     measure_profile,
     read_kernels,
+    same_but_for_origin,
 )
-from trainmux.scheduling import BudgetCost, Planner, PlanProgress, parse_budget
+from trainmux.scheduling import BudgetCost, Planner, PlanProgress, find_partitions, fit_program, parse_budget
 from trainmux.scheduling import Group as PlannedGroup
+from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
 
 FIXED_BYTES = 64 << 20
 """On a CUDA device, beside all tensors: the matrix libraries' workspaces and the graphs themselves."""
+
+_COMPILED_PARTITIONS = 4
+"""Partitions that are tried where nobody says how many, and each width has to be compiled to be measured."""
+
+_ROUGHLY = "h200-141gb"
+"""Whose speed is taken for steps beside the planned one."""
 
 Progress = Callable[[PlanProgress], None]
 
@@ -53,7 +66,7 @@ class FleetPlanner:
     def __init__(
         self,
         groups: Sequence[Group],
-        examples: Sequence[Sequence[Tensor]],
+        examples: Sequence[FlatBatch],
         config: FleetConfig,
         device: str | Device | None,
     ) -> None:
@@ -62,28 +75,82 @@ class FleetPlanner:
         self._config = config
         self._device = find_device(device) if isinstance(device, str) else device
         self._cache = ProfileCache()
+        self._plans = PlanCache()
+        self._by_width: dict[int, WidthProfiles] = {}
         self._profiles: dict[tuple[int, int], Profile] = {}
+        self._scratch: dict[tuple[int, int], int] = {}
+        self._read: dict[tuple[int, int, str], tuple[KernelGraph, StepProgram]] = {}
 
     def plan(self, request: PlanRequest) -> Plan:
         """The quickest plan within the budget; see ``Fleet.plan``."""
         facts = self._facts()
         budget = self._budget(request.budget, facts)
         planned = self._planned_groups(request.num_members)
-        bound = {} if request.max_partitions is None else {"max_partitions": request.max_partitions}
+        num_partitions = request.max_partitions
+        if num_partitions is None and self.kernels == "compiled":
+            num_partitions = _COMPILED_PARTITIONS
+        bound = {} if num_partitions is None else {"max_partitions": num_partitions}
+        key = self._plan_key(request, budget, planned, bound)
+        kept = self._plans.get(key, self._cache) if key else None
+        if kept is not None:
+            if request.progress is not None:
+                request.progress(PlanProgress("scheduling", 1, 1, "a plan that was kept"))
+            return kept
+        if self.kernels == "compiled":
+            self._compile_ahead(planned, bound)
+        plan = self._search(request, budget, planned, bound)
+        if key:
+            self._plans.put(key, plan)
+        return plan
+
+    def _plan_key(
+        self,
+        request: PlanRequest,
+        budget: int,
+        planned: Sequence[PlannedGroup],
+        bound: Mapping[str, int],
+    ) -> str:
+        """What the plan is kept by; empty where it is not: measured ways may be others the next time."""
+        if self._config.measures:
+            return ""
+        asked = (request.policy, request.num_budgets, budget, tuple(planned), bound)
+        return plan_key(self._groups, asked, self._facts(), self._device, self.kernels)
+
+    def _search(
+        self,
+        request: PlanRequest,
+        budget: int,
+        planned: Sequence[PlannedGroup],
+        bound: Mapping[str, int],
+    ) -> Plan:
+        """Plan over profiles, some of them worked out, until those of the plan are of real kernels."""
         on_gpu = self._device is not None or self._config.device.type == "cuda"
         planner = Planner(
             planned,
             profile_of=lambda group, width: self.profile(int(group.name), width),
             policy=request.policy,
-            fixed_bytes=FIXED_BYTES if on_gpu else 0,
-            host_bytes=facts.host_bytes,
+            fixed_bytes=FIXED_BYTES + self._scratch_bytes() if on_gpu else 0,
+            host_bytes=self._facts().host_bytes,
             progress=request.progress,
             **bound,
         )
         record = planner.plan(budget)
         by_name = {profile.fingerprint: profile for profile in self._profiles.values()}
+        lowered = self._lowered({fingerprint: by_name[fingerprint] for fingerprint in record.profiles})
+        if not all(same_but_for_origin(by_name[name], profile) for name, profile in lowered.items()):
+            return self._search(request, budget, planned, bound)
+        record = replace(record, profiles=tuple(profile.fingerprint for profile in lowered.values()))
         curve: tuple[BudgetCost, ...] = planner.curve(request.num_budgets) if request.num_budgets else ()
-        return Plan(record, [by_name[fingerprint] for fingerprint in record.profiles], curve)
+        return Plan(record, list(lowered.values()), curve)
+
+    def _lowered(self, used: Mapping[str, Profile]) -> dict[str, Profile]:
+        """The profiles that a plan uses, of real kernels each."""
+        found = {}
+        for (index, width), profile in list(self._profiles.items()):
+            if profile.fingerprint in used and index in self._by_width:
+                self._profiles[index, width] = self._by_width[index].confirmed(width)
+            found[profile.fingerprint] = self._profiles[index, width]
+        return {name: found[name] for name in used}
 
     def profile(self, index: int, width: int) -> Profile:
         """The profile of a group's members at a width: worked out, from disk, or measured now."""
@@ -100,26 +167,136 @@ class FleetPlanner:
                 f"expected a plan for the members {', '.join(names)}, got one for {', '.join(members)}; "
                 "plan for this fleet"
             )
-        of_member = {
-            slot.name: index for index, group in enumerate(self._groups) for _, slot in group.members
-        }
+        self._check_kernels(plan)
+
+    def _check_kernels(self, plan: Plan) -> None:
+        """Refuse a plan over other kernels than those that the fleet has now."""
         for sub_array in plan.partition:
-            owners = {of_member[name] for name in sub_array.members}
             profile = plan.profiles[sub_array.profile]
-            graph, _ = self._kernels(owners.pop(), len(sub_array.members))
-            expected = self._fingerprint(graph, len(sub_array.members), profile.device)
-            if owners or profile.fingerprint not in (expected, self._analytic_fingerprint(graph, profile)):
+            width = len(sub_array.members)
+            graph, _ = self._kernels(self._owner_of(sub_array), width, self._kernels_of(plan))
+            expected = self._fingerprint(graph, width, profile.device)
+            if profile.fingerprint not in (expected, self._analytic_fingerprint(graph, profile)):
+                self._plans.forget(plan)
                 raise PlanError(
                     f"expected a plan made for this fleet's step (sub-array {', '.join(sub_array.members)}), "
                     "got one of another model, batch, device or version; plan again"
                 )
 
+    @property
+    def kernels(self) -> str:
+        """What steps are made of: the fleet's own kernels where they are measured, regions elsewhere."""
+        if self._device is not None:
+            return "lowered"
+        return "aten" if self._config.lowering == "aten" else "compiled"
+
+    def steps_of(self, plan: Plan) -> tuple[list[StepProgram], list[KernelGraph]]:
+        """The steps of the plan's sub-arrays and their kernels, ready to run; a stale plan is refused."""
+        self._check_kernels(plan)
+        found = [
+            self._kernels(self._owner_of(sub_array), len(sub_array.members), self._kernels_of(plan))
+            for sub_array in plan.partition
+        ]
+        return [step for _, step in found], [graph for graph, _ in found]
+
+    def example_spec(self, sub_array: SubArray) -> BatchSpec:
+        """Of the batch that a sub-array's members were planned with."""
+        return self._examples[self._owner_of(sub_array)].spec
+
+    def steps_beside(
+        self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool], *, applies: bool
+    ) -> PlannedSteps:
+        """Other steps of the groups, which are the plan's sub-arrays, within the same budget.
+
+        Their times are only estimated. Batches of another shape run operator by operator: they are few, and
+        compiling takes long.
+        """
+        steps, graphs = [], []
+        for group, graph, is_stacked in zip(self._groups, traced, stacked, strict=True):
+            step = group.sub_array_program(
+                group.width,
+                kernels=self._kernels_of(plan) if graph is group.traced else "aten",
+                traced=graph,
+                stacked_batch=is_stacked,
+                applies=applies,
+            )
+            steps.append(step)
+            graphs.append(read_step(step))
+        half = self._config.precision == "bf16"
+        profiles = [
+            analytic_profile(graph, group.width, DEVICES[_ROUGHLY], half=half)
+            for group, graph in zip(self._groups, graphs, strict=True)
+        ]
+        available = plan.budget_bytes - plan.record.fixed_bytes
+        program = fit_program(profiles, available, self._facts().host_bytes)
+        return PlannedSteps(tuple(steps), tuple(graphs), program)
+
+    def forwards_beside(
+        self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool]
+    ) -> PlannedForwards:
+        """Forward passes of the groups, which are the plan's sub-arrays, within the same budget.
+
+        Where there is room, optimizer state stays where it is. Where there is not, it waits on the host: that
+        costs a copy there and back for an evaluation, swaps cost some for each of its batches.
+        """
+        try:
+            return self._forwards(plan, traced, stacked, carries_state=True)
+        except BudgetError:
+            pass
+        try:
+            return self._forwards(plan, traced, stacked, carries_state=False)
+        except BudgetError as error:
+            raise BudgetError(
+                f"expected an evaluation to fit into the plan's {plan.budget_bytes} bytes, but it does not; "
+                "evaluate on smaller batches, or plan for a larger budget"
+            ) from error
+
+    def _forwards(
+        self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool], *, carries_state: bool
+    ) -> PlannedForwards:
+        forwards, profiles, graphs = [], [], []
+        half = self._config.precision == "bf16"
+        for group, graph, is_stacked in zip(self._groups, traced, stacked, strict=True):
+            forward = group.planned_forward(graph, stacked_batch=is_stacked, carries_state=carries_state)
+            forwards.append(forward)
+            graphs.append(read_step(forward))
+            profiles.append(analytic_profile(graphs[-1], group.width, DEVICES[_ROUGHLY], half=half))
+        available = plan.budget_bytes - plan.record.fixed_bytes
+        program = fit_program(profiles, available, self._facts().host_bytes, plainly=carries_state)
+        return PlannedForwards(tuple(forwards), tuple(graphs), program)
+
+    def _kernels_of(self, plan: Plan) -> str:
+        """Of what the plan's steps are made: analytic ones are made for regions."""
+        is_analytic = any(profile.source == "analytic" for profile in plan.profiles)
+        return "lowered" if is_analytic and self.kernels == "aten" else self.kernels
+
+    def _owner_of(self, sub_array: SubArray) -> int:
+        names = set(sub_array.members)
+        for index, group in enumerate(self._groups):
+            if names <= {slot.name for _, slot in group.members}:
+                return index
+        raise PlanError(
+            f"expected sub-arrays of members that can be fused, got {', '.join(sub_array.members)}; plan "
+            "again"
+        )
+
+    def _compile_ahead(self, planned: Sequence[PlannedGroup], bound: Mapping[str, int]) -> None:
+        """Compile the kernels of every width that will be asked for side by side."""
+        search = find_partitions([len(group.members) for group in planned], **bound)
+        for index, group in enumerate(self._groups):
+            widths = {width for partition in search.partitions for width in partition.widths[index]}
+            group.compile_widths(sorted(widths, reverse=True))
+
     # ---- profiles ----------------------------------------------------------------------------------
 
     def _make_profile(self, index: int, width: int) -> Profile:
-        graph, program = self._kernels(index, width)
         if self._device is not None:
-            return analytic_profile(graph, width, self._device, half=self._config.precision == "bf16")
+            if index not in self._by_width:
+                half = self._config.precision == "bf16"
+                read = functools.partial(self._graph, index)
+                self._by_width[index] = WidthProfiles(read, self._device, half=half)
+            return self._by_width[index].profile(width)
+        graph, program = self._kernels(index, width)
         group = self._groups[index]
         if width > group.width:
             raise ConfigError(
@@ -131,27 +308,44 @@ class FleetPlanner:
         found = self._cache.get(fingerprint)
         if found is None:
             arguments = self._arguments(index, program, width)
-            found = measure_profile(graph, arguments, width=width, fingerprint=fingerprint, facts=facts)
+            with kernel_settings(deterministic=self._config.deterministic):
+                found = measure_profile(graph, arguments, width=width, fingerprint=fingerprint, facts=facts)
             self._cache.put(found)
-        return found
+        self._scratch[index, width] = scratch_bytes(graph, found)
+        # Workspaces are not in the slab: one scratch pool beside it serves them all in turn.
+        nodes = tuple(replace(node, workspace_bytes=0) for node in found.nodes)
+        return replace(found, nodes=nodes)
 
-    def _kernels(self, index: int, width: int) -> tuple[KernelGraph, StepProgram]:
-        group = self._groups[index]
-        measures = self._device is None and self._config.device.type == "cuda"
-        program = group.sub_array_program(width, compiles=measures and self._config.lowering != "aten")
-        module = program.module
-        assert isinstance(module, torch.fx.GraphModule)
-        return read_kernels(module, program.byte_classes()), program
+    def _scratch_bytes(self) -> int:
+        """Of the widest sub-array that there may be: what its nodes need beside the slab."""
+        if self._device is not None:
+            return 0
+        for index, group in enumerate(self._groups):
+            self.profile(index, group.width)
+        return max(self._scratch.values(), default=0)
+
+    def _graph(self, index: int, width: int) -> KernelGraph:
+        return self._kernels(index, width)[0]
+
+    def _kernels(self, index: int, width: int, kernels: str | None = None) -> tuple[KernelGraph, StepProgram]:
+        key = (index, width, kernels or self.kernels)
+        if key not in self._read:
+            program = self._groups[index].sub_array_program(width, kernels=key[2])
+            self._read[key] = (read_step(program), program)
+        return self._read[key]
 
     def _arguments(self, index: int, program: StepProgram, width: int) -> list[Tensor]:
         """Arguments for the first members of a group, none of them active: a step changes nothing."""
         group = self._groups[index]
-        batch = [tensor.to(self._config.device) for tensor in self._examples[index]]
+        batch = [tensor.to(self._config.device) for tensor in self._examples[index].tensors]
         if group.stacked_batch:
             batch = [tensor.expand(group.width, *tensor.shape) for tensor in batch]
         arguments = first_rows(program, group.arguments_of(program, batch), width)
+        arguments = [argument.to(self._config.device) for argument in arguments]
         active = program.position_of("active")
         arguments[active] = torch.zeros_like(arguments[active])
+        for position in program.accumulator_positions():  # they change even where nobody is active
+            arguments[position] = arguments[position].clone()
         return [
             argument.contiguous() if position in program.fed_positions() else argument
             for position, argument in enumerate(arguments)
@@ -209,6 +403,12 @@ class FleetPlanner:
         names = list(groups[0].members[:num_members])
         names += [f"member {number}" for number in range(len(names), num_members)]
         return [PlannedGroup("0", tuple(names))]
+
+
+def read_step(step: StepProgram | ForwardProgram) -> KernelGraph:
+    """The kernels of a step, or of a forward pass alone."""
+    assert isinstance(step.module, torch.fx.GraphModule)
+    return read_kernels(step.module, step.byte_classes())
 
 
 def _host_bytes() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +49,39 @@ class StackedState:
     updates: Tensor = field(default_factory=lambda: torch.empty(0))
     seeds: Tensor = field(default_factory=lambda: torch.empty(0))
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> StackedState:
+        """The same state with ``change`` applied to every tensor."""
+        return StackedState(
+            {name: change(rows) for name, rows in self.parameters.items()},
+            {name: change(rows) for name, rows in self.buffers.items()},
+            {key: change(rows) for key, rows in self.states.items()},
+            {name: change(rows) for name, rows in self.totals.items()},
+            {name: change(value) for name, value in self.shared.items()},
+            change(self.alive),
+            change(self.updates),
+            change(self.seeds),
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[StackedState]) -> StackedState:
+        """The rows of all parts in one state; what is shared is that of the first."""
+        first = parts[0]
+        width = sum(part.alive.shape[0] for part in parts)
+        device = first.alive.device
+        whole = first.resized(width, [], device)
+        begin = 0
+        for part in parts:
+            end = begin + part.alive.shape[0]
+            for new, old in zip(whole.stacked(), part.stacked(), strict=True):
+                new[begin:end].copy_(old)
+            begin = end
+        return whole
+
+    def stacked(self) -> list[Tensor]:
+        """Every tensor with one row per member."""
+        kinds = (self.parameters, self.buffers, self.states, self.totals)
+        return [*(rows for kind in kinds for rows in kind.values()), self.alive, self.updates, self.seeds]
+
     def resized(self, width: int, kept: list[int], device: torch.device) -> StackedState:
         """The same state with ``width`` rows; ``kept`` are the old rows that go to the front, in order."""
 
@@ -82,6 +115,11 @@ def named_tensors(member: Member) -> dict[str, Tensor]:
     """Parameters and buffers of a member's model by name, tied ones once."""
     found = (*unique_parameters(member.model), *unique_buffers(member.model))
     return {item.name: item.tensor for item in found}
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same in shape, type and every value."""
+    return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.detach(), b.detach()))
 
 
 def check_shapes(slot_name: str, member: Member, expected: dict[str, torch.Size]) -> None:

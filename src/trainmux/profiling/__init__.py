@@ -3,8 +3,9 @@
 from trainmux.profiling._analytic import analytic_profile
 from trainmux.profiling._cache import ProfileCache
 from trainmux.profiling._devices import DEVICES, Device, find_device
-from trainmux.profiling._kernels import KernelGraph, KernelStep, KernelTensor, read_kernels
+from trainmux.profiling._kernels import KernelGraph, KernelStep, KernelTensor, Location, read_kernels
 from trainmux.profiling._measured import LinkRates, measure_profile, probe_link
+from trainmux.profiling._widths import WidthProfiles, same_but_for_origin
 
 __all__ = [
     "DEVICES",
@@ -13,10 +14,13 @@ __all__ = [
     "KernelStep",
     "KernelTensor",
     "LinkRates",
+    "Location",
     "ProfileCache",
+    "WidthProfiles",
     "analytic_profile",
     "find_device",
     "measure_profile",
     "probe_link",
     "read_kernels",
+    "same_but_for_origin",
 ]

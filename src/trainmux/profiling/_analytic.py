@@ -12,29 +12,36 @@ import hashlib
 
 from trainmux.ir import Profile, ProfiledNode, ProfiledTensor
 from trainmux.profiling._devices import BANDWIDTH_SHARE, FLOPS_SHARE, NODE_SECONDS, Device
-from trainmux.profiling._kernels import KernelGraph, KernelStep
+from trainmux.profiling._kernels import KernelGraph
+from trainmux.profiling._outline import Outline, outline_of
 
 
 def analytic_profile(graph: KernelGraph, width: int, device: Device, *, half: bool) -> Profile:
     """The profile of a sub-array's step on ``device``; ``half`` says that products are of 16-bit numbers."""
+    return profile_of_outline(outline_of(graph), graph.fingerprint(), width, device, half=half)
+
+
+def profile_of_outline(outline: Outline, origin: str, width: int, device: Device, *, half: bool) -> Profile:
+    """The same from what it needs of the kernels; ``origin`` says which kernels these are."""
     flops = (device.half_flops if half else device.single_flops) * FLOPS_SHARE
     bandwidth = device.bandwidth * BANDWIDTH_SHARE
-    nodes = tuple(
-        ProfiledNode(
-            step.node.name,
-            step.phase,
-            step.reads,
-            step.creates,
-            step.changes,
-            NODE_SECONDS
-            + max(
-                step.flops / flops * idleness(step.tiles, device.num_multiprocessors),
-                traffic(graph, step) / bandwidth,
-            ),
-            is_repeatable=not step.changes,
+    nodes = []
+    for step in outline.steps:
+        seconds = outline.traffic(step) / bandwidth
+        if step.work is not None:
+            idle = idleness(step.work.tiles, device.num_multiprocessors)
+            seconds = max(step.work.flops / flops * idle, seconds)
+        nodes.append(
+            ProfiledNode(
+                step.name,
+                step.phase,
+                step.reads,
+                step.creates,
+                step.changes,
+                NODE_SECONDS + seconds,
+                is_repeatable=not step.changes,
+            )
         )
-        for step in graph.steps
-    )
     tensors = tuple(
         ProfiledTensor(
             tensor.name,
@@ -45,11 +52,11 @@ def analytic_profile(graph: KernelGraph, width: int, device: Device, *, half: bo
             tensor.size_bytes / device.duplex_link,
             tensor.size_bytes / device.duplex_link,
         )
-        for tensor in graph.tensors
+        for tensor in outline.tensors
     )
-    text = repr((graph.fingerprint(), width, device, half, FLOPS_SHARE, BANDWIDTH_SHARE, NODE_SECONDS))
+    text = repr((origin, width, device, half, FLOPS_SHARE, BANDWIDTH_SHARE, NODE_SECONDS))
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
-    return Profile(fingerprint, "analytic", width, device.facts, tensors, nodes)
+    return Profile(fingerprint, "analytic", width, device.facts, tensors, tuple(nodes))
 
 
 def idleness(tiles: int, num_multiprocessors: int) -> float:
@@ -57,9 +64,3 @@ def idleness(tiles: int, num_multiprocessors: int) -> float:
     if tiles == 0:
         return 1.0
     return -(-tiles // num_multiprocessors) * num_multiprocessors / tiles
-
-
-def traffic(graph: KernelGraph, step: KernelStep) -> int:
-    """Bytes that a node moves: what it changes is read and written."""
-    sizes = [graph.tensors[number].size_bytes for number in (*step.reads, *step.creates)]
-    return sum(sizes) + 2 * sum(graph.tensors[number].size_bytes for number in step.changes)

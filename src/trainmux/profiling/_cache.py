@@ -17,6 +17,11 @@ class ProfileCache:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._folder = Path(folder) if folder is not None else _default_folder()
 
+    @property
+    def folder(self) -> Path:
+        """Where the profiles lie."""
+        return self._folder
+
     def get(self, fingerprint: str) -> Profile | None:
         """The profile with this fingerprint; ``None`` where there is none, or none that can be read."""
         path = self._path(fingerprint)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,12 +36,54 @@ class KernelTensor:
 
 
 @dataclass(frozen=True)
+class Location:
+    """Where a value lies: a storage, and how to look at it. ``offset`` counts elements."""
+
+    tensor: int
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def look(self, memory: Tensor) -> Tensor:
+        """The value in the storage's bytes."""
+        typed = memory.view(self.dtype) if memory.numel() else memory.new_empty(0, dtype=self.dtype)
+        return typed.as_strided(self.shape, self.strides, typed.storage_offset() + self.offset)
+
+
+TILE = 128
+"""Rows and columns of results that one block of a matrix kernel computes."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A library call: ``batch`` matrices of ``rows`` by ``columns`` sums of ``depth`` products, ``passes``
+    times over."""
+
+    batch: int
+    rows: int
+    columns: int
+    depth: int
+    passes: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations: a product and a sum for each."""
+        return 2.0 * (self.batch * self.rows * self.columns * self.depth) * self.passes
+
+    @property
+    def tiles(self) -> int:
+        """The pieces of ``TILE`` by ``TILE`` results that it is spread over the device in."""
+        return self.batch * -(-self.rows // TILE) * -(-self.columns // TILE)
+
+
+@dataclass(frozen=True)
 class KernelStep:
     """A node of the graph that computes. Positions are those of the graph's tensors.
 
-    ``results`` has, for each tensor among the node's results in order, the storage it lies in. ``flops`` are
-    those of a library call, 0 for everything else; ``tiles`` the pieces of ``TILE`` by ``TILE`` results that
-    such a call is spread over the device in.
+    ``results`` has, for each tensor among the node's results in order, the storage it lies in; ``work`` is
+    that of a library call, ``None`` for everything else.
     """
 
     node: fx.Node
@@ -49,17 +92,34 @@ class KernelStep:
     creates: tuple[int, ...]
     changes: tuple[int, ...]
     results: tuple[int, ...]
-    flops: float
-    tiles: int
+    work: Work | None
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a library call, 0 of everything else."""
+        return 0.0 if self.work is None else self.work.flops
+
+    @property
+    def tiles(self) -> int:
+        """The pieces that a library call is spread over the device in, 0 of everything else."""
+        return 0 if self.work is None else self.work.tiles
 
 
 @dataclass(frozen=True)
 class KernelGraph:
-    """A program's module with its nodes that compute, in order, and the storages they touch."""
+    """A program's module with its nodes that compute, in order, and the storages they touch.
+
+    ``values`` has every node's value with a `Location` in the place of each tensor, ``inputs`` those of the
+    arguments, ``constants`` those of the module's own tensors by name, ``outputs`` those of the results.
+    """
 
     module: fx.GraphModule
     steps: tuple[KernelStep, ...]
     tensors: tuple[KernelTensor, ...]
+    values: Mapping[fx.Node, Any]
+    inputs: tuple[Location, ...]
+    constants: Mapping[str, Location]
+    outputs: tuple[Location, ...]
 
     def fingerprint(self) -> str:
         """Equal for graphs that do the same to storages of the same sizes."""
@@ -133,6 +193,16 @@ class _Reader:
         def new(numbers: Sequence[int]) -> tuple[int, ...]:
             return tuple(renumbered[number] for number in numbers)
 
+        def locate(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            number = renumbered[self._storage(value, "")]
+            place = (tuple(value.shape), tuple(value.stride()), int(value.storage_offset()))
+            return Location(number, value.dtype, value.device, *place)
+
+        values = {node: pytree.tree_map(locate, value) for node, value in self._values.items()}
+        (output,) = self._module.graph.find_nodes(op="output")
+        results = [leaf for leaf in pytree.tree_leaves(output.args) if isinstance(leaf, fx.Node)]
         return KernelGraph(
             self._module,
             tuple(
@@ -143,12 +213,17 @@ class _Reader:
                     new(step.creates),
                     new(step.changes),
                     new(step.results),
-                    step.flops,
-                    step.tiles,
+                    step.work,
                 )
                 for step in steps
             ),
             tuple(tensors),
+            MappingProxyType(values),
+            tuple(values[node] for node in self._module.graph.find_nodes(op="placeholder")),
+            MappingProxyType(
+                {str(node.target): values[node] for node in self._module.graph.find_nodes(op="get_attr")}
+            ),
+            tuple(values[node] for node in results),
         )
 
     def _class_of(self, number: int, made: dict[int, Phase], last: dict[int, Phase]) -> ByteClass:
@@ -206,7 +281,7 @@ class _Reader:
                 creates,
                 tuple(sorted(changed)),
                 tuple(results),
-                *work_of(node.target, args, value),
+                work_of(node.target, args, value),
             )
         )
 
@@ -245,38 +320,27 @@ aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
 
 
-TILE = 128
-"""Rows and columns of results that one block of a matrix kernel computes."""
-
-
-def work_of(target: Any, args: Sequence[Any], value: Any) -> tuple[float, int]:
-    """Floating-point operations of a library call and its tiles; none for what is bound by memory."""
+def work_of(target: Any, args: Sequence[Any], value: Any) -> Work | None:
+    """What a library call computes; nothing for what is bound by memory."""
     if not isinstance(target, OpOverload) and args and isinstance(args[0], OpOverload):
         target, args = args[0], [leaf for leaf in args[1:] if isinstance(leaf, Tensor)]  # an extended product
     if target in _PRODUCTS:
         left = args[_PRODUCTS[target]]
         batch = value.shape[0] if value.dim() == 3 else 1
-        flops = 2.0 * value.numel() * left.shape[-1]
-        return flops, batch * _tiles(value.shape[-2], value.shape[-1])
+        return Work(batch, value.shape[-2], value.shape[-1], left.shape[-1])
     if target is aten.convolution.default:
-        return _convolution(value, args[1], args[8])
+        return _convolution(value, args[1], args[8], 1)
     if target is aten.convolution_backward.default:
-        flops, tiles = _convolution(args[0], args[2], args[9])
-        return flops * sum(map(bool, args[-1][:2])), tiles
+        return _convolution(args[0], args[2], args[9], sum(map(bool, args[-1][:2])))
     name = str(target)
     if "scaled_dot_product" in name and "attention" in name:
         query, key = (args[1], args[2]) if "backward" in name else (args[0], args[1])
-        flops = 4.0 * query.numel() * key.shape[-2]
-        tiles = query.shape[0] * query.shape[1] * -(-query.shape[2] // TILE)
-        return flops * (2.5 if "backward" in name else 1.0), tiles
-    return 0.0, 0
+        # A block has some rows of one head, all columns of it. Two products forward, five backward.
+        heads, depth = query.shape[0] * query.shape[1], query.shape[3] * key.shape[-2]
+        return Work(heads, query.shape[2], 1, depth, 5.0 if "backward" in name else 2.0)
+    return None
 
 
-def _convolution(out: Tensor, weight: Tensor, groups: int) -> tuple[float, int]:
-    flops = 2.0 * out.numel() * weight.numel() / weight.shape[0]
+def _convolution(out: Tensor, weight: Tensor, groups: int, passes: int) -> Work:
     pixels = out.numel() // out.shape[1]
-    return flops, groups * _tiles(pixels, out.shape[1] // groups)
-
-
-def _tiles(rows: int, columns: int) -> int:
-    return -(-rows // TILE) * -(-columns // TILE)
+    return Work(groups, pixels, out.shape[1] // groups, weight.numel() // weight.shape[0], float(passes))

@@ -1,8 +1,13 @@
 """The run-time profiler (Algorithm A): every node alone, on the device, with nothing else resident.
 
-Feature maps leave the device after their last forward use and come back before their first use in the
-backward pass, so that a step larger than the device can be measured, as long as each node with its inputs and
-outputs fits. One pass warms up, three are measured, medians are kept.
+Where a step is larger than what a CUDA device has free, and always on a CPU, feature maps leave the device
+after their last forward use and come back before their first use in the backward pass: so a step can be
+measured as long as each node with its inputs and outputs fits. One pass warms up, three are measured, medians
+are kept.
+
+A node alone takes a little longer than among others in a CUDA graph: it begins late, and finds caches cold.
+Where the whole step fits on the device it is captured and replayed too, and nodes are shortened by what they
+take together beyond that, the same for each.
 
 Nodes that change parameters run once in each pass, like all others: the arguments must be such that a step
 changes nothing (no member active).
@@ -28,7 +33,11 @@ from trainmux.profiling._kernels import KernelGraph, KernelStep
 NUM_PASSES = 3
 _PROBE_BYTES = 256 << 20
 _PROBE_REPEATS = 3
-_HEAD_START_CYCLES = 400_000
+_ROOM = 1.25
+"""What must be free for each byte that a pass holds at its peak: workspaces, and holes between tensors."""
+_LARGEST_CUT = 0.7
+"""The share of its time alone that a node may lose to the step it is part of."""
+_HEAD_START_CYCLES = 2_000_000
 """The device waits so long before each node that the host, which launches kernels one by one, is ahead."""
 
 
@@ -89,8 +98,9 @@ def measure_profile(
     seconds: list[list[float]] = [[] for _ in graph.steps]
     workspaces = [0] * len(graph.steps)
     total = (1 + NUM_PASSES) * len(graph.steps)
+    swaps = device.type != "cuda" or not _fits(graph, device)
     for number in range(1 + NUM_PASSES):
-        run = _Pass(graph, arguments)
+        run = _Pass(graph, arguments, swaps=swaps)
         for rank, step in enumerate(graph.steps):
             run.fetch(step)
             taken, workspace = clock.measure(partial(run.run, step), run.created_bytes(step))
@@ -100,6 +110,10 @@ def measure_profile(
             run.release(rank, step)
             tell(number * len(graph.steps) + rank + 1, total)
         run.close()
+    alone = [statistics.median(found) for found in seconds]
+    replayed = None if swaps else _replayed_seconds(graph, arguments, device)
+    if replayed is not None:
+        alone = in_step_seconds(alone, replayed)
     nodes = tuple(
         ProfiledNode(
             step.node.name,
@@ -107,11 +121,11 @@ def measure_profile(
             step.reads,
             step.creates,
             step.changes,
-            statistics.median(found),
+            taken,
             workspace,
             is_repeatable=not step.changes,
         )
-        for step, found, workspace in zip(graph.steps, seconds, workspaces, strict=True)
+        for step, taken, workspace in zip(graph.steps, alone, workspaces, strict=True)
     )
     tensors = tuple(
         ProfiledTensor(
@@ -128,11 +142,67 @@ def measure_profile(
     return Profile(fingerprint, "measured", width, facts, tensors, nodes)
 
 
+def in_step_seconds(alone: Sequence[float], together: float) -> list[float]:
+    """Times of nodes that were measured alone, as they are in a step that takes ``together`` seconds.
+
+    Each loses the same, but at most ``_LARGEST_CUT`` of its own time. Where that is not enough, or where the
+    step takes longer than its nodes, all are stretched alike.
+    """
+    total = sum(alone)
+    if not alone or total <= 0 or together <= 0:
+        return list(alone)
+
+    def cut(loss: float) -> list[float]:
+        return [max(seconds - loss, seconds * (1 - _LARGEST_CUT)) for seconds in alone]
+
+    low, high = 0.0, max(alone)
+    if total > together:
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if sum(cut(middle)) > together else (low, middle)
+    found = cut(high) if total > together else list(alone)
+    stretch = together / sum(found)
+    return [seconds * stretch for seconds in found]
+
+
+def _replayed_seconds(graph: KernelGraph, arguments: Sequence[Tensor], device: torch.device) -> float | None:
+    """What the step takes as one CUDA graph; ``None`` where it cannot be captured or there is no room."""
+    torch.cuda.empty_cache()
+    if not _fits(graph, device):
+        return None
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    captured = torch.cuda.CUDAGraph()
+    try:
+        with torch.no_grad(), torch.cuda.stream(stream):
+            graph.module(*arguments)
+        with torch.no_grad(), torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
+            kept = graph.module(*arguments)
+    except RuntimeError:  # out of memory is one, too
+        torch.cuda.synchronize(device)
+        return None
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def replay() -> float:
+        begin.record()
+        captured.replay()
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(begin.elapsed_time(end)) / 1e3
+
+    replay()
+    taken = _median_of(replay)
+    del kept, replay
+    torch.cuda.empty_cache()
+    return taken
+
+
 class _Pass:
     """One pass through the graph with real tensors, feature maps away between forward and backward."""
 
-    def __init__(self, graph: KernelGraph, arguments: Sequence[Tensor]) -> None:
+    def __init__(self, graph: KernelGraph, arguments: Sequence[Tensor], *, swaps: bool) -> None:
         self._graph = graph
+        self._swaps = swaps
         self._values: dict[fx.Node, Any] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         # Strides that differ from the traced ones can make a view of what was traced as a copy: such memory
@@ -189,7 +259,7 @@ class _Pass:
         """Let go of what no later node reads, and send away feature maps that the backward pass will read."""
         for node in self._last_use.get(rank, ()):
             self._values.pop(node, None)
-        for number in self._last_forward.get(rank, ()):
+        for number in self._last_forward.get(rank, ()) if self._swaps else ():
             kept = self._graph.tensors[number].byte_class is ByteClass.FEATURE_MAP
             storage = self._storages.get(number)
             if kept and storage is not None and storage.nbytes() and len(self._owners[storage._cdata]) == 1:
@@ -232,6 +302,25 @@ class _Pass:
             if node.op not in ("placeholder", "get_attr"):
                 found.setdefault(rank, []).append(node)
         return found
+
+
+def _fits(graph: KernelGraph, device: torch.device) -> bool:
+    """Whether all that a pass makes fits into what is free, with some room to spare."""
+    last: dict[int, int] = {}
+    for rank, step in enumerate(graph.steps):
+        last.update(dict.fromkeys((*step.reads, *step.creates, *step.changes), rank))
+    live = most = 0
+    ending: dict[int, list[int]] = {}
+    for step in graph.steps:
+        for number in step.creates:
+            ending.setdefault(last[number], []).append(number)
+    for rank, step in enumerate(graph.steps):
+        live += sum(graph.tensors[number].size_bytes for number in step.creates)
+        most = max(most, live)
+        live -= sum(graph.tensors[number].size_bytes for number in ending.get(rank, ()))
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return most * _ROOM < free + cached
 
 
 def _last_forward_uses(steps: Sequence[KernelStep]) -> dict[int, list[int]]:

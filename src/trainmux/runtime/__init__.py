@@ -2,6 +2,16 @@
 
 from trainmux.runtime._allocations import AllocationEvent, record_allocations
 from trainmux.runtime._determinism import deterministic_algorithms
+from trainmux.runtime._gpu import (
+    CudaFacts,
+    DriverFacts,
+    GpuFacts,
+    ListedGpu,
+    ask_driver,
+    look_at_cuda,
+    probe_memory,
+)
+from trainmux.runtime._host import FolderFacts, HostFacts, look_at_folder, look_at_host
 from trainmux.runtime._interrupts import deferred_interrupts
 from trainmux.runtime._landing import HostLeaf, Landing
 from trainmux.runtime._random import (
@@ -19,14 +29,25 @@ __all__ = [
     "ALIGNMENT_BYTES",
     "WORD_RANGE",
     "AllocationEvent",
+    "CudaFacts",
+    "DriverFacts",
+    "FolderFacts",
+    "GpuFacts",
+    "HostFacts",
     "HostFeed",
     "HostLeaf",
     "Landing",
+    "ListedGpu",
     "Transfers",
+    "ask_driver",
     "deferred_interrupts",
     "deterministic_algorithms",
+    "look_at_cuda",
+    "look_at_folder",
+    "look_at_host",
     "philox_blocks",
     "philox_pairs",
+    "probe_memory",
     "random_words",
     "random_words_of_elements",
     "record_allocations",

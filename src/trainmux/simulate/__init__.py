@@ -13,6 +13,7 @@ from trainmux.simulate._allocator import (
 )
 from trainmux.simulate._curve import MemoryCurve
 from trainmux.simulate._lanes import LaneClock, LaneTimes
+from trainmux.simulate._measured_timeline import measured_timeline
 from trainmux.simulate._memory import live_bytes, memory, peak_live_bytes
 from trainmux.simulate._offsets import Lifetime, Placement, check, max_live_bytes, place
 from trainmux.simulate._reservation import PoolForecast, Reservation, find_reservation
@@ -45,6 +46,7 @@ __all__ = [
     "lane_times",
     "live_bytes",
     "max_live_bytes",
+    "measured_timeline",
     "memory",
     "pack",
     "peak_live_bytes",

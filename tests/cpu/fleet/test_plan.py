@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import trainmux as tm
-from trainmux.errors import BudgetError, ConfigError, PlanError, TrainmuxWarning
+from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.fleet import _program_store
 from trainmux.ir import verify
 from trainmux.lowering import KernelCache
@@ -197,8 +197,12 @@ def test_a_plan_is_used_by_its_own_fleet_only(tmp_path: Path) -> None:
     plan = fleet.plan(device=DEVICE)
     path = tmp_path / "plan.json"
     fleet.plan(device="a100-40gb").save(path)
-    with pytest.warns(TrainmuxWarning, match="trains without it"):
-        fleet_of("mlp", lr=0.5).use(tm.Plan.load(path))  # another learning rate is the same step
+    other = fleet_of("mlp", lr=0.5)  # another learning rate is the same step
+    other.use(tm.Plan.load(path))
+    plain = fleet_of("mlp", lr=0.5)
+    for number in range(2):
+        batch = SMALL["mlp"].batch(number, torch.float32)
+        torch.testing.assert_close(other.step(batch), plain.step(batch))
     with pytest.raises(PlanError, match="members"):
         fleet_of("mlp", num_members=3).use(plan)
     with pytest.raises(PlanError, match="another model"):

@@ -117,7 +117,7 @@ def find_gaps(all_facts: Sequence[Facts], *, with_static: bool) -> tuple[Gap, ..
     if with_static:
         for sub_array, facts in enumerate(all_facts):
             for record in facts.tensors:
-                gaps += _static_gaps(sub_array, record, len(facts.nodes))
+                gaps += _static_gaps(sub_array, record, facts)
     return tuple(gaps)
 
 
@@ -128,10 +128,11 @@ def _recomputable(facts: Facts) -> frozenset[int]:
     return frozenset(tensor for tensor in facts.feature_maps if prices.seconds(tensor) is not None)
 
 
-def _static_gaps(sub_array: int, record: TensorFacts, num_nodes: int) -> list[Gap]:
+def _static_gaps(sub_array: int, record: TensorFacts, facts: Facts) -> list[Gap]:
     if record.byte_class not in _SWAPPABLE_STATIC or not record.accesses or not record.memory_size:
         return []
-    if not record.changed_at or record.changed_at[-1] != record.accesses[-1]:
+    is_changed_last = bool(record.changed_at) and record.changed_at[-1] == record.accesses[-1]
+    if facts.feature_maps and not is_changed_last:
         return []  # a recomputation may read it any time before the step's last node
     spans = [(record.accesses[-1], record.accesses[0])]
     return [
@@ -146,7 +147,7 @@ def _static_gaps(sub_array: int, record: TensorFacts, num_nodes: int) -> list[Ga
             can_recompute=False,
         )
         for last, first in spans
-        if (first - last) % num_nodes != 1
+        if (first - last) % len(facts.nodes) != 1
     ]
 
 

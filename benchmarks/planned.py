@@ -1,0 +1,199 @@
+"""Fleets under a plan: predicted against measured step time and memory, for budgets and policies.
+
+    python benchmarks/planned.py gpt2_no_dropout --members 8 --shares 1/2,1/3 --policies mutwo,auto \\
+        --out planned.json
+
+A budget is static + share × (peak - static): static is what the fleet holds between steps, peak what its
+plan without any decisions reserves (policy "none" with all members in one array). The first row is the fleet
+without a plan. ``small:NAME`` workloads try it out on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainmux as tm
+from trainmux.workloads import FULL_SIZE, SMALL
+
+NUM_BLOCKS = 5
+STEPS_PER_BLOCK = 6
+NUM_BATCHES = 3
+
+
+class Bench:
+    """One fleet, trained by one plan after another."""
+
+    def __init__(self, name: str, num_members: int, device: str, precision: str) -> None:
+        build, loss, batch = find(name)
+        self.device = torch.device(device)
+        self.before = self.used()
+        members = []
+        for number in range(num_members):
+            model = build(number).train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 * (number + 1))
+            members.append(tm.Member(model, optimizer, name=f"member {number}", seed=number))
+        self.batches = [batch(number) for number in range(NUM_BATCHES)]
+        lowering = "inductor" if device == "cuda" else "auto"
+        self.fleet = tm.Fleet(
+            members, loss, self.batches[0], device=device, precision=precision, lowering=lowering
+        )
+
+    def used(self) -> int:
+        """Bytes of the device that are in use, by anybody."""
+        if self.device.type != "cuda":
+            return 0
+        torch.zeros(1, device=self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def measure(self) -> dict[str, Any]:
+        """Milliseconds of a step of all members, and what the device holds meanwhile."""
+        begin = time.perf_counter()
+        for batch in self.batches:
+            losses = self.fleet.step(batch)
+        self.wait()
+        first = time.perf_counter() - begin
+        times = []
+        for _ in range(NUM_BLOCKS):
+            begin = time.perf_counter()
+            for number in range(STEPS_PER_BLOCK):
+                losses = self.fleet.step(self.batches[number % NUM_BATCHES])
+            self.wait()
+            times.append((time.perf_counter() - begin) / STEPS_PER_BLOCK * 1e3)
+        row: dict[str, Any] = {
+            "step_ms": statistics.median(times),
+            "step_ms_of_blocks": times,
+            "first_steps_s": first,
+            "finite": bool(torch.isfinite(losses).all()),
+        }
+        if self.device.type == "cuda":
+            row["device_bytes"] = self.used() - self.before
+            row["reserved_bytes"] = torch.cuda.memory_reserved()
+        return row
+
+    def plan(self, budget: int | None, policy: str, num_partitions: int) -> tuple[tm.Plan, dict[str, Any]]:
+        begin = time.perf_counter()
+        plan = self.fleet.plan(budget, policy, max_partitions=num_partitions)
+        record = plan.record
+        return plan, {
+            "policy": policy,
+            "budget_bytes": plan.budget_bytes,
+            "widths": [len(sub_array.members) for sub_array in plan.partition],
+            "multiplexing": record.schedule.multiplexing.value,
+            "num_swaps": len(plan.swaps),
+            "num_recomputes": len(plan.recomputes),
+            "planning_s": time.perf_counter() - begin,
+            "predicted_ms": plan.step_seconds * 1e3,
+            "predicted_bytes": plan.peak_bytes,
+            "fixed_bytes": record.fixed_bytes,
+            "host_bytes": record.host_bytes,
+            "stall_ms": record.stall_seconds * 1e3,
+            "recompute_share": record.recompute_share,
+            "swap_overlap": record.swap_overlap,
+        }
+
+
+def find(name: str) -> tuple[Callable[[int], Any], Callable[[Any, Any], Any], Callable[[int], Any]]:
+    """How to build a member, its loss, and batches by number."""
+    if name.startswith("small:"):
+        small = SMALL[name.removeprefix("small:")]
+        return small.build, small.loss, lambda number: small.batch(number, torch.float32)
+    full = FULL_SIZE[name]
+    return full.build, full.loss, lambda number: full.batch(number, full.batch_sizes[0])
+
+
+def static_bytes(plan: tm.Plan) -> int:
+    return sum(
+        tensor.size_bytes
+        for sub_array in plan.partition
+        for tensor in plan.profiles[sub_array.profile].tensors
+        if tensor.byte_class.is_static
+    )
+
+
+def show(row: dict[str, Any]) -> None:
+    parts = [f"{row.get('share', ''):>5} {row.get('policy', 'no plan'):<14}"]
+    if "error" in row:
+        parts.append(row["error"])
+    else:
+        if "widths" in row:
+            widths = "+".join(map(str, row["widths"]))
+            parts.append(f"{widths} {row['multiplexing']}, {row['num_swaps']} swaps, ")
+            parts.append(f"{row['num_recomputes']} recomputes, planned in {row['planning_s']:.0f} s,")
+            parts.append(f"{row['predicted_bytes'] / 2**30:.2f} of {row['budget_bytes'] / 2**30:.2f} GiB,")
+            parts.append(f"predicted {row['predicted_ms']:.2f},")
+        parts.append(f"measured {row['step_ms']:.2f} ms")
+        if "device_bytes" in row:
+            device, reserved = row["device_bytes"] / 2**30, row["reserved_bytes"] / 2**30
+            parts.append(f"device {device:.2f} reserved {reserved:.2f} GiB")
+    print(" ".join(parts), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("workload")
+    parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--shares", default="1/2,1/3,1/6")
+    parser.add_argument("--policies", default="none,capuchin,mutwo,auto")
+    parser.add_argument("--partitions", type=int, default=3)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/planned.json"))
+    options = parser.parse_args()
+    result: dict[str, Any] = {
+        "command": "python benchmarks/planned.py " + " ".join(_without_out(sys.argv[1:])),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "workload": options.workload,
+        "num_members": options.members,
+        "precision": options.precision,
+        "rows": [],
+    }
+
+    def keep(row: dict[str, Any]) -> None:
+        result["rows"].append(row)
+        show(row)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    bench = Bench(options.workload, options.members, options.device, options.precision)
+    keep(bench.measure())
+    whole, row = bench.plan(None, "none", options.partitions)
+    keep({"share": "1", **row, **bench.measure()})
+    static, fixed = static_bytes(whole), whole.record.fixed_bytes
+    result["static_bytes"] = static
+    for share in options.shares.split(","):
+        budget = static + fixed + int(Fraction(share) * (whole.peak_bytes - static - fixed))
+        for policy in options.policies.split(","):
+            try:
+                _, row = bench.plan(budget, policy, options.partitions)
+                keep({"share": share, **row, **bench.measure()})
+            except tm.errors.BudgetError as error:
+                keep({"share": share, "policy": policy, "budget_bytes": budget, "error": str(error)})
+
+
+def _without_out(arguments: list[str]) -> list[str]:
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        return arguments[:at] + arguments[at + 2 :]
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

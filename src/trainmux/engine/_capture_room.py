@@ -1,0 +1,122 @@
+"""Where graphs are captured: a stream of its own, and a memory pool whose size is known beforehand (D8).
+
+What is to be captured is rehearsed twice. The second rehearsal is recorded: the allocator's rules, simulated
+over its allocations, say what the capture will reserve before it does, and one segment of that size is
+reserved in its place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from trainmux.ir import MemoryUse
+from trainmux.runtime import AllocationEvent, deterministic_algorithms, record_allocations
+from trainmux.simulate import Allocate, AllocatorRules, Event, Free, PoolForecast
+
+T = TypeVar("T")
+
+
+@contextmanager
+def _measured_convolutions(wanted: bool) -> Iterator[None]:
+    """While active, cuDNN times its algorithms for each new shape and takes the fastest."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = wanted
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+@contextmanager
+def kernel_settings(*, deterministic: bool) -> Iterator[None]:
+    """Torch's switches as steps run with them: for capturing one, and for measuring what it will take."""
+    with deterministic_algorithms(deterministic), _measured_convolutions(not deterministic):
+        yield
+
+
+class CaptureRoom:
+    """Captures on one stream into one pool; the graphs of a room must not run at the same time."""
+
+    def __init__(self, device: torch.device, *, deterministic: bool) -> None:
+        self._device = device
+        self._deterministic = deterministic
+        self._pool = torch.cuda.MemPool()
+        self._forecast: PoolForecast | None = PoolForecast(AllocatorRules.for_torch(torch.__version__))
+        self.stream = torch.cuda.Stream(device)
+        self.memory: MemoryUse | None = None
+        self.num_captures = 0
+
+    def capture(
+        self, rehearse: Callable[[], Any], run: Callable[[], T]
+    ) -> tuple[torch.cuda.CUDAGraph, T, tuple[int, ...]]:
+        """The graph of ``run``, what it returned, and handles to `release` when the graph is dropped.
+
+        ``rehearse`` does what ``run`` does and leaves no trace; it is called twice.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with kernel_settings(deterministic=self._deterministic):
+            with torch.cuda.stream(self.stream):
+                rehearse()
+                with record_allocations(self._device) as record:
+                    kept = rehearse()
+                del kept
+            self.stream.synchronize()
+            torch.cuda.empty_cache()  # the rehearsal's memory is not the graph's: the two would add up
+            predicted, handles = self._reserve(record.events)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=_handle(self._pool), stream=self.stream, capture_error_mode="thread_local"
+            ):
+                returned = run()
+        torch.cuda.current_stream(self._device).wait_stream(self.stream)
+        self.num_captures += 1
+        self.memory = MemoryUse(predicted, torch.cuda.memory_reserved(self._device))
+        return graph, returned, tuple(handles)
+
+    def release(self, handles: Sequence[int]) -> None:
+        """A graph that was captured here is gone."""
+        if self._forecast is not None:
+            self._forecast.release(handles)
+
+    def _reserve(self, events: list[AllocationEvent] | None) -> tuple[int | None, list[int]]:
+        """Reserve what ``events`` need; returns what will be reserved in all, where that is known."""
+        if events is None or not _default_allocator():
+            self._forecast = None
+        if self._forecast is None:
+            return None, []
+        assert events is not None
+        held = torch.cuda.memory_reserved(self._device) - self._forecast.reserved_bytes
+        reservation, handles = self._forecast.reserve(_named(events))
+        with torch.cuda.use_mem_pool(self._pool, self._device):
+            for stream, size in reservation.segments:
+                with torch.cuda.stream(torch.cuda.ExternalStream(stream, self._device)):
+                    torch.empty(size, dtype=torch.uint8, device=self._device)
+        return held + reservation.reserved_bytes, handles
+
+
+def _handle(pool: torch.cuda.MemPool) -> Any:
+    return pool.id  # torch's stubs want a type of their own
+
+
+def _default_allocator() -> bool:
+    """Whether the rules that are simulated are those in force."""
+    settings = (os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF"))
+    return torch.cuda.get_allocator_backend() == "native" and not any(settings)
+
+
+def _named(events: Sequence[AllocationEvent]) -> list[Event]:
+    """The events with a name for each allocation: an address comes up again and again."""
+    names: dict[int, str] = {}
+    found: list[Event] = []
+    for number, event in enumerate(events):
+        if event.is_free:
+            found.append(Free(names.pop(event.address)))
+        else:
+            names[event.address] = str(number)
+            found.append(Allocate(str(number), event.size_bytes, event.stream))
+    return found

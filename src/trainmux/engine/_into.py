@@ -1,0 +1,107 @@
+"""Nodes whose results go to given memory: written there where the operator can, copied there otherwise.
+
+Matrix products and cuDNN's convolutions have an ``out`` argument, compiled regions take their outputs' memory
+from their caller. What is left (attention, the backward of convolutions, odd operators) computes into memory
+of its own, which is given back as soon as the result has been copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from trainmux.ir import Profile
+from trainmux.lowering import Place, RegionCall, extended_product
+from trainmux.profiling import KernelGraph
+
+aten = torch.ops.aten
+
+_ROUNDING = 512
+"""Torch gives out memory in multiples of this."""
+
+_WITH_OUT: dict[Any, Any] = {
+    aten.mm.default: aten.mm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.baddbmm.default: aten.baddbmm.out,
+}
+
+
+def scratch_bytes(graph: KernelGraph, profile: Profile) -> int:
+    """The most that a node takes beside its planned memory: workspace, and results to be copied."""
+    most = 0
+    for step, node in zip(graph.steps, profile.nodes, strict=True):
+        needed = node.workspace_bytes
+        if not _takes_memory(graph.module, step.node):
+            needed += sum(-(-graph.tensors[t].size_bytes // _ROUNDING) * _ROUNDING for t in step.creates)
+        most = max(most, needed)
+    return most
+
+
+def _takes_memory(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return isinstance(module.get_submodule(str(node.target)), RegionCall)
+    return node.target in _WITH_OUT or node.target is extended_product
+
+
+def run_into(
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    places: Sequence[Place | None],
+) -> list[Tensor]:
+    """Call ``target``; returns the tensors among its results, those with a place lying there.
+
+    ``places`` has one entry for each such tensor; ``None``: it stays where the operator puts it.
+    """
+    if len(places) == 1 and places[0] is not None and _product_into(target, args, kwargs, places[0]):
+        return [places[0].value]
+    if isinstance(target, RegionCall):
+        return target.into(args, places)
+    value = target(*args, **kwargs)
+    results = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [
+        result if place is None else place.take(result) for result, place in zip(results, places, strict=True)
+    ]
+
+
+def _product_into(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> bool:
+    """Write a matrix product to its place; false for everything else."""
+    if target is extended_product:
+        op, left_sizes, right_sizes, _, left, right = args
+        shape = (*place.value.shape[:-2], left_sizes[0], right_sizes[1])
+        room = _dense(place, shape)
+        if room is None:
+            return False
+        operands = [
+            operand.as_strided((*operand.shape[:-2], *sizes), operand.stride(), operand.storage_offset())
+            for operand, sizes in ((left, left_sizes), (right, right_sizes))
+        ]
+        _WITH_OUT[op](*operands, out=room)
+        return True
+    with_out = _WITH_OUT.get(target)
+    if with_out is None or not place.value.is_contiguous():
+        return False
+    with_out(*args, **kwargs, out=place.value)
+    return True
+
+
+def _dense(place: Place, shape: Sequence[int]) -> Tensor | None:
+    """The dense memory of ``shape`` that the value is the corner of, if it is one."""
+    value = place.value
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    typed = place.memory.view(value.dtype)
+    if tuple(value.stride()) != tuple(strides) or typed.storage_offset() != value.storage_offset():
+        return None
+    return typed.as_strided(tuple(shape), strides) if typed.numel() == _numel(shape) else None
+
+
+def _numel(shape: Sequence[int]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

@@ -1,0 +1,312 @@
+"""A planned program, run: every tensor at its offset of one slab, swaps to a slab of the host's.
+
+The program says for each moment where the bytes of each tensor lie; values are looked at through their
+`Location`, so a tensor that was swapped or recomputed to another offset is found there by everyone who reads
+it, views included. On a CPU the instructions run in the order in which they are issued; on a CUDA device on
+three streams, by hand or captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from trainmux.engine._into import run_into
+from trainmux.engine._lanes import Lanes
+from trainmux.errors import PlanError
+from trainmux.ir import (
+    Compute,
+    Free,
+    Lane,
+    Offload,
+    Part,
+    Prefetch,
+    Program,
+    Recompute,
+    Wait,
+)
+from trainmux.lowering import Place
+from trainmux.profiling import KernelGraph, KernelStep, Location
+from trainmux.runtime import deterministic_algorithms
+
+ALIGNMENT = 512
+Key = tuple[int, int]
+"""A sub-array and one of its tensors."""
+
+
+@dataclass
+class Memory:
+    """The two memories of a program: the slab on the device, and the host's for what is swapped."""
+
+    slab: Tensor
+    host: Tensor
+    host_offsets: Mapping[Key, int]
+
+    @classmethod
+    def over(cls, slab: Tensor, program: Program, graphs: Sequence[KernelGraph]) -> Memory:
+        """The memories of a program in a slab that is there; the host's is pinned for a CUDA device."""
+        if slab.numel() < program.slab_bytes:
+            raise PlanError(
+                f"expected a slab of at least {program.slab_bytes} bytes, got {slab.numel()}; make it larger"
+            )
+        offsets, end = host_offsets(program, graphs)
+        host = torch.zeros(max(1, end), dtype=torch.uint8, pin_memory=slab.device.type == "cuda")
+        return cls(slab, host, offsets)
+
+    def at(self, offset: int, size_bytes: int) -> Tensor:
+        """The bytes of the device's memory that a tensor at ``offset`` lies in."""
+        return self.slab[offset : offset + size_bytes]
+
+
+def host_offsets(program: Program, graphs: Sequence[KernelGraph]) -> tuple[dict[Key, int], int]:
+    """A place in the host's memory for each tensor that is ever copied there, and the end of the last."""
+    swapped = {
+        (instruction.sub_array, instruction.tensor)
+        for part in (program.prologue, program.body, program.epilogue)
+        for instruction in part.instructions
+        if isinstance(instruction, Offload | Prefetch)
+    }
+    offsets: dict[Key, int] = {}
+    end = 0
+    for sub_array, tensor in sorted(swapped):
+        offsets[sub_array, tensor] = end
+        size = graphs[sub_array].tensors[tensor].size_bytes
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+@dataclass
+class _Walk:
+    """One walk through a part: where each tensor lies now; ``aside`` are values on another device."""
+
+    where: dict[Key, int]
+    aside: dict[tuple[int, fx.Node], list[Tensor]] = field(default_factory=dict)
+
+
+class PlannedProgram:
+    """Runs the parts of one program over its memory.
+
+    ``segments`` are further parts over the same tensors, of which a step may be made too. ``poisons`` fills
+    freed bytes with ones, which are NaN for every floating type, so that a use after a free shows.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        graphs: Sequence[KernelGraph],
+        memory: Memory,
+        lanes: Lanes,
+        *,
+        segments: Sequence[Part] = (),
+        deterministic: bool = False,
+        poisons: bool = False,
+    ) -> None:
+        self.program = program
+        self.graphs = tuple(graphs)
+        self.memory = memory
+        self._lanes = lanes
+        self._deterministic = deterministic
+        self._poisons = poisons
+        self._parts = {id(part): _Timetable(part) for part in (*self._all_parts(), *segments)}
+        self._statics = self._static_offsets()
+        self._aside: dict[tuple[int, fx.Node], list[Tensor]] = {}
+        self._modules = [dict(graph.module.named_modules()) for graph in graphs]
+        self._places_of = [[_located(graph, step) for step in graph.steps] for graph in graphs]
+        self._results = [self._make_results(sub_array) for sub_array in range(len(graphs))]
+        self._writers = [_last_writers(graph) for graph in graphs]
+
+    # ---- what lies where between steps --------------------------------------------------------------
+
+    def is_resident(self, sub_array: int, tensor: int) -> bool:
+        """Whether a static tensor is on the device between steps."""
+        return (sub_array, tensor) in self._statics
+
+    def between_steps(self, sub_array: int, location: Location) -> Tensor:
+        """A static value where it is between steps, on the device or the host."""
+        key = (sub_array, location.tensor)
+        if key in self._statics:
+            return location.look(self._device_bytes(key, self._statics[key]))
+        if key in self.memory.host_offsets:
+            return location.look(self._host_bytes(key))
+        name = self.graphs[sub_array].tensors[location.tensor].name
+        raise PlanError(f"expected {name} to be on the device or the host between steps, got neither")
+
+    def results(self, sub_array: int) -> tuple[Tensor, ...]:
+        """What the last step of a sub-array returned; overwritten by its next."""
+        return tuple(self._results[sub_array])
+
+    # ---- running -----------------------------------------------------------------------------------
+
+    def run(self, part: Part, before: Mapping[tuple[int, int], Callable[[], None]] | None = None) -> None:
+        """Enqueue one part, on the current stream and the lanes beside it.
+
+        ``before`` has work for the compute lane that belongs before a node is computed, by (sub-array, rank).
+        """
+        before = before or {}
+        timetable = self._parts[id(part)]
+        walk = _Walk(dict(timetable.there), self._aside)
+        with (
+            torch.no_grad(),
+            deterministic_algorithms(self._deterministic),
+            self._lanes.part(timetable.awaited),
+        ):
+            for position, instruction in enumerate(part.instructions):
+                taken = timetable.takes.get(position, {})
+                match instruction:
+                    case Compute(sub_array, node):
+                        walk.where.update(taken)
+                        if (sub_array, node) in before:
+                            before[sub_array, node]()
+                        self._compute(walk, sub_array, node)
+                        self._lanes.issued(Lane.COMPUTE, position)
+                    case Recompute(sub_array, node, keeps):
+                        self._recompute(walk, sub_array, node, keeps, taken)
+                        self._lanes.issued(Lane.COMPUTE, position)
+                    case Offload(sub_array, tensor):
+                        key = (sub_array, tensor)
+                        with self._lanes.on(Lane.OUT):
+                            source = self._device_bytes(key, walk.where[key])
+                            self._host_bytes(key).copy_(source, non_blocking=True)
+                        self._lanes.issued(Lane.OUT, position)
+                    case Prefetch(sub_array, tensor):
+                        key = (sub_array, tensor)
+                        walk.where.update(taken)
+                        with self._lanes.on(Lane.IN):
+                            target = self._device_bytes(key, walk.where[key])
+                            target.copy_(self._host_bytes(key), non_blocking=True)
+                        self._lanes.issued(Lane.IN, position)
+                    case Free(sub_array, tensor):
+                        offset = walk.where.pop((sub_array, tensor))
+                        if self._poisons:
+                            self._device_bytes((sub_array, tensor), offset).fill_(0xFF)
+                        self._lanes.issued(Lane.COMPUTE, position)
+                    case Wait(lane, on):
+                        self._lanes.wait(lane, on)
+                        self._lanes.issued(lane, position)
+
+    def _compute(self, walk: _Walk, sub_array: int, rank: int) -> None:
+        created = {t: walk.where[sub_array, t] for t in self.graphs[sub_array].steps[rank].creates}
+        self._run_node(walk, sub_array, rank, created)
+        for position in self._writers[sub_array].get(rank, ()):
+            location = self.graphs[sub_array].outputs[position]
+            self._results[sub_array][position].copy_(self._look(walk.where, sub_array, location))
+
+    def _recompute(
+        self, walk: _Walk, sub_array: int, rank: int, keeps: Sequence[int], taken: Mapping[Key, int]
+    ) -> None:
+        created = {tensor: taken[sub_array, tensor] for tensor in self.graphs[sub_array].steps[rank].creates}
+        self._run_node(walk, sub_array, rank, created)
+        walk.where.update({(sub_array, tensor): created[tensor] for tensor in keeps})
+
+    def _run_node(self, walk: _Walk, sub_array: int, rank: int, created: Mapping[int, int]) -> None:
+        graph = self.graphs[sub_array]
+        step = graph.steps[rank]
+        node = step.node
+
+        def value(source: fx.Node) -> Any:
+            aside = iter(walk.aside.get((sub_array, source), ()))
+
+            def real(item: Any) -> Any:
+                if not isinstance(item, Location):
+                    return item
+                if item.device != self.memory.slab.device:
+                    return next(aside)
+                return self._look(walk.where, sub_array, item)
+
+            return pytree.tree_map(real, graph.values[source])
+
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
+        target: Any = self._modules[sub_array][str(node.target)] if node.op == "call_module" else node.target
+        places = [
+            self._place((sub_array, location.tensor), created[location.tensor], location)
+            if location.tensor in created and location.device == self.memory.slab.device
+            else None
+            for location in self._places_of[sub_array][rank]
+        ]
+        results = run_into(target, args, kwargs, places)
+        self._keep_aside(walk, sub_array, node, results)
+
+    def _keep_aside(self, walk: _Walk, sub_array: int, node: fx.Node, results: Sequence[Tensor]) -> None:
+        """Values on another device than the slab's stay what the operator returned."""
+        other = [result for result in results if result.device != self.memory.slab.device]
+        if not other:
+            return
+        walk.aside[sub_array, node] = other
+        for user in node.users:  # parts of the tuple
+            if user in self.graphs[sub_array].values and user.op == "call_function" and len(user.args) == 2:
+                location = self.graphs[sub_array].values[user]
+                if isinstance(location, Location) and location.device != self.memory.slab.device:
+                    numbers = [item.tensor for item in _tensors_of(self.graphs[sub_array], node)]
+                    walk.aside[sub_array, user] = [results[numbers.index(location.tensor)]]
+
+    # ---- memory ------------------------------------------------------------------------------------
+
+    def _look(self, where: Mapping[Key, int], sub_array: int, location: Location) -> Tensor:
+        key = (sub_array, location.tensor)
+        return location.look(self._device_bytes(key, where[key]))
+
+    def _place(self, key: Key, offset: int, location: Location) -> Place:
+        memory = self._device_bytes(key, offset)
+        return Place(memory, location.look(memory))
+
+    def _device_bytes(self, key: Key, offset: int) -> Tensor:
+        return self.memory.at(offset, self.graphs[key[0]].tensors[key[1]].size_bytes)
+
+    def _host_bytes(self, key: Key) -> Tensor:
+        offset = self.memory.host_offsets[key]
+        return self.memory.host[offset : offset + self.graphs[key[0]].tensors[key[1]].size_bytes]
+
+    def _make_results(self, sub_array: int) -> list[Tensor]:
+        return [
+            torch.zeros(location.shape, dtype=location.dtype, device=self.memory.slab.device)
+            for location in self.graphs[sub_array].outputs
+        ]
+
+    def _static_offsets(self) -> dict[Key, int]:
+        """Of the static tensors that are on the device before the first step and after the last one."""
+        first = self.program.prologue if self.program.prologue.instructions else self.program.body
+        there = self._parts[id(first)].there
+        return {key: there[key] for key in self.program.resident}
+
+    def _all_parts(self) -> tuple[Part, Part, Part]:
+        return self.program.prologue, self.program.body, self.program.epilogue
+
+
+class _Timetable:
+    """Of one part: where tensors lie when it begins, what each instruction takes, who is waited for."""
+
+    def __init__(self, part: Part) -> None:
+        self.there: dict[Key, int] = {}
+        self.takes: dict[int, dict[Key, int]] = {}
+        for tenancy in part.tenancies:
+            if tenancy.tensor < 0:
+                continue
+            key = (tenancy.sub_array, tenancy.tensor)
+            taken = self.there if tenancy.begin < 0 else self.takes.setdefault(tenancy.begin, {})
+            taken[key] = tenancy.offset
+        self.awaited = frozenset(i.on for i in part.instructions if isinstance(i, Wait))
+
+
+def _tensors_of(graph: KernelGraph, node: fx.Node) -> list[Location]:
+    return [leaf for leaf in pytree.tree_leaves(graph.values[node]) if isinstance(leaf, Location)]
+
+
+def _located(graph: KernelGraph, step: KernelStep) -> list[Location]:
+    return _tensors_of(graph, step.node)
+
+
+def _last_writers(graph: KernelGraph) -> dict[int, list[int]]:
+    """By rank: the results of the step, by position, whose storage is last written by this node."""
+    last: dict[int, int] = {}
+    for rank, step in enumerate(graph.steps):
+        last.update(dict.fromkeys((*step.creates, *step.changes), rank))
+    found: dict[int, list[int]] = {}
+    for position, location in enumerate(graph.outputs):
+        rank = last.get(location.tensor, len(graph.steps) - 1)  # an argument that is handed on
+        found.setdefault(rank, []).append(position)
+    return found

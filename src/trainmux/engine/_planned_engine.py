@@ -1,0 +1,211 @@
+"""Steps of a planned program: inputs in, parts run or replayed, results out (µ-TWO Algorithm H, B.1.5).
+
+In a ring the backward pass of the first sub-array is still to come when a step returns: its forward pass was
+the last thing that the step did, beside the backward pass of the last sub-array. Its losses are there, its
+update comes with the next step, or with ``finish``. What it will read until then may not be overwritten: new
+inputs of the first sub-array wait in a landing buffer until its forward pass begins.
+
+The first step after a ``finish`` has no backward pass in flight. It runs one all the same, of a forward pass
+with no member active, which changes nothing: so there is one body, and one graph of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trainmux.engine._capture_room import CaptureRoom
+from trainmux.engine._lanes import HostLanes, StreamLanes
+from trainmux.engine._planned import Memory, PlannedProgram
+from trainmux.errors import BudgetError
+from trainmux.ir import MemoryUse, Part, Program
+from trainmux.profiling import KernelGraph
+
+
+class PlannedWork(Protocol):
+    """What a sub-array does in one step of a planned program, as far as it has to be known to run it."""
+
+    def positions_fed_anew(self) -> list[int]:
+        """Arguments that get new values with every step."""
+
+    def mask_positions(self) -> list[int]:
+        """Arguments of which zeros keep a step from changing what lasts, accumulators excepted."""
+
+    def accumulator_positions(self) -> range:
+        """Arguments that take in what a step computes, whether its members are active or not."""
+
+
+class PlannedEngine:
+    """Runs one planned program over the memory given to it.
+
+    ``steps`` has the work of each sub-array, ``graphs`` its kernels. ``captures`` has parts replayed as CUDA
+    graphs; without it, and on a CPU, every instruction is enqueued by the host. ``poisons`` is for tests.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        steps: Sequence[PlannedWork],
+        graphs: Sequence[KernelGraph],
+        memory: Memory,
+        *,
+        deterministic: bool = False,
+        captures: bool = False,
+        poisons: bool = False,
+    ) -> None:
+        self._device = memory.slab.device
+        lanes = StreamLanes(self._device) if self._device.type == "cuda" else HostLanes()
+        self._planned = PlannedProgram(
+            program, graphs, memory, lanes, deterministic=deterministic, poisons=poisons
+        )
+        self._steps = tuple(steps)
+        self._is_ring = bool(program.prologue.instructions)
+        self._in_flight = False
+        self._landing = self._make_landing() if self._is_ring else {}
+        self._room = CaptureRoom(self._device, deterministic=deterministic) if captures else None
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a backward pass and its update are still to come."""
+        return self._in_flight
+
+    @property
+    def memory(self) -> MemoryUse | None:
+        """What was predicted for the device and what it held, once captured."""
+        return None if self._room is None else self._room.memory
+
+    def argument(self, sub_array: int, position: int) -> Tensor:
+        """An argument of a sub-array's step where it lies between steps: to be read and written there."""
+        location = self._planned.graphs[sub_array].inputs[position]
+        return self._planned.between_steps(sub_array, location)
+
+    def load_constants(self) -> None:
+        """Copy the tensors that belong to the graphs themselves to their places."""
+        for sub_array, graph in enumerate(self._planned.graphs):
+            for name, location in graph.constants.items():
+                value: Tensor = graph.module.get_buffer(name)
+                self._planned.between_steps(sub_array, location).copy_(value)
+
+    def step(self, fed: Sequence[Mapping[int, Tensor]]) -> list[list[Tensor]]:
+        """One step of every sub-array; ``fed`` has what is new, by position among the arguments.
+
+        Returns what each sub-array's step returned. In a ring, what the first one's update returns (norm,
+        finite) is that of the step before until ``finish`` is called.
+        """
+        for sub_array, new in enumerate(fed):
+            for position, value in new.items():
+                self._inbox(sub_array, position).copy_(value, non_blocking=True)
+        self._prepare()
+        kept: list[tuple[Tensor, Tensor]] = []
+        if self._is_ring and not self._in_flight:
+            # Accumulators take in what inactive members compute, too.
+            totals = [self.argument(0, position) for position in self._steps[0].accumulator_positions()]
+            kept = [(total, total.to("cpu", copy=True)) for total in totals]
+            self._land()
+            self._silence_first()
+            self._run(self._planned.program.prologue)
+        self._in_flight = self._is_ring
+        self._run(self._planned.program.body)
+        for total, before in kept:
+            total.copy_(before)
+        return [self.results(sub_array) for sub_array in range(len(self._steps))]
+
+    def finish(self) -> None:
+        """Run what is in flight to its end; what the host's memory is to hold is there on return."""
+        if self._in_flight:
+            self._run(self._planned.program.epilogue)
+            self._in_flight = False
+        if self._device.type == "cuda" and self._planned.memory.host_offsets:
+            torch.cuda.synchronize(self._device)
+
+    def results(self, sub_array: int) -> list[Tensor]:
+        """What the last step of a sub-array returned, as new tensors."""
+        return [result.clone() for result in self._planned.results(sub_array)]
+
+    # ---- inputs ------------------------------------------------------------------------------------
+
+    def _make_landing(self) -> dict[int, Tensor]:
+        """Buffers for what is fed to the first sub-array, by position."""
+        step = self._steps[0]
+        return {
+            position: torch.zeros_like(self.argument(0, position)) for position in step.positions_fed_anew()
+        }
+
+    def _inbox(self, sub_array: int, position: int) -> Tensor:
+        if self._is_ring and sub_array == 0:
+            return self._landing[position]
+        return self.argument(sub_array, position)
+
+    def _land(self) -> None:
+        for position, landed in self._landing.items():
+            self.argument(0, position).copy_(landed)
+
+    def _silence_first(self) -> None:
+        for position in self._steps[0].mask_positions():
+            self.argument(0, position).zero_()
+
+    # ---- running -----------------------------------------------------------------------------------
+
+    def _run(self, part: Part) -> None:
+        graph = self._graphs.get(id(part))
+        if graph is not None:
+            graph.replay()
+        else:
+            self._enqueue(part)
+
+    def _enqueue(self, part: Part) -> None:
+        """Instruction by instruction; new inputs of a ring's first sub-array land before it begins anew."""
+        lands = self._is_ring and part is self._planned.program.body
+        self._planned.run(part, {(0, 0): self._land} if lands else None)
+
+    def _prepare(self) -> None:
+        """Capture every part, once, on inputs that are real; what a rehearsal overwrites is put back.
+
+        Where other programs run in the same memory, their leavings lie where inputs belong: indices among
+        them would point anywhere.
+        """
+        if self._room is None or self._graphs:
+            return
+        program = self._planned.program
+        masks = [
+            self.argument(sub_array, position)
+            for sub_array, step in enumerate(self._steps)
+            for position in step.mask_positions()
+        ]
+        totals = [
+            self.argument(sub_array, position)
+            for sub_array, step in enumerate(self._steps)
+            for position in step.accumulator_positions()
+        ]
+        if self._is_ring:
+            masks += [self._landing[position] for position in self._steps[0].mask_positions()]
+        saved = [(tensor, tensor.clone()) for tensor in (*masks, *totals)]
+        self._land()
+
+        def rehearse(part: Part) -> None:
+            for tensor in masks:
+                tensor.zero_()
+            self._enqueue(part)
+
+        graphs = {}
+        try:
+            for part in (program.prologue, program.body, program.epilogue):
+                if part.instructions:
+                    graphs[id(part)] = self._room.capture(
+                        lambda part=part: rehearse(part),  # type: ignore[misc]
+                        lambda part=part: self._enqueue(part),  # type: ignore[misc]
+                    )[0]
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self._device)
+            raise BudgetError(
+                f"a planned step needs memory beside its slab, and {free} of {total} bytes were free when it "
+                "was not enough; leave the device to this process, or plan for a smaller budget"
+            ) from error
+        finally:
+            for tensor, before in saved:
+                tensor.copy_(before)
+        self._graphs = graphs

@@ -1,0 +1,144 @@
+"""A fleet whose steps someone else runs, piece by piece: what belongs before, between and after the pieces.
+
+`Fleet.step` checks a batch, feeds every group, runs it, counts it and notes its results. Here these are calls
+of their own, so that the kernels of a step can run in memory that is arranged elsewhere, with other work
+between them. A step that was begun is to be ended, or not fed at all: nothing changes before ``feed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainmux.engine import StepProgram
+from trainmux.errors import ConfigError
+from trainmux.fleet._fleet import Fleet
+from trainmux.fleet._group import Group
+from trainmux.fleet._schedules import step_schedulers
+from trainmux.tracing import TracedGraph
+
+
+@dataclass(frozen=True)
+class GroupPiece:
+    """One group's part of a step: what its program depends on, and the batch that it is to be fed.
+
+    Steps of the group with one ``variant`` have the same program; ``index`` is the group's place among all.
+    """
+
+    index: int
+    group: Group
+    variant: Hashable
+    batch: tuple[Tensor, ...]
+    traced: TracedGraph
+    is_stacked: bool
+    applies: bool
+
+    def program(self) -> StepProgram:
+        """The step of the whole group as one array, with the kernels that the fleet has."""
+        kernels = "aten" if self.group.config.lowering == "aten" else "compiled"
+        return self.group.sub_array_program(
+            self.group.width,
+            kernels=kernels if self.traced is self.group.traced else "aten",
+            traced=self.traced,
+            stacked_batch=self.is_stacked,
+            applies=self.applies,
+        )
+
+    def feed(self, program: StepProgram) -> dict[int, Tensor]:
+        """What is new for this step, by position among the program's arguments."""
+        return self.group.fed(program, self.batch)
+
+    def end(self, program: StepProgram, results: Sequence[Tensor]) -> None:
+        """Count the group's step and take down what it returned."""
+        self.group.count(program)
+        self.group.note(program, results)
+
+
+class FleetInPieces:
+    """A fleet's steps, taken apart.
+
+    Refused with `ConfigError`: a fleet that trains by a plan, and one whose groups are cut into narrower
+    arrays. Its groups may not change their number of slots meanwhile.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        if fleet._plans.plan is not None:
+            raise ConfigError(
+                "expected a fleet without a plan of its own, got one that trains by a plan; call "
+                "fleet.use(None) first"
+            )
+        fleet._require_members()
+        fleet._arrange_groups()
+        self.fleet = fleet
+        self.groups: tuple[Group, ...] = tuple(fleet._groups)
+        for group in self.groups:
+            if group.config.width is not None and group.config.width < group.width:
+                raise ConfigError(
+                    f"expected groups that train as one array, got width={group.config.width} for a group "
+                    f"of {group.width}; leave out the fleet's width"
+                )
+        self._widths = [group.width for group in self.groups]
+
+    @property
+    def device(self) -> torch.device:
+        return self.fleet._config.device
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self.fleet._config.deterministic
+
+    @property
+    def uses_half(self) -> bool:
+        """Whether products are of 16-bit numbers."""
+        return self.fleet._config.precision == "bf16"
+
+    def begin(self, batch: Any, *, applies: bool | None = None) -> tuple[GroupPiece, ...]:
+        """Check a batch and read the members' settings as they are now; refuses what `Fleet.step` would.
+
+        ``applies`` says whether the step updates; left out, it is what comes next. Groups that have lost all
+        members have no part in it.
+        """
+        fleet, groups = self.fleet, self.groups
+        if list(groups) != fleet._groups or self._widths != [group.width for group in groups]:
+            raise ConfigError(
+                "expected a fleet with the slots that it had when its job began, got others; add members "
+                "before the job begins, or replace() one"
+            )
+        fleet._require_members()
+        feeds = fleet._feed.for_groups(batch, {}, groups, fleet.names)
+        if applies is None:
+            applies = (fleet.num_steps + 1) % fleet._config.accumulate == 0
+        filled = [group for group in groups if group.members]
+        traces = [fleet._trace_for(group, feeds[id(group)].example).graph for group in filled]
+        tensors = fleet._feed.tensors(feeds, filled, fleet.names)
+        return tuple(
+            GroupPiece(
+                groups.index(group),
+                group,
+                (group.variant(applies=applies), feed.example.spec, feed.stacked),
+                tuple(tensors[id(group)]),
+                traced,
+                feed.stacked,
+                applies,
+            )
+            for group, traced, feed in zip(filled, traces, [feeds[id(one)] for one in filled], strict=True)
+        )
+
+    def end(self, pieces: Sequence[GroupPiece]) -> Tensor:
+        """All groups have ended a step: it counts. Returns losses in the order of the fleet's names."""
+        fleet = self.fleet
+        fleet._num_steps += 1
+        if pieces[0].applies:
+            step_schedulers(self.groups)
+        losses: Tensor = fleet._ordered("loss")
+        return losses
+
+    def go_back(self) -> None:
+        """Put the groups' state into storage of their own again."""
+        for group in self.groups:
+            group.restack(self.device)
+            group.state.shared = {name: value.clone() for name, value in group.state.shared.items()}

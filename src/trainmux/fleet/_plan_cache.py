@@ -1,0 +1,142 @@
+"""Plans on disk: what was planned once is not planned again.
+
+A plan is found by everything that decides it and is known before anything is fused: the members' graphs and
+names, their updates, the fleet's settings, the device, the budget and what else was asked for, the versions
+of torch and of this package's source. Nothing is taken that is damaged or that the verifier does not accept.
+What was measured counts too: a plan over profiles that are no longer kept, or were measured anew, is stale.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainmux.errors import TrainmuxError
+from trainmux.fleet._group import Group
+from trainmux.fleet._plan import Plan
+from trainmux.fleet._program_store import step_key
+from trainmux.ir import Profile
+from trainmux.profiling import ProfileCache
+
+MAX_PLANS = 64
+"""So many are kept; those that were not used for the longest time go first."""
+
+_VARIABLE = "TRAINMUX_PLAN_DIR"
+_ENDING = ".plan.json"
+_ROOMS = ("profiling", "simulate", "rewrite", "scheduling")
+
+
+def plan_key(groups: Sequence[Group], *decisive: Any) -> str:
+    """What a plan is found by; ``decisive`` are further values that decide it."""
+    digest = hashlib.sha256()
+    for group in groups:
+        shared = sorted(group.state.shared)
+        facts = (group.variant(), group.key, group.stacked_batch, shared, group.width, group.config)
+        digest.update(step_key(group.traced, facts, *decisive, _source_version()).encode())
+    return digest.hexdigest()
+
+
+class PlanCache:
+    """A folder of plans: ``TRAINMUX_PLAN_DIR``, else in the user's cache folder.
+
+    A file's name has the key and a digest of the file itself.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self._folder = Path(folder) if folder is not None else _default_folder()
+
+    @property
+    def folder(self) -> Path:
+        """Where the plans lie."""
+        return self._folder
+
+    def get(self, key: str, profiles: ProfileCache) -> Plan | None:
+        """The plan with this key, proved again; ``None`` where there is none that can be used.
+
+        ``profiles`` are the measured ones that are kept: those of the plan must be among them.
+        """
+        for path in self._entries(key):
+            try:
+                if path.name != _name(key, path.read_bytes()):
+                    continue
+                plan = Plan.load(path)
+                plan.program  # noqa: B018 - written and proved here, used later
+            except (OSError, TrainmuxError):
+                continue
+            if all(_is_kept(profile, profiles) for profile in plan.profiles):
+                with suppress(OSError):
+                    os.utime(path)
+                return plan
+        return None
+
+    def put(self, key: str, plan: Plan) -> None:
+        """Keep a plan. Where it cannot be written, the next start plans again."""
+        beside = self._folder / f"{key}.{os.getpid()}.new"
+        try:
+            before = self._entries(key)
+            plan.save(beside)
+            path = self._folder / _name(key, beside.read_bytes())
+            os.replace(beside, path)
+            for old in before:
+                if old != path:
+                    old.unlink(missing_ok=True)
+            self._bound()
+        except (OSError, TrainmuxError):
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+
+    def forget(self, plan: Plan) -> None:
+        """Let go of a plan that has turned out to be stale, if it is kept."""
+        beside = self._folder / f"{os.getpid()}.stale"
+        with suppress(OSError, TrainmuxError):
+            plan.save(beside)
+            for path in (beside, *self._folder.glob(_name("*", beside.read_bytes()))):
+                path.unlink(missing_ok=True)
+
+    def _entries(self, key: str) -> list[Path]:
+        return sorted(self._folder.glob(f"{key}.*{_ENDING}"))
+
+    def _bound(self) -> None:
+        kept = [(path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{_ENDING}")]
+        for _, path in sorted(kept)[:-MAX_PLANS]:
+            path.unlink(missing_ok=True)
+
+
+def _name(key: str, content: bytes) -> str:
+    return f"{key}.{hashlib.sha256(content).hexdigest()}{_ENDING}"
+
+
+def _is_kept(profile: Profile, profiles: ProfileCache) -> bool:
+    """Whether a profile is worked out, or kept as it was measured. Plans count workspaces elsewhere."""
+    if profile.source == "analytic":
+        return True
+    kept = profiles.get(profile.fingerprint)
+    if kept is None:
+        return False
+    nodes = tuple(replace(node, workspace_bytes=0) for node in kept.nodes)
+    return profile in (kept, replace(kept, nodes=nodes))
+
+
+@functools.cache
+def _source_version() -> str:
+    """A hash of the source that makes plans, beside that which makes steps."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for room in _ROOMS:
+        for path in sorted((package / room).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _default_folder() -> Path:
+    given = os.environ.get(_VARIABLE)
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "trainmux" / "plans"

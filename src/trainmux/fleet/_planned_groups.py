@@ -1,0 +1,249 @@
+"""A fleet under a plan: one group for each sub-array, their tensors in the plan's slab."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainmux.engine import ForwardProgram, Memory, PlannedEngine, StepProgram
+from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._group import Group
+from trainmux.fleet._plan import Plan
+from trainmux.fleet._slots import StackedState
+from trainmux.ir import MemoryUse, Program
+from trainmux.profiling import KernelGraph
+
+_MAX_VARIANTS = 4
+
+
+@dataclass(frozen=True)
+class PlannedSteps:
+    """The steps of all sub-arrays, their kernels, and the program that runs them."""
+
+    steps: tuple[StepProgram, ...]
+    graphs: tuple[KernelGraph, ...]
+    program: Program
+
+
+@dataclass(frozen=True)
+class PlannedForwards:
+    """Forward passes alone of all sub-arrays, their kernels, and the program that runs them."""
+
+    steps: tuple[ForwardProgram, ...]
+    graphs: tuple[KernelGraph, ...]
+    program: Program
+
+
+Planned = PlannedSteps | PlannedForwards
+
+
+def join_groups(groups: Sequence[Group]) -> list[Group]:
+    """One group of all that share a graph, as far as they can be fused; their state in the host's memory."""
+    found: dict[Hashable, list[Group]] = {}
+    for number, group in enumerate(groups):
+        key: Hashable = (group.key, number) if group.unfused_because else group.key
+        found.setdefault(key, []).append(group)
+    return [_joined(same) for same in found.values()]
+
+
+def _joined(groups: Sequence[Group]) -> Group:
+    """One group of all members of ``groups``, with copies of their state in the host's memory."""
+    first = groups[0].state.shared
+    if not all(_same_constants(group.state.shared, first) for group in groups[1:]):
+        for group in groups:
+            group.unshare()
+    parts = [group.taken([row for row, _ in group.members]) for group in groups if group.members]
+    if len(parts) < 2:
+        return parts[0] if parts else groups[0].taken([])
+    whole = Group(parts[0].key, parts[0].traced, parts[0].config, sum(part.width for part in parts))
+    whole.slots = [slot for part in parts for slot in part.slots]
+    whole.state = StackedState.joined([part.state for part in parts])
+    whole.traces, whole.stacked_batch = parts[0].traces, parts[0].stacked_batch
+    whole.annotate(*parts[0].notes)
+    return whole
+
+
+def _same_constants(shared: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return shared.keys() == other.keys() and all(
+        torch.equal(value.cpu(), other[name].cpu()) for name, value in shared.items()
+    )
+
+
+def split_groups(groups: Sequence[Group], plan: Plan) -> list[Group]:
+    """One group per sub-array of ``plan``, in its order, with their members' state in the host's memory."""
+    places = {slot.name: (group, row) for group in groups for row, slot in group.members}
+    found = []
+    for sub_array in plan.partition:
+        owner, _ = places[sub_array.members[0]]
+        found.append(owner.taken([places[name][1] for name in sub_array.members]))
+    return found
+
+
+def _new_slab(slab_bytes: int, device: torch.device) -> Tensor:
+    """In memory of whole elements of every type: some operators look at all that a tensor lies in."""
+    largest = torch.complex128.itemsize
+    memory = torch.zeros(-(-slab_bytes // largest) * largest, dtype=torch.uint8, device=device)
+    return memory[:slab_bytes]
+
+
+class PlannedGroups:
+    """Groups that train by planned programs: the plan's own, and others beside it in the same memory.
+
+    Their state lies where the program in use has it between steps: in the slab, or in the host's memory
+    where it is swapped, or where the program does not know it. ``finish`` before anything else reads or
+    changes it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Sequence[Group],
+        variant: Hashable,
+        own: PlannedSteps,
+        config: FleetConfig,
+        *,
+        poisons: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.groups = tuple(groups)
+        self._config = config
+        self._poisons = poisons
+        self._slab = _new_slab(max(1, own.program.slab_bytes), config.device)
+        self._own = variant
+        self._engines: OrderedDict[Hashable, tuple[Planned, PlannedEngine]] = OrderedDict()
+        self._engines[variant] = (own, self._new_engine(own))
+        self._in_use = variant
+        self._adopt()
+
+    @property
+    def memory(self) -> MemoryUse | None:
+        """What the device holds, once a step was captured."""
+        return self._engines[self._in_use][1].memory
+
+    @property
+    def slab_bytes(self) -> int:
+        return self._slab.numel()
+
+    def knows(self, variant: Hashable) -> bool:
+        """Whether there is a program for a variant of the step, or for an evaluation."""
+        return variant in self._engines
+
+    def learn(self, variant: Hashable, steps: Planned) -> None:
+        """Take in a program beside the plan's own; the least recently used one of too many goes."""
+        if steps.program.slab_bytes > self.slab_bytes:
+            self.finish()
+            self._grow(steps.program.slab_bytes)
+        self._engines[variant] = (steps, self._new_engine(steps))
+        while len(self._engines) > _MAX_VARIANTS:
+            needed = (self._own, self._in_use, variant)
+            del self._engines[next(key for key in self._engines if key not in needed)]
+
+    def step(self, variant: Hashable, batches: Mapping[int, Sequence[Tensor]]) -> None:
+        """One step of every group on its batch, by ``id(group)``, with the numbers that were read last."""
+        steps, engine = self._turn_to(variant)
+        assert isinstance(steps, PlannedSteps)
+        pairs = list(zip(self.groups, steps.steps, strict=True))
+        results = engine.step([group.fed(step, batches[id(group)]) for group, step in pairs])
+        for (group, step), found in zip(pairs, results, strict=True):
+            group.count(step)
+            group.note(step, found)
+
+    def evaluate(self, variant: Hashable, batches: Mapping[int, Sequence[Tensor]]) -> list[dict[str, Tensor]]:
+        """Every group's metrics on its batch, by ``id(group)``; nothing that lasts changes."""
+        forwards, engine = self._turn_to(variant)
+        assert isinstance(forwards, PlannedForwards)
+        pairs = list(zip(self.groups, forwards.steps, strict=True))
+        results = engine.step([group.fed_forward(forward, batches[id(group)]) for group, forward in pairs])
+        return [
+            dict(zip(forward.metrics, found, strict=True))
+            for forward, found in zip(forwards.steps, results, strict=True)
+        ]
+
+    def _turn_to(self, variant: Hashable) -> tuple[Planned, PlannedEngine]:
+        """The program of a variant, with the groups' state where it has it."""
+        if variant != self._in_use:
+            self.finish()
+            self._in_use = variant
+            self._adopt()
+        self._engines.move_to_end(variant)
+        return self._engines[variant]
+
+    def finish(self) -> None:
+        """Run what is in flight to its end; the first group's norms and masks become current."""
+        steps, engine = self._engines[self._in_use]
+        was_in_flight = engine.in_flight
+        engine.finish()
+        if was_in_flight:
+            assert isinstance(steps, PlannedSteps)
+            self.groups[0].note(steps.steps[0], engine.results(0))
+
+    def release(self) -> None:
+        """Finish, and take the groups' state to the host's memory; the slab can go."""
+        self.finish()
+        for group in self.groups:
+            group.rebase(lambda tensor: tensor.to("cpu", copy=True))
+        self._engines.clear()
+
+    def _grow(self, slab_bytes: int) -> None:
+        """A larger slab for all: their state waits on the host meanwhile."""
+        kept = {variant: steps for variant, (steps, _) in self._engines.items()}
+        for group in self.groups:
+            group.rebase(lambda tensor: tensor.to("cpu", copy=True))
+        self._engines.clear()
+        self._slab = torch.zeros(0, dtype=torch.uint8)
+        self._slab = _new_slab(slab_bytes, self._config.device)
+        for variant, steps in kept.items():
+            self._engines[variant] = (steps, self._new_engine(steps))
+        self._adopt()
+
+    # ---- memory ------------------------------------------------------------------------------------
+
+    def _new_engine(self, steps: Planned) -> PlannedEngine:
+        memory = Memory.over(self._slab, steps.program, steps.graphs)
+        return PlannedEngine(
+            steps.program,
+            steps.steps,
+            steps.graphs,
+            memory,
+            deterministic=self._config.deterministic,
+            captures=self._config.device.type == "cuda" and self._config.engine != "reference",
+            poisons=self._poisons,
+        )
+
+    def _adopt(self) -> None:
+        """Take state and constants to where the engine in use has them; the groups use them there.
+
+        Places of two programs may overlap in another order: what moves goes through the host's memory. So
+        does what the engine has no place for, and it stays there.
+        """
+        steps, engine = self._engines[self._in_use]
+        moved: list[dict[int, Tensor]] = [{} for _ in self.groups]
+        waiting: list[tuple[Tensor, Tensor]] = []
+        programs: Sequence[StepProgram | ForwardProgram] = steps.steps
+        for sub_array, (group, step) in enumerate(zip(self.groups, programs, strict=True)):
+            fed = set(step.positions_fed_anew())
+            for position, argument in enumerate(group.held_arguments(step)):
+                if argument is None or position in fed:
+                    continue
+                place = engine.argument(sub_array, position)
+                moved[sub_array][id(argument)] = place
+                if place.data_ptr() != argument.data_ptr():
+                    waiting.append((place, argument.to("cpu", copy=argument.device == self._slab.device)))
+        for group, places in zip(self.groups, moved, strict=True):
+            for tensor in (*group.state.stacked(), *group.state.shared.values()):
+                if id(tensor) not in places:
+                    places[id(tensor)] = self._outside(tensor)
+        engine.load_constants()
+        for place, value in waiting:
+            place.copy_(value)
+        for group, places in zip(self.groups, moved, strict=True):
+            group.rebase(lambda tensor, places=places: places[id(tensor)])  # type: ignore[misc]
+
+    def _outside(self, tensor: Tensor) -> Tensor:
+        """The same tensor, as a copy on the host where its bytes are the slab's."""
+        in_slab = tensor.untyped_storage().data_ptr() == self._slab.untyped_storage().data_ptr()
+        return tensor.to("cpu", copy=True) if in_slab else tensor

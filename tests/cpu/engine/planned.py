@@ -1,0 +1,134 @@
+"""Sub-arrays of small workloads under schedules of every kind, beside the same sub-arrays without a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import trainmux as tm
+from trainmux.fleet._group import Group
+from trainmux.fleet._planned_groups import PlannedGroups, PlannedSteps
+from trainmux.fleet._planning import read_step
+from trainmux.ir import Multiplexing, Profile, Program
+from trainmux.profiling import DEVICES, analytic_profile
+from trainmux.scheduling._candidates import Arrangement, Candidates
+from trainmux.scheduling.policies import policy_named
+from trainmux.workloads import SMALL
+
+HOST_BYTES = 1 << 34
+
+
+def make_fleet(name: str, num_members: int, **options: Any) -> tm.Fleet:
+    workload = SMALL[name]
+    members = []
+    for number in range(num_members):
+        model = workload.build(number).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1))
+        members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
+    example = workload.batch(0, torch.float32)
+    return tm.Fleet(members, workload.loss, example, deterministic=True, **options)
+
+
+class Case:
+    """A workload's members in sub-arrays of given widths, with everything that is made once."""
+
+    def __init__(self, name: str, widths: Sequence[int], kernels: str = "aten", **options: Any) -> None:
+        self.name = name
+        self.widths = tuple(widths)
+        self.fleet = make_fleet(name, sum(widths), **options)
+        self._group: Group = self.fleet._groups[0]
+        built = {width: self._group.sub_array_program(width, kernels=kernels) for width in set(widths)}
+        read = {width: read_step(step) for width, step in built.items()}
+        self.steps = tuple(built[width] for width in widths)
+        self.graphs = tuple(read[width] for width in widths)
+        self.profiles: tuple[Profile, ...] = tuple(
+            analytic_profile(read[width], width, DEVICES["a100-40gb"], half=False) for width in widths
+        )
+
+    def candidates(self, policy: str, multiplexing: Multiplexing) -> Candidates:
+        names = tuple((str(number),) * width for number, width in enumerate(self.widths))
+        arrangement = Arrangement(names, self.profiles, multiplexing)
+        return Candidates(arrangement, policy_named(policy), HOST_BYTES)
+
+    def groups(self) -> list[Group]:
+        found, row = [], 0
+        for width in self.widths:
+            found.append(self._group.taken(list(range(row, row + width))))
+            row += width
+        device = self.fleet._config.device
+        for group in found:
+            group.slots = [None if slot is None else replace(slot) for slot in group.slots]
+            group.restack(device)
+        return found
+
+    def batch(self, number: int) -> list[Tensor]:
+        flat = self.fleet._feed.for_groups(
+            SMALL[self.name].batch(number, torch.float32), {}, self.fleet._groups, self.fleet.names
+        )[id(self._group)]
+        return [leaf.to(self.fleet._config.device) for leaf in flat.leaves]
+
+    def planned(self, program: Program, **options: Any) -> PlannedGroups:
+        own = PlannedSteps(self.steps, self.graphs, program)
+        config = self.fleet._config
+        return PlannedGroups(None, self.groups(), "own", own, config, **options)  # type: ignore[arg-type]
+
+
+State = dict[str, Tensor]
+
+
+def state_of(groups: Sequence[Group]) -> list[State]:
+    """Everything that a step leaves behind, by name."""
+    found = []
+    for group in groups:
+        state: State = {}
+        for kind in (group.state.parameters, group.state.buffers, group.state.states):
+            state.update({str(key): rows.detach().cpu().clone() for key, rows in kind.items()})
+        state["alive"], state["updates"] = group.state.alive.cpu(), group.state.updates.cpu()
+        state.update({f"last {key}": value.cpu() for key, value in group.last.items()})
+        found.append(state)
+    return found
+
+
+def train_planned(case: Case, planned: PlannedGroups, num_steps: int) -> list[State]:
+    for number in range(num_steps):
+        for group in planned.groups:
+            group.variant()
+        batch = case.batch(number)
+        planned.step("own", {id(group): batch for group in planned.groups})
+    planned.finish()
+    return state_of(planned.groups)
+
+
+def train_plain(case: Case, num_steps: int) -> list[State]:
+    """The same sub-arrays, one by one, node by node."""
+    groups = case.groups()
+    for number in range(num_steps):
+        for group, step in zip(groups, case.steps, strict=True):
+            group.variant()
+            group.step(step, case.batch(number))
+    return state_of(groups)
+
+
+def differences(found: Sequence[State], expected: Sequence[State]) -> list[str]:
+    """Names of what is not bitwise the same."""
+    return [
+        f"{number}: {name}"
+        for number, (a, b) in enumerate(zip(found, expected, strict=True))
+        for name in b
+        if not torch.equal(a[name], b[name])
+    ]
+
+
+@functools.cache
+def small_case(name: str, widths: tuple[int, ...]) -> Case:
+    return Case(name, widths)
+
+
+@functools.cache
+def expected_of(name: str, widths: tuple[int, ...], num_steps: int) -> list[State]:
+    return train_plain(small_case(name, widths), num_steps)

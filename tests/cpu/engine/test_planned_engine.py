@@ -1,0 +1,51 @@
+"""Planned programs compute, bit by bit, what their sub-arrays compute without a plan."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from planned import differences, expected_of, small_case, train_planned
+
+from trainmux.ir import Multiplexing, Offload, Recompute
+from trainmux.scheduling._candidates import Candidate, Candidates
+
+NUM_STEPS = 4
+TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
+
+
+def tightest(candidates: Candidates, share: float) -> Candidate:
+    """What a policy makes of a share of the slab, or of the next larger one that it can keep to."""
+    way = candidates.plain().slab_bytes - candidates.least_bytes
+    for step in range(20):
+        limit = candidates.least_bytes + int(min(1.0, share + step * 0.05) * way)
+        found = candidates.best(limit, math.inf)
+        if found is not None:
+            return found
+    raise AssertionError("expected a limit that the policy can keep to")
+
+
+@pytest.mark.parametrize(
+    ("name", "widths", "policy", "multiplexing", "share"),
+    [
+        ("mlp", (2, 1), "none", TURNS, 1.0),
+        ("mlp", (1, 1, 1), "mutwo", RING, 1.0),
+        ("transformer_with_dropout", (2,), "swap_only", TURNS, 0.6),
+        ("transformer_with_dropout", (2,), "recompute_only", TURNS, 0.6),
+        ("transformer_with_dropout", (1, 1), "auto", RING, 0.3),
+        ("residual", (2,), "auto", TURNS, 0.3),
+        ("residual", (1, 1), "mutwo", RING, 1.0),
+        ("lstm_with_dropout", (2,), "swap_only", TURNS, 0.6),
+        ("lstm_with_dropout", (1, 1), "mutwo", RING, 1.0),
+    ],
+)
+def test_a_planned_program_computes_the_same_bits(
+    name: str, widths: tuple[int, ...], policy: str, multiplexing: Multiplexing, share: float
+) -> None:
+    case = small_case(name, widths)
+    found = tightest(case.candidates(policy, multiplexing), share)
+    instructions = found.program.body.instructions
+    if share < 1:
+        assert any(isinstance(i, Offload | Recompute) for i in instructions), "expected something to test"
+    planned = case.planned(found.program, poisons=True)
+    assert differences(train_planned(case, planned, NUM_STEPS), expected_of(name, widths, NUM_STEPS)) == []

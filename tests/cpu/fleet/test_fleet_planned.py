@@ -1,0 +1,218 @@
+"""A fleet under a plan behaves as one without: accumulation, clipping, slots, short batches, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainmux as tm
+from trainmux.errors import BudgetError, PlanError
+from trainmux.ir import Multiplexing
+from trainmux.workloads import SMALL
+
+WORKLOAD = SMALL["mlp"]
+
+
+@pytest.fixture(autouse=True)
+def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
+
+
+def member(number: int, **options: Any) -> tm.Member:
+    model = WORKLOAD.build(number).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1))
+    return tm.Member(model, optimizer, name=f"m{number}", seed=number, **options)
+
+
+def fleet_of(
+    num_members: int = 2, options_of: Callable[[int], Any] = lambda number: {}, **options: Any
+) -> tm.Fleet:
+    members = [member(number, **options_of(number)) for number in range(num_members)]
+    return tm.Fleet(members, WORKLOAD.loss, batch(0), deterministic=True, **options)
+
+
+def batch(number: int, size: int | None = None) -> Any:
+    whole = WORKLOAD.batch(number, torch.float32)
+    return whole if size is None else torch.utils._pytree.tree_map(lambda tensor: tensor[:size], whole)
+
+
+def ring(fleet: tm.Fleet) -> tm.Plan:
+    plan = fleet.plan(policy="mutwo")
+    assert plan.record.schedule.multiplexing is Multiplexing.RING
+    return plan
+
+
+def parameters(fleet: tm.Fleet) -> list[torch.Tensor]:
+    fleet.sync()
+    return [tensor.clone() for m in fleet.members for tensor in m.model.state_dict().values()]
+
+
+def same(a: tm.Fleet, b: tm.Fleet) -> bool:
+    pairs = zip(parameters(a), parameters(b), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def test_losses_come_with_the_step_and_updates_are_not_lost() -> None:
+    planned, plain = fleet_of(), fleet_of()
+    ring(planned)
+    for number in range(4):
+        assert torch.equal(planned.step(batch(number)), plain.step(batch(number)))
+    assert same(planned, plain)
+    # The first step after a sync begins a new flight.
+    assert torch.equal(planned.step(batch(9)), plain.step(batch(9)))
+    assert torch.equal(planned.metrics["grad_norm"], plain.metrics["grad_norm"])
+    assert same(planned, plain)
+
+
+def test_everything_a_member_may_want_works_in_a_ring() -> None:
+    def wants(number: int) -> dict[str, Any]:
+        return {"clip_norm": 0.1} if number == 0 else {"clip_value": 0.01}
+
+    fleets = [fleet_of(3, wants, accumulate=2) for _ in range(2)]
+    for fleet in fleets:
+        for m in fleet.members:
+            m.scheduler = torch.optim.lr_scheduler.StepLR(m.optimizer, 2, 0.5)
+    planned, plain = fleets
+    ring(planned)
+    for number in range(5):
+        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
+    assert planned.evaluate([batch(7)]) == plain.evaluate([batch(7)])
+    planned.stop("m0")
+    plain.stop("m0")
+    for number in range(3):
+        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
+    assert planned.stopped() == plain.stopped()
+    assert same(planned, plain)
+
+
+def test_batches_of_other_shapes_run_in_the_same_memory() -> None:
+    fleets = [fleet_of(3), fleet_of(3)]
+    plan = ring(fleets[0])
+    for number, size in enumerate((None, 3, 2, None, 3, 1, 4, 5, None)):
+        losses = [fleet.step(batch(number, size)) for fleet in fleets]
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    active = fleets[0]._plans._active
+    assert active is not None
+    assert active.slab_bytes <= plan.budget_bytes
+    for a, b in zip(*map(parameters, fleets), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_member_that_is_not_finite_freezes_alone() -> None:
+    fleets = [fleet_of(), fleet_of()]
+    ring(fleets[0])
+    for fleet in fleets:
+        fleet.members[0].optimizer.param_groups[0]["lr"] = 1e38
+    for number in range(4):
+        losses = [fleet.step(batch(number)) for fleet in fleets]
+        assert torch.equal(losses[0].nan_to_num(), losses[1].nan_to_num())
+    assert fleets[0].stopped() == fleets[1].stopped() != {}
+    assert same(*fleets)
+
+
+def test_members_come_and_go_and_the_plan_is_made_anew_where_it_must() -> None:
+    fleets = [fleet_of(4), fleet_of(4)]
+    budget = 1 << 20
+    fleets[0].plan(budget, "none")
+    for number in range(2):
+        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
+    for fleet in fleets:
+        fleet.replace("m1", member(7))
+        fleet.drop("m2")
+    first = fleets[0]._plans.plan
+    assert torch.equal(*[fleet.step(batch(2)) for fleet in fleets])
+    assert fleets[0]._plans.plan is first, "a free slot needs no other plan"
+    for fleet in fleets:
+        fleet.add(member(8))
+        fleet.add(member(9))
+    assert torch.equal(*[fleet.step(batch(3)) for fleet in fleets])
+    second = fleets[0]._plans.plan
+    assert second is not None
+    assert second is not first
+    assert second.budget_bytes == budget
+    assert sorted(name for part in second.partition for name in part.members) == sorted(fleets[0].names)
+    for fleet in fleets:
+        for name in ("m0", "m3", "m8"):
+            fleet.drop(name)
+    assert torch.equal(*[fleet.step(batch(4)) for fleet in fleets])
+    assert same(*fleets)
+
+
+def test_a_fleet_goes_on_without_its_plan_and_with_another() -> None:
+    fleets = [fleet_of(), fleet_of()]
+    ring(fleets[0])
+    for number in range(8):
+        if number == 2:
+            fleets[0].use(None)
+        if number == 4:
+            fleets[0].plan(policy="none")
+        if number == 6:
+            ring(fleets[0])
+        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
+    assert same(*fleets)
+
+
+def test_a_checkpoint_holds_what_was_in_flight(tmp_path: Path) -> None:
+    fleet, other = fleet_of(), fleet_of()
+    ring(fleet)
+    for number in range(3):
+        fleet.step(batch(number))
+    fleet.save(tmp_path / "a")
+    other.restore(tmp_path / "a")
+    ring(other)
+    assert torch.equal(fleet.step(batch(5)), other.step(batch(5)))
+    assert same(fleet, other)
+    other.restore(tmp_path / "a")
+    assert not same(fleet, other)
+
+
+def test_fit_trains_by_the_plan() -> None:
+    fleets = [fleet_of(), fleet_of()]
+    ring(fleets[0])
+    loader = [batch(0), batch(1), batch(2)]
+    histories = [
+        fleet.fit(loader, epochs=2, validation=[batch(8)], progress=False, log_every=1) for fleet in fleets
+    ]
+    assert len(histories) == 2
+    assert same(*fleets)
+
+
+def test_saved_plans_are_used_by_an_equal_fleet_only(tmp_path: Path) -> None:
+    fleet = fleet_of()
+    plan = ring(fleet)
+    plan.save(tmp_path / "plan.json")
+    loaded = tm.Plan.load(tmp_path / "plan.json")
+    other, plain = fleet_of(), fleet_of()
+    other.use(loaded)
+    for number in range(3):
+        assert torch.equal(other.step(batch(number)), plain.step(batch(number)))
+    with pytest.raises(PlanError, match="plan for the members"):
+        fleet_of(3).use(loaded)
+
+
+def test_a_budget_that_nothing_keeps_to_leaves_the_fleet_as_it_was() -> None:
+    fleets = [fleet_of(), fleet_of()]
+    ring(fleets[0])
+    assert torch.equal(*[fleet.step(batch(0)) for fleet in fleets])
+    with pytest.raises(BudgetError) as caught:
+        fleets[0].plan(1000, "none")
+    assert torch.equal(*[fleet.step(batch(1)) for fleet in fleets])
+    assert caught.value.smallest_bytes is not None
+    fleets[0].plan(caught.value.smallest_bytes, "none")
+    assert torch.equal(*[fleet.step(batch(2)) for fleet in fleets])
+    assert same(*fleets)
+
+
+def test_a_member_can_be_copied_out_of_a_planned_fleet() -> None:
+    fleet = fleet_of()
+    ring(fleet)
+    fleet.step(batch(0))
+    taken = fleet.drop("m0")
+    kept = copy.deepcopy(taken.model.state_dict())
+    fleet.step(batch(1))
+    assert all(torch.equal(value, kept[name]) for name, value in taken.model.state_dict().items())

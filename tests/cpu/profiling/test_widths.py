@@ -1,0 +1,140 @@
+"""Profiles of widths that nobody lowered: the same as those of the kernels, or not made at all."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from profiled import leave_uncompiled
+
+import trainmux as tm
+from trainmux.fleet._group import Group
+from trainmux.fleet._planning import FleetPlanner, read_step
+from trainmux.ir import ByteClass, Phase, Profile
+from trainmux.profiling import KernelGraph, WidthProfiles, _widths, find_device, same_but_for_origin
+from trainmux.profiling._analytic import profile_of_outline
+from trainmux.profiling._kernels import KernelTensor, Work
+from trainmux.profiling._outline import Outline, OutlineStep, outline_between
+from trainmux.workloads import SMALL
+
+A100 = find_device("a100")
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_uncompiled(monkeypatch)
+
+
+def fleet_of_one() -> tm.Fleet:
+    workload = SMALL["mlp"]
+    model = workload.build(0).train()
+    member = tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1), name="m")
+    return tm.Fleet([member], workload.loss, workload.batch(0, torch.float32), precision="bf16")
+
+
+@functools.cache
+def group_of_one() -> Group:
+    return fleet_of_one()._groups[0]
+
+
+@functools.cache
+def lowered(width: int) -> KernelGraph:
+    return read_step(group_of_one().sub_array_program(width, kernels="lowered"))
+
+
+class Reader:
+    """Lowers widths and writes down which."""
+
+    def __init__(self) -> None:
+        self.widths: list[int] = []
+
+    def __call__(self, width: int) -> KernelGraph:
+        self.widths.append(width)
+        return lowered(width)
+
+
+def test_widths_between_two_of_the_same_kernels_are_worked_out_exactly() -> None:
+    read = Reader()
+    profiles = WidthProfiles(read, A100, half=True)
+    assert [profiles.profile(width).width for width in (5, 1, 3, 4)] == [5, 1, 3, 4]
+    assert read.widths == [5, 1, 2]
+    derived, real = profiles.profile(3), profiles.confirmed(3)
+    assert profiles.lowered == {1, 2, 3, 5}
+    assert derived.fingerprint != real.fingerprint
+    assert same_but_for_origin(derived, real)
+    assert profiles.profile(3) is real
+    assert not same_but_for_origin(profiles.profile(4), real)
+
+
+def test_kernels_that_differ_between_widths_are_lowered_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_widths, "outline_between", lambda *args: None)
+    read = Reader()
+    profiles = WidthProfiles(read, A100, half=True)
+    for width in (5, 1, 3):
+        profiles.profile(width)
+    assert read.widths == [5, 1, 2, 3]
+
+
+def outline(width: int) -> Outline:
+    step = OutlineStep("mm", ("call", "mm"), Phase.FORWARD, (0,), (1,), (), Work(width, 64, 10, 100))
+    tensors = (
+        KernelTensor("x", ByteClass.BATCH, 400),
+        KernelTensor("y", ByteClass.FEATURE_MAP, 100 + 50 * width),
+    )
+    return Outline((step,), tensors)
+
+
+def test_every_size_lies_on_the_line_through_both_ends() -> None:
+    assert outline_between(outline(2), 2, outline(8), 8, 5) == outline(5)
+
+
+def test_what_is_not_the_same_at_both_ends_is_not_worked_out() -> None:
+    low, high = outline(2), outline(8)
+    (step,), (shared, made) = high.steps, high.tensors
+    work = Work(8, 64, 10, 100)
+    others = [
+        replace(high, steps=(step, step)),
+        replace(high, tensors=(shared, made, made)),
+        replace(high, steps=(replace(step, kind=("call", "bmm")),)),
+        replace(high, steps=(replace(step, name="mm_1"),)),
+        replace(high, steps=(replace(step, reads=(1,)),)),
+        replace(high, steps=(replace(step, phase=Phase.BACKWARD),)),
+        replace(high, steps=(replace(step, work=None),)),
+        replace(high, steps=(replace(step, work=replace(work, passes=2.0)),)),
+        replace(high, steps=(replace(step, work=replace(work, rows=65)),)),
+        replace(high, tensors=(replace(shared, byte_class=ByteClass.CONSTANT), made)),
+        replace(high, tensors=(shared, replace(made, size_bytes=made.size_bytes + 1))),
+        replace(high, tensors=(shared, replace(made, size_bytes=100))),
+    ]
+    assert [outline_between(low, 2, other, 8, 5) for other in others] == [None] * len(others)
+
+
+def test_a_plan_is_over_real_kernels_even_where_what_was_worked_out_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Worked-out widths that seem to take no time win at first; what they really take is found out."""
+    fleet = fleet_of_one()
+    monkeypatch.setattr(FleetPlanner, "_plan_key", lambda *args: "")
+    expected = fleet.plan(None, "none", device=A100, num_members=4)
+    planned: list[str] = []
+
+    def no_time(*args: Any, **options: Any) -> Profile:
+        found = profile_of_outline(*args, **options)
+        return replace(found, nodes=tuple(replace(node, seconds=1e-12) for node in found.nodes))
+
+    def confirmed(profiles: WidthProfiles, width: int) -> Profile:
+        planned.append(f"{width} {'lowered' if width in profiles.lowered else 'worked out'}")
+        return lower(profiles, width)
+
+    lower = WidthProfiles.confirmed
+    monkeypatch.setattr(_widths, "profile_of_outline", no_time)
+    monkeypatch.setattr(WidthProfiles, "confirmed", confirmed)
+    plan = fleet.plan(None, "none", device=A100, num_members=4)
+    assert (plan.record.partition, plan.profiles) == (expected.record.partition, expected.profiles)
+    assert plan.step_seconds == expected.step_seconds
+    # Three of four members were to be fused, until three were lowered.
+    assert "3 worked out" in planned
+    assert planned[-1] == "4 lowered"

@@ -1,0 +1,457 @@
+"""``trainmux doctor``: on this machine, and on machines that are played."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tomllib
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import trainmux as tm
+from trainmux.cli import doctor
+from trainmux.cli._app import app
+from trainmux.cli._doctor_checks import SUPPORTED_PYTHON, SUPPORTED_TORCH, Finding, Level, check, rate, size
+from trainmux.fleet import CacheFacts, Rates, _machine
+from trainmux.profiling import LinkRates
+from trainmux.runtime import (
+    CudaFacts,
+    DriverFacts,
+    FolderFacts,
+    GpuFacts,
+    HostFacts,
+    ListedGpu,
+    _gpu,
+    _host,
+    ask_driver,
+    look_at_cuda,
+    look_at_folder,
+    look_at_host,
+    probe_memory,
+)
+
+GIB = 1 << 30
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+GPU = GpuFacts(0, "Some GPU", "9.0", 80 * GIB, 79 * GIB, 5 << 20, "Default")
+LISTED = ListedGpu("GPU-0123", "Some GPU", 80 * GIB, 5 << 20, "Default")
+FOLDER = FolderFacts("/somewhere/kept", True, 12, 3 << 20, True, 100 * GIB, "")
+HEALTHY = tm.MachineFacts(
+    python="3.11.7",
+    system="Linux",
+    torch="2.11.0+cu130",
+    triton="3.6.0",
+    packages=dict.fromkeys(("rich", "typer", "scikit-learn", "scipy", "transformers", "torchvision"), "1.0"),
+    device="cuda:0",
+    host=HostFacts(16, 128 * GIB, 120 * GIB, None, None, None),
+    driver=DriverFacts("580.1", (LISTED,), ""),
+    cuda=CudaFacts("13.0", "9.1.0", "", (GPU,), "", "", "native", (), None, True, False),
+    region_error="",
+    cpp_error="",
+    c_compiler="/usr/bin/gcc",
+    caches=(
+        CacheFacts("profiles", "TRAINMUX_PROFILE_DIR", False, FOLDER),
+        CacheFacts("compiler", "TORCHINDUCTOR_CACHE_DIR", True, FOLDER),
+    ),
+    rates=Rates(LinkRates(55e9, 54e9, 51e9, 50e9), 4e12, 256 << 20),
+    rates_error="",
+    seconds=1.5,
+)
+NO_GPU = replace(HEALTHY.cuda, gpus=(), error="No CUDA GPUs are available")
+HIDDEN = replace(NO_GPU, visible_devices="")
+
+
+def with_cuda(**changes: Any) -> tm.MachineFacts:
+    return replace(HEALTHY, cuda=replace(HEALTHY.cuda, **changes))
+
+
+def with_gpu(**changes: Any) -> tm.MachineFacts:
+    return with_cuda(gpus=(replace(GPU, **changes),))
+
+
+def with_host(**changes: Any) -> tm.MachineFacts:
+    return replace(HEALTHY, host=replace(HEALTHY.host, **changes))
+
+
+def with_folder(**changes: Any) -> tm.MachineFacts:
+    changed = tuple(replace(cache, folder=replace(FOLDER, **changes)) for cache in HEALTHY.caches)
+    return replace(HEALTHY, caches=changed)
+
+
+def without_device(cuda: CudaFacts = NO_GPU, driver: DriverFacts = HEALTHY.driver) -> tm.MachineFacts:
+    return replace(HEALTHY, device="cpu", cuda=cuda, driver=driver, rates=None)
+
+
+def complaints(facts: tm.MachineFacts) -> list[Finding]:
+    return [finding for finding in check(facts) if finding.level is not Level.OK]
+
+
+def as_text(facts: tm.MachineFacts, width: int = 400, **options: Any) -> str:
+    console = Console(width=width, highlight=False, **options)
+    with console.capture() as captured:
+        for line in doctor.shown(check(facts), facts):
+            console.print(line)
+    return captured.get()
+
+
+def test_a_healthy_machine_has_nothing_to_note() -> None:
+    assert complaints(HEALTHY) == []
+    text = as_text(HEALTHY)
+    for said in (
+        *("torch 2.11.0+cu130", "CUDA 13.0", "cuDNN 9.1.0", "Triton 3.6.0", "driver 580.1"),
+        *("cuda:0 Some GPU", "80.0 GiB", "79.0 GiB free", "nobody else", "120.0 GiB may be pinned"),
+        *("out 55.0 GB/s", "in 54.0 GB/s", "out 51.0 GB/s", "in 50.0 GB/s", "4,000.0 GB/s"),
+        *("CUDA graphs work", "(MemPool) work", "default rules", "12 files, 3.0 MiB", "/somewhere/kept"),
+        *("transformers 1.0", "not needed: plotly, optuna, ray", "nothing to note", "on cuda:0"),
+    ):
+        assert said in text, said
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "said"),
+    [
+        (
+            replace(HEALTHY, torch="2.4.1"),
+            Level.PROBLEM,
+            "torch 2.4.1 is too old: trainmux needs 2.11 to 2.13",
+        ),
+        (replace(HEALTHY, torch="3.0.0a0"), Level.NOTE, "torch 3.0.0a0 is not among those"),
+        (replace(HEALTHY, torch="unknown"), Level.NOTE, "torch unknown is not among those"),
+        (replace(HEALTHY, python="3.10.2"), Level.PROBLEM, "Python 3.10.2 is too old"),
+        (replace(HEALTHY, python="3.13.0"), Level.NOTE, "Python 3.13.0 is not among those"),
+        (without_device(), Level.PROBLEM, "torch cannot use it: No CUDA GPUs are available"),
+        (
+            without_device(replace(NO_GPU, error="CUDA out of memory. Tried")),
+            Level.PROBLEM,
+            "no memory is left",
+        ),
+        (without_device(replace(NO_GPU, built_for="")), Level.NOTE, "this torch was built without CUDA"),
+        (without_device(HIDDEN), Level.NOTE, "CUDA_VISIBLE_DEVICES='' hides Some GPU"),
+        (
+            without_device(driver=DriverFacts("580.1", (), "No devices were found")),
+            Level.NOTE,
+            "driver 580.1 has no device here (No devices were found; torch: No CUDA GPUs are available)",
+        ),
+        (without_device(driver=DriverFacts("", (), "there is no driver")), Level.NOTE, "there is no GPU"),
+        (with_gpu(others_bytes=3 * GIB), Level.NOTE, "others use 3.0 GiB"),
+        (with_gpu(free_bytes=100 << 20, others_bytes=79 * GIB), Level.PROBLEM, "too little to train"),
+        (with_gpu(compute_mode="Exclusive_Process"), Level.NOTE, "one process at a time"),
+        (with_host(available_bytes=16 * GIB), Level.NOTE, "16.0 GiB may be pinned"),
+        (with_host(limit_bytes=64 * GIB, limit_left_bytes=60 * GIB), Level.NOTE, "60.0 GiB may be pinned"),
+        (with_host(available_bytes=None), Level.NOTE, "may be pinned is not known"),
+        (replace(HEALTHY, region_error="Triton is not installed"), Level.NOTE, "ATen's slower kernels"),
+        (replace(HEALTHY, c_compiler=""), Level.NOTE, "no C compiler"),
+        (replace(HEALTHY, cpp_error="there is no C++ compiler"), Level.NOTE, "there is no C++ compiler"),
+        (
+            replace(HEALTHY, rates=Rates(LinkRates(20e9, 20e9, 10e9, 10e9), 1e12, 1 << 20)),
+            Level.NOTE,
+            "slow each other down",
+        ),
+        (replace(HEALTHY, rates=None, rates_error="out of memory"), Level.NOTE, "be measured: out of memory"),
+        (with_cuda(graphs_error="operation not permitted"), Level.PROBLEM, "CUDA graphs cannot be used"),
+        (
+            with_cuda(pool_error="no attribute MemPool"),
+            Level.PROBLEM,
+            "memory pools (MemPool) cannot be used",
+        ),
+        (
+            with_cuda(allocator_settings=(("PYTORCH_ALLOC_CONF", "expandable_segments:True"),)),
+            Level.NOTE,
+            "PYTORCH_ALLOC_CONF=expandable_segments:True",
+        ),
+        (with_cuda(allocator="cudaMallocAsync"), Level.NOTE, "cudaMallocAsync"),
+        (with_cuda(is_mps_running=True), Level.NOTE, "MPS is running"),
+        (
+            replace(HEALTHY, packages={**HEALTHY.packages, "transformers": ""}),
+            Level.NOTE,
+            "transformers is missing: the Hugging Face workloads",
+        ),
+        (with_folder(write_error="Read-only file system"), Level.NOTE, "to: Read-only file system"),
+        (with_folder(free_bytes=5 << 20), Level.NOTE, "a disk with only 5.0 MiB left"),
+        (
+            with_folder(exists=False, write_error="Permission denied"),
+            Level.PROBLEM,
+            "compiler: nothing yet, in /somewhere/kept, which cannot be made: Permission denied",
+        ),
+    ],
+)
+def test_what_is_not_good_is_said_with_a_remedy(facts: tm.MachineFacts, level: Level, said: str) -> None:
+    found = [finding for finding in complaints(facts) if said in finding.text]
+    assert [finding.level for finding in found] == [level] * len(found)
+    assert found
+    assert all(finding.remedy for finding in complaints(facts))
+    assert max((f.level for f in complaints(facts)), key=list(Level).index) is level
+    assert doctor.can_train(check(facts)) is (level is not Level.PROBLEM)
+
+
+def test_only_what_was_found_out_is_said_without_a_gpu_and_without_measurements() -> None:
+    facts = without_device(replace(NO_GPU, built_for="", error="no CUDA"), DriverFacts("", (), "no driver"))
+    sections = {finding.section for finding in check(facts)}
+    assert sections.isdisjoint({"CUDA graphs", "Bandwidth"})
+    assert "Training works here, on cpu" in as_text(facts)
+    measured = replace(facts, rates=HEALTHY.rates)
+    assert "there is no link" in as_text(measured)
+
+
+def test_supported_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    wanted = next(line for line in project["dependencies"] if line.startswith("torch"))
+    for text, (first, end) in (
+        (wanted.removeprefix("torch"), SUPPORTED_TORCH),
+        (project["requires-python"], SUPPORTED_PYTHON),
+    ):
+        assert text == f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_narrow_terminals_lose_nothing(width: int) -> None:
+    facts = with_folder(path="/a/very/long/folder/" + "name/" * 30, write_error="Read-only file system")
+    narrow = as_text(facts, width)
+    assert max(map(len, narrow.splitlines())) <= width
+
+    def squeezed(text: str) -> str:
+        return "".join(text.split())
+
+    for finding in check(facts):
+        assert squeezed(finding.text) in squeezed(narrow)
+        assert squeezed(finding.remedy) in squeezed(narrow)
+
+
+def test_without_colour_levels_are_words() -> None:
+    plain = as_text(with_gpu(free_bytes=0), no_color=True, force_terminal=True, color_system=None)
+    assert "\x1b" not in plain
+    assert re.search(r"^problem cuda:0", plain, flags=re.MULTILINE)
+    assert plain.isascii()
+
+
+def test_a_machine_that_cannot_train_ends_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[bool] = []
+
+    def broken(*, measures: bool) -> tm.MachineFacts:
+        asked.append(measures)
+        return replace(HEALTHY, torch="2.4.1")
+
+    monkeypatch.setattr(tm, "inspect_machine", broken)
+    file = tmp_path / "new" / "doctor.json"
+    result = CliRunner().invoke(app, ["doctor", "--json", str(file)])
+    assert result.exit_code == 1
+    assert "Training cannot work as it is: 1 problem (" in result.output
+    assert asked == [True]
+    written = json.loads(file.read_text(encoding="utf-8"))
+    assert written["can_train"] is False
+    worst = [finding for finding in written["findings"] if finding["level"] == "problem"]
+    assert len(worst) == 1
+    assert worst[0]["remedy"] == "pip install 'torch>=2.11,<2.14'"
+    assert written["facts"]["rates"]["link"]["out"] == 55e9
+    assert written["facts"]["cuda"]["gpus"][0]["name"] == "Some GPU"
+    assert written["facts"].keys() == {field.name for field in dataclasses.fields(tm.MachineFacts)}
+
+
+def test_a_file_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tm, "inspect_machine", lambda *, measures: HEALTHY)
+    result = CliRunner().invoke(app, ["doctor", "--json", str(tmp_path)], terminal_width=1000)
+    assert result.exit_code == 2
+    assert "expected a file that can be written" in result.output
+
+
+def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
+    result = CliRunner().invoke(app, ["doctor", "--quick", "--json", str(tmp_path / "facts.json")])
+    assert result.exit_code == 0, result.output
+    assert f"torch {torch.__version__}" in result.output
+    facts = json.loads((tmp_path / "facts.json").read_text(encoding="utf-8"))["facts"]
+    assert facts["rates"] is None
+    assert facts["device"] == ("cuda:0" if torch.cuda.is_available() else "cpu")
+    assert facts["host"]["available_bytes"] > 0
+    kept = {cache["keeps"]: cache["folder"] for cache in facts["caches"]}
+    assert kept["profiles"]["path"] == str(tmp_path / "profiles")
+    assert not (tmp_path / "profiles").exists(), "expected that looking leaves nothing behind"
+    assert {"plans", "strategies", "programs", "kernels", "compiler"} < kept.keys()
+
+
+def test_rates_are_measured_within_what_is_free() -> None:
+    host = replace(HEALTHY.host, available_bytes=16 << 20)
+    rates, error = _machine._measure(torch.device("cpu"), host, NO_GPU)
+    assert error == ""
+    assert rates is not None
+    assert rates.num_bytes == 2 << 20
+    assert min(rates.memory, *dataclasses.astuple(rates.link)) > 0
+    short = replace(host, available_bytes=1 << 20)
+    rates, error = _machine._measure(torch.device("cpu"), short, NO_GPU)
+    assert rates is None
+    assert "too little memory" in error
+
+
+def test_a_failed_measurement_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device, num_bytes: int) -> float:
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr(_machine, "probe_memory", fail)
+    assert _machine._measure(torch.device("cpu"), HEALTHY.host, NO_GPU) == (None, "CUDA error: out of memory")
+
+
+def test_memory_bandwidth_counts_both_ways() -> None:
+    assert probe_memory(torch.device("cpu"), 1 << 20) > 1e6
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Path:
+        raise PermissionError(13, "Permission denied", "/closed/folder")
+
+    monkeypatch.setattr(_machine, "cache_folder", refuse)
+    compiler = _machine._caches(torch.device("cpu"))[-1]
+    assert compiler.needed
+    assert (compiler.folder.path, compiler.folder.exists) == ("/closed/folder", False)
+    assert not doctor.can_train(check(replace(HEALTHY, caches=(compiler,))))
+
+
+# ---- the driver, torch, the host, folders: how facts are found -----------------------------------------
+
+
+def played_tool(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_the_driver_lists_its_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = """cat <<'END'
+GPU-0123, Some GPU, 81920, 5, Default, 580.1
+GPU-4567, Other GPU, [N/A], [N/A], Exclusive_Process, 580.1
+END"""
+    played_tool(tmp_path, monkeypatch, script)
+    driver = ask_driver(tmp_path)
+    assert driver.gpus == (LISTED, ListedGpu("GPU-4567", "Other GPU", None, None, "Exclusive_Process"))
+    assert (driver.version, driver.error) == ("580.1", "")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'No devices were found'; exit 6", "No devices were found"),
+        ("echo 'Failed to initialize NVML' >&2; exit 9", "Failed to initialize NVML"),
+        ("exit 0", "nvidia-smi listed no device"),
+        ("exec sleep 5", "nvidia-smi gave no answer in 0.2 s"),
+    ],
+)
+def test_a_driver_that_has_no_answer(
+    script: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    played_tool(tmp_path, monkeypatch, script)
+    monkeypatch.setattr(_gpu, "_SMI_SECONDS", 0.2 if "sleep" in script else 5.0)
+    version = tmp_path / "proc/driver/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Mon Jan 1\nGCC version\n")
+    assert ask_driver(tmp_path) == DriverFacts("570.86.15", (), said)
+
+
+def test_without_a_driver_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ask_driver(tmp_path) == DriverFacts("", (), "there is no driver")
+
+
+def test_a_broken_cuda_is_told_without_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail() -> None:
+        warnings.warn("CUDA initialization: forward compatibility was attempted", stacklevel=1)
+        raise RuntimeError("No CUDA GPUs are available\nsecond line")
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    (tmp_path / "control").touch()
+    cuda = look_at_cuda(HEALTHY.driver)
+    assert (cuda.error, cuda.gpus, cuda.graphs_error) == ("No CUDA GPUs are available", (), "")
+    assert cuda.allocator_settings == (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)
+    assert cuda.is_mps_running
+
+
+def played_host(root: Path, files: dict[str, str]) -> HostFacts:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="ascii")
+    return look_at_host(root)
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:       1000 kB\nMemAvailable:    900 kB\nHugePages_Total:       0\n"}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "proc/self/cgroup": "0::/jobs/mine\n",
+            "sys/fs/cgroup/jobs/memory.max": "600000\n",
+            "sys/fs/cgroup/jobs/memory.current": "300000\n",
+            "sys/fs/cgroup/jobs/memory.stat": "anon 1\ninactive_file 100000\n",
+            "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
+        },
+        {
+            "proc/self/cgroup": "4:cpu,memory:/not/mounted/here\n1:cpu:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "600000\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "300000\n",
+            "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 100000\n",
+        },
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_a_control_group_limits_what_may_be_pinned(files: dict[str, str], tmp_path: Path) -> None:
+    host = played_host(tmp_path, {**MEMINFO, **files})
+    assert (host.memory_bytes, host.available_bytes) == (1_024_000, 921_600)
+    assert (host.limit_bytes, host.limit_left_bytes, host.pinnable_bytes) == (600_000, 400_000, 400_000)
+
+
+def test_a_host_without_limits_or_facts(tmp_path: Path) -> None:
+    assert look_at_host(tmp_path / "nothing").pinnable_bytes is None
+    unlimited = {
+        "proc/self/cgroup": "4:memory:/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    host = played_host(tmp_path, {**MEMINFO, **unlimited})
+    assert (host.limit_bytes, host.pinnable_bytes) == (None, 921_600)
+
+
+def test_folders_are_counted_and_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.step").write_bytes(bytes(10))
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "other").write_bytes(bytes(5))
+    steps, everything = look_at_folder(tmp_path, "*.step"), look_at_folder(tmp_path)
+    assert (steps.num_files, steps.size_bytes, steps.is_whole, steps.write_error) == (3, 30, True, "")
+    assert (everything.num_files, everything.size_bytes) == (4, 35)
+    assert steps.free_bytes is not None
+    assert len(list(tmp_path.iterdir())) == 4, "expected that nothing is left behind"
+    monkeypatch.setattr(_host, "_MAX_FILES", 2)
+    bounded = look_at_folder(tmp_path, "*.step")
+    assert (bounded.num_files, bounded.is_whole) == (2, False)
+
+
+def test_a_full_disk_and_a_file_in_the_way_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    in_the_way = look_at_folder(tmp_path / "file" / "below")
+    assert not in_the_way.exists
+    assert "is not a folder" in in_the_way.write_error
+
+    def full(dir: Path) -> object:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_host.tempfile, "TemporaryFile", full)
+    assert look_at_folder(tmp_path).write_error == "No space left on device"
+
+
+def test_bytes_and_rates_as_people_read_them() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 18 * GIB, 5 << 40)] == [
+        *("0 B", "1023 B", "1.0 KiB", "18.0 GiB", "5.0 TiB")
+    ]
+    assert rate(55.1e9) == "55.1 GB/s"
