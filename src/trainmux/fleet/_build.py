@@ -99,17 +99,26 @@ class ProgramBuilder:
         return replace(built, upgrade=Upgrade(prepare))
 
     def lowered_step(
-        self, traced: TracedGraph, width: int, settings: UpdateSettings, *, stacked_batch: bool
+        self,
+        traced: TracedGraph,
+        width: int,
+        settings: UpdateSettings,
+        *,
+        stacked_batch: bool,
+        for_plan: bool = False,
     ) -> StoredStep:
-        """The step of one array of ``width`` members, lowered, not compiled; from disk where it is there."""
-        key = step_key(traced, width, settings, stacked_batch, self._config, self._shared)
+        """The step of one array of ``width`` members, lowered, not compiled; from disk where it is there.
+
+        In a plan other work may come between forward and backward pass: losses are there before it.
+        """
+        key = step_key(traced, width, settings, stacked_batch, for_plan, self._config, self._shared)
         stored = load(key, self._cache(), self._config.device)
         if stored is not None:
             return stored
         fused = self._fuse(traced, width, stacked_batch=stacked_batch, compiles=True)
         compare_instead_of_scatter(fused.module.graph)
         program = build_step(fused, settings, reuses_gradients=False)
-        low = self._lower(program.module)
+        low = self._lower(program.module, keeps_results=for_plan)
         num_nodes = len(fused.module.graph.nodes)
         step = StoredStep(low, program.inputs, program.metrics, fused.records, num_nodes)
         store(key, step)
@@ -179,9 +188,9 @@ class ProgramBuilder:
     def _cache(self) -> KernelCache:
         return _kernels(self._config.deterministic)
 
-    def _lower(self, module: torch.nn.Module) -> Lowered:
+    def _lower(self, module: torch.nn.Module, *, keeps_results: bool = False) -> Lowered:
         assert isinstance(module, fx.GraphModule)
-        return lower(module, self._cache())
+        return lower(module, self._cache(), keeps_results=keeps_results)
 
     def _fuse(self, traced: TracedGraph, width: int, *, stacked_batch: bool, compiles: bool) -> FusedGraph:
         strides = {

@@ -366,13 +366,12 @@ class Group:
         """Compile the steps of arrays of these widths, all of their kernels side by side."""
         self._numbers.read(self.members)
         settings = self._settings(self._numbers.idle, self._numbers.clips)
-        builder = self._builder()
-        builder.compile(
-            *(
-                builder.lowered_step(self.traced, width, settings, stacked_batch=self.stacked_batch)
-                for width in widths
-            )
-        )
+        builder, stacked = self._builder(), self.stacked_batch
+        steps = [
+            builder.lowered_step(self.traced, width, settings, stacked_batch=stacked, for_plan=True)
+            for width in widths
+        ]
+        builder.compile(*steps)
 
     def sub_array_program(
         self,
@@ -394,7 +393,7 @@ class Group:
         builder = self._builder()
         if kernels == "aten":
             return builder.aten_step(graph, width, settings, stacked_batch=stacked)
-        step = builder.lowered_step(graph, width, settings, stacked_batch=stacked)
+        step = builder.lowered_step(graph, width, settings, stacked_batch=stacked, for_plan=True)
         if kernels == "compiled":
             builder.compile(step)
         return step.program(settings)

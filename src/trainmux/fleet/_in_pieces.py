@@ -19,7 +19,7 @@ from trainmux.errors import ConfigError
 from trainmux.fleet._fleet import Fleet
 from trainmux.fleet._group import Group
 from trainmux.fleet._schedules import step_schedulers
-from trainmux.tracing import TracedGraph
+from trainmux.tracing import BatchSpec, TracedGraph
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,13 @@ class GroupPiece:
     variant: Hashable
     batch: tuple[Tensor, ...]
     traced: TracedGraph
+    spec: BatchSpec
     is_stacked: bool
     applies: bool
 
     def program(self) -> StepProgram:
-        """The step of the whole group as one array, with the kernels that the fleet has."""
-        kernels = "aten" if self.group.config.lowering == "aten" else "compiled"
-        return self.group.sub_array_program(
-            self.group.width,
-            kernels=kernels if self.traced is self.group.traced else "aten",
-            traced=self.traced,
-            stacked_batch=self.is_stacked,
-            applies=self.applies,
-        )
+        """The step of the whole group as one array, the same that `Fleet.step` runs."""
+        return self.group.prepare(self.traced, self.spec, stacked_batch=self.is_stacked, applies=self.applies)
 
     def feed(self, program: StepProgram) -> dict[int, Tensor]:
         """What is new for this step, by position among the program's arguments."""
@@ -122,6 +116,7 @@ class FleetInPieces:
                 (group.variant(applies=applies), feed.example.spec, feed.stacked),
                 tuple(tensors[id(group)]),
                 traced,
+                feed.example.spec,
                 feed.stacked,
                 applies,
             )

@@ -101,14 +101,17 @@ class Lowered:
         return text
 
 
-def lower(module: fx.GraphModule, cache: KernelCache) -> Lowered:
-    """Cut ``module`` into regions and library calls; regions run node by node until they are compiled."""
+def lower(module: fx.GraphModule, cache: KernelCache, *, keeps_results: bool = False) -> Lowered:
+    """Cut ``module`` into regions and library calls; regions run node by node until they are compiled.
+
+    ``keeps_results``: what the forward pass returns is there before the backward pass begins.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     source = fx.GraphModule(module, graph)  # takes the constants that the graph refers to
     _read_what_was_changed(source.graph)
     pad_unaligned(source.graph)
-    return _Writer(source, cache).write()
+    return _Writer(source, cache, keeps_results).write()
 
 
 def _read_what_was_changed(graph: fx.Graph) -> None:
@@ -122,10 +125,10 @@ def _read_what_was_changed(graph: fx.Graph) -> None:
 class _Writer:
     """Writes the lowered graph."""
 
-    def __init__(self, source: fx.GraphModule, cache: KernelCache) -> None:
+    def __init__(self, source: fx.GraphModule, cache: KernelCache, keeps_results: bool) -> None:
         self._source = source
         self._cache = cache
-        self._cut = cut(source.graph)
+        self._cut = cut(source.graph, keeps_results=keeps_results)
         self._extractor = Extractor(source.graph, self._cut)
         self._graph = fx.Graph()
         self._owner = nn.Module()

@@ -38,17 +38,26 @@ class Cut:
         return self.kinds[piece[0]] is Kind.LIBRARY
 
 
-def cut(graph: fx.Graph) -> Cut:
-    """Cut a program's graph; its nodes carry ``phase`` and, in the update, ``unit``."""
+def cut(graph: fx.Graph, *, keeps_results: bool = False) -> Cut:
+    """Cut a program's graph; its nodes carry ``phase`` and, in the update, ``unit``.
+
+    ``keeps_results`` has what the forward pass returns (losses, metrics) computed before the backward pass
+    begins: where other work comes between the two, it is wanted then. Otherwise they may share a region.
+    """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     kinds = {node: kind_of(node) for node in graph.nodes}
     steps = [node for node in nodes if _phase(node) is not Phase.UPDATE]
     updates = [node for node in nodes if _phase(node) is Phase.UPDATE]
     slots = _Slots(steps, kinds)
+    results = _forward_results(graph) if keeps_results else frozenset()
     pieces: list[tuple[fx.Node, ...]] = []
     for slot, members in enumerate(slots.filled()):
         if slot > 0:
             pieces.append((slots.calls[slot - 1],))
+        if any(_phase(node) is Phase.BACKWARD for node in members):
+            first = [node for node in members if node in results]
+            pieces.extend(_components(first, kinds))
+            members = [node for node in members if node not in results]
         pieces.extend(_components(members, kinds))
     pieces.extend(_runs(updates, kinds))
     return Cut(tuple(pieces), kinds)
@@ -57,6 +66,19 @@ def cut(graph: fx.Graph) -> Cut:
 def _phase(node: fx.Node) -> Phase:
     phase: Phase = node.meta.get("phase", Phase.FORWARD)
     return phase
+
+
+def _forward_results(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The nodes of the forward pass that something returned is made from."""
+    (output,) = graph.find_nodes(op="output")
+    found: set[fx.Node] = set()
+    waiting = list(output.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node.op == "call_function" and _phase(node) is Phase.FORWARD:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return frozenset(found)
 
 
 class _Slots:

@@ -94,24 +94,36 @@ def state_of(groups: Sequence[Group]) -> list[State]:
     return found
 
 
+def with_losses(states: list[State], losses: Sequence[Sequence[Tensor]]) -> list[State]:
+    """The states with the losses that each step returned."""
+    for number, row in enumerate(losses):
+        for state, loss in zip(states, row, strict=True):
+            state[f"loss of step {number}"] = loss
+    return states
+
+
 def train_planned(case: Case, planned: PlannedGroups, num_steps: int) -> list[State]:
+    losses: list[list[Tensor]] = []
     for number in range(num_steps):
         for group in planned.groups:
             group.variant()
         batch = case.batch(number)
         planned.step("own", {id(group): batch for group in planned.groups})
+        losses.append([group.last["loss"].cpu() for group in planned.groups])
     planned.finish()
-    return state_of(planned.groups)
+    return with_losses(state_of(planned.groups), losses)
 
 
 def train_plain(case: Case, num_steps: int) -> list[State]:
     """The same sub-arrays, one by one, node by node."""
     groups = case.groups()
+    losses: list[list[Tensor]] = []
     for number in range(num_steps):
         for group, step in zip(groups, case.steps, strict=True):
             group.variant()
             group.step(step, case.batch(number))
-    return state_of(groups)
+        losses.append([group.last["loss"].cpu() for group in groups])
+    return with_losses(state_of(groups), losses)
 
 
 def differences(found: Sequence[State], expected: Sequence[State]) -> list[str]:
@@ -125,10 +137,10 @@ def differences(found: Sequence[State], expected: Sequence[State]) -> list[str]:
 
 
 @functools.cache
-def small_case(name: str, widths: tuple[int, ...]) -> Case:
-    return Case(name, widths)
+def small_case(name: str, widths: tuple[int, ...], kernels: str = "aten") -> Case:
+    return Case(name, widths, kernels)
 
 
 @functools.cache
-def expected_of(name: str, widths: tuple[int, ...], num_steps: int) -> list[State]:
-    return train_plain(small_case(name, widths), num_steps)
+def expected_of(name: str, widths: tuple[int, ...], num_steps: int, kernels: str = "aten") -> list[State]:
+    return train_plain(small_case(name, widths, kernels), num_steps)

@@ -49,3 +49,11 @@ def test_a_planned_program_computes_the_same_bits(
         assert any(isinstance(i, Offload | Recompute) for i in instructions), "expected something to test"
     planned = case.planned(found.program, poisons=True)
     assert differences(train_planned(case, planned, NUM_STEPS), expected_of(name, widths, NUM_STEPS)) == []
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer_with_dropout"])
+def test_losses_of_regions_come_with_their_own_step(name: str) -> None:
+    case = small_case(name, (1, 1), "lowered")
+    found = case.candidates("mutwo", RING).plain()
+    trained = train_planned(case, case.planned(found.program, poisons=True), NUM_STEPS)
+    assert differences(trained, expected_of(name, (1, 1), NUM_STEPS, "lowered")) == []
