@@ -136,6 +136,7 @@ class Fleet:
             self._num_steps += 1
             if applies:
                 step_schedulers(self._groups)
+        self._plans.hold_budget()
         losses: Tensor = self._ordered("loss")
         return losses
 

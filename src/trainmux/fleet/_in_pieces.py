@@ -7,6 +7,7 @@ between them. A step that was begun is to be ended, or not fed at all: nothing c
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,16 @@ from trainmux.engine import StepProgram
 from trainmux.errors import ConfigError
 from trainmux.fleet._fleet import Fleet
 from trainmux.fleet._group import Group
+from trainmux.fleet._planning import read_step
 from trainmux.fleet._schedules import step_schedulers
+from trainmux.profiling import KernelGraph
 from trainmux.tracing import BatchSpec, TracedGraph
+
+_MAX_KNOWN = 8
+_KNOWN: weakref.WeakKeyDictionary[Group, dict[Hashable, tuple[StepProgram, KernelGraph]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Steps that were read before, by group: those of a fleet that shares a device for a second time."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,18 @@ class GroupPiece:
     is_stacked: bool
     applies: bool
 
-    def program(self) -> StepProgram:
-        """The step of the whole group as one array, the same that `Fleet.step` runs."""
-        return self.group.prepare(self.traced, self.spec, stacked_batch=self.is_stacked, applies=self.applies)
+    def kernels(self) -> tuple[StepProgram, KernelGraph]:
+        """The step of the whole group as one array, the same that `Fleet.step` runs, and its kernels."""
+        known = _KNOWN.setdefault(self.group, {})
+        key = (self.variant, self.group.width, frozenset(self.group.state.shared))
+        if key not in known:
+            step = self.group.prepare(
+                self.traced, self.spec, stacked_batch=self.is_stacked, applies=self.applies
+            )
+            known[key] = (step, read_step(step))
+            while len(known) > _MAX_KNOWN:
+                del known[next(iter(known))]
+        return known[key]
 
     def feed(self, program: StepProgram) -> dict[int, Tensor]:
         """What is new for this step, by position among the program's arguments."""

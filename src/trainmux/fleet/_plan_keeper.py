@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from trainmux.errors import TrainmuxWarning
 from trainmux.fleet._batches import GroupFeed
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._evaluate import RowTraces, take_over
@@ -17,10 +19,15 @@ from trainmux.fleet._planned_groups import PlannedGroups, PlannedSteps, join_gro
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.ir import MemoryUse
 from trainmux.runtime import deferred_interrupts
+from trainmux.scheduling import in_words
 from trainmux.tracing import BatchSpec, TracedGraph
 
 MAX_EMPTY_SHARE = 0.5
 """A fleet of which more than this share of slots is empty gets fewer of them at the next step."""
+
+_MAX_TIGHTENINGS = 2
+_SLACK_BYTES = 16 << 20
+"""Left free beside what was found too much, so that the next plan is not over by a little again."""
 
 ReadyStep = Callable[[Mapping[int, Sequence[Tensor]]], None]
 """Runs a step on each group's batch, by ``id(group)``."""
@@ -42,6 +49,8 @@ class PlanKeeper:
         self._request: PlanRequest | None = None
         self._active: PlannedGroups | None = None
         self._is_left = False
+        self._is_over = False
+        self._num_tightened = 0
 
     @property
     def plan(self) -> Plan | None:
@@ -62,6 +71,7 @@ class PlanKeeper:
     def want(self, plan: Plan, request: PlanRequest) -> None:
         """Use ``plan`` from the next step on, and plans like it after that."""
         self._wanted, self._request = plan, request
+        self._num_tightened = 0
 
     def renounce(self, groups: Sequence[Group]) -> list[Group]:
         """Train without a plan from now on."""
@@ -89,10 +99,33 @@ class PlanKeeper:
         """Groups as they are without a plan, to look at: copies where a plan is in use."""
         return list(groups) if self._active is None else join_groups(groups)
 
+    def hold_budget(self) -> None:
+        """After a step: where the device holds more than the budget, plan anew with that much less.
+
+        What nodes need beside the slab is measured one by one, before; what the allocator makes of it, and of
+        what nobody knew, shows when a plan runs for the first time.
+        """
+        active, request = self._active, self._request
+        if active is None or request is None:
+            return
+        excess = active.excess_bytes()
+        if not excess or self._num_tightened == _MAX_TIGHTENINGS:
+            return
+        self._num_tightened += 1
+        self._request = replace(request, reserve_bytes=request.reserve_bytes + excess + _SLACK_BYTES)
+        self._is_over = True
+        warnings.warn(
+            f"a step by the plan holds {in_words(excess)} more than its budget of "
+            f"{in_words(active.plan.budget_bytes)}; another plan is made at the next step",
+            TrainmuxWarning,
+            stacklevel=3,
+        )
+
     def at_step(self, groups: Sequence[Group]) -> list[Group]:
         """The groups to train in: those of the plan that is wanted."""
-        if self._active is not None and _mostly_empty(self._active.groups):
+        if self._active is not None and (self._is_over or _mostly_empty(self._active.groups)):
             groups = self.leave(groups)
+        self._is_over = False
         if self._is_left and self._wanted is None and self._request is not None:
             self._wanted = self._make_planner(groups).plan(self._request)
         if self._wanted is not None:

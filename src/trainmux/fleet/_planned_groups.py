@@ -83,6 +83,10 @@ def split_groups(groups: Sequence[Group], plan: Plan) -> list[Group]:
     return found
 
 
+def _reserved_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
 def _new_slab(slab_bytes: int, device: torch.device) -> Tensor:
     """In memory of whole elements of every type: some operators look at all that a tensor lies in."""
     largest = torch.complex128.itemsize
@@ -112,7 +116,9 @@ class PlannedGroups:
         self.groups = tuple(groups)
         self._config = config
         self._poisons = poisons
+        self._others_bytes = _reserved_bytes(config.device)
         self._slab = _new_slab(max(1, own.program.slab_bytes), config.device)
+        self._is_weighed = False
         self._own = variant
         self._engines: OrderedDict[Hashable, tuple[Planned, PlannedEngine]] = OrderedDict()
         self._engines[variant] = (own, self._new_engine(own))
@@ -128,6 +134,18 @@ class PlannedGroups:
     def slab_bytes(self) -> int:
         return self._slab.numel()
 
+    def excess_bytes(self) -> int:
+        """What the device holds for these groups beyond their budget, when something new has just run."""
+        if self._is_weighed:
+            return 0
+        self._is_weighed = True
+        return max(0, self._held_bytes() - self.plan.budget_bytes)
+
+    def _held_bytes(self) -> int:
+        if self._config.device.type != "cuda":
+            return self.slab_bytes
+        return _reserved_bytes(self._config.device) - self._others_bytes
+
     def knows(self, variant: Hashable) -> bool:
         """Whether there is a program for a variant of the step, or for an evaluation."""
         return variant in self._engines
@@ -138,6 +156,7 @@ class PlannedGroups:
             self.finish()
             self._grow(steps.program.slab_bytes)
         self._engines[variant] = (steps, self._new_engine(steps))
+        self._is_weighed = False
         while len(self._engines) > _MAX_VARIANTS:
             needed = (self._own, self._in_use, variant)
             del self._engines[next(key for key in self._engines if key not in needed)]

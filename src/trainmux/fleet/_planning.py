@@ -49,7 +49,10 @@ Progress = Callable[[PlanProgress], None]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked for; ``device`` ``None`` is the fleet's own, measured."""
+    """What is asked for; ``device`` ``None`` is the fleet's own, measured.
+
+    ``reserve_bytes`` of the budget are left free: a plan like it was found to need them beside what it knew.
+    """
 
     budget: int | str | None
     policy: str
@@ -58,6 +61,7 @@ class PlanRequest:
     num_budgets: int
     max_partitions: int | None
     progress: Progress | None
+    reserve_bytes: int = 0
 
 
 class FleetPlanner:
@@ -113,7 +117,7 @@ class FleetPlanner:
         """What the plan is kept by; empty where it is not: measured ways may be others the next time."""
         if self._config.measures:
             return ""
-        asked = (request.policy, request.num_budgets, budget, tuple(planned), bound)
+        asked = (request.policy, request.num_budgets, budget, tuple(planned), bound, request.reserve_bytes)
         return plan_key(self._groups, asked, self._facts(), self._device, self.kernels)
 
     def _search(
@@ -129,7 +133,7 @@ class FleetPlanner:
             planned,
             profile_of=lambda group, width: self.profile(int(group.name), width),
             policy=request.policy,
-            fixed_bytes=FIXED_BYTES + self._scratch_bytes() if on_gpu else 0,
+            fixed_bytes=request.reserve_bytes + (FIXED_BYTES + self._scratch_bytes() if on_gpu else 0),
             host_bytes=self._facts().host_bytes,
             progress=request.progress,
             **bound,

@@ -156,6 +156,12 @@ class Planner:
         ]
         self._all: list[Candidates] = []
         self._all += [Candidates(each, known, self._host_bytes, self._worth) for each in arrangements]
+        if not self._all:
+            raise ConfigError(
+                f"expected partitions that policy {policy!r} knows how to share the device between, got none "
+                f"among {len(search.partitions)}; raise max_partitions"
+            )
+        beside = [name for name in BESIDE_AUTO if policy == "auto" and _knows_one(name, search.partitions)]
         self._others = [
             Planner(
                 groups,
@@ -166,7 +172,7 @@ class Planner:
                 max_partitions=max_partitions,
                 progress=progress,
             )
-            for other in (BESIDE_AUTO if policy == "auto" else ())
+            for other in beside
         ]
         narrowest = min(range(len(self._all)), key=lambda n: (max(arrangements[n].widths), n))
         self._narrowest = self._all[narrowest]
@@ -380,6 +386,12 @@ class _Search:
         self.best, self.chosen = found, number
         self.to_beat = found.seconds
         self.notes[number] = (found, "")
+
+
+def _knows_one(policy: str, partitions: Sequence[Partition]) -> bool:
+    """Whether a policy has something to say about any of the partitions."""
+    known = policy_named(policy)
+    return any(known.multiplexings(partition) for partition in partitions)
 
 
 def _arrangements(

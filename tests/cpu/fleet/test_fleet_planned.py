@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import trainmux as tm
-from trainmux.errors import BudgetError, PlanError
+from trainmux.errors import BudgetError, PlanError, TrainmuxWarning
+from trainmux.fleet._planned_groups import PlannedGroups
 from trainmux.ir import Multiplexing
 from trainmux.workloads import SMALL
 
@@ -216,3 +217,23 @@ def test_a_member_can_be_copied_out_of_a_planned_fleet() -> None:
     kept = copy.deepcopy(taken.model.state_dict())
     fleet.step(batch(1))
     assert all(torch.equal(value, kept[name]) for name, value in taken.model.state_dict().items())
+
+
+def test_a_plan_that_holds_more_than_its_budget_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleets = [fleet_of(), fleet_of()]
+    budget = 64 << 20
+    fleets[0].plan(budget, "none")
+    held = PlannedGroups._held_bytes
+    monkeypatch.setattr(PlannedGroups, "_held_bytes", lambda self: held(self) + budget)
+    with pytest.warns(TrainmuxWarning, match="more than its budget"):
+        losses = [fleet.step(batch(0)) for fleet in fleets]
+    assert torch.equal(*losses)
+    monkeypatch.setattr(PlannedGroups, "_held_bytes", held)
+    first = fleets[0]._plans.plan
+    assert torch.equal(*[fleet.step(batch(1)) for fleet in fleets])
+    second = fleets[0]._plans.plan
+    assert first is not None
+    assert second is not None
+    assert second.record.fixed_bytes > first.record.fixed_bytes
+    assert second.budget_bytes == budget
+    assert same(*fleets)

@@ -157,3 +157,19 @@ def test_unknown_policies_and_names_used_twice_are_refused() -> None:
         make_plan([group(2)], 1 << 30, profile_of=lambda _, width: profile(0, width), policy="best")
     with pytest.raises(ConfigError, match="twice"):
         make_plan([Group("g", ("a", "a"))], 1 << 30, profile_of=lambda _, width: profile(0, width))
+
+
+def test_few_partitions_of_an_odd_number_have_no_pairs() -> None:
+    def plan(policy: str) -> Plan:
+        return make_plan(
+            [group(5)],
+            1 << 40,
+            profile_of=lambda _, width: profile(3, width),
+            policy=policy,
+            max_partitions=2,
+            evaluations=EVALUATIONS if policy == "auto" else None,
+        )
+
+    with pytest.raises(ConfigError, match="raise max_partitions"):
+        plan("mutwo")
+    prove(plan("auto"), 3)
