@@ -159,9 +159,9 @@ class SleepyLanes(StreamLanes):
                 torch.cuda._sleep(self._random.randrange(1, self.max_cycles))
 
     @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
+    def on(self, lane: Lane, position: int) -> Iterator[None]:
         self._doze(lane)
-        with super().on(lane):
+        with super().on(lane, position):
             yield
 
     def issued(self, lane: Lane, position: int) -> None:
@@ -192,10 +192,10 @@ class HastyLanes(SleepyLanes):
     """Copies begin late, and nobody waits for them."""
 
     @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
+    def on(self, lane: Lane, position: int) -> Iterator[None]:
         with torch.cuda.stream(self._streams[lane]):
             torch.cuda._sleep(20_000_000)  # some ten milliseconds: the host is far ahead by then
-        with StreamLanes.on(self, lane):
+        with StreamLanes.on(self, lane, position):
             yield
 
     def wait(self, lane: Lane, position: int) -> None:

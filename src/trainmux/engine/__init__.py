@@ -3,7 +3,7 @@
 from trainmux.engine._capture_room import kernel_settings
 from trainmux.engine._cuda_graphs import CudaGraphEngine
 from trainmux.engine._into import scratch_bytes
-from trainmux.engine._lanes import HostLanes
+from trainmux.engine._lanes import HostLanes, WatchedLanes, watched_lanes
 from trainmux.engine._planned import Memory, PlannedProgram
 from trainmux.engine._planned_engine import PlannedEngine
 from trainmux.engine._program import (
@@ -31,6 +31,7 @@ __all__ = [
     "ReferenceEngine",
     "StepProgram",
     "UpdateSettings",
+    "WatchedLanes",
     "build_forward",
     "build_planned_forward",
     "build_step",
@@ -39,4 +40,5 @@ __all__ = [
     "in_sub_arrays",
     "kernel_settings",
     "scratch_bytes",
+    "watched_lanes",
 ]

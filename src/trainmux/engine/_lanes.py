@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from trainmux.ir import Lane
+from trainmux.ir import Lane, Span
 
 
 class HostLanes:
@@ -19,8 +20,8 @@ class HostLanes:
         yield
 
     @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
-        """What is enqueued inside runs on ``lane``."""
+    def on(self, lane: Lane, position: int) -> Iterator[None]:
+        """What is enqueued inside is the instruction at ``position`` and runs on ``lane``."""
         yield
 
     def issued(self, lane: Lane, position: int) -> None:
@@ -60,8 +61,8 @@ class StreamLanes:
                 main.wait_stream(side)
 
     @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
-        """What is enqueued inside runs on ``lane``."""
+    def on(self, lane: Lane, position: int) -> Iterator[None]:
+        """What is enqueued inside is the instruction at ``position`` and runs on ``lane``."""
         if lane is Lane.COMPUTE:
             yield
             return
@@ -80,4 +81,87 @@ class StreamLanes:
         self._streams[lane].wait_event(self._ended[position])
 
 
+class WatchedHostLanes(HostLanes):
+    """The same with a clock: when each instruction ran."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._begin = self._end = 0.0
+
+    @contextmanager
+    def part(self, awaited: frozenset[int]) -> Iterator[None]:
+        self._spans = []
+        self._begin = time.perf_counter()
+        yield
+        self._end = time.perf_counter()
+
+    @contextmanager
+    def on(self, lane: Lane, position: int) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        self._spans.append(Span(lane, position, begin - self._begin, end - self._begin))
+
+    def read(self) -> tuple[list[Span], float]:
+        """The spans of the last part, and the seconds that it took in all."""
+        return self._spans, self._end - self._begin
+
+
+class WatchedStreamLanes(StreamLanes):
+    """The same with events around each instruction, which a captured graph records anew with every replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._marks: list[tuple[Lane, int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._around: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._read: tuple[list[Span], float] | None = None
+
+    @contextmanager
+    def part(self, awaited: frozenset[int]) -> Iterator[None]:
+        self._marks = []
+        self._read = None
+        begin, end = _timing_event(), _timing_event()
+        main = torch.cuda.current_stream(self._device)
+        begin.record(main)
+        with super().part(awaited):
+            yield
+        end.record(main)
+        self._around = (begin, end)
+
+    @contextmanager
+    def on(self, lane: Lane, position: int) -> Iterator[None]:
+        begin, end = _timing_event(), _timing_event()
+        begin.record(self._streams[lane])
+        with super().on(lane, position):
+            yield
+        end.record(self._streams[lane])
+        self._marks.append((lane, position, begin, end))
+
+    def read(self) -> tuple[list[Span], float]:
+        """The spans of the last part that ran, and the seconds that it took in all; waits for it."""
+        if self._read is not None:
+            return self._read
+        torch.cuda.synchronize(self._device)
+        assert self._around is not None
+        first, last = self._around
+
+        def since(event: torch.cuda.Event) -> float:
+            return float(first.elapsed_time(event)) / 1e3
+
+        spans = [Span(lane, position, since(begin), since(end)) for lane, position, begin, end in self._marks]
+        self._read = (spans, since(last))
+        return self._read
+
+
+def _timing_event() -> torch.cuda.Event:
+    """One that a captured graph records as a node of its own."""
+    return torch.cuda.Event(enable_timing=True, external=True)
+
+
 Lanes = HostLanes | StreamLanes
+WatchedLanes = WatchedHostLanes | WatchedStreamLanes
+
+
+def watched_lanes(device: torch.device) -> WatchedLanes:
+    """Lanes with a clock, for one device."""
+    return WatchedStreamLanes(device) if device.type == "cuda" else WatchedHostLanes()

@@ -142,18 +142,24 @@ class PlannedProgram:
 
     # ---- running -----------------------------------------------------------------------------------
 
-    def run(self, part: Part, before: Mapping[tuple[int, int], Callable[[], None]] | None = None) -> None:
-        """Enqueue one part, on the current stream and the lanes beside it.
+    def run(
+        self,
+        part: Part,
+        before: Mapping[tuple[int, int], Callable[[], None]] | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """Enqueue one part, on the current stream and the lanes beside it, or on other ``lanes``.
 
         ``before`` has work for the compute lane that belongs before a node is computed, by (sub-array, rank).
         """
         before = before or {}
+        lanes = lanes or self._lanes
         timetable = self._parts[id(part)]
         walk = _Walk(dict(timetable.there), self._aside)
         with (
             torch.no_grad(),
             deterministic_algorithms(self._deterministic),
-            self._lanes.part(timetable.awaited),
+            lanes.part(timetable.awaited),
         ):
             for position, instruction in enumerate(part.instructions):
                 taken = timetable.takes.get(position, {})
@@ -162,32 +168,34 @@ class PlannedProgram:
                         walk.where.update(taken)
                         if (sub_array, node) in before:
                             before[sub_array, node]()
-                        self._compute(walk, sub_array, node)
-                        self._lanes.issued(Lane.COMPUTE, position)
+                        with lanes.on(Lane.COMPUTE, position):
+                            self._compute(walk, sub_array, node)
+                        lanes.issued(Lane.COMPUTE, position)
                     case Recompute(sub_array, node, keeps):
-                        self._recompute(walk, sub_array, node, keeps, taken)
-                        self._lanes.issued(Lane.COMPUTE, position)
+                        with lanes.on(Lane.COMPUTE, position):
+                            self._recompute(walk, sub_array, node, keeps, taken)
+                        lanes.issued(Lane.COMPUTE, position)
                     case Offload(sub_array, tensor):
                         key = (sub_array, tensor)
-                        with self._lanes.on(Lane.OUT):
+                        with lanes.on(Lane.OUT, position):
                             source = self._device_bytes(key, walk.where[key])
                             self._host_bytes(key).copy_(source, non_blocking=True)
-                        self._lanes.issued(Lane.OUT, position)
+                        lanes.issued(Lane.OUT, position)
                     case Prefetch(sub_array, tensor):
                         key = (sub_array, tensor)
                         walk.where.update(taken)
-                        with self._lanes.on(Lane.IN):
+                        with lanes.on(Lane.IN, position):
                             target = self._device_bytes(key, walk.where[key])
                             target.copy_(self._host_bytes(key), non_blocking=True)
-                        self._lanes.issued(Lane.IN, position)
+                        lanes.issued(Lane.IN, position)
                     case Free(sub_array, tensor):
                         offset = walk.where.pop((sub_array, tensor))
                         if self._poisons:
                             self._device_bytes((sub_array, tensor), offset).fill_(0xFF)
-                        self._lanes.issued(Lane.COMPUTE, position)
+                        lanes.issued(Lane.COMPUTE, position)
                     case Wait(lane, on):
-                        self._lanes.wait(lane, on)
-                        self._lanes.issued(lane, position)
+                        lanes.wait(lane, on)
+                        lanes.issued(lane, position)
 
     def _compute(self, walk: _Walk, sub_array: int, rank: int) -> None:
         created = {t: walk.where[sub_array, t] for t in self.graphs[sub_array].steps[rank].creates}

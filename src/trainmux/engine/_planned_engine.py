@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trainmux.engine._capture_room import CaptureRoom
-from trainmux.engine._lanes import HostLanes, StreamLanes
+from trainmux.engine._capture_room import CaptureRoom, kernel_settings
+from trainmux.engine._lanes import HostLanes, StreamLanes, WatchedLanes
 from trainmux.engine._planned import Memory, PlannedProgram
 from trainmux.errors import BudgetError
 from trainmux.ir import MemoryUse, Part, Program
@@ -61,6 +61,7 @@ class PlannedEngine:
         self._planned = PlannedProgram(
             program, graphs, memory, lanes, deterministic=deterministic, poisons=poisons
         )
+        self._deterministic = deterministic
         self._steps = tuple(steps)
         self._is_ring = bool(program.prologue.instructions)
         self._in_flight = False
@@ -90,12 +91,17 @@ class PlannedEngine:
                 value: Tensor = graph.module.get_buffer(name)
                 self._planned.between_steps(sub_array, location).copy_(value)
 
-    def step(self, fed: Sequence[Mapping[int, Tensor]]) -> list[list[Tensor]]:
+    def step(
+        self, fed: Sequence[Mapping[int, Tensor]], watched: WatchedLanes | None = None
+    ) -> list[list[Tensor]]:
         """One step of every sub-array; ``fed`` has what is new, by position among the arguments.
 
         Returns what each sub-array's step returned. In a ring, what the first one's update returns (norm,
-        finite) is that of the step before until ``finish`` is called.
+        finite) is that of the step before until ``finish`` is called. ``watched`` lanes can tell afterwards
+        when each instruction of the body ran; what is in flight is finished before.
         """
+        if watched is not None:
+            self.finish()
         for sub_array, new in enumerate(fed):
             for position, value in new.items():
                 self._inbox(sub_array, position).copy_(value, non_blocking=True)
@@ -109,7 +115,10 @@ class PlannedEngine:
             self._silence_first()
             self._run(self._planned.program.prologue)
         self._in_flight = self._is_ring
-        self._run(self._planned.program.body)
+        if watched is None:
+            self._run(self._planned.program.body)
+        else:
+            self._run_watched(watched)
         for total, before in kept:
             total.copy_(before)
         return [self.results(sub_array) for sub_array in range(len(self._steps))]
@@ -157,10 +166,27 @@ class PlannedEngine:
         else:
             self._enqueue(part)
 
-    def _enqueue(self, part: Part) -> None:
+    def _enqueue(self, part: Part, lanes: WatchedLanes | None = None) -> None:
         """Instruction by instruction; new inputs of a ring's first sub-array land before it begins anew."""
         lands = self._is_ring and part is self._planned.program.body
-        self._planned.run(part, {(0, 0): self._land} if lands else None)
+        self._planned.run(part, {(0, 0): self._land} if lands else None, lanes)
+
+    def _run_watched(self, lanes: WatchedLanes) -> None:
+        """The body once, with a clock: as a graph of its own where parts are graphs."""
+        body = self._planned.program.body
+        if self._room is None:
+            self._enqueue(body, lanes)
+            return
+        # On a stream of its own: when a graph goes, so do the libraries' workspaces of the stream that it was
+        # captured on (pytorch #193402), and the other graphs still need theirs.
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
+        with (
+            kernel_settings(deterministic=self._deterministic),
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        ):
+            self._enqueue(body, lanes)
+        graph.replay()
+        lanes.read()  # the graph goes when this returns
 
     def _prepare(self) -> None:
         """Capture every part, once, on inputs that are real; what a rehearsal overwrites is put back.

@@ -18,7 +18,7 @@ from trainmux.fleet._evaluate import evaluate_fleet, evaluate_groups
 from trainmux.fleet._gather import Gather
 from trainmux.fleet._group import Group, GroupKey
 from trainmux.fleet._member import Member
-from trainmux.fleet._names import check_apart, made_up_name, unique_names
+from trainmux.fleet._names import name_of_newcomer, unique_names
 from trainmux.fleet._newcomer import Newcomer, describe_newcomer
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_keeper import MAX_EMPTY_SHARE, PlanKeeper, prepare_step, request_like
@@ -26,7 +26,7 @@ from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._schedules import end_epoch, step_schedulers
 from trainmux.fleet._summary import summarise
 from trainmux.fleet._traces import Trace, TraceCache
-from trainmux.ir import GroupSummary
+from trainmux.ir import GroupSummary, Timeline
 from trainmux.profiling import Device
 from trainmux.reporting import format_fusion
 from trainmux.runtime import deferred_interrupts
@@ -246,7 +246,7 @@ class Fleet:
         self._plans.finish()
         position = self._names.index(name) if name in self._names else -1
         group, row = self._find(name)
-        new_name = self._new_name(member, besides=name)
+        new_name = name_of_newcomer(member, dict(zip(self._names, self.members, strict=True)), name)
         plan = self._describe(member, new_name, position)
         group.check_export(row)
         if plan.key == group.key:
@@ -262,7 +262,7 @@ class Fleet:
     def add(self, member: Member) -> None:
         """Take in another member: into a free slot where there is one, else with one slot more."""
         self._plans.finish()
-        name = self._new_name(member)
+        name = name_of_newcomer(member, dict(zip(self._names, self.members, strict=True)))
         plan = self._describe(member, name, len(self._names))
         self._place(plan)
         self._names.append(name)
@@ -322,6 +322,14 @@ class Fleet:
     def _planner(self, groups: Sequence[Group], device: str | Device | None = None) -> FleetPlanner:
         examples = [self._feed.example_for(group.members[0][1].member, 0) for group in groups]
         return FleetPlanner(groups, examples, self._config, device)
+
+    def watch(self, batch: Any = None, overrides: Mapping[str, Any] | None = None) -> Timeline:
+        """A step by the plan in use, as ``step``; returns when each instruction ran.
+
+        Beside what the plan predicts: ``plan.report(path, measured=fleet.watch(batch))``.
+        """
+        self._arrange_groups()
+        return self._plans.watch(lambda: self.step(batch, overrides))
 
     def explain(self) -> str:
         """Per group: each operator and how it was fused, what fell back and why."""
@@ -390,22 +398,6 @@ class Fleet:
             f"expected the name of a member, got {name!r}; it was dropped or never there (members: "
             f"{', '.join(self._names) or 'none'})"
         )
-
-    def _new_name(self, member: Member, besides: str | None = None) -> str:
-        if not isinstance(member, Member):
-            raise MemberError(f"expected a trainmux.Member, got {type(member).__name__}")
-        taken = set(self._names) - {besides}
-        name = member.name if member.name is not None else made_up_name(len(taken), taken)
-        if name in taken:
-            raise MemberError(f"expected a name that no other member has, got {name!r} again")
-        owners = {other.name or "": other for other in self.members}
-        for owner, other in owners.items():
-            if other is member:
-                raise MemberError(
-                    f"member {name!r}: expected a new member, got one that is in the fleet already"
-                )
-            check_apart(name, member, owner, other)
-        return name
 
     def _describe(self, member: Member, name: str, position: int) -> Newcomer:
         return describe_newcomer(member, name, position, self._loss_of(member), self._feed, self._traces)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from trainmux.errors import MemberError
 from trainmux.fleet._member import Member
@@ -32,6 +32,24 @@ def unique_names(members: Sequence[Member]) -> list[str]:
             if owner[1] is not member:
                 check_apart(name, member, *owner)
     return names
+
+
+def name_of_newcomer(member: Member, others: Mapping[str, Member], leaving: str | None = None) -> str:
+    """The name of a member that joins ``others``, one of whom may be ``leaving`` for it.
+
+    Refused: one that is among them, or has something in common with one of them.
+    """
+    if not isinstance(member, Member):
+        raise MemberError(f"expected a trainmux.Member, got {type(member).__name__}")
+    taken = set(others) - {leaving}
+    name = member.name if member.name is not None else made_up_name(len(taken), taken)
+    if name in taken:
+        raise MemberError(f"expected a name that no other member has, got {name!r} again")
+    for owner, other in others.items():
+        if other is member:
+            raise MemberError(f"member {name!r}: expected a new member, got one that is in the fleet already")
+        check_apart(name, member, owner, other)
+    return name
 
 
 def made_up_name(number: int, taken: Collection[str]) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainmux.errors import TrainmuxWarning
+from trainmux.errors import PlanError, TrainmuxWarning
 from trainmux.fleet._batches import GroupFeed
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._evaluate import RowTraces, take_over
@@ -17,7 +18,7 @@ from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._planned_groups import PlannedGroups, PlannedSteps, join_groups, split_groups
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
-from trainmux.ir import MemoryUse
+from trainmux.ir import MemoryUse, Timeline
 from trainmux.runtime import deferred_interrupts
 from trainmux.scheduling import in_words
 from trainmux.tracing import BatchSpec, TracedGraph
@@ -98,6 +99,16 @@ class PlanKeeper:
     def whole(self, groups: Sequence[Group]) -> list[Group]:
         """Groups as they are without a plan, to look at: copies where a plan is in use."""
         return list(groups) if self._active is None else join_groups(groups)
+
+    def watch(self, step: Callable[[], Any]) -> Timeline:
+        """Run ``step``, a step of the fleet by its plan, and tell when each instruction ran."""
+        if self._active is None:
+            raise PlanError(
+                "expected a fleet that trains by a plan, got one without; call plan() or use(), and step once"
+            )
+        self._active.watch_next()
+        step()
+        return self._active.watched()
 
     def hold_budget(self) -> None:
         """After a step: where the device holds more than the budget, plan anew with that much less.

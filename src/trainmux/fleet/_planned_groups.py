@@ -9,13 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainmux.engine import ForwardProgram, Memory, PlannedEngine, StepProgram
+from trainmux.engine import (
+    ForwardProgram,
+    Memory,
+    PlannedEngine,
+    StepProgram,
+    WatchedLanes,
+    watched_lanes,
+)
+from trainmux.errors import PlanError
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._slots import StackedState
-from trainmux.ir import MemoryUse, Program
+from trainmux.ir import MemoryUse, Program, Timeline
 from trainmux.profiling import KernelGraph
+from trainmux.simulate import measured_timeline
 
 _MAX_VARIANTS = 4
 
@@ -119,6 +128,7 @@ class PlannedGroups:
         self._others_bytes = _reserved_bytes(config.device)
         self._slab = _new_slab(max(1, own.program.slab_bytes), config.device)
         self._is_weighed = False
+        self._watching: WatchedLanes | None = None
         self._own = variant
         self._engines: OrderedDict[Hashable, tuple[Planned, PlannedEngine]] = OrderedDict()
         self._engines[variant] = (own, self._new_engine(own))
@@ -161,12 +171,31 @@ class PlannedGroups:
             needed = (self._own, self._in_use, variant)
             del self._engines[next(key for key in self._engines if key not in needed)]
 
+    def watch_next(self) -> None:
+        """Have the next step of the plan's own program watched; ``watched`` tells what was seen."""
+        self._watching = watched_lanes(self._config.device)
+
+    def watched(self) -> Timeline:
+        """When each instruction of the last watched step ran."""
+        if self._watching is None:
+            raise PlanError(
+                "expected a step on a batch like the one that was planned for, got another, which the plan "
+                "says nothing about; watch one like the example batch"
+            )
+        spans, seconds = self._watching.read()
+        self._watching = None
+        profiles = [self.plan.profiles[sub_array.profile] for sub_array in self.plan.partition]
+        return measured_timeline(self.plan.program.body, profiles, spans, seconds)
+
     def step(self, variant: Hashable, batches: Mapping[int, Sequence[Tensor]]) -> None:
         """One step of every group on its batch, by ``id(group)``, with the numbers that were read last."""
+        if variant != self._own:
+            self._watching = None
         steps, engine = self._turn_to(variant)
         assert isinstance(steps, PlannedSteps)
         pairs = list(zip(self.groups, steps.steps, strict=True))
-        results = engine.step([group.fed(step, batches[id(group)]) for group, step in pairs])
+        fed = [group.fed(step, batches[id(group)]) for group, step in pairs]
+        results = engine.step(fed, self._watching)
         for (group, step), found in zip(pairs, results, strict=True):
             group.count(step)
             group.note(step, found)

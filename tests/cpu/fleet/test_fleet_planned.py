@@ -237,3 +237,25 @@ def test_a_plan_that_holds_more_than_its_budget_is_made_anew(monkeypatch: pytest
     assert second.record.fixed_bytes > first.record.fixed_bytes
     assert second.budget_bytes == budget
     assert same(*fleets)
+
+
+def test_a_step_can_be_watched(tmp_path: Path) -> None:
+    fleets = [fleet_of(), fleet_of()]
+    plan = ring(fleets[0])
+    with pytest.raises(PlanError, match="trains by a plan"):
+        fleets[1].watch(batch(0))
+    for number in range(3):
+        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
+    seen = fleets[0].watch(batch(3))
+    fleets[1].step(batch(3))
+    assert same(*fleets), "a watched step is a step"
+    assert seen.source == "measured"
+    assert [(span.lane, span.instruction) for span in seen.spans] == [
+        (span.lane, span.instruction) for span in plan.timeline.spans
+    ]
+    assert 0 < seen.compute_seconds <= seen.seconds
+    assert all(0 <= span.start <= span.end <= seen.seconds for span in seen.spans)
+    plan.report(tmp_path / "plan.html", measured=seen)
+    assert "measured" in (tmp_path / "plan.html").read_text()
+    with pytest.raises(PlanError, match="like the example batch"):
+        fleets[0].watch(batch(4, 3))
