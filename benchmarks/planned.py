@@ -29,6 +29,7 @@ from trainmux.workloads import FULL_SIZE, SMALL
 NUM_BLOCKS = 5
 STEPS_PER_BLOCK = 6
 NUM_BATCHES = 3
+LARGE_SEGMENT = 16 << 20
 
 
 class Bench:
@@ -84,6 +85,7 @@ class Bench:
         if self.device.type == "cuda":
             row["device_bytes"] = self.used() - self.before
             row["reserved_bytes"] = torch.cuda.memory_reserved()
+            row["segments"] = segments()
         return row
 
     def plan(self, budget: int | None, policy: str, num_partitions: int) -> tuple[tm.Plan, dict[str, Any]]:
@@ -115,6 +117,20 @@ def find(name: str) -> tuple[Callable[[int], Any], Callable[[Any, Any], Any], Ca
         return small.build, small.loss, lambda number: small.batch(number, torch.float32)
     full = FULL_SIZE[name]
     return full.build, full.loss, lambda number: full.batch(number, full.batch_sizes[0])
+
+
+def segments() -> list[dict[str, Any]]:
+    """What the allocator holds in large pieces: pool, bytes, bytes in use."""
+    found = [
+        {
+            "pool": list(segment["segment_pool_id"]),
+            "bytes": segment["total_size"],
+            "in_use": segment["allocated_size"],
+        }
+        for segment in torch.cuda.memory_snapshot()
+        if segment["total_size"] >= LARGE_SEGMENT
+    ]
+    return sorted(found, key=lambda segment: -segment["bytes"])
 
 
 def static_bytes(plan: tm.Plan) -> int:

@@ -152,6 +152,7 @@ class Group:
     def vacate(self) -> None:
         """Let go of all storage: the members have moved to another group."""
         self.rebase(lambda tensor: tensor.new_empty(0))
+        self._engine = self.config.make_engine()  # the old one's graphs hold memory
         self.slots = [None] * self.width
         self._members = None
 

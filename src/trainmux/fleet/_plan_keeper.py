@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -155,6 +156,7 @@ class PlanKeeper:
         for group in groups:
             group.vacate()
         if self._config.device.type == "cuda":
+            gc.collect()  # what graphs held is free only when they are gone
             torch.cuda.empty_cache()
         own = PlannedSteps(tuple(steps), tuple(graphs), plan.program)
         variant = _variant(split, specs, [group.stacked_batch for group in split], applies=True)

@@ -38,7 +38,7 @@ from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
 FIXED_BYTES = 64 << 20
 """On a CUDA device, beside all tensors: the matrix libraries' workspaces and the graphs themselves."""
 
-_COMPILED_PARTITIONS = 4
+_COMPILED_PARTITIONS = 5
 """Partitions that are tried where nobody says how many, and each width has to be compiled to be measured."""
 
 _ROUGHLY = "h200-141gb"
