@@ -106,3 +106,26 @@ def doctor(
     except UnwritableFileError as error:
         raise typer.BadParameter(str(error), param_hint="--json") from None
     raise typer.Exit(0 if can_train else 1)
+
+
+@app.command()
+def colocate(
+    jobs: Annotated[
+        list[str],
+        typer.Argument(help="FILE:NAME each, a trainmux.Job or a function that makes one.", metavar="JOBS"),
+    ],
+    budget: Annotated[
+        str | None, typer.Option(help='Bytes for all jobs: "20GiB", "70%", ...', show_default="all there is")
+    ] = None,
+) -> None:
+    """Train independent jobs side by side on this machine's CPU, within one byte budget.
+
+    Ends with status 1 where a job ended with an error.
+    """
+    from trainmux.cli.colocate import UnknownJobError, run_colocate
+
+    try:
+        result = run_colocate(jobs, budget)
+    except UnknownJobError as error:
+        raise typer.BadParameter(str(error), param_hint="JOBS") from None
+    raise typer.Exit(1 if result.failed else 0)

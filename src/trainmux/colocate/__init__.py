@@ -1,6 +1,7 @@
-"""Independent jobs share one device and one memory arena (Zico): the part that decides, without CUDA."""
+"""Independent jobs share one device and one memory arena (Zico): what decides, and what runs it on a CPU."""
 
 from trainmux.colocate._actions import Action, Enqueue, Idle, JobReport, Remap
+from trainmux.colocate._colocation import Colocation, colocate
 from trainmux.colocate._constants import ScroogeConstants
 from trainmux.colocate._demand import (
     COARSE_TRACKING_BYTES,
@@ -32,6 +33,7 @@ from trainmux.colocate._placement import (
     StackOrder,
     stack_feature_maps,
 )
+from trainmux.colocate._result import ColocationResult, JobResult, JobUsage
 from trainmux.colocate._scheduler import ScroogeScheduler
 from trainmux.colocate._simulated_gpu import Contention, Executed, Run, SimulatedGpu, choose_layout
 from trainmux.colocate._stored import StoredLifespans, lifespans_of, load_lifespans, save_lifespans
@@ -45,6 +47,7 @@ from trainmux.colocate._tensors import (
     iteration_of_profile,
     iteration_of_rows,
 )
+from trainmux.colocate._user_job import Job, JobCallback, JobStep
 
 __all__ = [
     "CANDIDATE_LIMITS",
@@ -58,13 +61,20 @@ __all__ = [
     "Allocation",
     "ArenaLayout",
     "ChooseLayout",
+    "Colocation",
+    "ColocationResult",
     "Contention",
     "Enqueue",
     "Executed",
     "Idle",
     "Iteration",
+    "Job",
+    "JobCallback",
     "JobDemand",
     "JobReport",
+    "JobResult",
+    "JobStep",
+    "JobUsage",
     "Layout",
     "Lifespan",
     "ObservedAllocation",
@@ -85,6 +95,7 @@ __all__ = [
     "choose_in_flight_limit",
     "choose_layout",
     "classify",
+    "colocate",
     "cut_segments",
     "demand_of_iteration",
     "iteration_of_profile",

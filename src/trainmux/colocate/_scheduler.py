@@ -153,6 +153,11 @@ class ScroogeScheduler:
             self._drop_if_done(arena, lane, job)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The jobs that have steps left and were not removed, whether they were let in or not."""
+        return tuple(self._wanted)
+
+    @property
     def is_done(self) -> bool:
         """Whether every job has run its steps."""
         return not self._jobs and not self._wanted

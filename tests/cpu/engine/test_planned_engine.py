@@ -10,7 +10,7 @@ from planned import differences, expected_of, small_case, train_planned
 from trainmux.ir import Multiplexing, Offload, Recompute
 from trainmux.scheduling._candidates import Candidate, Candidates
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
 
 
@@ -34,8 +34,6 @@ def tightest(candidates: Candidates, share: float) -> Candidate:
         ("transformer_with_dropout", (2,), "recompute_only", TURNS, 0.6),
         ("transformer_with_dropout", (1, 1), "auto", RING, 0.3),
         ("residual", (2,), "auto", TURNS, 0.3),
-        ("residual", (1, 1), "mutwo", RING, 1.0),
-        ("lstm_with_dropout", (2,), "swap_only", TURNS, 0.6),
         ("lstm_with_dropout", (1, 1), "mutwo", RING, 1.0),
     ],
 )

@@ -173,12 +173,12 @@ def example_of(workload: Workload, precision: str = "fp32", **options: Any) -> E
     runs: list[Sequence[Tensor]] = []
     original_cut, original_lower, original_step = lower_module.cut, build_module.lower, ProgramBuilder.step
 
-    def cut(graph: fx.Graph) -> Cut:
-        cuts.append((graph, original_cut(graph)))
+    def cut(graph: fx.Graph, **options: bool) -> Cut:
+        cuts.append((graph, original_cut(graph, **options)))
         return cuts[-1][1]
 
-    def lower(module: fx.GraphModule, cache: KernelCache) -> Lowered:
-        modules.append((module, original_lower(module, cache)))
+    def lower(module: fx.GraphModule, cache: KernelCache, **options: bool) -> Lowered:
+        modules.append((module, original_lower(module, cache, **options)))
         return modules[-1][1]
 
     def step(builder: ProgramBuilder, *args: Any, **kwargs: Any) -> BuiltStep:

@@ -57,7 +57,7 @@ def test_the_values_are_those_of_the_program(name: str, lowering: str) -> None:
     with torch.no_grad():
         expected = program.module(*arguments)
     graph = kernels_of(program)
-    run = _Pass(graph, arguments)
+    run = _Pass(graph, arguments, swaps=True)
     (output,) = graph.module.graph.find_nodes(op="output")
     kept = set(output.all_input_nodes)
     run._last_use = {

@@ -1,0 +1,373 @@
+"""Jobs that share a device and a budget: the dispatcher between the scheduler and the device.
+
+It asks the scheduler what to do, has the device do it, and reports what has ended, in one global order. Jobs
+end by themselves: with their steps, with their loader, or with an error of their own. Whatever ends a job,
+the others go on with the numbers that they would have alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trainmux.colocate._actions import Enqueue, Idle, Remap
+from trainmux.colocate._constants import ScroogeConstants
+from trainmux.colocate._demand import FINE_TRACKING_BYTES
+from trainmux.colocate._device import ColocationDevice, Ended
+from trainmux.colocate._host_device import HostDevice
+from trainmux.colocate._lane import SegmentRef
+from trainmux.colocate._placement import PER_TENSOR
+from trainmux.colocate._result import ColocationResult, JobUsage
+from trainmux.colocate._scheduler import ScroogeScheduler
+from trainmux.colocate._simulated_gpu import choose_layout
+from trainmux.colocate._tenant import Tenant
+from trainmux.colocate._turns import Turns
+from trainmux.colocate._user_job import Job, JobCallback, JobStep
+from trainmux.errors import BudgetError, ConfigError, PlanError
+from trainmux.runtime import deferred_interrupts, look_at_host
+from trainmux.scheduling.budget import in_words, parse_budget
+
+if TYPE_CHECKING:
+    from trainmux.colocate._actions import JobReport
+    from trainmux.colocate._work import StepOutcome
+
+
+class Colocation:
+    """Jobs side by side within a budget; made by `colocate`.
+
+    ``add``, ``remove`` and ``set_budget`` may be called before ``run``, from callbacks, and from other
+    threads while it runs.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        budget: int | str | None,
+        *,
+        tracking_bytes: int,
+        region_bytes: int,
+        constants: ScroogeConstants | None,
+        callbacks: Sequence[JobCallback],
+        poisons: bool,
+    ) -> None:
+        self._tracking_bytes = tracking_bytes
+        self._region_bytes = region_bytes
+        self._poisons = poisons
+        self._callbacks = tuple(callbacks)
+        self._turns = Turns()
+        self._changed = threading.Event()
+        self._is_running = False
+        self._seconds = 0.0
+        self._peak_bytes = self._used_bytes = 0
+        self._device: ColocationDevice = HostDevice(poisons=poisons)
+        self._outcomes: dict[SegmentRef, StepOutcome] = {}
+        self._callback_error: Exception | None = None
+        """What a callback of no job in particular raised: everything ends with it."""
+        budget_bytes = _budget_bytes(budget)
+        _check_jobs(jobs)
+        self._tenants = {job.name: self._tenant(job) for job in jobs}
+        self._inside: dict[str, Tenant] = {}
+        """Those whose state lies in memory of the device's layout."""
+        demands = [tenant.demand for tenant in self._tenants.values() if tenant.demand is not None]
+        self._scheduler = ScroogeScheduler(
+            demands,
+            budget_bytes,
+            now=self._device.now(),
+            constants=constants,
+            choose_layout=choose_layout,
+        )
+
+    # ---- what the user does -------------------------------------------------------------------------
+
+    def run(self) -> ColocationResult:
+        """Train all jobs to their ends.
+
+        On Ctrl-C every job ends the iteration that it has begun, and goes back into its own objects, before
+        ``KeyboardInterrupt`` is raised. Refused with `ConfigError`: a second run while one is on.
+        """
+        with self._turns.taken():
+            if self._is_running:
+                raise ConfigError(
+                    "a co-location must be run once at a time, but got a second run(); wait for the first one"
+                )
+            self._is_running = True
+        began_at = time.perf_counter()
+        try:
+            try:
+                self._run_to_end()
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) or error is self._callback_error:
+                    with deferred_interrupts():
+                        self._wind_down()
+                raise
+        finally:
+            with deferred_interrupts(), self._turns.taken():
+                while self._inside:
+                    self._inside.popitem()[1].leave()
+                self._seconds += time.perf_counter() - began_at
+                self._is_running = False
+        return self.results()
+
+    def add(self, job: Job) -> None:
+        """Let another job in; those that run make room for it at the ends of their iterations.
+
+        Refused as by `colocate`; nothing changes then.
+        """
+        _check_jobs([job])
+        with self._turns.taken():
+            self._check_new(job)
+        tenant = self._tenant(job)  # tracing takes a while: the others go on meanwhile
+        with self._turns.taken():
+            self._check_new(job)
+            if tenant.demand is not None:
+                self._scheduler.add(tenant.demand)
+            self._tenants[job.name] = tenant
+        self._changed.set()
+
+    def remove(self, name: str) -> None:
+        """Let a job go when its present iteration has ended. Refused with `ConfigError`: a name of no job."""
+        with self._turns.taken():
+            tenant = self._tenants.get(name)
+            if tenant is None:
+                raise ConfigError(
+                    f"expected the name of a job, one of {sorted(self._tenants)}, but got {name!r}; it was "
+                    "never added"
+                )
+            self._let_go(tenant)
+        self._changed.set()
+
+    def set_budget(self, budget: int | str) -> None:
+        """Stay within ``budget`` from the next ends of iterations on; `BudgetError` where that cannot be."""
+        budget_bytes = _budget_bytes(budget)
+        with self._turns.taken():
+            self._scheduler.set_budget(budget_bytes)
+        self._changed.set()
+
+    def results(self) -> ColocationResult:
+        """How every job has fared so far."""
+        with self._turns.taken():
+            jobs = {name: tenant.result(self._report(name)) for name, tenant in self._tenants.items()}
+            budget = self._scheduler.budget_bytes
+            return ColocationResult(jobs, self._seconds, budget, self._peak_bytes, self._used_bytes)
+
+    def usage(self) -> tuple[JobUsage, ...]:
+        """What every job holds now."""
+        with self._turns.taken():
+            return tuple(tenant.usage() for tenant in self._tenants.values())
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget that is in force."""
+        return self._scheduler.budget_bytes
+
+    # ---- the dispatcher -----------------------------------------------------------------------------
+
+    def _run_to_end(self) -> None:
+        while True:
+            with deferred_interrupts(), self._turns.taken():
+                wait_seconds = self._advance()
+            if self._callback_error is not None:
+                raise self._callback_error
+            if wait_seconds is None:
+                return
+            if wait_seconds > 0:
+                self._changed.wait(wait_seconds)
+            self._changed.clear()
+
+    def _wind_down(self) -> None:
+        """End what has begun, begin nothing more."""
+        with self._turns.taken():
+            for tenant in self._tenants.values():
+                self._let_go(tenant)
+        while True:
+            with self._turns.taken():
+                wait_seconds = self._advance()
+            if wait_seconds is None:
+                return
+            time.sleep(wait_seconds)
+
+    def _advance(self) -> float | None:
+        """Do all that can be done and see one segment end.
+
+        Returns how long to wait before the next call, ``None`` when every job has ended.
+        """
+        while True:
+            action = self._scheduler.next_action(self._device.now())
+            if isinstance(action, Idle):
+                break
+            if isinstance(action, Remap):
+                self._arrange(action)
+            elif isinstance(action, Enqueue):
+                ref = action.ref
+                self._device.enqueue(ref, action.after, functools.partial(self._run_segment, ref))
+        ended = self._device.next_ended()
+        if ended is not None:
+            self._complete(ended)
+            return 0.0
+        if self._scheduler.is_done:
+            return None
+        if action.wake_at is None:
+            raise PlanError(
+                "expected a segment to run or a time to ask again, but got neither while jobs have steps "
+                "left; this is a deadlock: the scheduler must keep every state safe"
+            )
+        return max(0.0, action.wake_at - self._device.now())
+
+    def _arrange(self, action: Remap) -> None:
+        """Jobs that have ended move out, memory is laid out anew, new jobs move in."""
+        named = {name for arena in action.layout.arenas for name in arena.names}
+        for name in self._inside.keys() - named:
+            self._inside.pop(name).leave()
+        self._device.arrange(action.layout, {name: self._tenants[name].need for name in named})
+        reserved = self._device.reserved_bytes
+        if reserved > action.budget_bytes:
+            raise PlanError(
+                f"expected a layout of at most {in_words(action.budget_bytes)}, but got "
+                f"{in_words(reserved)}; the scheduler must keep to the budget"
+            )
+        self._peak_bytes = max(self._peak_bytes, reserved)
+        for name in sorted(named - self._inside.keys()):
+            tenant = self._inside[name] = self._tenants[name]
+            tenant.settle(self._device.memory_of(name), self._device.now())
+
+    def _run_segment(self, ref: SegmentRef) -> None:
+        """What the device runs for a segment."""
+        tenant = self._tenants[ref.job]
+        assert tenant.demand is not None
+        if not tenant.is_over:
+            tenant.height_bytes = tenant.demand.segments[ref.segment].height_bytes
+            used = sum(one.held_bytes for one in self._inside.values())
+            self._used_bytes = max(self._used_bytes, used)
+        outcome = tenant.run(ref.segment)
+        tenant.height_bytes = 0 if tenant.is_over else tenant.demand.segments[ref.segment].hold_bytes
+        if outcome is not None:
+            self._outcomes[ref] = outcome
+
+    def _complete(self, ended: Ended) -> None:
+        """Tell the scheduler of a segment, and the job's callbacks of an iteration."""
+        ref = ended.ref
+        tenant = self._tenants[ref.job]
+        if ended.error is not None:
+            tenant.fail(ended.error)
+        if tenant.is_over:
+            tenant.height_bytes = 0
+            self._let_go(tenant, at_once=True)
+        self._scheduler.complete(ref, ended.started_at, ended.ended_at)
+        outcome = self._outcomes.pop(ref, None)
+        if outcome is None:
+            return
+        tenant.note_end(ended.ended_at)
+        event = JobStep(self, ref.job, tenant.num_steps, outcome.losses, outcome.metrics)
+        try:
+            for callback in tenant.job.callbacks:
+                callback(event)
+        except Exception as error:
+            tenant.fail(error)
+            self._let_go(tenant, at_once=True)
+        try:
+            for callback in self._callbacks:
+                callback(event)
+        except Exception as error:
+            self._callback_error = error
+
+    # ---- inside -------------------------------------------------------------------------------------
+
+    def _let_go(self, tenant: Tenant, *, at_once: bool = False) -> None:
+        """Have the scheduler drop a job, unless it has, or will after the iteration that is running."""
+        name = tenant.job.name
+        if name in self._scheduler.names:
+            self._scheduler.remove(name, at_once=at_once)
+        if name not in self._inside:
+            tenant.is_over = True
+
+    def _tenant(self, job: Job) -> Tenant:
+        return Tenant(
+            job,
+            tracking_bytes=self._tracking_bytes,
+            region_bytes=self._region_bytes,
+            poisons=self._poisons,
+        )
+
+    def _check_new(self, job: Job) -> None:
+        if job.name in self._tenants:
+            raise ConfigError(
+                f"jobs must have different names, but got {job.name!r} twice; rename one of them"
+            )
+
+    def _report(self, name: str) -> JobReport | None:
+        try:
+            return self._scheduler.report(name)
+        except ConfigError:
+            return None  # it was never let in
+
+
+def colocate(
+    jobs: Sequence[Job],
+    budget: int | str | None = None,
+    *,
+    tracking_bytes: int = FINE_TRACKING_BYTES,
+    region_bytes: int = PER_TENSOR,
+    constants: ScroogeConstants | None = None,
+    callbacks: Sequence[JobCallback] = (),
+    poisons: bool = False,
+) -> Colocation:
+    """Put jobs side by side on one device, never past ``budget`` bytes; ``run()`` trains them.
+
+    ``budget`` is in bytes, or text such as "24GiB" or "70%"; ``None`` is all of the host's memory. A job's
+    iteration is cut into segments wherever ``tracking_bytes`` of feature maps have been allocated or
+    released; memory changes hands in regions of ``region_bytes``. ``callbacks`` see every
+    iteration of every job. ``constants`` are the scheduler's; ``poisons`` fills freed memory with NaN, for
+    tests.
+
+    Everything is traced here. Refused with a typed error: no jobs, two of one name or one fleet, a job that
+    trainmux cannot train; with `BudgetError`, which has the smallest workable budget: jobs that do not fit
+    even in turns. In this version jobs are trained on the CPU.
+    """
+    return Colocation(
+        list(jobs),
+        budget,
+        tracking_bytes=tracking_bytes,
+        region_bytes=region_bytes,
+        constants=constants,
+        callbacks=callbacks,
+        poisons=poisons,
+    )
+
+
+def _check_jobs(jobs: Sequence[Job]) -> None:
+    """Refuse what cannot be scheduled whatever it trains."""
+    if not jobs:
+        raise ConfigError("expected at least one job, but got none; pass a list of trainmux.Job")
+    for job in jobs:
+        if not isinstance(job, Job):
+            raise ConfigError(f"expected jobs to be trainmux.Job, but got {type(job).__name__}; make one")
+    names = [job.name for job in jobs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"jobs must have different names, but got {twice[0]!r} twice; rename one of them")
+    _check_apart(jobs)
+
+
+def _check_apart(jobs: Sequence[Job]) -> None:
+    """Refuse two jobs that would train the same model or fleet."""
+    owners: dict[int, str] = {}
+    for job in jobs:
+        for trained in (job.fleet, job.model):
+            if trained is not None and owners.setdefault(id(trained), job.name) != job.name:
+                raise ConfigError(
+                    f"jobs must train models of their own, but got one and the same in "
+                    f"{owners[id(trained)]!r} and {job.name!r}; build another"
+                )
+
+
+def _budget_bytes(budget: int | str | None) -> int:
+    facts = look_at_host()
+    known = [size for size in (facts.memory_bytes, facts.limit_bytes) if size is not None]
+    if not known:
+        raise BudgetError(
+            "expected to learn the host's memory from the system, got nothing; name the budget in bytes"
+        )
+    return min(known) if budget is None else parse_budget(budget, device_bytes=min(known))

@@ -1,0 +1,132 @@
+"""A job that cannot be traced: plain torch, one segment per iteration (§6.2).
+
+What it needs is seen in a rehearsal, one step of a copy of its model and optimizer. Its feature maps are
+those that the paper's rule finds where only allocations are known. It allocates for itself; the part of the
+arena that it reserves while it runs is left alone by everybody else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from trainmux.colocate._demand import JobDemand, demand_of_iteration
+from trainmux.colocate._device import JobMemory, MemoryNeed
+from trainmux.colocate._observe import observe_allocations
+from trainmux.colocate._placement import ALIGNMENT_BYTES
+from trainmux.colocate._tensors import Iteration, iteration_of_rows
+from trainmux.colocate._work import StepOutcome
+from trainmux.errors import LossError
+from trainmux.runtime import deterministic_algorithms
+from trainmux.tracing import LossFunction
+
+
+class EagerWork:
+    """Plain training of one model. What a rehearsal raises is raised here.
+
+    ``scheduler`` is stepped after every update. Random numbers are the caller's business: whoever runs an
+    iteration gives torch's generator the job's own state.
+    """
+
+    is_eager = True
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction,
+        example: Any,
+        *,
+        scheduler: Any = None,
+        deterministic: bool = False,
+        region_bytes: int,
+    ) -> None:
+        self.member_names = (name,)
+        self._model, self._optimizer, self._loss, self._scheduler = model, optimizer, loss, scheduler
+        self._deterministic = deterministic
+        self._region_bytes = region_bytes
+        self._batch: Any = None
+        self._outcome: StepOutcome | None = None
+        self._iteration = self._rehearse(example)
+        probe = self.demand(name, steps=None, share=1.0)
+        self.need = MemoryNeed(ALIGNMENT_BYTES, probe.local_bytes, probe.peak_bytes)
+
+    def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
+        """One segment, as high as the feature maps are when the backward pass begins."""
+        return demand_of_iteration(
+            name,
+            self._iteration,
+            region_bytes=self._region_bytes,
+            steps=steps,
+            share=share,
+            is_one_segment=True,
+        )
+
+    def settle(self, memory: JobMemory) -> None:
+        """Its tensors stay where they are."""
+
+    def begin(self, batch: Any) -> None:
+        """Take a batch."""
+        self._batch = batch
+
+    def run(self, segment: int) -> None:
+        """One step of training."""
+        batch, self._batch = self._batch, None
+        with deterministic_algorithms(self._deterministic):
+            self._outcome = _train(self._model, self._optimizer, self._loss, batch)
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def end(self) -> StepOutcome:
+        """What the step gave."""
+        assert self._outcome is not None
+        return self._outcome
+
+    def leave(self) -> None:
+        """Its model and optimizer are the user's own all the time."""
+
+    def _rehearse(self, example: Any) -> Iteration:
+        model, optimizer = copy.deepcopy((self._model, self._optimizer))
+        tensors = [*model.parameters(), *model.buffers(), *_states(optimizer), *_tensors(example)]
+        distinct = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+        resident = sum(tensor.untyped_storage().nbytes() for tensor in distinct.values())
+        with (
+            torch.random.fork_rng(devices=[]),
+            deterministic_algorithms(self._deterministic),
+            observe_allocations(tensors) as seen,
+        ):
+            _train(model, optimizer, self._loss, example)
+        fingerprint = f"eager {id(self)}"
+        return iteration_of_rows(fingerprint, seen.rows, seen.kernel_seconds, resident_bytes=resident)
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFunction, batch: Any
+) -> StepOutcome:
+    optimizer.zero_grad(set_to_none=True)
+    returned: Any = loss_fn(model, batch)
+    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
+        raise LossError(
+            f"expected the loss function to return a scalar tensor, or one with a dict of metrics, got "
+            f"{type(returned).__name__}; reduce it, for example with mean()"
+        )
+    loss.backward()
+    optimizer.step()
+    found = {key: value.detach() if isinstance(value, Tensor) else value for key, value in metrics.items()}
+    return StepOutcome(loss.detach().reshape(1), found)
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    entries = [value for entry in optimizer.state.values() for value in entry.values()]
+    return [value for value in entries if isinstance(value, Tensor)]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

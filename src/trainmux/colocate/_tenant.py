@@ -1,0 +1,221 @@
+"""A job while it is there: its batches, its work, what came of it so far."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainmux.colocate._actions import JobReport
+from trainmux.colocate._demand import JobDemand
+from trainmux.colocate._device import JobMemory, MemoryNeed
+from trainmux.colocate._eager_work import EagerWork
+from trainmux.colocate._fused_work import FusedWork
+from trainmux.colocate._result import JobResult, JobUsage
+from trainmux.colocate._user_job import Job, JobBatches
+from trainmux.colocate._work import StepOutcome, Work
+from trainmux.errors import (
+    ConfigError,
+    FusionError,
+    OptimizerError,
+    TraceError,
+    TrainmuxError,
+    TrainmuxWarning,
+)
+from trainmux.training._batches import END_OF_PASS
+
+
+class Tenant:
+    """A job that has been looked at and can be scheduled.
+
+    What trainmux refuses about a job is raised here. What the job's own code raises, its loader or its loss,
+    ends this job alone: ``error`` has it, and there is no ``demand``.
+    """
+
+    def __init__(self, job: Job, *, tracking_bytes: int, region_bytes: int, poisons: bool) -> None:
+        self.job = job
+        self.error: Exception | None = None
+        self.is_over = False
+        """Whether it runs no more, though the scheduler may still wait for segments of it."""
+        self.num_steps = 0
+        self.height_bytes = 0
+        self._batches: JobBatches | None = JobBatches(job)
+        self._losses: list[tuple[tuple[str, ...], Tensor]] = []
+        self._metrics: Mapping[str, Any] = {}
+        self._let_in_at: float | None = None
+        self._ended_at = 0.0
+        self._is_settled = False
+        self._work: Work | None = None
+        self._is_eager = False
+        self._local_bytes = self._peak_bytes = 0
+        self._table: tuple[tuple[str, ...], Tensor] | None = None
+        """Its losses, once it has left."""
+        self.demand: JobDemand | None = None
+        try:
+            self._work = _make_work(job, self._batches, tracking_bytes, region_bytes, poisons=poisons)
+            self._is_eager = self._work.is_eager
+            self.demand = self._work.demand(job.name, steps=job.steps, share=float(job.share))
+            self._local_bytes, self._peak_bytes = self.demand.local_bytes, self.demand.peak_bytes
+        except TrainmuxError:
+            raise
+        except Exception as error:
+            self.fail(error)
+
+    @property
+    def _at_work(self) -> Work:
+        """What it does; only of a job that has a demand and has not left."""
+        assert self._work is not None
+        return self._work
+
+    @property
+    def need(self) -> MemoryNeed:
+        """The memory that has to be given to it."""
+        return self._at_work.need
+
+    @property
+    def held_bytes(self) -> int:
+        """What it holds now, of its own and of the arena; only of a job that was let in."""
+        return self._local_bytes + self.height_bytes
+
+    def fail(self, error: Exception) -> None:
+        """The job ends here, with an error."""
+        if self.error is None:
+            self.error = error
+        self.is_over = True
+
+    def settle(self, memory: JobMemory, now: float) -> None:
+        """Let the job in: its state moves to ``memory``."""
+        self._at_work.settle(memory)
+        self._is_settled = True
+        self._let_in_at = self._ended_at = now
+
+    def leave(self) -> None:
+        """The job goes; what is wrong with its own objects is taken down as its error.
+
+        What it worked with is let go of, so that many jobs may come and go.
+        """
+        self._is_settled = False
+        self.is_over = True
+        self.height_bytes = 0
+        try:
+            self._at_work.leave()
+        except TrainmuxError as error:
+            self.fail(error)
+        self._table = _loss_table(self._losses, self._at_work.member_names)
+        self._losses, self._work, self._batches, self.demand = [], None, None, None
+
+    def run(self, segment: int) -> StepOutcome | None:
+        """Run a segment, with a new batch for the first; what the last one gave."""
+        if self.is_over:
+            return None
+        assert self._batches is not None
+        assert self.demand is not None
+        if segment == 0:
+            batch = self._batches.next()
+            if batch is END_OF_PASS:
+                self.is_over = True
+                return None
+            self._at_work.begin(batch)
+        with self._batches.own_random() if self._is_eager else contextlib.nullcontext():
+            self._at_work.run(segment)
+        if segment < len(self.demand.segments) - 1:
+            return None
+        outcome = self._at_work.end()
+        self.num_steps += 1
+        self._losses.append((self._at_work.member_names, outcome.losses.detach().clone()))
+        self._metrics = outcome.metrics
+        return outcome
+
+    def note_end(self, now: float) -> None:
+        """An iteration ended at ``now``."""
+        self._ended_at = now
+
+    def result(self, report: JobReport | None) -> JobResult:
+        """How it fared; ``report`` is the scheduler's, if it was let in."""
+        members, losses = self._table or _loss_table(
+            self._losses, () if self._work is None else self._work.member_names
+        )
+        return JobResult(
+            name=self.job.name,
+            members=members,
+            num_steps=self.num_steps,
+            losses=losses,
+            metrics=self._metrics,
+            seconds=0.0 if self._let_in_at is None else self._ended_at - self._let_in_at,
+            num_mispredicted=0 if report is None else report.num_mispredicted,
+            shift_seconds=0.0 if report is None else report.total_shift_seconds,
+            local_bytes=self._local_bytes,
+            peak_bytes=self._peak_bytes,
+            is_eager=self._is_eager,
+            error=self.error,
+        )
+
+    def usage(self) -> JobUsage:
+        """What it holds now."""
+        local = self._local_bytes if self._is_settled else 0
+        if self.error is not None:
+            state = "failed"
+        elif self._is_settled and not self.is_over:
+            state = "running"
+        else:
+            state = "waiting" if self._let_in_at is None and not self.is_over else "done"
+        return JobUsage(self.job.name, local, self.height_bytes, self.num_steps, self.job.steps, state)
+
+
+def _loss_table(
+    rows: Sequence[tuple[tuple[str, ...], Tensor]], now: tuple[str, ...]
+) -> tuple[tuple[str, ...], Tensor]:
+    """A row per step and a column for each member that there ever was; NaN for steps without it."""
+    members = tuple(dict.fromkeys(name for names in (*(names for names, _ in rows), now) for name in names))
+    if all(names == members for names, _ in rows):
+        return members, torch.stack([losses for _, losses in rows]) if rows else torch.zeros(
+            (0, len(members))
+        )
+    table = torch.full((len(rows), len(members)), torch.nan, dtype=rows[0][1].dtype)
+    for row, (names, losses) in zip(table, rows, strict=True):
+        row[[members.index(name) for name in names]] = losses
+    return members, table
+
+
+def _make_work(
+    job: Job, batches: JobBatches, tracking_bytes: int, region_bytes: int, *, poisons: bool
+) -> Work:
+    """The job's step, fused where it can be traced, eager otherwise."""
+    example = batches.first()
+    try:
+        fleet = job.make_fleet(example)
+    except (TraceError, FusionError, OptimizerError) as error:
+        reason: TrainmuxError = error
+    else:
+        return FusedWork(
+            fleet, example, tracking_bytes=tracking_bytes, region_bytes=region_bytes, poisons=poisons
+        )
+    assert job.model is not None
+    assert job.optimizer is not None
+    assert job.loss is not None
+    devices = {str(tensor.device) for tensor in job.model.parameters()}
+    if job.precision != "fp32" or any(device != "cpu" for device in devices):
+        raise ConfigError(
+            f"job {job.name!r} cannot be traced ({reason}) and must be on the CPU with precision='fp32', "
+            f"but got {sorted(devices)} and {job.precision!r}; change what stops the trace, or these"
+        ) from reason
+    work = EagerWork(
+        job.name,
+        job.model,
+        job.optimizer,
+        job.loss,
+        example,
+        scheduler=job.scheduler,
+        deterministic=job.deterministic,
+        region_bytes=region_bytes,
+    )
+    warnings.warn(
+        f"job {job.name!r} cannot be traced and runs eagerly, its iterations as a whole: {reason}",
+        TrainmuxWarning,
+        stacklevel=2,
+    )
+    return work

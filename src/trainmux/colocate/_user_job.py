@@ -1,0 +1,159 @@
+"""A job as its user describes it, and the batches that it is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainmux.errors import ConfigError
+from trainmux.fleet import Fleet, Member
+from trainmux.tracing import LossFunction
+from trainmux.training._batches import END_OF_PASS, BatchCursor
+
+if TYPE_CHECKING:
+    from trainmux.colocate._colocation import Colocation
+
+
+@dataclass(frozen=True)
+class JobStep:
+    """An iteration that has ended, as callbacks see it.
+
+    ``step`` counts from 1. ``losses`` has one entry per member. ``colocation`` takes ``add``, ``remove`` and
+    ``set_budget`` from within a callback.
+    """
+
+    colocation: Colocation
+    job: str
+    step: int
+    losses: Tensor
+    metrics: Mapping[str, Any]
+
+
+JobCallback = Callable[[JobStep], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Something to be trained beside other things: a model by itself, or a fleet.
+
+    ``loss(model, batch)`` is as for a fleet. ``steps`` iterations are run, over ``loader`` again and again;
+    without ``steps``, one pass over it. A job with twice the ``share`` of another gets twice the device time
+    where both want the same memory. Each of ``callbacks`` is called with a `JobStep` after every iteration.
+    ``seed``, ``scheduler``, ``precision``, ``device`` and ``deterministic`` are for a model, as of `Member`
+    and `Fleet`; a fleet has its own.
+
+    A loader draws its order from random numbers of the job's own, which begin as torch's are when the job is
+    handed over: other jobs do not change it. Refused with `ConfigError`: a job with both a model and a fleet,
+    or with neither, and settings that are no use.
+    """
+
+    name: str
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    loss: LossFunction | None = None
+    loader: Iterable[Any] | None = None
+    fleet: Fleet | None = None
+    steps: int | None = None
+    share: float = 1.0
+    callbacks: Sequence[JobCallback] = ()
+    seed: int | None = None
+    scheduler: Any = None
+    precision: str = "fp32"
+    device: str | torch.device = "cpu"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"a job's name must be a non-empty string, but got {self.name!r}; name it")
+        label = f"job {self.name!r}"
+        parts = {"model": self.model, "optimizer": self.optimizer, "loss": self.loss}
+        if self.fleet is None:
+            missing = [name for name, part in parts.items() if part is None]
+            if missing:
+                raise ConfigError(
+                    f"{label} must have a fleet, or a model, an optimizer and a loss, but got no "
+                    f"{missing[0]}; pass it"
+                )
+        else:
+            beside = [name for name, part in parts.items() if part is not None]
+            if beside:
+                raise ConfigError(
+                    f"{label} must have a fleet or a model, but got a fleet and {beside[0]} beside it; leave "
+                    "one out"
+                )
+            if not isinstance(self.fleet, Fleet):
+                raise ConfigError(
+                    f"{label}: fleet must be a trainmux.Fleet, but got {type(self.fleet).__name__}; build one"
+                )
+        if self.loader is None:
+            raise ConfigError(f"{label} must have a loader, but got none; pass what gives its batches")
+        is_count = isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps > 0
+        if self.steps is not None and not is_count:
+            raise ConfigError(
+                f"{label}: steps must be a whole number of at least 1, but got {self.steps!r}; leave it out "
+                "for one pass over the loader"
+            )
+        if not isinstance(self.share, int | float) or not self.share > 0:
+            raise ConfigError(f"{label}: share must be above 0, but got {self.share!r}; 1.0 is usual")
+        if not all(callable(callback) for callback in self.callbacks):
+            raise ConfigError(
+                f"{label}: callbacks must be callable with a JobStep, but got {self.callbacks!r}"
+            )
+
+    def make_fleet(self, example: Any) -> Fleet:
+        """The job's fleet: its own, or one of its model alone."""
+        if self.fleet is not None:
+            return self.fleet
+        assert self.model is not None
+        assert self.optimizer is not None
+        member = Member(self.model, self.optimizer, name=self.name, scheduler=self.scheduler, seed=self.seed)
+        return Fleet(
+            [member],
+            self.loss,
+            example,
+            device=self.device,
+            precision=self.precision,
+            deterministic=self.deterministic,
+        )
+
+
+class JobBatches:
+    """The batches of a job, with random numbers of its own; the first can be looked at beforehand."""
+
+    def __init__(self, job: Job) -> None:
+        assert job.loader is not None
+        self._cursor = BatchCursor(job.loader, f"the loader of job {job.name!r}")
+        self._cycles = job.steps is not None
+        self._random_state = torch.get_rng_state()
+        self._first: list[Any] = []
+
+    @contextmanager
+    def own_random(self) -> Iterator[None]:
+        """Inside, torch's random numbers on the CPU are the job's own."""
+        others = torch.get_rng_state()
+        torch.set_rng_state(self._random_state)
+        try:
+            yield
+        finally:
+            self._random_state = torch.get_rng_state()
+            torch.set_rng_state(others)
+
+    def first(self) -> Any:
+        """The batch that will come first."""
+        if not self._first:
+            with self.own_random():
+                self._first = [self._cursor.next()]
+        return self._first[0]
+
+    def next(self) -> Any:
+        """The next batch; `END_OF_PASS` where the job was to run one pass, which has ended."""
+        if self._first:
+            return self._first.pop()
+        with self.own_random():
+            batch = self._cursor.next()
+            return self._cursor.next() if batch is END_OF_PASS and self._cycles else batch

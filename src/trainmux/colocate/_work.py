@@ -1,0 +1,55 @@
+"""What a job does, as far as the dispatcher has to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from trainmux.colocate._demand import JobDemand
+from trainmux.colocate._device import JobMemory, MemoryNeed
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What an iteration gave: a loss for each member, and the loss function's metrics."""
+
+    losses: Tensor
+    metrics: Mapping[str, Any]
+
+
+class Work(Protocol):
+    """An iteration in segments. Calls come in this order: ``settle``; then for each iteration ``begin``,
+    ``run`` for each segment in turn, ``end``; at last ``leave``."""
+
+    @property
+    def need(self) -> MemoryNeed:
+        """The memory that has to be given to it."""
+
+    @property
+    def member_names(self) -> tuple[str, ...]:
+        """Of the losses."""
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether it is one segment that allocates for itself."""
+
+    def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
+        """What it asks of the scheduler."""
+
+    def settle(self, memory: JobMemory) -> None:
+        """Move in: from now on all that it uses lies in ``memory``."""
+
+    def begin(self, batch: Any) -> None:
+        """Check and take a batch; nothing of the models changes if it is refused."""
+
+    def run(self, segment: int) -> None:
+        """Run one segment of the iteration that was begun."""
+
+    def end(self) -> StepOutcome:
+        """The last segment has run: count the step."""
+
+    def leave(self) -> None:
+        """Move out, with weights and optimizer state back in the members' own objects."""

@@ -1,0 +1,207 @@
+"""Small jobs, and the same jobs trained alone, that the co-location tests share."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trainmux as tm
+from trainmux.colocate import SegmentRef
+from trainmux.workloads import SMALL, LSTMLanguageModel, TokenBatch, TransformerClassifier
+from trainmux.workloads.seeding import seeded
+
+SMALL_CUTS = 2048
+"""Bytes of feature maps between two cuts that make many segments of small models."""
+
+ONE_LAYER = {
+    "lstm": seeded(LSTMLanguageModel, num_layers=1),
+    "transformer_with_dropout": seeded(TransformerClassifier, num_layers=1, dropout=0.2),
+}
+"""Workloads whose graphs are shorter here than elsewhere: building them is most of a test's time."""
+
+
+def small_fleet(name: str, num_members: int = 1, **options: Any) -> tm.Fleet:
+    """Members of a small workload."""
+    workload = SMALL[name]
+    build = ONE_LAYER.get(name, workload.build)
+    members = []
+    for number in range(num_members):
+        model = build(number).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2 * (number + 1))
+        members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
+    return tm.Fleet(members, workload.loss, batches_of(name)[0], deterministic=True, **options)
+
+
+@functools.cache
+def batches_of(name: str) -> list[Any]:
+    """Three batches of a small workload; those of the recurrent one are few tokens long."""
+    batches = [SMALL[name].batch(number, torch.float32) for number in range(3)]
+    if name != "lstm":
+        return batches
+    return [TokenBatch(batch.tokens[:, :3], batch.targets[:, :3]) for batch in batches]
+
+
+# ---- tiny jobs -----------------------------------------------------------------------------------------
+
+
+def tiny_model(seed: int, hidden: int = 16) -> nn.Module:
+    """Four numbers in, one out."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+
+
+def tiny_batches(seed: int, num_batches: int = 3, size: int = 8) -> list[tuple[Tensor, Tensor]]:
+    """Batches of random numbers, always the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 4, generator=generator), torch.randn(size, 1, generator=generator))
+        for _ in range(num_batches)
+    ]
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    """The mean squared error."""
+    inputs, targets = batch
+    return F.mse_loss(model(inputs), targets)
+
+
+def tiny_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of every tiny job."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+@functools.cache
+def _fleet_of_one(number: int) -> tm.Fleet:
+    model = tiny_model(number)
+    member = tm.Member(model, tiny_optimizer(model))
+    return tm.Fleet([member], mse, tiny_batches(0)[0], deterministic=True)
+
+
+def tiny_fleet(seed: int, name: str, number: int) -> tm.Fleet:
+    """A fleet of one new tiny model; fleets of one number are one and the same, which saves the tracing."""
+    fleet, model = _fleet_of_one(number), tiny_model(seed)
+    fleet.replace(fleet.names[0], tm.Member(model, tiny_optimizer(model), name=name))
+    return fleet
+
+
+def tiny_job(name: str, seed: int = 0, steps: int | None = 4, **options: Any) -> tm.Job:
+    """A job of a new tiny model; jobs of one test have different seeds. ``options`` override."""
+    given: dict[str, Any] = {"fleet": tiny_fleet(seed, name, seed), "loader": tiny_batches(seed)}
+    return tm.Job(name, steps=steps, **{**given, **options})
+
+
+def model_job(name: str, seed: int = 0, steps: int | None = 4, **options: Any) -> tm.Job:
+    """The same given as a model; ``options`` override."""
+    model = tiny_model(seed)
+    given: dict[str, Any] = {
+        "model": model,
+        "optimizer": tiny_optimizer(model),
+        "loss": mse,
+        "loader": tiny_batches(seed),
+        "deterministic": True,
+    }
+    return tm.Job(name, steps=steps, **{**given, **options})
+
+
+def model_of(job: tm.Job) -> nn.Module:
+    """The model that a job trains."""
+    if job.fleet is not None:
+        return job.fleet.members[0].model
+    assert job.model is not None
+    return job.model
+
+
+_ALONE = -1
+
+
+@functools.cache
+def trained_alone(seed: int, steps: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What the tiny job of a seed loses at each step when it trains alone, and its weights then."""
+    fleet = tiny_fleet(seed, "alone", _ALONE)
+    losses = [fleet.step(batch).clone() for batch in cycled(tiny_batches(seed), steps)]
+    fleet.sync()
+    return torch.stack(losses), tuple(p.detach().clone() for p in fleet.members[0].model.parameters())
+
+
+def assert_as_alone(result: tm.ColocationResult, job: tm.Job, seed: int, steps: int) -> None:
+    """A tiny job's losses and weights bit for bit as if it had trained alone."""
+    losses, weights = trained_alone(seed, steps)
+    assert torch.equal(result[job.name].losses, losses), job.name
+    for found, expected in zip(model_of(job).parameters(), weights, strict=True):
+        assert torch.equal(found, expected), job.name
+
+
+def cycled(batches: Sequence[Any], steps: int) -> Iterator[Any]:
+    """``steps`` batches, from the beginning again and again."""
+    for step in range(steps):
+        yield batches[step % len(batches)]
+
+
+def smallest_budget(colocation: tm.Colocation) -> int:
+    """The least bytes with which these jobs can be trained."""
+    jobs = colocation.results().jobs.values()
+    return sum(job.local_bytes for job in jobs) + max(job.peak_bytes for job in jobs)
+
+
+def sum_of_peaks(colocation: tm.Colocation) -> int:
+    """The bytes with which no job ever waits for another."""
+    return sum(job.local_bytes + job.peak_bytes for job in colocation.results().jobs.values())
+
+
+def enqueued_jobs(colocation: tm.Colocation) -> list[SegmentRef]:
+    """Fills with every segment that is enqueued from now on."""
+    device: Any = colocation._device
+    enqueue, found = device.enqueue, []
+
+    def noting(ref: SegmentRef, *rest: Any) -> None:
+        found.append(ref)
+        enqueue(ref, *rest)
+
+    device.enqueue = noting
+    return found
+
+
+def is_interleaved(order: Sequence[SegmentRef]) -> bool:
+    """Whether segments of another job stand between two of one iteration."""
+    for first, second in itertools.pairwise(order):
+        later = order[order.index(second) :]
+        if first.job != second.job and any(ref[:2] == first[:2] for ref in later):
+            return True
+    return False
+
+
+def state_of(fleet: tm.Fleet) -> dict[str, Tensor]:
+    """All members' tensors, optimizer state included, as copies."""
+    fleet.sync()
+    found: dict[str, Tensor] = {}
+    for member in fleet.members:
+        found |= {f"{member.name} {key}": value for key, value in member.model.state_dict().items()}
+        for number, entry in member.optimizer.state_dict()["state"].items():
+            found |= {f"{member.name} {number} {key}": torch.as_tensor(v) for key, v in entry.items()}
+    return {key: value.clone() for key, value in found.items()}
+
+
+def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    """Every tensor bit for bit."""
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), f"{what}: {key}"
+
+
+class Breaking:
+    """A loader that raises after some batches of each pass."""
+
+    def __init__(self, batches: Iterable[Any], error: Exception) -> None:
+        self._batches = list(batches)
+        self._error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._batches
+        raise self._error

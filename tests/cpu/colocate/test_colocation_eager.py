@@ -1,0 +1,97 @@
+"""Jobs that cannot be traced run eagerly beside the others, and draw random numbers of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from colocation_cases import (
+    assert_as_alone,
+    cycled,
+    model_job,
+    mse,
+    tiny_batches,
+    tiny_job,
+    tiny_model,
+    tiny_optimizer,
+)
+from torch import Tensor, nn
+
+import trainmux as tm
+from trainmux.colocate._observe import observe_allocations
+from trainmux.errors import TrainmuxWarning
+
+
+def untraceable(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """What it computes depends on a number in a tensor."""
+    loss = mse(model, batch)
+    noise = torch.rand(())
+    if float(loss.detach()) > 0:
+        loss = loss * (1 + noise)
+    return loss, {"noise": noise}
+
+
+def test_an_eager_job_trains_as_it_would_alone() -> None:
+    torch.manual_seed(3)
+    expected_model = tiny_model(0)
+    optimizer, losses = tiny_optimizer(expected_model), []
+    for batch in cycled(tiny_batches(0), 5):
+        optimizer.zero_grad()
+        loss, _ = untraceable(expected_model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+
+    torch.manual_seed(3)
+    job, other = model_job("eager", 0, steps=5, loss=untraceable), tiny_job("b", 1, steps=5)
+    with pytest.warns(TrainmuxWarning, match="'eager' cannot be traced and runs eagerly"):
+        colocation = tm.colocate([job, other], "1GiB", poisons=True)
+    before = torch.get_rng_state()
+    result = colocation.run()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert result["eager"].is_eager
+    assert result["eager"].error is None
+    assert torch.equal(result["eager"].losses[:, 0], torch.stack(losses))
+    assert set(result["eager"].metrics) == {"noise"}
+    assert job.model is not None
+    for found, expected in zip(job.model.parameters(), expected_model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+    assert_as_alone(result, other, 1, 5)
+    assert result.peak_bytes <= result.budget_bytes
+
+
+def test_an_eager_job_needs_what_its_rehearsal_took() -> None:
+    with pytest.warns(TrainmuxWarning):
+        colocation = tm.colocate([model_job("eager", 0, steps=1, loss=untraceable)], "1GiB")
+    job = colocation.results()["eager"]
+    model = tiny_model(0)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    batch = sum(tensor.nbytes for tensor in tiny_batches(0)[0])
+    # Weights, gradients and momenta are its own; the hidden layer's values (8 rows of 16) are a feature map.
+    assert job.local_bytes >= 3 * weights + batch
+    assert job.peak_bytes >= 8 * 16 * 4
+
+
+def test_an_eager_loss_that_is_no_scalar_is_refused() -> None:
+    def rows(model: nn.Module, batch: Any) -> Tensor:
+        inputs, _ = batch
+        found: Tensor = model(inputs)
+        return found if float(found.detach().sum()) > 1e9 else found.squeeze(1)
+
+    with pytest.raises(tm.errors.LossError, match="scalar"):
+        tm.colocate([model_job("eager", 0, loss=rows)], "1GiB")
+
+
+def test_observed_storages_come_and_go() -> None:
+    weight = torch.ones(64, 64)
+    with observe_allocations([weight]) as seen:
+        first = weight * 2  # rank 0, gone after rank 1
+        second = first + 1  # rank 1
+        del first
+        third = second.sum()  # rank 2
+        weight.add_(third)  # rank 3: writes to what was there before
+        del second
+    sizes = {(row.size_bytes, row.allocated_by, row.last_used_by) for row in seen.rows}
+    assert sizes == {(64 * 64 * 4, 0, 1), (64 * 64 * 4, 1, 3), (4, 2, 3)}
+    assert len(seen.kernel_seconds) == 4

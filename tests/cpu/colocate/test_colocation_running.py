@@ -1,0 +1,246 @@
+"""Jobs that come and go, budgets that change, callbacks, threads, and an interrupt in the middle."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from colocation_cases import (
+    Breaking,
+    assert_as_alone,
+    assert_same_state,
+    cycled,
+    model_job,
+    model_of,
+    mse,
+    smallest_budget,
+    state_of,
+    sum_of_peaks,
+    tiny_batches,
+    tiny_fleet,
+    tiny_job,
+    tiny_model,
+    tiny_optimizer,
+    trained_alone,
+)
+
+import trainmux as tm
+from trainmux.colocate import EVERY_KERNEL
+
+
+def test_a_model_is_trained_in_its_own_objects() -> None:
+    job, other = model_job("a", 0, steps=4), tiny_job("b", 1, steps=2)
+    result = tm.colocate([job, other], "1GiB").run()
+    assert_as_alone(result, job, 0, 4)
+    assert_as_alone(result, other, 1, 2)
+    assert result["a"].members == ("a",)
+    assert result["a"].steps_per_second == pytest.approx(4 / result["a"].seconds)
+    assert result["a"].metrics["finite"].all()
+    plain = tiny_model(0)
+    optimizer = tiny_optimizer(plain)
+    for batch in cycled(tiny_batches(0), 4):
+        optimizer.zero_grad()
+        mse(plain, batch).backward()
+        optimizer.step()
+    for found, expected in zip(model_of(job).parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_jobs_arrive_and_leave_from_callbacks() -> None:
+    seen: list[tuple[str, int]] = []
+    late = tiny_job("late", 2, steps=3)
+
+    def direct(event: tm.JobStep) -> None:
+        seen.append((event.job, event.step))
+        if event.step == 2:
+            event.colocation.add(late)
+        if event.step == 4:
+            event.colocation.remove("endless")
+
+    jobs = [tiny_job("a", 0, steps=8, callbacks=[direct]), tiny_job("endless", 1, steps=10**6)]
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    result = colocation.run()
+    assert seen == [("a", step) for step in range(1, 9)]
+    assert_as_alone(result, jobs[0], 0, 8)
+    assert_as_alone(result, late, 2, 3)
+    assert 0 < result["endless"].num_steps < 10**6
+    assert_as_alone(result, jobs[1], 1, result["endless"].num_steps)
+    assert {row.state for row in colocation.usage()} == {"done"}
+    with pytest.raises(tm.errors.ConfigError, match="twice"):
+        colocation.add(tiny_job("a"))
+
+
+def test_the_budget_changes_while_jobs_run() -> None:
+    budgets: list[int] = []
+
+    def squeeze(event: tm.JobStep) -> None:
+        if event.step in (3, 6):
+            event.colocation.set_budget(budgets[0] if event.step == 3 else budgets[1])
+        used.append((event.colocation.budget_bytes, event.colocation._device.reserved_bytes))
+
+    used: list[tuple[int, int]] = []
+    jobs = [tiny_job("a", 0, steps=10, callbacks=[squeeze]), tiny_job("b", 1, steps=10)]
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    budgets += [smallest_budget(colocation), sum_of_peaks(colocation)]
+    colocation.set_budget(budgets[1])
+    result = colocation.run()
+    assert all(reserved <= budget for budget, reserved in used)
+    assert {reserved for _, reserved in used} >= set(budgets)
+    assert_as_alone(result, jobs[0], 0, 10)
+    assert_as_alone(result, jobs[1], 1, 10)
+
+
+def test_another_thread_gets_its_turn() -> None:
+    colocation = tm.colocate([tiny_job("endless", 0, steps=10**6)], "1GiB")
+    answers: list[object] = []
+    late = tiny_job("b", 1, steps=2)
+
+    def direct() -> None:
+        while not any(row.num_steps > 2 for row in colocation.usage()):
+            time.sleep(0.001)
+        colocation.add(late)
+        try:
+            colocation.set_budget(1)
+        except tm.errors.BudgetError as error:
+            answers.append(error.smallest_bytes)
+        while colocation.results()["b"].num_steps < 2:
+            time.sleep(0.001)
+        colocation.remove("endless")
+
+    thread = threading.Thread(target=direct)
+    thread.start()
+    result = colocation.run()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert answers == [smallest_budget(colocation)]
+    assert_as_alone(result, late, 1, 2)
+
+
+def test_an_interrupt_leaves_every_member_between_two_steps() -> None:
+    jobs = [tiny_job("a", 0, steps=10**6), tiny_job("b", 1, steps=10**6)]
+
+    def interrupt(event: tm.JobStep) -> None:
+        if event.job == "a" and event.step == 3:
+            _thread.interrupt_main()
+
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, callbacks=[interrupt])
+    with pytest.raises(KeyboardInterrupt):
+        colocation.run()
+    result = colocation.results()
+    for number, job in enumerate(jobs):
+        steps = result[job.name].num_steps
+        assert 3 <= steps < 10**6 if job.name == "a" else steps > 0
+        assert_as_alone(result, job, number, steps)
+
+
+def test_groups_take_turns_within_a_job(tmp_path: Path) -> None:
+    """With micro-batches that do not update, and a batch that is shorter than the others."""
+    members = []
+    for seed, hidden in enumerate((4, 8)):
+        model = tiny_model(seed, hidden)
+        members.append(tm.Member(model, tiny_optimizer(model), name=f"m{seed}", seed=seed))
+    fleet = tm.Fleet(members, mse, tiny_batches(0)[0], deterministic=True, accumulate=2)
+    fleet.save(tmp_path / "begin")
+    batches = [*tiny_batches(0), *tiny_batches(1, num_batches=1, size=3)]
+    expected = torch.stack([fleet.step(batch).clone() for batch in cycled(batches, 5)])
+    state = state_of(fleet)
+    after = fleet.step(batches[0]).clone()
+    fleet.restore(tmp_path / "begin")
+    other = tiny_job("b", 1, steps=5)
+    jobs = [tm.Job("sweep", fleet=fleet, loader=batches, steps=5), other]
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    colocation.set_budget(smallest_budget(colocation))
+    result = colocation.run()
+    assert result.failed == ()
+    assert torch.equal(result["sweep"].losses, expected)
+    assert result["sweep"].members == ("m0", "m1")
+    assert_same_state(state_of(fleet), state, "sweep")
+    assert fleet.num_steps == 5
+    assert torch.equal(fleet.step(batches[0]), after)
+    assert_as_alone(result, other, 1, 5)
+
+
+def test_without_steps_there_is_one_pass() -> None:
+    jobs = [tiny_job("a", 0, steps=None), tiny_job("b", 1, steps=5)]
+    result = tm.colocate(jobs, "1GiB").run()
+    assert_as_alone(result, jobs[0], 0, 3)
+    assert_as_alone(result, jobs[1], 1, 5)
+
+
+def test_a_shuffled_loader_draws_as_it_would_alone() -> None:
+    inputs, targets = (torch.cat(parts) for parts in zip(*tiny_batches(0), strict=True))
+    data = torch.utils.data.TensorDataset(inputs, targets)
+
+    def losses(*others: tm.Job) -> torch.Tensor:
+        torch.manual_seed(7)
+        loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+        job = tiny_job("a", 0, steps=5, loader=loader)
+        return tm.colocate([job, *others], "1GiB").run()["a"].losses
+
+    alone = losses()
+    others = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    assert torch.equal(losses(tiny_job("b", 1, steps=5, loader=others)), alone)
+    assert not torch.equal(alone, trained_alone(0, 5)[0])
+
+
+def test_a_callback_for_all_jobs_that_raises_ends_the_run_between_steps() -> None:
+    def refuse(event: tm.JobStep) -> None:
+        raise RuntimeError("no more")
+
+    job = tiny_job("a", 0, steps=50)
+    colocation = tm.colocate([job], "1GiB", callbacks=[refuse], tracking_bytes=EVERY_KERNEL)
+    with pytest.raises(RuntimeError, match="no more"):
+        colocation.run()
+    steps = colocation.results()["a"].num_steps
+    assert 1 <= steps < 50
+    assert_as_alone(colocation.results(), job, 0, steps)
+
+
+def test_a_fleet_can_be_shared_again_after_a_loader_broke() -> None:
+    fleet = tiny_fleet(0, "m", 0)
+    broken = Breaking(tiny_batches(0)[:2], OSError("disk"))
+    first = tm.colocate([tm.Job("a", fleet=fleet, loader=broken, steps=5)], "1GiB").run()
+    assert first["a"].num_steps == 2
+    second = tm.colocate([tm.Job("a", fleet=fleet, loader=tiny_batches(0)[2:], steps=1)], "1GiB").run()
+    assert torch.equal(torch.cat([first["a"].losses, second["a"].losses]), trained_alone(0, 3)[0])
+
+
+def test_members_leave_and_are_replaced_while_their_job_runs() -> None:
+    def make() -> tm.Fleet:
+        members = []
+        for seed in range(3):
+            model = tiny_model(seed)
+            members.append(tm.Member(model, tiny_optimizer(model), name=f"m{seed}", seed=seed))
+        return tm.Fleet(members, mse, tiny_batches(0)[0], deterministic=True)
+
+    def change(fleet: tm.Fleet, step: int) -> None:
+        model = tiny_model(9)
+        if step == 1:
+            fleet.drop("m1")
+        if step == 2:
+            fleet.replace("m0", tm.Member(model, tiny_optimizer(model), name="new"))
+        if step == 3:
+            fleet.stop("m2")
+
+    alone, shared = make(), make()
+    rows = []
+    for step, batch in enumerate(cycled(tiny_batches(0), 5), start=1):
+        rows.append(dict(zip(alone.names, alone.step(batch).tolist(), strict=True)))
+        change(alone, step)
+
+    def direct(event: tm.JobStep) -> None:
+        change(shared, event.step)
+
+    job = tm.Job("sweep", fleet=shared, loader=tiny_batches(0), steps=5, callbacks=[direct])
+    result = tm.colocate([job, tiny_job("b", 1, steps=5)], "1GiB", poisons=True).run()["sweep"]
+    assert result.error is None
+    assert result.members == ("m0", "m1", "m2", "new")
+    for found, row in zip(result.losses, rows, strict=True):
+        wanted = torch.tensor([row.get(name, torch.nan) for name in result.members])
+        assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+        assert torch.equal(found.isnan(), wanted.isnan())
+    assert_same_state(state_of(shared), state_of(alone), "sweep")

@@ -1,0 +1,100 @@
+"""Memory of jobs on a CPU: two ends of an arena, pages given back, a clock that blames memory alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from trainmux.colocate import ArenaLayout, Layout, SegmentRef
+from trainmux.colocate._device import JobMemory, MemoryNeed
+from trainmux.colocate._host_device import HostDevice, PagedBytes
+
+NEEDS = {"a": MemoryNeed(1024, 1536, 2048), "b": MemoryNeed(512, 512, 1024)}
+
+
+def layout(capacity_bytes: int) -> Layout:
+    return Layout((ArenaLayout(("a",), ("b",), capacity_bytes),))
+
+
+def test_two_jobs_count_from_opposite_ends() -> None:
+    device = HostDevice()
+    device.arrange(layout(2560), NEEDS)
+    assert device.reserved_bytes == 1536 + 512 + 2560
+    base, top = device.memory_of("a"), device.memory_of("b")
+    arena = base.at(1024, 2048).untyped_storage().data_ptr()
+    assert base.at(1024, 8).data_ptr() == arena
+    assert base.at(1024 + 512, 8).data_ptr() == arena + 512
+    assert top.at(512, 8).data_ptr() == arena + 2560 - 512
+    assert top.at(512 + 512, 512).data_ptr() == arena + 2560 - 1024
+    assert base.at(0, 8).untyped_storage().data_ptr() != arena
+
+
+def test_a_smaller_arena_keeps_what_lies_at_its_base() -> None:
+    device = HostDevice()
+    device.arrange(layout(3072), NEEDS)
+    base, top = device.memory_of("a"), device.memory_of("b")
+    base.at(1024, 2048).fill_(7)
+    before = base.at(1024, 8).data_ptr()
+    device.arrange(layout(2048), NEEDS)
+    assert device.memory_of("a") is base
+    assert base.at(1024, 8).data_ptr() == before
+    assert bool((base.at(1024, 2048) == 7).all())
+    assert top.at(512, 1024).data_ptr() == before + 2048 - 1024
+    assert device.reserved_bytes == 1536 + 512 + 2048
+
+
+def test_what_belonged_to_a_job_that_left_is_given_back() -> None:
+    device = HostDevice(poisons=True)
+    device.arrange(layout(2560), NEEDS)
+    assert bool(device.memory_of("b").at(0, 512).view(torch.float32).isnan().all())
+    device.arrange(Layout((ArenaLayout(("a",), (), 2048),)), NEEDS)
+    assert device.reserved_bytes == 1536 + 2048
+    device.arrange(Layout(()), NEEDS)
+    assert device.reserved_bytes == 0
+
+
+def test_pages_above_the_capacity_are_given_back() -> None:
+    pages = PagedBytes(1 << 16)
+    pages.tensor.fill_(7)
+    pages.give_back(5000)  # the page that 5000 lies in stays
+    assert bool((pages.tensor[:8192] == 7).all())
+    assert not pages.tensor[8192:].any()
+    pages.tensor[8192:].fill_(1)
+    assert bool((pages.tensor[8192:] == 1).all())
+
+
+def test_an_area_without_an_arena_has_no_feature_maps() -> None:
+    memory = JobMemory(torch.zeros(512, dtype=torch.uint8), 512)
+    assert memory.at(512, 0).numel() == 0
+
+
+def test_a_segment_starts_when_only_the_processor_keeps_it_waiting() -> None:
+    moments = iter(range(100))
+    device = HostDevice(clock=lambda: float(next(moments)))
+    refs = [SegmentRef("a", 0, 0), SegmentRef("b", 0, 0), SegmentRef("b", 0, 1)]
+    device.enqueue(refs[0], (), lambda: None)  # at 0
+    device.enqueue(refs[1], (), lambda: None)  # at 1
+    device.enqueue(refs[2], (refs[0],), lambda: None)  # at 2
+
+    def ends() -> Iterator[tuple[SegmentRef, float, float]]:
+        while (ended := device.next_ended()) is not None:
+            assert ended.error is None
+            yield ended.ref, ended.started_at, ended.ended_at
+
+    # The second waited for the processor alone, the third for its own job's last segment, too.
+    assert list(ends()) == [(refs[0], 0.0, 3.0), (refs[1], 1.0, 4.0), (refs[2], 4.0, 5.0)]
+
+
+def test_what_a_segment_raises_is_handed_over() -> None:
+    device = HostDevice()
+    error = ValueError("broken")
+
+    def fail() -> None:
+        raise error
+
+    device.enqueue(SegmentRef("a", 0, 0), (), fail)
+    ended = device.next_ended()
+    assert ended is not None
+    assert ended.error is error
+    assert device.next_ended() is None
