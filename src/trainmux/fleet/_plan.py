@@ -25,7 +25,7 @@ from trainmux.ir import (
 from trainmux.ir import Plan as PlanRecord
 from trainmux.reporting import chrome_trace, plan_page, plan_text
 from trainmux.rewrite import rewrite
-from trainmux.scheduling import BudgetCost
+from trainmux.scheduling import BudgetCost, in_words
 from trainmux.simulate import timeline
 
 _KIND = "trainmux plan"
@@ -128,7 +128,7 @@ class Plan:
         record = self.record
         return (
             f"<Plan {record.policy}: {len(record.partition)} sub-arrays, {record.step_seconds * 1e3:.3g} ms "
-            f"a step, {record.peak_bytes / 2**30:.2f} of {record.budget_bytes / 2**30:.2f} GiB>"
+            f"a step, {in_words(record.peak_bytes)} of {in_words(record.budget_bytes)}>"
         )
 
     # ---- files -------------------------------------------------------------------------------------
