@@ -15,27 +15,21 @@ from typing import Any, TypeVar
 import torch
 
 from trainmux.ir import MemoryUse
-from trainmux.runtime import AllocationEvent, deterministic_algorithms, record_allocations
+from trainmux.runtime import (
+    AllocationEvent,
+    deterministic_algorithms,
+    measured_convolutions,
+    record_allocations,
+)
 from trainmux.simulate import Allocate, AllocatorRules, Event, Free, PoolForecast
 
 T = TypeVar("T")
 
 
 @contextmanager
-def _measured_convolutions(wanted: bool) -> Iterator[None]:
-    """While active, cuDNN times its algorithms for each new shape and takes the fastest."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = wanted
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
-@contextmanager
 def kernel_settings(*, deterministic: bool) -> Iterator[None]:
     """Torch's switches as steps run with them: for capturing one, and for measuring what it will take."""
-    with deterministic_algorithms(deterministic), _measured_convolutions(not deterministic):
+    with deterministic_algorithms(deterministic), measured_convolutions(not deterministic):
         yield
 
 

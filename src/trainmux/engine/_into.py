@@ -1,13 +1,14 @@
 """Nodes whose results go to given memory: written there where the operator can, copied there otherwise.
 
-Matrix products and cuDNN's convolutions have an ``out`` argument, compiled regions take their outputs' memory
-from their caller. What is left (attention, the backward of convolutions, odd operators) computes into memory
-of its own, which is given back as soon as the result has been copied.
+Matrix products have an ``out`` argument, compiled regions take their outputs' memory from their caller. What
+is left (attention, convolutions, odd operators) computes into memory of its own, which is given back as soon
+as the result has been copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from trainmux.ir import Profile
-from trainmux.lowering import Place, RegionCall, extended_product
+from trainmux.lowering import Place, RegionCall, extended, extended_product
 from trainmux.profiling import KernelGraph
 
 aten = torch.ops.aten
@@ -77,11 +78,7 @@ def _product_into(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], p
         room = _dense(place, shape)
         if room is None:
             return False
-        operands = [
-            operand.as_strided((*operand.shape[:-2], *sizes), operand.stride(), operand.storage_offset())
-            for operand, sizes in ((left, left_sizes), (right, right_sizes))
-        ]
-        _WITH_OUT[op](*operands, out=room)
+        _WITH_OUT[op](extended(left, left_sizes), extended(right, right_sizes), out=room)
         return True
     with_out = _WITH_OUT.get(target)
     if with_out is None or not place.value.is_contiguous():
@@ -97,11 +94,4 @@ def _dense(place: Place, shape: Sequence[int]) -> Tensor | None:
     typed = place.memory.view(value.dtype)
     if tuple(value.stride()) != tuple(strides) or typed.storage_offset() != value.storage_offset():
         return None
-    return typed.as_strided(tuple(shape), strides) if typed.numel() == _numel(shape) else None
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
+    return typed.as_strided(tuple(shape), strides) if typed.numel() == prod(shape) else None

@@ -31,7 +31,7 @@ from trainmux.ir import (
     Wait,
 )
 from trainmux.lowering import Place
-from trainmux.profiling import KernelGraph, KernelStep, Location
+from trainmux.profiling import KernelGraph, Location
 from trainmux.runtime import deterministic_algorithms
 
 ALIGNMENT = 512
@@ -116,15 +116,11 @@ class PlannedProgram:
         self._statics = self._static_offsets()
         self._aside: dict[tuple[int, fx.Node], list[Tensor]] = {}
         self._modules = [dict(graph.module.named_modules()) for graph in graphs]
-        self._places_of = [[_located(graph, step) for step in graph.steps] for graph in graphs]
+        self._places_of = [[_tensors_of(graph, step.node) for step in graph.steps] for graph in graphs]
         self._results = [self._make_results(sub_array) for sub_array in range(len(graphs))]
         self._writers = [_last_writers(graph) for graph in graphs]
 
     # ---- what lies where between steps --------------------------------------------------------------
-
-    def is_resident(self, sub_array: int, tensor: int) -> bool:
-        """Whether a static tensor is on the device between steps."""
-        return (sub_array, tensor) in self._statics
 
     def between_steps(self, sub_array: int, location: Location) -> Tensor:
         """A static value where it is between steps, on the device or the host."""
@@ -302,10 +298,6 @@ class _Timetable:
 
 def _tensors_of(graph: KernelGraph, node: fx.Node) -> list[Location]:
     return [leaf for leaf in pytree.tree_leaves(graph.values[node]) if isinstance(leaf, Location)]
-
-
-def _located(graph: KernelGraph, step: KernelStep) -> list[Location]:
-    return _tensors_of(graph, step.node)
 
 
 def _last_writers(graph: KernelGraph) -> dict[int, list[int]]:

@@ -8,7 +8,6 @@ What was measured counts too: a plan over profiles that are no longer kept, or w
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from trainmux.fleet._plan import Plan
 from trainmux.fleet._program_store import step_key
 from trainmux.ir import Profile
 from trainmux.profiling import ProfileCache
+from trainmux.runtime import source_version, user_cache_folder
 
 MAX_PLANS = 64
 """So many are kept; those that were not used for the longest time go first."""
@@ -49,7 +49,7 @@ class PlanCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self._folder = Path(folder) if folder is not None else _default_folder()
+        self._folder = Path(folder) if folder is not None else user_cache_folder("plans", _VARIABLE)
 
     @property
     def folder(self) -> Path:
@@ -123,20 +123,6 @@ def _is_kept(profile: Profile, profiles: ProfileCache) -> bool:
     return profile in (kept, replace(kept, nodes=nodes))
 
 
-@functools.cache
 def _source_version() -> str:
     """A hash of the source that makes plans, beside that which makes steps."""
-    digest = hashlib.sha256()
-    package = Path(__file__).parents[1]
-    for room in _ROOMS:
-        for path in sorted((package / room).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _default_folder() -> Path:
-    given = os.environ.get(_VARIABLE)
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "trainmux" / "plans"
+    return source_version(*_ROOMS)

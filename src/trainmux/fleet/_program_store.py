@@ -7,11 +7,8 @@ update, the fleet's settings, the device, and the versions of torch and of this 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
-import os
 import pickle
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +20,10 @@ import torch
 from trainmux.engine import StepProgram, UpdateSettings
 from trainmux.ir import FusionRecord, GraphInput
 from trainmux.lowering import KernelCache, Lowered, cache_folder, from_bytes, to_bytes
+from trainmux.runtime import source_version, write_whole
 from trainmux.tracing import TracedGraph, graph_constant
+
+_ROOMS = ("engine", "fusion", "lowering", "optim", "runtime", "tracing", "fleet", "ir")
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,7 @@ def store(key: str, step: StoredStep) -> None:
     except (TypeError, AttributeError, pickle.PicklingError):
         return
     with suppress(OSError):
-        path = _path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            try:
-                file.write(data)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(file.name)
-                raise
+        write_whole(_path(key), data)
 
 
 def load(key: str, cache: KernelCache, device: torch.device) -> StoredStep | None:
@@ -117,12 +107,6 @@ def _canonical(value: Any) -> str:
     return repr(value)
 
 
-@functools.cache
 def _source_version() -> str:
     """A hash of this package's source: a step that another version lowered is not taken."""
-    digest = hashlib.sha256()
-    package = Path(__file__).parents[1]
-    for room in ("engine", "fusion", "lowering", "optim", "runtime", "tracing", "fleet", "ir"):
-        for path in sorted((package / room).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return source_version(*_ROOMS)

@@ -4,7 +4,7 @@ from trainmux.lowering._compile import Kernel, KernelCache
 from trainmux.lowering._given_memory import Place
 from trainmux.lowering._inductor import cache_folder, compiler_missing, decompositions
 from trainmux.lowering._lower import Lowered, RegionCall, lower
-from trainmux.lowering._padding import extended_product
+from trainmux.lowering._padding import extended, extended_product
 from trainmux.lowering._rewrites import compare_instead_of_scatter
 from trainmux.lowering._stored import from_bytes, to_bytes
 
@@ -18,6 +18,7 @@ __all__ = [
     "compare_instead_of_scatter",
     "compiler_missing",
     "decompositions",
+    "extended",
     "extended_product",
     "from_bytes",
     "lower",

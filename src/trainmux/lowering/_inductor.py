@@ -7,7 +7,6 @@ them to what we rely on.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import os
@@ -28,7 +27,7 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 
-from trainmux.runtime import random_words_of_elements
+from trainmux.runtime import random_words_of_elements, source_version
 from trainmux.tracing import FakeTensorMode
 
 aten = torch.ops.aten
@@ -180,15 +179,9 @@ def _triton_version() -> str:
     return ""
 
 
-@functools.cache
 def _source_version() -> str:
     """A hash of the source that makes regions into what Inductor gets."""
-    digest = hashlib.sha256()
-    package = Path(__file__).parents[1]
-    for room in ("lowering", "runtime", "tracing"):
-        for path in sorted((package / room).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return source_version("lowering", "runtime", "tracing")
 
 
 @dataclass(frozen=True)

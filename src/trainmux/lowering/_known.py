@@ -9,12 +9,11 @@ folder: it is trusted as compiled code is. A key is of everything that decides a
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from trainmux.lowering._inductor import cache_folder
+from trainmux.runtime import write_whole
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -42,17 +41,7 @@ def recall(key: str) -> bytes:
 def remember(key: str, code: bytes) -> None:
     """Keep the code of a kernel; a full or read-only disk only costs the next start its time."""
     with suppress(OSError):
-        path = _path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            try:
-                file.write(hashlib.sha256(code).digest() + code)
-                file.close()
-                os.replace(file.name, path)  # nobody ever reads half of it
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(file.name)
-                raise
+        write_whole(_path(key), hashlib.sha256(code).digest() + code)
 
 
 def _path(key: str) -> Path:

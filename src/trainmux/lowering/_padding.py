@@ -30,11 +30,12 @@ def extended_product(
     op: OpOverload, left_sizes: Sizes, right_sizes: Sizes, true_sizes: Sizes, left: Tensor, right: Tensor
 ) -> Tensor:
     """``op`` over the room around its operands; its result in its true size."""
-    product: Tensor = op(_extended(left, left_sizes), _extended(right, right_sizes))
+    product: Tensor = op(extended(left, left_sizes), extended(right, right_sizes))
     return product[..., : true_sizes[0], : true_sizes[1]]
 
 
-def _extended(operand: Tensor, sizes: Sizes) -> Tensor:
+def extended(operand: Tensor, sizes: Sizes) -> Tensor:
+    """An operand with the room around it."""
     return operand.as_strided((*operand.shape[:-2], *sizes), operand.stride(), operand.storage_offset())
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainmux.errors import PlanError
 from trainmux.ir import Profile, load, save
+from trainmux.runtime import user_cache_folder
 
 _VARIABLE = "TRAINMUX_PROFILE_DIR"
 
@@ -15,7 +16,7 @@ class ProfileCache:
     """A folder of profiles: ``TRAINMUX_PROFILE_DIR``, else in the user's cache folder."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self._folder = Path(folder) if folder is not None else _default_folder()
+        self._folder = Path(folder) if folder is not None else user_cache_folder("profiles", _VARIABLE)
 
     @property
     def folder(self) -> Path:
@@ -41,11 +42,3 @@ class ProfileCache:
 
     def _path(self, fingerprint: str) -> Path:
         return self._folder / f"{fingerprint}.profile.json"
-
-
-def _default_folder() -> Path:
-    given = os.environ.get(_VARIABLE)
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "trainmux" / "profiles"

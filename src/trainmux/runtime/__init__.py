@@ -1,7 +1,7 @@
 """Device facts and primitives: random counters, stacked storage, determinism, ways from host to device."""
 
 from trainmux.runtime._allocations import AllocationEvent, record_allocations
-from trainmux.runtime._determinism import deterministic_algorithms
+from trainmux.runtime._determinism import deterministic_algorithms, measured_convolutions
 from trainmux.runtime._gpu import (
     CudaFacts,
     DriverFacts,
@@ -13,6 +13,7 @@ from trainmux.runtime._gpu import (
 )
 from trainmux.runtime._host import FolderFacts, HostFacts, look_at_folder, look_at_host
 from trainmux.runtime._interrupts import deferred_interrupts
+from trainmux.runtime._kept_files import source_version, user_cache_folder, write_whole
 from trainmux.runtime._landing import HostLeaf, Landing
 from trainmux.runtime._random import (
     WORD_RANGE,
@@ -45,12 +46,16 @@ __all__ = [
     "look_at_cuda",
     "look_at_folder",
     "look_at_host",
+    "measured_convolutions",
     "philox_blocks",
     "philox_pairs",
     "probe_memory",
     "random_words",
     "random_words_of_elements",
     "record_allocations",
+    "source_version",
     "stacked_strides",
     "stacked_zeros",
+    "user_cache_folder",
+    "write_whole",
 ]

@@ -48,3 +48,14 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(was_enabled, warn_only=was_warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         cudnn.deterministic, cudnn.benchmark = was_cudnn
+
+
+@contextmanager
+def measured_convolutions(wanted: bool) -> Iterator[None]:
+    """While active, cuDNN times its algorithms for each new shape and takes the fastest, or does not."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = wanted
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

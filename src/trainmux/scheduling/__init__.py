@@ -1,13 +1,7 @@
 """Profiles and a byte budget → a plan: partitions, policies, and the search that puts them together."""
 
 from trainmux.scheduling._fixed import fit_program
-from trainmux.scheduling._plan import (
-    BudgetCost,
-    Planner,
-    PlanProgress,
-    make_plan,
-    what_the_budget_costs,
-)
+from trainmux.scheduling._plan import BudgetCost, Planner, PlanProgress
 from trainmux.scheduling._policy import Infeasible, Policy, Task
 from trainmux.scheduling.budget import in_words, parse_budget
 from trainmux.scheduling.partition import Group, Partition, PartitionSearch, find_partitions
@@ -27,8 +21,6 @@ __all__ = [
     "find_partitions",
     "fit_program",
     "in_words",
-    "make_plan",
     "parse_budget",
     "policy_named",
-    "what_the_budget_costs",
 ]

@@ -53,72 +53,16 @@ class BudgetCost:
 Progress = Callable[[PlanProgress], None]
 
 
-def make_plan(
-    groups: Sequence[Group],
-    budget_bytes: int,
-    *,
-    profile_of: ProfileOf,
-    policy: str = "auto",
-    fixed_bytes: int = 0,
-    host_bytes: int | None = None,
-    max_partitions: int = MAX_PARTITIONS,
-    evaluations: int | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Plan:
-    """The quickest plan within a budget.
+class Planner:
+    """Plans for several budgets, sharing profiles and everything that does not depend on the budget.
 
     ``profile_of`` is called once for each group and width. ``fixed_bytes`` are reserved beside the slab,
     ``host_bytes`` bound copies on the host (``None``: what the profiles' device allows). ``evaluations``
-    and ``seed`` are for policies that search. The same arguments give the same plan.
+    and ``seed`` are for policies that search. The same arguments give the same plans.
 
     Refused: an unknown policy or group (`ConfigError`), a budget that nothing fits (`BudgetError`, with one
     that works in ``smallest_bytes``).
     """
-    planner = Planner(
-        groups,
-        profile_of=profile_of,
-        policy=policy,
-        fixed_bytes=fixed_bytes,
-        host_bytes=host_bytes,
-        max_partitions=max_partitions,
-        evaluations=evaluations,
-        seed=seed,
-        progress=progress,
-    )
-    return planner.plan(budget_bytes)
-
-
-def what_the_budget_costs(
-    groups: Sequence[Group],
-    *,
-    profile_of: ProfileOf,
-    policy: str = "auto",
-    fixed_bytes: int = 0,
-    host_bytes: int | None = None,
-    max_partitions: int = MAX_PARTITIONS,
-    evaluations: int | None = None,
-    seed: int = 0,
-    num_budgets: int = 6,
-    progress: Progress | None = None,
-) -> tuple[BudgetCost, ...]:
-    """Step time against budget, from the smallest one that works to one that constrains nothing."""
-    planner = Planner(
-        groups,
-        profile_of=profile_of,
-        policy=policy,
-        fixed_bytes=fixed_bytes,
-        host_bytes=host_bytes,
-        max_partitions=max_partitions,
-        evaluations=evaluations,
-        seed=seed,
-        progress=progress,
-    )
-    return planner.curve(num_budgets)
-
-
-class Planner:
-    """Plans for several budgets, sharing profiles and everything that does not depend on the budget."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trainmux.errors import BudgetError, ConfigError
 from trainmux.ir import Multiplexing, Plan, Profile, find_violations, verify
 from trainmux.rewrite import rewrite
-from trainmux.scheduling import POLICY_NAMES, Group, Planner, make_plan, what_the_budget_costs
+from trainmux.scheduling import POLICY_NAMES, Group, Planner
 from trainmux.simulate import timeline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ir"))
@@ -146,7 +146,7 @@ def test_pairs_are_rings_and_capuchin_is_one_array() -> None:
 
 
 def test_what_the_budget_costs_falls() -> None:
-    costs = what_the_budget_costs([group(2)], profile_of=lambda _, width: profile(3, width), policy="mutwo")
+    costs = Planner([group(2)], profile_of=lambda _, width: profile(3, width), policy="mutwo").curve(6)
     times = [cost.step_seconds for cost in costs]
     assert times == sorted(times, reverse=True)
     assert all(cost.peak_bytes <= cost.budget_bytes for cost in costs)
@@ -154,21 +154,21 @@ def test_what_the_budget_costs_falls() -> None:
 
 def test_unknown_policies_and_names_used_twice_are_refused() -> None:
     with pytest.raises(ConfigError, match="mutwo"):
-        make_plan([group(2)], 1 << 30, profile_of=lambda _, width: profile(0, width), policy="best")
+        Planner([group(2)], profile_of=lambda _, width: profile(0, width), policy="best")
     with pytest.raises(ConfigError, match="twice"):
-        make_plan([Group("g", ("a", "a"))], 1 << 30, profile_of=lambda _, width: profile(0, width))
+        Planner([Group("g", ("a", "a"))], profile_of=lambda _, width: profile(0, width))
 
 
 def test_few_partitions_of_an_odd_number_have_no_pairs() -> None:
     def plan(policy: str) -> Plan:
-        return make_plan(
+        search = Planner(
             [group(5)],
-            1 << 40,
             profile_of=lambda _, width: profile(3, width),
             policy=policy,
             max_partitions=2,
             evaluations=EVALUATIONS if policy == "auto" else None,
         )
+        return search.plan(1 << 40)
 
     with pytest.raises(ConfigError, match="raise max_partitions"):
         plan("mutwo")

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from trainmux.runtime import measured_convolutions
 
 NUM_TIMED = 5
 _GRAPH_SECONDS = 4e-4
@@ -71,7 +72,7 @@ class CudaClock:
     def _measure(self, branches: Sequence[Work], *, num_timed: int, searches: bool) -> float:
         while len(self._streams) < len(branches):
             self._streams.append(torch.cuda.Stream(self._device))
-        with torch.cuda.device(self._device), _searching_convolutions(searches):
+        with torch.cuda.device(self._device), measured_convolutions(searches):
             torch.cuda.synchronize(self._device)
             try:
                 with torch.cuda.stream(self._streams[0]):
@@ -118,13 +119,3 @@ class CudaClock:
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
-
-
-@contextmanager
-def _searching_convolutions(wanted: bool) -> Iterator[None]:
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = wanted
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before

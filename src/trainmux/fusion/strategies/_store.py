@@ -6,17 +6,15 @@ written anew. Two processes that measure at once keep each other's answers.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
-import os
 import re
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from trainmux.runtime import source_version, user_cache_folder, write_whole
 
 _VARIABLE = "TRAINMUX_STRATEGY_DIR"
 
@@ -46,25 +44,12 @@ class TimesFile:
         """Write ``new`` beside what is there. Where that is not possible, the next start measures again."""
         content = {**self._header, "times": dict(sorted({**self.read(), **new}.items()))}
         with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-                try:
-                    json.dump(content, file, indent=1)  # plain ASCII
-                    file.close()
-                    os.replace(file.name, self.path)
-                except BaseException:
-                    with suppress(OSError):
-                        os.unlink(file.name)
-                    raise
+            write_whole(self.path, json.dumps(content, indent=1).encode("ascii"))
 
 
 def default_folder() -> Path:
     """Where times are kept when nobody names a folder."""
-    given = os.environ.get(_VARIABLE)
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "trainmux" / "strategies"
+    return user_cache_folder("strategies", _VARIABLE)
 
 
 def _header(device: torch.device) -> dict[str, Any]:
@@ -86,10 +71,6 @@ def _checked(times: dict[str, Any]) -> dict[str, float | None]:
     return found
 
 
-@functools.cache
 def _source_version() -> str:
     """A hash of the strategies and of how they are timed: other code, other times."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return source_version("fusion/strategies")[:16]
