@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
+from trainmux.engine._row_gradients import as_row_gradient, erase_unread
 from trainmux.engine._tail import TailInputs, UpdateSettings, make_tail
 from trainmux.fusion import FusedGraph
 from trainmux.ir import ByteClass, GraphInput, GraphOutput, InputKind, MemoryUse, OutputKind, Phase
@@ -231,11 +232,18 @@ def build_planned_forward(fused: FusedGraph, carried: UpdateSettings | None) -> 
     return ForwardProgram(fx.GraphModule(owner, graph), fused.inputs, metrics, carried)
 
 
-def build_step(fused: FusedGraph, settings: UpdateSettings, *, reuses_gradients: bool = True) -> StepProgram:
+def build_step(
+    fused: FusedGraph,
+    settings: UpdateSettings,
+    *,
+    reuses_gradients: bool = True,
+    updates_rows: bool = False,
+) -> StepProgram:
     """Split the fused joint graph, append the tail, and write all of it as one graph.
 
     ``reuses_gradients`` lets the update overwrite gradients: a pass over memory less where operators run
-    one by one, one more inside a compiled region.
+    one by one, one more inside a compiled region. ``updates_rows``: gradients of embedding tables are never
+    written as a whole; what is added up for one row comes in no fixed order.
     """
     split = split_joint(fused.module, fused.inputs, fused.outputs)
     graph = fx.Graph()
@@ -255,7 +263,8 @@ def build_step(fused: FusedGraph, settings: UpdateSettings, *, reuses_gradients:
     _describe(arguments, fused)
 
     outputs = dict(_group_outputs(fused.outputs, results + gradients))
-    tail = _TailGraph(graph, arguments, fused, settings, outputs, reuses_gradients)
+    updates_rows = updates_rows and settings.applies and not settings.accumulates
+    tail = _TailGraph(graph, arguments, fused, settings, outputs, reuses_gradients, updates_rows)
     norm, finite = tail.append(owner)
     metrics = outputs[OutputKind.METRIC]
     loss = outputs[OutputKind.LOSS]["loss"]
@@ -416,8 +425,10 @@ class _TailGraph:
         settings: UpdateSettings,
         outputs: dict[OutputKind, dict[str, fx.Node]],
         reuses_gradients: bool,
+        updates_rows: bool,
     ) -> None:
         self._reuses_gradients = reuses_gradients
+        self._updates_rows = updates_rows
         self._graph = graph
         self._fused = fused
         self._settings = settings
@@ -430,7 +441,11 @@ class _TailGraph:
         settings, outputs = self._settings, self._outputs
         loss = outputs[OutputKind.LOSS]["loss"]
         parameters = [self._by_name[InputKind.PARAMETER, name] for name in settings.parameters]
-        gradients = [outputs[OutputKind.GRADIENT][name] for name in settings.parameters]
+        whole = [outputs[OutputKind.GRADIENT][name] for name in settings.parameters]
+        gradients = [
+            (as_row_gradient(gradient, parameter) if self._updates_rows else None) or gradient
+            for gradient, parameter in zip(whole, parameters, strict=True)
+        ]
         new_buffers = list(outputs[OutputKind.BUFFER].values())
         buffers = [self._by_name[InputKind.BUFFER, name] for name in outputs[OutputKind.BUFFER]]
         fakes = {name: node.meta["val"] for name, node in zip(settings.parameters, parameters, strict=True)}
@@ -442,7 +457,7 @@ class _TailGraph:
         nodes, spec = pytree.tree_flatten(roles)
         forward_outputs = {loss, *outputs[OutputKind.METRIC].values(), *new_buffers}
         tail = make_tail(
-            settings, [self._reuses_gradients and _owns_memory(node, forward_outputs) for node in gradients]
+            settings, [self._reuses_gradients and _owns_memory(node, forward_outputs) for node in whole]
         )
 
         def flat(*tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -451,4 +466,8 @@ class _TailGraph:
         with mode, torch.no_grad():
             # Fresh ones: the tracer tells its inputs apart by identity, and state shares its parameter's.
             part = make_fx(flat)(*[_fresh(node.meta["val"]) for node in nodes])
-        return _append(self._graph, owner, part, nodes, Phase.UPDATE, "update")
+        appended = _append(self._graph, owner, part, nodes, Phase.UPDATE, "update")
+        for node, gradient in zip(whole, gradients, strict=True):
+            if node is not gradient:
+                erase_unread(node)
+        return appended

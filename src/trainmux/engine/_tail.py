@@ -7,7 +7,7 @@ that must not change gets neutral scalars and a zero gradient, which leaves its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
+from trainmux.engine._row_gradients import RowGradient, Rows, zero_like
 from trainmux.optim import (
     GroupStructure,
     OptimizerStructure,
@@ -79,7 +80,7 @@ class TailInputs:
     buffers: Sequence[Tensor]
     new_buffers: Sequence[Tensor]
     parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]
+    gradients: Sequence[Tensor | RowGradient[Tensor]]
     states: Sequence[Tensor]
     accumulators: Sequence[Tensor]
     scalars: Tensor  # [num_scalars, k], fp64
@@ -124,12 +125,13 @@ def make_tail(
 
     def tail(given: TailInputs) -> tuple[Tensor, Tensor]:
         shaped = _Broadcast()
-        gradients = list(given.gradients)
+        gradients = _in_full(given)
         if settings.accumulates:
             gradients = [
-                total.add_(gradient) for total, gradient in zip(given.accumulators, gradients, strict=True)
+                total.add_(_dense(gradient))
+                for total, gradient in zip(given.accumulators, gradients, strict=True)
             ]
-        norm = _norm(gradients, given.loss)
+        norm = _norm([g.once if isinstance(g, Rows) else g for g in gradients], given.loss)
         finite = torch.isfinite(given.loss) & torch.isfinite(norm)
         given.alive.logical_and_(finite | ~given.active)
         commits = given.alive & given.active
@@ -145,6 +147,23 @@ def make_tail(
         return norm, finite
 
     return tail
+
+
+def _in_full(given: TailInputs) -> list[Tensor | Rows]:
+    """The gradients, those of rows with what belongs to the same row added up."""
+    found: list[Tensor | Rows] = []
+    for position, gradient in enumerate(given.gradients):
+        if isinstance(gradient, RowGradient):
+            with _unit(f"rows {position}"):
+                found.append(Rows.of(gradient, given.parameters[position]))
+        else:
+            found.append(gradient)
+    return found
+
+
+def _dense(gradient: Tensor | Rows) -> Tensor:
+    assert isinstance(gradient, Tensor), "steps that accumulate have gradients of whole tensors"
+    return gradient
 
 
 def _zero_unless(gradient: Tensor, keeps: Tensor, *, fresh: bool) -> Tensor:
@@ -194,7 +213,7 @@ class _Scalars:
 def _update(
     settings: UpdateSettings,
     given: TailInputs,
-    gradients: Sequence[Tensor],
+    gradients: Sequence[Tensor | Rows],
     fresh: Sequence[bool],
     norm: Tensor,
     commits: Tensor,
@@ -211,35 +230,57 @@ def _update(
         for index, group in enumerate(settings.structure.groups)
         for dtype, known in scalars.items()
     }
-    traced = _Traced(given)
-    for position, unit in _in_units(given.parameters):
-        name, index = settings.parameters[position], settings.group_of[position]
-        parameter, gradient, is_fresh = given.parameters[position], gradients[position], fresh[position]
-        if index is None:
-            continue
-        group = settings.structure.groups[index]
-        state = {state_name: states[name, state_name] for state_name in state_names(group)}
-        own = [parameter, gradient, *state.values()]
-        if traced.repeat(own, (index, is_fresh), f"update {unit}"):
-            continue
-        with traced.noted(own, (index, is_fresh)), _unit(f"update {unit}"):
-            parameter, gradient, *rows = _flat(parameter, gradient, *state.values())
-            known = scalars[parameter.dtype]
+
+    def change(
+        index: int, parameter: Tensor, gradient: Tensor | None, state: Mapping[str, Tensor], *, fresh: bool
+    ) -> None:
+        """Update one parameter, or rows of it; ``None`` is a gradient of zero."""
+        known = scalars[parameter.dtype]
+        if gradient is None:
+            gradient = zero_like(parameter)
+        else:
             gradient = gradient.to(parameter.dtype)
             if settings.clips_norm:
                 gradient = gradient * shaped(known.shrink, gradient)
             if settings.clips_value:
                 bound = shaped(known.bound, gradient)
                 gradient = torch.clamp(gradient, -bound, bound)
-            gradient = _zero_unless(gradient, shaped(known.keeps, gradient), fresh=is_fresh)
-            apply_update(
-                group,
-                parameter,
-                gradient,
-                dict(zip(state, rows, strict=True)),
-                {key: shaped(value, parameter) for key, value in groups[index, parameter.dtype].items()},
-                idle=settings.idle[index],
-            )
+            gradient = _zero_unless(gradient, shaped(known.keeps, gradient), fresh=fresh)
+        apply_update(
+            settings.structure.groups[index],
+            parameter,
+            gradient,
+            state,
+            {key: shaped(value, parameter) for key, value in groups[index, parameter.dtype].items()},
+            idle=settings.idle[index],
+        )
+
+    traced = _Traced(given)
+    for position, unit in _in_units(given.parameters):
+        name, index = settings.parameters[position], settings.group_of[position]
+        parameter, gradient, is_fresh = given.parameters[position], gradients[position], fresh[position]
+        if index is None:
+            continue
+        names = state_names(settings.structure.groups[index])
+        tensors = [parameter, *(states[name, state_name] for state_name in names)]
+        if isinstance(gradient, Rows):
+            with _unit(f"rows of update {unit}"):
+                rows = [gradient.take(tensor) for tensor in tensors]
+                of_rows = dict(zip(names, rows[1:], strict=True))
+                change(index, rows[0], gradient.gradient, of_rows, fresh=False)
+            with _unit(f"update {unit}"):
+                parameter, *state = _flat(*tensors)
+                change(index, parameter, None, dict(zip(names, state, strict=True)), fresh=False)
+            with _unit(f"rows into {unit}"):
+                for tensor, row in zip(tensors, rows, strict=True):
+                    gradient.put(tensor, row)
+            continue
+        own = [parameter, gradient, *tensors[1:]]
+        if traced.repeat(own, (index, is_fresh), f"update {unit}"):
+            continue
+        with traced.noted(own, (index, is_fresh)), _unit(f"update {unit}"):
+            parameter, gradient, *state = _flat(*own)
+            change(index, parameter, gradient, dict(zip(names, state, strict=True)), fresh=is_fresh)
 
 
 class _Traced:

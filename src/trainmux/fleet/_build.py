@@ -86,7 +86,7 @@ class ProgramBuilder:
             return BuiltStep(finished(step), step.records, step.num_nodes)
 
         fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
-        program = build_step(fused, settings)
+        program = self._build(fused, settings)
         if self._config.lowering == "aten":
             return _built(whole(program, "runs through ATen"), fused)
 
@@ -117,7 +117,7 @@ class ProgramBuilder:
             return stored
         fused = self._fuse(traced, width, stacked_batch=stacked_batch, compiles=True)
         compare_instead_of_scatter(fused.module.graph)
-        program = build_step(fused, settings, reuses_gradients=False)
+        program = self._build(fused, settings, reuses_gradients=False)
         low = self._lower(program.module, keeps_results=for_plan)
         num_nodes = len(fused.module.graph.nodes)
         step = StoredStep(low, program.inputs, program.metrics, fused.records, num_nodes)
@@ -129,7 +129,17 @@ class ProgramBuilder:
     ) -> StepProgram:
         """The step of one array of ``width`` members, operator by operator."""
         fused = self._fuse(traced, width, stacked_batch=stacked_batch, compiles=False)
-        return build_step(fused, settings)
+        return self._build(fused, settings)
+
+    def _build(
+        self, fused: FusedGraph, settings: UpdateSettings, *, reuses_gradients: bool = True
+    ) -> StepProgram:
+        return build_step(
+            fused,
+            settings,
+            reuses_gradients=reuses_gradients,
+            updates_rows=not self._config.deterministic,
+        )
 
     def compile(self, *steps: StoredStep) -> None:
         """Compile the kernels of lowered steps, side by side."""
