@@ -30,6 +30,7 @@ NUM_BLOCKS = 5
 STEPS_PER_BLOCK = 6
 NUM_BATCHES = 3
 LARGE_SEGMENT = 16 << 20
+NUM_DIFFERENT = 30
 
 
 class Bench:
@@ -88,6 +89,32 @@ class Bench:
             row["segments"] = segments()
         return row
 
+    def watch(self, plan: tm.Plan) -> dict[str, Any]:
+        """One step as it was predicted and as it ran: busy lanes, and the nodes that differ most."""
+        predicted, measured = plan.timeline, self.fleet.watch(self.batches[0])
+        row: dict[str, Any] = {}
+        for timeline in (predicted, measured):
+            row[timeline.source] = {
+                "step_ms": timeline.seconds * 1e3,
+                "compute_ms": timeline.compute_seconds * 1e3,
+                "stall_ms": timeline.stall_seconds * 1e3,
+                "copy_ms": timeline.copy_seconds * 1e3,
+                "hidden_copy_ms": timeline.hidden_copy_seconds * 1e3,
+                "busy_ms_by_lane": _busy(timeline),
+            }
+        before = {(span.lane, span.instruction): span.end - span.start for span in predicted.spans}
+        longer = [
+            (span.end - span.start - before.get((span.lane, span.instruction), 0.0), span)
+            for span in measured.spans
+        ]
+        longer.sort(key=lambda pair: -abs(pair[0]))
+        instructions = plan.program.body.instructions
+        row["most_different"] = [
+            {"us": seconds * 1e6, "lane": span.lane.value, "instruction": str(instructions[span.instruction])}
+            for seconds, span in longer[:NUM_DIFFERENT]
+        ]
+        return row
+
     def plan(self, budget: int | None, policy: str, num_partitions: int) -> tuple[tm.Plan, dict[str, Any]]:
         begin = time.perf_counter()
         plan = self.fleet.plan(budget, policy, max_partitions=num_partitions)
@@ -107,6 +134,7 @@ class Bench:
             "stall_ms": record.stall_seconds * 1e3,
             "recompute_share": record.recompute_share,
             "swap_overlap": record.swap_overlap,
+            "explained": plan.explain().splitlines(),
         }
 
 
@@ -131,6 +159,13 @@ def segments() -> list[dict[str, Any]]:
         if segment["total_size"] >= LARGE_SEGMENT
     ]
     return sorted(found, key=lambda segment: -segment["bytes"])
+
+
+def _busy(timeline: Any) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for span in timeline.spans:
+        found[span.lane.value] = found.get(span.lane.value, 0.0) + (span.end - span.start) * 1e3
+    return found
 
 
 def static_bytes(plan: tm.Plan) -> int:
@@ -167,6 +202,7 @@ def main() -> None:
     parser.add_argument("--shares", default="1/2,1/3,1/6")
     parser.add_argument("--policies", default="none,capuchin,mutwo,auto")
     parser.add_argument("--partitions", type=int, default=3)
+    parser.add_argument("--watch", action="store_true", help="also when each instruction ran")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/planned.json"))
@@ -192,14 +228,15 @@ def main() -> None:
     keep(bench.measure())
     whole, row = bench.plan(None, "none", options.partitions)
     keep({"share": "1", **row, **bench.measure()})
-    static, fixed = static_bytes(whole), whole.record.fixed_bytes
+    static = static_bytes(whole)
     result["static_bytes"] = static
     for share in options.shares.split(","):
-        budget = static + fixed + int(Fraction(share) * (whole.peak_bytes - static - fixed))
+        budget = static + int(Fraction(share) * (whole.peak_bytes - static))
         for policy in options.policies.split(","):
             try:
-                _, row = bench.plan(budget, policy, options.partitions)
-                keep({"share": share, **row, **bench.measure()})
+                plan, row = bench.plan(budget, policy, options.partitions)
+                row = {"share": share, **row, **bench.measure()}
+                keep({**row, "watched": bench.watch(plan)} if options.watch else row)
             except tm.errors.BudgetError as error:
                 keep({"share": share, "policy": policy, "budget_bytes": budget, "error": str(error)})
 
