@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +23,7 @@ from trainmux.fleet._planned_groups import PlannedForwards, PlannedSteps
 from trainmux.ir import DeviceFacts, Profile, SubArray
 from trainmux.profiling import (
     DEVICES,
+    MEASUREMENT_VERSION,
     Device,
     KernelGraph,
     ProfileCache,
@@ -38,8 +41,12 @@ from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
 FIXED_BYTES = 64 << 20
 """On a CUDA device, beside all tensors: the matrix libraries' workspaces and the graphs themselves."""
 
-_COMPILED_PARTITIONS = 5
-"""Partitions that are tried where nobody says how many, and each width has to be compiled to be measured."""
+_FEW_PARTITIONS = 5
+"""Partitions that are tried where nobody says how many and each takes long: its widths are compiled to be
+measured, or a member's graph is large."""
+
+_LARGE_GRAPH = 1000
+"""Nodes of a member's traced graph from which on it is large."""
 
 _ROUGHLY = "h200-141gb"
 """Whose speed is taken for steps beside the planned one."""
@@ -82,7 +89,7 @@ class FleetPlanner:
         self._plans = PlanCache()
         self._by_width: dict[int, WidthProfiles] = {}
         self._profiles: dict[tuple[int, int], Profile] = {}
-        self._scratch: dict[tuple[int, int], int] = {}
+        self._scratch: dict[str, int] = {}
         self._read: dict[tuple[int, int, str], tuple[KernelGraph, StepProgram]] = {}
 
     def plan(self, request: PlanRequest) -> Plan:
@@ -91,8 +98,8 @@ class FleetPlanner:
         budget = self._budget(request.budget, facts)
         planned = self._planned_groups(request.num_members)
         num_partitions = request.max_partitions
-        if num_partitions is None and self.kernels == "compiled":
-            num_partitions = _COMPILED_PARTITIONS
+        if num_partitions is None and (self.kernels == "compiled" or self._has_large_graph()):
+            num_partitions = _FEW_PARTITIONS
         bound = {} if num_partitions is None else {"max_partitions": num_partitions}
         key = self._plan_key(request, budget, planned, bound)
         kept = self._plans.get(key, self._cache) if key else None
@@ -106,6 +113,9 @@ class FleetPlanner:
         if key:
             self._plans.put(key, plan)
         return plan
+
+    def _has_large_graph(self) -> bool:
+        return any(len(group.traced.module.graph.nodes) >= _LARGE_GRAPH for group in self._groups)
 
     def _plan_key(
         self,
@@ -133,7 +143,8 @@ class FleetPlanner:
             planned,
             profile_of=lambda group, width: self.profile(int(group.name), width),
             policy=request.policy,
-            fixed_bytes=request.reserve_bytes + (FIXED_BYTES + self._scratch_bytes() if on_gpu else 0),
+            fixed_bytes=request.reserve_bytes + (FIXED_BYTES if on_gpu else 0),
+            beside_of=lambda profile: self._scratch.get(profile.fingerprint, 0) if on_gpu else 0,
             host_bytes=self._facts().host_bytes,
             progress=request.progress,
             **bound,
@@ -312,21 +323,34 @@ class FleetPlanner:
         found = self._cache.get(fingerprint)
         if found is None:
             arguments = self._arguments(index, program, width)
-            with kernel_settings(deterministic=self._config.deterministic):
-                found = measure_profile(graph, arguments, width=width, fingerprint=fingerprint, facts=facts)
+            found = self._measured(graph, arguments, width, fingerprint, facts)
             self._cache.put(found)
-        self._scratch[index, width] = scratch_bytes(graph, found)
+        self._scratch[found.fingerprint] = scratch_bytes(graph, found)
         # Workspaces are not in the slab: one scratch pool beside it serves them all in turn.
         nodes = tuple(replace(node, workspace_bytes=0) for node in found.nodes)
         return replace(found, nodes=nodes)
 
-    def _scratch_bytes(self) -> int:
-        """Of the widest sub-array that there may be: what its nodes need beside the slab."""
-        if self._device is not None:
-            return 0
-        for index, group in enumerate(self._groups):
-            self.profile(index, group.width)
-        return max(self._scratch.values(), default=0)
+    def _measured(
+        self,
+        graph: KernelGraph,
+        arguments: Sequence[Tensor],
+        width: int,
+        fingerprint: str,
+        facts: DeviceFacts,
+    ) -> Profile:
+        """Measure a step; where the device has too little for one node of it, that is refused in words.
+
+        The refusal is raised when the error is gone, whose traceback would hold the step's tensors.
+        """
+        try:
+            with kernel_settings(deterministic=self._config.deterministic):
+                return measure_profile(graph, arguments, width=width, fingerprint=fingerprint, facts=facts)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).strip().splitlines()[0]
+        raise BudgetError(
+            f"expected to measure a step of {width} members node by node, but the device has too little free "
+            f"memory for it ({reason}); leave the device to this process, or plan for smaller batches"
+        )
 
     def _graph(self, index: int, width: int) -> KernelGraph:
         return self._kernels(index, width)[0]
@@ -334,8 +358,9 @@ class FleetPlanner:
     def _kernels(self, index: int, width: int, kernels: str | None = None) -> tuple[KernelGraph, StepProgram]:
         key = (index, width, kernels or self.kernels)
         if key not in self._read:
-            program = self._groups[index].sub_array_program(width, kernels=key[2])
-            self._read[key] = (read_step(program), program)
+            with _no_collections():
+                program = self._groups[index].sub_array_program(width, kernels=key[2])
+                self._read[key] = (read_step(program), program)
         return self._read[key]
 
     def _arguments(self, index: int, program: StepProgram, width: int) -> list[Tensor]:
@@ -356,7 +381,9 @@ class FleetPlanner:
         ]
 
     def _fingerprint(self, graph: KernelGraph, width: int, facts: DeviceFacts) -> str:
-        text = repr((graph.fingerprint(), width, facts.name, torch.__version__, "measured"))
+        text = repr(
+            (graph.fingerprint(), width, facts.name, torch.__version__, "measured", MEASUREMENT_VERSION)
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _analytic_fingerprint(self, graph: KernelGraph, profile: Profile) -> str:
@@ -407,6 +434,18 @@ class FleetPlanner:
         names = list(groups[0].members[:num_members])
         names += [f"member {number}" for number in range(len(names), num_members)]
         return [PlannedGroup("0", tuple(names))]
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Fusing and lowering make millions of objects that live on: looking for cycles takes a fifth of it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def read_step(step: StepProgram | ForwardProgram) -> KernelGraph:

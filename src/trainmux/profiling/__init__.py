@@ -4,11 +4,12 @@ from trainmux.profiling._analytic import analytic_profile
 from trainmux.profiling._cache import ProfileCache
 from trainmux.profiling._devices import DEVICES, Device, find_device
 from trainmux.profiling._kernels import KernelGraph, KernelStep, KernelTensor, Location, read_kernels
-from trainmux.profiling._measured import LinkRates, measure_profile, probe_link
+from trainmux.profiling._measured import MEASUREMENT_VERSION, LinkRates, measure_profile, probe_link
 from trainmux.profiling._widths import WidthProfiles, same_but_for_origin
 
 __all__ = [
     "DEVICES",
+    "MEASUREMENT_VERSION",
     "Device",
     "KernelGraph",
     "KernelStep",

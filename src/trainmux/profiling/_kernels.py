@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 
 from trainmux.ir import ByteClass, Phase
 from trainmux.lowering import RegionCall
+from trainmux.profiling._view_strides import view_strides
 from trainmux.tracing import FakeTensorMode
 
 _ORDER = {Phase.FORWARD: 0, Phase.BACKWARD: 1, Phase.UPDATE: 2}
@@ -265,7 +266,7 @@ class _Reader:
         else:
             target: Callable[..., Any] = node.target  # type: ignore[assignment]
             changed = {self._storage(tensor, node.name) for tensor in _written(target, args, kwargs)}
-            value = target(*args, **kwargs)
+            value = _as_it_runs(target, args, target(*args, **kwargs))
         self._values[node] = value
         leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         before = len(self._names)
@@ -290,6 +291,18 @@ class _Reader:
         phases = [source.meta.get("phase") for source in node.all_input_nodes]
         known = [phase for phase in phases if phase is not None]
         return max(known, key=_ORDER.__getitem__, default=Phase.FORWARD)
+
+
+def _as_it_runs(target: Any, args: Sequence[Any], value: Any) -> Any:
+    """A view with the strides that it has when it is run, anything else as it is."""
+    if target not in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+        return value
+    given: Tensor = args[0]
+    strides = view_strides(given.shape, given.stride(), value.shape)
+    is_copy = given.untyped_storage()._cdata != value.untyped_storage()._cdata
+    if is_copy or strides is None or strides == tuple(value.stride()):
+        return value
+    return given.as_strided(value.shape, strides, value.storage_offset())
 
 
 def _written(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

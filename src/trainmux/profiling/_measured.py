@@ -29,6 +29,10 @@ from torch import Tensor, fx
 from trainmux.errors import PlanError
 from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile, ProfiledNode, ProfiledTensor
 from trainmux.profiling._kernels import KernelGraph, KernelStep
+from trainmux.runtime import borrowed_stream, warm_matrix_libraries
+
+MEASUREMENT_VERSION = 2
+"""Raised when what is measured, or how, is no longer what kept profiles have."""
 
 NUM_PASSES = 3
 _PROBE_BYTES = 256 << 20
@@ -37,18 +41,26 @@ _ROOM = 1.25
 """What must be free for each byte that a pass holds at its peak: workspaces, and holes between tensors."""
 _LARGEST_CUT = 0.7
 """The share of its time alone that a node may lose to the step it is part of."""
+_SUSTAINED_SECONDS = 0.3
+"""A step is replayed for so long at a time: a device that has just begun to work is faster than it stays."""
+_NUM_HANDOVERS = 64
 _HEAD_START_CYCLES = 2_000_000
 """The device waits so long before each node that the host, which launches kernels one by one, is ahead."""
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Bytes per second between host and device: each direction alone, and each while both are busy."""
+    """Bytes per second between host and device: each direction alone, and each while both are busy.
+
+    ``handover_seconds`` is what a copy of next to nothing takes between two kernels of a CUDA graph, of which
+    one waits for the other through it.
+    """
 
     out: float
     into: float
     out_duplex: float
     into_duplex: float
+    handover_seconds: float = 0.0
 
 
 def probe_link(device: torch.device, num_bytes: int = _PROBE_BYTES) -> LinkRates:
@@ -79,7 +91,46 @@ def probe_link(device: torch.device, num_bytes: int = _PROBE_BYTES) -> LinkRates
         num_bytes / _median_of(lambda way=way: copies(*way))  # type: ignore[misc]
         for way in ((True, False), (False, True), (True, True))
     )
-    return LinkRates(out, into, min(both, out), min(both, into))
+    return LinkRates(out, into, min(both, out), min(both, into), _handover_seconds(device))
+
+
+def _handover_seconds(device: torch.device) -> float:
+    """By how much a row of kernels in a graph gets longer for each small copy between two of them."""
+    counter, there = torch.zeros(1, device=device), torch.zeros(1024, device=device)
+    host = torch.zeros(1024, pin_memory=True)
+    side = torch.cuda.Stream(device)
+
+    def kernels(stream: torch.cuda.Stream, *, copies: bool) -> None:
+        for _ in range(_NUM_HANDOVERS):
+            counter.add_(1)
+            if copies:
+                side.wait_stream(stream)
+                with torch.cuda.stream(side):
+                    host.copy_(there, non_blocking=True)
+                stream.wait_stream(side)
+
+    found = []
+    for copies in (False, True):
+        with borrowed_stream(device) as stream:
+            stream.wait_stream(torch.cuda.current_stream(device))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                kernels(stream, copies=copies)
+            _replays(graph, 1)
+            found.append(_median_of(partial(_replays, graph, 1)))
+            del graph
+    return max(0.0, found[1] - found[0]) / _NUM_HANDOVERS
+
+
+def _replays(graph: torch.cuda.CUDAGraph, count: int) -> float:
+    """Seconds for one of so many replays in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / count
 
 
 def measure_profile(
@@ -94,6 +145,8 @@ def measure_profile(
     """Run the graph node by node with ``arguments``; ``tell`` hears of each node that is done."""
     device = arguments[0].device
     clock: _CudaClock | _HostClock = _CudaClock(device) if device.type == "cuda" else _HostClock()
+    if device.type == "cuda":
+        warm_matrix_libraries(device)
     link = probe_link(device)
     seconds: list[list[float]] = [[] for _ in graph.steps]
     workspaces = [0] * len(graph.steps)
@@ -132,10 +185,10 @@ def measure_profile(
             tensor.name,
             tensor.byte_class,
             tensor.size_bytes,
-            tensor.size_bytes / link.out,
-            tensor.size_bytes / link.into,
-            tensor.size_bytes / link.out_duplex,
-            tensor.size_bytes / link.into_duplex,
+            *(
+                link.handover_seconds + tensor.size_bytes / rate
+                for rate in (link.out, link.into, link.out_duplex, link.into_duplex)
+            ),
         )
         for tensor in graph.tensors
     )
@@ -170,7 +223,13 @@ def _replayed_seconds(graph: KernelGraph, arguments: Sequence[Tensor], device: t
     torch.cuda.empty_cache()
     if not _fits(graph, device):
         return None
-    stream = torch.cuda.Stream(device)
+    with borrowed_stream(device) as stream:
+        return _replayed_on(stream, graph, arguments, device)
+
+
+def _replayed_on(
+    stream: torch.cuda.Stream, graph: KernelGraph, arguments: Sequence[Tensor], device: torch.device
+) -> float | None:
     stream.wait_stream(torch.cuda.current_stream(device))
     captured = torch.cuda.CUDAGraph()
     try:
@@ -181,18 +240,11 @@ def _replayed_seconds(graph: KernelGraph, arguments: Sequence[Tensor], device: t
     except RuntimeError:  # out of memory is one, too
         torch.cuda.synchronize(device)
         return None
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay() -> float:
-        begin.record()
-        captured.replay()
-        end.record()
-        torch.cuda.synchronize(device)
-        return float(begin.elapsed_time(end)) / 1e3
-
-    replay()
-    taken = _median_of(replay)
-    del kept, replay
+    _replays(captured, 1)
+    count = max(1, int(_SUSTAINED_SECONDS / _replays(captured, 1)))
+    _replays(captured, count)  # until the device's clock is what it is under load
+    taken = _median_of(partial(_replays, captured, count))
+    del kept
     torch.cuda.empty_cache()
     return taken
 

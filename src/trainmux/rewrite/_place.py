@@ -10,9 +10,13 @@ from trainmux.simulate import Tenant, pack
 
 
 def place_parts(
-    parts: Sequence[Part], alignment: int, first: Callable[[Key], bool] = lambda key: False
+    parts: Sequence[Part],
+    alignment: int,
+    first: Callable[[Key], bool] = lambda key: False,
+    *,
+    enough_bytes: int = 0,
 ) -> tuple[tuple[Part, ...], int]:
-    """The parts with offsets, and the end of the highest tenancy.
+    """The parts with offsets, and the end of the highest tenancy; no lower one is sought than `enough_bytes`.
 
     What is there all the time lies at the bottom, in the order of its numbers, beginning with what ``first``
     names: programs over the same such tensors have them at the same offsets.
@@ -46,7 +50,8 @@ def place_parts(
             own.append(number)
         numbers.append(own)
         start += num_instructions + 1
-    offsets = _offsets(sizes, spans, {number: key for key, number in crossing.items()}, alignment, first)
+    keys = {number: key for key, number in crossing.items()}
+    offsets = _offsets(sizes, spans, keys, alignment, first, enough_bytes)
     placed = tuple(
         Part(
             part.instructions,
@@ -66,6 +71,7 @@ def _offsets(
     keys: Mapping[int, Key],
     alignment: int,
     first: Callable[[Key], bool],
+    enough_bytes: int,
 ) -> list[int]:
     begin = min((span[0][0] for span in spans), default=0)
     end = max((span[-1][1] for span in spans), default=0)
@@ -78,7 +84,8 @@ def _offsets(
         bottom += -(-sizes[number] // alignment) * alignment
     rest = sorted(set(range(len(sizes))) - set(always))
     tenants = [Tenant(sizes[number], tuple(spans[number])) for number in rest]
-    for number, offset in zip(rest, pack(tenants, alignment).offsets, strict=True):
+    packed = pack(tenants, alignment, enough_bytes=enough_bytes - bottom)
+    for number, offset in zip(rest, packed.offsets, strict=True):
         offsets[number] = bottom + offset
     return offsets
 

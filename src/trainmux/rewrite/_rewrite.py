@@ -53,11 +53,17 @@ def rewrite(profiles: Sequence[Profile], schedule: Schedule) -> Program:
     return place(profiles, draft(profiles, schedule))
 
 
-def place(profiles: Sequence[Profile], made: Draft) -> Program:
-    """The program of a draft of these profiles: offsets for all its bytes."""
+def place(profiles: Sequence[Profile], made: Draft, *, enough_bytes: int = 0) -> Program:
+    """The program of a draft of these profiles: offsets for all its bytes.
+
+    `rewrite` seeks the smallest slab. Here the search ends at one of ``enough_bytes``.
+    """
     parts = (made.prologue, made.body, made.epilogue)
     (prologue, body, epilogue), slab_bytes = place_parts(
-        parts, ALIGNMENT, lambda key: profiles[key[0]].tensors[key[1]].byte_class in _STATE
+        parts,
+        ALIGNMENT,
+        lambda key: profiles[key[0]].tensors[key[1]].byte_class in _STATE,
+        enough_bytes=enough_bytes,
     )
     return Program(prologue, body, epilogue, made.resident, slab_bytes, made.host_bytes)
 

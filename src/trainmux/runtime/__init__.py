@@ -15,6 +15,7 @@ from trainmux.runtime._host import FolderFacts, HostFacts, look_at_folder, look_
 from trainmux.runtime._interrupts import deferred_interrupts
 from trainmux.runtime._kept_files import source_version, user_cache_folder, write_whole
 from trainmux.runtime._landing import HostLeaf, Landing
+from trainmux.runtime._pools import leave_pool
 from trainmux.runtime._random import (
     WORD_RANGE,
     philox_blocks,
@@ -24,6 +25,7 @@ from trainmux.runtime._random import (
 )
 from trainmux.runtime._ring import HostFeed
 from trainmux.runtime._storage import ALIGNMENT_BYTES, stacked_strides, stacked_zeros
+from trainmux.runtime._streams import borrow_stream, borrowed_stream, warm_matrix_libraries
 from trainmux.runtime._transfer import Transfers
 
 __all__ = [
@@ -41,8 +43,11 @@ __all__ = [
     "ListedGpu",
     "Transfers",
     "ask_driver",
+    "borrow_stream",
+    "borrowed_stream",
     "deferred_interrupts",
     "deterministic_algorithms",
+    "leave_pool",
     "look_at_cuda",
     "look_at_folder",
     "look_at_host",
@@ -57,5 +62,6 @@ __all__ = [
     "stacked_strides",
     "stacked_zeros",
     "user_cache_folder",
+    "warm_matrix_libraries",
     "write_whole",
 ]

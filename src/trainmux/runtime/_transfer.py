@@ -2,11 +2,12 @@
 
 A copy between the device and ordinary host memory goes through a small buffer of the driver's and waits for
 each piece. Here pieces go through two pinned buffers of our own: while the link fills or empties one, the
-host's threads copy the other.
+host's threads copy the other. All transfers of a process share them.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -18,6 +19,9 @@ _ALIGNMENT = 64
 
 Pair = tuple[Tensor, Tensor]
 
+_BUFFERS: dict[int, list[Tensor]] = {}
+_COPYING = threading.Lock()
+
 
 class Transfers:
     """Copies (destination, source) pairs to and from one device; its buffers are made at first use."""
@@ -25,7 +29,7 @@ class Transfers:
     def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._device = device
         self._buffer_bytes = buffer_bytes
-        self._buffers: list[Tensor] = []
+        self._buffers = _BUFFERS.setdefault(buffer_bytes, [])
 
     def copy(self, pairs: Sequence[Pair]) -> None:
         """Copy every source into its destination, in any order; done, for the host, when it returns."""
@@ -38,8 +42,10 @@ class Transfers:
                     outward.append((destination, source))
                 else:
                     inward.append((destination, source))
-            self._copy_outward(outward)
-            self._copy_inward(inward)
+            if outward or inward:
+                with _COPYING:
+                    self._copy_outward(outward)
+                    self._copy_inward(inward)
 
     def _is_staged(self, destination: Tensor, source: Tensor) -> bool:
         """Whether two tensors are the same row of bytes, one on the host and one on the device."""
@@ -104,7 +110,8 @@ class Transfers:
     def _places(self, number: int, batch: Sequence[Pair]) -> Iterator[Tensor]:
         """A part of the buffer for each piece of a batch."""
         while len(self._buffers) < _NUM_BUFFERS:
-            size = _rounded(self._buffer_bytes) + _ALIGNMENT
+            # No byte more: torch takes the next power of two.
+            size = max(_rounded(self._buffer_bytes), _ALIGNMENT)
             self._buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
         offset = 0
         for piece, _ in batch:

@@ -21,7 +21,7 @@ for this a schedule counts only if asking for less did not make it much quicker.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,24 +37,35 @@ from trainmux.scheduling.policies._gaps import Choice, find_gaps
 from trainmux.scheduling.policies._layout import demand
 from trainmux.simulate import lane_times
 
-_TIGHTENINGS = (1, 1, 2, 4, 8)
+_TIGHTENINGS, _LARGE_TIGHTENINGS, _HUGE_TIGHTENINGS = (1, 1, 2, 4, 8), (1, 2, 4), (2,)
 """How many times what a slab had too much a policy is asked to do without, one time after another."""
-_NUM_RUNGS = 6
-_NUM_STEPS = 4
+_LARGE_MARGIN = 1024
+"""The same with large bodies: this part of the limit more, or a tiny excess is asked for again and again."""
+_NUM_RUNGS, _HUGE_NUM_RUNGS = 6, 3
+_NUM_STEPS, _HUGE_NUM_STEPS = 4, 2
 """Steps from one rung to the next, the last of which is that rung."""
-_MOST_GAIN = 0.9
+_MOST_GAIN, _LARGE_MOST_GAIN = 0.9, 0.99
 """Asking a policy for less may make a schedule quicker, by luck; to no less than this share of its time."""
+_LARGE_BODY = 1000
+"""From so many nodes on one decision weighs little, so luck is small, and every question takes long."""
+_HUGE_BODY, _MOST_NODES = 3000, 6000
+"""From the first number of nodes on few limits are worked on; beyond the second nothing is decided at all, a
+body is taken as it is. So the time for many members is bounded: they are in wider sub-arrays too."""
 _ROUNDING = 1e-9
 """Times that differ by less than this share differ by the rounding of sums alone."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Members in sub-arrays, one profile each, and how these share the device."""
+    """Members in sub-arrays, one profile each, and how these share the device.
+
+    ``beside_bytes`` are reserved beside the slab for what nodes need while they run.
+    """
 
     sub_arrays: tuple[tuple[str, ...], ...]
     profiles: tuple[Profile, ...]
     multiplexing: Multiplexing
+    beside_bytes: int = 0
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -123,6 +134,18 @@ class Candidates:
         body = FixedBody(task, plain_order(task.profiles, task.multiplexing), self._facts)
         self._plain_schedule = body.plain_schedule()
         self._swaps_static = isinstance(known.policy, Auto)
+        self._is_large = body.length >= _LARGE_BODY
+        is_huge = body.length >= _HUGE_BODY
+        self.has_decisions = known.has_decisions and (
+            len(arrangement.profiles) == 1 or body.length <= _MOST_NODES
+        )
+        """Whether anything but the body as it is will be offered."""
+        self._num_rungs = _HUGE_NUM_RUNGS if is_huge else _NUM_RUNGS
+        self._num_steps = _HUGE_NUM_STEPS if is_huge else _NUM_STEPS
+        self._tightenings: tuple[int, ...] = _LARGE_TIGHTENINGS if self._is_large else _TIGHTENINGS
+        if is_huge:
+            self._tightenings = _HUGE_TIGHTENINGS
+        self._most_gain = _LARGE_MOST_GAIN if self._is_large else _MOST_GAIN
         self.plain_bytes = int(body.needed().max())
         self.least_seconds = float(body.starts[-1])
         """No schedule of this arrangement is quicker than its nodes alone."""
@@ -131,6 +154,7 @@ class Candidates:
         self._least_bytes: int | None = None
         self._plain: Candidate | None = None
         self._smallest: Candidate | None = None
+        self._smallest_timed: _Timed | None = None
         self._first: dict[int, _Timed | None] = {}
         self._made: dict[int, Candidate | None] = {}
 
@@ -152,17 +176,17 @@ class Candidates:
 
     def limits(self) -> list[int]:
         """All rungs and steps, from the lowest up."""
-        if not self.known.has_decisions:
+        if not self.has_decisions:
             return []
         way = self.plain_bytes - self.least_bytes
         if self._swaps_static:
-            rungs = [self.plain_bytes - (way >> halving) for halving in range(_NUM_RUNGS)]
+            rungs = [self.plain_bytes - (way >> halving) for halving in range(self._num_rungs)]
         else:
-            rungs = [self.least_bytes + way * rung // _NUM_RUNGS for rung in range(_NUM_RUNGS)]
+            rungs = [self.least_bytes + way * rung // self._num_rungs for rung in range(self._num_rungs)]
         found = [
-            low + (high - low) * step // _NUM_STEPS
+            low + (high - low) * step // self._num_steps
             for low, high in pairwise([*rungs, self.plain_bytes])
-            for step in range(_NUM_STEPS)
+            for step in range(self._num_steps)
         ]
         return list(dict.fromkeys(found))
 
@@ -170,7 +194,7 @@ class Candidates:
         """Seconds that no schedule within a limit, or a lower one, can go below; infinite where none fits."""
         if self.plain_bytes <= limit_bytes:
             return self.least_seconds
-        if not self.known.has_decisions:
+        if not self.has_decisions:
             return math.inf
         return least_seconds(
             self._facts, self.arrangement.multiplexing, limit_bytes, swaps_static=self._swaps_static
@@ -191,7 +215,7 @@ class Candidates:
         if plain is not None:
             return plain
         limits = self.limits()
-        rungs = [limit for limit in limits[::_NUM_STEPS] if limit <= available]
+        rungs = [limit for limit in limits[:: self._num_steps] if limit <= available]
         found: Candidate | None = None
         for limit in reversed(rungs):
             if self._is_ruled_out(limit, found, to_beat):
@@ -199,8 +223,8 @@ class Candidates:
             found = self._quicker(found, limit, to_beat)
         if not rungs or (found is not None and found.seconds <= self.least_seconds * (1 + _ROUNDING)):
             return found
-        above = limits.index(rungs[-1]) + _NUM_STEPS
-        steps = [limit for limit in limits[above - _NUM_STEPS + 1 : above] if limit <= available]
+        above = limits.index(rungs[-1]) + self._num_steps
+        steps = [limit for limit in limits[above - self._num_steps + 1 : above] if limit <= available]
         if not steps or self._is_ruled_out(steps[-1], found, to_beat):
             return found
         allowed: float | None = None
@@ -234,7 +258,7 @@ class Candidates:
         """What there is for a limit where that is quicker than ``found``; placed only if it can be."""
         first = self._unplaced(limit_bytes)
         quickest = to_beat if found is None else min(to_beat, found.seconds)
-        if first is None or first.seconds * _MOST_GAIN >= quickest:
+        if first is None or first.seconds * self._most_gain >= quickest:
             return found
         made = self._within(limit_bytes)
         return made if made is not None and (found is None or made.seconds < found.seconds) else found
@@ -242,17 +266,24 @@ class Candidates:
     def plain(self) -> Candidate:
         """With nothing swapped and nothing recomputed."""
         if self._plain is None:
-            self._plain = _placed(self.arrangement.profiles, self._timed(self._plain_schedule))
+            self._plain = self._placed(self._timed(self._plain_schedule))
         return self._plain
 
-    def smallest(self) -> Candidate | None:
-        """What needs the fewest bytes of all, for a policy that knows how; otherwise ``None``."""
-        if self._smallest is None and isinstance(self.known.policy, Auto):
+    def smallest(self, to_beat: float = math.inf) -> Candidate | None:
+        """What needs the fewest bytes of all, for a policy that knows how; otherwise ``None``.
+
+        Nor is it placed where it takes ``to_beat`` seconds or more.
+        """
+        if not isinstance(self.known.policy, Auto):
+            return None
+        if self._smallest_timed is None:
             try:
                 schedule = self.known.policy.smallest(self._task(0))
             except Infeasible:
                 schedule = self._plain_schedule
-            self._smallest = _placed(self.arrangement.profiles, self._timed(schedule))
+            self._smallest_timed = self._timed(schedule)
+        if self._smallest is None and self._smallest_timed.seconds < to_beat:
+            self._smallest = self._placed(self._smallest_timed)
         return self._smallest
 
     def _unplaced(self, limit_bytes: int) -> _Timed | None:
@@ -270,14 +301,15 @@ class Candidates:
     def _make(self, limit_bytes: int) -> Candidate | None:
         first = timed = self._unplaced(limit_bytes)
         tightened = limit_bytes
-        for times in (*_TIGHTENINGS, 0):
+        margin = limit_bytes // _LARGE_MARGIN if self._is_large else 0
+        for times in (*self._tightenings, 0):
             if timed is None or first is None:
                 return None
-            candidate = _placed(self.arrangement.profiles, timed)
+            candidate = self._placed(timed, enough_bytes=limit_bytes)
             if candidate.slab_bytes <= limit_bytes:
                 # Budgets that go by the first would miss one that is quicker by more than they allow for.
-                return candidate if candidate.seconds >= first.seconds * _MOST_GAIN else None
-            tightened -= times * (candidate.slab_bytes - limit_bytes)
+                return candidate if candidate.seconds >= first.seconds * self._most_gain else None
+            tightened -= times * (candidate.slab_bytes - limit_bytes + margin)
             timed = self._scheduled(tightened) if times else None
         return None
 
@@ -313,6 +345,7 @@ class Candidates:
             self._worth(limit_bytes),
         )
 
-
-def _placed(profiles: Sequence[Profile], timed: _Timed) -> Candidate:
-    return Candidate(timed.schedule, place(profiles, timed.draft), timed.seconds)
+    def _placed(self, timed: _Timed, *, enough_bytes: int = 0) -> Candidate:
+        """With offsets. A slab that is ``enough_bytes`` is not made smaller; `rewrite` would do so."""
+        program = place(self.arrangement.profiles, timed.draft, enough_bytes=enough_bytes)
+        return Candidate(timed.schedule, program, timed.seconds)

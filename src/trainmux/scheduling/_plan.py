@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.ir import Attempt, Multiplexing, Plan, Profile, verify
+from trainmux.rewrite import rewrite
 from trainmux.scheduling._candidates import Arrangement, Candidate, Candidates
 from trainmux.scheduling.budget import in_words
 from trainmux.scheduling.partition import MAX_PARTITIONS, Group, Partition, find_partitions
@@ -56,9 +58,10 @@ Progress = Callable[[PlanProgress], None]
 class Planner:
     """Plans for several budgets, sharing profiles and everything that does not depend on the budget.
 
-    ``profile_of`` is called once for each group and width. ``fixed_bytes`` are reserved beside the slab,
-    ``host_bytes`` bound copies on the host (``None``: what the profiles' device allows). ``evaluations``
-    and ``seed`` are for policies that search. The same arguments give the same plans.
+    ``profile_of`` is called once for each group and width. ``fixed_bytes`` are reserved beside the slab, and
+    what ``beside_of`` says for the profile that needs the most: nodes of all sub-arrays run one by one.
+    ``host_bytes`` bound copies on the host (``None``: what the profiles' device allows). ``evaluations`` and
+    ``seed`` are for policies that search. The same arguments give the same plans.
 
     Refused: an unknown policy or group (`ConfigError`), a budget that nothing fits (`BudgetError`, with one
     that works in ``smallest_bytes``).
@@ -71,6 +74,7 @@ class Planner:
         profile_of: ProfileOf,
         policy: str = "auto",
         fixed_bytes: int = 0,
+        beside_of: Callable[[Profile], int] = lambda profile: 0,
         host_bytes: int | None = None,
         max_partitions: int = MAX_PARTITIONS,
         evaluations: int | None = None,
@@ -90,16 +94,21 @@ class Planner:
         self.note = search.note
         """What was left out of the search for partitions; empty where nothing was."""
         profiles = self._profiles(groups, search.partitions, profile_of)
+        if host_bytes is None:
+            host_bytes = min(profile.device.host_bytes for profile in profiles.values())
         self._host_bytes = host_bytes
-        if self._host_bytes is None:
-            self._host_bytes = min(profile.device.host_bytes for profile in profiles.values())
         arrangements = [
             arrangement
             for partition in search.partitions
-            for arrangement in _arrangements(groups, partition, profiles, known.multiplexings(partition))
+            for arrangement in _arrangements(
+                groups, partition, profiles, known.multiplexings(partition), beside_of
+            )
         ]
         self._all: list[Candidates] = []
-        self._all += [Candidates(each, known, self._host_bytes, self._worth) for each in arrangements]
+        self._all += [
+            Candidates(each, known, self._host_bytes, partial(self._worth, each.beside_bytes))
+            for each in arrangements
+        ]
         if not self._all:
             raise ConfigError(
                 f"expected partitions that policy {policy!r} knows how to share the device between, got none "
@@ -112,6 +121,7 @@ class Planner:
                 profile_of=lambda group, width: profiles[list(groups).index(group), width],
                 policy=other,
                 fixed_bytes=fixed_bytes,
+                beside_of=beside_of,
                 host_bytes=self._host_bytes,
                 max_partitions=max_partitions,
                 progress=progress,
@@ -152,9 +162,10 @@ class Planner:
         attempts = self._attempts(search.notes, search.best.seconds, search.chosen)
         return self._emit(self._all[search.chosen].arrangement, search.best, budget_bytes, attempts)
 
-    def _worth(self, limit_bytes: int) -> float:
-        """Seconds of the quickest arrangement that needs no decision within a limit."""
-        fitting = (each.least_seconds for each in self._all if each.plain_bytes <= limit_bytes)
+    def _worth(self, beside_bytes: int, limit_bytes: int) -> float:
+        """Seconds of the quickest arrangement that needs no decision where another one has these bytes."""
+        available = beside_bytes + limit_bytes
+        fitting = (each.least_seconds for each in self._all if _plain_need(each) <= available)
         return min(fitting, default=math.inf)
 
     def _attempts(
@@ -166,16 +177,17 @@ class Planner:
         """A budget that works, as small as this search knows."""
         smallest = self._narrowest.smallest()
         if smallest is not None:
-            return smallest.slab_bytes + self.fixed_bytes
+            return smallest.slab_bytes + self._fixed_bytes_of(self._narrowest.arrangement)
         lowest: int | None = None
         for candidates in self._all:
-            plain = candidates.plain().slab_bytes
+            beside = candidates.arrangement.beside_bytes
+            plain = candidates.plain().slab_bytes + beside
             lowest = plain if lowest is None else min(lowest, plain)
             for limit in candidates.limits():
-                if limit >= lowest:
+                if limit + beside >= lowest:
                     break
                 if candidates.best(limit, math.inf) is not None:
-                    lowest = limit
+                    lowest = limit + beside
         assert lowest is not None
         return lowest + self.fixed_bytes
 
@@ -195,9 +207,11 @@ class Planner:
     def _smallest_if_quicker(self, to_beat: float, available: int) -> Candidate | None:
         """The plan with the fewest bytes, where it fits and nothing quicker was found."""
         narrowest = self._narrowest
-        if to_beat <= narrowest.bound(available) * (1 + _ROUNDING):
+        available -= narrowest.arrangement.beside_bytes
+        bound = narrowest.bound(available) if narrowest.has_decisions else narrowest.least_seconds
+        if to_beat <= bound * (1 + _ROUNDING):
             return None
-        smallest = narrowest.smallest()
+        smallest = narrowest.smallest(to_beat)
         if smallest is None or smallest.slab_bytes > available:
             return None
         return smallest if smallest.seconds < to_beat else None
@@ -205,11 +219,18 @@ class Planner:
     def _no_plan(self, budget_bytes: int) -> BudgetError:
         smallest = self.smallest_bytes()
         hint = "" if self.policy == "auto" else ", or use policy 'auto'"
+        if self._swappable_bytes() > self._host_bytes:
+            hint += f"; swaps are held down by the host, which has {in_words(self._host_bytes)} for them"
         return BudgetError(
             f"expected a budget that policy {self.policy!r} can keep to, but got {in_words(budget_bytes)}, "
             f"and the smallest that works is {in_words(smallest)}; raise it to that{hint}",
             smallest_bytes=smallest,
         )
+
+    def _swappable_bytes(self) -> int:
+        """All that a policy could ever have on the host at once."""
+        profiles = self._narrowest.arrangement.profiles
+        return sum(tensor.size_bytes for profile in profiles for tensor in profile.tensors)
 
     def _attempt(
         self, number: int, note: tuple[Candidate | None, str], best_seconds: float, is_chosen: bool
@@ -229,7 +250,7 @@ class Planner:
             arrangement.widths,
             arrangement.multiplexing,
             candidate.seconds,
-            candidate.slab_bytes + self.fixed_bytes,
+            candidate.slab_bytes + self._fixed_bytes_of(arrangement),
             times.stall_seconds,
             times.recompute_seconds,
             why,
@@ -238,23 +259,25 @@ class Planner:
     def _emit(
         self, arrangement: Arrangement, best: Candidate, budget_bytes: int, attempts: tuple[Attempt, ...]
     ) -> Plan:
+        fixed_bytes = self._fixed_bytes_of(arrangement)
+        program = rewrite(arrangement.profiles, best.schedule)
         verify(
-            best.program,
+            program,
             arrangement.profiles,
             budget_bytes=budget_bytes,
-            fixed_bytes=self.fixed_bytes,
+            fixed_bytes=fixed_bytes,
             host_bytes=self._host_bytes,
         )
-        times = timeline(best.program.body, arrangement.profiles)
+        times = timeline(program.body, arrangement.profiles)
         return Plan(
             policy=self.policy,
             budget_bytes=budget_bytes,
-            fixed_bytes=self.fixed_bytes,
+            fixed_bytes=fixed_bytes,
             profiles=arrangement.fingerprints(),
             partition=arrangement.partition(),
             schedule=best.schedule,
-            peak_bytes=best.slab_bytes + self.fixed_bytes,
-            host_bytes=best.program.host_bytes,
+            peak_bytes=program.slab_bytes + fixed_bytes,
+            host_bytes=program.host_bytes,
             step_seconds=times.seconds,
             stall_seconds=times.stall_seconds,
             recompute_seconds=times.recompute_seconds,
@@ -262,6 +285,9 @@ class Planner:
             recompute_share=times.recompute_seconds / times.compute_seconds if times.compute_seconds else 0.0,
             attempts=attempts,
         )
+
+    def _fixed_bytes_of(self, arrangement: Arrangement) -> int:
+        return self.fixed_bytes + arrangement.beside_bytes
 
     def _profiles(
         self, groups: Sequence[Group], partitions: Sequence[Partition], profile_of: ProfileOf
@@ -294,7 +320,8 @@ class _Search:
     """What was found so far within ``available`` bytes; ``to_beat`` is the time that counts from now on.
 
     What fits with nothing decided comes first, the quickest of it: that costs no search and spares others.
-    The rest follows by what it can reach at best, so that what can no longer win comes last.
+    The rest follows by a guess: what is least short of bytes comes closest to its bound. The order decides
+    how soon others can be ruled out, not what is found.
     """
 
     def __init__(self, everything: Sequence[Candidates], available: int, to_beat: float) -> None:
@@ -303,12 +330,21 @@ class _Search:
         self.chosen = -1
         self.notes: dict[int, tuple[Candidate | None, str]] = {}
         self._all = everything
-        self._available = available
-        self._bounds = [candidates.bound(available) for candidates in everything]
+        self._available = [available - candidates.arrangement.beside_bytes for candidates in everything]
+        self._bounds = [
+            candidates.bound(limit) for candidates, limit in zip(everything, self._available, strict=True)
+        ]
         numbers = range(len(everything))
-        by_bound = sorted(numbers, key=lambda n: (self._bounds[n], n))
-        fitting = [n for n in by_bound if everything[n].plain_bytes <= available]
-        self.in_order = [*fitting, *(n for n in by_bound if n not in fitting)]
+        fits = [_plain_need(candidates) <= available for candidates in everything]
+        guesses = [self._guess(number) for number in numbers]
+        self.in_order = sorted(numbers, key=lambda n: (not fits[n], guesses[n], n))
+
+    def _guess(self, number: int) -> float:
+        """A time that an arrangement may take: its bound, and more the more bytes it is short of."""
+        candidates = self._all[number]
+        shortage = max(0, candidates.plain_bytes - self._available[number]) / max(1, candidates.plain_bytes)
+        hidden = 0.5 if candidates.arrangement.multiplexing is Multiplexing.RING else 1.0
+        return self._bounds[number] * (1 + hidden * shortage)
 
     def look_at(self, number: int) -> None:
         """Take what an arrangement offers if it is quicker, or note why it is not taken."""
@@ -320,8 +356,9 @@ class _Search:
             if self.to_beat <= seconds * (1 + _ROUNDING) and seconds < math.inf:
                 self.notes[number] = (None, why.format(seconds))
                 return
-        found = candidates.best(self._available, self.to_beat)
-        self.notes[number] = (found, "" if found is not None else _why_not(candidates, self._available))
+        available = self._available[number]
+        found = candidates.best(available, self.to_beat)
+        self.notes[number] = (found, "" if found is not None else _why_not(candidates, available))
         if found is not None and found.seconds < self.to_beat:
             self.take(number, found)
 
@@ -330,6 +367,11 @@ class _Search:
         self.best, self.chosen = found, number
         self.to_beat = found.seconds
         self.notes[number] = (found, "")
+
+
+def _plain_need(candidates: Candidates) -> int:
+    """What an arrangement needs with nothing decided, in the slab and beside it."""
+    return candidates.plain_bytes + candidates.arrangement.beside_bytes
 
 
 def _knows_one(policy: str, partitions: Sequence[Partition]) -> bool:
@@ -343,6 +385,7 @@ def _arrangements(
     partition: Partition,
     profiles: dict[tuple[int, int], Profile],
     multiplexings: Sequence[Multiplexing],
+    beside_of: Callable[[Profile], int],
 ) -> list[Arrangement]:
     """A partition in each way its sub-arrays can share the device, closest iteration times side by side."""
     sub_arrays = [(members, profiles[number, len(members)]) for number, members in partition.members(groups)]
@@ -352,6 +395,7 @@ def _arrangements(
             tuple(members for members, _ in sub_arrays),
             tuple(profile for _, profile in sub_arrays),
             multiplexing,
+            max((beside_of(profile) for _, profile in sub_arrays), default=0),
         )
         for multiplexing in multiplexings
     ]
@@ -359,7 +403,7 @@ def _arrangements(
 
 def _why_not(candidates: Candidates, available: int) -> str:
     """Why an arrangement has nothing that fits, in words."""
-    if not candidates.known.has_decisions:
+    if not candidates.has_decisions:
         return f"needs {candidates.plain_bytes - available} bytes more"
     need = candidates.least_need or candidates.least_bytes
     if need > available:

@@ -21,10 +21,13 @@ from trainmux.simulate._rules import round_up
 
 _MAX_PLACEMENTS = 24_000
 """Tenants that are placed in all tries together: bounds the time, about 40 µs each."""
-_MIN_TRIES, _MAX_TRIES = 2, 24
+_MIN_TRIES, _MAX_TRIES = 1, 24
 _GOOD_ENOUGH = 1000
 """No further try when the slab exceeds the bytes in use at once by less than one part in this many."""
-
+_ROWS_PER_STRETCH, _MAX_STRETCHES = 64, 256
+"""How finely time is divided to find what shares time with a tenant."""
+_LONG_SHARE = 8
+"""A tenant that is there for more than one part in this many of the time is there for long."""
 
 _Spans = tuple[tuple[int, int], ...]
 _Array = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -47,9 +50,10 @@ class Slab:
     lower_bound_bytes: int
 
 
-def pack(tenants: Sequence[Tenant], alignment: int = 512) -> Slab:
-    """Offsets for ``tenants``, multiples of ``alignment``; the same tenants give the same slab.
+def pack(tenants: Sequence[Tenant], alignment: int = 512, *, enough_bytes: int = 0) -> Slab:
+    """Offsets for ``tenants``, multiples of ``alignment``; the same arguments give the same slab.
 
+    The search for a smaller one ends at ``enough_bytes``: who only asks whether that suffices need not wait.
     Tenants that are there all the time lie at the bottom. Sizes count rounded up to the alignment. Refused
     with `ConfigError`: an alignment below 1, a negative size, a tenant without spans or with spans that do
     not end after they start or do not follow one another.
@@ -81,7 +85,9 @@ def pack(tenants: Sequence[Tenant], alignment: int = 512) -> Slab:
     spans, rest_sizes = [tenants[i].spans for i in rest], [sizes[i] for i in rest]
     in_use = _bytes_in_use(spans, rest_sizes, first, last)
     bound = int(in_use.max(initial=0))
-    total, placed = _best_try(spans, rest_sizes, _by_crowding(spans, rest_sizes, in_use, first), bound)
+    enough = max(bound + bound // _GOOD_ENOUGH, enough_bytes - base)
+    by_crowding = _by_crowding(spans, rest_sizes, in_use, first)
+    total, placed = _best_try(spans, rest_sizes, by_crowding, bound, enough, (first, last))
     for i, offset in zip(rest, placed, strict=True):
         offsets[i] = base + offset
     return Slab(tuple(offsets), base + total, base + bound)
@@ -105,60 +111,115 @@ def _by_crowding(spans: Sequence[_Spans], sizes: Sequence[int], in_use: _Array, 
 
 
 def _best_try(
-    spans: Sequence[_Spans], sizes: Sequence[int], by_crowding: Sequence[int], bound: int
+    spans: Sequence[_Spans],
+    sizes: Sequence[int],
+    by_crowding: Sequence[int],
+    bound: int,
+    enough: int,
+    time: tuple[int, int],
 ) -> tuple[int, list[int]]:
-    """The lowest total found, and its offsets.
+    """The lowest total found, the first that is ``enough``, and its offsets.
 
     Two rows of tries begin with the same order. In the first, all tenants above the bound move half way
     forward each time, in the second those at the very top come first.
     """
     num_tries = min(max(_MIN_TRIES, _MAX_PLACEMENTS // max(1, len(sizes))), _MAX_TRIES)
-    begun = best = _place_in_order(spans, sizes, by_crowding)
+    begun = best = _place_in_order(spans, sizes, by_crowding, *time)
     for gently, tries in ((True, num_tries // 2), (False, num_tries - 1 - num_tries // 2)):
         order, (total, offsets) = list(by_crowding), begun
         for _ in range(tries):
-            if best[0] - bound <= bound // _GOOD_ENOUGH:
+            if best[0] <= enough:
                 return best
             above = {i for i in order if offsets[i] + sizes[i] > (bound if gently else total - 1)}
             place = {i: (at / 2 - 1 if gently else -1) if i in above else at for at, i in enumerate(order)}
             order.sort(key=lambda i: place[i])
-            total, offsets = _place_in_order(spans, sizes, order)
+            total, offsets = _place_in_order(spans, sizes, order, *time)
             if total < best[0]:
                 best = (total, offsets)
     return best
 
 
 def _place_in_order(
-    spans: Sequence[_Spans], sizes: Sequence[int], order: Sequence[int]
+    spans: Sequence[_Spans], sizes: Sequence[int], order: Sequence[int], first: int, last: int
 ) -> tuple[int, list[int]]:
     """The total and the offsets when tenants are placed one by one in ``order``."""
-    capacity = sum(len(tenant) for tenant in spans)
-    # What is placed, by offset, one row per span; a tenant's spans have equal offsets and tops.
-    bottoms, tops, starts, ends = (np.empty(capacity, np.int64) for _ in range(4))
+    placed = _Placed(sum(len(tenant) for tenant in spans), first, last)
     offsets = [0] * len(sizes)
-    total = num_placed = 0
+    total = 0
     for i in order:
-        size, own_spans = sizes[i], spans[i]
-        meets = _meets(starts[:num_placed], ends[:num_placed], own_spans).nonzero()[0]
-        offset = _best_gap(bottoms[meets], tops[meets], size) if meets.size else 0
-        offsets[i] = offset
-        total = max(total, offset + size)
-        at = int(bottoms[:num_placed].searchsorted(offset))
-        width = len(own_spans)
-        for column, value in (
-            (bottoms, offset),
-            (tops, offset + size),
-            (starts, [start for start, _ in own_spans]),
-            (ends, [end for _, end in own_spans]),
-        ):
-            column[at + width : num_placed + width] = column[at:num_placed]
-            column[at : at + width] = value
-        num_placed += width
+        offset = offsets[i] = placed.lowest_offset(spans[i], sizes[i])
+        total = max(total, offset + sizes[i])
+        placed.add(spans[i], offset, offset + sizes[i])
     return total, offsets
 
 
+class _Placed:
+    """What is placed already, one row per span.
+
+    Rows are kept by stretches of time: most tenants are there for a short time only and need not be compared
+    with those of all others. For those that are there for long, all rows are kept by offset too.
+    """
+
+    def __init__(self, num_rows: int, first: int, last: int) -> None:
+        self._bottoms, self._tops, self._starts, self._ends = (np.empty(num_rows, np.int64) for _ in range(4))
+        self._num_rows = 0
+        self._first = first
+        num_stretches = min(max(1, num_rows // _ROWS_PER_STRETCH), _MAX_STRETCHES)
+        self._length = max(1, -(-(last - first) // num_stretches))
+        self._rows: list[_Rows] = [_Rows() for _ in range(num_stretches)]
+        self._by_offset, self._sorted_bottoms = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
+
+    def lowest_offset(self, spans: _Spans, size: int) -> int:
+        """That of the smallest gap of ``size`` bytes between the rows that share time with ``spans``."""
+        stretches = dict.fromkeys(stretch for span in spans for stretch in self._stretches(*span))
+        is_long = len(stretches) > len(self._rows) // _LONG_SHARE
+        if is_long:
+            near = self._by_offset[: self._num_rows]
+        else:  # some rows come several times, which does no harm
+            near = np.concatenate([self._rows[stretch].numbers() for stretch in stretches])
+        meets = near[_meets(self._starts[near], self._ends[near], spans)]
+        if not meets.size:
+            return 0
+        if not is_long:
+            meets = meets[self._bottoms[meets].argsort()]
+        return _best_gap(self._bottoms[meets], self._tops[meets], size)
+
+    def add(self, spans: _Spans, bottom: int, top: int) -> None:
+        at = int(self._sorted_bottoms[: self._num_rows].searchsorted(bottom))
+        for start, end in spans:
+            row = self._num_rows
+            for column, value in ((self._by_offset, row), (self._sorted_bottoms, bottom)):
+                column[at + 1 : row + 1] = column[at:row]
+                column[at] = value
+            self._num_rows += 1
+            self._bottoms[row], self._tops[row] = bottom, top
+            self._starts[row], self._ends[row] = start, end
+            for stretch in self._stretches(start, end):
+                self._rows[stretch].append(row)
+
+    def _stretches(self, start: int, end: int) -> range:
+        return range((start - self._first) // self._length, (end - 1 - self._first) // self._length + 1)
+
+
+class _Rows:
+    """Numbers of rows, growing."""
+
+    def __init__(self) -> None:
+        self._numbers = np.empty(64, np.int64)
+        self._count = 0
+
+    def append(self, row: int) -> None:
+        if self._count == len(self._numbers):
+            self._numbers = np.concatenate([self._numbers, np.empty_like(self._numbers)])
+        self._numbers[self._count] = row
+        self._count += 1
+
+    def numbers(self) -> _Array:
+        return self._numbers[: self._count]
+
+
 def _meets(starts: _Array, ends: _Array, spans: _Spans) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which of the placed rows share time with any of ``spans``."""
+    """Which of the rows share time with any of ``spans``."""
     start, end = spans[0]
     meets = (starts < end) & (ends > start)
     for start, end in spans[1:]:

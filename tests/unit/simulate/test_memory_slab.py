@@ -49,6 +49,18 @@ def test_tenants_never_overlap(seed: int, num_tenants: int, length: int, alignme
     assert pack(tenants, alignment) == slab
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 40))
+def test_the_search_ends_at_what_is_enough(seed: int, num_tenants: int) -> None:
+    tenants = random_tenants(random.Random(seed), num_tenants, 40)
+    best = pack(tenants)
+    for enough in (best.total_bytes, 2 * best.total_bytes):
+        slab = pack(tenants, enough_bytes=enough)
+        check_slab(tenants, slab, 512)
+        assert best.total_bytes <= slab.total_bytes <= enough
+    assert pack(tenants, enough_bytes=best.total_bytes - 1).total_bytes == best.total_bytes
+
+
 def test_a_tenant_that_comes_back_finds_its_place_free() -> None:
     # The second would fit where the first lies, but only until the first comes back.
     tenants = [Tenant(512, ((0, 2), (8, 9))), Tenant(512, ((3, 9),)), Tenant(512, ((3, 8),))]

@@ -44,7 +44,7 @@ RECOMPUTED = (Choice.RECOMPUTE, Choice.RECOMPUTE_EARLY)
 _MAX_KNOWN = 2000
 """Derivations that are remembered at a time."""
 _NUM_LAST = 3
-_MAX_MORE = 8
+_MAX_MORE = 64
 """Tensors more than the last time for which a derivation is extended and not made anew."""
 
 

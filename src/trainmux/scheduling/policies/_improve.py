@@ -69,10 +69,22 @@ class Improver:
         """How long it takes; ``None`` where it does not fit, or surely takes longer than ``below``."""
         self.left -= 1
         needs = needs if needs is not None else demand(body, self.gaps, choices)
-        if needs is None or float(body.starts[-1] + needs.recompute_seconds.sum()) > below * (1 + _SAME):
+        if needs is None or self._at_least(body, needs) > below * (1 + _SAME):
             return None
         layout = lay_out(body, self.gaps, needs, self.task.limit_bytes)
         return Found(tuple(choices), layout, seconds_of(layout)) if layout is not None else None
+
+    def _at_least(self, body: FixedBody, needs: Demand) -> float:
+        """What compute, or one direction of the link, takes by itself."""
+        compute = float(body.starts[-1] + needs.recompute_seconds.sum())
+        seconds_out = seconds_in = 0.0
+        for swap in needs.swaps:
+            gap = self.gaps[swap.gap]
+            record = self.task.profiles[gap.sub_array].tensors[gap.tensor]
+            seconds_in += record.swap_in_seconds
+            if swap.copies_out:
+                seconds_out += record.swap_out_seconds
+        return max(compute, seconds_out, seconds_in)
 
     def improve(self, found: Found) -> Found:
         """The best body met on the way from ``found``, which may be itself."""

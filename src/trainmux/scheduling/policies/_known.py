@@ -53,7 +53,7 @@ def _all(partition: Partition) -> tuple[Multiplexing, ...]:
     if partition.num_sub_arrays == 1:
         return _TURNS
     is_even = all(max(widths) - min(widths) <= 1 for widths in partition.widths)
-    return (*_RING, *_TURNS) if is_even or partition.is_in_pairs else _TURNS
+    return (*_TURNS, *_RING) if is_even or partition.is_in_pairs else _TURNS
 
 
 def policy_named(name: str, *, seed: int = 0, evaluations: int | None = None) -> KnownPolicy:

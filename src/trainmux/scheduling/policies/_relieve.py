@@ -42,7 +42,7 @@ LINK_PRICES = (
 )
 """From swapping everything to recomputing all that can be, the more different ones first."""
 
-_MAX_ROUNDS = 64
+_MAX_ROUNDS = 40
 """Rounds a relief should take; in larger bodies each gives up more tensors at once."""
 
 

@@ -12,7 +12,8 @@ A plan by ``auto`` is never slower than one by another policy: the planner has t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainmux.ir import Multiplexing, Schedule
@@ -27,12 +28,14 @@ from trainmux.scheduling.policies._stages import Stages
 
 _EVALUATED_NODES = 20_000
 _FEWEST_EVALUATIONS, _MOST_EVALUATIONS = 15, 100
-_LARGE_BODY = 1500
+_LARGE_BODY = 1000
 """From so many nodes on a search begins in fewer places, each of which takes longer."""
 _MAX_KNOWN = 64
 """Sets of sub-arrays that are remembered at a time."""
 _HOPELESS = 1.1
 """A start that is so many times slower than what is to be had without any decision is not improved."""
+_LARGE_HOPELESS = 1.3
+"""Nor is one of a large body that takes so many times what its nodes take: few evaluations change little."""
 _CLOSE = 1 + 1e-9
 """A body that takes no longer than its nodes alone, rounding aside, cannot be improved."""
 
@@ -97,6 +100,32 @@ class _Known:
         self._gaps: dict[bool, tuple[Gap, ...]] = {}
         self._paths: dict[tuple[bool, tuple[Node, ...], LinkPrice], Path] = {}
         self._least_bytes: dict[bool, int] = {}
+        self._last_limit = -1
+        self._starts: dict[bool, Found | None] = {}
+        self._improved: dict[bool, Found] = {}
+
+    def start(
+        self, limit_bytes: int, with_static: bool, find: Callable[[bool], Found | None]
+    ) -> Found | None:
+        """The best place to begin; found once for both ways to ask for a limit (`Auto.other_way`)."""
+        self._at(limit_bytes)
+        if with_static not in self._starts:
+            self._starts[with_static] = find(with_static)
+        return self._starts[with_static]
+
+    def improved(
+        self, limit_bytes: int, with_static: bool, improve: Callable[[bool, Found], Found], start: Found
+    ) -> Found:
+        """What improving that place leads to, likewise."""
+        self._at(limit_bytes)
+        if with_static not in self._improved:
+            self._improved[with_static] = improve(with_static, start)
+        return self._improved[with_static]
+
+    def _at(self, limit_bytes: int) -> None:
+        if limit_bytes != self._last_limit:
+            self._last_limit = limit_bytes
+            self._starts, self._improved = {}, {}
 
     def gaps(self, *, with_static: bool) -> tuple[Gap, ...]:
         if with_static not in self._gaps:
@@ -143,7 +172,7 @@ class _Search:
         starts: list[tuple[bool, Found]] = []
         ways = (False, True) if self.policy.swaps_static else (False,)
         for with_static in reversed(ways) if self.policy.static_first else ways:
-            start = self._start(with_static)
+            start = self.known.start(self.task.limit_bytes, with_static, self._start)
             if start is not None:
                 starts.append((with_static, start))
                 if start.seconds <= self.least_seconds * _CLOSE:
@@ -151,9 +180,14 @@ class _Search:
         if not starts:
             raise infeasible(self.task, self.policy.name, 1)
         with_static, start = min(starts, key=lambda pair: pair[1].seconds)
-        if start.seconds > _HOPELESS * self.task.worth_seconds:
+        if start.seconds > self._hopeless_seconds():
             return self._emit(start)
-        return self._emit(self._improver(with_static, self.evaluations).improve(start))
+        return self._emit(self.known.improved(self.task.limit_bytes, with_static, self._improve, start))
+
+    def _hopeless_seconds(self) -> float:
+        hopeless = _HOPELESS * self.task.worth_seconds
+        is_large = self.plain.length >= _LARGE_BODY
+        return min(hopeless, _LARGE_HOPELESS * self.least_seconds) if is_large else hopeless
 
     def _fits_plainly(self) -> bool:
         """Whether nothing has to be decided; raises `Infeasible` where no decision can help."""
@@ -163,6 +197,9 @@ class _Search:
         if least > self.task.limit_bytes:
             raise infeasible(self.task, self.policy.name, least - self.task.limit_bytes)
         return False
+
+    def _improve(self, with_static: bool, start: Found) -> Found:
+        return self._improver(with_static, self.evaluations).improve(start)
 
     def _improver(self, with_static: bool, evaluations: int) -> Improver:
         gaps = self.known.gaps(with_static=with_static)
@@ -174,7 +211,7 @@ class _Search:
         improver = self._improver(with_static, 0)
         best: Found | None = None
         for body, choices in self._places_to_begin(with_static):
-            found = improver.evaluate(body, choices)
+            found = improver.evaluate(body, choices, below=best.seconds if best else math.inf)
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
                 if best.seconds <= self.least_seconds * _CLOSE:

@@ -1,0 +1,45 @@
+"""Streams are lent again and again, never to two at a time while there are others."""
+
+from __future__ import annotations
+
+import itertools
+
+from trainmux.runtime._streams import StreamLender
+
+
+class Owner:
+    pass
+
+
+def lender_of(num_streams: int) -> StreamLender:
+    streams = itertools.cycle(range(num_streams))
+    return StreamLender(lambda: next(streams))
+
+
+def test_owners_have_streams_of_their_own() -> None:
+    lender = lender_of(32)
+    owners = [Owner() for _ in range(32)]
+    assert sorted(lender.lend(owner) for owner in owners) == list(range(32))
+
+
+def test_the_stream_of_one_that_is_gone_is_lent_again() -> None:
+    lender = lender_of(32)
+    first, second = Owner(), Owner()
+    stream, other = lender.lend(first), lender.lend(second)
+    del first
+    third, fourth = Owner(), Owner()
+    assert lender.lend(third) == stream
+    lender.take_back(second)
+    assert lender.lend(fourth) == other
+
+
+def test_one_after_another_takes_the_same_stream() -> None:
+    lender = lender_of(32)
+    assert len({lender.lend(Owner()) for _ in range(100)}) == 1
+
+
+def test_with_all_streams_lent_one_is_shared() -> None:
+    lender = lender_of(4)
+    owners = [Owner() for _ in range(5)]
+    assert sorted(lender.lend(owner) for owner in owners[:4]) == [0, 1, 2, 3]
+    assert lender.lend(owners[4]) in range(4)
