@@ -5,5 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-for folder in ("fleet", "engine"):
+import pytest
+
+for folder in ("fleet", "engine", "colocate"):
     sys.path.insert(0, str(Path(__file__).parents[1] / "cpu" / folder))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Known to xdist; here for runs without it."""
+    config.addinivalue_line("markers", "xdist_group(name): tests that one worker should run together")

@@ -1,6 +1,6 @@
 """A fused graph becomes a program; an engine runs it step by step."""
 
-from trainmux.engine._capture_room import kernel_settings
+from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.engine._cuda_graphs import CudaGraphEngine
 from trainmux.engine._into import scratch_bytes
 from trainmux.engine._lanes import HostLanes, WatchedLanes, watched_lanes
@@ -22,6 +22,7 @@ from trainmux.engine._tail import UpdateSettings
 __all__ = [
     "FED_NUMBERS",
     "TAIL_INPUTS",
+    "CaptureRoom",
     "CudaGraphEngine",
     "ForwardProgram",
     "HostLanes",

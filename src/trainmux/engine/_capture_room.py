@@ -7,6 +7,7 @@ reserved in its place.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,12 @@ import torch
 from trainmux.ir import MemoryUse
 from trainmux.runtime import (
     AllocationEvent,
+    borrow_stream,
     deterministic_algorithms,
+    leave_pool,
     measured_convolutions,
     record_allocations,
+    warm_matrix_libraries,
 )
 from trainmux.simulate import Allocate, AllocatorRules, Event, Free, PoolForecast
 
@@ -39,11 +43,23 @@ class CaptureRoom:
     def __init__(self, device: torch.device, *, deterministic: bool) -> None:
         self._device = device
         self._deterministic = deterministic
+        self._kept: list[torch.cuda.CUDAGraph] = []  # before the pool: what was made last goes last
         self._pool = torch.cuda.MemPool()
         self._forecast: PoolForecast | None = PoolForecast(AllocatorRules.for_torch(torch.__version__))
-        self.stream = torch.cuda.Stream(device)
+        self.stream = borrow_stream(device, self)
+        with torch.cuda.stream(self.stream):
+            warm_matrix_libraries(device)
         self.memory: MemoryUse | None = None
         self.num_captures = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Graphs of `capture_all` that the room holds, whether anybody still replays them or not."""
+        return len(self._kept)
+
+    def drop_kept(self) -> None:
+        """Let all graphs of `capture_all` go at once: nobody may replay one after this."""
+        self._kept.clear()
 
     def capture(
         self, rehearse: Callable[[], Any], run: Callable[[], T]
@@ -52,25 +68,80 @@ class CaptureRoom:
 
         ``rehearse`` does what ``run`` does and leaves no trace; it is called twice.
         """
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        with kernel_settings(deterministic=self._deterministic):
-            with torch.cuda.stream(self.stream):
-                rehearse()
-                with record_allocations(self._device) as record:
-                    kept = rehearse()
-                del kept
-            self.stream.synchronize()
+        with self._working():
+            events = self._rehearsed(rehearse)
             torch.cuda.empty_cache()  # the rehearsal's memory is not the graph's: the two would add up
-            predicted, handles = self._reserve(record.events)
+            predicted, handles = self._reserve(events)
             graph = torch.cuda.CUDAGraph()
+            returned = self._captured(graph, run)
+        self.memory = MemoryUse(predicted, torch.cuda.memory_reserved(self._device))
+        return graph, returned, tuple(handles)
+
+    def capture_all(
+        self, rehearse: Callable[[], None], run: Sequence[Callable[[], None]]
+    ) -> list[torch.cuda.CUDAGraph]:
+        """Graphs of several pieces of work that return nothing, in memory that is reserved for all at once.
+
+        ``rehearse`` does all of them in an order in which they may run, and leaves no trace. The room keeps
+        the graphs, those of a capture that failed among them: torch frees the matrix libraries' workspaces of
+        a stream when a graph captured on it is destroyed (pytorch #193402), and the others still need theirs.
+        """
+        with self._working():
+            events = self._rehearsed(rehearse)
+            torch.cuda.empty_cache()
+            predicted, _ = self._reserve(events)
+            graphs = []
+            for each in run:
+                graphs.append(torch.cuda.CUDAGraph())
+                self._kept.append(graphs[-1])
+                self._captured(graphs[-1], each)
+        self.memory = MemoryUse(predicted, torch.cuda.memory_reserved(self._device))
+        return graphs
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """The room's stream begins behind the caller's, and the caller's goes on behind it."""
+        outside = torch.cuda.current_stream(self._device)
+        self.stream.wait_stream(outside)
+        try:
+            # A capture that fails leaves its own stream current.
+            with kernel_settings(deterministic=self._deterministic), torch.cuda.stream(outside):
+                yield
+        finally:
+            outside.wait_stream(self.stream)
+
+    def _rehearsed(self, rehearse: Callable[[], Any]) -> list[AllocationEvent] | None:
+        """Run it twice; what the second time allocated, where that could be recorded."""
+        with torch.cuda.stream(self.stream):
+            rehearse()
+            with record_allocations(self._device) as record:
+                kept = rehearse()
+            del kept
+        self.stream.synchronize()
+        return record.events
+
+    def _captured(self, graph: torch.cuda.CUDAGraph, run: Callable[[], T]) -> T:
+        collects = gc.isenabled()
+        gc.disable()  # a pool that is collected while something is captured ends the process
+        try:
             with torch.cuda.graph(
                 graph, pool=_handle(self._pool), stream=self.stream, capture_error_mode="thread_local"
             ):
                 returned = run()
-        torch.cuda.current_stream(self._device).wait_stream(self.stream)
+        except BaseException:
+            leave_pool(self._pool, self._device)
+            raise
+        finally:
+            if collects:
+                gc.enable()
         self.num_captures += 1
-        self.memory = MemoryUse(predicted, torch.cuda.memory_reserved(self._device))
-        return graph, returned, tuple(handles)
+        return returned
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """What is allocated inside, outside of a capture, comes from the graphs' own pool."""
+        with torch.cuda.use_mem_pool(self._pool, self._device):
+            yield
 
     def release(self, handles: Sequence[int]) -> None:
         """A graph that was captured here is gone."""

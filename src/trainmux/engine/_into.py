@@ -1,8 +1,8 @@
 """Nodes whose results go to given memory: written there where the operator can, copied there otherwise.
 
-Matrix products have an ``out`` argument, compiled regions take their outputs' memory from their caller. What
-is left (attention, convolutions, odd operators) computes into memory of its own, which is given back as soon
-as the result has been copied.
+Matrix products have an ``out`` argument, as have convolutions by cuDNN (`_convolution`); compiled regions
+take their outputs' memory from their caller. What is left (attention, backward passes of convolutions, odd
+operators) computes into memory of its own, which is given back as soon as the result has been copied.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
+from trainmux.engine._convolution import NUM_ARGUMENTS, can_write, convolve_into
 from trainmux.ir import Profile
 from trainmux.lowering import Place, RegionCall, extended, extended_product
-from trainmux.profiling import KernelGraph
+from trainmux.profiling import KernelGraph, Location
 
 aten = torch.ops.aten
 
@@ -37,16 +38,34 @@ def scratch_bytes(graph: KernelGraph, profile: Profile) -> int:
     most = 0
     for step, node in zip(graph.steps, profile.nodes, strict=True):
         needed = node.workspace_bytes
-        if not _takes_memory(graph.module, step.node):
+        if not _takes_memory(graph, step.node):
             needed += sum(-(-graph.tensors[t].size_bytes // _ROUNDING) * _ROUNDING for t in step.creates)
         most = max(most, needed)
     return most
 
 
-def _takes_memory(module: fx.GraphModule, node: fx.Node) -> bool:
+def _takes_memory(graph: KernelGraph, node: fx.Node) -> bool:
     if node.op == "call_module":
-        return isinstance(module.get_submodule(str(node.target)), RegionCall)
+        return isinstance(graph.module.get_submodule(str(node.target)), RegionCall)
+    if node.target is aten.convolution.default:
+        return _convolution_takes_memory(graph, node)
     return node.target in _WITH_OUT or node.target is extended_product
+
+
+def _convolution_takes_memory(graph: KernelGraph, node: fx.Node) -> bool:
+    """Whether it is sure before it runs: cuDNN may leave convolutions of several groups to others."""
+    if len(node.args) != NUM_ARGUMENTS:
+        return False
+    data, weight, _, _, _, _, is_transposed, _, num_groups = node.args
+    places = [graph.values[each] for each in (data, weight, node) if isinstance(each, fx.Node)]
+    if num_groups != 1 or any(place.device.type != "cuda" for place in places):
+        return False
+    tensors = [_described(place) for place in places]
+    return can_write(*tensors, is_transposed=bool(is_transposed))
+
+
+def _described(location: Location) -> Tensor:
+    return torch.empty_strided(location.shape, location.strides, dtype=location.dtype, device="meta")
 
 
 def run_into(
@@ -71,7 +90,9 @@ def run_into(
 
 
 def _product_into(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> bool:
-    """Write a matrix product to its place; false for everything else."""
+    """Write a matrix product or a convolution to its place; false for everything else."""
+    if target is aten.convolution.default:
+        return convolve_into(args, place.value)
     if target is extended_product:
         op, left_sizes, right_sizes, _, left, right = args
         shape = (*place.value.shape[:-2], left_sizes[0], right_sizes[1])

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from trainmux.engine._into import run_into
 from trainmux.engine._lanes import Lanes
-from trainmux.errors import PlanError
+from trainmux.errors import BudgetError, PlanError
 from trainmux.ir import (
     Compute,
     Free,
@@ -55,12 +55,22 @@ class Memory:
                 f"expected a slab of at least {program.slab_bytes} bytes, got {slab.numel()}; make it larger"
             )
         offsets, end = host_offsets(program, graphs)
-        host = torch.zeros(max(1, end), dtype=torch.uint8, pin_memory=slab.device.type == "cuda")
-        return cls(slab, host, offsets)
+        return cls(slab, _host_memory(max(1, end), is_pinned=slab.device.type == "cuda"), offsets)
 
     def at(self, offset: int, size_bytes: int) -> Tensor:
         """The bytes of the device's memory that a tensor at ``offset`` lies in."""
         return self.slab[offset : offset + size_bytes]
+
+
+def _host_memory(num_bytes: int, *, is_pinned: bool) -> Tensor:
+    try:
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    except (RuntimeError, MemoryError) as error:
+        reason = str(error).strip().splitlines()[0]
+    raise BudgetError(
+        f"expected {num_bytes} bytes of {'pinned ' if is_pinned else ''}host memory for what the plan swaps, "
+        f"got none ({reason}); free memory on the host, or plan for a larger budget"
+    )
 
 
 def host_offsets(program: Program, graphs: Sequence[KernelGraph]) -> tuple[dict[Key, int], int]:
@@ -114,6 +124,7 @@ class PlannedProgram:
         self._poisons = poisons
         self._parts = {id(part): _Timetable(part) for part in (*self._all_parts(), *segments)}
         self._statics = self._static_offsets()
+        self._swapped_statics = self._find_swapped_statics()
         self._aside: dict[tuple[int, fx.Node], list[Tensor]] = {}
         self._modules = [dict(graph.module.named_modules()) for graph in graphs]
         self._places_of = [[_tensors_of(graph, step.node) for step in graph.steps] for graph in graphs]
@@ -147,51 +158,67 @@ class PlannedProgram:
         """Enqueue one part, on the current stream and the lanes beside it, or on other ``lanes``.
 
         ``before`` has work for the compute lane that belongs before a node is computed, by (sub-array, rank).
+        Where an instruction fails, static tensors are brought to where they are between steps, with the
+        values that they have by then.
         """
-        before = before or {}
         lanes = lanes or self._lanes
         timetable = self._parts[id(part)]
         walk = _Walk(dict(timetable.there), self._aside)
-        with (
-            torch.no_grad(),
-            deterministic_algorithms(self._deterministic),
-            lanes.part(timetable.awaited),
-        ):
-            for position, instruction in enumerate(part.instructions):
-                taken = timetable.takes.get(position, {})
-                match instruction:
-                    case Compute(sub_array, node):
-                        walk.where.update(taken)
-                        if (sub_array, node) in before:
-                            before[sub_array, node]()
-                        with lanes.on(Lane.COMPUTE, position):
-                            self._compute(walk, sub_array, node)
-                        lanes.issued(Lane.COMPUTE, position)
-                    case Recompute(sub_array, node, keeps):
-                        with lanes.on(Lane.COMPUTE, position):
-                            self._recompute(walk, sub_array, node, keeps, taken)
-                        lanes.issued(Lane.COMPUTE, position)
-                    case Offload(sub_array, tensor):
-                        key = (sub_array, tensor)
-                        with lanes.on(Lane.OUT, position):
-                            source = self._device_bytes(key, walk.where[key])
-                            self._host_bytes(key).copy_(source, non_blocking=True)
-                        lanes.issued(Lane.OUT, position)
-                    case Prefetch(sub_array, tensor):
-                        key = (sub_array, tensor)
-                        walk.where.update(taken)
-                        with lanes.on(Lane.IN, position):
-                            target = self._device_bytes(key, walk.where[key])
-                            target.copy_(self._host_bytes(key), non_blocking=True)
-                        lanes.issued(Lane.IN, position)
-                    case Free(sub_array, tensor):
-                        offset = walk.where.pop((sub_array, tensor))
-                        if self._poisons:
-                            self._device_bytes((sub_array, tensor), offset).fill_(0xFF)
-                        lanes.issued(Lane.COMPUTE, position)
-                    case Wait(lane, on):
-                        lanes.wait(lane, on)
-                        lanes.issued(lane, position)
+        try:
+            with (
+                torch.no_grad(),
+                deterministic_algorithms(self._deterministic),
+                lanes.part(timetable.awaited),
+            ):
+                self._issue(part, timetable, walk, before or {}, lanes)
+        except BaseException:
+            self._bring_back(walk)
+            raise
+
+    def _issue(
+        self,
+        part: Part,
+        timetable: _Timetable,
+        walk: _Walk,
+        before: Mapping[tuple[int, int], Callable[[], None]],
+        lanes: Lanes,
+    ) -> None:
+        """One instruction after another, in issue order."""
+        for position, instruction in enumerate(part.instructions):
+            taken = timetable.takes.get(position, {})
+            match instruction:
+                case Compute(sub_array, node):
+                    walk.where.update(taken)
+                    if (sub_array, node) in before:
+                        before[sub_array, node]()
+                    with lanes.on(Lane.COMPUTE, position):
+                        self._compute(walk, sub_array, node)
+                    lanes.issued(Lane.COMPUTE, position)
+                case Recompute(sub_array, node, keeps):
+                    with lanes.on(Lane.COMPUTE, position):
+                        self._recompute(walk, sub_array, node, keeps, taken)
+                    lanes.issued(Lane.COMPUTE, position)
+                case Offload(sub_array, tensor):
+                    key = (sub_array, tensor)
+                    with lanes.on(Lane.OUT, position):
+                        source = self._device_bytes(key, walk.where[key])
+                        self._host_bytes(key).copy_(source, non_blocking=True)
+                    lanes.issued(Lane.OUT, position)
+                case Prefetch(sub_array, tensor):
+                    key = (sub_array, tensor)
+                    with lanes.on(Lane.IN, position):
+                        target = self._device_bytes(key, taken[key])
+                        target.copy_(self._host_bytes(key), non_blocking=True)
+                    walk.where.update(taken)
+                    lanes.issued(Lane.IN, position)
+                case Free(sub_array, tensor):
+                    offset = walk.where.pop((sub_array, tensor))
+                    if self._poisons:
+                        self._device_bytes((sub_array, tensor), offset).fill_(0xFF)
+                    lanes.issued(Lane.COMPUTE, position)
+                case Wait(lane, on):
+                    lanes.wait(lane, on)
+                    lanes.issued(lane, position)
 
     def _compute(self, walk: _Walk, sub_array: int, rank: int) -> None:
         created = {t: walk.where[sub_array, t] for t in self.graphs[sub_array].steps[rank].creates}
@@ -248,6 +275,26 @@ class PlannedProgram:
                     numbers = [item.tensor for item in _tensors_of(self.graphs[sub_array], node)]
                     walk.aside[sub_array, user] = [results[numbers.index(location.tensor)]]
 
+    def _bring_back(self, walk: _Walk) -> None:
+        """Static tensors to their places between steps, from wherever a broken walk has left them.
+
+        A tensor that is on the device has its latest values there, one that is not has them on the host.
+        """
+        device = self.memory.slab.device
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return  # nothing has run
+            torch.cuda.synchronize(device)
+        moved = []
+        for key in self._swapped_statics:
+            home, now = self._statics.get(key), walk.where.get(key)
+            if now != home:
+                source = self._host_bytes(key) if now is None else self._device_bytes(key, now)
+                target = self._host_bytes(key) if home is None else self._device_bytes(key, home)
+                moved.append((target, source.to("cpu", copy=True)))
+        for target, value in moved:
+            target.copy_(value)
+
     # ---- memory ------------------------------------------------------------------------------------
 
     def _look(self, where: Mapping[Key, int], sub_array: int, location: Location) -> Tensor:
@@ -276,6 +323,15 @@ class PlannedProgram:
         first = self.program.prologue if self.program.prologue.instructions else self.program.body
         there = self._parts[id(first)].there
         return {key: there[key] for key in self.program.resident}
+
+    def _find_swapped_statics(self) -> tuple[Key, ...]:
+        """Static tensors that are not always where they are between steps."""
+        found = [
+            (sub_array, location.tensor)
+            for sub_array, graph in enumerate(self.graphs)
+            for location in (*graph.inputs, *graph.constants.values())
+        ]
+        return tuple(key for key in dict.fromkeys(found) if key in self.memory.host_offsets)
 
     def _all_parts(self) -> tuple[Part, Part, Part]:
         return self.program.prologue, self.program.body, self.program.epilogue

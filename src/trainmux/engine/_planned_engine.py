@@ -11,7 +11,8 @@ with no member active, which changes nothing: so there is one body, and one grap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from trainmux.engine._planned import Memory, PlannedProgram
 from trainmux.errors import BudgetError
 from trainmux.ir import MemoryUse, Part, Program
 from trainmux.profiling import KernelGraph
+from trainmux.runtime import borrowed_stream
 
 
 class PlannedWork(Protocol):
@@ -41,8 +43,9 @@ class PlannedWork(Protocol):
 class PlannedEngine:
     """Runs one planned program over the memory given to it.
 
-    ``steps`` has the work of each sub-array, ``graphs`` its kernels. ``captures`` has parts replayed as CUDA
-    graphs; without it, and on a CPU, every instruction is enqueued by the host. ``poisons`` is for tests.
+    ``steps`` has the work of each sub-array, ``graphs`` its kernels. With a ``room`` parts are captured there
+    and replayed as CUDA graphs; without one, and on a CPU, every instruction is enqueued by the host.
+    ``poisons`` is for tests.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class PlannedEngine:
         memory: Memory,
         *,
         deterministic: bool = False,
-        captures: bool = False,
+        room: CaptureRoom | None = None,
         poisons: bool = False,
     ) -> None:
         self._device = memory.slab.device
@@ -66,8 +69,8 @@ class PlannedEngine:
         self._is_ring = bool(program.prologue.instructions)
         self._in_flight = False
         self._landing = self._make_landing() if self._is_ring else {}
-        self._room = CaptureRoom(self._device, deterministic=deterministic) if captures else None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._room = room
 
     @property
     def in_flight(self) -> bool:
@@ -105,6 +108,11 @@ class PlannedEngine:
         for sub_array, new in enumerate(fed):
             for position, value in new.items():
                 self._inbox(sub_array, position).copy_(value, non_blocking=True)
+        _within_memory(self._device, lambda: self._run_step(watched))
+        return [self.results(sub_array) for sub_array in range(len(self._steps))]
+
+    def _run_step(self, watched: WatchedLanes | None) -> None:
+        """Everything from inputs that are there to results that are there."""
         self._prepare()
         kept: list[tuple[Tensor, Tensor]] = []
         if self._is_ring and not self._in_flight:
@@ -114,22 +122,26 @@ class PlannedEngine:
             self._land()
             self._silence_first()
             self._run(self._planned.program.prologue)
-        self._in_flight = self._is_ring
+        self._in_flight = False  # a forward pass that was is lost where the body does not come to its end
         if watched is None:
             self._run(self._planned.program.body)
         else:
             self._run_watched(watched)
+        self._in_flight = self._is_ring
         for total, before in kept:
             total.copy_(before)
-        return [self.results(sub_array) for sub_array in range(len(self._steps))]
 
     def finish(self) -> None:
         """Run what is in flight to its end; what the host's memory is to hold is there on return."""
         if self._in_flight:
-            self._run(self._planned.program.epilogue)
             self._in_flight = False
+            _within_memory(self._device, lambda: self._run(self._planned.program.epilogue))
         if self._device.type == "cuda" and self._planned.memory.host_offsets:
             torch.cuda.synchronize(self._device)
+
+    def forget_graphs(self) -> None:
+        """Capture anew at the next step: the room lets its graphs go. Nothing may be in flight."""
+        self._graphs = {}
 
     def results(self, sub_array: int) -> list[Tensor]:
         """What the last step of a sub-array returned, as new tensors."""
@@ -179,14 +191,16 @@ class PlannedEngine:
             return
         # On a stream of its own: when a graph goes, so do the libraries' workspaces of the stream that it was
         # captured on (pytorch #193402), and the other graphs still need theirs.
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
-        with (
-            kernel_settings(deterministic=self._deterministic),
-            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
-        ):
-            self._enqueue(body, lanes)
-        graph.replay()
-        lanes.read()  # the graph goes when this returns
+        with borrowed_stream(self._device) as stream:
+            graph = torch.cuda.CUDAGraph()
+            with (
+                kernel_settings(deterministic=self._deterministic),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
+                self._enqueue(body, lanes)
+            graph.replay()
+            lanes.read()  # waits for the replay
+            del graph
 
     def _prepare(self) -> None:
         """Capture every part, once, on inputs that are real; what a rehearsal overwrites is put back.
@@ -209,29 +223,38 @@ class PlannedEngine:
         ]
         if self._is_ring:
             masks += [self._landing[position] for position in self._steps[0].mask_positions()]
-        saved = [(tensor, tensor.clone()) for tensor in (*masks, *totals)]
+        # On the host: accumulators are as large as the parameters, and the budget has no room for them twice.
+        saved = [(tensor, tensor.to("cpu", copy=True)) for tensor in (*masks, *totals)]
         self._land()
 
-        def rehearse(part: Part) -> None:
-            for tensor in masks:
-                tensor.zero_()
-            self._enqueue(part)
+        parts = [part for part in (program.prologue, program.body, program.epilogue) if part.instructions]
 
-        graphs = {}
+        def rehearse() -> None:
+            # All parts in their order: static tensors that are swapped lie elsewhere after each of them.
+            for part in parts:
+                for tensor in masks:
+                    tensor.zero_()
+                self._enqueue(part)
+
         try:
-            for part in (program.prologue, program.body, program.epilogue):
-                if part.instructions:
-                    graphs[id(part)] = self._room.capture(
-                        lambda part=part: rehearse(part),  # type: ignore[misc]
-                        lambda part=part: self._enqueue(part),  # type: ignore[misc]
-                    )[0]
-        except torch.OutOfMemoryError as error:
-            free, total = torch.cuda.mem_get_info(self._device)
-            raise BudgetError(
-                f"a planned step needs memory beside its slab, and {free} of {total} bytes were free when it "
-                "was not enough; leave the device to this process, or plan for a smaller budget"
-            ) from error
+            graphs = self._room.capture_all(rehearse, [partial(self._enqueue, part) for part in parts])
         finally:
             for tensor, before in saved:
                 tensor.copy_(before)
-        self._graphs = graphs
+        self._graphs = {id(part): graph for part, graph in zip(parts, graphs, strict=True)}
+
+
+def _within_memory(device: torch.device, work: Callable[[], None]) -> None:
+    """Do ``work``; too little memory on the device is refused in words.
+
+    The refusal is raised when the error is gone: its traceback would hold what was allocated when it showed.
+    """
+    try:
+        work()
+        return
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+    raise BudgetError(
+        f"a planned step needs memory beside its slab, and {free} of {total} bytes were free when it was not "
+        "enough; leave the device to this process, or plan for a smaller budget"
+    )

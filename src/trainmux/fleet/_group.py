@@ -141,7 +141,8 @@ class Group:
         """A group of these rows' members alone, with copies of their state in the host's memory."""
         other = Group(self.key, self.traced, self.config, len(rows))
         other.slots = [self.slots[row] for row in rows]
-        other.state = self.state.resized(len(rows), list(rows), torch.device("cpu"))
+        host = torch.device("cpu")
+        other.state = self.state.resized(len(rows), list(rows), host, self._transfers.copy)
         other.state.shared = {name: value.cpu() for name, value in self.state.shared.items()}
         other.traces = self.traces
         other._records, other._num_nodes, other._notes = self._records, self._num_nodes, self._notes
@@ -159,7 +160,7 @@ class Group:
     def restack(self, device: torch.device) -> None:
         """Put the state into storage of its own on ``device``."""
         shared = {name: value.to(device) for name, value in self.state.shared.items()}
-        self.state = self.state.resized(self.width, list(range(self.width)), device)
+        self.state = self.state.resized(self.width, list(range(self.width)), device, self._transfers.copy)
         self.state.shared = shared
         self._forget_programs()
         self._held_arguments.clear()

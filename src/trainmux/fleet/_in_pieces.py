@@ -48,21 +48,46 @@ class GroupPiece:
     applies: bool
 
     def kernels(self) -> tuple[StepProgram, KernelGraph]:
-        """The step of the whole group as one array, the same that `Fleet.step` runs, and its kernels."""
+        """The step of the whole group as one array, and its kernels; where `Fleet.step` runs one array of
+        kernels that do not change, it is the same."""
         known = _KNOWN.setdefault(self.group, {})
         key = (self.variant, self.group.width, frozenset(self.group.state.shared))
         if key not in known:
-            step = self.group.prepare(
-                self.traced, self.spec, stacked_batch=self.is_stacked, applies=self.applies
-            )
+            step = self._step()
             known[key] = (step, read_step(step))
             while len(known) > _MAX_KNOWN:
                 del known[next(iter(known))]
         return known[key]
 
-    def feed(self, program: StepProgram) -> dict[int, Tensor]:
-        """What is new for this step, by position among the program's arguments."""
-        return self.group.fed(program, self.batch)
+    def _step(self) -> StepProgram:
+        """The group's step as one array.
+
+        Where a fleet begins on ATen's kernels and goes over to compiled ones meanwhile, the usual step is
+        compiled now: its memory is placed once. So is one that the fleet would run in several arrays.
+        """
+        group = self.group
+        if group.config.lowering != "auto":
+            step = group.prepare(self.traced, self.spec, stacked_batch=self.is_stacked, applies=self.applies)
+            if isinstance(step.module, torch.fx.GraphModule):
+                return step
+        group.stacked_batch = self.is_stacked
+        is_compiled = group.config.lowering != "aten" and self.traced is group.traced
+        return group.sub_array_program(
+            group.width,
+            kernels="compiled" if is_compiled else "aten",
+            traced=self.traced,
+            stacked_batch=self.is_stacked,
+            applies=self.applies,
+        )
+
+    def feed(self, program: StepProgram, positions: Sequence[int]) -> list[Tensor]:
+        """What is new for this step, at these ``positions`` among the program's arguments.
+
+        They are ``program.positions_fed_anew()``, which takes too long to be asked with every step.
+        """
+        self.group._numbers.push(self.group.members)
+        arguments = self.group._arguments(program, self.batch)
+        return [arguments[position] for position in positions]
 
     def end(self, program: StepProgram, results: Sequence[Tensor]) -> None:
         """Count the group's step and take down what it returned."""

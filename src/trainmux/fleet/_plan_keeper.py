@@ -17,7 +17,14 @@ from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._evaluate import RowTraces, take_over
 from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
-from trainmux.fleet._planned_groups import PlannedGroups, PlannedSteps, join_groups, split_groups
+from trainmux.fleet._planned_groups import (
+    PlannedGroups,
+    PlannedSteps,
+    join_groups,
+    put_back,
+    rejoined,
+    split_groups,
+)
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.runtime import deferred_interrupts
@@ -91,11 +98,12 @@ class PlanKeeper:
     def leave(self, groups: Sequence[Group]) -> list[Group]:
         """Members that the plan in use has no room for are about to come: groups as they are without it."""
         if self._active is None:
-            return list(groups)
-        self._active.release()
-        self._active = None
-        self._is_left = True
-        return join_groups(groups)
+            return rejoined(groups) if self._is_left else list(groups)
+        with deferred_interrupts():
+            self._active.release()
+            self._active = None
+            self._is_left = True
+            return join_groups(groups)
 
     def whole(self, groups: Sequence[Group]) -> list[Group]:
         """Groups as they are without a plan, to look at: copies where a plan is in use."""
@@ -107,9 +115,13 @@ class PlanKeeper:
             raise PlanError(
                 "expected a fleet that trains by a plan, got one without; call plan() or use(), and step once"
             )
-        self._active.watch_next()
-        step()
-        return self._active.watched()
+        active = self._active
+        active.watch_next()
+        try:
+            step()
+            return active.watched()
+        finally:
+            active.watch_no_more()  # a step that was refused must not leave the next one watched
 
     def hold_budget(self) -> None:
         """After a step: where the device holds more than the budget, plan anew with that much less.
@@ -138,6 +150,8 @@ class PlanKeeper:
         if self._active is not None and (self._is_over or _mostly_empty(self._active.groups)):
             groups = self.leave(groups)
         self._is_over = False
+        if self._is_left:
+            groups = rejoined(groups)
         if self._is_left and self._wanted is None and self._request is not None:
             self._wanted = self._make_planner(groups).plan(self._request)
         if self._wanted is not None:
@@ -153,14 +167,25 @@ class PlanKeeper:
         steps, graphs = planner.steps_of(plan)
         specs = [planner.example_spec(sub_array) for sub_array in plan.partition]
         split = split_groups(groups, plan)
-        for group in groups:
-            group.vacate()
-        if self._config.device.type == "cuda":
-            gc.collect()  # what graphs held is free only when they are gone
-            torch.cuda.empty_cache()
         own = PlannedSteps(tuple(steps), tuple(graphs), plan.program)
         variant = _variant(split, specs, [group.stacked_batch for group in split], applies=True)
-        self._active = PlannedGroups(plan, split, variant, own, self._config)
+        slots = [list(group.slots) for group in groups]
+        try:
+            with deferred_interrupts():
+                for group in groups:
+                    group.vacate()
+                if self._config.device.type == "cuda":
+                    gc.collect()  # what graphs held is free only when they are gone
+                    torch.cuda.empty_cache()
+                self._active = PlannedGroups(plan, split, variant, own, self._config)
+        except BaseException:
+            with deferred_interrupts():
+                if self._active is not None:
+                    self._active.release()
+                    self._active = None
+                self._is_left = True
+                put_back(groups, slots, split)
+            raise
         for number, group in enumerate(split):
             group.annotate(
                 f"sub-array {number + 1} of {len(split)} of a plan ({plan.policy}, "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainmux.engine import (
+    CaptureRoom,
     ForwardProgram,
     Memory,
     PlannedEngine,
@@ -17,16 +18,20 @@ from trainmux.engine import (
     WatchedLanes,
     watched_lanes,
 )
-from trainmux.errors import PlanError
+from trainmux.errors import BudgetError, PlanError
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
-from trainmux.fleet._slots import StackedState
+from trainmux.fleet._slots import Slot, StackedState
+from trainmux.fleet._state_moves import copy_into_places, host_copies
 from trainmux.ir import MemoryUse, Program, Timeline
 from trainmux.profiling import KernelGraph
+from trainmux.runtime import Transfers
 from trainmux.simulate import measured_timeline
 
 _MAX_VARIANTS = 4
+_MAX_GRAPHS = 24
+"""A room keeps graphs that are no longer wanted; with more than this all go, and are captured anew."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,12 @@ def _same_constants(shared: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
     )
 
 
+def rejoined(groups: Sequence[Group]) -> list[Group]:
+    """The same groups, or `join_groups` of them where some are still apart as a plan had them."""
+    keys = [group.key for group in groups if not group.unfused_because]
+    return list(groups) if len(set(keys)) == len(keys) else join_groups(groups)
+
+
 def split_groups(groups: Sequence[Group], plan: Plan) -> list[Group]:
     """One group per sub-array of ``plan``, in its order, with their members' state in the host's memory."""
     places = {slot.name: (group, row) for group in groups for row, slot in group.members}
@@ -92,6 +103,23 @@ def split_groups(groups: Sequence[Group], plan: Plan) -> list[Group]:
     return found
 
 
+def put_back(groups: Sequence[Group], slots: Sequence[list[Slot | None]], split: Sequence[Group]) -> None:
+    """Undo a split: the groups get the slots that they had, with their state in the host's memory."""
+    for group, held in zip(groups, slots, strict=True):
+        own = {id(slot) for slot in held if slot is not None}
+        parts = [part for part in split if any(id(slot) in own for slot in part.slots)]
+        if not parts:
+            continue
+        found = [id(slot) for part in parts for slot in part.slots]
+        # An empty slot takes anybody's numbers: whoever comes into it brings new ones.
+        rows = [0 if slot is None else found.index(id(slot)) for slot in held]
+        group.state = StackedState.joined([part.state for part in parts]).resized(
+            len(held), rows, torch.device("cpu")
+        )
+        group.slots = list(held)
+        group.forget_fed()
+
+
 def _reserved_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
@@ -99,8 +127,15 @@ def _reserved_bytes(device: torch.device) -> int:
 def _new_slab(slab_bytes: int, device: torch.device) -> Tensor:
     """In memory of whole elements of every type: some operators look at all that a tensor lies in."""
     largest = torch.complex128.itemsize
-    memory = torch.zeros(-(-slab_bytes // largest) * largest, dtype=torch.uint8, device=device)
-    return memory[:slab_bytes]
+    try:
+        memory = torch.zeros(-(-slab_bytes // largest) * largest, dtype=torch.uint8, device=device)
+        return memory[:slab_bytes]
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+    raise BudgetError(
+        f"expected {slab_bytes} bytes on the device for the plan's tensors, got {free} free of {total}; "
+        "leave the device to this process, or plan for a smaller budget"
+    )
 
 
 class PlannedGroups:
@@ -124,10 +159,14 @@ class PlannedGroups:
         self.plan = plan
         self.groups = tuple(groups)
         self._config = config
+        self._transfers = Transfers(config.device)
         self._poisons = poisons
         self._others_bytes = _reserved_bytes(config.device)
         self._slab = _new_slab(max(1, own.program.slab_bytes), config.device)
         self._is_weighed = False
+        # One for all variants: they run one after another, in the same memory beside the slab.
+        captures = config.device.type == "cuda" and config.engine != "reference"
+        self._room = CaptureRoom(config.device, deterministic=config.deterministic) if captures else None
         self._watching: WatchedLanes | None = None
         self._own = variant
         self._engines: OrderedDict[Hashable, tuple[Planned, PlannedEngine]] = OrderedDict()
@@ -170,10 +209,19 @@ class PlannedGroups:
         while len(self._engines) > _MAX_VARIANTS:
             needed = (self._own, self._in_use, variant)
             del self._engines[next(key for key in self._engines if key not in needed)]
+        if self._room is not None and self._room.num_kept > _MAX_GRAPHS:
+            self.finish()
+            for _, engine in self._engines.values():
+                engine.forget_graphs()
+            self._room.drop_kept()
 
     def watch_next(self) -> None:
         """Have the next step of the plan's own program watched; ``watched`` tells what was seen."""
         self._watching = watched_lanes(self._config.device)
+
+    def watch_no_more(self) -> None:
+        """The next step is an ordinary one."""
+        self._watching = None
 
     def watched(self) -> Timeline:
         """When each instruction of the last watched step ran."""
@@ -230,23 +278,42 @@ class PlannedGroups:
             self.groups[0].note(steps.steps[0], engine.results(0))
 
     def release(self) -> None:
-        """Finish, and take the groups' state to the host's memory; the slab can go."""
+        """Finish, and take the groups' state to the host's memory; all else goes."""
         self.finish()
-        for group in self.groups:
-            group.rebase(lambda tensor: tensor.to("cpu", copy=True))
-        self._engines.clear()
+        self._to_host()
+        self._let_go()
 
     def _grow(self, slab_bytes: int) -> None:
         """A larger slab for all: their state waits on the host meanwhile."""
         kept = {variant: steps for variant, (steps, _) in self._engines.items()}
-        for group in self.groups:
-            group.rebase(lambda tensor: tensor.to("cpu", copy=True))
-        self._engines.clear()
-        self._slab = torch.zeros(0, dtype=torch.uint8)
-        self._slab = _new_slab(slab_bytes, self._config.device)
+        smaller = self.slab_bytes
+        self._to_host()
+        self._let_go()
+        refusal: BudgetError | None = None
+        try:
+            self._slab = _new_slab(slab_bytes, self._config.device)
+        except BudgetError as error:
+            refusal = error
+            self._slab = _new_slab(smaller, self._config.device)
         for variant, steps in kept.items():
             self._engines[variant] = (steps, self._new_engine(steps))
         self._adopt()
+        if refusal is not None:
+            raise refusal
+
+    def _to_host(self) -> None:
+        """Copies of all state in the host's memory, for the groups to use."""
+        for group in self.groups:
+            tensors = [*group.state.stacked(), *group.state.shared.values()]
+            copies = dict(zip(map(id, tensors), host_copies(tensors, self._transfers), strict=True))
+            group.rebase(lambda tensor, copies=copies: copies[id(tensor)])  # type: ignore[misc]
+
+    def _let_go(self) -> None:
+        """Drop the engines, their graphs and the slab."""
+        self._engines.clear()
+        if self._room is not None:
+            self._room.drop_kept()
+        self._slab = torch.zeros(0, dtype=torch.uint8)
 
     # ---- memory ------------------------------------------------------------------------------------
 
@@ -258,7 +325,7 @@ class PlannedGroups:
             steps.graphs,
             memory,
             deterministic=self._config.deterministic,
-            captures=self._config.device.type == "cuda" and self._config.engine != "reference",
+            room=self._room,
             poisons=self._poisons,
         )
 
@@ -271,6 +338,7 @@ class PlannedGroups:
         steps, engine = self._engines[self._in_use]
         moved: list[dict[int, Tensor]] = [{} for _ in self.groups]
         waiting: list[tuple[Tensor, Tensor]] = []
+        inside: list[Tensor] = []
         programs: Sequence[StepProgram | ForwardProgram] = steps.steps
         for sub_array, (group, step) in enumerate(zip(self.groups, programs, strict=True)):
             fed = set(step.positions_fed_anew())
@@ -280,14 +348,18 @@ class PlannedGroups:
                 place = engine.argument(sub_array, position)
                 moved[sub_array][id(argument)] = place
                 if place.data_ptr() != argument.data_ptr():
-                    waiting.append((place, argument.to("cpu", copy=argument.device == self._slab.device)))
+                    waiting.append((place, argument))
+                    if argument.device == self._slab.device:
+                        inside.append(argument)
+        copies = dict(zip(map(id, inside), host_copies(inside, self._transfers), strict=True))
         for group, places in zip(self.groups, moved, strict=True):
             for tensor in (*group.state.stacked(), *group.state.shared.values()):
                 if id(tensor) not in places:
                     places[id(tensor)] = self._outside(tensor)
         engine.load_constants()
-        for place, value in waiting:
-            place.copy_(value)
+        copy_into_places(
+            [(place, copies.get(id(argument), argument)) for place, argument in waiting], self._transfers
+        )
         for group, places in zip(self.groups, moved, strict=True):
             group.rebase(lambda tensor, places=places: places[id(tensor)])  # type: ignore[misc]
 

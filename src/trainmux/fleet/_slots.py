@@ -14,6 +14,9 @@ from trainmux.optim import OptimizerStructure
 from trainmux.runtime import stacked_zeros
 from trainmux.tracing import unique_buffers, unique_parameters
 
+CopyPairs = Callable[[Sequence[tuple[Tensor, Tensor]]], None]
+"""Copies (destination, source) pairs."""
+
 
 @dataclass
 class Slot:
@@ -82,13 +85,18 @@ class StackedState:
         kinds = (self.parameters, self.buffers, self.states, self.totals)
         return [*(rows for kind in kinds for rows in kind.values()), self.alive, self.updates, self.seeds]
 
-    def resized(self, width: int, kept: list[int], device: torch.device) -> StackedState:
-        """The same state with ``width`` rows; ``kept`` are the old rows that go to the front, in order."""
+    def resized(
+        self, width: int, kept: list[int], device: torch.device, copy: CopyPairs | None = None
+    ) -> StackedState:
+        """The same state with ``width`` rows; ``kept`` are the old rows that go to the front, in order.
+
+        ``copy`` copies (new, old) pairs of rows, all at once; without it they are copied one by one.
+        """
+        pairs: list[tuple[Tensor, Tensor]] = []
 
         def resize(old: Tensor) -> Tensor:
             new = stacked_zeros(width, old.shape[1:], old.dtype, device)
-            for row, source in enumerate(kept):
-                new[row].copy_(old[source])
+            pairs.extend((new[row], old[source]) for row, source in enumerate(kept))
             return new
 
         result = StackedState(
@@ -107,7 +115,12 @@ class StackedState:
                 (result.updates, self.updates),
                 (result.seeds, self.seeds),
             ):
-                new[row].copy_(old[source])
+                pairs.append((new[row], old[source]))
+        if copy is not None:
+            copy(pairs)
+            return result
+        for new, old in pairs:
+            new.copy_(old)
         return result
 
 

@@ -24,11 +24,12 @@ HOST_BYTES = 1 << 34
 
 
 def make_fleet(name: str, num_members: int, **options: Any) -> tm.Fleet:
+    """Members whose first moment is the gradient of their last step, for gradients to be compared too."""
     workload = SMALL[name]
     members = []
     for number in range(num_members):
         model = workload.build(number).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1), betas=(0.0, 0.999))
         members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
     example = workload.batch(0, torch.float32)
     return tm.Fleet(members, workload.loss, example, deterministic=True, **options)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
-from planned import differences, expected_of, small_case, train_planned
+import torch
+from planned import Case, differences, expected_of, small_case, train_plain, train_planned
 
+from trainmux.fleet import _build
+from trainmux.fusion.strategies import _skeleton
 from trainmux.ir import Multiplexing, Offload, Recompute
+from trainmux.runtime import _storage, stacked_strides
 from trainmux.scheduling._candidates import Candidate, Candidates
 
 NUM_STEPS = 3
@@ -55,3 +60,20 @@ def test_losses_of_regions_come_with_their_own_step(name: str) -> None:
     found = case.candidates("mutwo", RING).plain()
     trained = train_planned(case, case.planned(found.program, poisons=True), NUM_STEPS)
     assert differences(trained, expected_of(name, (1, 1), NUM_STEPS, "lowered")) == []
+
+
+def test_layouts_are_those_of_a_step_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filters as they are stored on a CUDA device, channels innermost, and one channel only.
+
+    Traced, the view of two members' filters has a stride by which torch takes them for channels last; run, it
+    has not. A plan follows what is run: another layout would round differently from there on.
+    """
+
+    def as_on_cuda(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+        return stacked_strides(shape, dtype, torch.device("cuda"))
+
+    for module in (_storage, _skeleton, _build):
+        monkeypatch.setattr(module, "stacked_strides", as_on_cuda)
+    case = Case("cnn_with_dropout", (2,))
+    found = train_planned(case, case.planned(case.candidates("none", TURNS).plain().program), NUM_STEPS)
+    assert differences(found, train_plain(case, NUM_STEPS)) == []

@@ -1,0 +1,53 @@
+"""State on its way between the device and the host: many tensors at once, at the link's full rate.
+
+Rows of a stacked tensor lie a few bytes apart where their length is odd. Such a tensor is still one row of
+bytes with its gaps, and moves as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainmux.runtime import ALIGNMENT_BYTES, Transfers
+
+
+def host_copies(tensors: Sequence[Tensor], transfers: Transfers) -> list[Tensor]:
+    """New tensors on the host with the same values and, where they are dense, the same strides."""
+    copies: list[Tensor] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for tensor in tensors:
+        source = _as_row(tensor)
+        if tensor.device.type == "cpu" or source is None:
+            copies.append(tensor.to("cpu", copy=True))
+            continue
+        row = torch.empty(source.shape, dtype=source.dtype)
+        pairs.append((row, source))
+        copies.append(row.as_strided(tensor.shape, tensor.stride()))
+    transfers.copy(pairs)
+    return copies
+
+
+def copy_into_places(pairs: Sequence[tuple[Tensor, Tensor]], transfers: Transfers) -> None:
+    """Copy each (place, value); a place has its bytes to itself, those between its rows included."""
+    rows = []
+    for place, value in pairs:
+        as_rows = (_as_row(place), _as_row(value)) if place.stride() == value.stride() else (None, None)
+        if as_rows[0] is not None and as_rows[1] is not None and place.dtype == value.dtype:
+            rows.append((as_rows[0], as_rows[1]))
+        else:
+            rows.append((place, value))
+    transfers.copy(rows)
+
+
+def _as_row(tensor: Tensor) -> Tensor | None:
+    """All elements from the first to the last in memory, where those between are few and nobody else's."""
+    if not tensor.numel() or not tensor.dim():
+        return None
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    gaps = (span - tensor.numel()) * tensor.element_size()
+    if not 0 <= gaps < ALIGNMENT_BYTES * tensor.shape[0]:
+        return None
+    return tensor.as_strided((span,), (1,))

@@ -1,0 +1,56 @@
+"""Sub-arrays of small workloads on the GPU, and the programs that are made for them, once per process."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from decided_plans import decided
+from planned import Case, State, train_plain
+
+from trainmux.fleet._planned_groups import PlannedGroups, PlannedSteps
+from trainmux.ir import Multiplexing, Program
+
+NAMES = ("mlp", "cnn_with_dropout", "transformer_with_dropout", "lstm_with_dropout")
+NUM_STEPS = 20
+WAYS = {
+    # One array; the paper's pair; a ring of three.
+    "turns": ((2,), Multiplexing.TURNS),
+    "pair": ((1, 1), Multiplexing.RING),
+    "ring": ((1, 1, 1), Multiplexing.RING),
+}
+
+
+def grouped(*values: str) -> Any:
+    """Parameters of tests that one worker should run together: what they need is made once per process."""
+    return pytest.param(*values, marks=pytest.mark.xdist_group("-".join(values)), id="-".join(values))
+
+
+MODELS_AND_WAYS = [grouped(name, way) for name in NAMES for way in WAYS]
+
+
+@functools.cache
+def case_of(name: str, way: str) -> Case:
+    return Case(name, WAYS[way][0], device="cuda", lowering="aten", engine="reference")
+
+
+@functools.cache
+def expected_of(name: str, way: str, num_steps: int = NUM_STEPS) -> list[State]:
+    """What the sub-arrays compute without a plan."""
+    return train_plain(case_of(name, way), num_steps)
+
+
+@functools.cache
+def program_of(name: str, way: str, *, swaps: bool, recomputes: bool, with_static: bool = False) -> Program:
+    return decided(
+        case_of(name, way), WAYS[way][1], swaps=swaps, recomputes=recomputes, with_static=with_static
+    )
+
+
+def planned_of(case: Case, program: Program, *, captured: bool, **options: Any) -> PlannedGroups:
+    """The case's groups under a program: enqueued instruction by instruction, or as CUDA graphs."""
+    own = PlannedSteps(case.steps, case.graphs, program)
+    config = replace(case.fleet._config, engine="cuda_graphs" if captured else "reference")
+    return PlannedGroups(None, case.groups(), "own", own, config, **options)  # type: ignore[arg-type]

@@ -1,0 +1,44 @@
+"""Run a planned program under torch's CUDA sanitizer and say whether it saw a race.
+
+    python sanitized_planned.py MODEL WAY RACE
+
+RACE is the name of a planted race, or "none". The helpers of the CPU's tests must be on the path.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from planned import train_planned
+from planned_on_gpu import case_of, planned_of, program_of
+from planted_races import planted
+from torch.cuda import _sanitizer
+
+from trainmux.ir import find_violations
+
+
+def main() -> None:
+    name, way, race = sys.argv[1:]
+    case = case_of(name, way)
+    program = program_of(name, way, swaps=True, recomputes=True, with_static=True)
+    if race != "none":
+        slab_bytes = program.slab_bytes
+        program = next(
+            each
+            for each in planted(program, race)
+            if find_violations(each, case.profiles, budget_bytes=slab_bytes)
+        )
+    planned = planned_of(case, program, captured=False, poisons=True)
+    torch.cuda.synchronize()
+    _sanitizer.enable_cuda_sanitizer()
+    try:
+        train_planned(case, planned, 2)
+    except _sanitizer.CUDASanitizerErrors:
+        print("a race")
+        return
+    print("no race")
+
+
+if __name__ == "__main__":
+    main()

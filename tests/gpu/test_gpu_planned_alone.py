@@ -1,0 +1,86 @@
+"""Memory over two thousand steps in which everything happens. Run alone: it looks at the whole device.
+
+python -m pytest tests/gpu/test_gpu_planned_alone.py
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainmux as tm
+from trainmux.workloads import SMALL
+
+MIB = 1 << 20
+WORKLOAD = SMALL["mlp"]
+NUM_STEPS = 2_000
+WARM = 200
+POLICIES = ("mutwo", "none", "swap_only", "auto")
+
+
+def member(number: int) -> tm.Member:
+    model = WORKLOAD.build(number).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return tm.Member(model, optimizer, name=f"m{number}", seed=number)
+
+
+def batch(number: int) -> Any:
+    return WORKLOAD.batch(number, torch.float32)
+
+
+def device_bytes() -> int:
+    """In use on the device, by anybody."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def pinned_bytes() -> int:
+    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+
+@pytest.mark.timeout(280)
+def test_memory_stays_flat_whatever_happens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every kind of event comes before the counting begins, and again and again after that."""
+    monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path))
+    fleet = tm.Fleet(
+        [member(number) for number in range(4)], WORKLOAD.loss, batch(0), device="cuda", lowering="aten"
+    )
+    batches = [batch(number) for number in range(4)]
+    newcomer = 100
+    on_device, pinned = [], []
+    num_plans = num_evaluations = num_replaced = num_dropped = 0
+    for step in range(NUM_STEPS):
+        is_warm = step >= WARM
+        if step % (300 if is_warm else 50) == 0:
+            fleet.plan(policy=POLICIES[num_plans % len(POLICIES)])
+            num_plans += 1
+        fleet.step(batches[step % 4])
+        if step % 40 == 19:
+            fleet.replace(fleet.names[num_replaced % 4], member(newcomer))
+            newcomer, num_replaced = newcomer + 1, num_replaced + 1
+        if step % 400 == 69 or step == 169:
+            fleet.drop(fleet.names[num_dropped % 4])
+            fleet.step(batches[0])
+            fleet.add(member(newcomer))
+            newcomer, num_dropped = newcomer + 1, num_dropped + 1
+        if step % 50 == 29:
+            fleet.evaluate(batches[:2])
+            num_evaluations += 1
+        if is_warm and step % 20 == 0:
+            if step % 100 == 0:
+                gc.collect()
+            on_device.append(device_bytes())
+            pinned.append(pinned_bytes())
+    assert torch.isfinite(fleet.step(batches[0])).all()
+    assert (num_plans, num_evaluations, num_replaced, num_dropped) == (10, 40, 50, 6)
+    print(
+        f"device bytes after step {WARM}: {min(on_device)} to {max(on_device)}, "
+        f"{(max(on_device) - min(on_device)) / MIB:.1f} MiB apart; pinned {min(pinned)} to {max(pinned)}"
+    )
+    assert max(on_device) - min(on_device) <= 16 * MIB
+    assert max(pinned) - min(pinned) <= MIB, "plans differ in what they keep on the host, which is little"

@@ -1,0 +1,224 @@
+"""Faults on the device: memory that runs out in measuring, placing and capturing, and Ctrl-C at any time."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainmux as tm
+from trainmux.engine import PlannedEngine
+from trainmux.errors import BudgetError
+from trainmux.ir import Part
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path_factory.mktemp("profiles")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    settle()
+
+
+def settle() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+class Wide(nn.Module):
+    """Large enough that its slab is no part of a segment that is there anyway."""
+
+    def __init__(self, features: int = 512) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(features, features), nn.GELU(), nn.LayerNorm(features), nn.Linear(features, features)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    value: torch.Tensor = model(batch).square().mean()
+    return value
+
+
+def fleet_of(num_members: int = 2) -> tm.Fleet:
+    members = []
+    for number in range(num_members):
+        torch.manual_seed(number)
+        model = Wide()
+        members.append(tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-3), name=f"m{number}"))
+    return tm.Fleet(members, loss, batch(0), device="cuda", lowering="aten", deterministic=True)
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(8192, 512, generator=torch.Generator().manual_seed(number))
+
+
+def state(fleet: tm.Fleet) -> list[torch.Tensor]:
+    fleet.sync()
+    return [tensor.clone() for member in fleet.members for tensor in member.model.state_dict().values()]
+
+
+def assert_same(a: tm.Fleet, b: tm.Fleet) -> None:
+    """But for rounding: fused to another width, matrix products add in another order."""
+    for x, y in zip(state(a), state(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+
+
+def train(planned: tm.Fleet, plain: tm.Fleet, *numbers: int) -> None:
+    for number in numbers:
+        losses = [fleet.step(batch(number)) for fleet in (planned, plain)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
+    assert_same(planned, plain)
+
+
+def assert_refused(fleet: tm.Fleet, words: str) -> None:
+    """A step is, and changes no bit."""
+    before = state(fleet)
+    assert words in refusal_of(lambda: fleet.step(batch(0)))
+    assert all(torch.equal(x, y) for x, y in zip(state(fleet), before, strict=True))
+
+
+@contextmanager
+def no_more_memory(spare_bytes: int = 0) -> Iterator[None]:
+    """This process gets no memory beyond what it has, and some to spare; others are not disturbed."""
+    settle()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + spare_bytes) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def refusal_of(work: Any) -> str:
+    """What is said where memory runs out; empty where it does not. Nothing else is left of the error."""
+    try:
+        work()
+    except BudgetError as error:
+        return str(error)
+    return ""
+
+
+def test_memory_that_runs_out_while_a_step_is_measured() -> None:
+    planned, plain = fleet_of(), fleet_of()
+    with no_more_memory(8 * MIB):
+        assert "to measure a step" in refusal_of(lambda: planned.plan(policy="none"))
+        settle()
+        held = torch.cuda.memory_allocated()
+        assert "to measure a step" in refusal_of(lambda: planned.plan(policy="none"))
+        settle()
+        assert torch.cuda.memory_allocated() <= held
+    planned.plan(policy="none")
+    train(planned, plain, 0, 1)
+
+
+def test_memory_that_runs_out_for_the_slab() -> None:
+    planned, plain = fleet_of(), fleet_of()
+    planned.plan(policy="none")
+    with no_more_memory(8 * MIB):
+        assert_refused(planned, "for the plan's tensors")
+    planned.plan(policy="mutwo")
+    train(planned, plain, 0, 1, 2)
+
+
+def test_memory_that_runs_out_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, plain = fleet_of(), fleet_of()
+    planned.plan(policy="mutwo")
+    enqueue = PlannedEngine._enqueue
+
+    def and_fail(self: PlannedEngine, part: Part, lanes: Any = None) -> None:
+        enqueue(self, part, lanes)
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(1 << 46, dtype=torch.uint8, device="cuda")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PlannedEngine, "_enqueue", and_fail)
+        for _ in range(2):
+            assert_refused(planned, "beside its slab")
+    train(planned, plain, 0, 1)
+    planned.plan(policy="none")
+    train(planned, plain, 2)
+
+
+def test_a_fleet_without_its_plan_gives_its_memory_back() -> None:
+    fleet = fleet_of()
+    fleet.step(batch(0))
+    settle()
+    before = torch.cuda.memory_allocated()
+    fleet.plan(policy="mutwo")
+    fleet.step(batch(1))
+    fleet.use(None)
+    fleet.step(batch(2))
+    settle()
+    assert torch.cuda.memory_allocated() <= before + 16 * MIB
+
+
+def test_interrupts_at_any_time_change_nothing() -> None:
+    planned, in_peace = fleet_of(), fleet_of()
+    for fleet in (planned, in_peace):
+        fleet.plan(policy="mutwo")
+    num_steps, num_interrupts = 60, 0
+    batches = [batch(number) for number in range(4)]
+    planned.step(batches[0])  # what is made once is made in peace
+    stop = threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        while not stop.wait(0.004):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    sender = threading.Thread(target=interrupt)
+    until = time.monotonic() + 20
+    is_done = False
+    sender.start()
+    while not is_done:
+        try:
+            while planned.num_steps < num_steps and time.monotonic() < until:
+                planned.step(batches[planned.num_steps % 4])
+            stop.set()
+            sender.join()
+            is_done = True
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    for number in range(num_steps):
+        in_peace.step(batches[number % 4])
+    assert planned.num_steps == num_steps
+    assert num_interrupts > 3
+    assert all(torch.equal(x, y) for x, y in zip(state(planned), state(in_peace), strict=True))
+
+
+def test_variants_of_a_step_share_the_memory_beside_the_slab() -> None:
+    """Each with memory of its own would hold one activation more, and workspaces for another stream."""
+    fleet = fleet_of()
+    fleet.plan(policy="none")
+    fleet.step(batch(0))
+    settle()
+    before = torch.cuda.memory_reserved()
+    for size in (4096, 2048):
+        fleet.step(batch(0)[:size])
+    fleet.evaluate([batch(1)])
+    fleet.step(batch(2))
+    settle()
+    print(f"{(torch.cuda.memory_reserved() - before) / MIB:.1f} MiB more for three variants")
+    assert torch.cuda.memory_reserved() - before <= 8192 * 512 * 4
