@@ -118,7 +118,7 @@ def colocate(
         str | None, typer.Option(help='Bytes for all jobs: "20GiB", "70%", ...', show_default="all there is")
     ] = None,
 ) -> None:
-    """Train independent jobs side by side on this machine's CPU, within one byte budget.
+    """Train independent jobs side by side on one device, within one byte budget.
 
     Ends with status 1 where a job ended with an error.
     """

@@ -13,26 +13,31 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from trainmux.colocate._actions import Enqueue, Idle, Remap
 from trainmux.colocate._constants import ScroogeConstants
-from trainmux.colocate._demand import FINE_TRACKING_BYTES
+from trainmux.colocate._cuda_device import CudaDevice
 from trainmux.colocate._device import ColocationDevice, Ended
 from trainmux.colocate._host_device import HostDevice
 from trainmux.colocate._lane import SegmentRef
-from trainmux.colocate._placement import PER_TENSOR
+from trainmux.colocate._placement import PER_TENSOR, REGION_BYTES
 from trainmux.colocate._result import ColocationResult, JobUsage
 from trainmux.colocate._scheduler import ScroogeScheduler
 from trainmux.colocate._simulated_gpu import choose_layout
 from trainmux.colocate._tenant import Tenant
 from trainmux.colocate._turns import Turns
 from trainmux.colocate._user_job import Job, JobCallback, JobStep
-from trainmux.errors import BudgetError, ConfigError, PlanError
+from trainmux.errors import BudgetError, ConfigError, PlanError, TrainmuxError
 from trainmux.runtime import deferred_interrupts, look_at_host
 from trainmux.scheduling.budget import in_words, parse_budget
 
 if TYPE_CHECKING:
     from trainmux.colocate._actions import JobReport
     from trainmux.colocate._work import StepOutcome
+
+
+_SECONDS_WITHOUT_INTERRUPT = 0.02
 
 
 class Colocation:
@@ -47,14 +52,16 @@ class Colocation:
         jobs: Sequence[Job],
         budget: int | str | None,
         *,
-        tracking_bytes: int,
-        region_bytes: int,
+        tracking_bytes: int | None,
+        region_bytes: int | None,
         constants: ScroogeConstants | None,
         callbacks: Sequence[JobCallback],
         poisons: bool,
     ) -> None:
+        _check_jobs(jobs)
+        self._where = jobs[0].where
         self._tracking_bytes = tracking_bytes
-        self._region_bytes = region_bytes
+        self._region_bytes = _region_bytes(region_bytes, self._where)
         self._poisons = poisons
         self._callbacks = tuple(callbacks)
         self._turns = Turns()
@@ -62,12 +69,11 @@ class Colocation:
         self._is_running = False
         self._seconds = 0.0
         self._peak_bytes = self._used_bytes = 0
-        self._device: ColocationDevice = HostDevice(poisons=poisons)
+        self._device = _make_device(self._where, self._region_bytes, poisons=poisons)
         self._outcomes: dict[SegmentRef, StepOutcome] = {}
         self._callback_error: Exception | None = None
         """What a callback of no job in particular raised: everything ends with it."""
-        budget_bytes = _budget_bytes(budget)
-        _check_jobs(jobs)
+        budget_bytes = _budget_bytes(budget, self._where)
         self._tenants = {job.name: self._tenant(job) for job in jobs}
         self._inside: dict[str, Tenant] = {}
         """Those whose state lies in memory of the device's layout."""
@@ -106,7 +112,7 @@ class Colocation:
         finally:
             with deferred_interrupts(), self._turns.taken():
                 while self._inside:
-                    self._inside.popitem()[1].leave()
+                    self._move_out(next(iter(self._inside)))
                 self._seconds += time.perf_counter() - began_at
                 self._is_running = False
         return self.results()
@@ -141,7 +147,7 @@ class Colocation:
 
     def set_budget(self, budget: int | str) -> None:
         """Stay within ``budget`` from the next ends of iterations on; `BudgetError` where that cannot be."""
-        budget_bytes = _budget_bytes(budget)
+        budget_bytes = _budget_bytes(budget, self._where)
         with self._turns.taken():
             self._scheduler.set_budget(budget_bytes)
         self._changed.set()
@@ -167,8 +173,7 @@ class Colocation:
 
     def _run_to_end(self) -> None:
         while True:
-            with deferred_interrupts(), self._turns.taken():
-                wait_seconds = self._advance()
+            wait_seconds = self._advance_for_a_while()
             if self._callback_error is not None:
                 raise self._callback_error
             if wait_seconds is None:
@@ -176,6 +181,21 @@ class Colocation:
             if wait_seconds > 0:
                 self._changed.wait(wait_seconds)
             self._changed.clear()
+
+    def _advance_for_a_while(self) -> float | None:
+        """Advance until there is something to wait for; returns as `_advance` does.
+
+        An interrupt waits for this. Putting one off and taking it up again takes as long as a decision, so it
+        is not done for every segment.
+        """
+        until = time.perf_counter() + _SECONDS_WITHOUT_INTERRUPT
+        with deferred_interrupts():
+            while True:
+                with self._turns.taken():
+                    wait_seconds = self._advance()
+                is_late = time.perf_counter() >= until
+                if wait_seconds != 0 or is_late or self._callback_error is not None:
+                    return wait_seconds
 
     def _wind_down(self) -> None:
         """End what has begun, begin nothing more."""
@@ -203,9 +223,11 @@ class Colocation:
             elif isinstance(action, Enqueue):
                 ref = action.ref
                 self._device.enqueue(ref, action.after, functools.partial(self._run_segment, ref))
-        ended = self._device.next_ended()
+        ended = self._device.next_ended(action.wake_at)
         if ended is not None:
             self._complete(ended)
+            return 0.0
+        if self._device.is_busy:
             return 0.0
         if self._scheduler.is_done:
             return None
@@ -220,7 +242,7 @@ class Colocation:
         """Jobs that have ended move out, memory is laid out anew, new jobs move in."""
         named = {name for arena in action.layout.arenas for name in arena.names}
         for name in self._inside.keys() - named:
-            self._inside.pop(name).leave()
+            self._move_out(name)
         self._device.arrange(action.layout, {name: self._tenants[name].need for name in named})
         reserved = self._device.reserved_bytes
         if reserved > action.budget_bytes:
@@ -230,8 +252,36 @@ class Colocation:
             )
         self._peak_bytes = max(self._peak_bytes, reserved)
         for name in sorted(named - self._inside.keys()):
-            tenant = self._inside[name] = self._tenants[name]
-            tenant.settle(self._device.memory_of(name), self._device.now())
+            self._move_in(name)
+
+    def _move_in(self, name: str) -> None:
+        """A job's state moves to the device's layout; what goes wrong there ends this job alone."""
+        tenant = self._inside[name] = self._tenants[name]
+        try:
+            with self._device.lane(name):
+                tenant.settle(self._device.memory_of(name), self._device.now())
+        except BudgetError:
+            self._give_more(name)
+        except (TrainmuxError, RuntimeError) as error:
+            tenant.fail(error)
+            self._let_go(tenant, at_once=True)
+
+    def _give_more(self, name: str) -> None:
+        """A job needs more memory than it knew: it moves out and comes anew, if the budget has that much."""
+        tenant = self._inside.pop(name)
+        self._scheduler.remove(name, at_once=True)
+        try:
+            with self._device.lane(name):
+                demand = tenant.ask_for_more()
+            self._scheduler.add(demand)
+        except (TrainmuxError, RuntimeError) as error:
+            tenant.fail(error)
+            tenant.leave()
+
+    def _move_out(self, name: str) -> None:
+        """A job goes back into its own objects."""
+        with self._device.lane(name):
+            self._inside.pop(name).leave()
 
     def _run_segment(self, ref: SegmentRef) -> None:
         """What the device runs for a segment."""
@@ -241,7 +291,11 @@ class Colocation:
             tenant.height_bytes = tenant.demand.segments[ref.segment].height_bytes
             used = sum(one.held_bytes for one in self._inside.values())
             self._used_bytes = max(self._used_bytes, used)
-        outcome = tenant.run(ref.segment)
+        try:
+            outcome = tenant.run(ref.segment)
+        except Exception as error:
+            tenant.fail(error)  # now: further segments may be enqueued before the end of this one is told
+            raise
         tenant.height_bytes = 0 if tenant.is_over else tenant.demand.segments[ref.segment].hold_bytes
         if outcome is not None:
             self._outcomes[ref] = outcome
@@ -259,14 +313,14 @@ class Colocation:
         outcome = self._outcomes.pop(ref, None)
         if outcome is None:
             return
-        tenant.note_end(ended.ended_at)
+        tenant.note_end(outcome, ended.ended_at)
         event = JobStep(self, ref.job, tenant.num_steps, outcome.losses, outcome.metrics)
         try:
-            for callback in tenant.job.callbacks:
+            for callback in tenant.callbacks if tenant.error is None else ():
                 callback(event)
         except Exception as error:
-            tenant.fail(error)
-            self._let_go(tenant, at_once=True)
+            is_amid = tenant.fail_after_iteration(error)
+            self._let_go(tenant, at_once=not is_amid)
         try:
             for callback in self._callbacks:
                 callback(event)
@@ -277,21 +331,30 @@ class Colocation:
 
     def _let_go(self, tenant: Tenant, *, at_once: bool = False) -> None:
         """Have the scheduler drop a job, unless it has, or will after the iteration that is running."""
-        name = tenant.job.name
+        name = tenant.name
         if name in self._scheduler.names:
             self._scheduler.remove(name, at_once=at_once)
         if name not in self._inside:
             tenant.is_over = True
 
     def _tenant(self, job: Job) -> Tenant:
+        # Callbacks may look at weights and change members, so nothing may be on its way meanwhile. On a CPU
+        # nothing is: there, what is enqueued has not begun.
+        is_watched = self._where.type == "cuda" and bool(job.callbacks or self._callbacks)
         return Tenant(
             job,
             tracking_bytes=self._tracking_bytes,
             region_bytes=self._region_bytes,
             poisons=self._poisons,
+            is_watched=is_watched,
         )
 
     def _check_new(self, job: Job) -> None:
+        if job.where != self._where:
+            raise ConfigError(
+                f"jobs must share one device, but got job {job.name!r} on {job.where} beside jobs on "
+                f"{self._where}; put it there"
+            )
         if job.name in self._tenants:
             raise ConfigError(
                 f"jobs must have different names, but got {job.name!r} twice; rename one of them"
@@ -308,23 +371,24 @@ def colocate(
     jobs: Sequence[Job],
     budget: int | str | None = None,
     *,
-    tracking_bytes: int = FINE_TRACKING_BYTES,
-    region_bytes: int = PER_TENSOR,
+    tracking_bytes: int | None = None,
+    region_bytes: int | None = None,
     constants: ScroogeConstants | None = None,
     callbacks: Sequence[JobCallback] = (),
     poisons: bool = False,
 ) -> Colocation:
     """Put jobs side by side on one device, never past ``budget`` bytes; ``run()`` trains them.
 
-    ``budget`` is in bytes, or text such as "24GiB" or "70%"; ``None`` is all of the host's memory. A job's
+    ``budget`` is in bytes, or text such as "24GiB" or "70%"; ``None`` is all that is free. A job's
     iteration is cut into segments wherever ``tracking_bytes`` of feature maps have been allocated or
-    released; memory changes hands in regions of ``region_bytes``. ``callbacks`` see every
-    iteration of every job. ``constants`` are the scheduler's; ``poisons`` fills freed memory with NaN, for
-    tests.
+    released: 8 MB on a CPU, and on a CUDA device as much as keeps segments from being shorter than their
+    launch. Memory changes hands in regions of ``region_bytes``: 64 MB on a CUDA device, single tensors on a
+    CPU. ``callbacks`` see every iteration of every job. ``constants`` are the scheduler's; ``poisons`` fills
+    freed memory with NaN, for tests.
 
-    Everything is traced here. Refused with a typed error: no jobs, two of one name or one fleet, a job that
-    trainmux cannot train; with `BudgetError`, which has the smallest workable budget: jobs that do not fit
-    even in turns. In this version jobs are trained on the CPU.
+    Everything is traced, and on a CUDA device compiled, here. Refused with a typed error: no jobs, two of one
+    name or one fleet, jobs on several devices, a job that trainmux cannot train; with `BudgetError`, which
+    has the smallest workable budget: jobs that do not fit even in turns.
     """
     return Colocation(
         list(jobs),
@@ -348,6 +412,9 @@ def _check_jobs(jobs: Sequence[Job]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"jobs must have different names, but got {twice[0]!r} twice; rename one of them")
+    places = sorted({str(job.where) for job in jobs})
+    if len(places) > 1:
+        raise ConfigError(f"jobs must share one device, but got jobs on {places}; put them on one")
     _check_apart(jobs)
 
 
@@ -363,7 +430,22 @@ def _check_apart(jobs: Sequence[Job]) -> None:
                 )
 
 
-def _budget_bytes(budget: int | str | None) -> int:
+def _region_bytes(wanted: int | None, where: torch.device) -> int:
+    if wanted is not None:
+        return wanted
+    return REGION_BYTES if where.type == "cuda" else PER_TENSOR
+
+
+def _make_device(where: torch.device, region_bytes: int, *, poisons: bool) -> ColocationDevice:
+    if where.type == "cuda" and torch.cuda.is_available():
+        return CudaDevice(where, region_bytes=region_bytes, poisons=poisons)
+    return HostDevice(poisons=poisons)
+
+
+def _budget_bytes(budget: int | str | None, where: torch.device) -> int:
+    if where.type == "cuda" and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info(where)
+        return free if budget is None else parse_budget(budget, device_bytes=total)
     facts = look_at_host()
     known = [size for size in (facts.memory_bytes, facts.limit_bytes) if size is not None]
     if not known:

@@ -46,8 +46,9 @@ class JobDemand:
     ``local_bytes`` are its own all the time. ``steps`` iterations are run, or as many as come before the job
     is removed (``None``). A job with twice the ``share`` of another gets twice the device time where both
     want the same memory. ``is_measured`` says that the times come from a run on this device: no profiling
-    iteration is needed. ``compute_demand`` is the part of the device that the job keeps busy by itself; only
-    planning for three or more jobs uses it.
+    iteration is needed. An iteration of a job that ``is_watched`` begins when the last one was told to have
+    ended: somebody looks at the job in between. ``compute_demand`` is the part of the device that the job
+    keeps busy by itself; only planning for three or more jobs uses it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class JobDemand:
     steps: int | None = None
     share: float = 1.0
     is_measured: bool = False
+    is_watched: bool = False
     compute_demand: float = 1 / PAIR_GAIN
 
     def __post_init__(self) -> None:

@@ -1,13 +1,14 @@
 """What co-location asks of a device: to lay out memory, to enqueue a segment, to say that one has ended.
 
 Everything else is the same on every device. On a CPU a segment is run when it is its turn (`_host_device`).
-On a CUDA device segments would be captured graphs on a stream per job, ends would be events, and a job's
-addresses a virtual range of its own into which the arena's regions are mapped.
+On a CUDA device segments run on a stream per job, ends are events, and a job's addresses are a virtual range
+of its own into which the arena's regions are mapped (`_cuda_device`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -41,7 +42,7 @@ class MemoryNeed:
 
 
 class JobMemory(Memory):
-    """A job's addresses: its own area from 0 on, its end of the arena behind it, from the base of its stack.
+    """A job's addresses where there is one arena for all: its area, and behind it its end of the arena.
 
     The arena's bytes are counted from its beginning for a job at the base and from its end, backwards, for
     one at the top.
@@ -85,11 +86,20 @@ class ColocationDevice(Protocol):
         Areas of jobs that are not in ``layout`` any more are given back.
         """
 
-    def memory_of(self, job: str) -> JobMemory:
-        """The addresses of a job that is laid out; the same object until it is not any more."""
+    def memory_of(self, job: str) -> Memory:
+        """The addresses of a job that is laid out: its own area from 0 on, and behind it its end of the
+        arena. The same object until it is not laid out any more."""
+
+    def lane(self, job: str) -> AbstractContextManager[None]:
+        """What is done inside belongs to the job's lane, and has ended when the block has."""
 
     def enqueue(self, ref: SegmentRef, after: tuple[SegmentRef, ...], work: Callable[[], None]) -> None:
         """Have ``work`` run on its job's lane, behind what is enqueued there and behind ``after``."""
 
-    def next_ended(self) -> Ended | None:
-        """The next segment that ends, waited for; ``None`` where none is in flight."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether a segment is enqueued whose end was not told."""
+
+    def next_ended(self, until: float | None = None) -> Ended | None:
+        """The next segment that ends, waited for; ``None`` where none is in flight, or none ends before
+        ``until``."""

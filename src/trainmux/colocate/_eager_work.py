@@ -16,11 +16,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from trainmux.colocate._demand import JobDemand, demand_of_iteration
-from trainmux.colocate._device import JobMemory, MemoryNeed
+from trainmux.colocate._device import MemoryNeed
 from trainmux.colocate._observe import observe_allocations
 from trainmux.colocate._placement import ALIGNMENT_BYTES
 from trainmux.colocate._tensors import Iteration, iteration_of_rows
 from trainmux.colocate._work import StepOutcome
+from trainmux.engine import Memory
 from trainmux.errors import LossError
 from trainmux.runtime import deterministic_algorithms
 from trainmux.tracing import LossFunction
@@ -68,8 +69,11 @@ class EagerWork:
             is_one_segment=True,
         )
 
-    def settle(self, memory: JobMemory) -> None:
+    def settle(self, memory: Memory) -> None:
         """Its tensors stay where they are."""
+
+    def ask_for_more(self) -> None:
+        """What it takes was seen."""
 
     def begin(self, batch: Any) -> None:
         """Take a batch."""
@@ -79,7 +83,8 @@ class EagerWork:
         """One step of training."""
         batch, self._batch = self._batch, None
         with deterministic_algorithms(self._deterministic):
-            self._outcome = _train(self._model, self._optimizer, self._loss, batch)
+            losses, metrics = _train(self._model, self._optimizer, self._loss, batch)
+        self._outcome = StepOutcome(self.member_names, losses, metrics)
         if self._scheduler is not None:
             self._scheduler.step()
 
@@ -108,7 +113,7 @@ class EagerWork:
 
 def _train(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFunction, batch: Any
-) -> StepOutcome:
+) -> tuple[Tensor, Mapping[str, Any]]:
     optimizer.zero_grad(set_to_none=True)
     returned: Any = loss_fn(model, batch)
     loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
@@ -120,7 +125,7 @@ def _train(
     loss.backward()
     optimizer.step()
     found = {key: value.detach() if isinstance(value, Tensor) else value for key, value in metrics.items()}
-    return StepOutcome(loss.detach().reshape(1), found)
+    return loss.detach().reshape(1), found
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -6,20 +6,25 @@ so their stacks lie in the same bytes of the arena. Every group trains as one ar
 The demand is that of a step on a batch like the example, with an update. Other steps (a short last batch, a
 micro-batch without an update) run in its place: cut at the same kernels where they fit, else all at once
 while the highest segment has the arena. One that needs more memory than that is refused.
+
+On a CUDA device segments are captured graphs (`_segment_graphs`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainmux.colocate._demand import JobDemand, Segment
-from trainmux.colocate._device import JobMemory, MemoryNeed
+from trainmux.colocate._device import MemoryNeed
 from trainmux.colocate._placement import ALIGNMENT_BYTES, round_up
+from trainmux.colocate._segment_graphs import SegmentGraphs, SegmentSet
 from trainmux.colocate._step_plan import (
     PlacedStep,
     StaticArea,
@@ -30,32 +35,81 @@ from trainmux.colocate._step_plan import (
     place_step,
     read_step_kernels,
     segments_of,
+    tracking_bytes_for,
 )
+from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.colocate._work import StepOutcome
-from trainmux.engine import HostLanes, PlannedProgram
-from trainmux.errors import BatchError, ConfigError
+from trainmux.engine import HostLanes, Memory, PlannedProgram
+from trainmux.errors import BatchError
 from trainmux.fleet import Fleet
 from trainmux.fleet._in_pieces import FleetInPieces, GroupPiece
 from trainmux.scheduling.budget import in_words
 
 _MAX_VARIANTS = 8
 
+_BESIDE_BYTES = 128 << 20
+"""On a CUDA device, for each job: the matrix libraries' workspaces, the graphs themselves, and what torch's
+allocator rounds up."""
+
+_CONVOLUTION_BYTES = 256 << 20
+"""The same for workspaces of a job's convolutions, whose algorithms are chosen among those that fit."""
+
+_NUM_LANDING_PLACES = 2
+
+
+def runs_as_graphs(device: torch.device) -> bool:
+    """Whether segments are captured there, in virtual memory."""
+    return device.type == "cuda"
+
 
 @dataclass(frozen=True)
 class _Runner:
-    """A group's step, ready to run in the job's memory."""
+    """A group's step, ready to run in the job's memory; on a CUDA device with ``graphs`` of its segments.
+
+    ``fed`` are the places of what is new with every step, by position among the step's arguments.
+    """
 
     placed: PlacedStep
     planned: PlannedProgram
+    fed: Mapping[int, Tensor]
+    graphs: SegmentSet | None = None
+
+    def run(self, number: int) -> None:
+        """Run, or enqueue, one segment."""
+        part = self.placed.segments[number]
+        if self.graphs is not None:
+            self.graphs.run(number)
+        elif part.instructions:
+            self.planned.run(part)
+
+    def capture(self, piece: GroupPiece) -> None:
+        """Capture every segment, on inputs that are real and with no member active: nothing changes.
+
+        Accumulators, which take in what inactive members compute, are put back.
+        """
+        assert self.graphs is not None
+        step, graph = self.placed.kernels.step, self.placed.kernels.graph
+        self.feed(piece)
+        totals = [
+            self.planned.between_steps(0, graph.inputs[position]) for position in step.accumulator_positions()
+        ]
+        kept = [total.to("cpu", copy=True) for total in totals]
+        for position in step.mask_positions():  # fed anew with the next step
+            self.planned.between_steps(0, graph.inputs[position]).zero_()
+        try:
+            self.graphs.capture_all()
+        finally:
+            for total, before in zip(totals, kept, strict=True):
+                total.copy_(before)
 
     def feed(self, piece: GroupPiece) -> None:
         """Put a step's batch and numbers into their places, and what has no lasting place."""
         step, graph = self.placed.kernels.step, self.placed.kernels.graph
-        for position, value in piece.feed(step).items():
-            self.planned.between_steps(0, graph.inputs[position]).copy_(value)
+        for place, value in zip(self.fed.values(), piece.feed(step, list(self.fed)), strict=True):
+            place.copy_(value)
         if not self.placed.transient:
             return
-        fed = set(step.positions_fed_anew())
+        fed = self.fed.keys()
         for position, argument in enumerate(piece.group.held_arguments(step)):
             location = graph.inputs[position]
             if argument is not None and position not in fed and location.tensor in self.placed.transient:
@@ -80,27 +134,33 @@ class _GroupPlan:
 
 
 class FusedWork:
-    """A fleet as a job. ``tracking_bytes`` and ``region_bytes`` are as in `demand_of_iteration`.
+    """A fleet as a job. ``tracking_bytes`` and ``region_bytes`` are as in `demand_of_iteration`;
+    ``tracking_bytes`` ``None`` is what suits the device.
 
-    ``poisons`` fills freed bytes with ones, for tests. Refused with `ConfigError`: a fleet on another device
-    than a CPU, and what `FleetInPieces` refuses.
+    ``poisons`` fills freed bytes with ones, for tests. Refused with `ConfigError`: what `FleetInPieces`
+    refuses.
     """
 
     is_eager = False
 
     def __init__(
-        self, fleet: Fleet, example: Any, *, tracking_bytes: int, region_bytes: int, poisons: bool = False
+        self,
+        fleet: Fleet,
+        example: Any,
+        *,
+        tracking_bytes: int | None,
+        region_bytes: int,
+        poisons: bool = False,
     ) -> None:
         self._pieces = FleetInPieces(fleet)
-        if self._pieces.device.type != "cpu":
-            raise ConfigError(
-                f"expected a job on the CPU, got one on {self._pieces.device}: in this version co-location "
-                'runs on the CPU only; build the fleet with device="cpu", or train jobs one after the other'
-            )
+        self._is_cuda = runs_as_graphs(self._pieces.device)
         self._region_bytes = region_bytes
         self._poisons = poisons
         self._statics = StaticArea()
-        self._memory: JobMemory | None = None
+        self._memory: Memory | None = None
+        self._graphs: SegmentGraphs | None = None
+        self._more_bytes = 0
+        """What it asked for beside its area after it had been found too little."""
         self._runners: OrderedDict[tuple[int, Hashable], _Runner] = OrderedDict()
         self._own = {piece.index: piece for piece in self._pieces.begin(example, applies=True)}
         self._kernels = {index: self._read(piece) for index, piece in self._own.items()}
@@ -111,11 +171,15 @@ class FusedWork:
             index: lay_out_step(kernels, self._statics, region_bytes=region_bytes)
             for index, kernels in self._kernels.items()
         }
-        self._area_bytes = round_up(max(layout.area_end for layout in layouts.values()), ALIGNMENT_BYTES)
+        unit = granularity_bytes(self._pieces.device) if self._is_cuda else ALIGNMENT_BYTES
+        self._area_bytes = round_up(max(layout.area_end for layout in layouts.values()), unit)
         self._plans: dict[int, _GroupPlan] = {}
         first = 0
         for index, layout in layouts.items():
-            cuts = cuts_of(layout, tracking_bytes)
+            tracked = tracking_bytes
+            if tracked is None:
+                tracked = tracking_bytes_for(layout, self._pieces.device)
+            cuts = cuts_of(layout, tracked)
             segments = segments_of(layout, cuts)
             self._plans[index] = _GroupPlan(cuts, segments, first)
             first += len(segments)
@@ -133,9 +197,24 @@ class FusedWork:
 
     @property
     def need(self) -> MemoryNeed:
-        beside = sum(kernels.result_bytes for kernels in self._kernels.values())
-        beside += max(kernels.scratch_bytes for kernels in self._kernels.values())
-        return MemoryNeed(self._area_bytes, self._area_bytes + beside, self._peak_bytes)
+        return MemoryNeed(self._area_bytes, self._area_bytes + self._beside_bytes, self._peak_bytes)
+
+    @property
+    def num_captures(self) -> int:
+        """Graphs captured since the job was let in."""
+        return 0 if self._graphs is None else self._graphs.num_captures
+
+    @property
+    def _beside_bytes(self) -> int:
+        """What is taken outside of the job's addresses."""
+        found = list(self._kernels.values())
+        beside = self._more_bytes + sum(kernels.result_bytes for kernels in found)
+        beside += max(kernels.scratch_bytes for kernels in found)
+        if not self._is_cuda:
+            return beside
+        batches = {leaf.data_ptr(): leaf.nbytes for piece in self._own.values() for leaf in piece.batch}
+        beside += _NUM_LANDING_PLACES * sum(batches.values()) + _BESIDE_BYTES
+        return beside + _CONVOLUTION_BYTES * any(kernels.has_convolutions for kernels in found)
 
     @property
     def _segments(self) -> tuple[Segment, ...]:
@@ -159,9 +238,18 @@ class FusedWork:
 
     # ---- running ------------------------------------------------------------------------------------
 
-    def settle(self, memory: JobMemory) -> None:
-        """Take the fleet's state to the job's area; the groups use it there."""
+    def settle(self, memory: Memory) -> None:
+        """Take the fleet's state to the job's area; the groups use it there.
+
+        On a CUDA device the usual step is captured: all of the job's end of the arena must be its own now.
+        """
         self._memory = memory
+        if self._is_cuda:
+            self._graphs = SegmentGraphs(
+                self._pieces.device,
+                deterministic=self._pieces.is_deterministic,
+                beside_bytes=self._beside_bytes,
+            )
         for index, piece in self._own.items():
             runner = self._runners[index, piece.variant] = self._runner(index, self._kernels[index])
             step, graph = runner.placed.kernels.step, runner.placed.kernels.graph
@@ -173,6 +261,14 @@ class FusedWork:
                     places[id(argument)] = place.copy_(argument)
             runner.load_constants()
             piece.group.rebase(lambda tensor, places=places: places.get(id(tensor), tensor))  # type: ignore[misc]
+        if self._graphs is not None:
+            self._graphs.count_from_here()
+            for index, piece in self._own.items():
+                self._runners[index, piece.variant].capture(piece)
+
+    def ask_for_more(self) -> None:
+        """Ask for twice of what was kept for workspaces; compiled regions have some that nobody knows."""
+        self._more_bytes = 2 * self._more_bytes + _BESIDE_BYTES
 
     def begin(self, batch: Any) -> None:
         """Check a batch, find or build the step for it, and feed every group."""
@@ -188,9 +284,7 @@ class FusedWork:
         if index not in self._begun:
             return
         piece, runner = self._begun[index]
-        part = runner.placed.segments[number]
-        if part.instructions:
-            runner.planned.run(part)
+        runner.run(number)
         if number == len(self._plans[index].segments) - 1:
             results = [result.clone() for result in runner.planned.results(0)]
             piece.end(runner.placed.kernels.step, results)
@@ -199,14 +293,16 @@ class FusedWork:
         """Count the fleet's step."""
         losses = self._pieces.end([piece for piece, _ in self._begun.values()])
         self._begun = {}
-        return StepOutcome(losses, self._pieces.fleet.metrics)
+        return StepOutcome(self.member_names, losses, self._pieces.fleet.metrics)
 
     def leave(self) -> None:
         """Give the fleet storage of its own, and its members their weights."""
         if self._memory is not None:
             self._pieces.go_back()
+        if self._graphs is not None:
+            self._graphs.close()
         self._runners.clear()
-        self._memory = None
+        self._memory = self._graphs = None
         self._pieces.fleet.sync()
 
     # ---- steps --------------------------------------------------------------------------------------
@@ -259,4 +355,11 @@ class FusedWork:
             deterministic=self._pieces.is_deterministic,
             poisons=self._poisons,
         )
-        return _Runner(placed, planned)
+        fed = {
+            position: planned.between_steps(0, kernels.graph.inputs[position])
+            for position in kernels.step.positions_fed_anew()
+        }
+        if self._graphs is None:
+            return _Runner(placed, planned, fed)
+        runs = [partial(planned.run, part) if part.instructions else None for part in placed.segments]
+        return _Runner(placed, planned, fed, self._graphs.new_set(runs))

@@ -11,6 +11,7 @@ import mmap
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -99,18 +100,25 @@ class HostDevice:
             for name in row.names:
                 if name not in self._memories:
                     self._memories[name] = self._new_memory(needs[name])
-                    self._needs[name] = needs[name]
+                self._needs[name] = needs[name]  # what it takes beside its area may be more now
                 is_top = name in row.top
                 self._memories[name].map_arena(arena.bytes.tensor, row.capacity_bytes, is_top=is_top)
 
     def memory_of(self, job: str) -> JobMemory:
         return self._memories[job]
 
+    def lane(self, job: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def enqueue(self, ref: SegmentRef, after: tuple[SegmentRef, ...], work: Callable[[], None]) -> None:
         # What a segment has to wait for was enqueued before it, so it has run when its turn comes.
         self._queue.append((ref, after, self.now(), work))
 
-    def next_ended(self) -> Ended | None:
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._queue)
+
+    def next_ended(self, until: float | None = None) -> Ended | None:
         if not self._queue:
             return None
         ref, after, enqueued_at, work = self._queue.popleft()

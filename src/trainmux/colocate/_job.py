@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from trainmux.colocate._demand import JobDemand
+from trainmux.colocate._in_flight import InFlightSweep
 from trainmux.colocate._trend import Trend
 
 
@@ -14,6 +15,7 @@ class JobState:
 
     __slots__ = (
         "demand",
+        "gap_seconds",
         "heights",
         "holds",
         "in_flight_limit",
@@ -29,9 +31,9 @@ class JobState:
         "segment_ended_at",
         "service",
         "shift_seconds",
-        "solo_gap_seconds",
         "solo_seconds",
         "stall_seconds",
+        "sweep",
         "total_shift_seconds",
         "trend",
     )
@@ -39,6 +41,7 @@ class JobState:
     def __init__(self, demand: JobDemand, service: float, in_flight_limit: int) -> None:
         self.demand = demand
         self.in_flight_limit = in_flight_limit
+        self.sweep: InFlightSweep | None = InFlightSweep(in_flight_limit)
         self.heights = [segment.height_bytes for segment in demand.segments]
         self.holds = [segment.hold_bytes for segment in demand.segments]
         self.num_segments = len(demand.segments)
@@ -54,9 +57,9 @@ class JobState:
         """How far the last iteration was shifted."""
         self.total_shift_seconds = 0.0
         self.stall_seconds = 0.0
-        """How long nothing of the job ran between segments of the iteration that is running."""
-        self.solo_gap_seconds = 0.0
-        """How long nothing of the job ran between its segments when it was profiled: no gate's doing."""
+        """How long gates kept anything of the job from running, in the iteration that is running."""
+        self.gap_seconds = 0.0
+        """How long nothing of the job ran between segments of that iteration, whatever the reason."""
         self.segment_ended_at = 0.0
         self.observed: list[float] = []
         self.runs_alone: deque[bool] = deque()
@@ -75,6 +78,24 @@ class JobState:
     @property
     def is_done(self) -> bool:
         return not self.has_more and self.num_ended == self.num_begun
+
+    def fix_limit(self, in_flight_limit: int) -> None:
+        """Keep so many segments in flight, without looking for a better number."""
+        self.in_flight_limit = in_flight_limit
+        self.sweep = None
+
+    def sweep_limit(self) -> bool:
+        """After an iteration that ran alone: take the next limit to try, or the one that is found.
+
+        Returns whether it is found; ``observed`` is then an iteration with it.
+        """
+        if self.sweep is None:
+            return True
+        is_found = self.sweep.iteration_ended(self.observed, self.gap_seconds)
+        self.in_flight_limit = self.sweep.limit
+        if is_found:
+            self.observed = list(self.sweep.observed)
+        return is_found
 
     def learn_solo(self, seconds: Sequence[float]) -> None:
         """Take ``seconds`` as what the segments take with nothing else on the device."""
@@ -96,14 +117,16 @@ class JobState:
 
     def was_mispredicted(self, stall_share: float) -> bool:
         """Whether gates held up the iteration that just ended for more than a share of its solo time."""
-        return self.stall_seconds - self.solo_gap_seconds > stall_share * self.iteration_solo_seconds
+        return self.stall_seconds > stall_share * self.iteration_solo_seconds
 
-    def segment_ended(self, segment: int, started_at: float, ended_at: float) -> None:
-        """Take down one segment of the running iteration."""
+    def segment_ended(self, segment: int, started_at: float, ended_at: float, *, was_gated: bool) -> None:
+        """Take down one segment of the running iteration; only a gate makes it stall, not a slow host."""
         if segment == 0:
-            self.stall_seconds = 0.0
+            self.stall_seconds = self.gap_seconds = 0.0
             self.observed = []
         else:
-            self.stall_seconds += max(0.0, started_at - self.segment_ended_at)
+            gap = max(0.0, started_at - self.segment_ended_at)
+            self.gap_seconds += gap
+            self.stall_seconds += gap if was_gated else 0.0
         self.segment_ended_at = ended_at
         self.observed.append(ended_at - started_at)

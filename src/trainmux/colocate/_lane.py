@@ -34,6 +34,8 @@ class InFlight(NamedTuple):
     ref: SegmentRef
     job: JobState
     height_bytes: int
+    was_gated: bool
+    """Whether it had to wait for memory, before it was enqueued or since."""
 
 
 class Gate(NamedTuple):
@@ -49,6 +51,7 @@ class Lane:
         "asked_at",
         "epoch",
         "in_flight",
+        "is_gated",
         "is_held",
         "job",
         "jobs",
@@ -65,6 +68,8 @@ class Lane:
         self.job: JobState | None = None
         """Whose iteration is begun and not enqueued to its end."""
         self.next_segment = 0
+        self.is_gated = False
+        """Whether the next segment could have been enqueued before, but for memory."""
         self.is_held = False
         """Whether no iteration may begin here, because the lane's place is about to change."""
         self.tail_hold_bytes = 0
@@ -119,11 +124,12 @@ class Lane:
         this_can_end = job.trend.need_from[segment + 1] + other.tail_hold_bytes <= capacity_bytes
         return this_can_end or other.need_bytes + job.holds[segment] <= capacity_bytes
 
-    def push(self, job: JobState, segment: int, ref: SegmentRef, now: float) -> None:
-        """Enqueue a segment whose gate was asked for."""
+    def push(self, job: JobState, segment: int, ref: SegmentRef, now: float, *, waits: bool) -> None:
+        """Enqueue a segment whose gate was asked for; ``waits``: it will wait for others."""
         if not self.in_flight:
             self.last_end = max(self.last_end, now)
-        self.in_flight.append(InFlight(ref, job, job.heights[segment]))
+        self.in_flight.append(InFlight(ref, job, job.heights[segment], waits or self.is_gated))
+        self.is_gated = False
         self.tail_hold_bytes = job.holds[segment]
         self.next_segment = segment + 1
         self.job = job if self.next_segment < job.num_segments else None
@@ -133,6 +139,7 @@ class Lane:
     def abandon(self) -> None:
         """Forget what is not enqueued of the begun iteration: the job will not go on."""
         self.job = None
+        self.is_gated = False
         self.tail_hold_bytes = 0
         self.epoch += 1
 

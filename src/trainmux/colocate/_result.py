@@ -17,8 +17,8 @@ class JobResult:
     or was not there yet; ``metrics`` is what the last step gave. ``seconds``
     are from when the job was let in to the end of its last step. ``num_mispredicted`` iterations were held
     up by memory that was not free when it was expected to be; ``shift_seconds`` is how long iterations were
-    held back on purpose. ``local_bytes`` were its own, up to ``peak_bytes`` came from the arena. ``error`` is
-    what ended it early, ``None`` if nothing did.
+    held back on purpose. ``local_bytes`` were its own, up to ``peak_bytes`` came from the arena. An iteration
+    was ``num_segments`` segments. ``error`` is what ended it early, ``None`` if nothing did.
     """
 
     name: str
@@ -31,6 +31,7 @@ class JobResult:
     shift_seconds: float
     local_bytes: int
     peak_bytes: int
+    num_segments: int
     is_eager: bool
     error: Exception | None
 

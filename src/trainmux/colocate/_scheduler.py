@@ -125,6 +125,8 @@ class ScroogeScheduler:
             gate = lane.gate(job, lane.next_segment, other, arena.capacity_bytes)
             if gate is not None:
                 ready.append((lane, job, gate))
+            else:
+                lane.is_gated = True
         if not ready:
             return self._begin_iteration(now)
         # The lane that runs dry first goes first.
@@ -143,9 +145,10 @@ class ScroogeScheduler:
                 f"expected a report of the oldest segment in flight of job {ref.job!r}, but got {ref}; "
                 "report segments once each, in the order in which they were enqueued"
             )
-        job = lane.in_flight.popleft().job
+        entry = lane.in_flight.popleft()
+        job = entry.job
         lane.last_end = ended_at
-        job.segment_ended(ref.segment, started_at, ended_at)
+        job.segment_ended(ref.segment, started_at, ended_at, was_gated=entry.was_gated)
         self._gain.segment_ended(job.solo_seconds[ref.segment], ended_at)
         if ref.segment == job.num_segments - 1:
             self._iteration_ended(arena, lane, job, ended_at)
@@ -199,7 +202,9 @@ class ScroogeScheduler:
             if lane.job is not None or lane.is_held or lane.num_iterations_in_flight() > 1:
                 continue
             job = lane.next_job()
-            if job is not None and len(lane.in_flight) < job.in_flight_limit:
+            if job is None or (job.demand.is_watched and job.num_begun > job.num_ended):
+                continue
+            if len(lane.in_flight) < job.in_flight_limit:
                 waiting.append((job.service, len(waiting), arena, lane, other, job))
         for _, _, arena, lane, other, job in sorted(waiting):
             behind = self._may_begin(arena, lane, other, job, now)
@@ -290,7 +295,7 @@ class ScroogeScheduler:
 
     def _enqueue(self, lane: Lane, job: JobState, segment: int, behind: tuple[SegmentRef, ...]) -> Enqueue:
         ref = SegmentRef(job.name, job.num_begun - 1, segment)
-        lane.push(job, segment, ref, self._now)
+        lane.push(job, segment, ref, self._now, waits=bool(behind))
         return Enqueue(ref, behind)
 
     def _iteration_ended(self, arena: Arena, lane: Lane, job: JobState, now: float) -> None:
@@ -299,11 +304,13 @@ class ScroogeScheduler:
         ran_alone = job.runs_alone.popleft()
         constants = self._constants
         if self._profiling is job:
+            self._profiling = None
+            if not job.sweep_limit():
+                self._drop_if_done(arena, lane, job)
+                return  # it is profiled once more
             job.learn_solo(job.observed)
-            job.solo_gap_seconds = job.stall_seconds
             job.trend.believe(job.observed)
             job.needs_profiling = False
-            self._profiling = None
             self._num_to_profile -= 1
             self._gain.restart()
             arena.learn()
@@ -353,8 +360,8 @@ class ScroogeScheduler:
         """Apply the layout that is wanted, or as much of it as can be now; true if anything changed."""
         target = self._target
         assert target is not None
-        leaving = any(name not in self._wanted for name in self._jobs)
-        if not leaving and target.has_places_of(self.layout):
+        same_jobs = self._wanted.keys() == self._jobs.keys()
+        if same_jobs and target.has_places_of(self.layout):
             return self._change_capacities(target)
         if not all(lane.is_idle for _, lane, _ in self._sides):
             return False
@@ -362,8 +369,10 @@ class ScroogeScheduler:
         for demand in self._wanted.values():
             if demand.name not in self._jobs:
                 service = min((job.service for job in self._jobs.values()), default=0.0)
-                limit = self._limits.get(demand.name, self._constants.in_flight_limit)
-                self._jobs[demand.name] = JobState(demand, service, limit)
+                job = JobState(demand, service, self._constants.in_flight_limit)
+                if demand.name in self._limits:
+                    job.fix_limit(self._limits[demand.name])
+                self._jobs[demand.name] = job
                 self._num_to_profile += not demand.is_measured
         kept = {frozenset(arena.layout.names): arena for arena in self._arenas}
         self._arenas = []

@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainmux.colocate._demand import Segment, cut_segments
+import torch
+
+from trainmux.colocate._demand import FINE_TRACKING_BYTES, Segment, cut_segments
 from trainmux.colocate._placement import ALIGNMENT_BYTES, Stack, round_up, stack_feature_maps
 from trainmux.colocate._tensors import Iteration, TensorClass, iteration_of_profile
 from trainmux.engine import StepProgram, scratch_bytes
@@ -24,6 +26,9 @@ from trainmux.simulate import Lifetime, place
 
 _ROUGHLY = "h200-141gb"
 """Whose speed is taken for kernels before the first iteration has run."""
+
+_SEGMENT_SECONDS = 300e-6
+"""How long a segment should last on a CUDA device: launching one takes the host some tens of microseconds."""
 
 _NOTHING = Part((), ())
 
@@ -45,6 +50,11 @@ class StepKernels:
     numbers: tuple[int, ...]
     static_keys: Mapping[int, StaticKey]
     scratch_bytes: int
+
+    @property
+    def has_convolutions(self) -> bool:
+        """Whether any of its kernels may want a large workspace."""
+        return any("convolution" in str(step.node.target) for step in self.graph.steps)
 
     @property
     def result_bytes(self) -> int:
@@ -229,6 +239,16 @@ def segments_of(layout: StepLayout, cuts: Sequence[int]) -> tuple[Segment, ...]:
 def cuts_of(layout: StepLayout, tracking_bytes: int) -> tuple[int, ...]:
     """Where a step is cut, by the bytes of feature maps allocated and released since the last cut."""
     return cut_segments(layout.kernels.iteration, tracking_bytes)
+
+
+def tracking_bytes_for(layout: StepLayout, device: torch.device) -> int:
+    """The paper's 8 MB; on a CUDA device as much more as lets a segment last until the next is launched."""
+    if device.type != "cuda":
+        return FINE_TRACKING_BYTES
+    iteration = layout.kernels.iteration
+    changed = 2 * sum(row.size_bytes for row in iteration.feature_maps)  # allocated, and released
+    num_segments = max(1, int(sum(iteration.kernel_seconds) / _SEGMENT_SECONDS))
+    return max(FINE_TRACKING_BYTES, changed // num_segments)
 
 
 def fit_cuts(layout: StepLayout, cuts: Sequence[int], segments: Sequence[Segment]) -> tuple[int, ...] | None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from trainmux.colocate._actions import JobReport
 from trainmux.colocate._demand import JobDemand
-from trainmux.colocate._device import JobMemory, MemoryNeed
+from trainmux.colocate._device import MemoryNeed
 from trainmux.colocate._eager_work import EagerWork
 from trainmux.colocate._fused_work import FusedWork
 from trainmux.colocate._result import JobResult, JobUsage
 from trainmux.colocate._user_job import Job, JobBatches
 from trainmux.colocate._work import StepOutcome, Work
+from trainmux.engine import Memory
 from trainmux.errors import (
     ConfigError,
     FusionError,
@@ -30,18 +34,29 @@ from trainmux.training._batches import END_OF_PASS
 
 
 class Tenant:
-    """A job that has been looked at and can be scheduled.
+    """A job that has been looked at and can be scheduled; ``is_watched`` as of `JobDemand`.
 
     What trainmux refuses about a job is raised here. What the job's own code raises, its loader or its loss,
     ends this job alone: ``error`` has it, and there is no ``demand``.
     """
 
-    def __init__(self, job: Job, *, tracking_bytes: int, region_bytes: int, poisons: bool) -> None:
-        self.job = job
+    def __init__(
+        self,
+        job: Job,
+        *,
+        tracking_bytes: int | None,
+        region_bytes: int,
+        poisons: bool,
+        is_watched: bool = False,
+    ) -> None:
+        self.name, self.steps, self.callbacks = job.name, job.steps, tuple(job.callbacks)
+        self._share = float(job.share)
+        self._is_watched = is_watched
         self.error: Exception | None = None
         self.is_over = False
         """Whether it runs no more, though the scheduler may still wait for segments of it."""
         self.num_steps = 0
+        """Iterations that have ended; further ones may be on their way."""
         self.height_bytes = 0
         self._batches: JobBatches | None = JobBatches(job)
         self._losses: list[tuple[tuple[str, ...], Tensor]] = []
@@ -49,21 +64,28 @@ class Tenant:
         self._let_in_at: float | None = None
         self._ended_at = 0.0
         self._is_settled = False
+        self._is_amid = False
+        """Whether segments of an iteration have run, or been launched, and others have not."""
         self._work: Work | None = None
         self._is_eager = False
-        self._local_bytes = self._peak_bytes = 0
+        self._local_bytes = self._peak_bytes = self._num_segments = 0
         self._table: tuple[tuple[str, ...], Tensor] | None = None
         """Its losses, once it has left."""
         self.demand: JobDemand | None = None
         try:
             self._work = _make_work(job, self._batches, tracking_bytes, region_bytes, poisons=poisons)
             self._is_eager = self._work.is_eager
-            self.demand = self._work.demand(job.name, steps=job.steps, share=float(job.share))
+            self.demand = self._ask(self._work)
             self._local_bytes, self._peak_bytes = self.demand.local_bytes, self.demand.peak_bytes
+            self._num_segments = len(self.demand.segments)
         except TrainmuxError:
             raise
         except Exception as error:
             self.fail(error)
+
+    def _ask(self, work: Work) -> JobDemand:
+        demand = work.demand(self.name, steps=self.steps, share=self._share)
+        return replace(demand, is_watched=self._is_watched)
 
     @property
     def _at_work(self) -> Work:
@@ -87,11 +109,31 @@ class Tenant:
             self.error = error
         self.is_over = True
 
-    def settle(self, memory: JobMemory, now: float) -> None:
+    def fail_after_iteration(self, error: Exception) -> bool:
+        """The job ends with an error, once an iteration that is partly on its way has ended.
+
+        Its weights are then those after a whole number of steps. Returns whether there is one.
+        """
+        if not self._is_amid:
+            self.fail(error)
+        elif self.error is None:
+            self.error = error
+        return self._is_amid
+
+    def settle(self, memory: Memory, now: float) -> None:
         """Let the job in: its state moves to ``memory``."""
         self._at_work.settle(memory)
         self._is_settled = True
         self._let_in_at = self._ended_at = now
+
+    def ask_for_more(self) -> JobDemand:
+        """Move out again, and ask for more memory; what it asks for now."""
+        work = self._at_work
+        work.leave()
+        work.ask_for_more()
+        self.demand = self._ask(work)
+        self._local_bytes = self.demand.local_bytes
+        return self.demand
 
     def leave(self) -> None:
         """The job goes; what is wrong with its own objects is taken down as its error.
@@ -105,6 +147,9 @@ class Tenant:
             self._at_work.leave()
         except TrainmuxError as error:
             self.fail(error)
+        self._metrics = pytree.tree_map_only(Tensor, Tensor.cpu, self._metrics)
+        if self.error is not None:
+            _forget_locals(self.error)
         self._table = _loss_table(self._losses, self._at_work.member_names)
         self._losses, self._work, self._batches, self.demand = [], None, None, None
 
@@ -122,17 +167,17 @@ class Tenant:
             self._at_work.begin(batch)
         with self._batches.own_random() if self._is_eager else contextlib.nullcontext():
             self._at_work.run(segment)
-        if segment < len(self.demand.segments) - 1:
+        self._is_amid = segment < len(self.demand.segments) - 1
+        if self._is_amid:
             return None
-        outcome = self._at_work.end()
-        self.num_steps += 1
-        self._losses.append((self._at_work.member_names, outcome.losses.detach().clone()))
-        self._metrics = outcome.metrics
-        return outcome
+        return self._at_work.end()
 
-    def note_end(self, now: float) -> None:
-        """An iteration ended at ``now``."""
+    def note_end(self, outcome: StepOutcome, now: float) -> None:
+        """An iteration has ended at ``now``; its losses go to the host's memory."""
         self._ended_at = now
+        self.num_steps += 1
+        self._losses.append((outcome.members, outcome.losses.detach().to("cpu", copy=True)))
+        self._metrics = outcome.metrics
 
     def result(self, report: JobReport | None) -> JobResult:
         """How it fared; ``report`` is the scheduler's, if it was let in."""
@@ -140,7 +185,7 @@ class Tenant:
             self._losses, () if self._work is None else self._work.member_names
         )
         return JobResult(
-            name=self.job.name,
+            name=self.name,
             members=members,
             num_steps=self.num_steps,
             losses=losses,
@@ -150,6 +195,7 @@ class Tenant:
             shift_seconds=0.0 if report is None else report.total_shift_seconds,
             local_bytes=self._local_bytes,
             peak_bytes=self._peak_bytes,
+            num_segments=self._num_segments,
             is_eager=self._is_eager,
             error=self.error,
         )
@@ -163,7 +209,15 @@ class Tenant:
             state = "running"
         else:
             state = "waiting" if self._let_in_at is None and not self.is_over else "done"
-        return JobUsage(self.job.name, local, self.height_bytes, self.num_steps, self.job.steps, state)
+        return JobUsage(self.name, local, self.height_bytes, self.num_steps, self.steps, state)
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Let go of what the calls that raised an error worked with: tensors, a graph, a whole batch."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
 def _loss_table(
@@ -182,7 +236,7 @@ def _loss_table(
 
 
 def _make_work(
-    job: Job, batches: JobBatches, tracking_bytes: int, region_bytes: int, *, poisons: bool
+    job: Job, batches: JobBatches, tracking_bytes: int | None, region_bytes: int, *, poisons: bool
 ) -> Work:
     """The job's step, fused where it can be traced, eager otherwise."""
     example = batches.first()

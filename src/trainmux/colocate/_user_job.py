@@ -105,6 +105,22 @@ class Job:
                 f"{label}: callbacks must be callable with a JobStep, but got {self.callbacks!r}"
             )
 
+    @property
+    def where(self) -> torch.device:
+        """The device that it trains on. Refused with `ConfigError`: what is no device."""
+        if self.fleet is not None:
+            return self.fleet._config.device
+        try:
+            found = torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"job {self.name!r}: device must be 'cpu' or 'cuda[:index]', but got {self.device!r}"
+            ) from error
+        index: int | None = found.index  # torch's stubs leave the None out
+        if found.type != "cuda" or index is not None or not torch.cuda.is_available():
+            return found  # where there is none, the fleet says so
+        return torch.device("cuda", torch.cuda.current_device())
+
     def make_fleet(self, example: Any) -> Fleet:
         """The job's fleet: its own, or one of its model alone."""
         if self.fleet is not None:

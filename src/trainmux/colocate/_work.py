@@ -9,13 +9,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from trainmux.colocate._demand import JobDemand
-from trainmux.colocate._device import JobMemory, MemoryNeed
+from trainmux.colocate._device import MemoryNeed
+from trainmux.engine import Memory
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What an iteration gave: a loss for each member, and the loss function's metrics."""
+    """What an iteration gave: a loss for each of ``members``, and the loss function's metrics."""
 
+    members: tuple[str, ...]
     losses: Tensor
     metrics: Mapping[str, Any]
 
@@ -39,8 +41,15 @@ class Work(Protocol):
     def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
         """What it asks of the scheduler."""
 
-    def settle(self, memory: JobMemory) -> None:
-        """Move in: from now on all that it uses lies in ``memory``."""
+    def settle(self, memory: Memory) -> None:
+        """Move in: from now on all that it uses lies in ``memory``.
+
+        Refused with `BudgetError`: work that needs more beside it than it asked for. After ``leave`` and
+        ``ask_for_more`` it may try again.
+        """
+
+    def ask_for_more(self) -> None:
+        """Ask for more memory beside its area from now on."""
 
     def begin(self, batch: Any) -> None:
         """Check and take a batch; nothing of the models changes if it is refused."""

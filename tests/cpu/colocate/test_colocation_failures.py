@@ -23,7 +23,6 @@ from torch import nn
 import trainmux as tm
 from trainmux.colocate import EVERY_KERNEL
 from trainmux.errors import BatchError, BudgetError, ConfigError
-from trainmux.fleet._in_pieces import FleetInPieces
 
 PLANNED, GROWN = 8, 9
 """Fleets that other tests do not use again."""
@@ -194,7 +193,11 @@ def test_a_fleet_that_grew_meanwhile_ends_its_job() -> None:
     assert "slots" in str(result["a"].error)
 
 
-def test_a_cuda_device_is_refused_in_this_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FleetInPieces, "device", torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match="on the CPU only"):
-        tm.colocate([tiny_job("a", 0)], "1GiB")
+def test_jobs_on_several_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="one device"):
+        tm.colocate([tiny_job("a", 0), model_job("b", 1, device="cuda:1")], "1GiB")
+    colocation = tm.colocate([tiny_job("a", 0)], "1GiB")
+    with pytest.raises(ConfigError, match="one device"):
+        colocation.add(model_job("b", 1, device="cuda:1"))
+    with pytest.raises(ConfigError, match="must be 'cpu' or"):
+        colocation.add(model_job("b", 1, device="abacus"))

@@ -103,6 +103,52 @@ def step(
 
 
 @app.command()
+def zico(
+    pairs: Annotated[
+        str,
+        typer.Option(help="A+B, with commas; small:NAME for the tiny ones.", show_default="Figure 8's kind"),
+    ] = "",
+    excesses: Annotated[
+        str, typer.Option(help="By what the jobs' peaks exceed the budgets, with commas.")
+    ] = "1.3,1.5,1.8",
+    device: Annotated[DeviceChoice, typer.Option(help="Where to train.")] = DeviceChoice.AUTO,
+    lowering: Annotated[str, typer.Option(help="inductor or aten.")] = "inductor",
+    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    seconds: Annotated[float, typer.Option(min=1e-3, help="Of each way to run a pair.")] = 2.0,
+    eager: Annotated[bool, typer.Option(help="Also measure eager baselines.")] = True,
+    out: Annotated[Path, typer.Option(help="Where the results go, as JSON.")] = Path("runs/bench/zico.json"),
+) -> None:
+    """Measure two jobs on one device: in turn, at once, and co-located within budgets."""
+    import torch
+
+    from .zico_run import DEFAULT_PAIRS, parse_excesses, parse_pairs, run_zico
+
+    if device is DeviceChoice.CUDA and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device here; use cpu or auto", param_hint="--device")
+    on_cuda = device is DeviceChoice.CUDA or (device is DeviceChoice.AUTO and torch.cuda.is_available())
+    try:
+        chosen = parse_pairs(pairs or DEFAULT_PAIRS)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--pairs") from None
+    try:
+        numbers = parse_excesses(excesses)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--excesses") from None
+    run_zico(
+        chosen,
+        numbers,
+        device="cuda" if on_cuda else "cpu",
+        lowering=lowering if on_cuda else "auto",
+        precision=precision,
+        seconds=seconds,
+        has_eager=eager,
+        out=out,
+        tell=typer.echo,
+    )
+    typer.echo(f"written to {out}")
+
+
+@app.command()
 def report(
     results: Annotated[list[Path], typer.Argument(help="Files that bench step wrote; later ones win.")],
     markdown: Annotated[Path | None, typer.Option(help="Write the page of benchmarks here.")] = None,

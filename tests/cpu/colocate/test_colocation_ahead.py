@@ -1,0 +1,212 @@
+"""A device that runs segments when they are enqueued and tells of their ends later, as a CUDA device does."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+import torch
+from colocation_cases import (
+    Breaking,
+    _fleet_of_one,
+    assert_as_alone,
+    model_of,
+    smallest_budget,
+    sum_of_peaks,
+    tiny_batches,
+    tiny_fleet,
+    tiny_job,
+    tiny_model,
+)
+from torch import nn
+
+import trainmux as tm
+from trainmux.colocate import EVERY_KERNEL, SegmentRef, _colocation
+from trainmux.colocate._device import Ended
+from trainmux.colocate._fused_work import FusedWork
+from trainmux.colocate._host_device import HostDevice
+from trainmux.engine import Memory
+from trainmux.errors import BudgetError
+
+SHORT_LIVED = 21
+"""Of fleets that other tests do not use again."""
+
+
+class AheadDevice(HostDevice):
+    """What a segment has to wait for was enqueued before it, so it may run at once."""
+
+    def __init__(self, *, poisons: bool = False) -> None:
+        super().__init__(poisons=poisons)
+        self._ran: deque[Ended] = deque()
+        self._last_end: dict[str, float] = {}
+
+    def enqueue(self, ref: SegmentRef, after: tuple[SegmentRef, ...], work: Callable[[], None]) -> None:
+        super().enqueue(ref, after, work)
+        ended = super().next_ended()
+        assert ended is not None
+        started_at = self._last_end.get(ref.job, ended.started_at)  # the host takes no time
+        self._last_end[ref.job] = ended.ended_at
+        self._ran.append(ended._replace(started_at=started_at))
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._ran)
+
+    def next_ended(self, until: float | None = None) -> Ended | None:
+        if until is not None and self.now() < until and len(self._ran) % 3 == 1:
+            return None  # nothing ends before; the caller is to ask again
+        return self._ran.popleft() if self._ran else None
+
+
+@pytest.fixture(autouse=True)
+def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _colocation, "_make_device", lambda where, region_bytes, *, poisons: AheadDevice(poisons=poisons)
+    )
+
+
+def beside(job: tm.Job) -> tm.ColocationResult:
+    """Run a job beside one that must not notice, in the smallest budget."""
+    other = tiny_job("b", 1, steps=6)
+    colocation = tm.colocate([job, other], "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    colocation.set_budget(smallest_budget(colocation))
+    result = colocation.run()
+    assert_as_alone(result, other, 1, 6)
+    return result
+
+
+def test_jobs_are_as_alone_while_the_budget_changes() -> None:
+    budgets: list[int] = []
+
+    def squeeze(event: tm.JobStep) -> None:
+        if event.step in (3, 6):
+            event.colocation.set_budget(budgets[0] if event.step == 3 else budgets[1])
+
+    jobs = [tiny_job("a", 0, steps=10, callbacks=[squeeze]), tiny_job("b", 1, steps=10)]
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    budgets += [smallest_budget(colocation), sum_of_peaks(colocation)]
+    colocation.set_budget(budgets[1])
+    result = colocation.run()
+    assert_as_alone(result, jobs[0], 0, 10)
+    assert_as_alone(result, jobs[1], 1, 10)
+
+
+def test_steps_are_counted_when_they_have_ended() -> None:
+    steps: list[tuple[int, int, torch.Tensor]] = []
+
+    def note(event: tm.JobStep) -> None:
+        rows = event.colocation.results()["a"]
+        steps.append((event.step, rows.num_steps, rows.losses))
+
+    beside(tiny_job("a", 0, steps=5, callbacks=[note]))
+    assert [(step, num, len(losses)) for step, num, losses in steps] == [(n, n, n) for n in range(1, 6)]
+
+
+def test_a_loader_that_raises_ends_its_job_alone() -> None:
+    error = OSError("the disk is gone")
+    job = tiny_job("a", 0, steps=9, loader=Breaking(tiny_batches(0)[:2], error))
+    result = beside(job)
+    assert result["a"].error is error
+    assert_as_alone(result, job, 0, 2)
+
+
+def test_a_loader_that_ends_ends_its_job() -> None:
+    job = tiny_job("a", 0, steps=None)
+    result = beside(job)
+    assert result["a"].error is None
+    assert_as_alone(result, job, 0, 3)
+
+
+def test_a_callback_that_raises_leaves_whole_steps() -> None:
+    """The next iteration may be half on its way by then: it is ended, and the callback is not called."""
+    seen: list[int] = []
+
+    def refuse(event: tm.JobStep) -> None:
+        seen.append(event.step)
+        if event.step == 2:
+            raise ValueError("enough")
+
+    job = tiny_job("a", 0, steps=9, callbacks=[refuse])
+    result = beside(job)
+    assert str(result["a"].error) == "enough"
+    assert seen == [1, 2]
+    assert result["a"].num_steps in (2, 3)
+    assert_as_alone(result, job, 0, result["a"].num_steps)
+
+
+def refusing_settle(monkeypatch: pytest.MonkeyPatch, member: str, num_refusals: int) -> list[int]:
+    """Have the job of a member refuse to move in so many times; fills with what it asked for each time."""
+    settle, asked = FusedWork.settle, []
+
+    def refuse(work: FusedWork, memory: Memory) -> None:
+        settle(work, memory)
+        if work.member_names == (member,):
+            asked.append(work.need.local_bytes)
+            if len(asked) <= num_refusals:
+                raise BudgetError("too little")
+
+    monkeypatch.setattr(FusedWork, "settle", refuse)
+    return asked
+
+
+def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = refusing_settle(monkeypatch, "a", 2)
+    jobs = [tiny_job("a", 0, steps=4), tiny_job("b", 1, steps=6)]
+    result = tm.colocate(jobs, "2GiB", tracking_bytes=EVERY_KERNEL, poisons=True).run()
+    assert [later - earlier for earlier, later in itertools.pairwise(asked)] == [128 << 20, 256 << 20]
+    assert result["a"].local_bytes == asked[-1]
+    assert result.peak_bytes >= sum(job.local_bytes for job in result.jobs.values())
+    assert_as_alone(result, jobs[0], 0, 4)
+    assert_as_alone(result, jobs[1], 1, 6)
+
+
+def test_a_job_that_needs_more_than_the_budget_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = refusing_settle(monkeypatch, "a", 100)
+    jobs = [tiny_job("a", 0, steps=4), tiny_job("b", 1, steps=6)]
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    result = colocation.run()
+    assert len(asked) == 4  # 128, 384 and 896 MiB more than at first; 1920 are refused
+    assert result.failed == ("a",)
+    error = result["a"].error
+    assert isinstance(error, BudgetError)
+    assert error.smallest_bytes is not None
+    for found, expected in zip(model_of(jobs[0]).parameters(), tiny_model(0).parameters(), strict=True):
+        assert torch.equal(found, expected)
+    assert_as_alone(result, jobs[1], 1, 6)
+
+
+def test_an_error_holds_on_to_nothing() -> None:
+    held: list[weakref.ref[nn.Module]] = []
+
+    def refuse(event: tm.JobStep) -> None:
+        batch = nn.Linear(1, 1)
+        held.append(weakref.ref(batch))
+        raise ValueError("enough")
+
+    result = beside(tiny_job("a", 0, steps=2, callbacks=[refuse]))
+    gc.collect()
+    assert str(result["a"].error) == "enough"
+    assert held[0]() is None
+
+
+def test_what_has_left_is_not_held_on_to() -> None:
+    fleets: list[weakref.ref[tm.Fleet]] = []
+
+    def come(event: tm.JobStep) -> None:
+        if event.step == 1:
+            guest = tm.Job(
+                "guest", fleet=tiny_fleet(3, "guest", SHORT_LIVED), loader=tiny_batches(3), steps=1
+            )
+            fleets.append(weakref.ref(guest.fleet))  # type: ignore[arg-type]
+            event.colocation.add(guest)
+
+    colocation = tm.colocate([tiny_job("a", 0, steps=4, callbacks=[come])], "1GiB")
+    result = colocation.run()
+    assert result["guest"].num_steps == 1
+    _fleet_of_one.cache_clear()  # which keeps fleets for the tests
+    gc.collect()
+    assert fleets[0]() is None

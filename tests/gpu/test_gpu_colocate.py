@@ -1,0 +1,442 @@
+"""Jobs side by side on a GPU: bit for bit as alone, within the budget, without a second capture."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from colocation_cases import (
+    SMALL_CUTS,
+    Breaking,
+    assert_same_state,
+    batches_of,
+    cycled,
+    enqueued_jobs,
+    is_interleaved,
+    small_fleet,
+    smallest_budget,
+    state_of,
+    sum_of_peaks,
+)
+from torch import Tensor, nn
+
+import trainmux as tm
+from trainmux.colocate import ArenaLayout, Layout, _fused_work
+from trainmux.colocate._cuda_device import CudaDevice
+from trainmux.colocate._device import MemoryNeed
+from trainmux.colocate._segment_graphs import SegmentGraphs
+from trainmux.colocate._virtual_memory import PhysicalBlock, VirtualRange, granularity_bytes
+
+MIB = 1 << 20
+REGION = 2 * MIB
+STEPS = 4
+BATCH_SIZE = 4096
+WIDTH = 512
+NUM_GUESTS = 8
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    settle()
+    yield
+    settle()
+
+
+def let_go() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def settle() -> None:
+    """The same while no graph is left, which may use the matrix libraries' workspaces."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    let_go()
+
+
+def used_bytes() -> int:
+    """What is in use on the device, the context included."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+# ---- jobs with megabytes of feature maps ----------------------------------------------------------------
+
+
+def wide_model(seed: int, num_layers: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers = [layer for _ in range(num_layers) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        return nn.Sequential(*layers)
+
+
+@functools.cache
+def wide_batches(seed: int, size: int = BATCH_SIZE) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, WIDTH, generator=generator) for _ in range(3)]
+
+
+def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def wide_fleet(seed: int, num_layers: int = 6, **options: Any) -> tm.Fleet:
+    model = wide_model(seed, num_layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    member = tm.Member(model, optimizer, name=f"wide {seed}")
+    settings: dict[str, Any] = {"device": "cuda", "deterministic": True, "lowering": "aten", **options}
+    return tm.Fleet([member], mean_square, wide_batches(seed)[0], **settings)
+
+
+def wide_job(name: str, seed: int, steps: int | None, **options: Any) -> tm.Job:
+    given: dict[str, Any] = {"fleet": wide_fleet(seed), "loader": wide_batches(seed), **options}
+    return tm.Job(name, steps=steps, **given)
+
+
+@functools.cache
+def wide_alone(seed: int, steps: int) -> tuple[Tensor, dict[str, Tensor]]:
+    fleet = wide_fleet(seed)
+    losses = [fleet.step(batch).cpu() for batch in cycled(wide_batches(seed), steps)]
+    return torch.stack(losses), state_of(fleet)
+
+
+def assert_wide_as_alone(result: tm.ColocationResult, job: tm.Job, seed: int) -> None:
+    steps = result[job.name].num_steps
+    losses, state = wide_alone(seed, steps)
+    assert torch.equal(result[job.name].losses, losses), job.name
+    assert job.fleet is not None
+    assert_same_state(state_of(job.fleet), state, job.name)
+
+
+@functools.cache
+def warm_up() -> None:
+    """Have all kernels loaded that wide jobs use: they take memory of the context's, once."""
+    tm.colocate([wide_job("a", 0, 2), wide_job("b", 1, 2)], "20GiB", region_bytes=REGION, poisons=True).run()
+    wide_alone(0, 2)
+
+
+def captures_of(colocation: tm.Colocation) -> dict[str, int]:
+    return {name: tenant._work.num_captures for name, tenant in colocation._inside.items()}  # type: ignore[union-attr]
+
+
+# ---- the mechanism --------------------------------------------------------------------------------------
+
+
+def test_one_region_under_two_addresses() -> None:
+    block = PhysicalBlock(REGION, cuda())
+    ranges = [VirtualRange(2 * REGION, cuda()) for _ in range(2)]
+    first, second = ranges
+    first.map([(0, block)])
+    second.map([(0, PhysicalBlock(REGION, cuda())), (REGION, block)])
+    first.tensor()[:REGION].fill_(7)
+    assert bool((second.tensor()[REGION:] == 7).all())
+
+
+def test_memory_is_the_devices_again_when_it_is_released() -> None:
+    granularity_bytes(cuda())
+    before = used_bytes()
+    block = PhysicalBlock(64 * MIB, cuda())
+    addresses = VirtualRange(64 * MIB, cuda())
+    addresses.map([(0, block)])
+    assert used_bytes() - before == 64 * MIB
+    block.release()
+    assert used_bytes() - before == 64 * MIB  # it is still mapped
+    addresses.unmap(0)
+    assert used_bytes() == before
+
+
+def test_graphs_see_other_regions_under_their_addresses() -> None:
+    """Two captured graphs, an arena from both ends, and the same graphs over a smaller one."""
+    device = CudaDevice(cuda(), region_bytes=REGION)
+    needs = {name: MemoryNeed(REGION, REGION, 4 * REGION) for name in "ab"}
+
+    def arrange(num_regions: int) -> None:
+        device.arrange(Layout((ArenaLayout(("a",), ("b",), num_regions * REGION),)), needs)
+
+    arrange(8)
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    halves = {}
+    for number, name in enumerate("ab"):
+        slab = device.memory_of(name)
+        source = slab.at(REGION, 2 * REGION).view(torch.float32)
+        target = slab.at(3 * REGION, 2 * REGION).view(torch.float32)
+        scale = slab.at(0, 4).view(torch.float32).fill_(number + 2)
+
+        def work(source: Tensor = source, target: Tensor = target, scale: Tensor = scale) -> None:
+            source.zero_()  # a node that sets memory, one that copies it, and kernels
+            target.copy_(source)
+            source.add_(scale)
+            target.add_(source)
+
+        halves[name] = target
+        graphs[name] = torch.cuda.CUDAGraph()
+        with (
+            device.lane(name),
+            torch.cuda.graph(
+                graphs[name], stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+            ),
+        ):
+            work()
+
+    def replay(names: str) -> list[float]:
+        for name in names:
+            with device.lane(name):
+                graphs[name].replay()
+        return [float(halves[name].mean()) for name in names]
+
+    assert replay("ab") == [2, 3]
+    assert [float(halves[name].mean()) for name in "ab"] == [2, 3]  # eight regions hold both
+    mapped = device.num_mapped
+    arrange(4)
+    assert device.num_mapped == mapped + 4  # the job at the base keeps what it has
+    assert replay("a") == [2]
+    assert replay("b") == [3]
+    assert float(halves["a"].mean()) == 3  # and four hold one at a time
+    arrange(8)
+    assert replay("ab") == [2, 3]
+    assert [float(halves[name].mean()) for name in "ab"] == [2, 3]
+
+
+def test_what_is_laid_out_is_what_the_device_has_less() -> None:
+    device = CudaDevice(cuda(), region_bytes=REGION)
+    let_go()
+    before = used_bytes()
+    needs = {"a": MemoryNeed(4 * MIB, 4 * MIB, 6 * REGION), "b": MemoryNeed(2 * MIB, 2 * MIB, 3 * REGION)}
+    for layout in (
+        Layout((ArenaLayout(("a",), ("b",), 9 * REGION),)),
+        Layout((ArenaLayout(("a",), ("b",), 6 * REGION),)),
+        Layout((ArenaLayout(("a",), ("b",), 8 * REGION),)),
+        Layout((ArenaLayout(("b",), (), 3 * REGION),)),
+        Layout(()),
+    ):
+        device.arrange(layout, needs)
+        assert used_bytes() - before == device.reserved_bytes
+
+
+# ---- bit for bit ----------------------------------------------------------------------------------------
+
+
+def check_small(tmp_path: Path, names: Sequence[str], lowering: str, tightness: Sequence[float]) -> None:
+    fleets = {name: small_fleet(name, device="cuda", lowering=lowering) for name in names}
+    expected = {}
+    for name, fleet in fleets.items():
+        fleet.save(tmp_path / name)
+        losses = torch.stack([fleet.step(batch).cpu() for batch in cycled(batches_of(name), STEPS)])
+        expected[name] = (losses, state_of(fleet))
+    for tight in tightness:
+        for name in names:
+            fleets[name].restore(tmp_path / name)
+        jobs = [tm.Job(name, fleet=fleets[name], loader=batches_of(name), steps=STEPS) for name in names]
+        colocation = tm.colocate(jobs, "20GiB", tracking_bytes=SMALL_CUTS, region_bytes=REGION, poisons=True)
+        least, most = smallest_budget(colocation), sum_of_peaks(colocation)
+        colocation.set_budget(round(tight * least + (1 - tight) * most))
+        order = enqueued_jobs(colocation)
+        result = colocation.run()
+        assert [repr(job.error) for job in result.jobs.values() if job.error] == []
+        if tight == 0:
+            assert is_interleaved(order), f"{names}: one iteration after the other"
+        for name in names:
+            assert torch.equal(result[name].losses, expected[name][0]), (names, tight, name)
+            assert_same_state(state_of(fleets[name]), expected[name][1], f"{names} at {tight}: {name}")
+
+
+NAMES = ("mlp", "residual", "transformer_with_dropout", "lstm")
+
+
+@pytest.mark.parametrize("names", list(itertools.pairwise([*NAMES, NAMES[0]])), ids="+".join)
+def test_pairs_are_as_alone(tmp_path: Path, names: tuple[str, str]) -> None:
+    check_small(tmp_path, names, "aten", (1.0, 0.0))
+
+
+def test_compiled_jobs_are_as_alone(tmp_path: Path) -> None:
+    check_small(tmp_path, ("residual", "transformer_with_dropout"), "inductor", (1.0, 0.0))
+
+
+def test_three_jobs_are_as_alone(tmp_path: Path) -> None:
+    check_small(tmp_path, ("mlp", "transformer_with_dropout", "residual"), "aten", (1.0, 0.5))
+
+
+def test_other_batches_and_micro_batches() -> None:
+    """Run kernel by kernel the first time, captured the second time: the bits stay."""
+
+    def batches(seed: int) -> list[Tensor]:
+        long, short = wide_batches(seed), wide_batches(seed, BATCH_SIZE // 2)
+        return [long[0], long[1], short[0], long[2]]
+
+    def fleet(seed: int) -> tm.Fleet:
+        return wide_fleet(seed, num_layers=3, accumulate=2)
+
+    steps = 24
+    expected = {}
+    for seed in (0, 1):
+        alone = fleet(seed)
+        losses = torch.stack([alone.step(batch).cpu() for batch in cycled(batches(seed), steps)])
+        expected[seed] = (losses, state_of(alone))
+    captured: list[dict[str, int]] = []
+    jobs = [tm.Job(str(seed), fleet=fleet(seed), loader=batches(seed), steps=steps) for seed in (0, 1)]
+    colocation = tm.colocate(
+        jobs,
+        "20GiB",
+        tracking_bytes=4 * MIB,
+        region_bytes=REGION,
+        callbacks=[lambda event: captured.append(captures_of(event.colocation))],
+        poisons=True,
+    )
+    colocation.set_budget(smallest_budget(colocation) + 4 * REGION)
+    result = colocation.run()
+    assert [repr(job.error) for job in result.jobs.values() if job.error] == []
+    for seed, job in zip((0, 1), jobs, strict=True):
+        assert torch.equal(result[str(seed)].losses, expected[seed][0])
+        assert job.fleet is not None
+        assert_same_state(state_of(job.fleet), expected[seed][1], str(seed))
+    both = [row for row in captured if len(row) == 2]
+    assert both[-1]["0"] > both[0]["0"]  # further steps were captured
+    assert both[-1] == both[len(both) * 3 // 4]  # and none of them twice
+
+
+# ---- the budget -----------------------------------------------------------------------------------------
+
+
+def test_the_device_never_holds_more_than_the_budget() -> None:
+    warm_up()
+    settle()
+    before = used_bytes()
+    seen: list[int] = []
+    jobs = [wide_job("a", 0, 12), wide_job("b", 1, 12)]
+    colocation = tm.colocate(
+        jobs,
+        "20GiB",
+        tracking_bytes=4 * MIB,
+        region_bytes=REGION,
+        callbacks=[lambda event: seen.append(used_bytes() - before)],
+    )
+    budget = smallest_budget(colocation) + 5 * REGION
+    assert budget < sum_of_peaks(colocation)
+    colocation.set_budget(budget)
+    result = colocation.run()
+    assert result.failed == ()
+    assert result.peak_bytes <= budget
+    assert max(seen) <= budget, [one / MIB for one in (max(seen), result.peak_bytes, budget)]
+    assert_wide_as_alone(result, jobs[0], 0)
+    assert_wide_as_alone(result, jobs[1], 1)
+
+
+def test_the_budget_changes_without_a_capture() -> None:
+    """Down to where jobs take turns, and up again."""
+    warm_up()
+    settle()
+    before = used_bytes()
+    budgets: list[int] = []
+    seen: list[tuple[int, int]] = []
+    captured: list[dict[str, int]] = []
+
+    def squeeze(event: tm.JobStep) -> None:
+        if event.job == "a" and event.step in (8, 16):
+            event.colocation.set_budget(budgets[0] if event.step == 8 else budgets[1])
+        seen.append((event.colocation.budget_bytes, used_bytes() - before))
+        captured.append(captures_of(event.colocation))
+
+    jobs = [wide_job("a", 0, 24), wide_job("b", 1, 24)]
+    colocation = tm.colocate(
+        jobs, "20GiB", tracking_bytes=4 * MIB, region_bytes=REGION, callbacks=[squeeze], poisons=True
+    )
+    budgets += [smallest_budget(colocation) + REGION, sum_of_peaks(colocation)]
+    colocation.set_budget(budgets[1])
+    result = colocation.run()
+    assert result.failed == ()
+    assert {budget for budget, _ in seen} == set(budgets)
+    assert all(used <= budget for budget, used in seen)
+    largest = {limit: max(used for budget, used in seen if budget == limit) for limit in budgets}
+    given_back = budgets[1] - budgets[0]
+    assert largest[budgets[1]] - largest[budgets[0]] > 0.5 * given_back  # regions, given back and taken anew
+    both = [row for row in captured if len(row) == 2]
+    assert all(row == both[0] for row in both)
+    assert_wide_as_alone(result, jobs[0], 0)
+    assert_wide_as_alone(result, jobs[1], 1)
+
+
+# ---- jobs that fail, come and go --------------------------------------------------------------------------
+
+
+def test_a_loader_that_raises_ends_its_job_alone() -> None:
+    error = OSError("the disk is gone")
+    jobs = [
+        wide_job("a", 0, 9, loader=Breaking(wide_batches(0)[:2], error)),
+        wide_job("b", 1, 8),
+    ]
+    colocation = tm.colocate(jobs, "20GiB", region_bytes=REGION, poisons=True)
+    colocation.set_budget(smallest_budget(colocation) + 4 * REGION)
+    result = colocation.run()
+    assert result.failed == ("a",)
+    assert result["a"].error is error
+    assert result["a"].num_steps == 2
+    assert_wide_as_alone(result, jobs[0], 0)
+    assert result["b"].num_steps == 8
+    assert_wide_as_alone(result, jobs[1], 1)
+
+
+def test_a_job_that_runs_out_of_memory_ends_alone() -> None:
+    def hog(event: tm.JobStep) -> None:
+        if event.step == 3:
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+    jobs = [wide_job("a", 0, 9, callbacks=[hog]), wide_job("b", 1, 8)]
+    result = tm.colocate(jobs, "20GiB", region_bytes=REGION, poisons=True).run()
+    assert result.failed == ("a",)
+    assert isinstance(result["a"].error, torch.OutOfMemoryError)
+    assert_wide_as_alone(result, jobs[1], 1)
+
+
+def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+
+    def first_gets_nothing(device: torch.device, *, beside_bytes: int, **options: Any) -> SegmentGraphs:
+        limits.append(beside_bytes)
+        return SegmentGraphs(device, beside_bytes=beside_bytes if len(limits) > 1 else 0, **options)
+
+    monkeypatch.setattr(_fused_work, "SegmentGraphs", first_gets_nothing)
+    jobs = [wide_job("a", 0, 4), wide_job("b", 1, 4)]
+    settle()
+    result = tm.colocate(jobs, "20GiB", region_bytes=REGION).run()
+    assert result.failed == ()
+    assert len(limits) == 3
+    assert limits[2] > limits[0]
+    assert_wide_as_alone(result, jobs[0], 0)
+    assert_wide_as_alone(result, jobs[1], 1)
+
+
+def test_memory_is_flat_while_jobs_come_and_go() -> None:
+    warm_up()
+    seen: list[int] = []
+
+    def turn_over(event: tm.JobStep) -> None:
+        """Another job comes whenever one has gone."""
+        others = [row for row in event.colocation.usage() if row.name != "stays" and row.state != "done"]
+        if event.job != "stays" or others or len(seen) == NUM_GUESTS:
+            return
+        let_go()
+        seen.append(used_bytes())
+        if len(seen) == NUM_GUESTS:
+            event.colocation.remove("stays")
+        else:
+            event.colocation.add(wide_job(f"guest {len(seen)}", len(seen) % 2, 2))
+
+    stays = wide_job("stays", 2, None, loader=itertools.cycle(wide_batches(2)))
+    colocation = tm.colocate([stays], "20GiB", region_bytes=REGION, callbacks=[turn_over])
+    result = colocation.run()
+    assert result.failed == ()
+    assert len(seen) == NUM_GUESTS
+    assert seen[-1] <= seen[2] + 2 * MIB, [(one - seen[0]) / MIB for one in seen]
+    assert_wide_as_alone(result, stays, 2)
