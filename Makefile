@@ -25,7 +25,7 @@ demo: $(INSTALLED) ## train a sweep of sixteen small CNNs as one fleet, and comp
 	$(PY) -m trainmux demo $(DEMO_ARGS)
 
 test: lint ## lint, type check, unit and CPU tests
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest tests/unit tests/cpu -n 2
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest tests/unit tests/cpu -n 2 --dist worksteal
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(PY) -m ruff check .

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from interrupted import train_interrupted
 from torch import nn
 
 import trainmux as tm
@@ -177,34 +175,13 @@ def test_interrupts_at_any_time_change_nothing() -> None:
     planned, in_peace = fleet_of(), fleet_of()
     for fleet in (planned, in_peace):
         fleet.plan(policy="mutwo")
-    num_steps, num_interrupts = 60, 0
     batches = [batch(number) for number in range(4)]
     planned.step(batches[0])  # what is made once is made in peace
-    stop = threading.Event()
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def interrupt() -> None:
-        while not stop.wait(0.004):
-            signal.pthread_kill(main, signal.SIGINT)
-
-    sender = threading.Thread(target=interrupt)
-    until = time.monotonic() + 20
-    is_done = False
-    sender.start()
-    while not is_done:
-        try:
-            while planned.num_steps < num_steps and time.monotonic() < until:
-                planned.step(batches[planned.num_steps % 4])
-            stop.set()
-            sender.join()
-            is_done = True
-        except KeyboardInterrupt:
-            num_interrupts += 1
+    num_steps = 60
+    assert train_interrupted(planned, lambda number: batches[number % 4], num_steps) > 3
     for number in range(num_steps):
         in_peace.step(batches[number % 4])
     assert planned.num_steps == num_steps
-    assert num_interrupts > 3
     assert all(torch.equal(x, y) for x, y in zip(state(planned), state(in_peace), strict=True))
 
 

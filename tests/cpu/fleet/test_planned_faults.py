@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interrupted import train_interrupted
 
 import trainmux as tm
 from trainmux.engine import _planned
@@ -222,31 +221,10 @@ def test_an_interrupt_while_a_plan_is_put_into_use_leaves_the_step_not_begun() -
 def test_interrupts_at_any_time_change_nothing() -> None:
     planned, plain = fleet_of(), fleet_of()
     planned.plan(policy="mutwo")
-    num_steps, num_interrupts = 40, 0
-    pause = threading.Event()
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def interrupt() -> None:
-        while not pause.wait(0.005):
-            signal.pthread_kill(main, signal.SIGINT)
-
     planned.step(batch(0))  # what is made once is made in peace
-    sender = threading.Thread(target=interrupt)
-    until = time.monotonic() + 20
-    is_done = False
-    sender.start()
-    while not is_done:
-        try:
-            while planned.num_steps < num_steps and time.monotonic() < until:
-                planned.step(batch(planned.num_steps))
-            pause.set()
-            sender.join()
-            is_done = True
-        except KeyboardInterrupt:
-            num_interrupts += 1
+    num_steps = 40
+    assert train_interrupted(planned, batch, num_steps) > 3
     for number in range(num_steps):
         plain.step(batch(number))
     assert planned.num_steps == num_steps
-    assert num_interrupts > 3
     assert same(planned, plain)

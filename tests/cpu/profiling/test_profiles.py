@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from profiled import kernels_of, leave_uncompiled, program_of
+from torch import Tensor
 
 from trainmux.errors import ConfigError
 from trainmux.ir import ByteClass, DeviceFacts, Profile
@@ -73,6 +76,30 @@ def test_the_values_are_those_of_the_program(name: str, lowering: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert num_away > 1
     assert not run._host  # everything that was sent away was needed again
+
+
+@pytest.mark.parametrize("name", ["transformer_with_dropout", "lstm_with_dropout"])
+def test_a_step_larger_than_the_device_can_be_measured(name: str) -> None:
+    """With feature maps away between the passes, far fewer bytes are there at a time."""
+    program, arguments = program_of(name, "aten")
+    graph = kernels_of(program)
+
+    def peak(*, swaps: bool) -> int:
+        run, most = _Pass(graph, arguments, swaps=swaps), 0
+        for rank, step in enumerate(graph.steps):
+            run.fetch(step)
+            run.run(step)
+            held = {storage.data_ptr(): storage.nbytes() for storage in run._storages.values()}
+            live = {value.untyped_storage().data_ptr() for value in _tensors(run._values.values())}
+            most = max(most, sum(size for address, size in held.items() if address in live))
+            run.release(rank, step)
+        return most
+
+    assert peak(swaps=True) < 0.8 * peak(swaps=False)
+
+
+def _tensors(values: Iterable[object]) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, Tensor)]
 
 
 def test_an_analytic_node_takes_the_slower_of_arithmetic_and_traffic() -> None:
