@@ -21,7 +21,15 @@ from trainmux.engine._tail import TailInputs, UpdateSettings, make_tail
 from trainmux.fusion import FusedGraph
 from trainmux.ir import ByteClass, GraphInput, GraphOutput, InputKind, MemoryUse, OutputKind, Phase
 from trainmux.runtime import deterministic_algorithms
-from trainmux.tracing import FakeTensor, FakeTensorMode, graph_constant, make_fx, output_nodes, split_joint
+from trainmux.tracing import (
+    FakeTensor,
+    FakeTensorMode,
+    graph_constant,
+    graph_module,
+    make_fx,
+    output_nodes,
+    split_joint,
+)
 
 # Besides the fused graph's own inputs, in this order.
 TAIL_INPUTS = ("scalars", "neutral", "limits", "active", "alive", "updates")
@@ -229,7 +237,7 @@ def build_planned_forward(fused: FusedGraph, carried: UpdateSettings | None) -> 
         results.append(copied)
     graph.output(results)
     graph.lint()
-    return ForwardProgram(fx.GraphModule(owner, graph), fused.inputs, metrics, carried)
+    return ForwardProgram(graph_module(owner, graph), fused.inputs, metrics, carried)
 
 
 def build_step(
@@ -271,7 +279,7 @@ def build_step(
     graph.output([loss, norm, finite, *metrics.values()])
     _placeholders_first(graph)
     graph.lint()
-    module = fx.GraphModule(owner, graph)
+    module = graph_module(owner, graph)
     return StepProgram(module, fused.inputs, settings, tuple(metrics))
 
 

@@ -14,7 +14,7 @@ from trainmux.lowering._kinds import Kind, changes, root_of
 from trainmux.lowering._padding import extended_product, pad_unaligned
 from trainmux.lowering._partition import cut
 from trainmux.lowering._regions import Extractor, RegionGraph, TensorSpec, spec_of
-from trainmux.tracing import graph_constant
+from trainmux.tracing import graph_constant, graph_module
 
 
 class RegionCall(nn.Module):
@@ -108,7 +108,7 @@ def lower(module: fx.GraphModule, cache: KernelCache, *, keeps_results: bool = F
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    source = fx.GraphModule(module, graph)  # takes the constants that the graph refers to
+    source = graph_module(module, graph)  # takes the constants that the graph refers to
     _read_what_was_changed(source.graph)
     pad_unaligned(source.graph)
     return _Writer(source, cache, keeps_results).write()
@@ -154,7 +154,7 @@ class _Writer:
         (output,) = self._source.graph.find_nodes(op="output")
         self._graph.output(fx.map_arg(output.args[0], self._value))
         self._graph.lint()
-        module = fx.GraphModule(self._owner, self._graph)
+        module = graph_module(self._owner, self._graph)
         return Lowered(
             module, tuple(self._kernels.values()), num_regions, len(self._cut.pieces) - num_regions
         )

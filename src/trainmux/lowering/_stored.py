@@ -23,7 +23,7 @@ from trainmux.lowering._lower import Conform, Lowered, RegionCall
 from trainmux.lowering._padding import extended_product
 from trainmux.lowering._payload import from_payload, op_name, op_of
 from trainmux.lowering._regions import TensorSpec, spec_of
-from trainmux.tracing import static_fake_mode
+from trainmux.tracing import graph_module, static_fake_mode
 
 _EXTENDED = "trainmux.extended_product"
 
@@ -118,7 +118,7 @@ def from_bytes(data: bytes, cache: KernelCache, device: torch.device) -> Lowered
     with static_fake_mode():
         for node, spec in zip(nodes, inputs, strict=False):  # placeholders come first
             node.meta["val"] = spec.empty()
-    module = fx.GraphModule(owner, graph)
+    module = graph_module(owner, graph)
     return Lowered(module, tuple(kernels.values()), num_regions, num_calls)
 
 

@@ -8,6 +8,7 @@ from trainmux.tracing._substitute import NamedTensor, unique_buffers, unique_par
 from trainmux.tracing._torch_private import (
     FakeTensor,
     FakeTensorMode,
+    graph_module,
     last_node,
     make_fx,
     nodes_after,
@@ -31,6 +32,7 @@ __all__ = [
     "check_batch",
     "flatten_batch",
     "graph_constant",
+    "graph_module",
     "inherit_meta",
     "last_node",
     "make_fx",

@@ -31,7 +31,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -42,6 +44,7 @@ __all__ = [
     "FakeTensorMode",
     "checkpoint_regions",
     "functionalized",
+    "graph_module",
     "last_node",
     "layer_parameters",
     "make_fx",
@@ -62,6 +65,26 @@ DATA_DEPENDENT_ERRORS = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+
+
+def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., fx.GraphModule]:
+    """Torch's tracer. The module that it makes is written as Python when it is first called, if ever.
+
+    Most graphs are only read and rewritten, and to write one with thousands of nodes takes a second.
+    """
+    trace = _make_fx(function, **options)
+
+    def traced(*examples: Any) -> fx.GraphModule:
+        with _use_lazy_graph_module(True):
+            return trace(*examples)
+
+    return traced
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module of ``graph``, with what it refers to from ``root``; it is written when it is first called."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(root, graph)
 
 
 def static_fake_mode() -> FakeTensorMode:
@@ -241,7 +264,7 @@ def min_cut(
     ``joint``'s placeholders must be called ``primals_*`` and ``tangents_*``; ``static_inputs`` are the
     positions of those that live on anyway (parameters), whose saving costs nothing.
     """
-    with functorch_config.patch(cse=True):
+    with functorch_config.patch(cse=True), _use_lazy_graph_module(True):
         forward, backward = min_cut_rematerialization_partition(
             joint,
             None,
