@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from trainmux.workloads import FULL_SIZE, SMALL, SizedWorkload, huggingface, paper
-from trainmux.workloads.deep_vision import ResNet101
+from trainmux.workloads.deep_vision import ResNet
 
 ALL = list(FULL_SIZE.values())
 IDS = list(FULL_SIZE)
@@ -217,7 +217,7 @@ def test_a_torchvision_that_breaks_on_import_is_not_used(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(paper.importlib, "import_module", broken)
     with torch.device("meta"):
-        assert isinstance(FULL_SIZE["resnet101"].build(0), ResNet101)
+        assert isinstance(FULL_SIZE["resnet101"].build(0), ResNet)
 
 
 class FakeTorchvision(ModuleType):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from colocation_cases import (
     state_of,
     sum_of_peaks,
 )
+from settled import settle
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -42,24 +42,10 @@ NUM_GUESTS = 8
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    settle()
+def _without_workspaces() -> Iterator[None]:
+    settle(clears_workspaces=True)
     yield
-    settle()
-
-
-def let_go() -> None:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-
-
-def settle() -> None:
-    """The same while no graph is left, which may use the matrix libraries' workspaces."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    let_go()
+    settle(clears_workspaces=True)
 
 
 def used_bytes() -> int:
@@ -211,7 +197,7 @@ def test_graphs_see_other_regions_under_their_addresses() -> None:
 
 def test_what_is_laid_out_is_what_the_device_has_less() -> None:
     device = CudaDevice(cuda(), region_bytes=REGION)
-    let_go()
+    settle()
     before = used_bytes()
     needs = {"a": MemoryNeed(4 * MIB, 4 * MIB, 6 * REGION), "b": MemoryNeed(2 * MIB, 2 * MIB, 3 * REGION)}
     for layout in (
@@ -311,7 +297,7 @@ def test_other_batches_and_micro_batches() -> None:
 
 def test_the_device_never_holds_more_than_the_budget() -> None:
     warm_up()
-    settle()
+    settle(clears_workspaces=True)
     before = used_bytes()
     seen: list[int] = []
     jobs = [wide_job("a", 0, 12), wide_job("b", 1, 12)]
@@ -336,7 +322,7 @@ def test_the_device_never_holds_more_than_the_budget() -> None:
 def test_the_budget_changes_without_a_capture() -> None:
     """Down to where jobs take turns, and up again."""
     warm_up()
-    settle()
+    settle(clears_workspaces=True)
     before = used_bytes()
     budgets: list[int] = []
     seen: list[tuple[int, int]] = []
@@ -408,7 +394,7 @@ def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(_fused_work, "SegmentGraphs", first_gets_nothing)
     jobs = [wide_job("a", 0, 4), wide_job("b", 1, 4)]
-    settle()
+    settle(clears_workspaces=True)
     result = tm.colocate(jobs, "20GiB", region_bytes=REGION).run()
     assert result.failed == ()
     assert len(limits) == 3
@@ -426,7 +412,7 @@ def test_memory_is_flat_while_jobs_come_and_go() -> None:
         others = [row for row in event.colocation.usage() if row.name != "stays" and row.state != "done"]
         if event.job != "stays" or others or len(seen) == NUM_GUESTS:
             return
-        let_go()
+        settle()
         seen.append(used_bytes())
         if len(seen) == NUM_GUESTS:
             event.colocation.remove("stays")

@@ -6,15 +6,14 @@ Every decision by itself, over ATen's kernels, is in `test_gpu_planned_switches`
 from __future__ import annotations
 
 import functools
-import gc
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from planned import Case, State, differences, train_plain, train_planned
 from planned_on_gpu import planned_of
+from settled import settle
 from torch import nn
 
 import trainmux as tm
@@ -36,23 +35,9 @@ WAYS = {
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    yield
-    settle()
-
-
-def settle() -> None:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-
-
 def reserved_bytes() -> int:
     """What torch holds on the device for good: without workspaces, which libraries keep for every stream."""
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    settle()
+    settle(clears_workspaces=True)
     return torch.cuda.memory_reserved()
 
 

@@ -6,24 +6,12 @@ members' optimizer is the gradient itself) with those of the same sub-arrays wit
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
-import torch
 from decided_plans import num_decisions
 from planned import differences, train_planned
 from planned_on_gpu import MODELS_AND_WAYS, NUM_STEPS, case_of, expected_of, planned_of, program_of
 
 from trainmux.ir import Offload, Prefetch, Recompute
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["streams", "captured"])

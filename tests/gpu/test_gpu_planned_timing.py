@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import subprocess
@@ -33,14 +32,6 @@ CASES = [
     ("mlp", "ring", True),
     ("cnn_with_dropout", "pair", False),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 class SleepyLanes(StreamLanes):

@@ -105,8 +105,8 @@ class _Runner:
     def feed(self, piece: GroupPiece) -> None:
         """Put a step's batch and numbers into their places, and what has no lasting place."""
         step, graph = self.placed.kernels.step, self.placed.kernels.graph
-        for place, value in zip(self.fed.values(), piece.feed(step, list(self.fed)), strict=True):
-            place.copy_(value)
+        for position, value in piece.feed(step).items():
+            self.fed[position].copy_(value)
         if not self.placed.transient:
             return
         fed = self.fed.keys()

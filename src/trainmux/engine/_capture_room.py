@@ -7,7 +7,6 @@ reserved in its place.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ from trainmux.ir import MemoryUse
 from trainmux.runtime import (
     AllocationEvent,
     borrow_stream,
+    capturing,
     deterministic_algorithms,
-    leave_pool,
     measured_convolutions,
     record_allocations,
     warm_matrix_libraries,
@@ -121,19 +120,8 @@ class CaptureRoom:
         return record.events
 
     def _captured(self, graph: torch.cuda.CUDAGraph, run: Callable[[], T]) -> T:
-        collects = gc.isenabled()
-        gc.disable()  # a pool that is collected while something is captured ends the process
-        try:
-            with torch.cuda.graph(
-                graph, pool=_handle(self._pool), stream=self.stream, capture_error_mode="thread_local"
-            ):
-                returned = run()
-        except BaseException:
-            leave_pool(self._pool, self._device)
-            raise
-        finally:
-            if collects:
-                gc.enable()
+        with capturing(graph, self.stream, self._pool):
+            returned = run()
         self.num_captures += 1
         return returned
 
@@ -162,10 +150,6 @@ class CaptureRoom:
                 with torch.cuda.stream(torch.cuda.ExternalStream(stream, self._device)):
                     torch.empty(size, dtype=torch.uint8, device=self._device)
         return held + reservation.reserved_bytes, handles
-
-
-def _handle(pool: torch.cuda.MemPool) -> Any:
-    return pool.id  # torch's stubs want a type of their own
 
 
 def _default_allocator() -> bool:

@@ -24,7 +24,7 @@ from trainmux.engine._planned import Memory, PlannedProgram
 from trainmux.errors import BudgetError
 from trainmux.ir import MemoryUse, Part, Program
 from trainmux.profiling import KernelGraph
-from trainmux.runtime import borrowed_stream
+from trainmux.runtime import borrowed_stream, capturing
 
 
 class PlannedWork(Protocol):
@@ -193,10 +193,7 @@ class PlannedEngine:
         # captured on (pytorch #193402), and the other graphs still need theirs.
         with borrowed_stream(self._device) as stream:
             graph = torch.cuda.CUDAGraph()
-            with (
-                kernel_settings(deterministic=self._deterministic),
-                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
-            ):
+            with kernel_settings(deterministic=self._deterministic), capturing(graph, stream):
                 self._enqueue(body, lanes)
             graph.replay()
             lanes.read()  # waits for the replay

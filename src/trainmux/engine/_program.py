@@ -8,6 +8,7 @@ every faster engine.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,8 +91,13 @@ class StepProgram:
 
     def positions_fed_anew(self) -> list[int]:
         """Arguments that get new values with every step: the batch, and the host's numbers."""
+        return list(self._fed_anew)
+
+    @functools.cached_property
+    def _fed_anew(self) -> tuple[int, ...]:
+        """Found once: they are asked for with every step."""
         counters = _counter_positions(self.inputs)
-        return [*self.fed_positions(), *counters, *(self.position_of(name) for name in FED_NUMBERS)]
+        return (*self.fed_positions(), *counters, *(self.position_of(name) for name in FED_NUMBERS))
 
     def byte_classes(self) -> list[ByteClass]:
         """What each argument is to a budget."""

@@ -14,6 +14,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, fx
 
+from trainmux.lowering import insert_call
+
 aten = torch.ops.aten
 T = TypeVar("T")
 
@@ -109,13 +111,10 @@ def _scattered(node: fx.Node, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node,
 
 def _masked(node: fx.Node, values: fx.Node, mask: fx.Node) -> fx.Node:
     """What is scattered, zero where the mask is false; a new node in front of ``node``."""
-    value = values.meta["val"]
-    with node.graph.inserting_before(node), value.fake_mode:
-        off = node.graph.call_function(aten.logical_not.default, (mask,))
-        off.meta = {**node.meta, "val": aten.logical_not.default(mask.meta["val"])}
-        masked = node.graph.call_function(aten.masked_fill.Scalar, (values, off, 0.0))
-        masked.meta = {**node.meta, "val": aten.masked_fill.Scalar(value, off.meta["val"], 0.0)}
-    return masked
+    graph = node.graph
+    with graph.inserting_before(node), node.meta["val"].fake_mode:
+        off = insert_call(graph, node, aten.logical_not.default, (mask,))
+        return insert_call(graph, node, aten.masked_fill.Scalar, (values, off, 0.0))
 
 
 def _is_zero(node: object) -> bool:

@@ -80,14 +80,11 @@ class GroupPiece:
             applies=self.applies,
         )
 
-    def feed(self, program: StepProgram, positions: Sequence[int]) -> list[Tensor]:
-        """What is new for this step, at these ``positions`` among the program's arguments.
-
-        They are ``program.positions_fed_anew()``, which takes too long to be asked with every step.
-        """
+    def feed(self, program: StepProgram) -> dict[int, Tensor]:
+        """What is new for this step, by position among the program's arguments."""
         self.group._numbers.push(self.group.members)
         arguments = self.group._arguments(program, self.batch)
-        return [arguments[position] for position in positions]
+        return {position: arguments[position] for position in program.positions_fed_anew()}
 
     def end(self, program: StepProgram, results: Sequence[Tensor]) -> None:
         """Count the group's step and take down what it returned."""

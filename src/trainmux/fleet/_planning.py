@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +32,7 @@ from trainmux.profiling import (
     read_kernels,
     same_but_for_origin,
 )
+from trainmux.runtime import no_collections
 from trainmux.scheduling import BudgetCost, Planner, PlanProgress, find_partitions, fit_program, parse_budget
 from trainmux.scheduling import Group as PlannedGroup
 from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
@@ -358,7 +357,7 @@ class FleetPlanner:
     def _kernels(self, index: int, width: int, kernels: str | None = None) -> tuple[KernelGraph, StepProgram]:
         key = (index, width, kernels or self.kernels)
         if key not in self._read:
-            with _no_collections():
+            with no_collections():  # millions of objects that live on: a fifth of the time
                 program = self._groups[index].sub_array_program(width, kernels=key[2])
                 self._read[key] = (read_step(program), program)
         return self._read[key]
@@ -434,18 +433,6 @@ class FleetPlanner:
         names = list(groups[0].members[:num_members])
         names += [f"member {number}" for number in range(len(names), num_members)]
         return [PlannedGroup("0", tuple(names))]
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Fusing and lowering make millions of objects that live on: looking for cycles takes a fifth of it."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def read_step(step: StepProgram | ForwardProgram) -> KernelGraph:

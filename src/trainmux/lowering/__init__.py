@@ -5,7 +5,7 @@ from trainmux.lowering._given_memory import Place
 from trainmux.lowering._inductor import cache_folder, compiler_missing, decompositions
 from trainmux.lowering._lower import Lowered, RegionCall, lower
 from trainmux.lowering._padding import extended, extended_product
-from trainmux.lowering._rewrites import compare_instead_of_scatter
+from trainmux.lowering._rewrites import compare_instead_of_scatter, insert_call
 from trainmux.lowering._stored import from_bytes, to_bytes
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "extended",
     "extended_product",
     "from_bytes",
+    "insert_call",
     "lower",
     "to_bytes",
 ]

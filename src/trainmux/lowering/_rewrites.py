@@ -32,11 +32,13 @@ def compare_instead_of_scatter(graph: fx.Graph) -> int:
         shape = [1] * target.dim()
         shape[dim] = target.shape[dim]
         with graph.inserting_before(node), target.fake_mode:
-            places = _call(graph, node, aten.arange.default, (target.shape[dim],), device=target.device)
-            places = _call(graph, node, aten.view.default, (places, shape))
-            chosen_here = _call(graph, node, aten.eq.Tensor, (index, places))
-            hit = _call(graph, node, aten.full.default, ([], value), dtype=target.dtype, device=target.device)
-            rest = _call(
+            places = insert_call(graph, node, aten.arange.default, (target.shape[dim],), device=target.device)
+            places = insert_call(graph, node, aten.view.default, (places, shape))
+            chosen_here = insert_call(graph, node, aten.eq.Tensor, (index, places))
+            hit = insert_call(
+                graph, node, aten.full.default, ([], value), dtype=target.dtype, device=target.device
+            )
+            rest = insert_call(
                 graph,
                 node,
                 aten.full.default,
@@ -44,7 +46,7 @@ def compare_instead_of_scatter(graph: fx.Graph) -> int:
                 dtype=target.dtype,
                 device=target.device,
             )
-            result = _call(graph, node, aten.where.self, (chosen_here, hit, rest))
+            result = insert_call(graph, node, aten.where.self, (chosen_here, hit, rest))
         node.replace_all_uses_with(result)
         graph.erase_node(node)
         found += 1
@@ -54,7 +56,8 @@ def compare_instead_of_scatter(graph: fx.Graph) -> int:
     return found
 
 
-def _call(graph: fx.Graph, like: fx.Node, op: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
+def insert_call(graph: fx.Graph, like: fx.Node, op: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
+    """A new node where the graph's next one goes, marked as ``like`` is; a fake mode must be active."""
     new = graph.call_function(op, args, kwargs)
     new.meta = dict(like.meta)
     values = fx.map_arg(args, lambda node: node.meta["val"])

@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from trainmux.errors import PlanError
 from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile, ProfiledNode, ProfiledTensor
 from trainmux.profiling._kernels import KernelGraph, KernelStep
-from trainmux.runtime import borrowed_stream, warm_matrix_libraries
+from trainmux.runtime import borrowed_stream, capturing, warm_matrix_libraries
 
 MEASUREMENT_VERSION = 2
 """Raised when what is measured, or how, is no longer what kept profiles have."""
@@ -114,7 +114,7 @@ def _handover_seconds(device: torch.device) -> float:
         with borrowed_stream(device) as stream:
             stream.wait_stream(torch.cuda.current_stream(device))
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with capturing(graph, stream):
                 kernels(stream, copies=copies)
             _replays(graph, 1)
             found.append(_median_of(partial(_replays, graph, 1)))
@@ -235,7 +235,7 @@ def _replayed_on(
     try:
         with torch.no_grad(), torch.cuda.stream(stream):
             graph.module(*arguments)
-        with torch.no_grad(), torch.cuda.graph(captured, stream=stream, capture_error_mode="thread_local"):
+        with torch.no_grad(), capturing(captured, stream):
             kept = graph.module(*arguments)
     except RuntimeError:  # out of memory is one, too
         torch.cuda.synchronize(device)

@@ -1,6 +1,7 @@
 """Device facts and primitives: random counters, stacked storage, determinism, ways from host to device."""
 
 from trainmux.runtime._allocations import AllocationEvent, record_allocations
+from trainmux.runtime._capturing import capturing, no_collections
 from trainmux.runtime._determinism import deterministic_algorithms, measured_convolutions
 from trainmux.runtime._gpu import (
     CudaFacts,
@@ -15,7 +16,6 @@ from trainmux.runtime._host import FolderFacts, HostFacts, look_at_folder, look_
 from trainmux.runtime._interrupts import deferred_interrupts
 from trainmux.runtime._kept_files import source_version, user_cache_folder, write_whole
 from trainmux.runtime._landing import HostLeaf, Landing
-from trainmux.runtime._pools import leave_pool
 from trainmux.runtime._random import (
     WORD_RANGE,
     philox_blocks,
@@ -45,13 +45,14 @@ __all__ = [
     "ask_driver",
     "borrow_stream",
     "borrowed_stream",
+    "capturing",
     "deferred_interrupts",
     "deterministic_algorithms",
-    "leave_pool",
     "look_at_cuda",
     "look_at_folder",
     "look_at_host",
     "measured_convolutions",
+    "no_collections",
     "philox_blocks",
     "philox_pairs",
     "probe_memory",

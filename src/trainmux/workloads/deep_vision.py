@@ -1,4 +1,4 @@
-"""ResNet-101 and MobileNetV3-Large as published, for where torchvision does not import.
+"""Deep ResNets and MobileNetV3-Large as published, for where torchvision does not import.
 
 Layer by layer the same shapes as torchvision's, so the same parameters, kernels and memory.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .vision import BottleneckBlock, SqueezeExcitation
+from .vision import BottleneckBlock, InvertedResidual, mobile_convolution
 
 _NUM_CLASSES = 1000
 
-_RESNET_101 = ((64, 3, 1), (128, 4, 2), (256, 23, 2), (512, 3, 2))
-"""Of each stage: width, blocks, stride of the first block (He et al., 2016, Table 1)."""
+RESNET_50 = (3, 4, 6, 3)
+RESNET_101 = (3, 4, 23, 3)
+"""Blocks of each stage (He et al., 2016, Table 1)."""
 
 _MOBILENET_V3_LARGE = (
     (3, 16, 16, False, False, 1),
@@ -35,10 +36,13 @@ _MOBILENET_V3_LARGE = (
 """Of each block: kernel, wide channels, channels, squeezes, hardswish, stride (Howard et al., 2019)."""
 
 
-class ResNet101(nn.Module):
-    """Takes images ``[B, 3, H, W]`` and gives logits ``[B, 1000]``."""
+class ResNet(nn.Module):
+    """A ResNet of bottleneck blocks, so many in each stage.
 
-    def __init__(self) -> None:
+    Takes images ``[B, 3, H, W]`` and gives logits ``[B, 1000]``.
+    """
+
+    def __init__(self, num_blocks: tuple[int, ...]) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
@@ -48,9 +52,10 @@ class ResNet101(nn.Module):
         )
         blocks: list[nn.Module] = []
         channels = 64
-        for width, num_blocks, stride in _RESNET_101:
-            for number in range(num_blocks):
-                blocks.append(BottleneckBlock(channels, width, stride if number == 0 else 1))
+        for stage, count in enumerate(num_blocks):
+            width = 64 << stage
+            for number in range(count):
+                blocks.append(BottleneckBlock(channels, width, stride=2 if stage and number == 0 else 1))
                 channels = 4 * width
         self.blocks = nn.Sequential(*blocks)
         self.pool = nn.AdaptiveAvgPool2d(1)
@@ -68,14 +73,22 @@ class MobileNetV3Large(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layers: list[nn.Module] = [_convolution(3, 16, 3, stride=2, activation=nn.Hardswish)]
+        layers: list[nn.Module] = [mobile_convolution(3, 16, 3, stride=2)]
         channels = 16
         for kernel_size, wide, out, squeezes, is_hard, stride in _MOBILENET_V3_LARGE:
-            activation = nn.Hardswish if is_hard else nn.ReLU
-            layers.append(_MobileBlock(channels, wide, out, kernel_size, stride, squeezes, activation))
+            block = InvertedResidual(
+                channels,
+                wide,
+                out,
+                kernel_size,
+                stride,
+                squeezed_channels=_multiple_of_8(wide / 4) if squeezes else 0,
+                activation=nn.Hardswish if is_hard else nn.ReLU,
+            )
+            layers.append(block)
             channels = out
         last = 6 * channels
-        layers.append(_convolution(channels, last, 1, activation=nn.Hardswish))
+        layers.append(mobile_convolution(channels, last))
         self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1))
         self.classifier = nn.Sequential(
             nn.Linear(last, 1280),
@@ -88,58 +101,6 @@ class MobileNetV3Large(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.classifier(torch.flatten(self.features(images), 1))
         return logits
-
-
-class _MobileBlock(nn.Module):
-    """Widen, depthwise convolution, squeeze-and-excite where told, narrow; a shortcut where it fits."""
-
-    def __init__(
-        self,
-        channels: int,
-        wide: int,
-        out: int,
-        kernel_size: int,
-        stride: int,
-        squeezes: bool,
-        activation: type[nn.Module],
-    ) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        if wide != channels:
-            layers.append(_convolution(channels, wide, 1, activation=activation))
-        layers.append(
-            _convolution(wide, wide, kernel_size, stride=stride, groups=wide, activation=activation)
-        )
-        if squeezes:
-            layers.append(SqueezeExcitation(wide, _multiple_of_8(wide / 4)))
-        layers.append(_convolution(wide, out, 1))
-        self.block = nn.Sequential(*layers)
-        self.has_shortcut = stride == 1 and channels == out
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.block(x)
-        if self.has_shortcut:
-            out += x
-        return out
-
-
-def _convolution(
-    channels: int,
-    out: int,
-    kernel_size: int,
-    *,
-    stride: int = 1,
-    groups: int = 1,
-    activation: type[nn.Module] | None = None,
-) -> nn.Sequential:
-    """Convolution, BatchNorm with MobileNetV3's settings, and an activation if there is one."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(channels, out, kernel_size, stride, kernel_size // 2, groups=groups, bias=False),
-        nn.BatchNorm2d(out, eps=1e-3, momentum=0.01),
-    ]
-    if activation is not None:
-        layers.append(activation(inplace=True))
-    return nn.Sequential(*layers)
 
 
 def _multiple_of_8(value: float) -> int:

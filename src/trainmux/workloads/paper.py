@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .deep_vision import MobileNetV3Large, ResNet101
+from .deep_vision import RESNET_101, MobileNetV3Large, ResNet
 from .dense import mlp
 from .huggingface import bert_base_mlm, bert_base_nsp, gpt2, vit
 from .language import LSTMTranslation
@@ -76,7 +76,7 @@ def _convolutional(name: str) -> nn.Module:
     try:
         models = _torchvision_models(name)
     except ImportError:
-        return {"resnet101": ResNet101, "mobilenet_v3_large": MobileNetV3Large}[name]()
+        return MobileNetV3Large() if name == "mobilenet_v3_large" else ResNet(RESNET_101)
     return cast(nn.Module, getattr(models, name)(weights=None))
 
 

@@ -176,15 +176,15 @@ class BottleneckNet(nn.Module):
         return logits
 
 
-def _mobile_convolution(
+def mobile_convolution(
     in_channels: int,
     out_channels: int,
     kernel_size: int = 1,
     stride: int = 1,
     groups: int = 1,
-    activate: bool = True,
+    activation: type[nn.Module] | None = nn.Hardswish,
 ) -> nn.Sequential:
-    """Convolution and BatchNorm with MobileNetV3's settings, and hardswish if ``activate``."""
+    """Convolution and BatchNorm with MobileNetV3's settings, and an activation if there is one."""
     layers: list[nn.Module] = [
         nn.Conv2d(
             in_channels,
@@ -197,8 +197,8 @@ def _mobile_convolution(
         ),
         nn.BatchNorm2d(out_channels, eps=1e-3, momentum=0.01),
     ]
-    if activate:
-        layers.append(nn.Hardswish(inplace=True))
+    if activation is not None:
+        layers.append(activation(inplace=True))
     return nn.Sequential(*layers)
 
 
@@ -223,20 +223,34 @@ class SqueezeExcitation(nn.Module):
 class InvertedResidual(nn.Module):
     """Widen, depthwise convolution, squeeze-and-excite, narrow; a shortcut where the shape stays.
 
-    Where ``wide_channels`` equals ``in_channels``, the first step is left out.
+    Where ``wide_channels`` equals ``in_channels``, the first step is left out, and with no
+    ``squeezed_channels`` the third.
     """
 
     def __init__(
-        self, in_channels: int, wide_channels: int, out_channels: int, kernel_size: int, stride: int = 1
+        self,
+        in_channels: int,
+        wide_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        *,
+        squeezed_channels: int,
+        activation: type[nn.Module] = nn.Hardswish,
     ) -> None:
         super().__init__()
-        widen = [] if wide_channels == in_channels else [_mobile_convolution(in_channels, wide_channels)]
-        self.block = nn.Sequential(
-            *widen,
-            _mobile_convolution(wide_channels, wide_channels, kernel_size, stride, groups=wide_channels),
-            SqueezeExcitation(wide_channels, wide_channels // 4),
-            _mobile_convolution(wide_channels, out_channels, activate=False),
+        layers: list[nn.Module] = []
+        if wide_channels != in_channels:
+            layers.append(mobile_convolution(in_channels, wide_channels, activation=activation))
+        layers.append(
+            mobile_convolution(
+                wide_channels, wide_channels, kernel_size, stride, groups=wide_channels, activation=activation
+            )
         )
+        if squeezed_channels:
+            layers.append(SqueezeExcitation(wide_channels, squeezed_channels))
+        layers.append(mobile_convolution(wide_channels, out_channels, activation=None))
+        self.block = nn.Sequential(*layers)
         self.has_shortcut = stride == 1 and in_channels == out_channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -257,9 +271,9 @@ class InvertedResidualNet(nn.Module):
     def __init__(self, in_channels: int = 3, channels: int = 8, num_classes: int = 10) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            _mobile_convolution(in_channels, channels, kernel_size=3),
-            InvertedResidual(channels, 2 * channels, channels, kernel_size=3),
-            InvertedResidual(channels, channels, 2 * channels, kernel_size=5, stride=2),
+            mobile_convolution(in_channels, channels, kernel_size=3),
+            InvertedResidual(channels, 2 * channels, channels, 3, squeezed_channels=channels // 2),
+            InvertedResidual(channels, channels, 2 * channels, 5, stride=2, squeezed_channels=channels // 4),
             nn.AdaptiveAvgPool2d(1),
         )
         self.classifier = nn.Sequential(

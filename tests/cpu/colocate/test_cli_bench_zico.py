@@ -67,6 +67,12 @@ def test_the_cifar_network_has_the_layers_that_its_name_says() -> None:
     assert CifarResNet(num_blocks=1)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
+def test_resnet_50_is_the_published_one() -> None:
+    with torch.device("meta"):
+        model = zico_case("resnet50").build(0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
+
+
 def test_a_table_is_relative_to_turns() -> None:
     rows = (WayResult("temporal", (1.0, 1.0), 0.9), WayResult("other", (2.0, 2.0), 1.35))
     lines = table([PairResult(("a", "b"), (1.0, 2.0), (1, 2), (3, 4), rows)])

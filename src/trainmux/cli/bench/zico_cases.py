@@ -1,6 +1,6 @@
 """What `bench zico` trains: relatives of Zico's six models, at sizes that keep an H200 busy for milliseconds.
 
-BERT is the published one; GNMT is the LSTM translation workload; ResNet-50 is torchvision's; ResNet-110 is
+BERT is the published one; GNMT is the LSTM translation workload; ResNet-50 is the published one, ResNet-110
 the CIFAR network. NASNet-A and the recurrent highway network are left out: of the first there is no
 implementation in the packages used here, the second is a loop in Python of which a trace is thousands of
 nodes long. An MLP stands for jobs that leave most of a device idle.
@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainmux.workloads.deep_vision import RESNET_50, ResNet
 from trainmux.workloads.paper_batches import image_batch, vector_batch
 from trainmux.workloads.seeding import seeded
 from trainmux.workloads.vision import ResidualBlock
@@ -63,12 +64,6 @@ class CifarResNet(nn.Module):
         return logits
 
 
-def _resnet50() -> nn.Module:
-    import torchvision  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    return cast(nn.Module, torchvision.models.resnet50(weights=None))
-
-
 def _wide_mlp(width: int = 2048, num_hidden: int = 6) -> nn.Module:
     layers: list[nn.Module] = [nn.Linear(784, width), nn.ReLU()]
     for _ in range(num_hidden):
@@ -110,11 +105,11 @@ def _full_size() -> dict[str, ZicoCase]:
         ),
         ZicoCase(
             "resnet50",
-            seeded(_resnet50),
+            seeded(ResNet, num_blocks=RESNET_50),
             _classify,
             lambda seed: image_batch(seed, 96),
             is_image=True,
-            note="torchvision's ResNet-50, 96 images of 224×224",
+            note="ResNet-50, 96 images of 224×224",
         ),
         ZicoCase(
             "resnet110",
