@@ -35,15 +35,10 @@ DETERMINISTIC = ("transformer_with_dropout", "bottleneck", "lstm_with_dropout")
 
 def find(name: str) -> tuple[Callable[[int], Any], Callable[[Any, Any], Any], Callable[[int], Any]]:
     """How to build a member, its loss, and batches by seed."""
-    import torch
+    from trainmux.cli.bench.cases import find_case
 
-    from trainmux.workloads import FULL_SIZE, SMALL
-
-    if name.startswith("small:"):
-        small = SMALL[name.removeprefix("small:")]
-        return small.build, small.loss, lambda seed: small.batch(seed, torch.float32)
-    full = FULL_SIZE[name]
-    return full.build, full.loss, lambda seed: full.batch(seed, full.batch_sizes[0])
+    case = find_case(name)
+    return case.build, case.loss, lambda seed: case.batch(seed, case.batch_sizes[0])
 
 
 def make_member(name: str, seed: int) -> Any:

@@ -1,11 +1,12 @@
 """Fleets under a plan: predicted against measured step time and memory, for budgets and policies.
 
     python benchmarks/planned.py gpt2_no_dropout --members 8 --shares 1/2,1/3 --policies mutwo,auto \\
-        --out planned.json
+        --budgets 16GiB --out planned.json
 
-A budget is static + share × (peak - static): static is what the fleet holds between steps, peak what its
-plan without any decisions reserves (policy "none" with all members in one array). The first row is the fleet
-without a plan. ``small:NAME`` workloads try it out on a CPU.
+A share's budget is static + share × (peak - static): static is what the fleet holds between steps, peak what
+its plan without any decisions reserves (policy "none" with all members in one array). ``--budgets`` are named
+in bytes, or as parts of static memory ("0.9static"). The first row is the fleet without a plan. What was
+measured is written after each row; a table of all comes last. ``small:NAME`` workloads try it out on a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
@@ -24,7 +25,8 @@ from typing import Any
 import torch
 
 import trainmux as tm
-from trainmux.workloads import FULL_SIZE, SMALL
+from trainmux.cli.bench.cases import find_case
+from trainmux.scheduling import parse_budget
 
 NUM_BLOCKS = 5
 STEPS_PER_BLOCK = 6
@@ -37,18 +39,18 @@ class Bench:
     """One fleet, trained by one plan after another."""
 
     def __init__(self, name: str, num_members: int, device: str, precision: str) -> None:
-        build, loss, batch = find(name)
+        case = find_case(name)
         self.device = torch.device(device)
         self.before = self.used()
         members = []
         for number in range(num_members):
-            model = build(number).train()
+            model = case.build(number).train()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 * (number + 1))
             members.append(tm.Member(model, optimizer, name=f"member {number}", seed=number))
-        self.batches = [batch(number) for number in range(NUM_BATCHES)]
+        self.batches = [case.batch(number, case.batch_sizes[0]) for number in range(NUM_BATCHES)]
         lowering = "inductor" if device == "cuda" else "auto"
         self.fleet = tm.Fleet(
-            members, loss, self.batches[0], device=device, precision=precision, lowering=lowering
+            members, case.loss, self.batches[0], device=device, precision=precision, lowering=lowering
         )
 
     def used(self) -> int:
@@ -131,20 +133,12 @@ class Bench:
             "predicted_bytes": plan.peak_bytes,
             "fixed_bytes": record.fixed_bytes,
             "host_bytes": record.host_bytes,
+            "bound_ms": plan.bound_seconds * 1e3,
             "stall_ms": record.stall_seconds * 1e3,
             "recompute_share": record.recompute_share,
             "swap_overlap": record.swap_overlap,
             "explained": plan.explain().splitlines(),
         }
-
-
-def find(name: str) -> tuple[Callable[[int], Any], Callable[[Any, Any], Any], Callable[[int], Any]]:
-    """How to build a member, its loss, and batches by number."""
-    if name.startswith("small:"):
-        small = SMALL[name.removeprefix("small:")]
-        return small.build, small.loss, lambda number: small.batch(number, torch.float32)
-    full = FULL_SIZE[name]
-    return full.build, full.loss, lambda number: full.batch(number, full.batch_sizes[0])
 
 
 def segments() -> list[dict[str, Any]]:
@@ -195,18 +189,57 @@ def show(row: dict[str, Any]) -> None:
     print(" ".join(parts), flush=True)
 
 
+def budgets(shares: str, named: str, static: int, peak: int) -> Iterator[tuple[str, int]]:
+    """What to call each budget, and its bytes."""
+    for share in filter(None, shares.split(",")):
+        yield share, static + int(Fraction(share) * (peak - static))
+    for name in filter(None, named.split(",")):
+        part = name.removesuffix("static")
+        yield name, int(float(part) * static) if part != name else parse_budget(name, device_bytes=1 << 50)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """All rows, each as parts of the fleet without a plan, of its bound and of what was predicted."""
+    alone = rows[0]["step_ms"]
+    lines = [
+        "budget     policy          sub-arrays      step ms  /no plan  /bound  /predicted  bytes/predicted"
+        "  bytes/budget  hidden"
+    ]
+    for row in rows[1:]:
+        begin = f"{row['share']:<10} {row['policy']:<15}"
+        if "error" in row:
+            lines.append(f"{begin} {row['error'][:90]}")
+            continue
+        widths = "+".join(map(str, row["widths"]))
+        measured = row.get("watched", {}).get("measured")
+        has_copies = measured is not None and measured["copy_ms"] > 0
+        hidden = f"{measured['hidden_copy_ms'] / measured['copy_ms']:.2f}" if has_copies else ""
+        device = row.get("device_bytes", 0)
+        lines.append(
+            f"{begin} {widths[:9] + ' ' + row['multiplexing']:<15} {row['step_ms']:>7.2f}"
+            f"  {row['step_ms'] / alone:>8.3f}  {row['step_ms'] / row['bound_ms']:>6.3f}"
+            f"  {row['step_ms'] / row['predicted_ms']:>10.3f}  {device / row['predicted_bytes']:>15.3f}"
+            f"  {device / row['budget_bytes']:>12.3f}  {hidden}"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("workload")
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--shares", default="1/2,1/3,1/6")
+    parser.add_argument("--budgets", default="", help="further ones: 16GiB, 0.9static")
     parser.add_argument("--policies", default="none,capuchin,mutwo,auto")
     parser.add_argument("--partitions", type=int, default=3)
     parser.add_argument("--watch", action="store_true", help="also when each instruction ran")
+    parser.add_argument("--limit-seconds", type=float, default=1e9, help="begin no row after so long")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/planned.json"))
     options = parser.parse_args()
+    begin = time.perf_counter()
+    rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "command": "python benchmarks/planned.py " + " ".join(_without_out(sys.argv[1:])),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -215,11 +248,11 @@ def main() -> None:
         "workload": options.workload,
         "num_members": options.members,
         "precision": options.precision,
-        "rows": [],
+        "rows": rows,
     }
 
     def keep(row: dict[str, Any]) -> None:
-        result["rows"].append(row)
+        rows.append(row)
         show(row)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -230,15 +263,18 @@ def main() -> None:
     keep({"share": "1", **row, **bench.measure()})
     static = static_bytes(whole)
     result["static_bytes"] = static
-    for share in options.shares.split(","):
-        budget = static + int(Fraction(share) * (whole.peak_bytes - static))
+    for share, budget in budgets(options.shares, options.budgets, static, whole.peak_bytes):
         for policy in options.policies.split(","):
+            if time.perf_counter() - begin > options.limit_seconds:
+                print(f"no time for {share} {policy}", flush=True)
+                continue
             try:
                 plan, row = bench.plan(budget, policy, options.partitions)
                 row = {"share": share, **row, **bench.measure()}
                 keep({**row, "watched": bench.watch(plan)} if options.watch else row)
-            except tm.errors.BudgetError as error:
+            except tm.errors.TrainmuxError as error:
                 keep({"share": share, "policy": policy, "budget_bytes": budget, "error": str(error)})
+    print(table(rows), flush=True)
 
 
 def _without_out(arguments: list[str]) -> list[str]:

@@ -25,7 +25,7 @@ from trainmux.ir import (
 from trainmux.ir import Plan as PlanRecord
 from trainmux.reporting import chrome_trace, plan_page, plan_text
 from trainmux.rewrite import rewrite
-from trainmux.scheduling import BudgetCost, in_words
+from trainmux.scheduling import BudgetCost, bound_seconds, in_words
 from trainmux.simulate import timeline
 
 _KIND = "trainmux plan"
@@ -64,6 +64,12 @@ class Plan:
     @property
     def step_seconds(self) -> float:
         return self.record.step_seconds
+
+    @cached_property
+    def bound_seconds(self) -> float:
+        """No schedule of these sub-arrays within the budget takes less: compute, needed recompute, link."""
+        available = self.record.budget_bytes - self.record.fixed_bytes
+        return bound_seconds(self._profile_of_each(), self.record.schedule.multiplexing, available)
 
     @property
     def partition(self) -> tuple[SubArray, ...]:

@@ -1,5 +1,6 @@
 """Profiles and a byte budget → a plan: partitions, policies, and the search that puts them together."""
 
+from trainmux.scheduling._bound import bound_seconds
 from trainmux.scheduling._fixed import fit_program
 from trainmux.scheduling._plan import BudgetCost, Planner, PlanProgress
 from trainmux.scheduling._policy import Infeasible, Policy, Task
@@ -18,6 +19,7 @@ __all__ = [
     "Planner",
     "Policy",
     "Task",
+    "bound_seconds",
     "find_partitions",
     "fit_program",
     "in_words",

@@ -24,8 +24,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from trainmux.ir import Multiplexing
-from trainmux.scheduling._facts import Facts
+from trainmux.ir import Multiplexing, Profile
+from trainmux.scheduling._facts import Facts, facts_of
 from trainmux.scheduling._remember import remembered
 from trainmux.scheduling.policies._gaps import Gap, find_gaps
 
@@ -66,6 +66,13 @@ class _StepProbes:
     swappable_bytes: int
     link_seconds_per_byte: float
     seconds: float
+
+
+def bound_seconds(profiles: Sequence[Profile], multiplexing: Multiplexing, limit_bytes: int) -> float:
+    """A time that no schedule of these sub-arrays within a limit goes below, whatever it swaps."""
+    return least_seconds(
+        [facts_of(profile) for profile in profiles], multiplexing, limit_bytes, swaps_static=True
+    )
 
 
 def least_seconds(

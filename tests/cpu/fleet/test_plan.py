@@ -60,6 +60,7 @@ def test_a_plan_without_pressure_fuses_everything(roomy: tm.Plan) -> None:
     assert roomy.budget_bytes == DEVICE.memory_bytes
     assert FIXED < roomy.peak_bytes < roomy.budget_bytes
     assert roomy.step_seconds == pytest.approx(sum(node.seconds for node in roomy.profiles[0].nodes))
+    assert roomy.bound_seconds == pytest.approx(roomy.step_seconds)
 
 
 @pytest.mark.parametrize("policy", ["capuchin", "mutwo", "auto"])
@@ -74,6 +75,7 @@ def test_a_policy_keeps_to_a_budget(policy: str, roomy: tm.Plan) -> None:
         assert plan.budget_bytes > budget
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.step_seconds >= roomy.step_seconds
+    assert roomy.bound_seconds <= plan.bound_seconds * (1 + 1e-9) <= plan.step_seconds * (1 + 2e-9)
     profiles = [plan.profiles[sub_array.profile] for sub_array in plan.partition]
     verify(plan.program, profiles, budget_bytes=plan.budget_bytes, fixed_bytes=FIXED)
     assert plan.timeline.seconds == pytest.approx(plan.step_seconds)
