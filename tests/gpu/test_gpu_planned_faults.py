@@ -14,7 +14,7 @@ from torch import nn
 
 import trainmux as tm
 from trainmux.engine import PlannedEngine
-from trainmux.errors import BudgetError
+from trainmux.errors import BudgetError, TrainmuxWarning
 from trainmux.ir import Part
 
 MIB = 1 << 20
@@ -144,6 +144,23 @@ def test_memory_that_runs_out_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
     train(planned, plain, 0, 1)
     planned.plan(policy="none")
     train(planned, plain, 2)
+
+
+def test_what_cannot_be_captured_runs_instruction_by_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, plain = fleet_of(), fleet_of()
+    planned.plan(policy="mutwo")
+    enqueue = PlannedEngine._enqueue
+
+    def and_wait(self: PlannedEngine, part: Part, lanes: Any = None) -> None:
+        enqueue(self, part, lanes)
+        torch.cuda.current_stream().synchronize()  # not permitted in a capture
+
+    monkeypatch.setattr(PlannedEngine, "_enqueue", and_wait)
+    with pytest.warns(TrainmuxWarning, match="instruction by instruction"):
+        train(planned, plain, 0, 1, 2)
+    monkeypatch.undo()
+    planned.plan(policy="none")
+    train(planned, plain, 3)
 
 
 def test_a_fleet_without_its_plan_gives_its_memory_back() -> None:

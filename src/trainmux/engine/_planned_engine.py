@@ -11,6 +11,7 @@ with no member active, which changes nothing: so there is one body, and one grap
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -21,7 +22,7 @@ from torch import Tensor
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.engine._lanes import HostLanes, StreamLanes, WatchedLanes
 from trainmux.engine._planned import Memory, PlannedProgram
-from trainmux.errors import BudgetError
+from trainmux.errors import BudgetError, TrainmuxWarning
 from trainmux.ir import MemoryUse, Part, Program
 from trainmux.profiling import KernelGraph
 from trainmux.runtime import borrowed_stream, capturing
@@ -44,7 +45,8 @@ class PlannedEngine:
     """Runs one planned program over the memory given to it.
 
     ``steps`` has the work of each sub-array, ``graphs`` its kernels. With a ``room`` parts are captured there
-    and replayed as CUDA graphs; without one, and on a CPU, every instruction is enqueued by the host.
+    and replayed as CUDA graphs; without one, on a CPU, and where a part cannot be captured, every instruction
+    is enqueued by the host.
     ``poisons`` is for tests.
     """
 
@@ -235,6 +237,18 @@ class PlannedEngine:
 
         try:
             graphs = self._room.capture_all(rehearse, [partial(self._enqueue, part) for part in parts])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(
+                "a planned step could not be captured as CUDA graphs and runs instruction by instruction: "
+                f"{reason}",
+                TrainmuxWarning,
+                stacklevel=2,
+            )
+            self._room = None
+            return
         finally:
             for tensor, before in saved:
                 tensor.copy_(before)

@@ -13,7 +13,7 @@ from planned import differences, expected_of, small_case, state_of, train_planne
 from planted_races import RACES, planted
 
 from trainmux.engine import _planned
-from trainmux.errors import BudgetError
+from trainmux.errors import BudgetError, TrainmuxWarning
 from trainmux.ir import Multiplexing, Offload, Prefetch, Recompute, ViolationKind, find_violations
 
 TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
@@ -104,4 +104,24 @@ def test_rehearsing_leaves_no_trace(multiplexing: Multiplexing) -> None:
     planned._engines["own"][1]._room = room  # type: ignore[assignment]
     found = train_planned(case, planned, 3)
     assert room.num_rehearsals == 2
+    assert differences(found, expected_of("mlp", (1, 1, 1), 3)) == []
+
+
+class NothingCanBeCaptured(GraphsOnTheHost):
+    """As with an operator that waits for the device: its rehearsal runs, its capture does not."""
+
+    def capture_all(self, rehearse: Callable[[], None], run: Sequence[Callable[[], None]]) -> list[Any]:
+        super().capture_all(rehearse, run)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+
+@pytest.mark.parametrize("multiplexing", [TURNS, RING])
+def test_what_cannot_be_captured_runs_all_the_same(multiplexing: Multiplexing) -> None:
+    case = small_case("mlp", (1, 1, 1))
+    program = decided(case, multiplexing, swaps=True, recomputes=True, with_static=True)
+    planned = case.planned(program, poisons=True)
+    planned._engines["own"][1]._room = NothingCanBeCaptured()  # type: ignore[assignment]
+    with pytest.warns(TrainmuxWarning, match="by instruction: operation not permitted") as told:
+        found = train_planned(case, planned, 3)
+    assert len(told) == 1
     assert differences(found, expected_of("mlp", (1, 1, 1), 3)) == []
