@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,21 +22,30 @@ from colocation_cases import (
     state_of,
     sum_of_peaks,
 )
+from held_memory import MemoryWatch
 from settled import settle
-from torch import Tensor, nn
+from torch import Tensor
+from wide_jobs import (
+    BATCH_SIZE,
+    MIB,
+    REGION,
+    assert_wide_as_alone,
+    cuda,
+    warm_up,
+    wide_batches,
+    wide_fleet,
+    wide_job,
+)
 
 import trainmux as tm
 from trainmux.colocate import ArenaLayout, Layout, _fused_work
 from trainmux.colocate._cuda_device import CudaDevice
 from trainmux.colocate._device import MemoryNeed
+from trainmux.colocate._memory_facts import look_at_memory
 from trainmux.colocate._segment_graphs import SegmentGraphs
 from trainmux.colocate._virtual_memory import PhysicalBlock, VirtualRange, granularity_bytes
 
-MIB = 1 << 20
-REGION = 2 * MIB
 STEPS = 4
-BATCH_SIZE = 4096
-WIDTH = 512
 NUM_GUESTS = 8
 
 
@@ -52,65 +60,6 @@ def used_bytes() -> int:
     """What is in use on the device, the context included."""
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-def cuda() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-# ---- jobs with megabytes of feature maps ----------------------------------------------------------------
-
-
-def wide_model(seed: int, num_layers: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        layers = [layer for _ in range(num_layers) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-        return nn.Sequential(*layers)
-
-
-@functools.cache
-def wide_batches(seed: int, size: int = BATCH_SIZE) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(size, WIDTH, generator=generator) for _ in range(3)]
-
-
-def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
-
-
-def wide_fleet(seed: int, num_layers: int = 6, **options: Any) -> tm.Fleet:
-    model = wide_model(seed, num_layers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    member = tm.Member(model, optimizer, name=f"wide {seed}")
-    settings: dict[str, Any] = {"device": "cuda", "deterministic": True, "lowering": "aten", **options}
-    return tm.Fleet([member], mean_square, wide_batches(seed)[0], **settings)
-
-
-def wide_job(name: str, seed: int, steps: int | None, **options: Any) -> tm.Job:
-    given: dict[str, Any] = {"fleet": wide_fleet(seed), "loader": wide_batches(seed), **options}
-    return tm.Job(name, steps=steps, **given)
-
-
-@functools.cache
-def wide_alone(seed: int, steps: int) -> tuple[Tensor, dict[str, Tensor]]:
-    fleet = wide_fleet(seed)
-    losses = [fleet.step(batch).cpu() for batch in cycled(wide_batches(seed), steps)]
-    return torch.stack(losses), state_of(fleet)
-
-
-def assert_wide_as_alone(result: tm.ColocationResult, job: tm.Job, seed: int) -> None:
-    steps = result[job.name].num_steps
-    losses, state = wide_alone(seed, steps)
-    assert torch.equal(result[job.name].losses, losses), job.name
-    assert job.fleet is not None
-    assert_same_state(state_of(job.fleet), state, job.name)
-
-
-@functools.cache
-def warm_up() -> None:
-    """Have all kernels loaded that wide jobs use: they take memory of the context's, once."""
-    tm.colocate([wide_job("a", 0, 2), wide_job("b", 1, 2)], "20GiB", region_bytes=REGION, poisons=True).run()
-    wide_alone(0, 2)
 
 
 def captures_of(colocation: tm.Colocation) -> dict[str, int]:
@@ -208,7 +157,7 @@ def test_what_is_laid_out_is_what_the_device_has_less() -> None:
         Layout(()),
     ):
         device.arrange(layout, needs)
-        assert used_bytes() - before == device.reserved_bytes
+        assert used_bytes() - before == device.reserved_bytes, look_at_memory(cuda()).table()
 
 
 # ---- bit for bit ----------------------------------------------------------------------------------------
@@ -295,18 +244,21 @@ def test_other_batches_and_micro_batches() -> None:
 # ---- the budget -----------------------------------------------------------------------------------------
 
 
-def test_the_device_never_holds_more_than_the_budget() -> None:
+@pytest.mark.parametrize("has_stepped", [False, True], ids=["new fleets", "fleets that have stepped"])
+def test_the_device_never_holds_more_than_the_budget(has_stepped: bool) -> None:
     warm_up()
     settle(clears_workspaces=True)
-    before = used_bytes()
-    seen: list[int] = []
+    watch = MemoryWatch()
     jobs = [wide_job("a", 0, 12), wide_job("b", 1, 12)]
+    for seed, job in enumerate(jobs if has_stepped else ()):  # graphs and a pool of the fleet's own
+        assert job.fleet is not None
+        job.fleet.step(wide_batches(seed)[0])
     colocation = tm.colocate(
         jobs,
         "20GiB",
         tracking_bytes=4 * MIB,
         region_bytes=REGION,
-        callbacks=[lambda event: seen.append(used_bytes() - before)],
+        callbacks=[lambda event: watch.look(event.colocation)],
     )
     budget = smallest_budget(colocation) + 5 * REGION
     assert budget < sum_of_peaks(colocation)
@@ -314,16 +266,17 @@ def test_the_device_never_holds_more_than_the_budget() -> None:
     result = colocation.run()
     assert result.failed == ()
     assert result.peak_bytes <= budget
-    assert max(seen) <= budget, [one / MIB for one in (max(seen), result.peak_bytes, budget)]
-    assert_wide_as_alone(result, jobs[0], 0)
-    assert_wide_as_alone(result, jobs[1], 1)
+    assert max(watch.held) <= budget, watch.report(budget)
+    if not has_stepped:
+        assert_wide_as_alone(result, jobs[0], 0)
+        assert_wide_as_alone(result, jobs[1], 1)
 
 
 def test_the_budget_changes_without_a_capture() -> None:
     """Down to where jobs take turns, and up again."""
     warm_up()
     settle(clears_workspaces=True)
-    before = used_bytes()
+    watch = MemoryWatch()
     budgets: list[int] = []
     seen: list[tuple[int, int]] = []
     captured: list[dict[str, int]] = []
@@ -331,7 +284,7 @@ def test_the_budget_changes_without_a_capture() -> None:
     def squeeze(event: tm.JobStep) -> None:
         if event.job == "a" and event.step in (8, 16):
             event.colocation.set_budget(budgets[0] if event.step == 8 else budgets[1])
-        seen.append((event.colocation.budget_bytes, used_bytes() - before))
+        seen.append((event.colocation.budget_bytes, watch.look(event.colocation)))
         captured.append(captures_of(event.colocation))
 
     jobs = [wide_job("a", 0, 24), wide_job("b", 1, 24)]
@@ -343,10 +296,12 @@ def test_the_budget_changes_without_a_capture() -> None:
     result = colocation.run()
     assert result.failed == ()
     assert {budget for budget, _ in seen} == set(budgets)
-    assert all(used <= budget for budget, used in seen)
+    for number, (budget, used) in enumerate(seen):
+        assert used <= budget, watch.report(budget, number)
     largest = {limit: max(used for budget, used in seen if budget == limit) for limit in budgets}
     given_back = budgets[1] - budgets[0]
-    assert largest[budgets[1]] - largest[budgets[0]] > 0.5 * given_back  # regions, given back and taken anew
+    # Regions, given back and taken anew:
+    assert largest[budgets[1]] - largest[budgets[0]] > 0.5 * given_back, watch.report(budgets[0])
     both = [row for row in captured if len(row) == 2]
     assert all(row == both[0] for row in both)
     assert_wide_as_alone(result, jobs[0], 0)
@@ -405,24 +360,27 @@ def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPa
 
 def test_memory_is_flat_while_jobs_come_and_go() -> None:
     warm_up()
-    seen: list[int] = []
+    settle(clears_workspaces=True)
+    watch = MemoryWatch()
 
     def turn_over(event: tm.JobStep) -> None:
         """Another job comes whenever one has gone."""
         others = [row for row in event.colocation.usage() if row.name != "stays" and row.state != "done"]
-        if event.job != "stays" or others or len(seen) == NUM_GUESTS:
+        if event.job != "stays" or others or len(watch.seen) == NUM_GUESTS:
             return
         settle()
-        seen.append(used_bytes())
-        if len(seen) == NUM_GUESTS:
+        watch.look(event.colocation)
+        if len(watch.seen) == NUM_GUESTS:
             event.colocation.remove("stays")
         else:
-            event.colocation.add(wide_job(f"guest {len(seen)}", len(seen) % 2, 2))
+            number = len(watch.seen)
+            event.colocation.add(wide_job(f"guest {number}", number % 2, 2))
 
     stays = wide_job("stays", 2, None, loader=itertools.cycle(wide_batches(2)))
     colocation = tm.colocate([stays], "20GiB", region_bytes=REGION, callbacks=[turn_over])
     result = colocation.run()
     assert result.failed == ()
-    assert len(seen) == NUM_GUESTS
-    assert seen[-1] <= seen[2] + 2 * MIB, [(one - seen[0]) / MIB for one in seen]
+    assert len(watch.seen) == NUM_GUESTS
+    grown = watch.held[-1] - watch.held[2]
+    assert grown <= 2 * MIB, watch.growth(2)
     assert_wide_as_alone(result, stays, 2)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +20,10 @@ from trainmux.colocate._actions import Enqueue, Idle, Remap
 from trainmux.colocate._constants import ScroogeConstants
 from trainmux.colocate._cuda_device import CudaDevice
 from trainmux.colocate._device import ColocationDevice, Ended
+from trainmux.colocate._eager_cuda import BesideOthers
 from trainmux.colocate._host_device import HostDevice
 from trainmux.colocate._lane import SegmentRef
+from trainmux.colocate._layout import Layout
 from trainmux.colocate._placement import PER_TENSOR, REGION_BYTES
 from trainmux.colocate._result import ColocationResult, JobUsage
 from trainmux.colocate._scheduler import ScroogeScheduler
@@ -28,7 +31,8 @@ from trainmux.colocate._simulated_gpu import choose_layout
 from trainmux.colocate._tenant import Tenant
 from trainmux.colocate._turns import Turns
 from trainmux.colocate._user_job import Job, JobCallback, JobStep
-from trainmux.errors import BudgetError, ConfigError, PlanError, TrainmuxError
+from trainmux.colocate._work import forget_locals
+from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.runtime import deferred_interrupts, look_at_host
 from trainmux.scheduling.budget import in_words, parse_budget
 
@@ -66,7 +70,7 @@ class Colocation:
         self._callbacks = tuple(callbacks)
         self._turns = Turns()
         self._changed = threading.Event()
-        self._is_running = False
+        self._is_running = self._is_broken_off = False
         self._seconds = 0.0
         self._peak_bytes = self._used_bytes = 0
         self._device = _make_device(self._where, self._region_bytes, poisons=poisons)
@@ -74,7 +78,7 @@ class Colocation:
         self._callback_error: Exception | None = None
         """What a callback of no job in particular raised: everything ends with it."""
         budget_bytes = _budget_bytes(budget, self._where)
-        self._tenants = {job.name: self._tenant(job) for job in jobs}
+        self._tenants = {job.name: self._tenant(job, lambda: nullcontext(budget_bytes)) for job in jobs}
         self._inside: dict[str, Tenant] = {}
         """Those whose state lies in memory of the device's layout."""
         demands = [tenant.demand for tenant in self._tenants.values() if tenant.demand is not None]
@@ -92,12 +96,14 @@ class Colocation:
         """Train all jobs to their ends.
 
         On Ctrl-C every job ends the iteration that it has begun, and goes back into its own objects, before
-        ``KeyboardInterrupt`` is raised. Refused with `ConfigError`: a second run while one is on.
+        ``KeyboardInterrupt`` is raised. Refused with `ConfigError`: a second run while one is on, and a run
+        after one that an error has broken off.
         """
         with self._turns.taken():
-            if self._is_running:
+            if self._is_running or self._is_broken_off:
                 raise ConfigError(
-                    "a co-location must be run once at a time, but got a second run(); wait for the first one"
+                    "a co-location must be run once at a time, and not after an error that ended it, but got "
+                    "another run(); wait for the first one, or make another co-location"
                 )
             self._is_running = True
         began_at = time.perf_counter()
@@ -111,8 +117,11 @@ class Colocation:
                 raise
         finally:
             with deferred_interrupts(), self._turns.taken():
+                self._is_broken_off = bool(self._inside)
                 while self._inside:
                     self._move_out(next(iter(self._inside)))
+                if self._is_broken_off:
+                    self._device.arrange(Layout(()), {})  # nobody comes back to what is laid out
                 self._seconds += time.perf_counter() - began_at
                 self._is_running = False
         return self.results()
@@ -125,7 +134,7 @@ class Colocation:
         _check_jobs([job])
         with self._turns.taken():
             self._check_new(job)
-        tenant = self._tenant(job)  # tracing takes a while: the others go on meanwhile
+        tenant = self._tenant(job, self._beside_others)  # tracing takes a while: the others go on meanwhile
         with self._turns.taken():
             self._check_new(job)
             if tenant.demand is not None:
@@ -243,7 +252,15 @@ class Colocation:
         named = {name for arena in action.layout.arenas for name in arena.names}
         for name in self._inside.keys() - named:
             self._move_out(name)
-        self._device.arrange(action.layout, {name: self._tenants[name].need for name in named})
+        try:
+            self._device.arrange(action.layout, {name: self._tenants[name].need for name in named})
+        except BudgetError as error:
+            newcomers = named - self._inside.keys()
+            if not newcomers:
+                raise
+            for name in sorted(newcomers):
+                self._turn_away(name, error)
+            return  # a layout without them comes next
         reserved = self._device.reserved_bytes
         if reserved > action.budget_bytes:
             raise PlanError(
@@ -260,11 +277,19 @@ class Colocation:
         try:
             with self._device.lane(name):
                 tenant.settle(self._device.memory_of(name), self._device.now())
-        except BudgetError:
+        except BudgetError as error:
+            forget_locals(error)  # graphs and their pool among them
             self._give_more(name)
-        except (TrainmuxError, RuntimeError) as error:
+        except Exception as error:
             tenant.fail(error)
             self._let_go(tenant, at_once=True)
+
+    def _turn_away(self, name: str, error: BudgetError) -> None:
+        """A job for which the device has no memory, whatever the budget says, ends before it begins."""
+        tenant = self._tenants[name]
+        tenant.fail(error)
+        self._let_go(tenant, at_once=True)
+        tenant.leave()
 
     def _give_more(self, name: str) -> None:
         """A job needs more memory than it knew: it moves out and comes anew, if the budget has that much."""
@@ -274,7 +299,7 @@ class Colocation:
             with self._device.lane(name):
                 demand = tenant.ask_for_more()
             self._scheduler.add(demand)
-        except (TrainmuxError, RuntimeError) as error:
+        except Exception as error:
             tenant.fail(error)
             tenant.leave()
 
@@ -337,7 +362,13 @@ class Colocation:
         if name not in self._inside:
             tenant.is_over = True
 
-    def _tenant(self, job: Job) -> Tenant:
+    @contextmanager
+    def _beside_others(self) -> Iterator[int]:
+        """As `EagerCudaWork` wants it: what is enqueued goes on, nothing else happens."""
+        with self._turns.taken():
+            yield self._scheduler.budget_bytes - self._device.reserved_bytes
+
+    def _tenant(self, job: Job, beside_others: BesideOthers) -> Tenant:
         # Callbacks may look at weights and change members, so nothing may be on its way meanwhile. On a CPU
         # nothing is: there, what is enqueued has not begun.
         is_watched = self._where.type == "cuda" and bool(job.callbacks or self._callbacks)
@@ -346,6 +377,7 @@ class Colocation:
             tracking_bytes=self._tracking_bytes,
             region_bytes=self._region_bytes,
             poisons=self._poisons,
+            beside_others=beside_others,
             is_watched=is_watched,
         )
 

@@ -114,6 +114,11 @@ class CudaDevice:
         )
         return areas + sum(block.size_bytes for blocks in self._arenas.values() for block in blocks)
 
+    def laid_out(self) -> tuple[int, dict[str, MemoryNeed]]:
+        """The bytes of all arenas, and what each job was given."""
+        arenas = sum(block.size_bytes for blocks in self._arenas.values() for block in blocks)
+        return arenas, {name: tenancy.need for name, tenancy in self._tenancies.items()}
+
     def now(self) -> float:
         return time.perf_counter()
 

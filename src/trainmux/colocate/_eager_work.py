@@ -2,11 +2,13 @@
 
 What it needs is seen in a rehearsal, one step of a copy of its model and optimizer. Its feature maps are
 those that the paper's rule finds where only allocations are known. It allocates for itself; the part of the
-arena that it reserves while it runs is left alone by everybody else.
+arena that it reserves while it runs is left alone by everybody else. On a CUDA device that is not enough:
+see `_eager_cuda`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping
 from typing import Any
@@ -46,11 +48,12 @@ class EagerWork:
         *,
         scheduler: Any = None,
         deterministic: bool = False,
+        autocast: torch.dtype | None = None,
         region_bytes: int,
     ) -> None:
         self.member_names = (name,)
         self._model, self._optimizer, self._loss, self._scheduler = model, optimizer, loss, scheduler
-        self._deterministic = deterministic
+        self._deterministic, self._autocast = deterministic, autocast
         self._region_bytes = region_bytes
         self._batch: Any = None
         self._outcome: StepOutcome | None = None
@@ -83,7 +86,7 @@ class EagerWork:
         """One step of training."""
         batch, self._batch = self._batch, None
         with deterministic_algorithms(self._deterministic):
-            losses, metrics = _train(self._model, self._optimizer, self._loss, batch)
+            losses, metrics = train_eagerly(self._model, self._optimizer, self._loss, batch, self._autocast)
         self._outcome = StepOutcome(self.member_names, losses, metrics)
         if self._scheduler is not None:
             self._scheduler.step()
@@ -106,16 +109,22 @@ class EagerWork:
             deterministic_algorithms(self._deterministic),
             observe_allocations(tensors) as seen,
         ):
-            _train(model, optimizer, self._loss, example)
+            train_eagerly(model, optimizer, self._loss, example, self._autocast)
         fingerprint = f"eager {id(self)}"
         return iteration_of_rows(fingerprint, seen.rows, seen.kernel_seconds, resident_bytes=resident)
 
 
-def _train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFunction, batch: Any
+def train_eagerly(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFunction,
+    batch: Any,
+    autocast: torch.dtype | None,
 ) -> tuple[Tensor, Mapping[str, Any]]:
+    """One step of plain training; its loss and metrics. ``autocast`` is the dtype of products, if given."""
     optimizer.zero_grad(set_to_none=True)
-    returned: Any = loss_fn(model, batch)
+    with contextlib.nullcontext() if autocast is None else _autocast(model, autocast):
+        returned: Any = loss_fn(model, batch)
     loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
         raise LossError(
@@ -126,6 +135,11 @@ def _train(
     optimizer.step()
     found = {key: value.detach() if isinstance(value, Tensor) else value for key, value in metrics.items()}
     return loss.detach().reshape(1), found
+
+
+def _autocast(model: nn.Module, dtype: torch.dtype) -> torch.autocast:
+    where = next((tensor.device.type for tensor in model.parameters()), "cpu")
+    return torch.autocast(where, dtype=dtype)
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:

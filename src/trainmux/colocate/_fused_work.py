@@ -24,7 +24,7 @@ from torch import Tensor
 from trainmux.colocate._demand import JobDemand, Segment
 from trainmux.colocate._device import MemoryNeed
 from trainmux.colocate._placement import ALIGNMENT_BYTES, round_up
-from trainmux.colocate._segment_graphs import SegmentGraphs, SegmentSet
+from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentGraphs, SegmentSet
 from trainmux.colocate._step_plan import (
     PlacedStep,
     StaticArea,
@@ -40,21 +40,30 @@ from trainmux.colocate._step_plan import (
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.colocate._work import StepOutcome
 from trainmux.engine import HostLanes, Memory, PlannedProgram
-from trainmux.errors import BatchError
+from trainmux.errors import BatchError, BudgetError
 from trainmux.fleet import Fleet
 from trainmux.fleet._in_pieces import FleetInPieces, GroupPiece
 from trainmux.scheduling.budget import in_words
+from trainmux.tracing import flatten_batch
 
 _MAX_VARIANTS = 8
 
 _BESIDE_BYTES = 128 << 20
-"""On a CUDA device, for each job: the matrix libraries' workspaces, the graphs themselves, and what torch's
-allocator rounds up."""
+"""On a CUDA device, for the kernels of each job: the matrix libraries' workspaces, and what nobody knows."""
 
 _CONVOLUTION_BYTES = 256 << 20
 """The same for workspaces of a job's convolutions, whose algorithms are chosen among those that fit."""
 
 _NUM_LANDING_PLACES = 2
+
+_NUM_RESULTS = 4
+"""Results of steps that there may be at a time on a CUDA device: of two iterations in flight, of one that is
+being told, and the fleet's last."""
+
+
+def bytes_of_batch(batch: Any) -> int:
+    """The bytes of all tensors in a batch, as the loader gives it."""
+    return sum(tensor.nbytes for tensor in flatten_batch(batch).tensors)
 
 
 def runs_as_graphs(device: torch.device) -> bool:
@@ -116,6 +125,18 @@ class _Runner:
                 self.planned.between_steps(0, location).copy_(argument)
         self.load_constants(self.placed.transient)
 
+    def take_over(self, piece: GroupPiece) -> None:
+        """Copy the group's state to its places, and have the group use it there."""
+        step, graph = self.placed.kernels.step, self.placed.kernels.graph
+        fed = set(step.positions_fed_anew())
+        places: dict[int, Tensor] = {}
+        for position, argument in enumerate(piece.group.held_arguments(step)):
+            if argument is not None and position not in fed:
+                place = self.planned.between_steps(0, graph.inputs[position])
+                places[id(argument)] = place.copy_(argument)
+        self.load_constants()
+        piece.group.rebase(lambda tensor: places.get(id(tensor), tensor))
+
     def load_constants(self, numbers: frozenset[int] | None = None) -> None:
         """Copy the graph's own tensors, or those among ``numbers``, to their places."""
         graph = self.placed.kernels.graph
@@ -161,7 +182,10 @@ class FusedWork:
         self._graphs: SegmentGraphs | None = None
         self._more_bytes = 0
         """What it asked for beside its area after it had been found too little."""
+        self._graphs_bytes = self._seen_graph_bytes = GRAPHS_BYTES
+        """What is kept for graphs themselves, and what they were seen to take."""
         self._runners: OrderedDict[tuple[int, Hashable], _Runner] = OrderedDict()
+        self._example_bytes = bytes_of_batch(example)
         self._own = {piece.index: piece for piece in self._pieces.begin(example, applies=True)}
         self._kernels = {index: self._read(piece) for index, piece in self._own.items()}
         for kernels in self._kernels.values():
@@ -205,16 +229,43 @@ class FusedWork:
         return 0 if self._graphs is None else self._graphs.num_captures
 
     @property
+    def pool_bytes(self) -> int:
+        """What its graphs' pool has of the device."""
+        return 0 if self._graphs is None else self._graphs.pool_bytes
+
+    @property
+    def graph_bytes(self) -> int:
+        """What its graphs themselves have."""
+        return 0 if self._graphs is None else self._graphs.graph_bytes
+
+    @property
     def _beside_bytes(self) -> int:
         """What is taken outside of the job's addresses."""
-        found = list(self._kernels.values())
-        beside = self._more_bytes + sum(kernels.result_bytes for kernels in found)
-        beside += max(kernels.scratch_bytes for kernels in found)
         if not self._is_cuda:
-            return beside
+            return self._more_bytes + self._scratch_bytes + self._result_bytes
+        landing = _NUM_LANDING_PLACES * self._batch_bytes
+        return landing + _NUM_RESULTS * self._result_bytes + self._graphs_bytes + self._kernel_bytes
+
+    @property
+    def _kernel_bytes(self) -> int:
+        """Of that, on a CUDA device, what its kernels may take."""
+        has_convolutions = any(kernels.has_convolutions for kernels in self._kernels.values())
+        allowance = _BESIDE_BYTES + _CONVOLUTION_BYTES * has_convolutions
+        return self._more_bytes + self._scratch_bytes + allowance
+
+    @property
+    def _scratch_bytes(self) -> int:
+        return max(kernels.scratch_bytes for kernels in self._kernels.values())
+
+    @property
+    def _result_bytes(self) -> int:
+        return sum(kernels.result_bytes for kernels in self._kernels.values())
+
+    @property
+    def _batch_bytes(self) -> int:
+        """The batch of a usual step."""
         batches = {leaf.data_ptr(): leaf.nbytes for piece in self._own.values() for leaf in piece.batch}
-        beside += _NUM_LANDING_PLACES * sum(batches.values()) + _BESIDE_BYTES
-        return beside + _CONVOLUTION_BYTES * any(kernels.has_convolutions for kernels in found)
+        return sum(batches.values())
 
     @property
     def _segments(self) -> tuple[Segment, ...]:
@@ -245,33 +296,42 @@ class FusedWork:
         """
         self._memory = memory
         if self._is_cuda:
+            self._pieces.rest()  # first: the job's graphs can have the stream, with its workspaces
             self._graphs = SegmentGraphs(
                 self._pieces.device,
                 deterministic=self._pieces.is_deterministic,
-                beside_bytes=self._beside_bytes,
+                beside_bytes=self._kernel_bytes,
+                graphs_bytes=self._graphs_bytes,
             )
         for index, piece in self._own.items():
-            runner = self._runners[index, piece.variant] = self._runner(index, self._kernels[index])
-            step, graph = runner.placed.kernels.step, runner.placed.kernels.graph
-            fed = set(step.positions_fed_anew())
-            places: dict[int, Tensor] = {}
-            for position, argument in enumerate(piece.group.held_arguments(step)):
-                if argument is not None and position not in fed:
-                    place = runner.planned.between_steps(0, graph.inputs[position])
-                    places[id(argument)] = place.copy_(argument)
-            runner.load_constants()
-            piece.group.rebase(lambda tensor, places=places: places.get(id(tensor), tensor))  # type: ignore[misc]
+            self._runners[index, piece.variant] = runner = self._runner(index, self._kernels[index])
+            runner.take_over(piece)
         if self._graphs is not None:
-            self._graphs.count_from_here()
+            self._graphs.empty_caches()
             for index, piece in self._own.items():
                 self._runners[index, piece.variant].capture(piece)
+            self._check_graphs(self._graphs)
+
+    def _check_graphs(self, graphs: SegmentGraphs) -> None:
+        if graphs.graph_bytes > self._graphs_bytes:
+            self._seen_graph_bytes = graphs.graph_bytes
+            raise BudgetError(
+                f"expected the job's graphs themselves to take at most {in_words(self._graphs_bytes)}, but "
+                f"they take {in_words(graphs.graph_bytes)}; raise tracking_bytes, for fewer of them"
+            )
 
     def ask_for_more(self) -> None:
-        """Ask for twice of what was kept for workspaces; compiled regions have some that nobody knows."""
-        self._more_bytes = 2 * self._more_bytes + _BESIDE_BYTES
+        """Ask for what graphs were seen to take, or for twice of what was kept for workspaces: compiled
+        regions have some that nobody knows."""
+        if self._seen_graph_bytes > self._graphs_bytes:
+            self._graphs_bytes = self._seen_graph_bytes + GRAPHS_BYTES
+        else:
+            self._more_bytes = 2 * self._more_bytes + _BESIDE_BYTES
 
     def begin(self, batch: Any) -> None:
         """Check a batch, find or build the step for it, and feed every group."""
+        if self._is_cuda:
+            self._check_size(batch)
         pieces = self._pieces.begin(batch)
         begun = {piece.index: (piece, self._runner_for(piece)) for piece in pieces}
         for piece, runner in begun.values():
@@ -297,13 +357,25 @@ class FusedWork:
 
     def leave(self) -> None:
         """Give the fleet storage of its own, and its members their weights."""
-        if self._memory is not None:
-            self._pieces.go_back()
+        self._begun = {}
+        self._runners.clear()
         if self._graphs is not None:
             self._graphs.close()
-        self._runners.clear()
-        self._memory = self._graphs = None
+            self._graphs = None
+            torch.cuda.empty_cache()  # the fleet's storage may need the room
+        if self._memory is not None:
+            self._pieces.go_back()
+        self._memory = None
         self._pieces.fleet.sync()
+
+    def _check_size(self, batch: Any) -> None:
+        """Refuse a batch that has no room on the device before it goes there."""
+        num_bytes = bytes_of_batch(batch)
+        if num_bytes > self._example_bytes:
+            raise BatchError(
+                f"expected batches of at most {in_words(self._example_bytes)}, as the first one, got one of "
+                f"{in_words(num_bytes)}; let the largest batch come first"
+            )
 
     # ---- steps --------------------------------------------------------------------------------------
 

@@ -18,13 +18,14 @@ import torch
 
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.errors import BudgetError
+from trainmux.runtime import MATRIX_LIBRARIES_BYTES, limited_growth
 from trainmux.scheduling.budget import in_words
 
 _MAX_SETS = 8
 """Steps of a job whose segments are captured; further ones run kernel by kernel."""
 
-MATRIX_LIBRARIES_BYTES = 64 << 20
-"""What the matrix libraries keep for a stream that they were used on."""
+GRAPHS_BYTES = 32 << 20
+"""For the graphs of a job themselves, and for what torch's allocator rounds up, unless more was seen."""
 
 Run = Callable[[], None]
 
@@ -32,25 +33,41 @@ Run = Callable[[], None]
 class SegmentGraphs:
     """The graphs of one job. To be made, and used, with the job's stream as the current one.
 
-    ``beside_bytes`` are what torch may reserve for it, after ``count_from_here``. A graph that is no longer
-    wanted is kept to the end: with it, torch would free the matrix libraries' workspaces of the stream that
-    its neighbours use (pytorch #193402).
+    ``beside_bytes`` are what torch may reserve for it, the matrix libraries' workspaces among them. Once the
+    graphs themselves have ``graphs_bytes``, further steps run kernel by kernel. A graph
+    that is no longer wanted is kept to the end: with it, torch would free the matrix libraries' workspaces of
+    the stream that its neighbours use (pytorch #193402).
     """
 
-    def __init__(self, device: torch.device, *, deterministic: bool, beside_bytes: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        deterministic: bool,
+        beside_bytes: int,
+        graphs_bytes: int = GRAPHS_BYTES,
+    ) -> None:
         self._device = device
+        self._graphs_bytes = graphs_bytes
         self._deterministic = deterministic
         self._room = CaptureRoom(device, deterministic=deterministic)
         self._beside_bytes = beside_bytes
-        self._limit_bytes = 0
         self._sets: list[SegmentSet] = []
 
-    def count_from_here(self) -> None:
-        """What torch holds now is not the job's, but for the matrix libraries' workspaces: what comes is."""
+    @property
+    def pool_bytes(self) -> int:
+        """What the graphs' pool has of the device."""
+        return self._room.pool_bytes
+
+    @property
+    def graph_bytes(self) -> int:
+        """What the graphs themselves have."""
+        return self._room.graph_bytes
+
+    def empty_caches(self) -> None:
+        """Give back what torch keeps of what was there before: it would be beside what the job takes."""
         torch.cuda.current_stream(self._device).synchronize()
         torch.cuda.empty_cache()
-        left = max(0, self._beside_bytes - MATRIX_LIBRARIES_BYTES)
-        self._limit_bytes = torch.cuda.memory_reserved(self._device) + left
 
     @property
     def num_captures(self) -> int:
@@ -58,7 +75,8 @@ class SegmentGraphs:
 
     def new_set(self, segments: Sequence[Run | None]) -> SegmentSet:
         """A step in segments, ``None`` for those without kernels."""
-        made = SegmentSet(self, segments, may_capture=len(self._sets) < _MAX_SETS)
+        has_room = self.graph_bytes < self._graphs_bytes or not self._sets
+        made = SegmentSet(self, segments, may_capture=has_room and len(self._sets) < _MAX_SETS)
         if made.may_capture:
             self._sets.append(made)
         return made
@@ -95,24 +113,20 @@ class SegmentGraphs:
 
     @contextmanager
     def _limited(self) -> Iterator[None]:
-        """While active, torch takes no more memory than was promised for the job, or than it has already.
+        """While active, torch takes no more for the job than was promised, less what its pool has already.
 
         Kernels that are chosen by measuring are then chosen among those whose workspace fits. Refused with
         `BudgetError`: a job that cannot do with what was promised.
         """
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        limit = max(self._limit_bytes, torch.cuda.memory_reserved(self._device))
-        before = torch.cuda.get_per_process_memory_fraction(self._device)
-        torch.cuda.set_per_process_memory_fraction(min(before, limit / total), self._device)
+        left = max(0, self._beside_bytes - MATRIX_LIBRARIES_BYTES - self.pool_bytes)
         try:
-            yield
+            with limited_growth(self._device, left):
+                yield
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"expected the job's kernels to take at most {in_words(self._beside_bytes)} beside what they "
                 "are given, but they need more; give the job smaller batches"
             ) from error
-        finally:
-            torch.cuda.set_per_process_memory_fraction(before, self._device)
 
 
 class SegmentSet:

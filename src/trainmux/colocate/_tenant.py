@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,11 +15,12 @@ from torch import Tensor
 from trainmux.colocate._actions import JobReport
 from trainmux.colocate._demand import JobDemand
 from trainmux.colocate._device import MemoryNeed
+from trainmux.colocate._eager_cuda import BesideOthers, EagerCudaWork
 from trainmux.colocate._eager_work import EagerWork
-from trainmux.colocate._fused_work import FusedWork
+from trainmux.colocate._fused_work import FusedWork, runs_as_graphs
 from trainmux.colocate._result import JobResult, JobUsage
 from trainmux.colocate._user_job import Job, JobBatches
-from trainmux.colocate._work import StepOutcome, Work
+from trainmux.colocate._work import StepOutcome, Work, forget_locals
 from trainmux.engine import Memory
 from trainmux.errors import (
     ConfigError,
@@ -32,9 +32,13 @@ from trainmux.errors import (
 )
 from trainmux.training._batches import END_OF_PASS
 
+_AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+"""What an eager step's products are of, by precision; in fp64 it would be another model."""
+
 
 class Tenant:
-    """A job that has been looked at and can be scheduled; ``is_watched`` as of `JobDemand`.
+    """A job that has been looked at and can be scheduled; ``is_watched`` as of `JobDemand`,
+    ``beside_others`` as of `EagerCudaWork`.
 
     What trainmux refuses about a job is raised here. What the job's own code raises, its loader or its loss,
     ends this job alone: ``error`` has it, and there is no ``demand``.
@@ -47,6 +51,7 @@ class Tenant:
         tracking_bytes: int | None,
         region_bytes: int,
         poisons: bool,
+        beside_others: BesideOthers,
         is_watched: bool = False,
     ) -> None:
         self.name, self.steps, self.callbacks = job.name, job.steps, tuple(job.callbacks)
@@ -73,7 +78,9 @@ class Tenant:
         """Its losses, once it has left."""
         self.demand: JobDemand | None = None
         try:
-            self._work = _make_work(job, self._batches, tracking_bytes, region_bytes, poisons=poisons)
+            self._work = _make_work(
+                job, self._batches, tracking_bytes, region_bytes, poisons=poisons, beside_others=beside_others
+            )
             self._is_eager = self._work.is_eager
             self.demand = self._ask(self._work)
             self._local_bytes, self._peak_bytes = self.demand.local_bytes, self.demand.peak_bytes
@@ -82,6 +89,7 @@ class Tenant:
             raise
         except Exception as error:
             self.fail(error)
+            forget_locals(error)  # a rehearsal may have worked with much memory
 
     def _ask(self, work: Work) -> JobDemand:
         demand = work.demand(self.name, steps=self.steps, share=self._share)
@@ -143,13 +151,14 @@ class Tenant:
         self._is_settled = False
         self.is_over = True
         self.height_bytes = 0
-        try:
-            self._at_work.leave()
-        except TrainmuxError as error:
-            self.fail(error)
-        self._metrics = pytree.tree_map_only(Tensor, Tensor.cpu, self._metrics)
         if self.error is not None:
-            _forget_locals(self.error)
+            forget_locals(self.error)
+        try:
+            self._metrics = pytree.tree_map_only(Tensor, Tensor.cpu, self._metrics)
+            self._at_work.leave()
+        except Exception as error:  # no memory to move to, for one: others are no part of it
+            self.fail(error)
+            forget_locals(error)
         self._table = _loss_table(self._losses, self._at_work.member_names)
         self._losses, self._work, self._batches, self.demand = [], None, None, None
 
@@ -212,14 +221,6 @@ class Tenant:
         return JobUsage(self.name, local, self.height_bytes, self.num_steps, self.steps, state)
 
 
-def _forget_locals(error: BaseException) -> None:
-    """Let go of what the calls that raised an error worked with: tensors, a graph, a whole batch."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
-
-
 def _loss_table(
     rows: Sequence[tuple[tuple[str, ...], Tensor]], now: tuple[str, ...]
 ) -> tuple[tuple[str, ...], Tensor]:
@@ -236,28 +237,63 @@ def _loss_table(
 
 
 def _make_work(
-    job: Job, batches: JobBatches, tracking_bytes: int | None, region_bytes: int, *, poisons: bool
+    job: Job,
+    batches: JobBatches,
+    tracking_bytes: int | None,
+    region_bytes: int,
+    *,
+    poisons: bool,
+    beside_others: BesideOthers,
 ) -> Work:
     """The job's step, fused where it can be traced, eager otherwise."""
     example = batches.first()
     try:
         fleet = job.make_fleet(example)
     except (TraceError, FusionError, OptimizerError) as error:
-        reason: TrainmuxError = error
+        reason = str(error)  # not the error itself: it holds what was traced
     else:
         return FusedWork(
             fleet, example, tracking_bytes=tracking_bytes, region_bytes=region_bytes, poisons=poisons
         )
+    work = _make_eager_work(job, example, region_bytes, beside_others, reason)
+    warnings.warn(
+        f"job {job.name!r} cannot be traced and runs eagerly, its iterations as a whole: {reason}",
+        TrainmuxWarning,
+        stacklevel=2,
+    )
+    return work
+
+
+def _make_eager_work(
+    job: Job, example: Any, region_bytes: int, beside_others: BesideOthers, reason: str
+) -> Work:
+    """Plain training of a job that cannot be traced for ``reason``."""
     assert job.model is not None
     assert job.optimizer is not None
     assert job.loss is not None
-    devices = {str(tensor.device) for tensor in job.model.parameters()}
-    if job.precision != "fp32" or any(device != "cpu" for device in devices):
+    places = {str(tensor.device) for tensor in job.model.parameters()}
+    if job.precision not in _AUTOCAST or not places <= {"cpu", str(job.where)}:
         raise ConfigError(
-            f"job {job.name!r} cannot be traced ({reason}) and must be on the CPU with precision='fp32', "
-            f"but got {sorted(devices)} and {job.precision!r}; change what stops the trace, or these"
-        ) from reason
-    work = EagerWork(
+            f"job {job.name!r} cannot be traced ({reason}) and must have its parameters on the CPU or on "
+            f"{job.where} and a precision of {sorted(_AUTOCAST)}, but got {sorted(places)} and "
+            f"{job.precision!r}; change what stops the trace, or these"
+        )
+    autocast = _AUTOCAST[job.precision]
+    if runs_as_graphs(job.where):
+        return EagerCudaWork(
+            job.name,
+            job.model,
+            job.optimizer,
+            job.loss,
+            example,
+            device=job.where,
+            scheduler=job.scheduler,
+            deterministic=job.deterministic,
+            autocast=autocast,
+            region_bytes=region_bytes,
+            beside_others=beside_others,
+        )
+    return EagerWork(
         job.name,
         job.model,
         job.optimizer,
@@ -265,11 +301,6 @@ def _make_work(
         example,
         scheduler=job.scheduler,
         deterministic=job.deterministic,
+        autocast=autocast,
         region_bytes=region_bytes,
     )
-    warnings.warn(
-        f"job {job.name!r} cannot be traced and runs eagerly, its iterations as a whole: {reason}",
-        TrainmuxWarning,
-        stacklevel=2,
-    )
-    return work

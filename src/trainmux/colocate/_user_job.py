@@ -138,6 +138,22 @@ class Job:
         )
 
 
+class _RandomState:
+    """Torch's random state as it is now, on the CPU and on a CUDA device if ``device`` is one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._on_cuda = device.type == "cuda" and torch.cuda.is_available()
+        self._host = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if self._on_cuda else None
+
+    def apply(self) -> None:
+        """Go on from here."""
+        torch.set_rng_state(self._host)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self.device)
+
+
 class JobBatches:
     """The batches of a job, with random numbers of its own; the first can be looked at beforehand."""
 
@@ -145,19 +161,19 @@ class JobBatches:
         assert job.loader is not None
         self._cursor = BatchCursor(job.loader, f"the loader of job {job.name!r}")
         self._cycles = job.steps is not None
-        self._random_state = torch.get_rng_state()
+        self._random = _RandomState(job.where)
         self._first: list[Any] = []
 
     @contextmanager
     def own_random(self) -> Iterator[None]:
-        """Inside, torch's random numbers on the CPU are the job's own."""
-        others = torch.get_rng_state()
-        torch.set_rng_state(self._random_state)
+        """Inside, torch's random numbers are the job's own, on the CPU and on the job's device."""
+        others = _RandomState(self._random.device)
+        self._random.apply()
         try:
             yield
         finally:
-            self._random_state = torch.get_rng_state()
-            torch.set_rng_state(others)
+            self._random = _RandomState(others.device)
+            others.apply()
 
     def first(self) -> Any:
         """The batch that will come first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,3 +63,11 @@ class Work(Protocol):
 
     def leave(self) -> None:
         """Move out, with weights and optimizer state back in the members' own objects."""
+
+
+def forget_locals(error: BaseException) -> None:
+    """Let go of what the calls that raised an error worked with: tensors, a graph, a whole batch."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__

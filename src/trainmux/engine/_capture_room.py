@@ -21,6 +21,7 @@ from trainmux.runtime import (
     capturing,
     deterministic_algorithms,
     measured_convolutions,
+    pool_bytes,
     record_allocations,
     warm_matrix_libraries,
 )
@@ -45,11 +46,18 @@ class CaptureRoom:
         self._kept: list[torch.cuda.CUDAGraph] = []  # before the pool: what was made last goes last
         self._pool = torch.cuda.MemPool()
         self._forecast: PoolForecast | None = PoolForecast(AllocatorRules.for_torch(torch.__version__))
-        self.stream = borrow_stream(device, self)
+        self.stream = borrow_stream(device, self, uses_matrices=True)
         with torch.cuda.stream(self.stream):
             warm_matrix_libraries(device)
         self.memory: MemoryUse | None = None
         self.num_captures = 0
+        self.graph_bytes = 0
+        """What the graphs of `capture_all` took themselves: the driver's, in no pool."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """What the pool has reserved."""
+        return pool_bytes(self._pool)
 
     @property
     def num_kept(self) -> int:
@@ -90,12 +98,18 @@ class CaptureRoom:
             torch.cuda.empty_cache()
             predicted, _ = self._reserve(events)
             graphs = []
+            before = self._bytes_outside_torch()
             for each in run:
                 graphs.append(torch.cuda.CUDAGraph())
                 self._kept.append(graphs[-1])
                 self._captured(graphs[-1], each)
+            self.graph_bytes += max(0, self._bytes_outside_torch() - before)
         self.memory = MemoryUse(predicted, torch.cuda.memory_reserved(self._device))
         return graphs
+
+    def _bytes_outside_torch(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)
 
     @contextmanager
     def _working(self) -> Iterator[None]:

@@ -50,7 +50,8 @@ class CudaGraphEngine:
     """Runs programs by replaying CUDA graphs, which share one memory pool and one stream to capture on.
 
     A program that cannot be captured (an operator that waits for the device) runs node by node, with a
-    warning.
+    warning. What captures need of the device (a pool, a stream with the matrix libraries' workspaces) is
+    taken at the first one: a fleet whose steps someone else runs takes none.
 
     Torch frees the matrix libraries' workspaces of a stream when a graph captured on it is destroyed, those
     of other graphs among them (pytorch #193402). A graph that is no longer wanted is therefore kept, without
@@ -62,16 +63,22 @@ class CudaGraphEngine:
         self._deterministic = deterministic
         self._captured: dict[int, tuple[StepProgram | ForwardProgram, _Captured | None]] = {}
         self._retired: list[torch.cuda.CUDAGraph] = []
-        self._room = CaptureRoom(device, deterministic=deterministic)
+        self._made_room: CaptureRoom | None = None
 
     @property
     def memory(self) -> MemoryUse | None:
         """What was predicted for the device and what it held, at the last capture."""
-        return self._room.memory
+        return None if self._made_room is None else self._made_room.memory
 
     @property
     def num_captures(self) -> int:
-        return self._room.num_captures
+        return 0 if self._made_room is None else self._made_room.num_captures
+
+    @property
+    def _room(self) -> CaptureRoom:
+        if self._made_room is None:
+            self._made_room = CaptureRoom(self._device, deterministic=self._deterministic)
+        return self._made_room
 
     def run(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
         """One step; what it returns is new memory each time."""

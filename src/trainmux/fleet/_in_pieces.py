@@ -7,6 +7,7 @@ between them. A step that was begun is to be ended, or not fed at all: nothing c
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainmux.engine import StepProgram
+from trainmux.engine import CudaGraphEngine, StepProgram
 from trainmux.errors import ConfigError
 from trainmux.fleet._fleet import Fleet
 from trainmux.fleet._group import Group
@@ -172,8 +173,28 @@ class FleetInPieces:
         losses: Tensor = fleet._ordered("loss")
         return losses
 
-    def go_back(self) -> None:
-        """Put the groups' state into storage of their own again."""
+    def rest(self) -> None:
+        """Let go of what the fleet's own steps have left on the device: graphs, their pool, workspaces."""
+        had_graphs = False
         for group in self.groups:
-            group.restack(self.device)
+            if isinstance(group._engine, CudaGraphEngine) and group._engine.num_captures:
+                group._engine = group.config.make_engine()
+                had_graphs = True
+        if had_graphs:
+            gc.collect()  # what graphs held is free only when they are gone
+
+    def go_back(self) -> None:
+        """Put the groups' state into storage of their own again.
+
+        Where the device has no room for it, that is in the host's memory until the fleet's next step.
+        """
+        try:
+            self._restack(self.device)
+        except torch.OutOfMemoryError:
+            self._restack(torch.device("cpu"))
+            self.fleet._plans.stay_on_host()
+
+    def _restack(self, device: torch.device) -> None:
+        for group in self.groups:
+            group.restack(device)
             group.state.shared = {name: value.clone() for name, value in group.state.shared.items()}

@@ -90,6 +90,10 @@ class PlanKeeper:
         self._is_left = False
         return left
 
+    def stay_on_host(self) -> None:
+        """The groups' state lies in the host's memory: the next step takes it to the device."""
+        self._is_left = True
+
     def finish(self) -> None:
         """Run what is in flight to its end."""
         if self._active is not None:

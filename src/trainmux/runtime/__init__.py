@@ -16,6 +16,7 @@ from trainmux.runtime._host import FolderFacts, HostFacts, look_at_folder, look_
 from trainmux.runtime._interrupts import deferred_interrupts
 from trainmux.runtime._kept_files import source_version, user_cache_folder, write_whole
 from trainmux.runtime._landing import HostLeaf, Landing
+from trainmux.runtime._pools import limited_growth, pool_bytes
 from trainmux.runtime._random import (
     WORD_RANGE,
     philox_blocks,
@@ -25,11 +26,19 @@ from trainmux.runtime._random import (
 )
 from trainmux.runtime._ring import HostFeed
 from trainmux.runtime._storage import ALIGNMENT_BYTES, stacked_strides, stacked_zeros
-from trainmux.runtime._streams import borrow_stream, borrowed_stream, warm_matrix_libraries
+from trainmux.runtime._streams import (
+    MATRIX_LIBRARIES_BYTES,
+    borrow_stream,
+    borrowed_stream,
+    num_streams_known,
+    return_stream,
+    warm_matrix_libraries,
+)
 from trainmux.runtime._transfer import Transfers
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "MATRIX_LIBRARIES_BYTES",
     "WORD_RANGE",
     "AllocationEvent",
     "CudaFacts",
@@ -48,17 +57,21 @@ __all__ = [
     "capturing",
     "deferred_interrupts",
     "deterministic_algorithms",
+    "limited_growth",
     "look_at_cuda",
     "look_at_folder",
     "look_at_host",
     "measured_convolutions",
     "no_collections",
+    "num_streams_known",
     "philox_blocks",
     "philox_pairs",
+    "pool_bytes",
     "probe_memory",
     "random_words",
     "random_words_of_elements",
     "record_allocations",
+    "return_stream",
     "source_version",
     "stacked_strides",
     "stacked_zeros",

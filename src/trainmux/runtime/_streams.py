@@ -1,17 +1,21 @@
 """Streams that are lent out, the same few again and again.
 
 The matrix libraries keep a workspace (32 MiB) for every stream that they were ever used on. Torch hands out
-its streams in turn, so whoever asks for a new one each time pays for a new workspace each time.
+its streams in turn, so whoever asks for a new one each time pays for a new workspace each time. Here those
+who use the libraries get streams that have one: there are as many workspaces as such owners at one time.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+MATRIX_LIBRARIES_BYTES = 64 << 20
+"""What the matrix libraries keep for a stream that they were used on: 32 MiB each, cuBLAS and cuBLASLt."""
 
 _NUM_STREAMS = 32
 """Torch gives out so many streams of a device, in turn, and then the first one again."""
@@ -23,46 +27,72 @@ class StreamLender:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._known: list[Any] = []
+        self._used_for_matrices: list[Any] = []
         self._lent: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    def lend(self, owner: Any) -> Any:
-        """A stream that is ``owner``'s alone until it is gone, as long as there is one."""
+    def lend(self, owner: Any, *, uses_matrices: bool = False) -> Any:
+        """A stream that is ``owner``'s alone until it is gone, as long as there is one.
+
+        ``uses_matrices``: the matrix libraries will be used on it.
+        """
         taken = list(self._lent.values())
-        stream = next((known for known in self._known if known not in taken), None)
-        if stream is None:
-            stream = self._new_stream()
+        free = [known for known in self._known if known not in taken]
+        alike = [stream for stream in free if (stream in self._used_for_matrices) == uses_matrices]
+        if alike or (free and (uses_matrices or len(self._known) == _NUM_STREAMS)):
+            stream = (alike or free)[0]
+        else:
+            stream = self._new_stream(free)
+        if uses_matrices and stream not in self._used_for_matrices:
+            self._used_for_matrices.append(stream)
         self._lent[owner] = stream
         return stream
+
+    @property
+    def num_known(self) -> int:
+        return len(self._known)
+
+    @property
+    def num_lent(self) -> int:
+        return len(self._lent)
 
     def take_back(self, owner: Any) -> None:
         """The owner is done with its stream."""
         self._lent.pop(owner, None)
 
-    def _new_stream(self) -> Any:
+    def _new_stream(self, free: Sequence[Any]) -> Any:
         for _ in range(_NUM_STREAMS):
             stream = self._make()
             if stream not in self._known:
                 self._known.append(stream)
                 return stream
-        return stream  # all are lent: two owners share this one
+        return free[0] if free else stream  # all are lent: two owners share this one
 
 
 _LENDERS: dict[torch.device, StreamLender] = {}
 
 
-def borrow_stream(device: torch.device, owner: Any) -> torch.cuda.Stream:
-    """A stream for ``owner``, which nobody else gets while it lives."""
-    return _lender(device).lend(owner)  # type: ignore[no-any-return]
+def borrow_stream(device: torch.device, owner: Any, *, uses_matrices: bool = False) -> torch.cuda.Stream:
+    """A stream for ``owner``, which nobody else gets while it lives, or until `return_stream`.
+
+    ``uses_matrices``: the matrix libraries will be used on it, and keep a workspace for it.
+    """
+    return _lender(device).lend(owner, uses_matrices=uses_matrices)  # type: ignore[no-any-return]
+
+
+def return_stream(device: torch.device, owner: Any) -> None:
+    """The owner is done with its stream."""
+    _lender(device).take_back(owner)
 
 
 @contextmanager
 def borrowed_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """A stream that nobody else gets inside. Graphs captured on it must be gone at the end."""
+    """A stream for matrices and all else that nobody else gets inside. Graphs captured on it must be gone at
+    the end."""
     owner = _Owner()
     try:
-        yield borrow_stream(device, owner)
+        yield borrow_stream(device, owner, uses_matrices=True)
     finally:
-        _lender(device).take_back(owner)
+        return_stream(device, owner)
 
 
 class _Owner:
@@ -70,7 +100,16 @@ class _Owner:
 
 
 def _lender(device: torch.device) -> StreamLender:
+    index: int | None = device.index  # torch's stubs leave the None out
+    if index is None:  # one device must not have two lenders
+        device = torch.device(device.type, torch.cuda.current_device())
     return _LENDERS.setdefault(device, StreamLender(lambda: torch.cuda.Stream(device)))
+
+
+def num_streams_known(device: torch.device) -> tuple[int, int]:
+    """Streams of ``device`` that were ever lent, and those that are lent now."""
+    lender = _lender(device)
+    return lender.num_known, lender.num_lent
 
 
 def warm_matrix_libraries(device: torch.device) -> None:

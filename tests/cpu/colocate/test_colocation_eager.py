@@ -61,6 +61,21 @@ def test_an_eager_job_trains_as_it_would_alone() -> None:
     assert result.peak_bytes <= result.budget_bytes
 
 
+def test_products_of_an_eager_job_are_of_the_precision_that_is_wanted() -> None:
+    def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        found = model(batch[0])
+        return untraceable(model, batch)[0], {"is_half": torch.tensor(found.dtype == torch.bfloat16)}
+
+    for precision in ("fp32", "bf16"):
+        with pytest.warns(TrainmuxWarning):
+            colocation = tm.colocate(
+                [model_job("eager", 0, steps=1, loss=loss_of, precision=precision)], "1GiB"
+            )
+        result = colocation.run()
+        assert result.failed == ()
+        assert bool(result["eager"].metrics["is_half"]) == (precision == "bf16")
+
+
 def test_an_eager_job_needs_what_its_rehearsal_took() -> None:
     with pytest.warns(TrainmuxWarning):
         colocation = tm.colocate([model_job("eager", 0, steps=1, loss=untraceable)], "1GiB")

@@ -1,20 +1,10 @@
-"""All that runs jobs on a CUDA device, on a CPU: virtual memory by the system's mappings, graphs on paper.
-
-A region is a piece of shared memory that is mapped under the addresses of two jobs, as on the device; what is
-not mapped cannot be touched. A graph runs what it was captured from. Only streams are missing: what is
-enqueued has ended.
-"""
+"""All that runs jobs on a CUDA device, on a CPU (`paper_cuda`)."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import mmap
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,170 +23,22 @@ from colocation_cases import (
     tiny_model,
     tiny_optimizer,
 )
+from paper_cuda import DEVICE, PAGE, PaperRoom, SystemDriver, install
 from torch import Tensor
 
 import trainmux as tm
-from trainmux.colocate import (
-    EVERY_KERNEL,
-    _colocation,
-    _cuda_device,
-    _fused_work,
-    _segment_graphs,
-    _virtual_memory,
-)
-from trainmux.colocate._cuda_device import CudaDevice
+from trainmux.colocate import EVERY_KERNEL, _memory_facts
+from trainmux.colocate._segment_graphs import GRAPHS_BYTES
+from trainmux.errors import BatchError, BudgetError, ConfigError, PlanError
+from trainmux.fleet._batches import BatchFeed
+from trainmux.fleet._group import Group
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's shared memory files")
-
-PAGE = mmap.PAGESIZE
-DEVICE = torch.device("cpu", 0)
-_FIXED = 0x10
-_NO_RESERVE = 0x4000
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-
-
-class SystemDriver:
-    """The driver's functions by those of the operating system."""
-
-    def __init__(self) -> None:
-        self.held_bytes = 0
-        self._sizes: dict[int, int] = {}
-
-    def cuMemCreate(self, handle: Any, size: int, properties: Any, flags: int) -> int:  # noqa: N802
-        handle._obj.value = file = os.memfd_create("region")
-        os.ftruncate(file, size)
-        self._sizes[file] = size
-        self.held_bytes += size
-        return 0
-
-    def cuMemRelease(self, handle: int) -> int:  # noqa: N802
-        os.close(handle)
-        self.held_bytes -= self._sizes.pop(handle)
-        return 0
-
-    def cuMemAddressReserve(self, address: Any, size: int, *rest: int) -> int:  # noqa: N802
-        address._obj.value = _LIBC.mmap(None, size, 0, _NOTHING, -1, 0)
-        return 0
-
-    def cuMemAddressFree(self, address: int, size: int) -> int:  # noqa: N802
-        return int(_LIBC.munmap(address, size))
-
-    def cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> int:  # noqa: N802
-        found = _LIBC.mmap(
-            address, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, handle, 0
-        )
-        return int(found != address)
-
-    def cuMemSetAccess(self, *arguments: Any) -> int:  # noqa: N802
-        return 0
-
-    def cuMemUnmap(self, address: int, size: int) -> int:  # noqa: N802
-        return int(_LIBC.mmap(address, size, 0, _NOTHING | _FIXED, -1, 0) != address)
-
-
-Run = Callable[[], None]
-
-
-class PaperGraph:
-    def __init__(self, run: Run) -> None:
-        self.replay = run
-
-    def reset(self) -> None:
-        self.replay = _gone
-
-
-def _gone() -> None:
-    raise AssertionError("a graph was replayed after its job had gone")
-
-
-class PaperRoom:
-    num_captures = 0
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    allocating = contextlib.nullcontext
-
-    def __init__(self, device: Any, *, deterministic: bool) -> None:
-        pass
-
-    def capture_all(
-        self, rehearse: Callable[[], None], runs: Sequence[Callable[[], None]]
-    ) -> list[PaperGraph]:
-        rehearse()
-        rehearse()
-        self.num_captures += len(runs)
-        return [PaperGraph(run) for run in runs]
-
-    def drop_kept(self) -> None:
-        pass
-
-
-class PaperEvent:
-    def __init__(self, enable_timing: bool = False) -> None:
-        self._at = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self._at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, other: PaperEvent) -> float:
-        return (other._at - self._at) * 1e3
-
-
-def _stream(*arguments: Any) -> Any:
-    nothing = lambda *rest: None  # noqa: E731
-    return SimpleNamespace(wait_event=nothing, wait_stream=nothing, synchronize=nothing)
-
-
-def _tensor(addresses: _virtual_memory.VirtualRange) -> Tensor:
-    memory = (ctypes.c_uint8 * addresses.size_bytes).from_address(addresses.address)
-    memory.owner = addresses
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> SystemDriver:
-    system = SystemDriver()
-    monkeypatch.setattr(_virtual_memory, "_driver", lambda: system)
-    monkeypatch.setattr(_virtual_memory.VirtualRange, "tensor", _tensor)
-    for module in (_cuda_device, _fused_work):
-        monkeypatch.setattr(module, "granularity_bytes", lambda device: PAGE)
-    monkeypatch.setattr(_cuda_device, "borrow_stream", _stream)
-    monkeypatch.setattr(_fused_work, "runs_as_graphs", lambda device: True)
-    monkeypatch.setattr(_segment_graphs, "CaptureRoom", PaperRoom)
-    monkeypatch.setattr(
-        _colocation,
-        "_make_device",
-        lambda where, region_bytes, *, poisons: CudaDevice(DEVICE, region_bytes=PAGE, poisons=poisons),
-    )
-    monkeypatch.setattr(_colocation, "_region_bytes", lambda wanted, where: PAGE)
-    for name, fake in {
-        "Event": PaperEvent,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "current_stream": _stream,
-        "synchronize": lambda device=None: None,
-        "empty_cache": lambda: None,
-        "memory_reserved": lambda device=None: 0,
-        "get_device_properties": lambda device: SimpleNamespace(total_memory=1 << 40),
-        "get_per_process_memory_fraction": lambda device: 1.0,
-        "set_per_process_memory_fraction": lambda fraction, device: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    return system
+    return install(monkeypatch)[0]
 
 
 def test_jobs_that_share_regions_are_as_alone(driver: SystemDriver, tmp_path: Path) -> None:
@@ -335,3 +177,181 @@ def test_jobs_come_and_go(driver: SystemDriver) -> None:
     losses, state = trained(page_fleet(0), page_batches(0), steps)
     assert torch.equal(result["stays"].losses, losses)
     assert_same_state(state_of(stays_fleet), state, "stays")
+
+
+# ---- memory that runs out --------------------------------------------------------------------------------
+
+
+def test_a_newcomer_that_a_full_device_has_no_memory_for_ends_alone(driver: SystemDriver) -> None:
+    """The budget would allow it, but other programs hold the memory."""
+
+    def come(event: tm.JobStep) -> None:
+        if event.step == 2:
+            driver.capacity_bytes = driver.held_bytes
+            event.colocation.add(tm.Job("guest", fleet=guest_fleet, loader=page_batches(1), steps=2))
+
+    stays_fleet, guest_fleet = page_fleet(0), page_fleet(1)
+    before = state_of(guest_fleet)
+    stays = tm.Job("stays", fleet=stays_fleet, loader=page_batches(0), steps=5, callbacks=[come])
+    result = tm.colocate([stays], "4GiB", poisons=True).run()
+    assert result.failed == ("guest",)
+    assert isinstance(result["guest"].error, BudgetError)
+    assert result["guest"].num_steps == 0
+    assert_same_state(state_of(guest_fleet), before, "guest")
+    losses, state = trained(page_fleet(0), page_batches(0), 5)
+    assert torch.equal(result["stays"].losses, losses)
+    assert_same_state(state_of(stays_fleet), state, "stays")
+    assert driver.held_bytes == 0
+
+
+def test_a_device_that_is_full_from_the_start_gives_everything_back(driver: SystemDriver) -> None:
+    driver.capacity_bytes = 2 * PAGE
+    fleet = page_fleet(0)
+    job = tm.Job("a", fleet=fleet, loader=page_batches(0), steps=2)
+    result = tm.colocate([job], "4GiB").run()
+    assert isinstance(result["a"].error, BudgetError)
+    assert driver.held_bytes == 0
+
+
+def test_a_run_that_is_broken_off_holds_nothing(
+    driver: SystemDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = page_fleet(0)
+    colocation = tm.colocate([tm.Job("a", fleet=fleet, loader=page_batches(0), steps=9)], "4GiB")
+
+    def break_off(*arguments: Any) -> None:
+        raise PlanError("broken")
+
+    monkeypatch.setattr(colocation._scheduler, "complete", break_off)
+    with pytest.raises(PlanError, match="broken"):
+        colocation.run()
+    assert driver.held_bytes == 0
+    with pytest.raises(ConfigError, match="make another"):
+        colocation.run()
+    fleet.step(page_batches(0)[0])  # its weights are its own again
+
+
+def test_a_fleet_goes_by_the_host_where_the_device_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are the fleet's own again when its job ends, and on its device with its next step."""
+    restack, refused = Group.restack, []
+
+    def full(group: Group, device: torch.device) -> None:
+        if not refused:
+            refused.append(device)
+            raise torch.OutOfMemoryError("full")
+        restack(group, device)
+
+    fleet = page_fleet(0)
+    monkeypatch.setattr(Group, "restack", full)
+    result = tm.colocate([tm.Job("a", fleet=fleet, loader=page_batches(0), steps=3)], "4GiB").run()
+    assert result.failed == ()
+    assert len(refused) == 1
+    assert fleet._plans._is_left
+    expected = page_fleet(0)
+    losses, state = trained(expected, page_batches(0), 3)
+    assert torch.equal(result["a"].losses, losses)
+    assert_same_state(state_of(fleet), state, "a")
+    batch = page_batches(0)[0]
+    assert torch.equal(fleet.step(batch), expected.step(batch))
+    assert not fleet._plans._is_left
+
+
+def test_a_job_whose_state_finds_no_room_at_all_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleets = [page_fleet(seed) for seed in (0, 1)]
+    restack = Group.restack
+
+    def full(group: Group, device: torch.device) -> None:
+        if group in fleets[0]._groups:
+            raise torch.OutOfMemoryError("full")
+        restack(group, device)
+
+    monkeypatch.setattr(Group, "restack", full)
+    jobs = [tm.Job(str(n), fleet=fleet, loader=page_batches(n), steps=2) for n, fleet in enumerate(fleets)]
+    result = tm.colocate(jobs, "4GiB").run()
+    assert result.failed == ("0",)
+    assert isinstance(result["0"].error, torch.OutOfMemoryError)
+    losses, state = trained(page_fleet(1), page_batches(1), 2)
+    assert torch.equal(result["1"].losses, losses)
+    assert_same_state(state_of(fleets[1]), state, "1")
+
+
+def test_a_job_whose_graphs_take_more_than_usual_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = 3 * GRAPHS_BYTES
+    monkeypatch.setattr(PaperRoom, "graph_bytes", taken)
+    fleet = page_fleet(0)
+    colocation = tm.colocate([tm.Job("a", fleet=fleet, loader=page_batches(0), steps=2)], "4GiB")
+    before = colocation.results()["a"].local_bytes
+    result = colocation.run()
+    assert result.failed == ()
+    assert result["a"].local_bytes == before + taken
+    losses, state = trained(page_fleet(0), page_batches(0), 2)
+    assert torch.equal(result["a"].losses, losses)
+    assert_same_state(state_of(fleet), state, "a")
+
+
+def test_a_job_whose_graphs_do_not_fit_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PaperRoom, "graph_bytes", 3 * GRAPHS_BYTES)
+    colocation = tm.colocate([tm.Job("a", fleet=page_fleet(0), loader=page_batches(0), steps=2)], "4GiB")
+    colocation.set_budget(smallest_budget(colocation))
+    result = colocation.run()
+    assert isinstance(result["a"].error, BudgetError)
+    assert result["a"].num_steps == 0
+
+
+def test_a_batch_with_no_room_is_refused_before_it_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = page_fleet(0)
+    fed: list[int] = []
+    tensors = BatchFeed.tensors
+
+    def noting(feed: BatchFeed, feeds: Any, *rest: Any) -> Any:
+        fed.extend(leaf.parts[0].shape[0] for row in feeds.values() for leaf in row.leaves)
+        return tensors(feed, feeds, *rest)
+
+    monkeypatch.setattr(BatchFeed, "tensors", noting)
+    batches = [*page_batches(0)[:2], page_batches(0, size=65)[0]]
+    result = tm.colocate([tm.Job("a", fleet=fleet, loader=batches, steps=3)], "4GiB").run()
+    assert isinstance(result["a"].error, BatchError)
+    assert result["a"].num_steps == 2
+    assert set(fed) == {64}
+
+
+# ---- who holds what ---------------------------------------------------------------------------------------
+
+
+def test_what_the_device_holds_is_told_by_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    mib = 1 << 20
+    segments = [
+        {"device": 0, "segment_pool_id": (0, 3), "stream": 7, "total_size": 2 * mib, "allocated_size": mib},
+        {"device": 0, "segment_pool_id": (0, 0), "stream": 0, "total_size": 20 * mib, "allocated_size": 0},
+        {"device": 0, "segment_pool_id": (0, 0), "stream": 0, "total_size": 2 * mib, "allocated_size": mib},
+        {"device": 1, "segment_pool_id": (0, 0), "stream": 0, "total_size": 64 * mib, "allocated_size": 0},
+    ]
+    for name, fake in {
+        "mem_get_info": lambda device: (400 * mib, 1000 * mib),
+        "memory_reserved": lambda device=None: 24 * mib,
+        "memory_allocated": lambda device: 2 * mib,
+        "memory_snapshot": lambda include_traces: segments,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(_memory_facts, "num_streams_known", lambda device: (5, 3))
+    before = _memory_facts.look_at_memory(DEVICE)
+    seen: list[tuple[_memory_facts.MemoryFacts, int]] = []
+
+    def look(event: tm.JobStep) -> None:
+        facts = _memory_facts.look_at_memory(DEVICE, event.colocation)
+        seen.append((facts, event.colocation._device.reserved_bytes))
+
+    job = tm.Job("a", fleet=page_fleet(0), loader=page_batches(0), steps=1)
+    assert tm.colocate([job], "4GiB", callbacks=[look]).run().failed == ()
+    ((facts, reserved_bytes),) = seen
+    assert [pool.reserved_bytes // mib for pool in facts.pools] == [22, 2]
+    assert [pool.num_segments for pool in facts.pools] == [2, 1]
+    (row,) = facts.jobs
+    assert row.area_bytes + row.beside_bytes + facts.arena_bytes == reserved_bytes
+    assert row.num_captures > 0
+    assert facts.rest_bytes == 600 * mib - 24 * mib - row.area_bytes - facts.arena_bytes
+    text = facts.table(before)
+    assert "device in use                    600.0 MiB (+0.0)" in text
+    assert "streams: 5 ever lent, 3 lent now" in text
+    assert "job a: area" in text
+    assert "pool (0, 3) stream 0x7: 1 segments 2.0 MiB, of which allocated 1.0 MiB" in text

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from trainmux.colocate import _segment_graphs
-from trainmux.colocate._segment_graphs import MATRIX_LIBRARIES_BYTES, SegmentGraphs
+from trainmux.colocate._segment_graphs import SegmentGraphs
 from trainmux.errors import BudgetError
+from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -42,6 +43,7 @@ class PaperRoom:
         self.stream = PaperStream()
         self.graphs: list[PaperGraph] = []
         self.num_captures = 0
+        self.pool_bytes = self.graph_bytes = 0
 
     def capture_all(
         self, rehearse: Callable[[], None], runs: Sequence[Callable[[], None]]
@@ -109,9 +111,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> PaperTorch:
 
 
 def make(beside_bytes: int = 164 * MIB) -> SegmentGraphs:
-    graphs = SegmentGraphs(DEVICE, deterministic=False, beside_bytes=beside_bytes)
-    graphs.count_from_here()
-    return graphs
+    return SegmentGraphs(DEVICE, deterministic=False, beside_bytes=beside_bytes)
 
 
 def test_a_usual_step_is_rehearsed_as_a_whole(memory: PaperTorch, log: list[str]) -> None:
@@ -146,13 +146,31 @@ def test_only_so_many_steps_are_captured(memory: PaperTorch, log: list[str]) -> 
     assert log.count("in pool") == _segment_graphs._MAX_SETS + 3
 
 
+def test_graphs_that_take_all_that_is_kept_for_them_stay_alone(memory: PaperTorch, log: list[str]) -> None:
+    graphs = make()
+    graphs.new_set([lambda: None]).capture_all()
+    graphs._room.graph_bytes = _segment_graphs.GRAPHS_BYTES
+    other = graphs.new_set([lambda: log.append("other")])
+    log.clear()
+    for _ in range(3):
+        other.run(0)
+    assert log == ["in pool", "other"] * 3
+
+
 def test_torch_is_held_to_what_was_promised(memory: PaperTorch, log: list[str]) -> None:
     graphs = make(beside_bytes=MATRIX_LIBRARIES_BYTES + 50 * MIB)
     graphs.new_set([lambda: None]).capture_all()
     assert memory.fractions == [0.15, 1.0]  # of 1000 MiB: 100 that are held, and 50
-    memory.reserved = 400 * MIB  # others came
+    memory.reserved = 400 * MIB  # others came, and the job has taken some of its own
+    graphs._room.pool_bytes = 20 * MIB  # type: ignore[misc]
     graphs.new_set([lambda: None]).capture_all()
-    assert memory.fractions[2:] == [0.4, 1.0]
+    assert memory.fractions[2:] == [0.43, 1.0]
+    memory.reserved = 30 * MIB  # they have gone
+    graphs.new_set([lambda: None]).capture_all()
+    assert memory.fractions[4:] == [0.06, 1.0]
+    graphs._room.pool_bytes = 60 * MIB  # type: ignore[misc]
+    graphs.new_set([lambda: None]).capture_all()
+    assert memory.fractions[6:] == [0.03, 1.0]  # it has all that was promised
 
 
 def test_a_job_that_needs_more_is_told_how_much_it_had(memory: PaperTorch, log: list[str]) -> None:

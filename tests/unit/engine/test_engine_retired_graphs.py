@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+
 from trainmux.engine import _cuda_graphs
 from trainmux.engine._cuda_graphs import CudaGraphEngine, _Captured
 
@@ -23,7 +26,7 @@ def engine_with(*programs: Any) -> CudaGraphEngine:
     """An engine that has captured ``programs``, without a device."""
     engine = object.__new__(CudaGraphEngine)
     engine._retired = []
-    engine._room = Room()  # type: ignore[assignment]
+    engine._made_room = Room()  # type: ignore[assignment]
     engine._captured = {id(program): (program, captured()) for program in programs}
     return engine
 
@@ -65,3 +68,14 @@ def test_their_number_is_bounded() -> None:
         engine.forget([program])  # type: ignore[list-item]
     assert engine._retired == []
     assert engine._captured == {}, "expected the neighbour to be captured anew at its next run"
+
+
+def test_an_engine_that_captures_nothing_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a stream's workspaces were taken")
+
+    monkeypatch.setattr(_cuda_graphs, "CaptureRoom", refuse)
+    engine = CudaGraphEngine(torch.device("cuda", 0))
+    engine.forget([Program()])  # type: ignore[list-item]
+    assert engine.num_captures == 0
+    assert engine.memory is None

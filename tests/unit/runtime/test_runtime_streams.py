@@ -43,3 +43,29 @@ def test_with_all_streams_lent_one_is_shared() -> None:
     owners = [Owner() for _ in range(5)]
     assert sorted(lender.lend(owner) for owner in owners[:4]) == [0, 1, 2, 3]
     assert lender.lend(owners[4]) in range(4)
+
+
+def test_there_are_as_many_workspaces_as_owners_that_used_matrices_at_a_time() -> None:
+    lender = lender_of(32)
+    plain = [Owner() for _ in range(2)]
+    for owner in plain:
+        lender.lend(owner)
+    used = set()
+    for _ in range(20):
+        others, users = [Owner() for _ in range(3)], [Owner() for _ in range(2)]
+        for other, user in zip(others, [*users, None], strict=True):  # in any order
+            lender.lend(other)
+            if user is not None:
+                used.add(lender.lend(user, uses_matrices=True))
+    assert len(used) == 2
+    assert lender.num_known == 7
+    assert lender.num_lent == 7
+
+
+def test_where_no_stream_is_left_any_is_lent() -> None:
+    lender = lender_of(4)
+    owners = [Owner() for _ in range(4)]
+    streams = [lender.lend(owner, uses_matrices=True) for owner in owners]
+    lender.take_back(owners[2])
+    plain = Owner()
+    assert lender.lend(plain) == streams[2]
