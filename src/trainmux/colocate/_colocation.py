@@ -30,7 +30,7 @@ from trainmux.colocate._scheduler import ScroogeScheduler
 from trainmux.colocate._simulated_gpu import choose_layout
 from trainmux.colocate._tenant import Tenant
 from trainmux.colocate._turns import Turns
-from trainmux.colocate._user_job import Job, JobCallback, JobStep
+from trainmux.colocate._user_job import Job, JobCallback, JobStep, check_jobs
 from trainmux.colocate._work import forget_locals
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.runtime import deferred_interrupts, look_at_host
@@ -62,7 +62,7 @@ class Colocation:
         callbacks: Sequence[JobCallback],
         poisons: bool,
     ) -> None:
-        _check_jobs(jobs)
+        check_jobs(jobs)
         self._where = jobs[0].where
         self._tracking_bytes = tracking_bytes
         self._region_bytes = _region_bytes(region_bytes, self._where)
@@ -79,9 +79,13 @@ class Colocation:
         """What a callback of no job in particular raised: everything ends with it."""
         budget_bytes = _budget_bytes(budget, self._where)
         self._tenants = {job.name: self._tenant(job, lambda: nullcontext(budget_bytes)) for job in jobs}
+        self._lanes: dict[str, tuple[Tenant, int]] = {}
+        """By the name that scheduler and device have for it: whose lane it is, and which."""
+        for tenant in self._tenants.values():
+            self._register(tenant)
         self._inside: dict[str, Tenant] = {}
         """Those whose state lies in memory of the device's layout."""
-        demands = [tenant.demand for tenant in self._tenants.values() if tenant.demand is not None]
+        demands = [demand for tenant in self._tenants.values() for demand in tenant.demands]
         self._scheduler = ScroogeScheduler(
             demands,
             budget_bytes,
@@ -131,15 +135,16 @@ class Colocation:
 
         Refused as by `colocate`; nothing changes then.
         """
-        _check_jobs([job])
+        check_jobs([job])
         with self._turns.taken():
             self._check_new(job)
         tenant = self._tenant(job, self._beside_others)  # tracing takes a while: the others go on meanwhile
         with self._turns.taken():
             self._check_new(job)
-            if tenant.demand is not None:
-                self._scheduler.add(tenant.demand)
+            if tenant.demands:
+                self._scheduler.add(*tenant.demands)
             self._tenants[job.name] = tenant
+            self._register(tenant)
         self._changed.set()
 
     def remove(self, name: str) -> None:
@@ -164,7 +169,7 @@ class Colocation:
     def results(self) -> ColocationResult:
         """How every job has fared so far."""
         with self._turns.taken():
-            jobs = {name: tenant.result(self._report(name)) for name, tenant in self._tenants.items()}
+            jobs = {name: tenant.result(self._reports(tenant)) for name, tenant in self._tenants.items()}
             budget = self._scheduler.budget_bytes
             return ColocationResult(jobs, self._seconds, budget, self._peak_bytes, self._used_bytes)
 
@@ -249,11 +254,13 @@ class Colocation:
 
     def _arrange(self, action: Remap) -> None:
         """Jobs that have ended move out, memory is laid out anew, new jobs move in."""
-        named = {name for arena in action.layout.arenas for name in arena.names}
+        lanes = {name: self._lanes[name] for arena in action.layout.arenas for name in arena.names}
+        named = {tenant.name for tenant, _ in lanes.values()}
         for name in self._inside.keys() - named:
             self._move_out(name)
+        needs = {name: tenant.need(lane) for name, (tenant, lane) in lanes.items()}
         try:
-            self._device.arrange(action.layout, {name: self._tenants[name].need for name in named})
+            self._device.arrange(action.layout, needs)
         except BudgetError as error:
             newcomers = named - self._inside.keys()
             if not newcomers:
@@ -275,8 +282,9 @@ class Colocation:
         """A job's state moves to the device's layout; what goes wrong there ends this job alone."""
         tenant = self._inside[name] = self._tenants[name]
         try:
-            with self._device.lane(name):
-                tenant.settle(self._device.memory_of(name), self._device.now())
+            for lane, lane_name in enumerate(tenant.lane_names):
+                with self._device.lane(lane_name):
+                    tenant.settle(lane, self._device.memory_of(lane_name), self._device.now())
         except BudgetError as error:
             forget_locals(error)  # graphs and their pool among them
             self._give_more(name)
@@ -288,7 +296,7 @@ class Colocation:
         """A job for which the device has no memory, whatever the budget says, ends before it begins."""
         tenant = self._tenants[name]
         tenant.fail(error)
-        self._let_go(tenant, at_once=True)
+        self._scheduler.remove(name, at_once=True)
         tenant.leave()
 
     def _give_more(self, name: str) -> None:
@@ -296,71 +304,90 @@ class Colocation:
         tenant = self._inside.pop(name)
         self._scheduler.remove(name, at_once=True)
         try:
+            self._leave_further_lanes(tenant)
             with self._device.lane(name):
-                demand = tenant.ask_for_more()
-            self._scheduler.add(demand)
+                tenant.ask_for_more()
+            self._scheduler.add(*tenant.demands)
         except Exception as error:
             tenant.fail(error)
             tenant.leave()
 
     def _move_out(self, name: str) -> None:
         """A job goes back into its own objects."""
+        tenant = self._inside.pop(name)
+        self._tell(tenant, leaves=True)
+        self._leave_further_lanes(tenant)
         with self._device.lane(name):
-            self._inside.pop(name).leave()
+            tenant.leave()
+
+    def _leave_further_lanes(self, tenant: Tenant) -> None:
+        for lane in range(len(tenant.lane_names) - 1, 0, -1):
+            with self._device.lane(tenant.lane_names[lane]):
+                tenant.leave_lane(lane)
 
     def _run_segment(self, ref: SegmentRef) -> None:
         """What the device runs for a segment."""
-        tenant = self._tenants[ref.job]
-        assert tenant.demand is not None
-        if not tenant.is_over:
-            tenant.height_bytes = tenant.demand.segments[ref.segment].height_bytes
+        tenant, lane = self._lanes[ref.job]
+        needed = tenant.demands[lane].segments[ref.segment]
+        if tenant.runs(lane, ref.iteration):
+            tenant.heights[lane] = needed.height_bytes
             used = sum(one.held_bytes for one in self._inside.values())
             self._used_bytes = max(self._used_bytes, used)
         try:
-            outcome = tenant.run(ref.segment)
+            outcome = tenant.run(lane, ref.iteration, ref.segment)
         except Exception as error:
-            tenant.fail(error)  # now: further segments may be enqueued before the end of this one is told
+            # Now: further segments may be enqueued before the end of this one is told.
+            tenant.fail_in(lane, ref.iteration, error)
             raise
-        tenant.height_bytes = 0 if tenant.is_over else tenant.demand.segments[ref.segment].hold_bytes
+        tenant.heights[lane] = needed.hold_bytes if tenant.runs(lane, ref.iteration) else 0
         if outcome is not None:
             self._outcomes[ref] = outcome
 
     def _complete(self, ended: Ended) -> None:
         """Tell the scheduler of a segment, and the job's callbacks of an iteration."""
         ref = ended.ref
-        tenant = self._tenants[ref.job]
+        tenant, lane = self._lanes[ref.job]
         if ended.error is not None:
-            tenant.fail(ended.error)
+            tenant.fail_in(lane, ref.iteration, ended.error)
         if tenant.is_over:
-            tenant.height_bytes = 0
+            if not tenant.runs(lane, ref.iteration):
+                tenant.heights[lane] = 0
             self._let_go(tenant, at_once=True)
         self._scheduler.complete(ref, ended.started_at, ended.ended_at)
         outcome = self._outcomes.pop(ref, None)
-        if outcome is None:
-            return
-        tenant.note_end(outcome, ended.ended_at)
-        event = JobStep(self, ref.job, tenant.num_steps, outcome.losses, outcome.metrics)
-        try:
-            for callback in tenant.callbacks if tenant.error is None else ():
-                callback(event)
-        except Exception as error:
-            is_amid = tenant.fail_after_iteration(error)
-            self._let_go(tenant, at_once=not is_amid)
-        try:
-            for callback in self._callbacks:
-                callback(event)
-        except Exception as error:
-            self._callback_error = error
+        if outcome is not None:
+            tenant.note_end(lane, ref.iteration, outcome, ended.ended_at)
+            self._tell(tenant)
+
+    def _tell(self, tenant: Tenant, *, leaves: bool = False) -> None:
+        """Tell callbacks of the iterations that they have not been told of, if it is time."""
+        for step, outcome in tenant.tell(leaves=leaves):
+            event = JobStep(self, tenant.name, step, outcome.losses, outcome.metrics)
+            try:
+                for callback in tenant.callbacks if tenant.error is None else ():
+                    callback(event)
+            except Exception as error:
+                is_amid = tenant.fail_after_iteration(error)
+                self._let_go(tenant, at_once=not is_amid)
+            try:
+                for callback in self._callbacks:
+                    callback(event)
+            except Exception as error:
+                self._callback_error = error
 
     # ---- inside -------------------------------------------------------------------------------------
 
     def _let_go(self, tenant: Tenant, *, at_once: bool = False) -> None:
-        """Have the scheduler drop a job, unless it has, or will after the iteration that is running."""
+        """Have the scheduler drop a job, unless it has, or will after the iteration that is running.
+
+        Where several iterations may be running, each is gone through to its end: one may come before
+        another that runs no more.
+        """
         name = tenant.name
         if name in self._scheduler.names:
-            self._scheduler.remove(name, at_once=at_once)
+            self._scheduler.remove(name, at_once=at_once and len(tenant.lane_names) == 1)
         if name not in self._inside:
-            tenant.is_over = True
+            tenant.stop()
 
     @contextmanager
     def _beside_others(self) -> Iterator[int]:
@@ -370,8 +397,9 @@ class Colocation:
 
     def _tenant(self, job: Job, beside_others: BesideOthers) -> Tenant:
         # Callbacks may look at weights and change members, so nothing may be on its way meanwhile. On a CPU
-        # nothing is: there, what is enqueued has not begun.
-        is_watched = self._where.type == "cuda" and bool(job.callbacks or self._callbacks)
+        # nothing is: there, what is enqueued has not begun. Lanes wait, so that it is the same everywhere.
+        may_be_ahead = self._where.type == "cuda" or job.num_lanes > 1
+        is_watched = may_be_ahead and bool(job.callbacks or self._callbacks)
         return Tenant(
             job,
             tracking_bytes=self._tracking_bytes,
@@ -380,6 +408,9 @@ class Colocation:
             beside_others=beside_others,
             is_watched=is_watched,
         )
+
+    def _register(self, tenant: Tenant) -> None:
+        self._lanes.update({name: (tenant, lane) for lane, name in enumerate(tenant.lane_names)})
 
     def _check_new(self, job: Job) -> None:
         if job.where != self._where:
@@ -392,11 +423,11 @@ class Colocation:
                 f"jobs must have different names, but got {job.name!r} twice; rename one of them"
             )
 
-    def _report(self, name: str) -> JobReport | None:
+    def _reports(self, tenant: Tenant) -> list[JobReport]:
         try:
-            return self._scheduler.report(name)
+            return [self._scheduler.report(name) for name in tenant.lane_names]
         except ConfigError:
-            return None  # it was never let in
+            return []  # it was never let in
 
 
 def colocate(
@@ -431,35 +462,6 @@ def colocate(
         callbacks=callbacks,
         poisons=poisons,
     )
-
-
-def _check_jobs(jobs: Sequence[Job]) -> None:
-    """Refuse what cannot be scheduled whatever it trains."""
-    if not jobs:
-        raise ConfigError("expected at least one job, but got none; pass a list of trainmux.Job")
-    for job in jobs:
-        if not isinstance(job, Job):
-            raise ConfigError(f"expected jobs to be trainmux.Job, but got {type(job).__name__}; make one")
-    names = [job.name for job in jobs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"jobs must have different names, but got {twice[0]!r} twice; rename one of them")
-    places = sorted({str(job.where) for job in jobs})
-    if len(places) > 1:
-        raise ConfigError(f"jobs must share one device, but got jobs on {places}; put them on one")
-    _check_apart(jobs)
-
-
-def _check_apart(jobs: Sequence[Job]) -> None:
-    """Refuse two jobs that would train the same model or fleet."""
-    owners: dict[int, str] = {}
-    for job in jobs:
-        for trained in (job.fleet, job.model):
-            if trained is not None and owners.setdefault(id(trained), job.name) != job.name:
-                raise ConfigError(
-                    f"jobs must train models of their own, but got one and the same in "
-                    f"{owners[id(trained)]!r} and {job.name!r}; build another"
-                )
 
 
 def _region_bytes(wanted: int | None, where: torch.device) -> int:

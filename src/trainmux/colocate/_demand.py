@@ -40,6 +40,31 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class MicroBatchLane:
+    """One of ``num_lanes`` in which micro-batches of ``job`` run in turns.
+
+    Its own are ``index``, ``index + num_lanes`` and so on. Every ``accumulate``-th updates, counting the
+    ``num_before`` that were added up before the job began. From segment ``first_ordered`` on an iteration
+    touches what all lanes change.
+    """
+
+    job: str
+    index: int
+    num_lanes: int
+    accumulate: int
+    first_ordered: int
+    num_before: int = 0
+
+    def opens_step(self, number: int) -> bool:
+        """Whether micro-batch ``number`` is the first since an update."""
+        return (self.num_before + number) % self.accumulate == 0
+
+    def steps_of(self, steps: int) -> int:
+        """How many of ``steps`` micro-batches are this lane's."""
+        return (steps - self.index + self.num_lanes - 1) // self.num_lanes
+
+
+@dataclass(frozen=True)
 class JobDemand:
     """A job as the scheduler sees it.
 
@@ -48,7 +73,8 @@ class JobDemand:
     want the same memory. ``is_measured`` says that the times come from a run on this device: no profiling
     iteration is needed. An iteration of a job that ``is_watched`` begins when the last one was told to have
     ended: somebody looks at the job in between. ``compute_demand`` is the part of the device that the job
-    keeps busy by itself; only planning for three or more jobs uses it.
+    keeps busy by itself; only planning for three or more jobs uses it. Lanes of one job have
+    ``micro_batches``; they come and go together.
     """
 
     name: str
@@ -61,6 +87,7 @@ class JobDemand:
     is_measured: bool = False
     is_watched: bool = False
     compute_demand: float = 1 / PAIR_GAIN
+    micro_batches: MicroBatchLane | None = None
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].hold_bytes:
@@ -92,6 +119,11 @@ class JobDemand:
                 f"job {self.name!r} must have local bytes of 0 or more and at least 1 step, but got "
                 f"{self.local_bytes} and {self.steps}; leave out a job that has nothing to do"
             )
+
+    @property
+    def job(self) -> str:
+        """The job that it is, or is a lane of."""
+        return self.name if self.micro_batches is None else self.micro_batches.job
 
     @property
     def peak_bytes(self) -> int:

@@ -70,6 +70,30 @@ class JobMemory(Memory):
         return self._arena[start : start + size_bytes]
 
 
+class LaneMemory(Memory):
+    """The addresses of a further lane of a job: what all lanes share is where the first one has it.
+
+    To the lane, everything lies as it does for the first: ``shared_bytes`` of what is shared, the rest of an
+    area of ``area_bytes``, the arena. Its ``own`` memory has an area of ``own_area_bytes``, for the rest.
+    """
+
+    def __init__(
+        self, first: Memory, own: Memory, shared_bytes: int, area_bytes: int, own_area_bytes: int
+    ) -> None:
+        super().__init__(own.slab, own.host, own.host_offsets)
+        self._first, self._own = first, own
+        self._shared_bytes, self._area_bytes = shared_bytes, area_bytes
+        self._own_area_bytes = own_area_bytes
+
+    def at(self, offset: int, size_bytes: int) -> Tensor:
+        """The bytes of a tensor at one of the lane's addresses."""
+        if offset < self._shared_bytes:
+            return self._first.at(offset, size_bytes)
+        if offset < self._area_bytes:
+            return self._own.at(offset - self._shared_bytes, size_bytes)
+        return self._own.at(offset - self._area_bytes + self._own_area_bytes, size_bytes)
+
+
 class ColocationDevice(Protocol):
     """Runs segments for the dispatcher, in memory that it lays out."""
 

@@ -1,13 +1,7 @@
 """The iterations of a fleet, run segment by segment in memory that the device lays out.
 
-A fleet's groups take their turns within an iteration: the feature maps of one are gone when the next begins,
-so their stacks lie in the same bytes of the arena. Every group trains as one array.
-
-The demand is that of a step on a batch like the example, with an update. Other steps (a short last batch, a
-micro-batch without an update) run in its place: cut at the same kernels where they fit, else all at once
-while the highest segment has the arena. One that needs more memory than that is refused.
-
-On a CUDA device segments are captured graphs (`_segment_graphs`).
+One `FusedWork` is one lane of a job (`_fused_job`). On a CUDA device segments are captured graphs
+(`_segment_graphs`).
 """
 
 from __future__ import annotations
@@ -21,30 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainmux.colocate._demand import JobDemand, Segment
-from trainmux.colocate._device import MemoryNeed
-from trainmux.colocate._placement import ALIGNMENT_BYTES, round_up
+from trainmux.colocate._demand import JobDemand
+from trainmux.colocate._device import LaneMemory, MemoryNeed
+from trainmux.colocate._fused_job import FusedJob, bytes_of_batch
+from trainmux.colocate._placement import ALIGNMENT_BYTES
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentGraphs, SegmentSet
-from trainmux.colocate._step_plan import (
-    PlacedStep,
-    StaticArea,
-    StepKernels,
-    cuts_of,
-    fit_cuts,
-    lay_out_step,
-    place_step,
-    read_step_kernels,
-    segments_of,
-    tracking_bytes_for,
-)
+from trainmux.colocate._step_plan import PlacedStep, StepKernels
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.colocate._work import StepOutcome
 from trainmux.engine import HostLanes, Memory, PlannedProgram
 from trainmux.errors import BatchError, BudgetError
 from trainmux.fleet import Fleet
-from trainmux.fleet._in_pieces import FleetInPieces, GroupPiece
+from trainmux.fleet._in_pieces import GroupPiece
 from trainmux.scheduling.budget import in_words
-from trainmux.tracing import flatten_batch
 
 _MAX_VARIANTS = 8
 
@@ -59,11 +42,6 @@ _NUM_LANDING_PLACES = 2
 _NUM_RESULTS = 4
 """Results of steps that there may be at a time on a CUDA device: of two iterations in flight, of one that is
 being told, and the fleet's last."""
-
-
-def bytes_of_batch(batch: Any) -> int:
-    """The bytes of all tensors in a batch, as the loader gives it."""
-    return sum(tensor.nbytes for tensor in flatten_batch(batch).tensors)
 
 
 def runs_as_graphs(device: torch.device) -> bool:
@@ -111,10 +89,13 @@ class _Runner:
             for total, before in zip(totals, kept, strict=True):
                 total.copy_(before)
 
-    def feed(self, piece: GroupPiece) -> None:
-        """Put a step's batch and numbers into their places, and what has no lasting place."""
+    def feed(self, piece: GroupPiece, *, num_ahead: int = 0) -> None:
+        """Put a step's batch and numbers into their places, and what has no lasting place.
+
+        ``num_ahead`` is as of `GroupPiece.feed`.
+        """
         step, graph = self.placed.kernels.step, self.placed.kernels.graph
-        for position, value in piece.feed(step).items():
+        for position, value in piece.feed(step, num_ahead=num_ahead).items():
             self.fed[position].copy_(value)
         if not self.placed.transient:
             return
@@ -145,39 +126,20 @@ class _Runner:
                 self.planned.between_steps(0, location).copy_(graph.module.get_buffer(name))
 
 
-@dataclass(frozen=True)
-class _GroupPlan:
-    """How a group's usual step is cut: where, and into which of the job's segments from ``first`` on."""
-
-    cuts: tuple[int, ...]
-    segments: tuple[Segment, ...]
-    first: int
-
-
 class FusedWork:
-    """A fleet as a job. ``tracking_bytes`` and ``region_bytes`` are as in `demand_of_iteration`;
-    ``tracking_bytes`` ``None`` is what suits the device.
+    """Lane ``index`` of a job. Lanes settle in order and leave in the opposite one.
 
-    ``poisons`` fills freed bytes with ones, for tests. Refused with `ConfigError`: what `FleetInPieces`
-    refuses.
+    ``poisons`` fills freed bytes with ones, for tests.
     """
 
     is_eager = False
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        example: Any,
-        *,
-        tracking_bytes: int | None,
-        region_bytes: int,
-        poisons: bool = False,
-    ) -> None:
-        self._pieces = FleetInPieces(fleet)
-        self._is_cuda = runs_as_graphs(self._pieces.device)
-        self._region_bytes = region_bytes
+    def __init__(self, job: FusedJob, index: int, *, poisons: bool) -> None:
+        self._job = job
+        self._pieces = job.pieces
+        self._index = index
+        self._is_cuda = runs_as_graphs(job.pieces.device)
         self._poisons = poisons
-        self._statics = StaticArea()
         self._memory: Memory | None = None
         self._graphs: SegmentGraphs | None = None
         self._more_bytes = 0
@@ -185,32 +147,6 @@ class FusedWork:
         self._graphs_bytes = self._seen_graph_bytes = GRAPHS_BYTES
         """What is kept for graphs themselves, and what they were seen to take."""
         self._runners: OrderedDict[tuple[int, Hashable], _Runner] = OrderedDict()
-        self._example_bytes = bytes_of_batch(example)
-        self._own = {piece.index: piece for piece in self._pieces.begin(example, applies=True)}
-        self._kernels = {index: self._read(piece) for index, piece in self._own.items()}
-        for kernels in self._kernels.values():
-            for number, key in kernels.static_keys.items():
-                self._statics.take(key, kernels.graph.tensors[number].size_bytes)
-        layouts = {
-            index: lay_out_step(kernels, self._statics, region_bytes=region_bytes)
-            for index, kernels in self._kernels.items()
-        }
-        unit = granularity_bytes(self._pieces.device) if self._is_cuda else ALIGNMENT_BYTES
-        self._area_bytes = round_up(max(layout.area_end for layout in layouts.values()), unit)
-        self._plans: dict[int, _GroupPlan] = {}
-        first = 0
-        for index, layout in layouts.items():
-            tracked = tracking_bytes
-            if tracked is None:
-                tracked = tracking_bytes_for(layout, self._pieces.device)
-            cuts = cuts_of(layout, tracked)
-            segments = segments_of(layout, cuts)
-            self._plans[index] = _GroupPlan(cuts, segments, first)
-            first += len(segments)
-        self._num_segments = first
-        self._turn_of = [
-            (index, number) for index, plan in self._plans.items() for number in range(len(plan.segments))
-        ]
         self._begun: dict[int, tuple[GroupPiece, _Runner]] = {}
 
     # ---- what it asks for ---------------------------------------------------------------------------
@@ -221,7 +157,8 @@ class FusedWork:
 
     @property
     def need(self) -> MemoryNeed:
-        return MemoryNeed(self._area_bytes, self._area_bytes + self._beside_bytes, self._peak_bytes)
+        area_bytes = self._job.own_area_bytes(self._index)
+        return MemoryNeed(area_bytes, area_bytes + self._beside_bytes, self._job.peak_bytes)
 
     @property
     def num_captures(self) -> int:
@@ -240,7 +177,7 @@ class FusedWork:
 
     @property
     def _beside_bytes(self) -> int:
-        """What is taken outside of the job's addresses."""
+        """What is taken outside of the lane's addresses."""
         if not self._is_cuda:
             return self._more_bytes + self._scratch_bytes + self._result_bytes
         landing = _NUM_LANDING_PLACES * self._batch_bytes
@@ -249,66 +186,70 @@ class FusedWork:
     @property
     def _kernel_bytes(self) -> int:
         """Of that, on a CUDA device, what its kernels may take."""
-        has_convolutions = any(kernels.has_convolutions for kernels in self._kernels.values())
+        has_convolutions = any(kernels.has_convolutions for kernels in self._job.kernels.values())
         allowance = _BESIDE_BYTES + _CONVOLUTION_BYTES * has_convolutions
         return self._more_bytes + self._scratch_bytes + allowance
 
     @property
     def _scratch_bytes(self) -> int:
-        return max(kernels.scratch_bytes for kernels in self._kernels.values())
+        return max(kernels.scratch_bytes for kernels in self._job.kernels.values())
 
     @property
     def _result_bytes(self) -> int:
-        return sum(kernels.result_bytes for kernels in self._kernels.values())
+        return sum(kernels.result_bytes for kernels in self._job.kernels.values())
 
     @property
     def _batch_bytes(self) -> int:
         """The batch of a usual step."""
-        batches = {leaf.data_ptr(): leaf.nbytes for piece in self._own.values() for leaf in piece.batch}
+        batches = {leaf.data_ptr(): leaf.nbytes for piece in self._job.own.values() for leaf in piece.batch}
         return sum(batches.values())
 
-    @property
-    def _segments(self) -> tuple[Segment, ...]:
-        return tuple(segment for plan in self._plans.values() for segment in plan.segments)
-
-    @property
-    def _peak_bytes(self) -> int:
-        return max(segment.height_bytes for segment in self._segments)
-
     def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
-        """Of an iteration on a batch like the example, not measured yet."""
+        """Of an iteration on a batch like the example, not measured yet; of its part of the job's steps."""
+        lane = self._job.lane(name, self._index)
+        if lane is not None and steps is not None:
+            steps = lane.steps_of(steps)
         return JobDemand(
-            name=name,
-            fingerprint="+".join(kernels.iteration.fingerprint for kernels in self._kernels.values()),
-            region_bytes=self._region_bytes,
+            name=name if self._index == 0 else f"{name} (lane {self._index + 1})",
+            fingerprint=self._job.fingerprint,
+            region_bytes=self._job.region_bytes,
             local_bytes=self.need.local_bytes,
-            segments=self._segments,
+            segments=self._job.segments,
             steps=steps,
-            share=share,
+            share=share / self._job.num_lanes,
+            micro_batches=lane,
         )
 
     # ---- running ------------------------------------------------------------------------------------
 
     def settle(self, memory: Memory) -> None:
-        """Take the fleet's state to the job's area; the groups use it there.
+        """Take the fleet's state to the area of the first lane; the groups use it there.
 
-        On a CUDA device the usual step is captured: all of the job's end of the arena must be its own now.
+        On a CUDA device the usual step is captured: all of the lane's end of the arena must be its own now.
         """
-        self._memory = memory
+        job = self._job
+        if self._index == 0:
+            job.memory = self._memory = memory
+        else:
+            assert job.memory is not None
+            own_bytes = job.own_area_bytes(self._index)
+            self._memory = LaneMemory(job.memory, memory, job.shared_bytes, job.area_bytes, own_bytes)
         if self._is_cuda:
-            self._pieces.rest()  # first: the job's graphs can have the stream, with its workspaces
+            if self._index == 0:
+                self._pieces.rest()  # first: the job's graphs can have the stream, with its workspaces
             self._graphs = SegmentGraphs(
                 self._pieces.device,
                 deterministic=self._pieces.is_deterministic,
                 beside_bytes=self._kernel_bytes,
                 graphs_bytes=self._graphs_bytes,
             )
-        for index, piece in self._own.items():
-            self._runners[index, piece.variant] = runner = self._runner(index, self._kernels[index])
-            runner.take_over(piece)
+        for index, piece in job.own.items():
+            runner = self._runners[index, piece.variant] = self._runner(index, job.kernels[index])
+            if self._index == 0:
+                runner.take_over(piece)
         if self._graphs is not None:
             self._graphs.empty_caches()
-            for index, piece in self._own.items():
+            for index, piece in job.own.items():
                 self._runners[index, piece.variant].capture(piece)
             self._check_graphs(self._graphs)
 
@@ -332,92 +273,79 @@ class FusedWork:
         """Check a batch, find or build the step for it, and feed every group."""
         if self._is_cuda:
             self._check_size(batch)
-        pieces = self._pieces.begin(batch)
+        job = self._job
+        pieces = self._pieces.begin(batch, num_ahead=job.num_open)
         begun = {piece.index: (piece, self._runner_for(piece)) for piece in pieces}
         for piece, runner in begun.values():
-            runner.feed(piece)
+            runner.feed(piece, num_ahead=job.open_pieces[piece.index])
+        job.open_pieces.update(begun.keys())
+        job.num_open += 1
         self._begun = begun
 
     def run(self, segment: int) -> None:
         """Run the kernels of one segment; those of a group without members are none."""
-        index, number = self._turn_of[segment]
+        index, number = self._job.turn_of[segment]
         if index not in self._begun:
             return
         piece, runner = self._begun[index]
         runner.run(number)
-        if number == len(self._plans[index].segments) - 1:
+        if number == len(self._job.plans[index].segments) - 1:
             results = [result.clone() for result in runner.planned.results(0)]
             piece.end(runner.placed.kernels.step, results)
+            self._job.open_pieces[index] -= 1
 
     def end(self) -> StepOutcome:
         """Count the fleet's step."""
         losses = self._pieces.end([piece for piece, _ in self._begun.values()])
+        self._job.num_open -= 1
         self._begun = {}
         return StepOutcome(self.member_names, losses, self._pieces.fleet.metrics)
 
     def leave(self) -> None:
-        """Give the fleet storage of its own, and its members their weights."""
+        """Let go of the lane's memory; with the first lane, the fleet gets storage of its own again, and its
+        members their weights."""
         self._begun = {}
         self._runners.clear()
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None
             torch.cuda.empty_cache()  # the fleet's storage may need the room
-        if self._memory is not None:
-            self._pieces.go_back()
+        if self._index == 0:
+            job = self._job
+            if self._memory is not None:
+                self._pieces.go_back()
+            job.memory = None
+            job.num_open = 0
+            job.open_pieces.clear()
+            self._pieces.fleet.sync()
         self._memory = None
-        self._pieces.fleet.sync()
 
     def _check_size(self, batch: Any) -> None:
         """Refuse a batch that has no room on the device before it goes there."""
         num_bytes = bytes_of_batch(batch)
-        if num_bytes > self._example_bytes:
+        if num_bytes > self._job.example_bytes:
             raise BatchError(
-                f"expected batches of at most {in_words(self._example_bytes)}, as the first one, got one of "
-                f"{in_words(num_bytes)}; let the largest batch come first"
+                f"expected batches of at most {in_words(self._job.example_bytes)}, as the first one, got one "
+                f"of {in_words(num_bytes)}; let the largest batch come first"
             )
 
     # ---- steps --------------------------------------------------------------------------------------
-
-    def _read(self, piece: GroupPiece) -> StepKernels:
-        step, graph = piece.kernels()
-        half = self._pieces.uses_half
-        return read_step_kernels(step, graph, piece.index, piece.group.width, half=half)
 
     def _runner_for(self, piece: GroupPiece) -> _Runner:
         key = (piece.index, piece.variant)
         known = self._runners.get(key)
         if known is None:
-            known = self._runners[key] = self._runner(piece.index, self._read(piece))
-            own = {(index, usual.variant) for index, usual in self._own.items()}
+            known = self._runners[key] = self._runner(piece.index, self._job.read(piece))
+            own = {(index, usual.variant) for index, usual in self._job.own.items()}
             while len(self._runners) > len(own) + _MAX_VARIANTS:
                 del self._runners[next(old for old in self._runners if old not in own and old != key)]
         self._runners.move_to_end(key)
         return known
 
     def _runner(self, index: int, kernels: StepKernels) -> _Runner:
-        """A step of a group in the job's memory; `BatchError` where that is too small for it."""
+        """A step of a group in the lane's memory; `BatchError` where that is too small for it."""
         assert self._memory is not None
-        plan = self._plans[index]
-        layout = lay_out_step(kernels, self._statics, region_bytes=self._region_bytes)
-        cuts = fit_cuts(layout, plan.cuts, plan.segments)
-        beside = kernels.scratch_bytes + kernels.result_bytes
-        room_beside = self.need.local_bytes - self._area_bytes
-        if cuts is None or layout.area_end > self._area_bytes or beside > room_beside:
-            have = self.need.local_bytes + self._peak_bytes
-            wanted = layout.area_end + beside + max(layout.stack.kernel_heights)
-            raise BatchError(
-                f"expected batches whose step takes no more memory than that of the first one, "
-                f"{in_words(have)}, got one of {in_words(wanted)}; let the largest batch come first"
-            )
-        changed = {number for kernel in kernels.graph.steps for number in kernel.changes}
-        if changed & layout.transient:  # what is loaded before each run would be lost after it
-            names = [kernels.graph.tensors[number].name for number in sorted(changed & layout.transient)]
-            raise BatchError(
-                f"expected a step that changes the same tensors as the first batch does, got one that also "
-                f"changes {', '.join(names)}; give this job batches of one kind"
-            )
-        placed = place_step(layout, cuts, self._area_bytes)
+        placed = self._job.place(index, kernels, self._beside_bytes)
         planned = PlannedProgram(
             placed.program,
             [kernels.graph],
@@ -435,3 +363,26 @@ class FusedWork:
             return _Runner(placed, planned, fed)
         runs = [partial(planned.run, part) if part.instructions else None for part in placed.segments]
         return _Runner(placed, planned, fed, self._graphs.new_set(runs))
+
+
+def fused_lanes(
+    fleet: Fleet,
+    example: Any,
+    *,
+    tracking_bytes: int | None,
+    region_bytes: int,
+    poisons: bool = False,
+    num_lanes: int = 1,
+) -> tuple[FusedWork, ...]:
+    """A fleet as a job, whose micro-batches run in ``num_lanes``; refused as by `FusedJob`."""
+    device = fleet._config.device
+    unit_bytes = granularity_bytes(device) if runs_as_graphs(device) else ALIGNMENT_BYTES
+    job = FusedJob(
+        fleet,
+        example,
+        tracking_bytes=tracking_bytes,
+        region_bytes=region_bytes,
+        unit_bytes=unit_bytes,
+        num_lanes=num_lanes,
+    )
+    return tuple(FusedWork(job, index, poisons=poisons) for index in range(num_lanes))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from trainmux.colocate._demand import JobDemand
 from trainmux.colocate._in_flight import InFlightSweep
 from trainmux.colocate._trend import Trend
+
+if TYPE_CHECKING:
+    from trainmux.colocate._micro_batches import MicroBatchOrder
 
 
 class JobState:
@@ -27,6 +31,7 @@ class JobState:
         "num_mispredicted",
         "num_segments",
         "observed",
+        "order",
         "runs_alone",
         "segment_ended_at",
         "service",
@@ -40,6 +45,8 @@ class JobState:
 
     def __init__(self, demand: JobDemand, service: float, in_flight_limit: int) -> None:
         self.demand = demand
+        self.order: MicroBatchOrder | None = None
+        """Of the lanes of a job whose micro-batches run side by side, this one among them."""
         self.in_flight_limit = in_flight_limit
         self.sweep: InFlightSweep | None = InFlightSweep(in_flight_limit)
         self.heights = [segment.height_bytes for segment in demand.segments]
@@ -76,6 +83,21 @@ class JobState:
         return not self.is_leaving and (steps is None or self.num_begun < steps)
 
     @property
+    def is_in_order(self) -> bool:
+        """Whether no micro-batch of another lane has to begin, or be enqueued, before its next iteration."""
+        return self.order is None or self.order.is_next(self)
+
+    @property
+    def is_being_watched(self) -> bool:
+        """Whether somebody has yet to look at its last iteration; where lanes are in order, they have."""
+        return self.order is None and self.demand.is_watched and self.num_begun > self.num_ended
+
+    @property
+    def lanes(self) -> tuple[JobState, ...]:
+        """All lanes of the job that it is a lane of; a job by itself."""
+        return (self,) if self.order is None else self.order.states
+
+    @property
     def is_done(self) -> bool:
         return not self.has_more and self.num_ended == self.num_begun
 
@@ -92,7 +114,8 @@ class JobState:
         if self.sweep is None:
             return True
         is_found = self.sweep.iteration_ended(self.observed, self.gap_seconds)
-        self.in_flight_limit = self.sweep.limit
+        for lane in self.lanes:
+            lane.in_flight_limit = self.sweep.limit
         if is_found:
             self.observed = list(self.sweep.observed)
         return is_found

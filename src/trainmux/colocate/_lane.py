@@ -8,7 +8,8 @@ waits for one that was enqueued before it.
 
 Every state is kept *safe* (the banker's rule): one of the two lanes can run to the end of its iteration
 beside what the other holds now. From a safe state that lane can go on, and each of its steps leads to a safe
-state: there is no deadlock.
+state: there is no deadlock. Where both lanes run micro-batches of one job, the later one may have to wait for
+the earlier: then it must be the earlier that can.
 """
 
 from __future__ import annotations
@@ -95,10 +96,10 @@ class Lane:
         return self.job is None and not self.in_flight
 
     def next_job(self) -> JobState | None:
-        """Of the jobs that have another iteration to run, one to be profiled, else the one served least."""
+        """Of the jobs that may run another iteration, one to be profiled, else the one served least."""
         chosen: JobState | None = None
         for job in self.jobs:
-            if not job.has_more:
+            if not job.has_more or not job.is_in_order:
                 continue
             if job.needs_profiling:
                 return job
@@ -122,7 +123,10 @@ class Lane:
     def _stays_safe(job: JobState, segment: int, other: Lane, capacity_bytes: int) -> bool:
         """Whether one of the lanes can still run to the end once ``segment`` is enqueued."""
         this_can_end = job.trend.need_from[segment + 1] + other.tail_hold_bytes <= capacity_bytes
-        return this_can_end or other.need_bytes + job.holds[segment] <= capacity_bytes
+        other_can_end = other.need_bytes + job.holds[segment] <= capacity_bytes
+        if job.order is not None and other.job is not None and other.job.order is job.order:
+            return this_can_end if job.order.is_foremost(job) else other_can_end
+        return this_can_end or other_can_end
 
     def push(self, job: JobState, segment: int, ref: SegmentRef, now: float, *, waits: bool) -> None:
         """Enqueue a segment whose gate was asked for; ``waits``: it will wait for others."""

@@ -3,16 +3,17 @@
 Two jobs share one arena from its two ends, as in the paper. For more the paper proposes pairs, each with a
 budget of its own (§4, §7.3). That asks for the largest job of every pair at once. Where the budget does not
 allow it, or memory is better used in one piece, there is a second way: one arena for all, at each end of
-which several jobs take turns.
+which several jobs take turns. Lanes of one job, whose iterations wait for each other, are in one arena: then
+only two of them can ever wait, and the scheduler sees both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainmux.colocate._demand import JobDemand
-from trainmux.errors import BudgetError, ConfigError
+from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.scheduling.budget import in_words
 
 _MAX_JOBS_FOR_ALL_PAIRINGS = 4
@@ -80,6 +81,7 @@ def check_demands(demands: Sequence[JobDemand], budget_bytes: int) -> None:
         raise ConfigError(
             f"jobs that share an arena must use regions of one size, but got {sizes}; cut them alike"
         )
+    _check_lanes(demands)
     least = smallest_budget(demands)
     for demand in demands:
         alone = demand.local_bytes + demand.peak_bytes
@@ -96,6 +98,42 @@ def check_demands(demands: Sequence[JobDemand], budget_bytes: int) -> None:
             f"{in_words(least)}, but is {in_words(budget_bytes)}; raise it or leave out a job",
             smallest_bytes=least,
         )
+
+
+def check_layout(layout: Layout, demands: Sequence[JobDemand]) -> None:
+    """Refuse, with `PlanError`, lanes of one job in several arenas."""
+    arena_of = {name: number for number, arena in enumerate(layout.arenas) for name in arena.names}
+    for job, lanes in lanes_by_job(demands).items():
+        if len({arena_of[lane.name] for lane in lanes}) > 1:
+            raise PlanError(
+                f"expected the lanes of job {job!r} in one arena, but got {layout}; choose a layout that "
+                "keeps them together"
+            )
+
+
+def lanes_by_job(demands: Iterable[JobDemand]) -> dict[str, list[JobDemand]]:
+    """The lanes of each job whose micro-batches run side by side."""
+    found: dict[str, list[JobDemand]] = {}
+    for demand in demands:
+        if demand.micro_batches is not None:
+            found.setdefault(demand.job, []).append(demand)
+    return found
+
+
+def _check_lanes(demands: Sequence[JobDemand]) -> None:
+    """Refuse, with `PlanError`, lanes that cannot take turns until all of their steps are done."""
+    for job, lanes in lanes_by_job(demands).items():
+        rows = [lane.micro_batches for lane in lanes if lane.micro_batches is not None]
+        expected = [replace(rows[0], index=index) for index in range(rows[0].num_lanes)]
+        steps = [lane.steps for lane in lanes]
+        total = None if None in steps else sum(step for step in steps if step is not None)
+        wanted = [None if total is None else row.steps_of(total) for row in rows]
+        alike = {(lane.segments, lane.share, lane.is_measured, lane.is_watched) for lane in lanes}
+        if rows != expected or steps != wanted or len(alike) > 1:
+            raise PlanError(
+                f"expected all lanes of job {job!r} in order, alike and with micro-batches in turns, but got "
+                f"{rows} with steps {steps}; make them of one demand"
+            )
 
 
 def layouts(demands: Sequence[JobDemand], budget_bytes: int) -> Iterator[Layout]:
@@ -148,16 +186,44 @@ def _with_capacities(arenas: Sequence[_Ends], room: int) -> Layout:
 
 
 def _two_ends(demands: Sequence[JobDemand]) -> Iterator[_Ends]:
-    """Ways to spread jobs over the ends of one arena: equal times first, then large jobs apart."""
+    """Ways to spread jobs over the ends of one arena: equal times first, then large jobs apart.
+
+    Lanes of one job are at both ends, or wherever they come.
+    """
+    together = lanes_by_job(demands)
     for weigh in (_seconds, _peak):
-        ends: _Ends = ([], [])
-        for demand in sorted(demands, key=lambda one: -weigh(one)):
-            min(ends, key=lambda side: sum(weigh(one) for one in side)).append(demand)
-        yield ends
+        for keeps_lanes_apart in (True, False) if together else (False,):
+            ends: _Ends = ([], [])
+            if keeps_lanes_apart:
+                for lanes in together.values():
+                    _take_turns(lanes, ends)
+            placed = {demand.name for side in ends for demand in side}
+            for demand in sorted(demands, key=lambda one: -weigh(one)):
+                if demand.name not in placed:
+                    min(ends, key=lambda side: sum(weigh(one) for one in side)).append(demand)
+            yield ends
+
+
+def _take_turns(lanes: Sequence[JobDemand], ends: _Ends) -> None:
+    """Put the lanes of a job at both ends."""
+    for number, lane in enumerate(lanes):
+        ends[number % 2].append(lane)
 
 
 def _pairings(demands: list[JobDemand]) -> Iterator[list[_Ends]]:
-    """All pairings of a few jobs; of many, the two that put alike times or unlike sizes together."""
+    """All pairings of a few jobs; of many, the two that put alike times or unlike sizes together.
+
+    Lanes of one job are a pair.
+    """
+    pairs_of_lanes: list[_Ends] = []
+    for lanes in lanes_by_job(demands).values():
+        pairs_of_lanes.append(([], []))
+        _take_turns(lanes, pairs_of_lanes[-1])
+    others = [demand for demand in demands if demand.micro_batches is None]
+    yield from (pairs_of_lanes + rest for rest in _pairings_of_jobs(others))
+
+
+def _pairings_of_jobs(demands: list[JobDemand]) -> Iterator[list[_Ends]]:
     if len(demands) <= _MAX_JOBS_FOR_ALL_PAIRINGS:
         yield from _all_pairings(demands)
         return

@@ -104,7 +104,8 @@ def look_at_memory(device: torch.device, colocation: Colocation | None = None) -
     if colocation is not None and isinstance(colocation._device, CudaDevice):
         arena_bytes, needs = colocation._device.laid_out()
         for name, need in needs.items():
-            work = colocation._tenants[name]._work
+            tenant, lane = colocation._lanes[name]
+            work = tenant._works[lane] if tenant._works else None
             jobs.append(
                 JobFacts(
                     name,

@@ -11,6 +11,7 @@ that is complete. The same logic runs over a simulated clock and over events of 
   while.
 
 Memory is safe in every phase whatever the clock does: see `_lane`. Predictions only decide about time.
+Micro-batches of one job that run side by side are jobs here, tied to each other: see `_micro_batches`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from trainmux.colocate._demand import JobDemand
 from trainmux.colocate._health import GainMeter
 from trainmux.colocate._job import JobState
 from trainmux.colocate._lane import Gate, Lane, SegmentRef
-from trainmux.colocate._layout import ChooseLayout, Layout, check_demands, layout_by_rule
+from trainmux.colocate._layout import ChooseLayout, Layout, check_demands, check_layout, layout_by_rule
+from trainmux.colocate._micro_batches import tie_lanes
 from trainmux.colocate._trend import Remainder, least_shift
 from trainmux.errors import ConfigError, PlanError
 
@@ -71,38 +73,41 @@ class ScroogeScheduler:
 
     # What the outside changes
 
-    def add(self, demand: JobDemand) -> None:
-        """Let another job in. Those that run make room for it at their iterations' ends."""
-        if demand.name in self._wanted or demand.name in self._jobs:
-            raise ConfigError(
-                f"jobs must have different names, but got {demand.name!r} twice; rename one of them"
-            )
-        check_demands([*self._wanted.values(), demand], self._wanted_budget)
-        self._wanted[demand.name] = demand
+    def add(self, *demands: JobDemand) -> None:
+        """Let another job in, all of its lanes. Those that run make room for it at their iterations' ends."""
+        for demand in demands:
+            if demand.name in self._wanted or demand.name in self._jobs:
+                raise ConfigError(
+                    f"jobs must have different names, but got {demand.name!r} twice; rename one of them"
+                )
+        check_demands([*self._wanted.values(), *demands], self._wanted_budget)
+        self._wanted.update({demand.name: demand for demand in demands})
         self._retarget()
 
     def remove(self, name: str, *, at_once: bool = False) -> None:
         """Let a job go after its present iteration, or ``at_once``: without what is not enqueued of it.
 
-        Segments that are in flight still have to be reported complete. Refused with `ConfigError`: a name
-        that no job has.
+        With a lane of a job all of them go. Segments that are in flight still have to be reported complete.
+        Refused with `ConfigError`: a name that no job has.
         """
         if name not in self._wanted:
             raise ConfigError(
                 f"expected the name of a job that is scheduled, one of {sorted(self._wanted)}, but got "
                 f"{name!r}; a job that has ended is gone already"
             )
-        del self._wanted[name]
+        job_name = self._wanted[name].job
+        self._wanted = {key: demand for key, demand in self._wanted.items() if demand.job != job_name}
         job = self._jobs.get(name)
         if job is None:
             self._retarget()
             return
-        job.is_leaving = True
-        arena, lane = self._lane_of[name]
-        if at_once and lane.job is job:
-            lane.abandon()
-            job.num_ended += 1
-        self._drop_if_done(arena, lane, job)
+        for state in job.lanes:
+            state.is_leaving = True
+            lane = self._lane_of[state.name][1]
+            if at_once and lane.job is state:
+                lane.abandon()
+                state.num_ended += 1
+        self._drop_if_done(job)
 
     def set_budget(self, budget_bytes: int) -> None:
         """Use ``budget_bytes`` as soon as the jobs at the arenas' tops are between two iterations."""
@@ -121,6 +126,8 @@ class ScroogeScheduler:
         for arena, lane, other in self._sides:
             job = lane.job
             if job is None or len(lane.in_flight) >= job.in_flight_limit:
+                continue
+            if job.order is not None and job.order.behind(job, lane.next_segment) is None:
                 continue
             gate = lane.gate(job, lane.next_segment, other, arena.capacity_bytes)
             if gate is not None:
@@ -153,7 +160,7 @@ class ScroogeScheduler:
         if ref.segment == job.num_segments - 1:
             self._iteration_ended(arena, lane, job, ended_at)
         elif job.is_leaving:
-            self._drop_if_done(arena, lane, job)
+            self._drop_if_done(job)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -202,7 +209,7 @@ class ScroogeScheduler:
             if lane.job is not None or lane.is_held or lane.num_iterations_in_flight() > 1:
                 continue
             job = lane.next_job()
-            if job is None or (job.demand.is_watched and job.num_begun > job.num_ended):
+            if job is None or job.is_being_watched:
                 continue
             if len(lane.in_flight) < job.in_flight_limit:
                 waiting.append((job.service, len(waiting), arena, lane, other, job))
@@ -239,7 +246,7 @@ class ScroogeScheduler:
                 return None
             return tuple(side.in_flight[-1].ref for side in others if side.in_flight)
         if other.is_idle:
-            return ()
+            return None if _is_turn_of_waiting(arena, other, job) else ()
         if arena.health.turns.are_on:
             return None if other.job is not None else (other.in_flight[-1].ref,)
         if lane.asked_at is not None and now < lane.retry_at and lane.seen_epoch == other.epoch:
@@ -260,8 +267,7 @@ class ScroogeScheduler:
         """The least TimeShift for an iteration of ``job`` that asks now; ``None`` if it is a peer's turn."""
         if arena.fits_all:
             return 0.0
-        peer = other.next_job()
-        if peer is not None and peer.service + arena.patience_seconds < job.service:
+        if _is_served_less(arena, other, job):
             return None
         soft_budget = arena.soft_budget_bytes
         free_at = lane.free_at(now)
@@ -294,8 +300,12 @@ class ScroogeScheduler:
     # Bookkeeping
 
     def _enqueue(self, lane: Lane, job: JobState, segment: int, behind: tuple[SegmentRef, ...]) -> Enqueue:
+        """Enqueue a segment behind others for memory's sake, and behind those that its order asks for."""
         ref = SegmentRef(job.name, job.num_begun - 1, segment)
         lane.push(job, segment, ref, self._now, waits=bool(behind))
+        if job.order is not None:
+            behind += job.order.behind(job, segment) or ()
+            job.order.enqueued(segment)
         return Enqueue(ref, behind)
 
     def _iteration_ended(self, arena: Arena, lane: Lane, job: JobState, now: float) -> None:
@@ -306,12 +316,13 @@ class ScroogeScheduler:
         if self._profiling is job:
             self._profiling = None
             if not job.sweep_limit():
-                self._drop_if_done(arena, lane, job)
+                self._drop_if_done(job)
                 return  # it is profiled once more
-            job.learn_solo(job.observed)
-            job.trend.believe(job.observed)
-            job.needs_profiling = False
-            self._num_to_profile -= 1
+            for state in job.lanes:
+                state.learn_solo(job.observed)
+                state.trend.believe(job.observed)
+                state.needs_profiling = False
+                self._num_to_profile -= 1
             self._gain.restart()
             arena.learn()
         else:
@@ -327,23 +338,25 @@ class ScroogeScheduler:
                 arena.learn()
             round_seconds = sum(peer.iteration_solo_seconds for peer in self._jobs.values())
             self._gain.iteration_ended(now, round_seconds, len(self._jobs))
-        self._drop_if_done(arena, lane, job)
+        self._drop_if_done(job)
 
-    def _drop_if_done(self, arena: Arena, lane: Lane, job: JobState) -> None:
-        """Forget a job that has ended and of which nothing is in flight."""
-        if not job.is_done or any(entry.job is job for entry in lane.in_flight):
-            return
-        if job.needs_profiling:
-            self._num_to_profile -= 1
-        if self._profiling is job:
-            self._profiling = None
-        self._ended[job.name] = _report(job)
-        self._wanted.pop(job.name, None)
-        del self._lane_of[job.name]
-        lane.jobs.remove(job)
-        lane.epoch += 1
-        del self._jobs[job.name]
-        arena.learn()
+    def _drop_if_done(self, job: JobState) -> None:
+        """Forget a job that has ended, with all of its lanes, and of which nothing is in flight."""
+        for state in job.lanes:
+            in_flight = self._lane_of[state.name][1].in_flight
+            if not state.is_done or any(entry.job is state for entry in in_flight):
+                return
+        for state in job.lanes:
+            self._num_to_profile -= state.needs_profiling
+            if self._profiling is state:
+                self._profiling = None
+            self._ended[state.name] = _report(state)
+            self._wanted.pop(state.name, None)
+            arena, lane = self._lane_of.pop(state.name)
+            lane.jobs.remove(state)
+            lane.epoch += 1
+            del self._jobs[state.name]
+            arena.learn()
         self._gain.restart()
         self._retarget()
 
@@ -351,6 +364,7 @@ class ScroogeScheduler:
         """Lay out anew for the jobs and the budget that are wanted; it counts once it can be applied."""
         demands = list(self._wanted.values())
         self._target = self._choose_layout(demands, self._wanted_budget) if demands else Layout(())
+        check_layout(self._target, demands)
         keeps_places = self._target.has_places_of(self.layout)
         for arena, _, _ in self._sides:
             arena.base.is_held = not keeps_places
@@ -366,14 +380,19 @@ class ScroogeScheduler:
         if not all(lane.is_idle for _, lane, _ in self._sides):
             return False
         self._gain.restart()
+        service = min((job.service for job in self._jobs.values()), default=0.0)
+        lanes: dict[str, list[JobState]] = {}
         for demand in self._wanted.values():
             if demand.name not in self._jobs:
-                service = min((job.service for job in self._jobs.values()), default=0.0)
                 job = JobState(demand, service, self._constants.in_flight_limit)
-                if demand.name in self._limits:
-                    job.fix_limit(self._limits[demand.name])
+                if demand.job in self._limits:
+                    job.fix_limit(self._limits[demand.job])
                 self._jobs[demand.name] = job
                 self._num_to_profile += not demand.is_measured
+                if demand.micro_batches is not None:
+                    lanes.setdefault(demand.job, []).append(job)
+        for states in lanes.values():
+            tie_lanes(states)
         kept = {frozenset(arena.layout.names): arena for arena in self._arenas}
         self._arenas = []
         for row in target.arenas:
@@ -402,14 +421,32 @@ class ScroogeScheduler:
                     pending = True
             if pending:
                 break
+            changed = changed or self.budget_bytes != self._wanted_budget
+            self.budget_bytes = self._wanted_budget  # nothing is larger than it will be
         self.layout = Layout(tuple(arena.layout for arena in self._arenas))
         if all(
             arena.capacity_bytes == row.capacity_bytes
             for arena, row in zip(self._arenas, target.arenas, strict=True)
         ):
-            changed = changed or self.budget_bytes != self._wanted_budget
-            self.budget_bytes, self._target = self._wanted_budget, None
+            self._target = None
         return changed
+
+
+def _is_served_less(arena: Arena, other: Lane, job: JobState) -> bool:
+    """Whether the job that comes next at the other end was served less, by more than patience allows."""
+    peer = other.next_job()
+    return peer is not None and peer.service + arena.patience_seconds < job.service
+
+
+def _is_turn_of_waiting(arena: Arena, other: Lane, job: JobState) -> bool:
+    """Whether a job at the other end waits for memory and was served less: it begins when this end is empty.
+
+    Otherwise one iteration of ``job`` could follow upon another, and the one that waits be asked only amid
+    their peaks.
+    """
+    if arena.fits_all or other.asked_at is None or other.is_held:
+        return False
+    return _is_served_less(arena, other, job)
 
 
 def _report(job: JobState) -> JobReport:

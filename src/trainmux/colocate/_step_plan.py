@@ -20,7 +20,7 @@ from trainmux.colocate._demand import FINE_TRACKING_BYTES, Segment, cut_segments
 from trainmux.colocate._placement import ALIGNMENT_BYTES, Stack, round_up, stack_feature_maps
 from trainmux.colocate._tensors import Iteration, TensorClass, iteration_of_profile
 from trainmux.engine import StepProgram, scratch_bytes
-from trainmux.ir import Compute, Free, Instruction, Part, Program, Tenancy
+from trainmux.ir import Compute, Free, InputKind, Instruction, Part, Program, Tenancy
 from trainmux.profiling import DEVICES, KernelGraph, analytic_profile
 from trainmux.simulate import Lifetime, place
 
@@ -32,8 +32,11 @@ _SEGMENT_SECONDS = 300e-6
 
 _NOTHING = Part((), ())
 
-StaticKey = Hashable
+StaticKey = tuple[int, str, Hashable]
 """What a lasting tensor is: a group, and a kind and name among its step's arguments."""
+
+_CHANGED_BY_UPDATE = (InputKind.PARAMETER.value, "state")
+"""Kinds of lasting tensors that no step changes but one that updates."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,11 @@ class StepKernels:
     numbers: tuple[int, ...]
     static_keys: Mapping[int, StaticKey]
     scratch_bytes: int
+
+    def kind_of(self, number: int) -> str | None:
+        """What a lasting tensor is among the step's arguments; ``None`` of others."""
+        key = self.static_keys.get(number)
+        return None if key is None else key[1]
 
     @property
     def has_convolutions(self) -> bool:
@@ -251,23 +259,64 @@ def tracking_bytes_for(layout: StepLayout, device: torch.device) -> int:
     return max(FINE_TRACKING_BYTES, changed // num_segments)
 
 
-def fit_cuts(layout: StepLayout, cuts: Sequence[int], segments: Sequence[Segment]) -> tuple[int, ...] | None:
+def first_ordered_rank(kernels: StepKernels) -> int:
+    """The first kernel that changes a lasting tensor, or reads one which a step before this one may change.
+
+    Steps between two updates may run at once, with the result of one after the other, if this kernel and all
+    behind it run in the steps' order. Weights and optimizer state are changed by the step that updates, with
+    which no other begins.
+    """
+    steps = kernels.graph.steps
+    changed = {number for step in steps for number in step.changes if number in kernels.static_keys}
+    read_in_order = changed
+    if kernels.step.settings.applies:
+        read_in_order = {number for number in changed if kernels.kind_of(number) not in _CHANGED_BY_UPDATE}
+    return next(
+        rank
+        for rank, step in enumerate(steps)
+        if not changed.isdisjoint(step.changes) or not read_in_order.isdisjoint(step.reads)
+    )
+
+
+def changed_buffers(kernels: StepKernels) -> tuple[str, ...]:
+    """The buffers of the models that the step changes."""
+    changed = {number for step in kernels.graph.steps for number in step.changes}
+    buffers = [n for n in sorted(changed) if kernels.kind_of(n) == InputKind.BUFFER.value]
+    return tuple(str(kernels.static_keys[number][2]) for number in buffers)
+
+
+def fit_cuts(
+    layout: StepLayout, cuts: Sequence[int], segments: Sequence[Segment], *, num_free: int = 0
+) -> tuple[int, ...] | None:
     """Cuts for another step in the place of one that is cut at ``cuts`` into ``segments``.
 
     At the same kernels where that needs no more memory at any time; else all of it while the highest segment
-    runs; ``None`` where even that is too low. Pieces may be empty.
+    runs; ``None`` where even that is too low. Pieces may be empty. With ``num_free``, what has an order is
+    fitted into the segments behind so many, and what has none into those.
     """
     num_kernels = len(layout.kernels.iteration.kernel_seconds)
-    same = [min(cut, num_kernels) for cut in cuts[:-1]] + [num_kernels]
-    if _fits(layout.stack, same, segments):
+    if not num_free:
+        return _fit(layout.stack, range(num_kernels), cuts, segments)
+    rank = first_ordered_rank(layout.kernels)
+    free = _fit(layout.stack, range(rank), cuts[:num_free], segments[:num_free])
+    ordered = _fit(layout.stack, range(rank, num_kernels), cuts[num_free:], segments[num_free:])
+    return None if free is None or ordered is None else free + ordered
+
+
+def _fit(
+    stack: Stack, ranks: range, cuts: Sequence[int], segments: Sequence[Segment]
+) -> tuple[int, ...] | None:
+    """The same for some of the kernels and segments."""
+    first, end = ranks.start, ranks.stop
+    same = [min(max(cut, first), end) for cut in cuts[:-1]] + [end]
+    if _fits(stack, first, same, segments):
         return tuple(same)
     highest = max(range(len(segments)), key=lambda number: segments[number].height_bytes)
-    at_once = [0] * highest + [num_kernels] * (len(segments) - highest)
-    return tuple(at_once) if _fits(layout.stack, at_once, segments) else None
+    at_once = [first] * highest + [end] * (len(segments) - highest)
+    return tuple(at_once) if _fits(stack, first, at_once, segments) else None
 
 
-def _fits(stack: Stack, cuts: Sequence[int], segments: Sequence[Segment]) -> bool:
-    first = 0
+def _fits(stack: Stack, first: int, cuts: Sequence[int], segments: Sequence[Segment]) -> bool:
     for end, segment in zip(cuts, segments, strict=True):
         height = max(stack.kernel_heights[first:end], default=0)
         hold = stack.holds[end - 1] if end else 0

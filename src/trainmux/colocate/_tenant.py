@@ -17,7 +17,7 @@ from trainmux.colocate._demand import JobDemand
 from trainmux.colocate._device import MemoryNeed
 from trainmux.colocate._eager_cuda import BesideOthers, EagerCudaWork
 from trainmux.colocate._eager_work import EagerWork
-from trainmux.colocate._fused_work import FusedWork, runs_as_graphs
+from trainmux.colocate._fused_work import fused_lanes, runs_as_graphs
 from trainmux.colocate._result import JobResult, JobUsage
 from trainmux.colocate._user_job import Job, JobBatches
 from trainmux.colocate._work import StepOutcome, Work, forget_locals
@@ -40,8 +40,9 @@ class Tenant:
     """A job that has been looked at and can be scheduled; ``is_watched`` as of `JobDemand`,
     ``beside_others`` as of `EagerCudaWork`.
 
-    What trainmux refuses about a job is raised here. What the job's own code raises, its loader or its loss,
-    ends this job alone: ``error`` has it, and there is no ``demand``.
+    It has one lane, or several that run its micro-batches in turns: iteration ``i`` of lane ``l`` of ``n`` is
+    number ``i * n + l``. What trainmux refuses about a job is raised here. What the job's own code raises,
+    its loader or its loss, ends this job alone: ``error`` has it, and there are no ``demands``.
     """
 
     def __init__(
@@ -58,90 +59,123 @@ class Tenant:
         self._share = float(job.share)
         self._is_watched = is_watched
         self.error: Exception | None = None
-        self.is_over = False
-        """Whether it runs no more, though the scheduler may still wait for segments of it."""
+        self._end: int | None = None
+        """The number from which on no iteration runs, though the scheduler may still wait for segments."""
         self.num_steps = 0
         """Iterations that have ended; further ones may be on their way."""
-        self.height_bytes = 0
         self._batches: JobBatches | None = JobBatches(job)
         self._losses: list[tuple[tuple[str, ...], Tensor]] = []
         self._metrics: Mapping[str, Any] = {}
         self._let_in_at: float | None = None
         self._ended_at = 0.0
         self._is_settled = False
-        self._is_amid = False
-        """Whether segments of an iteration have run, or been launched, and others have not."""
-        self._work: Work | None = None
+        self._amid: set[int] = set()
+        """The lanes in which segments of an iteration have run, or been launched, and others have not."""
+        self._works: tuple[Work, ...] = ()
+        self._outcomes: dict[int, tuple[StepOutcome, float]] = {}
+        """Of iterations that have ended before one of a lower number did."""
+        self._untold: list[tuple[int, StepOutcome]] = []
+        """What callbacks have not been told of."""
         self._is_eager = False
         self._local_bytes = self._peak_bytes = self._num_segments = 0
         self._table: tuple[tuple[str, ...], Tensor] | None = None
         """Its losses, once it has left."""
-        self.demand: JobDemand | None = None
+        self.demands: tuple[JobDemand, ...] = ()
+        """One for each lane, until it has left."""
         try:
-            self._work = _make_work(
+            self._works = _make_works(
                 job, self._batches, tracking_bytes, region_bytes, poisons=poisons, beside_others=beside_others
             )
-            self._is_eager = self._work.is_eager
-            self.demand = self._ask(self._work)
-            self._local_bytes, self._peak_bytes = self.demand.local_bytes, self.demand.peak_bytes
-            self._num_segments = len(self.demand.segments)
+            self._is_eager = self._works[0].is_eager
+            self.demands = self._ask()
+            self._num_segments = len(self.demands[0].segments)
         except TrainmuxError:
             raise
         except Exception as error:
             self.fail(error)
             forget_locals(error)  # a rehearsal may have worked with much memory
+        self.lane_names: tuple[str, ...] = tuple(demand.name for demand in self.demands)
+        self.heights = [0] * len(self.demands)
+        """What each lane holds of the arena."""
 
-    def _ask(self, work: Work) -> JobDemand:
-        demand = work.demand(self.name, steps=self.steps, share=self._share)
-        return replace(demand, is_watched=self._is_watched)
+    def _ask(self) -> tuple[JobDemand, ...]:
+        demands = [work.demand(self.name, steps=self.steps, share=self._share) for work in self._works]
+        self._local_bytes = sum(demand.local_bytes for demand in demands)
+        self._peak_bytes = sum(demand.peak_bytes for demand in demands)
+        return tuple(replace(demand, is_watched=self._is_watched) for demand in demands)
 
     @property
-    def _at_work(self) -> Work:
-        """What it does; only of a job that has a demand and has not left."""
-        assert self._work is not None
-        return self._work
+    def _work(self) -> Work | None:
+        """What its first lane does, until it has left."""
+        return self._works[0] if self._works else None
 
-    @property
-    def need(self) -> MemoryNeed:
-        """The memory that has to be given to it."""
-        return self._at_work.need
+    def need(self, lane: int) -> MemoryNeed:
+        """The memory that has to be given to a lane."""
+        return self._works[lane].need
 
     @property
     def held_bytes(self) -> int:
         """What it holds now, of its own and of the arena; only of a job that was let in."""
-        return self._local_bytes + self.height_bytes
+        return self._local_bytes + sum(self.heights)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no iteration begins any more; those that come before the end may still be on their way."""
+        return self._end is not None
+
+    def runs(self, lane: int, iteration: int) -> bool:
+        """Whether an iteration is to run, or to run on."""
+        return self._end is None or self._number(lane, iteration) < self._end
+
+    def _number(self, lane: int, iteration: int) -> int:
+        return iteration * len(self._works) + lane
+
+    def stop(self) -> None:
+        """Nothing of the job runs any more."""
+        self._end = 0
 
     def fail(self, error: Exception) -> None:
         """The job ends here, with an error."""
         if self.error is None:
             self.error = error
-        self.is_over = True
+        self.stop()
+
+    def fail_in(self, lane: int, iteration: int, error: Exception) -> None:
+        """The job ends with what an iteration raised; iterations before it go on to their ends."""
+        number = self._number(lane, iteration)
+        if self._end is None or number < self._end:
+            self.error, self._end = error, number
+        elif self.error is None:
+            self.error = error
 
     def fail_after_iteration(self, error: Exception) -> bool:
         """The job ends with an error, once an iteration that is partly on its way has ended.
 
         Its weights are then those after a whole number of steps. Returns whether there is one.
         """
-        if not self._is_amid:
+        is_amid = bool(self._amid)
+        if not is_amid:
             self.fail(error)
         elif self.error is None:
             self.error = error
-        return self._is_amid
+        return is_amid
 
-    def settle(self, memory: Memory, now: float) -> None:
-        """Let the job in: its state moves to ``memory``."""
-        self._at_work.settle(memory)
-        self._is_settled = True
+    def settle(self, lane: int, memory: Memory, now: float) -> None:
+        """Let a lane in, after those before it: the job's state moves to the ``memory`` of the first."""
+        self._works[lane].settle(memory)
+        self._is_settled = lane == len(self._works) - 1
         self._let_in_at = self._ended_at = now
 
-    def ask_for_more(self) -> JobDemand:
-        """Move out again, and ask for more memory; what it asks for now."""
-        work = self._at_work
-        work.leave()
-        work.ask_for_more()
-        self.demand = self._ask(work)
-        self._local_bytes = self.demand.local_bytes
-        return self.demand
+    def ask_for_more(self) -> None:
+        """Move out again, further lanes having left, and ask for more memory."""
+        self._works[0].leave()
+        for work in self._works:
+            work.ask_for_more()
+        self.demands = self._ask()
+
+    def leave_lane(self, lane: int) -> None:
+        """A further lane goes, before the job does."""
+        self._works[lane].leave()
 
     def leave(self) -> None:
         """The job goes; what is wrong with its own objects is taken down as its error.
@@ -149,47 +183,66 @@ class Tenant:
         What it worked with is let go of, so that many jobs may come and go.
         """
         self._is_settled = False
-        self.is_over = True
-        self.height_bytes = 0
+        self.stop()
+        self.heights = [0] * len(self.heights)
         if self.error is not None:
             forget_locals(self.error)
         try:
             self._metrics = pytree.tree_map_only(Tensor, Tensor.cpu, self._metrics)
-            self._at_work.leave()
+            self._works[0].leave()
         except Exception as error:  # no memory to move to, for one: others are no part of it
             self.fail(error)
             forget_locals(error)
-        self._table = _loss_table(self._losses, self._at_work.member_names)
-        self._losses, self._work, self._batches, self.demand = [], None, None, None
+        self._table = _loss_table(self._losses, self._works[0].member_names)
+        self._losses, self._works, self._batches, self.demands = [], (), None, ()
+        self._outcomes, self._untold = {}, []
 
-    def run(self, segment: int) -> StepOutcome | None:
+    def run(self, lane: int, iteration: int, segment: int) -> StepOutcome | None:
         """Run a segment, with a new batch for the first; what the last one gave."""
-        if self.is_over:
+        if not self.runs(lane, iteration):
+            self._amid.discard(lane)
             return None
         assert self._batches is not None
-        assert self.demand is not None
+        work = self._works[lane]
         if segment == 0:
             batch = self._batches.next()
             if batch is END_OF_PASS:
-                self.is_over = True
+                self._end = self._number(lane, iteration)
                 return None
-            self._at_work.begin(batch)
+            work.begin(batch)
         with self._batches.own_random() if self._is_eager else contextlib.nullcontext():
-            self._at_work.run(segment)
-        self._is_amid = segment < len(self.demand.segments) - 1
-        if self._is_amid:
+            work.run(segment)
+        if segment < self._num_segments - 1:
+            self._amid.add(lane)
             return None
-        return self._at_work.end()
+        self._amid.discard(lane)
+        return work.end()
 
-    def note_end(self, outcome: StepOutcome, now: float) -> None:
+    def note_end(self, lane: int, iteration: int, outcome: StepOutcome, now: float) -> None:
         """An iteration has ended at ``now``; its losses go to the host's memory."""
-        self._ended_at = now
-        self.num_steps += 1
-        self._losses.append((outcome.members, outcome.losses.detach().to("cpu", copy=True)))
-        self._metrics = outcome.metrics
+        self._outcomes[self._number(lane, iteration)] = (outcome, now)
+        while self.num_steps in self._outcomes:
+            outcome, now = self._outcomes.pop(self.num_steps)
+            self._ended_at = now
+            self.num_steps += 1
+            self._losses.append((outcome.members, outcome.losses.detach().to("cpu", copy=True)))
+            self._metrics = outcome.metrics
+            self._untold.append((self.num_steps, outcome))
 
-    def result(self, report: JobReport | None) -> JobResult:
-        """How it fared; ``report`` is the scheduler's, if it was let in."""
+    def tell(self, *, leaves: bool = False) -> list[tuple[int, StepOutcome]]:
+        """The steps, counted from 1, that callbacks are to be told of now, with what they gave.
+
+        Of micro-batches that run side by side they are told after the update, when nothing is on its way; or
+        when the job ``leaves``.
+        """
+        micro_batches = self.demands[0].micro_batches
+        if not leaves and micro_batches is not None and not micro_batches.opens_step(self.num_steps):
+            return []
+        told, self._untold = self._untold, []
+        return told
+
+    def result(self, reports: Sequence[JobReport]) -> JobResult:
+        """How it fared; ``reports`` are the scheduler's on its lanes, if it was let in."""
         members, losses = self._table or _loss_table(
             self._losses, () if self._work is None else self._work.member_names
         )
@@ -200,8 +253,8 @@ class Tenant:
             losses=losses,
             metrics=self._metrics,
             seconds=0.0 if self._let_in_at is None else self._ended_at - self._let_in_at,
-            num_mispredicted=0 if report is None else report.num_mispredicted,
-            shift_seconds=0.0 if report is None else report.total_shift_seconds,
+            num_mispredicted=sum(report.num_mispredicted for report in reports),
+            shift_seconds=sum(report.total_shift_seconds for report in reports),
             local_bytes=self._local_bytes,
             peak_bytes=self._peak_bytes,
             num_segments=self._num_segments,
@@ -218,7 +271,7 @@ class Tenant:
             state = "running"
         else:
             state = "waiting" if self._let_in_at is None and not self.is_over else "done"
-        return JobUsage(self.name, local, self.height_bytes, self.num_steps, self.steps, state)
+        return JobUsage(self.name, local, sum(self.heights), self.num_steps, self.steps, state)
 
 
 def _loss_table(
@@ -236,7 +289,7 @@ def _loss_table(
     return members, table
 
 
-def _make_work(
+def _make_works(
     job: Job,
     batches: JobBatches,
     tracking_bytes: int | None,
@@ -244,16 +297,21 @@ def _make_work(
     *,
     poisons: bool,
     beside_others: BesideOthers,
-) -> Work:
-    """The job's step, fused where it can be traced, eager otherwise."""
+) -> tuple[Work, ...]:
+    """The job's lanes, fused where its step can be traced; else one, eager."""
     example = batches.first()
     try:
         fleet = job.make_fleet(example)
     except (TraceError, FusionError, OptimizerError) as error:
         reason = str(error)  # not the error itself: it holds what was traced
     else:
-        return FusedWork(
-            fleet, example, tracking_bytes=tracking_bytes, region_bytes=region_bytes, poisons=poisons
+        return fused_lanes(
+            fleet,
+            example,
+            tracking_bytes=tracking_bytes,
+            region_bytes=region_bytes,
+            poisons=poisons,
+            num_lanes=job.num_lanes,
         )
     work = _make_eager_work(job, example, region_bytes, beside_others, reason)
     warnings.warn(
@@ -261,7 +319,7 @@ def _make_work(
         TrainmuxWarning,
         stacklevel=2,
     )
-    return work
+    return (work,)
 
 
 def _make_eager_work(
@@ -277,6 +335,11 @@ def _make_eager_work(
             f"job {job.name!r} cannot be traced ({reason}) and must have its parameters on the CPU or on "
             f"{job.where} and a precision of {sorted(_AUTOCAST)}, but got {sorted(places)} and "
             f"{job.precision!r}; change what stops the trace, or these"
+        )
+    if job.accumulate > 1:
+        raise ConfigError(
+            f"job {job.name!r} cannot be traced ({reason}) and must have accumulate=1, but got "
+            f"{job.accumulate}; change what stops the trace, or leave accumulate out"
         )
     autocast = _AUTOCAST[job.precision]
     if runs_as_graphs(job.where):

@@ -36,6 +36,8 @@ class JobStep:
 
 JobCallback = Callable[[JobStep], object]
 
+MAX_CONCURRENT_MICRO_BATCHES = 2
+
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -44,8 +46,13 @@ class Job:
     ``loss(model, batch)`` is as for a fleet. ``steps`` iterations are run, over ``loader`` again and again;
     without ``steps``, one pass over it. A job with twice the ``share`` of another gets twice the device time
     where both want the same memory. Each of ``callbacks`` is called with a `JobStep` after every iteration.
-    ``seed``, ``scheduler``, ``precision``, ``device`` and ``deterministic`` are for a model, as of `Member`
-    and `Fleet`; a fleet has its own.
+    ``seed``, ``scheduler``, ``precision``, ``device``, ``deterministic`` and ``accumulate`` are for a model,
+    as of `Member` and `Fleet`; a fleet has its own. Where gradients are accumulated, an iteration is a
+    micro-batch.
+
+    With ``concurrent_micro_batches=2`` two micro-batches between two updates run side by side where memory
+    allows it, with the numbers that they have one after the other. Callbacks are then called after the
+    update, for each micro-batch in turn.
 
     A loader draws its order from random numbers of the job's own, which begin as torch's are when the job is
     handed over: other jobs do not change it. Refused with `ConfigError`: a job with both a model and a fleet,
@@ -66,6 +73,8 @@ class Job:
     precision: str = "fp32"
     device: str | torch.device = "cpu"
     deterministic: bool = False
+    accumulate: int = 1
+    concurrent_micro_batches: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -92,8 +101,7 @@ class Job:
                 )
         if self.loader is None:
             raise ConfigError(f"{label} must have a loader, but got none; pass what gives its batches")
-        is_count = isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps > 0
-        if self.steps is not None and not is_count:
+        if self.steps is not None and not _is_count(self.steps):
             raise ConfigError(
                 f"{label}: steps must be a whole number of at least 1, but got {self.steps!r}; leave it out "
                 "for one pass over the loader"
@@ -104,6 +112,37 @@ class Job:
             raise ConfigError(
                 f"{label}: callbacks must be callable with a JobStep, but got {self.callbacks!r}"
             )
+        self._check_micro_batches(label)
+
+    def _check_micro_batches(self, label: str) -> None:
+        if not _is_count(self.accumulate):
+            raise ConfigError(
+                f"{label}: accumulate must be a whole number of at least 1, but got {self.accumulate!r}; "
+                "leave it out to update with every batch"
+            )
+        if self.fleet is not None and self.accumulate != 1:
+            raise ConfigError(
+                f"{label}: accumulate is for a model, but got {self.accumulate} beside a fleet; pass it to "
+                "the fleet"
+            )
+        at_once = self.concurrent_micro_batches
+        if not _is_count(at_once) or at_once > MAX_CONCURRENT_MICRO_BATCHES:
+            raise ConfigError(
+                f"{label}: concurrent_micro_batches must be 1 or {MAX_CONCURRENT_MICRO_BATCHES}, one for "
+                f"each end of an arena, but got {at_once!r}; leave it out for one after the other"
+            )
+        accumulate = self.accumulate if self.fleet is None else self.fleet._config.accumulate
+        if at_once > accumulate:
+            raise ConfigError(
+                f"{label}: concurrent_micro_batches={at_once} must not be above accumulate, but got "
+                f"accumulate={accumulate}; only micro-batches between two updates can run at once"
+            )
+
+    @property
+    def num_lanes(self) -> int:
+        """How many of its iterations may run side by side."""
+        at_once = self.concurrent_micro_batches
+        return at_once if self.steps is None or self.steps >= at_once else 1
 
     @property
     def where(self) -> torch.device:
@@ -135,7 +174,12 @@ class Job:
             device=self.device,
             precision=self.precision,
             deterministic=self.deterministic,
+            accumulate=self.accumulate,
         )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 class _RandomState:
@@ -189,3 +233,32 @@ class JobBatches:
         with self.own_random():
             batch = self._cursor.next()
             return self._cursor.next() if batch is END_OF_PASS and self._cycles else batch
+
+
+def check_jobs(jobs: Sequence[Job]) -> None:
+    """Refuse what cannot be scheduled whatever it trains."""
+    if not jobs:
+        raise ConfigError("expected at least one job, but got none; pass a list of trainmux.Job")
+    for job in jobs:
+        if not isinstance(job, Job):
+            raise ConfigError(f"expected jobs to be trainmux.Job, but got {type(job).__name__}; make one")
+    names = [job.name for job in jobs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"jobs must have different names, but got {twice[0]!r} twice; rename one of them")
+    places = sorted({str(job.where) for job in jobs})
+    if len(places) > 1:
+        raise ConfigError(f"jobs must share one device, but got jobs on {places}; put them on one")
+    _check_apart(jobs)
+
+
+def _check_apart(jobs: Sequence[Job]) -> None:
+    """Refuse two jobs that would train the same model or fleet."""
+    owners: dict[int, str] = {}
+    for job in jobs:
+        for trained in (job.fleet, job.model):
+            if trained is not None and owners.setdefault(id(trained), job.name) != job.name:
+                raise ConfigError(
+                    f"jobs must train models of their own, but got one and the same in "
+                    f"{owners[id(trained)]!r} and {job.name!r}; build another"
+                )

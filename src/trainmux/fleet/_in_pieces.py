@@ -81,9 +81,12 @@ class GroupPiece:
             applies=self.applies,
         )
 
-    def feed(self, program: StepProgram) -> dict[int, Tensor]:
-        """What is new for this step, by position among the program's arguments."""
-        self.group._numbers.push(self.group.members)
+    def feed(self, program: StepProgram, *, num_ahead: int = 0) -> dict[int, Tensor]:
+        """What is new for this step, by position among the program's arguments.
+
+        ``num_ahead`` steps of the group, none with an update, were fed before and have not ended yet.
+        """
+        self.group._numbers.push(self.group.members, num_ahead=num_ahead)
         arguments = self.group._arguments(program, self.batch)
         return {position: arguments[position] for position in program.positions_fed_anew()}
 
@@ -127,15 +130,25 @@ class FleetInPieces:
         return self.fleet._config.deterministic
 
     @property
+    def accumulate(self) -> int:
+        """Every so many steps update."""
+        return self.fleet._config.accumulate
+
+    @property
+    def num_accumulated(self) -> int:
+        """Steps that have ended since the last update."""
+        return self.fleet.num_steps % self.accumulate
+
+    @property
     def uses_half(self) -> bool:
         """Whether products are of 16-bit numbers."""
         return self.fleet._config.precision == "bf16"
 
-    def begin(self, batch: Any, *, applies: bool | None = None) -> tuple[GroupPiece, ...]:
+    def begin(self, batch: Any, *, applies: bool | None = None, num_ahead: int = 0) -> tuple[GroupPiece, ...]:
         """Check a batch and read the members' settings as they are now; refuses what `Fleet.step` would.
 
-        ``applies`` says whether the step updates; left out, it is what comes next. Groups that have lost all
-        members have no part in it.
+        ``applies`` says whether the step updates; left out, it is what comes next, behind ``num_ahead`` steps
+        that have begun and not ended. Groups that have lost all members have no part in it.
         """
         fleet, groups = self.fleet, self.groups
         if list(groups) != fleet._groups or self._widths != [group.width for group in groups]:
@@ -146,7 +159,7 @@ class FleetInPieces:
         fleet._require_members()
         feeds = fleet._feed.for_groups(batch, {}, groups, fleet.names)
         if applies is None:
-            applies = (fleet.num_steps + 1) % fleet._config.accumulate == 0
+            applies = (fleet.num_steps + num_ahead + 1) % fleet._config.accumulate == 0
         filled = [group for group in groups if group.members]
         traces = [fleet._trace_for(group, feeds[id(group)].example).graph for group in filled]
         tensors = fleet._feed.tensors(feeds, filled, fleet.names)

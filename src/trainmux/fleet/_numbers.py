@@ -89,9 +89,9 @@ class GroupNumbers:
             offset += num_scalars
         self.idle = tuple(idle)
 
-    def push(self, members: Members) -> None:
-        """Send everything, with the members' counters as they are now."""
-        self._feed.host["counters"][self._rows] = [slot.counter for _, slot in members]
+    def push(self, members: Members, *, num_ahead: int = 0) -> None:
+        """Send everything, with the counters that members have once ``num_ahead`` more steps have ended."""
+        self._feed.host["counters"][self._rows] = [slot.counter + num_ahead for _, slot in members]
         self._feed.push()
 
     def _start_over(self, members: Members) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import trainmux as tm
 from trainmux.colocate import EVERY_KERNEL, _memory_facts
+from trainmux.colocate import smallest_budget as smallest_of
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES
 from trainmux.errors import BatchError, BudgetError, ConfigError, PlanError
 from trainmux.fleet._batches import BatchFeed
@@ -148,6 +149,37 @@ def test_other_steps_run_once_and_are_captured_then() -> None:
     for row in captured.values():
         assert row[-1] > row[0]
         assert row[-1] == row[len(row) * 3 // 4]
+
+
+def test_micro_batches_in_lanes_share_regions(driver: SystemDriver) -> None:
+    """The second lane uses the first one's weights, and is captured for itself."""
+    long, short = page_batches(0), page_batches(0, size=24)
+    batches = [long[0], long[1], short[0], long[2]]
+    losses, state = trained(page_fleet(0, accumulate=4), batches, 14)
+    for spare_pages in (0, 2, 100):
+        fleet = page_fleet(0, accumulate=4)
+        job = tm.Job("a", fleet=fleet, loader=batches, steps=14, concurrent_micro_batches=2)
+        other = tm.Job("b", fleet=page_fleet(1), loader=page_batches(1), steps=4)
+        colocation = tm.colocate([job, other], "4GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+        lanes = colocation._tenants["a"]._works
+        demands = [demand for tenant in colocation._tenants.values() for demand in tenant.demands]
+        assert len(demands) == 3
+        colocation.set_budget(smallest_of(demands) + spare_pages * PAGE)
+        captured: list[tuple[int, ...]] = []
+        leave = lanes[1].leave
+
+        def note(leave: Any = leave, captured: Any = captured, lanes: Any = lanes) -> None:
+            captured.append(tuple(lane.num_captures for lane in lanes))
+            leave()
+
+        lanes[1].leave = note  # type: ignore[method-assign]
+        result = colocation.run()
+        assert [repr(one.error) for one in result.jobs.values() if one.error] == []
+        assert result.peak_bytes <= result.budget_bytes
+        assert torch.equal(result["a"].losses, losses)
+        assert_same_state(state_of(fleet), state, f"{spare_pages} pages more")
+        assert min(captured[-1]) > result["a"].num_segments  # the usual step, and others
+        assert driver.held_bytes == 0
 
 
 def test_jobs_come_and_go(driver: SystemDriver) -> None:

@@ -257,6 +257,21 @@ def test_no_job_starves() -> None:
     assert len(iterations(run, "short")) > 100
 
 
+@pytest.mark.parametrize("num_jobs", [2, 3])
+@pytest.mark.parametrize("room", [40, 50, 70, 79])
+def test_a_job_that_waits_is_not_passed_over(num_jobs: int, room: int) -> None:
+    """Just when a peak of the others ends it is not asked: their next one must not begin before it."""
+    segments = (Segment(1, 40, 40, 1.0), Segment(1, 40, 0, 1.0), Segment(1, 0, 0, 1.0))
+    demands = [JobDemand(name, name, 1, 0, segments, is_measured=True) for name in "abc"[:num_jobs]]
+    scheduler = ScroogeScheduler(demands, room)
+    gpu = SimulatedGpu(scheduler, lambda ref: 1.0, Contention(dict.fromkeys("abc", 1.0)))
+    for demand in demands:
+        gpu.at(600.0, lambda now, name=demand.name: scheduler.remove(name))  # type: ignore[misc]
+    ran = Counter(row.ref.job for row in gpu.run().executed)
+    assert min(ran.values()) > 0.9 * max(ran.values())
+    assert len(ran) == num_jobs
+
+
 @pytest.mark.parametrize("limit", [1, 3])
 def test_no_more_segments_are_in_flight_than_allowed(limit: int) -> None:
     jobs = [wave("a", 30, steps=3), wave("b", 30, steps=3)]
@@ -321,6 +336,21 @@ def test_four_jobs_share_in_pairs() -> None:
     layout = run.remaps[0][1].layout
     assert sorted(len(arena.names) for arena in layout.arenas) == [2, 2]
     assert sum(arena.capacity_bytes for arena in layout.arenas) <= 60
+
+
+def test_a_budget_that_grows_is_in_force_before_all_arenas_have_grown() -> None:
+    """One pair is amid its peaks, the other between two iterations and gets its part at once."""
+    num_parts = 0
+    for moment in range(60):
+        demands = [wave(name, 20, 1.0 + 0.3 * number, steps=6) for number, name in enumerate("abcd")]
+        scheduler = ScroogeScheduler(demands, 50)
+        gpu = gpu_of(scheduler, demands)
+        gpu.at(0.05 * moment, lambda now, scheduler=scheduler: scheduler.set_budget(70))  # type: ignore[misc]
+        remaps = [remap for _, remap in gpu.run().remaps]
+        for remap in remaps:
+            assert sum(arena.capacity_bytes for arena in remap.layout.arenas) <= remap.budget_bytes
+        num_parts += sum(len(remap.layout.arenas) == 2 and remap.budget_bytes == 70 for remap in remaps) > 1
+    assert num_parts
 
 
 def test_jobs_that_cannot_be_scheduled_are_refused() -> None:
