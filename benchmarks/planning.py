@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planning_beside import beside, growth_in_words
 
 import trainmux as tm
 from trainmux.ir import Plan, Profile, load, save
@@ -325,12 +326,22 @@ sub-arrays' widths. `-`: nothing fits. `> n s`: planning was stopped after so lo
 """
 
 _WHY = """\
-The paper's order is mutwo ≤ capuchin ≤ none. Its second half does not hold here, for a reason that lies in
-what `none` may do: it fuses as many members as fit and runs the rest in turns, without a copy or a
-recomputation, at the price of narrower kernels. Capuchin keeps to complete fusion and pays for it with
-copies that nothing hides (one array has no other's forward pass beside its backward pass) or with
-recomputation. Where width matters little, as on these rates it does for large models, turns are cheaper; and
-where not even all feature maps given up are enough, complete fusion does not fit at all.
+The paper's order is mutwo ≤ capuchin ≤ none. Where its second half does not hold, that is not for how `none`
+is made. It is the paper's HFTA-NoMemOpt: members in subsets that fit with nothing copied and nothing
+recomputed, one subset after another; of the partitions tried, the quickest. In one respect it is held to more
+than the paper's: all members train in every step, so parameters and optimizer state of the subsets that wait
+stay on the device, where the paper trains one subset to its end before it begins the next. That can only make
+it slower.
+
+What differs is the price of a narrow array. The paper replays µ-TWO's own steps as CUDA graphs (B.1.5); of
+HFTA it says only that it runs through vmap (B.2.1). Launched by the host, operator by operator, a narrow
+array keeps the host as busy as a wide one, and the device less. Times here are those of kernels that are
+replayed as one CUDA graph, for every policy, with no time of the host's in them: a narrow array loses only
+what its products leave idle in their last wave of tiles, and two microseconds for each kernel.{growth}
+
+Capuchin keeps to complete fusion and pays for it with copies that nothing hides (one array has no other's
+forward pass beside its backward pass) or with recomputation; where that is more, turns are quicker. Where not
+even all feature maps given up are enough, complete fusion does not fit at all.
 """
 
 
@@ -372,7 +383,7 @@ def page(results: dict[str, Any]) -> Iterator[str]:
         both = [rows for rows in both if len(rows) > 1 and all("step_ms" in each for each in rows)]
         yield f"| {title} | {sum(holds(*pair) for pair in both)} | {len(both)} |"
     yield ""
-    yield _WHY
+    yield _WHY.format(growth=growth_in_words(results))
     if "seconds" not in results:
         return  # of a run that was not timed like this, or did not end
     yield "## How long planning took"
@@ -458,7 +469,8 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="write the page of these results and do nothing else")
     given = parser.parse_args()
     if given.table is not None:
-        print("\n".join(page(json.loads(given.table.read_text(encoding="utf-8")))))
+        lines = [*page(json.loads(given.table.read_text(encoding="utf-8"))), *beside(given.table.parent)]
+        print("\n".join(lines))
         return
     table = Table(given)
     if given.profiles is not None:

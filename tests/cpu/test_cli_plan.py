@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +28,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_plan_for_another_machine_is_shown_and_written(tmp_path: Path) -> None:
     files = {kind: tmp_path / f"plan.{kind}" for kind in ("save", "report", "trace")}
-    arguments = ["plan", "small:mlp", "--members", "3", "--device", "a100", "--budget", "50%"]
+    arguments = ["plan", "small:mlp", "--members", "3", "--device", "a100-40gb", "--budget", "50%"]
     for kind, path in files.items():
         arguments += [f"--{kind}", str(path)]
     result = CliRunner().invoke(app, arguments)
@@ -33,6 +39,32 @@ def test_a_plan_for_another_machine_is_shown_and_written(tmp_path: Path) -> None
     assert plan.budget_bytes == tm.DEVICES["a100-40gb"].memory_bytes // 2
     assert json.loads(files["trace"].read_text())["traceEvents"]
     assert files["report"].read_text().lstrip().lower().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(("device", "memory"), [("v100-32gb", 32 * 10**9), ("h200-141gb", 141 * 10**9)])
+def test_without_a_budget_the_whole_device_is_planned_for(device: str, memory: int, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    arguments = ["plan", "small:mlp", "--members", "2", "--device", device, "--save", str(path)]
+    result = CliRunner().invoke(app, [*arguments, "--policy", "none", "--curve", "2"])
+    assert result.exit_code == 0, result.output
+    assert "what the budget costs" in result.output
+    plan = tm.Plan.load(path)
+    assert plan.budget_bytes == memory
+    assert {(profile.source, profile.device.name) for profile in plan.profiles} == {("analytic", device)}
+
+
+def test_a_device_of_one_s_own_is_planned_for(tmp_path: Path) -> None:
+    numbers = {**tm.DEVICES["a100-40gb"].__dict__, "name": "mine", "memory_bytes": 3 * 10**9}
+    (tmp_path / "mine.json").write_text(json.dumps(numbers))
+    arguments = ["plan", "small:mlp", "--members", "2", "--policy", "none"]
+    saved = tmp_path / "plan.json"
+    device = ["--device", str(tmp_path / "mine.json")]
+    result = CliRunner().invoke(app, [*arguments, *device, "--save", str(saved)])
+    assert result.exit_code == 0, result.output
+    plan = tm.Plan.load(saved)
+    assert (plan.budget_bytes, plan.profiles[0].device.name) == (3 * 10**9, "mine")
+    result = CliRunner().invoke(app, [*arguments, "--device", str(tmp_path / "nobody.json")])
+    assert isinstance(result.exception, ConfigError)
 
 
 def test_a_plan_for_this_machine_is_measured() -> None:
@@ -60,6 +92,8 @@ def test_what_cannot_be_planned_is_refused(arguments: list[str], said: str) -> N
 @pytest.mark.parametrize(
     ("options", "error"),
     [
+        (["--budget=-1"], BudgetError),
+        (["--budget", "0"], BudgetError),
         (["--budget", "20 GiBs"], BudgetError),
         (["--budget", "41GB"], BudgetError),
         (["--policy", "best"], ConfigError),
@@ -69,3 +103,61 @@ def test_what_cannot_be_planned_is_refused(arguments: list[str], said: str) -> N
 def test_typed_errors_reach_the_command_line(options: list[str], error: type[Exception]) -> None:
     result = CliRunner().invoke(app, ["plan", "small:mlp", "--device", "a100", *options])
     assert isinstance(result.exception, error)
+
+
+class OnTerminal:
+    """``trainmux plan`` in a process of its own whose error output is a terminal: there are bars on it."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trainmux", "plan", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def read_until(self, words: str) -> None:
+        """Wait until these are on the terminal; empty: until nothing more comes."""
+        while not words or words not in self.shown:
+            ready, _, _ = select.select([self._ours], [], [], 120)
+            assert ready, f"{words!r} did not come: {self.shown!r}"
+            try:
+                piece = os.read(self._ours, 65536)
+            except OSError:  # the other side is closed
+                piece = b""
+            if not piece:
+                assert not words, f"{words!r} never came: {self.shown!r}"
+                return
+            self.shown += piece.decode(errors="replace")
+
+    def end(self) -> tuple[int, str]:
+        """Its status and what it printed."""
+        self.read_until("")
+        printed, _ = self.process.communicate(timeout=60)
+        os.close(self._ours)
+        return self.process.returncode, printed.decode()
+
+
+def test_bars_are_shown_on_a_terminal() -> None:
+    running = OnTerminal("small:mlp", "--members", "2", "--device", "a100-40gb")
+    status, printed = running.end()
+    assert status == 0, running.shown
+    assert "plan by auto: 2 members" in printed
+    for stage in ("profiling", "scheduling by auto", "scheduling by mutwo"):
+        assert stage in running.shown
+    assert "100%" in running.shown
+
+
+def test_ctrl_c_ends_planning_without_a_traceback() -> None:
+    running = OnTerminal("small:mlp", "--members", "32", "--device", "a100-40gb")
+    running.read_until("profiling")
+    running.process.send_signal(signal.SIGINT)
+    status, printed = running.end()
+    assert status in (1, 130)
+    assert "Traceback" not in running.shown + printed
+    assert "plan by" not in printed

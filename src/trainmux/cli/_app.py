@@ -66,7 +66,11 @@ def plan(
         str, typer.Option(help="auto, mutwo, capuchin, swap_only, recompute_only or none.")
     ] = "auto",
     device: Annotated[
-        str, typer.Option(help='Where to train: "here", measured, or a device by name such as a100-40gb.')
+        str,
+        typer.Option(
+            help='Where to train: "here", measured; a device by name such as a100-40gb; or a JSON file with '
+            "the numbers of one (the fields of trainmux.Device)."
+        ),
     ] = "here",
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Of each member.", show_default="the workload's usual one")

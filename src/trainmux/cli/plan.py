@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 SMALL_PREFIX = "small:"
+HERE = "here"
 
 
 class UnknownWorkloadError(ValueError):
@@ -40,13 +41,14 @@ class PlanOptions:
 
 def run_plan(options: PlanOptions) -> tm.Plan:
     """Plan, print, and write what was asked for."""
+    device = _device(options.device)
     fleet = make_fleet(options)
-    on_this_machine = options.device == "here"
+    on_this_machine = device is None
     with _Bars() as bars:
         plan = fleet.plan(
             options.budget,
             options.policy,
-            device=None if on_this_machine else options.device,
+            device=device,
             num_members=None if on_this_machine else options.num_members,
             num_budgets=options.num_budgets,
             progress=bars.show,
@@ -66,7 +68,7 @@ def run_plan(options: PlanOptions) -> tm.Plan:
 def make_fleet(options: PlanOptions) -> tm.Fleet:
     """The workload as a fleet: all members where steps are measured, one where they are worked out."""
     build, loss, batch = _workload(options.workload, options.batch_size)
-    on_this_machine = options.device == "here"
+    on_this_machine = options.device == HERE
     has_gpu = torch.cuda.is_available()
     members = [
         tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-4), name=f"member {number}", seed=number)
@@ -81,6 +83,13 @@ def make_fleet(options: PlanOptions) -> tm.Fleet:
         precision="fp32" if on_this_machine and not has_gpu else "bf16",
         lowering="auto" if on_this_machine else "aten",
     )
+
+
+def _device(text: str) -> str | tm.Device | None:
+    """What ``--device`` names: nothing, this machine; a device by name; or one's own, in a JSON file."""
+    if text == HERE:
+        return None
+    return tm.Device.load(text) if text.lower().endswith(".json") else text
 
 
 def _workload(name: str, batch_size: int | None) -> tuple[Any, Any, Any]:

@@ -295,7 +295,8 @@ class Fleet:
         on the fleet's own device, or worked out for another one by name ("a100-40gb"), which need not be
         here. A plan for the fleet as it is, on its own device, is used from the next step on.
         ``num_members`` plans as if the fleet had so many members like its own, ``num_budgets`` adds what
-        other budgets would cost. ``BudgetError`` says which budget would work where this one does not.
+        other budgets would cost. ``progress`` is told how far each stage is; what it raises, or Ctrl-C, ends
+        planning and changes nothing. ``BudgetError`` says which budget would work where this one does not.
         """
         self._require_members()
         request = PlanRequest(budget, policy, device, num_members, num_budgets, max_partitions, progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -119,6 +120,8 @@ class Plan:
             self.profiles,
             self.timeline,
             measured=measured,
+            prologue=timeline(self.program.prologue, self._profile_of_each()),
+            epilogue=timeline(self.program.epilogue, self._profile_of_each()),
             budget_curve=self._curve(),
         )
         _write(path, page)
@@ -147,17 +150,21 @@ class Plan:
             "profiles": [to_json(profile) for profile in self.profiles],
             "curve": [[cost.budget_bytes, cost.step_seconds, cost.peak_bytes] for cost in self.curve],
         }
-        _write(path, json.dumps(document))
+        _write(path, json.dumps({**document, "sha256": _checksum(document)}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a saved plan; ``PlanError`` where the file is damaged, edited or something else."""
         try:
             document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise PlanError(f"expected a saved plan at {path}, got {error}; {_REMEDY}") from error
         if not isinstance(document, dict) or document.get("kind") != _KIND:
             raise PlanError(f"expected a saved plan at {path}, got something else; {_REMEDY}")
+        if document.pop("sha256", None) != _checksum(document):
+            raise PlanError(
+                f"expected the plan at {path} as it was saved, got one that was edited since; {_REMEDY}"
+            )
         try:
             record = from_json(document["plan"], PlanRecord)
             profiles = [from_json(text, Profile) for text in document["profiles"]]
@@ -173,6 +180,10 @@ class Plan:
                 f"expected the profiles that the plan at {path} was made from, got others; {_REMEDY}"
             )
         return cls(record, profiles, curve)
+
+
+def _checksum(document: Any) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _write(path: str | os.PathLike[str], text: str) -> None:

@@ -90,9 +90,11 @@ class FleetPlanner:
         self._profiles: dict[tuple[int, int], Profile] = {}
         self._scratch: dict[str, int] = {}
         self._read: dict[tuple[int, int, str], tuple[KernelGraph, StepProgram]] = {}
+        self._progress: Progress | None = None
 
     def plan(self, request: PlanRequest) -> Plan:
         """The quickest plan within the budget; see ``Fleet.plan``."""
+        self._progress = request.progress
         facts = self._facts()
         budget = self._budget(request.budget, facts)
         planned = self._planned_groups(request.num_members)
@@ -103,8 +105,7 @@ class FleetPlanner:
         key = self._plan_key(request, budget, planned, bound)
         kept = self._plans.get(key, self._cache) if key else None
         if kept is not None:
-            if request.progress is not None:
-                request.progress(PlanProgress("scheduling", 1, 1, "a plan that was kept"))
+            self._tell(f"scheduling by {request.policy}", 1, 1, "a plan that was kept")
             return kept
         if self.kernels == "compiled":
             self._compile_ahead(planned, bound)
@@ -127,7 +128,8 @@ class FleetPlanner:
         if self._config.measures:
             return ""
         asked = (request.policy, request.num_budgets, budget, tuple(planned), bound, request.reserve_bytes)
-        return plan_key(self._groups, asked, self._facts(), self._device, self.kernels)
+        here = (self._facts(), self._device, self.kernels, self._switches())
+        return plan_key(self._groups, asked, *here)
 
     def _search(
         self,
@@ -299,7 +301,9 @@ class FleetPlanner:
         search = find_partitions([len(group.members) for group in planned], **bound)
         for index, group in enumerate(self._groups):
             widths = {width for partition in search.partitions for width in partition.widths[index]}
+            self._tell("compiling", index, len(self._groups), f"{len(widths)} widths side by side")
             group.compile_widths(sorted(widths, reverse=True))
+        self._tell("compiling", len(self._groups), len(self._groups), "all kernels")
 
     # ---- profiles ----------------------------------------------------------------------------------
 
@@ -343,13 +347,27 @@ class FleetPlanner:
         """
         try:
             with kernel_settings(deterministic=self._config.deterministic):
-                return measure_profile(graph, arguments, width=width, fingerprint=fingerprint, facts=facts)
+                return measure_profile(
+                    graph,
+                    arguments,
+                    width=width,
+                    fingerprint=fingerprint,
+                    facts=facts,
+                    tell=functools.partial(self._tell_measuring, width),
+                )
         except torch.OutOfMemoryError as error:
             reason = str(error).strip().splitlines()[0]
         raise BudgetError(
             f"expected to measure a step of {width} members node by node, but the device has too little free "
             f"memory for it ({reason}); leave the device to this process, or plan for smaller batches"
         )
+
+    def _tell_measuring(self, width: int, done: int, total: int) -> None:
+        self._tell("measuring", done, total, f"width {width}, node by node")
+
+    def _tell(self, stage: str, done: int, total: int, current: str) -> None:
+        if self._progress is not None:
+            self._progress(PlanProgress(stage, done, total, current))
 
     def _graph(self, index: int, width: int) -> KernelGraph:
         return self._kernels(index, width)[0]
@@ -380,10 +398,16 @@ class FleetPlanner:
         ]
 
     def _fingerprint(self, graph: KernelGraph, width: int, facts: DeviceFacts) -> str:
-        text = repr(
-            (graph.fingerprint(), width, facts.name, torch.__version__, "measured", MEASUREMENT_VERSION)
-        )
+        measured = ("measured", MEASUREMENT_VERSION, torch.__version__, self._switches())
+        text = repr((graph.fingerprint(layouts=True), width, facts.name, *measured))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _switches(self) -> tuple[bool, ...]:
+        """Torch's switches that decide which kernels a step calls."""
+        if self._config.device.type != "cuda":
+            return (self._config.deterministic,)
+        tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        return (self._config.deterministic, *tf32)
 
     def _analytic_fingerprint(self, graph: KernelGraph, profile: Profile) -> str:
         if profile.source != "analytic":

@@ -32,16 +32,15 @@ class Swap:
     """A tensor that leaves the device and comes back.
 
     Nodes are (sub-array, rank). It is offloaded as soon as ``offload_after`` has run, its bytes are given
-    back just before ``release_before`` and taken again, for the copy back, just before ``prefetch_before``
-    (the paper's ``prefetch_prompt``). ``reason`` says in words why, with the paper's case (1a to 3) where
-    there is one.
+    back just before ``release_before`` and taken again, for the copy back, just before ``prefetch_prompt``
+    runs. ``reason`` says in words why, with the paper's case (1a to 3) where there is one.
     """
 
     sub_array: int
     tensor: int
     offload_after: tuple[int, int]
     release_before: tuple[int, int]
-    prefetch_before: tuple[int, int]
+    prefetch_prompt: tuple[int, int]
     reason: str = ""
 
 
@@ -95,7 +94,9 @@ class Plan:
     ``peak_bytes`` is what will be reserved on the device: the slab with every tensor, and ``fixed_bytes`` for
     library workspaces and graphs. ``step_seconds`` is one pass through the body: one step of every member.
     ``swap_overlap`` is the share of copy time that runs beside compute, ``recompute_share`` recompute time as
-    a share of compute time (§5.3).
+    a share of compute time (§5.3). ``plain_peak_bytes`` are what the same sub-arrays would have in use at
+    their peak, fixed bytes included, with nothing swapped and nothing recomputed. ``num_left_out`` is how
+    many more partitions the rules would make than the bound on them let be tried.
     """
 
     policy: str
@@ -112,6 +113,13 @@ class Plan:
     swap_overlap: float
     recompute_share: float
     attempts: tuple[Attempt, ...] = ()
+    plain_peak_bytes: int = 0
+    num_left_out: int = 0
+
+    @property
+    def peak_over_limit(self) -> float:
+        """By how much that plain peak passes the budget, as a share of the budget; 0 where it does not."""
+        return max(0.0, self.plain_peak_bytes / self.budget_bytes - 1) if self.budget_bytes else 0.0
 
     @property
     def swaps(self) -> tuple[Swap, ...]:

@@ -7,8 +7,13 @@ products in 31.6 ms, and updates at 4.0 TB/s. They are applied to every device.
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 from trainmux.errors import ConfigError
 from trainmux.ir import DeviceFacts
@@ -25,9 +30,9 @@ class Device:
 
     ``half_flops`` and ``single_flops`` are operations per second of 16-bit and 32-bit products (the latter as
     tensor cores do them where there is such a mode), ``num_multiprocessors`` what they are spread over,
-    ``bandwidth`` and the two ``link`` rates bytes per
-    second; ``duplex_link`` is the rate of each direction while both are busy. ``host_bytes`` is this device's
-    share of the host's memory.
+    ``bandwidth`` and the two ``link`` rates bytes per second; ``duplex_link`` is the rate of each direction
+    while both are busy. ``host_bytes`` is this device's share of the host's memory. Refused with
+    `ConfigError`: numbers that are not above 0, bytes and multiprocessors that are not whole.
     """
 
     name: str
@@ -40,9 +45,44 @@ class Device:
     link: float
     duplex_link: float
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name != "name":
+                _check_number(field.name, getattr(self, field.name), is_whole=field.type == "int")
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"device: expected a name, got {self.name!r}; name it in words")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Device:
+        """A device of one's own, from a JSON file with its fields; ``ConfigError`` where it has others."""
+        names = [field.name for field in fields(cls)]
+        try:
+            found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"device: expected a JSON file with {', '.join(names)} at {os.fspath(path)}, got {error}; "
+                "write one, or name a device"
+            ) from error
+        if not isinstance(found, dict) or set(found) != set(names):
+            got = ", ".join(found) if isinstance(found, dict) else type(found).__name__
+            raise ConfigError(
+                f"device: expected exactly {', '.join(names)} in {os.fspath(path)}, got {got or 'nothing'}; "
+                "add what is missing, drop the rest"
+            )
+        return cls(**found)
+
     @property
     def facts(self) -> DeviceFacts:
         return DeviceFacts(self.name, self.memory_bytes, self.host_bytes)
+
+
+def _check_number(name: str, value: Any, *, is_whole: bool) -> None:
+    is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        kind = "whole number" if is_whole else "number"
+        raise ConfigError(
+            f"device: expected {name} to be a {kind} above 0, got {value!r}; take it from the data sheet"
+        )
 
 
 _GB = 10**9

@@ -122,12 +122,21 @@ class KernelGraph:
     constants: Mapping[str, Location]
     outputs: tuple[Location, ...]
 
-    def fingerprint(self) -> str:
-        """Equal for graphs that do the same to storages of the same sizes."""
+    def fingerprint(self, *, layouts: bool = False) -> str:
+        """Equal for graphs that do the same to storages of the same sizes.
+
+        ``layouts``: and whose library calls find their operands in memory in the same order.
+        """
         digest = hashlib.sha256()
         for step in self.steps:
             line = (step.node.op, _target_text(self.module, step.node), step.phase.value)
             digest.update(repr((*line, step.reads, step.creates, step.changes)).encode())
+            digest.update(repr(_kinds(self.values[step.node])).encode())
+            if step.work is not None:
+                digest.update(repr((step.work, _constants(step.node))).encode())
+                if layouts:
+                    operands = [self.values[source] for source in step.node.all_input_nodes]
+                    digest.update(repr(_strides([*operands, self.values[step.node]])).encode())
         for tensor in self.tensors:
             digest.update(repr((tensor.byte_class.value, tensor.size_bytes)).encode())
         return digest.hexdigest()
@@ -327,6 +336,25 @@ def _target_text(module: torch.nn.Module, node: fx.Node) -> str:
         return str(node.target)
     called = module.get_submodule(str(node.target))
     return called.kernel.key if isinstance(called, RegionCall) else type(called).__name__
+
+
+def _kinds(value: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Type and shape of each tensor of a value."""
+    return [(str(at.dtype), at.shape) for at in _locations(value)]
+
+
+def _strides(value: Any) -> list[tuple[int, ...]]:
+    return [at.strides for at in _locations(value)]
+
+
+def _locations(value: Any) -> list[Location]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Location)]
+
+
+def _constants(node: fx.Node) -> list[bool | int | float]:
+    """The numbers that a call is given beside tensors: strides, paddings, scales."""
+    leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, bool | int | float)]
 
 
 aten = torch.ops.aten

@@ -274,6 +274,7 @@ class _Pass:
         computing = {step.node for step in graph.steps}
         self._last_use = self._last_uses(computing)
         self._last_forward = _last_forward_uses(graph.steps)
+        self._ending = _last_uses_of_created(graph.steps)
 
     def run(self, step: KernelStep) -> None:
         args, kwargs = fx.map_arg((step.node.args, dict(step.node.kwargs)), self._value)
@@ -311,12 +312,23 @@ class _Pass:
         """Let go of what no later node reads, and send away feature maps that the backward pass will read."""
         for node in self._last_use.get(rank, ()):
             self._values.pop(node, None)
+        for number in self._ending.get(rank, ()):
+            self._let_go(number)
         for number in self._last_forward.get(rank, ()) if self._swaps else ():
             kept = self._graph.tensors[number].byte_class is ByteClass.FEATURE_MAP
             storage = self._storages.get(number)
             if kept and storage is not None and storage.nbytes() and len(self._owners[storage._cdata]) == 1:
                 self._host[number] = _bytes_of(storage, self._device).to("cpu", copy=True)
                 storage.resize_(0)
+
+    def _let_go(self, number: int) -> None:
+        """Hold a storage no longer; its address may be another's from now on."""
+        storage = self._storages.pop(number, None)
+        if storage is not None:
+            owners = self._owners[storage._cdata]
+            owners.discard(number)
+            if not owners:
+                del self._owners[storage._cdata]
 
     def close(self) -> None:
         self._values.clear()
@@ -358,14 +370,8 @@ class _Pass:
 
 def _fits(graph: KernelGraph, device: torch.device) -> bool:
     """Whether all that a pass makes fits into what is free, with some room to spare."""
-    last: dict[int, int] = {}
-    for rank, step in enumerate(graph.steps):
-        last.update(dict.fromkeys((*step.reads, *step.creates, *step.changes), rank))
     live = most = 0
-    ending: dict[int, list[int]] = {}
-    for step in graph.steps:
-        for number in step.creates:
-            ending.setdefault(last[number], []).append(number)
+    ending = _last_uses_of_created(graph.steps)
     for rank, step in enumerate(graph.steps):
         live += sum(graph.tensors[number].size_bytes for number in step.creates)
         most = max(most, live)
@@ -373,6 +379,18 @@ def _fits(graph: KernelGraph, device: torch.device) -> bool:
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return most * _ROOM < free + cached
+
+
+def _last_uses_of_created(steps: Sequence[KernelStep]) -> dict[int, list[int]]:
+    """By rank: storages made in the pass that no later node touches."""
+    last: dict[int, int] = {}
+    for rank, step in enumerate(steps):
+        last.update(dict.fromkeys((*step.reads, *step.creates, *step.changes), rank))
+    ending: dict[int, list[int]] = {}
+    for step in steps:
+        for number in step.creates:
+            ending.setdefault(last[number], []).append(number)
+    return ending
 
 
 def _last_forward_uses(steps: Sequence[KernelStep]) -> dict[int, list[int]]:

@@ -118,8 +118,8 @@ def clocked(part: Part, timeline: Timeline) -> ClockedPart:
 def _check_position(part: Part, position: int) -> None:
     if not 0 <= position < len(part.instructions):
         raise PlanError(
-            f"the program's body has {len(part.instructions)} instructions, but the timeline names "
-            f"number {position}; pass a timeline of this program's body"
+            f"this part of the program has {len(part.instructions)} instructions, but the timeline names "
+            f"number {position}; pass a timeline of the same part"
         )
 
 
@@ -129,7 +129,7 @@ def _check(part: Part, span: Span) -> None:
     if span.lane is not expected:
         raise PlanError(
             f"instruction {span.instruction} runs on lane {expected.value!r}, but the timeline has it on "
-            f"{span.lane.value!r}; pass a timeline of this program's body"
+            f"{span.lane.value!r}; pass a timeline of the same part"
         )
 
 

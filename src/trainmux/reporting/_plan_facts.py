@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from trainmux.ir import Attempt, Multiplexing, Plan
 from trainmux.reporting._plan_lookup import PlanLookup
-from trainmux.reporting._units import counted, format_seconds, format_widths
+from trainmux.reporting._units import counted, format_seconds, format_share, format_widths
 
 _BUDGET_TOLERANCE_SECONDS = 1e-9
 
@@ -51,6 +51,17 @@ def attempts_best_first(plan: Plan) -> list[Attempt]:
         return bool(attempt.lost_because), seconds if math.isfinite(seconds) else math.inf
 
     return sorted(plan.attempts, key=order)
+
+
+def left_out(plan: Plan) -> str:
+    """ "; 127 more were left out", behind how many were tried; nothing where all were."""
+    return f"; {plan.num_left_out:,} more partitions were left out" if plan.num_left_out else ""
+
+
+def over_limit(plan: Plan) -> str:
+    """How the peak with nothing swapped and nothing recomputed compares with the budget (§5.3)."""
+    over = plan.peak_over_limit
+    return f"{format_share(over)} over the budget" if over else "within the budget"
 
 
 def outcome(attempt: Attempt) -> str:

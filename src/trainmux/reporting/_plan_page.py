@@ -15,7 +15,7 @@ from importlib.resources import files
 from trainmux.ir import Plan, Profile, Program, Timeline
 from trainmux.reporting import _plan_page_sections as sections
 from trainmux.reporting._plan_lookup import PlanLookup
-from trainmux.reporting._plan_page_data import page_data, script_safe
+from trainmux.reporting._plan_page_data import Around, page_data, script_safe
 from trainmux.reporting._plan_page_table import escaped
 
 _STYLES = ("frame.css", "charts.css", "tables.css")
@@ -25,6 +25,7 @@ _SCRIPTS = (
     "view.js",
     "memory.js",
     "lanes.js",
+    "around.js",
     "tables.js",
     "budget.js",
     "main.js",
@@ -38,19 +39,30 @@ def plan_page(
     predicted: Timeline,
     *,
     measured: Timeline | None = None,
+    prologue: Timeline | None = None,
+    epilogue: Timeline | None = None,
     budget_curve: Sequence[tuple[int, float]] = (),
     title: str = "trainmux plan",
 ) -> str:
     """The page, as text to be written as UTF-8.
 
     ``profiles`` are those that the plan was made from; ``predicted`` and ``measured`` are timelines of the
-    program's body. ``budget_curve`` holds (budget in bytes, seconds a step); a time that is
+    program's body, ``prologue`` and ``epilogue`` of what a ring runs once before and after it; one in which
+    nothing runs is not shown. ``budget_curve`` holds (budget in bytes, seconds a step); a time that is
     not finite stands for a budget that nothing fits. Refused with `PlanError`: profiles, a program or
     timelines that do not belong to the plan.
     """
     lookup = PlanLookup.of(plan, profiles)
     timelines = [predicted] if measured is None else [predicted, measured]
-    data = script_safe(page_data(lookup, program.body, timelines, budget_curve))
+    around = [
+        Around(name, part, timeline)
+        for name, part, timeline in (
+            ("prologue", program.prologue, prologue),
+            ("epilogue", program.epilogue, epilogue),
+        )
+        if timeline is not None and timeline.spans
+    ]
+    data = script_safe(page_data(lookup, program.body, timelines, around, budget_curve))
     style, script = _style(), _script()
     policy = (
         f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src 'sha256-{_digest(script)}'; "
@@ -69,7 +81,7 @@ def plan_page(
             "<main>",
             sections.tiles(lookup, predicted, measured),
             "<noscript><p>The charts and the table of tensors need JavaScript.</p></noscript>",
-            sections.timeline_section(plan, timelines),
+            sections.timeline_section(plan, timelines, around),
             sections.numbers_section(plan, predicted, measured),
             sections.partitions_section(plan, lookup.profiles),
             sections.budget_section(plan, budget_curve),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from trainmux.ir import (
     ByteClass,
@@ -47,10 +47,20 @@ _MAX_NAME_LENGTH = 160
 _CLASS_POSITION = {found: position for position, found in enumerate(ByteClass)}
 
 
+@dataclass(frozen=True)
+class Around:
+    """What runs once, before the first pass through the body or after the last one."""
+
+    name: str
+    part: Part
+    timeline: Timeline
+
+
 def page_data(
     lookup: PlanLookup,
     part: Part,
     timelines: Sequence[Timeline],
+    around: Sequence[Around],
     budget_curve: Sequence[tuple[int, float]],
 ) -> Json:
     """Everything that is drawn; ``timelines`` is the predicted one and, where there is one, the measured."""
@@ -69,6 +79,7 @@ def page_data(
         "profiles": [_profile(profile) for profile in lookup.profiles],
         "instructions": _instructions(lookup, part),
         "timelines": [_timeline(part, timeline, timelines[0]) for timeline in timelines],
+        "around": [_around(lookup, found) for found in around],
         "decisions": _decisions(lookup),
         "budgetCurve": [
             [budget, nanoseconds(seconds) if math.isfinite(seconds) else None]
@@ -137,6 +148,16 @@ def _timeline(part: Part, timeline: Timeline, predicted: Timeline) -> Json:
     }
 
 
+def _around(lookup: PlanLookup, around: Around) -> Json:
+    on_clock = clocked(around.part, around.timeline)
+    return {
+        "name": around.name,
+        "duration": on_clock.duration_ns,
+        "instructions": _instructions(lookup, around.part),
+        "spans": _spans(on_clock),
+    }
+
+
 def _spans(on_clock: ClockedPart) -> Json:
     return {
         "lanes": "".join(str(LANES.index(span.lane)) for span in on_clock.work),
@@ -177,7 +198,7 @@ def _decisions(lookup: PlanLookup) -> Json:
     decisions: list[Json] = []
     for swap in lookup.plan.swaps:
         lookup.tensor(swap.sub_array, swap.tensor)
-        nodes = (swap.offload_after, swap.release_before, swap.prefetch_before)
+        nodes = (swap.offload_after, swap.release_before, swap.prefetch_prompt)
         when = [number for node in nodes for number in _existing(lookup, node)]
         decisions.append([swap.sub_array, swap.tensor, "swapped", swap.reason, when])
     for again in lookup.plan.recomputes:

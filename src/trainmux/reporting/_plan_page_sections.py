@@ -12,12 +12,15 @@ from trainmux.reporting._plan_facts import (
     curve_by_budget,
     curve_in_words,
     how_it_trains,
+    left_out,
     outcome,
+    over_limit,
     recomputed_bytes,
     seconds_per_member,
     swapped_bytes,
 )
 from trainmux.reporting._plan_lookup import PlanLookup
+from trainmux.reporting._plan_page_data import Around
 from trainmux.reporting._plan_page_table import Cell, Column, Kind, Row, empty_table, escaped, table
 from trainmux.reporting._units import (
     NOTHING,
@@ -80,6 +83,9 @@ def tiles(lookup: PlanLookup, predicted: Timeline, measured: Timeline | None) ->
             '<dl class="tiles">',
             _tile("Step, predicted", format_seconds(plan.step_seconds), step_note),
             _tile("Reserved on the device", format_bytes(plan.peak_bytes), peak_note, _meter(plan)),
+            _tile(
+                "Nothing decided", format_bytes(plan.plain_peak_bytes), f"would be in use: {over_limit(plan)}"
+            ),
             _tile("Compute is idle", format_seconds(plan.stall_seconds), f"{stalled} of the step"),
             _tile("Swapped", counted(len(plan.swaps), "tensor"), swap_note),
             _tile("Recomputed", counted(len(plan.recomputes), "tensor"), again_note),
@@ -105,7 +111,7 @@ def _meter(plan: Plan) -> str:
     )
 
 
-def timeline_section(plan: Plan, timelines: Sequence[Timeline]) -> str:
+def timeline_section(plan: Plan, timelines: Sequence[Timeline], around: Sequence[Around]) -> str:
     memory = "".join(_memory_figure(number, plan, timeline) for number, timeline in enumerate(timelines))
     sources = " and ".join(timeline.source for timeline in timelines)
     lanes_label = (
@@ -136,7 +142,19 @@ def timeline_section(plan: Plan, timelines: Sequence[Timeline]) -> str:
         '<button type="button" id="clear-highlight" hidden></button></figcaption>'
         f'<canvas tabindex="0" role="application" aria-roledescription="Gantt chart" '
         f'aria-label="{escaped(lanes_label)}" aria-describedby="timeline-help"></canvas></figure>'
-        '<ul class="legend" id="lanes-legend" aria-label="Lanes"></ul></section>'
+        '<ul class="legend" id="lanes-legend" aria-label="Lanes"></ul>'
+        f"{''.join(_around_figure(found) for found in around)}</section>"
+    )
+
+
+def _around_figure(around: Around) -> str:
+    when = {"prologue": "once before the first step", "epilogue": "once after the last step"}[around.name]
+    caption = f"{around.name.capitalize()}, {when}: {format_seconds(around.timeline.seconds)}"
+    label = f"{caption}. Left and right arrows go from node to node."
+    return (
+        f'<figure id="{around.name}"><figcaption>{escaped(caption)}</figcaption>'
+        f'<canvas tabindex="0" role="application" aria-roledescription="Gantt chart" '
+        f'aria-label="{escaped(label)}"></canvas></figure>'
     )
 
 
@@ -244,7 +262,7 @@ def partitions_section(plan: Plan, profiles: Sequence[Profile]) -> str:
         ],
         caption="The sub-arrays of this plan",
     )
-    heading = f"Tried: {len(plan.attempts)}" if plan.attempts else "Tried"
+    heading = f"Tried: {len(plan.attempts)}{left_out(plan)}" if plan.attempts else "Tried"
     tried = (
         _attempts_table(attempts_best_first(plan))
         if plan.attempts

@@ -13,7 +13,9 @@ from trainmux.reporting._plan_facts import (
     curve_by_budget,
     curve_in_words,
     how_it_trains,
+    left_out,
     outcome,
+    over_limit,
     recomputed_bytes,
     seconds_per_member,
     swapped_bytes,
@@ -71,6 +73,10 @@ def _summary(plan: Plan, lookup: PlanLookup | None) -> list[str]:
             "peak",
             f"{format_bytes(plan.peak_bytes)} of the budget's {format_bytes(plan.budget_bytes)} ({used}); "
             f"{format_bytes(plan.fixed_bytes)} of it for library workspaces and graphs",
+        ),
+        (
+            "undecided",
+            f"{format_bytes(plan.plain_peak_bytes)} with nothing swapped or recomputed, {over_limit(plan)}",
         ),
         ("host", f"{format_bytes(plan.host_bytes)} for what is swapped out"),
         ("stall", f"{format_seconds(plan.stall_seconds)} ({stalled} of the step)"),
@@ -130,13 +136,13 @@ def _attempts(plan: Plan) -> list[str]:
         )
         for attempt in attempts_best_first(plan)
     ]
-    title = f"partitions tried: {len(plan.attempts)} (* is the one chosen)"
+    title = f"partitions tried: {len(plan.attempts)} (* is the one chosen){left_out(plan)}"
     return [title, *_table(header, rows, right={"step", "peak", "stall", "recompute"})]
 
 
 def _swaps(plan: Plan, lookup: PlanLookup | None) -> list[str]:
     def when(swap: Swap) -> str:
-        out, back = _node(lookup, swap.offload_after), _node(lookup, swap.prefetch_before)
+        out, back = _node(lookup, swap.offload_after), _node(lookup, swap.prefetch_prompt)
         return f"out after {out}, back before {back}"
 
     rows = [

@@ -139,7 +139,7 @@ def _swap_positions(
     swap: Swap, views: Sequence[StepView], positions: Sequence[Sequence[int]], num_nodes: int
 ) -> tuple[int, int, int]:
     """The positions of a swap's three nodes in the body, checked to follow one another around the body."""
-    anchors = (swap.offload_after, swap.release_before, swap.prefetch_before)
+    anchors = (swap.offload_after, swap.release_before, swap.prefetch_prompt)
     if not _is_tensor((swap.sub_array, swap.tensor), views):
         raise PlanError(
             f"{describe_swap(swap, views)}: there is no such tensor; plan for the profiles that are passed"

@@ -303,7 +303,7 @@ class _Walk:
         swap = self._released_by.get(key)
         where = (
             f"it is on the host from {swap.release_before[0]}/{swap.release_before[1]} to "
-            f"{swap.prefetch_before[0]}/{swap.prefetch_before[1]}; fetch it back earlier"
+            f"{swap.prefetch_prompt[0]}/{swap.prefetch_prompt[1]}; fetch it back earlier"
             if swap is not None
             else "it is not made yet, or made only later; move what needs it behind that"
         )

@@ -128,7 +128,7 @@ def describe_swap(swap: Swap, views: Sequence[StepView]) -> str:
     return (
         f"swap of {describe_tensor((swap.sub_array, swap.tensor), views)} (offload after "
         f"{_pair(swap.offload_after)}, release before {_pair(swap.release_before)}, prefetch before "
-        f"{_pair(swap.prefetch_before)})"
+        f"{_pair(swap.prefetch_prompt)})"
     )
 
 

@@ -150,13 +150,15 @@ class Candidates:
         self.least_seconds = float(body.starts[-1])
         """No schedule of this arrangement is quicker than its nodes alone."""
         self.least_need: int | None = None
-        """The fewest bytes that the policy said it needs where it found nothing."""
+        """The fewest bytes that the policy said it needs where the last `best` found nothing."""
         self._least_bytes: int | None = None
         self._plain: Candidate | None = None
         self._smallest: Candidate | None = None
         self._smallest_timed: _Timed | None = None
         self._first: dict[int, _Timed | None] = {}
         self._made: dict[int, Candidate | None] = {}
+        self._first_needs: dict[int, int] = {}
+        self._made_needs: dict[int, int] = {}
 
     @property
     def least_bytes(self) -> int:
@@ -211,6 +213,7 @@ class Candidates:
 
         Where nothing can be quicker than ``to_beat`` seconds, nothing or something slower may be returned.
         """
+        self.least_need = None
         plain = self.best_plain(available)
         if plain is not None:
             return plain
@@ -289,14 +292,20 @@ class Candidates:
     def _unplaced(self, limit_bytes: int) -> _Timed | None:
         """What the policy makes of one of `limits`, before it is known what that needs on a slab."""
         if limit_bytes not in self._first:
-            self._first[limit_bytes] = self._scheduled(limit_bytes)
+            self._first[limit_bytes] = self._scheduled(limit_bytes, limit_bytes, self._first_needs)
+        self._note_need(self._first_needs.get(limit_bytes))
         return self._first[limit_bytes]
 
     def _within(self, limit_bytes: int) -> Candidate | None:
         """The same placed, and tightened where the slab needs more than the limit."""
         if limit_bytes not in self._made:
             self._made[limit_bytes] = self._make(limit_bytes)
+        self._note_need(self._made_needs.get(limit_bytes))
         return self._made[limit_bytes]
+
+    def _note_need(self, need: int | None) -> None:
+        if need is not None:
+            self.least_need = need if self.least_need is None else min(self.least_need, need)
 
     def _make(self, limit_bytes: int) -> Candidate | None:
         first = timed = self._unplaced(limit_bytes)
@@ -310,10 +319,11 @@ class Candidates:
                 # Budgets that go by the first would miss one that is quicker by more than they allow for.
                 return candidate if candidate.seconds >= first.seconds * self._most_gain else None
             tightened -= times * (candidate.slab_bytes - limit_bytes + margin)
-            timed = self._scheduled(tightened) if times else None
+            timed = self._scheduled(tightened, limit_bytes, self._made_needs) if times else None
         return None
 
-    def _scheduled(self, limit_bytes: int) -> _Timed | None:
+    def _scheduled(self, limit_bytes: int, asked_for: int, needs: dict[int, int]) -> _Timed | None:
+        """What the policy makes of a limit; where nothing, ``needs[asked_for]`` is what it says it needs."""
         policy = self.known.policy
         try:
             schedule = schedule_sub_arrays(
@@ -323,8 +333,7 @@ class Candidates:
                 other_way=policy.other_way().schedule if isinstance(policy, Auto) else None,
             )
         except Infeasible as reason:
-            need = limit_bytes + reason.excess_bytes
-            self.least_need = need if self.least_need is None else min(self.least_need, need)
+            needs[asked_for] = limit_bytes + reason.excess_bytes
             return None
         try:
             return self._timed(schedule)

@@ -146,8 +146,8 @@ class NodeHints:
     """Table A's scheduling attributes: what a schedule hangs on a node, as (sub-array, tensor) pairs.
 
     ``to_offload`` are copied to the host and ``to_delete`` dropped, to be recomputed, after it has run;
-    ``to_prefetch`` are copied back and ``to_recompute`` made again before it runs. Table B's
-    ``prefetch_prompt`` is the node whose ``to_prefetch`` a tensor is in.
+    ``to_prefetch`` are copied back and ``to_recompute`` made again before it runs. A swapped tensor is in the
+    ``to_prefetch`` of its ``prefetch_prompt``.
     """
 
     to_offload: tuple[tuple[int, int], ...] = ()
@@ -166,33 +166,13 @@ def hints_of(all_facts: Sequence[Facts], schedule: Schedule) -> dict[tuple[int, 
 
     for swap in schedule.swaps:
         add(swap.offload_after, "to_offload", (swap.sub_array, swap.tensor))
-        add(swap.prefetch_before, "to_prefetch", (swap.sub_array, swap.tensor))
+        add(swap.prefetch_prompt, "to_prefetch", (swap.sub_array, swap.tensor))
     for record in schedule.recomputes:
         last_fw = all_facts[record.sub_array].tensors[record.tensor].last_fw_access
         if last_fw is not None:
             add((record.sub_array, last_fw), "to_delete", (record.sub_array, record.tensor))
         add(record.before, "to_recompute", (record.sub_array, record.tensor))
     return hints
-
-
-def inactive_times(
-    facts: Facts, sub_array: int, order: Sequence[tuple[int, int]], seconds: Sequence[float]
-) -> dict[int, float]:
-    """``inactive_time`` of each feature map of a sub-array along a body's order instead of its own.
-
-    ``seconds`` are those of the order's nodes, one each. In a ring the forward pass of the first sub-array
-    stands at the body's end and its backward pass at the beginning of the next one: time wraps around.
-    """
-    starts = list(accumulate(seconds, initial=0.0))
-    position = {rank: place for place, (owner, rank) in enumerate(order) if owner == sub_array}
-    times = {}
-    for tensor in facts.feature_maps:
-        last_fw, first_bw = facts.tensors[tensor].last_fw_access, facts.tensors[tensor].first_bw_access
-        assert last_fw is not None
-        assert first_bw is not None
-        span = starts[position[first_bw]] - starts[position[last_fw] + 1]
-        times[tensor] = span if position[first_bw] > position[last_fw] else span + starts[-1]
-    return times
 
 
 def num_forward(profile: Profile) -> int:

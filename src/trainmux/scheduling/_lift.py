@@ -92,7 +92,7 @@ def _turns(solve: Solve, task: Task) -> Schedule:
                 sub_array=sub_array,
                 offload_after=(sub_array, swap.offload_after[1]),
                 release_before=(sub_array, swap.release_before[1]),
-                prefetch_before=(sub_array, swap.prefetch_before[1]),
+                prefetch_prompt=(sub_array, swap.prefetch_prompt[1]),
             )
             for swap in single.swaps
         ]

@@ -29,13 +29,20 @@ _ROUNDING = 1e-9
 BESIDE_AUTO = ("mutwo", "capuchin", "recompute_only", "swap_only")
 """Policies whose plans `auto` has to beat, or takes."""
 
+_PROFILING = "profiling"
+"""What progress is called while profiles are asked for."""
+
 ProfileOf = Callable[[Group, int], Profile]
 """The profile of a group's members fused to a width."""
 
 
 @dataclass(frozen=True)
 class PlanProgress:
-    """How far planning is: ``done`` of ``total`` profiles or arrangements, and the next one in words."""
+    """How far a stage of planning is: ``done`` of ``total``, and what comes next in words.
+
+    Stages are ``compiling``, ``profiling`` (a profile for each width), ``measuring`` (the nodes of one of
+    them) and ``scheduling by`` a policy (arrangements). Each ends with ``done`` equal to ``total``.
+    """
 
     stage: str
     done: int
@@ -91,8 +98,7 @@ class Planner:
         self.fixed_bytes = fixed_bytes
         self._progress = progress
         search = find_partitions([len(group.members) for group in groups], max_partitions=max_partitions)
-        self.note = search.note
-        """What was left out of the search for partitions; empty where nothing was."""
+        self._num_left_out = search.num_left_out
         profiles = self._profiles(groups, search.partitions, profile_of)
         if host_bytes is None:
             host_bytes = min(profile.device.host_bytes for profile in profiles.values())
@@ -124,7 +130,7 @@ class Planner:
                 beside_of=beside_of,
                 host_bytes=self._host_bytes,
                 max_partitions=max_partitions,
-                progress=progress,
+                progress=None if progress is None else partial(_tell_unless_profiling, progress),
             )
             for other in beside
         ]
@@ -143,8 +149,9 @@ class Planner:
         available = budget_bytes - self.fixed_bytes
         search = _Search(self._all, available, to_beat)
         for done, number in enumerate(search.in_order):
-            self._report("scheduling", done, len(self._all), self._all[number].arrangement.in_words)
+            self._report(self._stage, done, len(self._all), self._all[number].arrangement.in_words)
             search.look_at(number)
+        self._report(self._stage, len(self._all), len(self._all), "all looked at")
         smallest = self._smallest_if_quicker(search.to_beat, available)
         if smallest is not None:
             search.take(self._all.index(self._narrowest), smallest)
@@ -160,7 +167,7 @@ class Planner:
         if search.best is None:
             return None
         attempts = self._attempts(search.notes, search.best.seconds, search.chosen)
-        return self._emit(self._all[search.chosen].arrangement, search.best, budget_bytes, attempts)
+        return self._emit(self._all[search.chosen], search.best, budget_bytes, attempts)
 
     def _worth(self, beside_bytes: int, limit_bytes: int) -> float:
         """Seconds of the quickest arrangement that needs no decision where another one has these bytes."""
@@ -257,8 +264,9 @@ class Planner:
         )
 
     def _emit(
-        self, arrangement: Arrangement, best: Candidate, budget_bytes: int, attempts: tuple[Attempt, ...]
+        self, candidates: Candidates, best: Candidate, budget_bytes: int, attempts: tuple[Attempt, ...]
     ) -> Plan:
+        arrangement = candidates.arrangement
         fixed_bytes = self._fixed_bytes_of(arrangement)
         program = rewrite(arrangement.profiles, best.schedule)
         verify(
@@ -284,7 +292,13 @@ class Planner:
             swap_overlap=times.hidden_copy_seconds / times.copy_seconds if times.copy_seconds else 1.0,
             recompute_share=times.recompute_seconds / times.compute_seconds if times.compute_seconds else 0.0,
             attempts=attempts,
+            plain_peak_bytes=candidates.plain_bytes + fixed_bytes,
+            num_left_out=self._num_left_out,
         )
+
+    @property
+    def _stage(self) -> str:
+        return f"scheduling by {self.policy}"
 
     def _fixed_bytes_of(self, arrangement: Arrangement) -> int:
         return self.fixed_bytes + arrangement.beside_bytes
@@ -301,7 +315,7 @@ class Planner:
         )
         profiles = {}
         for done, (number, width) in enumerate(wanted):
-            self._report("profiling", done, len(wanted), f"{groups[number].name} ×{width}")
+            self._report(_PROFILING, done, len(wanted), f"{groups[number].name} ×{width}")
             profile = profile_of(groups[number], width)
             if profile.width != width:
                 raise PlanError(
@@ -309,6 +323,7 @@ class Planner:
                     f"{profile.width}; fuse the group to that width and profile it"
                 )
             profiles[number, width] = profile
+        self._report(_PROFILING, len(wanted), len(wanted), "all widths")
         return profiles
 
     def _report(self, stage: str, done: int, total: int, current: str) -> None:
@@ -320,8 +335,8 @@ class _Search:
     """What was found so far within ``available`` bytes; ``to_beat`` is the time that counts from now on.
 
     What fits with nothing decided comes first, the quickest of it: that costs no search and spares others.
-    The rest follows by a guess: what is least short of bytes comes closest to its bound. The order decides
-    how soon others can be ruled out, not what is found.
+    The rest follows by the least time that it can take. The order decides how soon others can be ruled out,
+    not what is found.
     """
 
     def __init__(self, everything: Sequence[Candidates], available: int, to_beat: float) -> None:
@@ -336,15 +351,7 @@ class _Search:
         ]
         numbers = range(len(everything))
         fits = [_plain_need(candidates) <= available for candidates in everything]
-        guesses = [self._guess(number) for number in numbers]
-        self.in_order = sorted(numbers, key=lambda n: (not fits[n], guesses[n], n))
-
-    def _guess(self, number: int) -> float:
-        """A time that an arrangement may take: its bound, and more the more bytes it is short of."""
-        candidates = self._all[number]
-        shortage = max(0, candidates.plain_bytes - self._available[number]) / max(1, candidates.plain_bytes)
-        hidden = 0.5 if candidates.arrangement.multiplexing is Multiplexing.RING else 1.0
-        return self._bounds[number] * (1 + hidden * shortage)
+        self.in_order = sorted(numbers, key=lambda n: (not fits[n], self._bounds[n], n))
 
     def look_at(self, number: int) -> None:
         """Take what an arrangement offers if it is quicker, or note why it is not taken."""
@@ -367,6 +374,12 @@ class _Search:
         self.best, self.chosen = found, number
         self.to_beat = found.seconds
         self.notes[number] = (found, "")
+
+
+def _tell_unless_profiling(progress: Progress, step: PlanProgress) -> None:
+    """Pass progress on; profiles that are there already are not worth a word."""
+    if step.stage != _PROFILING:
+        progress(step)
 
 
 def _plain_need(candidates: Candidates) -> int:

@@ -90,8 +90,8 @@ def live_bytes(
 ) -> list[int]:
     """Device bytes needed at each node of a body: tensors, workspace, and recomputations just before it.
 
-    One pass over everything; what has to be asked again and again belongs into a `MemoryCurve`. In a body
-    that repeats itself memory wraps around: what the end leaves behind is there at the beginning.
+    One pass over everything; policies that ask again and again keep books instead. In a body that repeats
+    itself memory wraps around: what the end leaves behind is there at the beginning.
     """
     all_facts = [facts_of(profile) for profile in task.profiles]
     place = {node: position for position, node in enumerate(order)}
@@ -111,8 +111,8 @@ def live_bytes(
             add(begin, end, tensor.memory_size)
     for swap in swaps:
         size = task.profiles[swap.sub_array].tensors[swap.tensor].size_bytes
-        if swap.release_before != swap.prefetch_before:
-            add(place[swap.release_before], place[swap.prefetch_before], -size)
+        if swap.release_before != swap.prefetch_prompt:
+            add(place[swap.release_before], place[swap.prefetch_prompt], -size)
     for recompute in recomputes:
         facts = all_facts[recompute.sub_array]
         last_fw = facts.tensors[recompute.tensor].last_fw_access

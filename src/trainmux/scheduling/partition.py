@@ -69,13 +69,6 @@ class PartitionSearch:
     partitions: tuple[Partition, ...]
     num_left_out: int
 
-    @property
-    def note(self) -> str:
-        """What a person is told of the bound; empty where everything is tried."""
-        if not self.num_left_out:
-            return ""
-        return f"{len(self.partitions)} partitions tried, {self.num_left_out} left out"
-
 
 def paper_partitions(num_members: int) -> tuple[tuple[int, ...], ...]:
     """The paper's partitions into pairs of sub-arrays, widest first; a single member stays alone.

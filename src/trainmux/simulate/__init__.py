@@ -11,7 +11,6 @@ from trainmux.simulate._allocator import (
     Segment,
     replay,
 )
-from trainmux.simulate._curve import MemoryCurve
 from trainmux.simulate._lanes import LaneClock, LaneTimes
 from trainmux.simulate._measured_timeline import measured_timeline
 from trainmux.simulate._memory import live_bytes, memory, peak_live_bytes
@@ -31,7 +30,6 @@ __all__ = [
     "LaneClock",
     "LaneTimes",
     "Lifetime",
-    "MemoryCurve",
     "Placement",
     "PoolForecast",
     "PoolSimulator",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 
 import trainmux as tm
 from trainmux.errors import BudgetError, ConfigError, PlanError
-from trainmux.fleet import _program_store
-from trainmux.ir import verify
+from trainmux.fleet import _plan, _program_store
+from trainmux.ir import Multiplexing, to_json, verify
 from trainmux.lowering import KernelCache
 from trainmux.workloads import SMALL
 
@@ -128,6 +129,9 @@ def test_steps_are_measured_here_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.record == plan.record
     fleet_of("cnn").plan("1GiB")
     assert len(measured) == 4
+    # Other kernels of the same step: what was measured is not taken for them.
+    fleet_of("mlp", deterministic=True).plan("1GiB")
+    assert len(measured) == 6
 
 
 def test_planning_changes_no_member() -> None:
@@ -169,7 +173,23 @@ def test_a_plan_is_saved_and_loaded_whole(roomy: tm.Plan, tmp_path: Path) -> Non
     assert [entry.name for entry in path.parent.iterdir()] == ["plan.json"]
 
 
-@pytest.mark.parametrize("damage", ["cut off", "edited", "other kind", "no json", "empty", "list", "missing"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "cut off",
+        "edited",
+        "edited curve",
+        "edited profile",
+        "other profiles",
+        "other kind",
+        "no json",
+        "empty",
+        "list",
+        "missing",
+        "no checksum",
+        "deep",
+    ],
+)
 def test_damaged_plan_files_are_refused(damage: str, roomy: tm.Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     roomy.save(path)
@@ -177,21 +197,51 @@ def test_damaged_plan_files_are_refused(damage: str, roomy: tm.Plan, tmp_path: P
     document = json.loads(text)
     if damage == "edited":
         document["plan"] = document["plan"].replace(str(roomy.peak_bytes), "1")
+    if damage == "edited curve":
+        document["curve"] = [[1, 1e-9, 1]]
+    if damage == "edited profile":
+        document["profiles"][0] = document["profiles"][0].replace('"toy"', '"joy"')
+    if damage == "other profiles":
+        document["profiles"] = []
     if damage == "missing":
         del document["profiles"]
-    path.write_text(
-        {
-            "cut off": text[: len(text) // 2],
-            "no json": "plan",
-            "empty": "",
-            "list": "[]",
-            "other kind": json.dumps({"kind": "something"}),
-        }.get(damage, json.dumps(document))
-    )
+    if damage == "no checksum":
+        del document["sha256"]
+    damaged = {
+        "cut off": text[: len(text) // 2],
+        "no json": "plan",
+        "empty": "",
+        "list": "[]",
+        "other kind": json.dumps({"kind": "something"}),
+        "deep": "[" * 100_000,
+    }.get(damage, json.dumps(document))
+    assert damaged != text
+    path.write_text(damaged)
     with pytest.raises(PlanError, match="plan"):
         tm.Plan.load(path)
     with pytest.raises(PlanError):
         tm.Plan.load(tmp_path / "nothing.json")
+
+
+def test_whoever_writes_a_checksum_of_their_own_is_found_out_too(roomy: tm.Plan, tmp_path: Path) -> None:
+    """The records inside have checksums, and a plan names the profiles it was made from."""
+    path = tmp_path / "plan.json"
+
+    def refused(**changes: Any) -> None:
+        roomy.save(path)
+        document = json.loads(path.read_text())
+        del document["sha256"]
+        document |= changes
+        path.write_text(json.dumps({**document, "sha256": _plan._checksum(document)}))
+        with pytest.raises(PlanError):
+            tm.Plan.load(path)
+
+    other = replace(roomy.profiles[0], fingerprint="another")
+    refused(plan=to_json(roomy.record).replace(str(roomy.peak_bytes), "1"))
+    refused(profiles=[to_json(other)])
+    refused(profiles=[])
+    refused(curve=[["a", "b", "c"]])
+    refused(curve=[[1]])
 
 
 def test_a_plan_is_used_by_its_own_fleet_only(tmp_path: Path) -> None:
@@ -230,10 +280,20 @@ def test_what_other_budgets_cost() -> None:
     assert times[-1] == pytest.approx(plan.step_seconds)
 
 
+def test_the_page_of_a_ring_shows_what_runs_around_its_steps(roomy: tm.Plan, tmp_path: Path) -> None:
+    plan = fleet_of("mlp").plan(None, "mutwo", device=DEVICE, num_members=4)
+    assert plan.record.schedule.multiplexing is Multiplexing.RING
+    for shown, has_around in ((plan, True), (roomy, False)):
+        shown.report(tmp_path / "plan.html")
+        page = (tmp_path / "plan.html").read_text()
+        assert ('id="prologue"' in page, 'id="epilogue"' in page) == (has_around, has_around)
+
+
 def test_progress_is_told_and_can_interrupt() -> None:
     seen: list[Any] = []
     fleet_of("mlp").plan(device=DEVICE, progress=seen.append)
-    assert {progress.stage for progress in seen}
+    stages = {progress.stage for progress in seen}
+    assert {"profiling", "scheduling by auto", "scheduling by mutwo"} <= stages
     assert all(0 <= progress.done <= progress.total for progress in seen)
 
     def interrupt(_: Any) -> None:
@@ -243,3 +303,25 @@ def test_progress_is_told_and_can_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt):
         fleet.plan(device=DEVICE, progress=interrupt)
     assert fleet.plan(device=DEVICE).peak_bytes
+
+
+@pytest.mark.parametrize("stage", ["compiling", "profiling", "measuring", "scheduling by none"])
+def test_measuring_is_told_node_by_node_and_can_be_interrupted_anywhere(stage: str) -> None:
+    """What was interrupted has changed nothing: the fleet trains on, and can be planned for again."""
+    fleet, other = fleet_of("mlp", lowering="inductor"), fleet_of("mlp", lowering="inductor")
+    told: list[Any] = []
+
+    def interrupt(progress: Any) -> None:
+        told.append(progress)
+        if progress.stage == stage and progress.done == progress.total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fleet.plan("1GiB", "none", progress=interrupt)
+    if stage == "measuring":
+        measured = [progress for progress in told if progress.stage == stage]
+        assert [progress.done for progress in measured] == list(range(1, measured[0].total + 1))
+    batch = SMALL["mlp"].batch(1, torch.float32)
+    assert torch.equal(fleet.step(batch), other.step(batch))
+    assert fleet.plan("1GiB", "none").peak_bytes
+    torch.testing.assert_close(fleet.step(batch), other.step(batch))

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from trainmux.ir import ByteClass, Multiplexing, Phase, Schedule, verify
 from trainmux.lowering import lower
 from trainmux.lowering._compile import KernelCache
-from trainmux.profiling import analytic_profile, find_device, read_kernels
+from trainmux.profiling import KernelGraph, analytic_profile, find_device, read_kernels
 from trainmux.rewrite import rewrite
 from trainmux.tracing import make_fx, static_fake_mode
 
@@ -60,6 +60,37 @@ def test_lowering_makes_fewer_nodes_and_less_memory() -> None:
         sizes[lowering] = (len(graph.steps), sum(maps))
     assert sizes["inductor"][0] < sizes["aten"][0] / 5
     assert sizes["inductor"][1] < sizes["aten"][1]
+
+
+def convolved(
+    *, dilation: int = 1, channels_last: bool = False, dtype: torch.dtype = torch.float32
+) -> KernelGraph:
+    """One convolution of 8 channels whose result has the size of its input."""
+    given = torch.empty(2, 8, 16, 16, dtype=dtype)
+    weight = torch.empty(8, 8, 3, 3, dtype=dtype)
+    if channels_last:
+        given = given.to(memory_format=torch.channels_last)
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return nn.functional.conv2d(x, w, padding=dilation, dilation=dilation)
+
+    with static_fake_mode() as mode, mode:
+        module = make_fx(function)(mode.from_tensor(given), mode.from_tensor(weight))
+    for node in module.graph.nodes:
+        node.meta.setdefault("phase", Phase.FORWARD)
+    return read_kernels(module, [ByteClass.BATCH, ByteClass.PARAMETER])
+
+
+def test_kernels_that_only_differ_in_their_arguments_have_other_fingerprints() -> None:
+    """All of these touch storages of the same sizes, but do not take the same time."""
+    plain = convolved()
+    assert plain.fingerprint() == convolved().fingerprint()
+    assert plain.fingerprint(layouts=True) == convolved().fingerprint(layouts=True)
+    assert plain.fingerprint() != convolved(dilation=2).fingerprint()
+    last = convolved(channels_last=True)
+    assert plain.fingerprint(layouts=True) != last.fingerprint(layouts=True)
+    by_type = {convolved(dtype=dtype).fingerprint() for dtype in (torch.float16, torch.bfloat16)}
+    assert len(by_type) == 2
 
 
 def traced(function: object, *shapes: tuple[int, ...]) -> fx.GraphModule:

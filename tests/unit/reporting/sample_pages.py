@@ -19,6 +19,8 @@ def page_of(sample: Sample, *, measured: bool = True, title: str = "A plan") -> 
         sample.profiles,
         sample.predicted,
         measured=sample.measured if measured else None,
+        prologue=sample.prologue,
+        epilogue=sample.epilogue,
         budget_curve=sample.budget_curve,
         title=title,
     )

@@ -60,6 +60,8 @@ class Sample:
     profiles: tuple[Profile, ...]
     predicted: Timeline
     measured: Timeline
+    prologue: Timeline
+    epilogue: Timeline
     budget_curve: tuple[tuple[int, float], ...]
 
 
@@ -75,10 +77,11 @@ def ring_sample(num_layers: int = 12, *, seed: int = 0, layer_name: str = "block
     peak = max(_total(point) for point in writer.memory)
     slab_bytes = int(peak * 1.01) // 512 * 512
     host_bytes = sum(profiles[swap.sub_array].tensors[swap.tensor].size_bytes for swap in schedule.swaps)
+    prologue, epilogue = _before_and_after(profiles[0], schedule)
     program = Program(
-        prologue=Part((), ()),
+        prologue=prologue,
         body=body,
-        epilogue=Part((), ()),
+        epilogue=epilogue,
         resident=tuple(
             (sub_array, position)
             for sub_array, profile in enumerate(profiles)
@@ -104,7 +107,17 @@ def ring_sample(num_layers: int = 12, *, seed: int = 0, layer_name: str = "block
             (1.75, 0.951),
         )
     )
-    return Sample(plan, program, profiles, predicted, measured, curve)
+    around = [clock("predicted", part, profiles, [], None) for part in (prologue, epilogue)]
+    return Sample(plan, program, profiles, predicted, measured, *around, curve)
+
+
+def _before_and_after(profile: Profile, schedule: Schedule) -> tuple[Part, Part]:
+    """The first sub-array's forward pass with a copy out, and its other nodes with that copy back."""
+    num_forward = sum(node.phase is Phase.FORWARD for node in profile.nodes)
+    swapped = next(swap.tensor for swap in schedule.swaps if swap.sub_array == 0)
+    forward = [Compute(0, rank) for rank in range(num_forward)]
+    others = [Compute(0, rank) for rank in range(num_forward, len(profile.nodes))]
+    return Part((*forward, Offload(0, swapped)), ()), Part((Prefetch(0, swapped), *others), ())
 
 
 def turns_sample() -> Sample:
@@ -134,9 +147,12 @@ def turns_sample() -> Sample:
         recompute_seconds=0.0,
         swap_overlap=0.0,
         recompute_share=0.0,
+        plain_peak_bytes=6 * MIB + 512,
     )
     program = Program(Part((), ()), body, Part((), ()), ((0, 0),), 6 * MIB + 512, 0)
-    return Sample(plan, program, (profile,), timeline, replace(timeline, source="measured"), ())
+    nothing = clock("predicted", Part((), ()), (profile,), [], None)
+    measured = replace(timeline, source="measured")
+    return Sample(plan, program, (profile,), timeline, measured, nothing, nothing, ())
 
 
 def _tensor(name: str, byte_class: ByteClass, size_bytes: int) -> ProfiledTensor:
@@ -403,7 +419,7 @@ def _by_node(
     releases, prefetches, recomputes = defaultdict(list), defaultdict(list), defaultdict(list)
     for key, swap in swapped.items():
         releases[swap.release_before].append(key)
-        prefetches[swap.prefetch_before].append(key)
+        prefetches[swap.prefetch_prompt].append(key)
     for key, one in again.items():
         recomputes[one.before].append(key)
     return releases, prefetches, recomputes
@@ -462,4 +478,6 @@ def _plan(
             tried("mutwo", (2, 2, 2, 1), ring, 1.09, 0.93, "9.0% slower"),
             tried("mutwo", (1,) * 7, ring, 1.44, 0.66, "44.0% slower: width 1 does not fill the device"),
         ),
+        plain_peak_bytes=budget_bytes * 5 // 4,
+        num_left_out=1234,
     )

@@ -149,7 +149,7 @@ def test_a_timeline_of_another_program_is_refused(bad: Span, words: str) -> None
 
 
 def test_a_memory_point_of_another_program_is_refused() -> None:
-    with pytest.raises(PlanError, match="names number 12; pass a timeline of this program's body"):
+    with pytest.raises(PlanError, match="names number 12; pass a timeline of the same part"):
         clocked(part(), timeline(memory=(MemoryPoint(12, (), 0),)))
 
 

@@ -20,6 +20,7 @@ from sample_plans import GIB, Sample, ring_sample, turns_sample
 from trainmux.errors import PlanError
 from trainmux.ir import ByteClass, Compute, Free, Offload, Prefetch, Recompute, SubArray, Timeline, Wait
 from trainmux.reporting import plan_page
+from trainmux.reporting._units import format_seconds
 
 VOID = {"meta", "input", "br", "link", "img"}
 
@@ -154,7 +155,7 @@ def test_every_file_of_the_page_is_in_it(page: str) -> None:
 
 def test_charts_have_labels_and_can_be_reached_by_keys(html: Element) -> None:
     canvases = list(html.all("canvas"))
-    assert len(canvases) == 4  # memory twice, lanes, budget
+    assert len(canvases) == 6  # memory twice, lanes, prologue, epilogue, budget
     for canvas in canvases:
         assert canvas.attributes["tabindex"] == "0"
         assert canvas.attributes["role"] == "application"
@@ -264,7 +265,7 @@ def test_plan_profiles_and_decisions_in_the_data_are_those_given(sample: Sample,
             one.tensor,
             "swapped",
             one.reason,
-            [*one.offload_after, *one.release_before, *one.prefetch_before],
+            [*one.offload_after, *one.release_before, *one.prefetch_prompt],
         ]
         for one in plan.swaps
     ]
@@ -343,6 +344,33 @@ def test_without_measured_and_curve_their_places_are_gone(sample: Sample) -> Non
     assert [head.text for head in next(html.by_id("numbers").all("thead")).all("th")] == ["predicted"]
 
 
+def test_what_runs_once_around_the_steps_is_drawn_small(sample: Sample, page: str, html: Element) -> None:
+    for found, part, timeline, when in zip(
+        data_of(page)["around"],
+        (sample.program.prologue, sample.program.epilogue),
+        (sample.prologue, sample.epilogue),
+        ("Prologue, once before the first step", "Epilogue, once after the last step"),
+        strict=True,
+    ):
+        caption = next(html.by_id(found["name"]).all("figcaption")).text
+        assert caption == f"{when}: {format_seconds(timeline.seconds)}"
+        assert found["duration"] == round(timeline.seconds * 1e9)
+        assert len(found["instructions"]["kinds"]) == len(part.instructions)
+        assert sorted(found["spans"]["instructions"]) == list(range(len(part.instructions)))
+        spans = {span.instruction: span for span in timeline.spans}
+        for position, start in zip(found["spans"]["instructions"], found["spans"]["starts"], strict=True):
+            assert start == round(spans[position].start * 1e9)
+
+
+def test_a_prologue_in_which_nothing_runs_is_not_drawn(sample: Sample) -> None:
+    other = turns_sample()
+    page = page_of(other)
+    assert data_of(page)["around"] == []
+    assert "rologue" not in "".join(caption.text for caption in read(page).all("figcaption"))
+    with pytest.raises(PlanError, match="pass a timeline of the same part"):
+        page_of(replace(sample, prologue=sample.epilogue))
+
+
 def test_a_measured_pass_without_bytes_shows_the_predicted_ones_and_says_so(sample: Sample) -> None:
     page = page_of(replace(sample, measured=replace(sample.measured, memory=())))
     captions = [caption.text for caption in read(page).all("figcaption")]
@@ -360,7 +388,14 @@ def test_the_smallest_plan_has_a_page() -> None:
     sample = turns_sample()
     html = read(plan_page(sample.plan, sample.program, sample.profiles, sample.predicted))
     assert "Only this partition was considered." in html.by_id("partitions").text
-    assert "nothing leaves the device" in next(html.all("dl")).text
+    tiles = next(html.all("dl")).text
+    assert "nothing leaves the device" in tiles
+    assert "Nothing decided6.0 MiBwould be in use: within the budget" in tiles
+
+
+def test_the_peak_over_the_limit_and_the_partitions_left_out_are_told(html: Element) -> None:
+    assert "would be in use: 25.0% over the budget" in next(html.all("dl")).text
+    assert "Tried: 7; 1,234 more partitions were left out" in html.by_id("partitions").text
 
 
 def test_no_name_can_break_out_of_its_place() -> None:

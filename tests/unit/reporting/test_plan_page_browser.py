@@ -372,6 +372,33 @@ def test_a_page_without_measurement(browser: Browser, pages: dict[str, Path]) ->
     assert browser.problems == []
 
 
+def test_prologue_and_epilogue_tell_their_nodes(browser: Browser, pages: dict[str, Path]) -> None:
+    opened(browser, pages["ring"])
+    sample = ring_sample()
+    forward = sample.profiles[0].nodes[0].name
+    backward = sample.profiles[0].nodes[-1].name
+    for name, at, node, phase in (
+        ("prologue", 66, forward, "forward"),
+        ("epilogue", -16, backward, "update"),
+    ):
+        assert colours(browser, f"#{name} canvas") >= 4
+        place = box(browser, f"#{name} canvas")
+        assert place["height"] < 60
+        x = place["left"] + (at if at > 0 else place["width"] + at)
+        browser.move_mouse(x, place["top"] + 10)
+        browser.wait_for("!document.getElementById('tooltip').hidden")
+        told = text(browser, "#tooltip")
+        assert node in told
+        assert f"what{phase}" in told
+        browser.move_mouse(5, 5)
+        browser.wait_for("document.getElementById('tooltip').hidden")
+    browser.evaluate("document.querySelector('#prologue canvas').focus()")
+    browser.press("ArrowRight")
+    browser.press("ArrowRight")
+    assert sample.profiles[0].nodes[1].name in text(browser, "#announcer")
+    assert browser.problems == []
+
+
 def test_evil_names_are_shown_and_never_run(browser: Browser, pages: dict[str, Path]) -> None:
     opened(browser, pages["evil"])
     assert browser.problems == []

@@ -28,6 +28,7 @@ def test_the_smallest_plan_from_first_to_last_line() -> None:
         "plan by none: 1 member in 1 sub-array",
         "  step        1.50 ms, 1.50 ms a member",
         "  peak        6.0 MiB of the budget's 8.00 GiB (0.1%); 0 B of it for library workspaces and graphs",
+        "  undecided   6.0 MiB with nothing swapped or recomputed, within the budget",
         "  host        0 B for what is swapped out",
         "  stall       0 ms (0.0% of the step)",
         "  swaps       none",
@@ -45,6 +46,8 @@ def test_the_summary_says_what_the_plan_costs() -> None:
     assert "7 members in 2 sub-arrays (4 + 3), as a ring" in summary
     assert f"{plan.step_seconds * 1e3:.2f} ms, {plan.step_seconds / 7 * 1e3:.2f} ms a member" in summary
     assert f"{plan.peak_bytes / GIB:.2f} GiB of the budget's {plan.budget_bytes / GIB:.2f} GiB" in summary
+    undecided = f"{plan.budget_bytes * 1.25 / GIB:.2f} GiB with nothing swapped or recomputed"
+    assert f"{undecided}, 25.0% over the budget" in summary
     assert f"{plan.stall_seconds * 1e3:.2f} ms" in summary
     sizes = [sample.profiles[swap.sub_array].tensors[swap.tensor].size_bytes for swap in plan.swaps]
     assert f"{len(sizes)} tensors, {sum(sizes) / GIB:.2f} GiB each way" in summary
@@ -55,7 +58,7 @@ def test_the_summary_says_what_the_plan_costs() -> None:
 def test_every_partition_tried_is_listed_and_the_chosen_one_comes_first() -> None:
     plan = ring_sample().plan
     title, header, *rows = blocks(plan_text(plan))["partitions tried"]
-    assert title == "partitions tried: 7 (* is the one chosen)"
+    assert title == "partitions tried: 7 (* is the one chosen); 1,234 more partitions were left out"
     assert header.split() == [
         "policy",
         "widths",

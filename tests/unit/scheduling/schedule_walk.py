@@ -70,7 +70,7 @@ class _Walker:
             if swap.release_before in (node, *skipped) and key in self.there and key in self.on_host:
                 self.free(key)
         for key, swap in self.swaps.items():
-            if swap.prefetch_before == node and key in self.on_host:
+            if swap.prefetch_prompt == node and key in self.on_host:
                 self.put(key, self.on_host.pop(key))
         peak = self.live_bytes
         again = [record for record in self.recomputes.values() if record.before == node]

@@ -9,7 +9,7 @@ from figure6 import Builder, first, second, tensor_of
 
 from trainmux.errors import PlanError
 from trainmux.ir import ByteClass, Multiplexing, Phase, Profile, Recomputation, Swap
-from trainmux.scheduling._facts import Facts, facts_of, inactive_times, num_forward
+from trainmux.scheduling._facts import Facts, facts_of, num_forward
 from trainmux.scheduling._policy import Infeasible, Policy, Task, live_bytes, plain_order
 from trainmux.scheduling.policies.mutwo import MuTwo
 
@@ -99,21 +99,6 @@ def test_intervals(facts: Facts) -> None:
     assert facts.tensors[8].changed_at == (6,)
 
 
-def test_inactive_time_along_a_merged_order_wraps_around_its_end() -> None:
-    profiles = (step(), step())
-    order = plain_order(profiles, Multiplexing.RING)
-    seconds = [profiles[sub_array].nodes[rank].seconds for sub_array, rank in order]
-    facts = facts_of(profiles[0])
-    # Sub-array 0: from "make t" over the rest of its forward pass to behind "gb" of the next body.
-    assert inactive_times(facts, 0, order, seconds) == {3: 4 + 8 + 16, 5: 0}
-    moved = [*order[:1], *order[4:6], *order[1:4], *order[6:]]
-    assert moved[:3] == [(0, 4), (1, 0), (1, 1)]
-    seconds = [profiles[sub_array].nodes[rank].seconds for sub_array, rank in moved]
-    assert inactive_times(facts, 0, moved, seconds) == {3: 4 + 8 + 16 + 1 + 2, 5: 0}
-    # Sub-array 1 has run "make t" before the other's last backward nodes now, and waits for them.
-    assert inactive_times(facts, 1, moved, seconds) == {3: (32 + 64 + 128) + 4 + 8 + 16, 5: 0}
-
-
 def changed(profile: Profile, rank: int, **fields: object) -> Profile:
     nodes = list(profile.nodes)
     nodes[rank] = dataclasses.replace(nodes[rank], **fields)  # type: ignore[arg-type]
@@ -162,7 +147,7 @@ def test_live_bytes_in_turns() -> None:
     static = 6
     plain = [10, 10 + 20 + 7, 10 + 20 + 30, 10 + 30 + 4, 10 + 30 + 4 + 30, 10 + 4 + 30 + 2, 10 + 4 + 2, 4 + 2]
     assert live_bytes(task, order) == [static + bytes_ for bytes_ in plain]
-    swap = Swap(0, 3, offload_after=(0, 1), release_before=(0, 3), prefetch_before=(0, 4))
+    swap = Swap(0, 3, offload_after=(0, 1), release_before=(0, 3), prefetch_prompt=(0, 4))
     expected = plain.copy()
     expected[3] -= 10
     assert live_bytes(task, order, [swap]) == [static + bytes_ for bytes_ in expected]
@@ -195,11 +180,11 @@ def test_live_bytes_in_a_ring_wrap_around() -> None:
     static = 6
     plain = [10 + 30 + 4 + 30, 10 + 4 + 30 + 2, 10 + 4 + 2, 4 + 2, 10, 37, 60, 44]
     assert live_bytes(task, order) == [static + bytes_ for bytes_ in plain]
-    swap = Swap(0, 3, offload_after=(0, 1), release_before=(0, 3), prefetch_before=(0, 5))
+    swap = Swap(0, 3, offload_after=(0, 1), release_before=(0, 3), prefetch_prompt=(0, 5))
     expected = [plain[0] - 10, *plain[1:7], plain[7] - 10]
     assert live_bytes(task, order, [swap]) == [static + bytes_ for bytes_ in expected]
     # A static tensor may be away over the end of the body too.
-    away = Swap(0, 2, offload_after=(0, 2), release_before=(0, 3), prefetch_before=(0, 5))
+    away = Swap(0, 2, offload_after=(0, 2), release_before=(0, 3), prefetch_prompt=(0, 5))
     expected = [plain[0] - 3, *plain[1:7], plain[7] - 3]
     assert live_bytes(task, order, [away]) == [static + bytes_ for bytes_ in expected]
     with pytest.raises(PlanError, match="must be used in the forward pass"):

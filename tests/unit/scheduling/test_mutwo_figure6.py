@@ -124,7 +124,7 @@ def test_the_whole_policy() -> None:
     ]
     assert names(given.profiles, made.order) == [*stage, "Z4²", "Z5²"]
     swaps = {profile.tensors[swap.tensor].name: swap for swap in made.swaps}
-    prompts = {name: swap.prefetch_before for name, swap in swaps.items()}
+    prompts = {name: swap.prefetch_prompt for name, swap in swaps.items()}
     assert prompts == {
         "Z1": (1, rank_of(given.profiles[1], "Z2")),
         "Z2": (0, rank_of(profile, "∇Z3")),

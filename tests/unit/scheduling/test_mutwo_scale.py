@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
 from figure6 import Builder
 
 from trainmux.ir import ByteClass, Multiplexing, Phase, Profile
+from trainmux.scheduling._facts import Facts
 from trainmux.scheduling._policy import Task, live_bytes, plain_order
+from trainmux.scheduling.policies._mutwo_body import Body
 from trainmux.scheduling.policies.mutwo import MuTwo
 
 MIB = 2**20
@@ -57,6 +60,29 @@ def schedule_seconds(num_nodes: int, num_feature_maps: int, share: float) -> flo
     assert made.swaps
     assert max(live_bytes(task, made.order, made.swaps, made.recomputes)) <= task.limit_bytes
     return seconds
+
+
+def test_one_more_decision_is_not_a_new_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tensors are booked once; each decision then changes what is booked at a few nodes."""
+    num_booked: list[int] = []
+    num_changed: list[int] = []
+    book, take_out = Body._book_tensors, Body.take_out
+
+    def counted_booking(body: Body, sub_array: int, facts: Facts) -> None:
+        num_booked.append(len(facts.tensors))
+        book(body, sub_array, facts)
+
+    def counted_change(body: Body, size_bytes: int, release: int, prompt: int) -> None:
+        before = body.taken.copy()
+        take_out(body, size_bytes, release, prompt)
+        num_changed.append(int((body.taken != before).sum()))
+
+    monkeypatch.setattr(Body, "_book_tensors", counted_booking)
+    monkeypatch.setattr(Body, "take_out", counted_change)
+    schedule_seconds(400, 100, share=0.3)
+    assert len(num_booked) == 2  # sub-arrays
+    assert len(num_changed) > 40
+    assert max(num_changed) <= 2
 
 
 def test_a_pair_of_4000_nodes_and_1000_feature_maps() -> None:

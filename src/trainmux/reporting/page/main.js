@@ -20,6 +20,7 @@ function start() {
     new MemoryPanel(document.querySelector(`#memory-${number} canvas`), timeline);
   });
   new LanesPanel(document.querySelector("#lanes canvas"));
+  for (const part of data.around) new AroundPanel(document.querySelector(`#${part.name} canvas`), part);
   const budgetCanvas = document.querySelector("#budget-curve canvas");
   if (budgetCanvas) new BudgetPanel(budgetCanvas);
   drawLegends();

@@ -26,8 +26,8 @@ function tensorOf(subArray, position) {
   };
 }
 
-function instructionAt(position) {
-  const { kinds, subArrays, items, keeps } = data.instructions;
+function instructionAt(position, instructions = data.instructions) {
+  const { kinds, subArrays, items, keeps } = instructions;
   const kind = kinds[position];
   const subArray = subArrays[position];
   const item = items[position];

@@ -85,7 +85,7 @@ def times_of(body: FixedBody, schedule: Schedule) -> LaneTimes:
     for swap in schedule.swaps:
         out, release, back = (
             body.place[sub_array][rank]
-            for sub_array, rank in (swap.offload_after, swap.release_before, swap.prefetch_before)
+            for sub_array, rank in (swap.offload_after, swap.release_before, swap.prefetch_prompt)
         )
         uses = [body.place[swap.sub_array][rank] for rank in _uses(body, swap.sub_array, swap.tensor)]
         first_use = min(uses, key=lambda use: (use - back) % length)

@@ -60,7 +60,7 @@ def emit(pair: Pair, reasons: Mapping[Key, str]) -> Schedule:
                     *copy.key,
                     offload_after=nodes[pair.last_fw_access(copy.key)],
                     release_before=nodes[release],
-                    prefetch_before=nodes[int(prompt)],
+                    prefetch_prompt=nodes[int(prompt)],
                     reason=reasons[copy.key],
                 )
             )

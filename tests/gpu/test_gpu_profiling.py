@@ -1,0 +1,58 @@
+"""Profiling on the GPU where a step does not fit: feature maps wait on the host between the passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import trainmux as tm
+from trainmux.profiling import KernelStep, _measured
+from trainmux.workloads import SMALL
+
+DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
+    monkeypatch.setenv("TRAINMUX_PLAN_DIR", str(tmp_path / "plans"))
+
+
+def fleet_of(name: str) -> tm.Fleet:
+    workload = SMALL[name]
+    models = [workload.build(number).train() for number in range(2)]
+    members = [
+        tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-3), name=f"m{number}", seed=number)
+        for number, model in enumerate(models)
+    ]
+    return tm.Fleet(members, workload.loss, workload.batch(0, torch.float32), device=DEVICE, lowering="aten")
+
+
+@pytest.mark.parametrize("name", ["transformer_with_dropout", "cnn_with_dropout"])
+def test_a_step_that_does_not_fit_is_measured_with_feature_maps_away(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is away is what the step would else hold, and members train on as if nothing had been."""
+    most_away, most_made = 0, 0
+    release = _measured._Pass.release
+
+    def counted(run: _measured._Pass, rank: int, step: KernelStep) -> None:
+        nonlocal most_away, most_made
+        release(run, rank, step)
+        away = sum(host.nbytes for host in run._host.values())
+        there = sum(storage.nbytes() for storage in run._storages.values())
+        most_away, most_made = max(most_away, away), max(most_made, away + there)
+
+    monkeypatch.setattr(_measured._Pass, "release", counted)
+    monkeypatch.setattr(_measured, "_fits", lambda graph, device: False)
+    fleet, other = fleet_of(name), fleet_of(name)
+    plan = fleet.plan(None, "none")
+    fleet.use(None)
+    assert {profile.source for profile in plan.profiles} == {"measured"}
+    assert all(node.seconds > 0 for profile in plan.profiles for node in profile.nodes)
+    assert 0.2 * most_made < most_away <= most_made
+    for number in range(2):
+        batch = SMALL[name].batch(number, torch.float32)
+        torch.testing.assert_close(fleet.step(batch), other.step(batch))
