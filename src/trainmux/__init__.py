@@ -2,6 +2,7 @@
 
 from trainmux import errors
 from trainmux.colocate import Colocation, ColocationResult, Job, JobResult, JobStep, JobUsage, colocate
+from trainmux.colocate._foresight import Foresight, IterationMemory, foresee, iteration_memory
 from trainmux.fleet import Fleet, MachineFacts, Member, Plan, inspect_machine
 from trainmux.profiling import DEVICES, Device
 from trainmux.training import Callback, CSVLog, EarlyStopping, EpochRecord, History
@@ -18,7 +19,9 @@ __all__ = [
     "EarlyStopping",
     "EpochRecord",
     "Fleet",
+    "Foresight",
     "History",
+    "IterationMemory",
     "Job",
     "JobResult",
     "JobStep",
@@ -29,5 +32,7 @@ __all__ = [
     "__version__",
     "colocate",
     "errors",
+    "foresee",
     "inspect_machine",
+    "iteration_memory",
 ]

@@ -41,7 +41,7 @@ TABLE_SIZES = tuple(min(size, MAX_TABLE_SIZE) for size in _CRITEO_SIZES)
 CLICKED_SHARE = 0.25
 
 
-def _ranks(generator: torch.Generator, shape: tuple[int, ...], num_values: Tensor | int) -> Tensor:
+def skewed_ranks(generator: torch.Generator, shape: tuple[int, ...], num_values: Tensor | int) -> Tensor:
     """Numbers from 0 to below ``num_values``, number k drawn about as often as 1 / (k + 1) says.
 
     ``num_values`` may differ along the last dimension.
@@ -69,7 +69,7 @@ def vector_batch(seed: int, batch_size: int, num_features: int, num_classes: int
 
 
 def _bert_words(generator: torch.Generator, batch_size: int) -> Tensor:
-    ranks = _ranks(generator, (batch_size, BERT_LENGTH), BERT_VOCAB_SIZE - BERT_FIRST_WORD)
+    ranks = skewed_ranks(generator, (batch_size, BERT_LENGTH), BERT_VOCAB_SIZE - BERT_FIRST_WORD)
     return BERT_FIRST_WORD + ranks
 
 
@@ -110,7 +110,7 @@ def bert_nsp_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
 
 def gpt2_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
     """Full rows of tokens ``[B, 512]``."""
-    return {"input_ids": _ranks(seeded_generator(seed), (batch_size, GPT2_LENGTH), GPT2_VOCAB_SIZE)}
+    return {"input_ids": skewed_ranks(seeded_generator(seed), (batch_size, GPT2_LENGTH), GPT2_VOCAB_SIZE)}
 
 
 def click_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ def click_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
     sizes = torch.tensor(TABLE_SIZES)
     return {
         "dense": counts.log1p(),
-        "categories": _ranks(generator, (batch_size, len(TABLE_SIZES)), sizes),
+        "categories": skewed_ranks(generator, (batch_size, len(TABLE_SIZES)), sizes),
         "clicked": (torch.rand(batch_size, generator=generator) < CLICKED_SHARE).float(),
     }
 
@@ -130,8 +130,8 @@ def translation_batch(seed: int, batch_size: int) -> dict[str, Tensor]:
     generator = seeded_generator(seed)
     num_words = TRANSLATION_VOCAB_SIZE - TRANSLATION_FIRST_WORD
     shape = (batch_size, TRANSLATION_LENGTH)
-    source = TRANSLATION_FIRST_WORD + _ranks(generator, shape, num_words)
-    target = TRANSLATION_FIRST_WORD + _ranks(generator, shape, num_words)
+    source = TRANSLATION_FIRST_WORD + skewed_ranks(generator, shape, num_words)
+    target = TRANSLATION_FIRST_WORD + skewed_ranks(generator, shape, num_words)
     source[:, -1] = target[:, -1] = TRANSLATION_END
     begin = torch.full((batch_size, 1), TRANSLATION_BEGIN)
     return {"source": source, "target": torch.cat([begin, target], dim=1)}

@@ -51,10 +51,10 @@ def page(records: Sequence[Record], command: str, plot: str | None) -> str:
         parts += [f"### {grid.title}\n\n{_table(grid)}" for grid in grids]
         lost = failures(of_device)
         if lost:
-            parts.append("### What failed\n\n" + "\n".join(f"- {_plain(line)}" for line in lost))
+            parts.append("### What failed\n\n" + "\n".join(f"- {plain(line)}" for line in lost))
         notes = _notes(of_device)
         if notes:
-            parts.append("### Notes\n\n" + "\n".join(f"- {_plain(note)}" for note in notes))
+            parts.append("### Notes\n\n" + "\n".join(f"- {plain(note)}" for note in notes))
         parts.append(_runs(of_device))
     return "\n\n".join(parts) + "\n"
 
@@ -129,6 +129,6 @@ def _table(grid: Grid) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text of others, such as an error, that must not be read as markup."""
     return text.replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")

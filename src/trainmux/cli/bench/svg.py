@@ -57,7 +57,7 @@ def reference_way(comparison: Comparison) -> str | None:
 def _panel(comparison: Comparison, device: str, top: float) -> tuple[list[str], float]:
     reference = reference_way(comparison)
     if reference is None:
-        return [_text(MARGIN, top + 20, f"{device}: no times to show")], 32.0
+        return [text(MARGIN, top + 20, f"{device}: no times to show")], 32.0
     shown = [row for row in comparison.rows if comparison.median_ms(row, reference) is not None]
     hidden = [row.workload for row in comparison.rows if row not in shown]
     speeds = {
@@ -70,8 +70,8 @@ def _panel(comparison: Comparison, device: str, top: float) -> tuple[list[str], 
     colours = _colours(comparison.ways)
     scale = _Scale([speed for group in speeds.values() for speed in group.values() if speed is not None])
     parts = [
-        _text(MARGIN, top + 20, f"{device}: steps per second, relative to {reference}", size=14, bold=True),
-        _text(MARGIN, top + 36, "logarithmic scale; longer to the right is faster" + _left_out(hidden)),
+        text(MARGIN, top + 20, f"{device}: steps per second, relative to {reference}", size=14, bold=True),
+        text(MARGIN, top + 36, "logarithmic scale; longer to the right is faster" + _left_out(hidden)),
     ]
     legend, legend_height = _legend(comparison.ways, colours, top + TITLE_HEIGHT)
     parts += legend
@@ -80,9 +80,9 @@ def _panel(comparison: Comparison, device: str, top: float) -> tuple[list[str], 
     for row, group in speeds.items():
         ways = [way for way in comparison.ways if (row, way) in comparison.records]
         middle = y + BAR_HEIGHT * len(ways) / 2
-        bars.append(_text(MARGIN + LABEL_WIDTH - 8, middle - 2, row.workload, anchor="end", bold=True))
+        bars.append(text(MARGIN + LABEL_WIDTH - 8, middle - 2, row.workload, anchor="end", bold=True))
         sizes = f"batch {row.batch_size}, width {row.width}"
-        bars.append(_text(MARGIN + LABEL_WIDTH - 8, middle + 11, sizes, anchor="end"))
+        bars.append(text(MARGIN + LABEL_WIDTH - 8, middle + 11, sizes, anchor="end"))
         for way in ways:
             note = f" = {number(comparison.median_ms(row, way) or 0)} ms" if way == reference else ""
             bars += _bar(group[way], scale, y, colours[way], note)
@@ -106,13 +106,13 @@ class _Scale:
 def _bar(speed: float | None, scale: _Scale, y: float, colour: str, note: str) -> list[str]:
     base = y + BAR_HEIGHT - 3
     if speed is None:
-        return [_text(scale.x(1) + 4, base, "failed", colour="#b00000")]
+        return [text(scale.x(1) + 4, base, "failed", colour="#b00000")]
     left, right = sorted((scale.x(1), scale.x(speed)))
     width = max(right - left, 1.0)
     shape = (
         f'<rect x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{BAR_HEIGHT - 2}" fill="{colour}"/>'
     )
-    return [shape, _text(left + width + 4, base, f"{number(speed)}×{note}")]
+    return [shape, text(left + width + 4, base, f"{number(speed)}×{note}")]
 
 
 def _left_out(workloads: Sequence[str]) -> str:
@@ -130,7 +130,7 @@ def _grid_lines(scale: _Scale, top: float, bottom: float) -> list[str]:
         colour = "#333333" if power == 0 else "#dddddd"
         lines.append(f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="{colour}"/>')
         label = f"{2**power}×" if power >= 0 else f"1/{2**-power}×"
-        lines.append(_text(x, bottom + 14, label, anchor="middle"))
+        lines.append(text(x, bottom + 14, label, anchor="middle"))
     return lines
 
 
@@ -142,7 +142,7 @@ def _legend(ways: Sequence[str], colours: dict[str, str], top: float) -> tuple[l
         if x + width > MARGIN + LABEL_WIDTH + CHART_WIDTH:
             x, y = float(MARGIN), y + LEGEND_LINE
         parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="11" height="11" fill="{colours[way]}"/>')
-        parts.append(_text(x + 15, y + 10, way))
+        parts.append(text(x + 15, y + 10, way))
         x += width
     return parts, y - top + LEGEND_LINE
 
@@ -157,18 +157,19 @@ def _colours(ways: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _text(
+def text(
     x: float,
     y: float,
-    text: str,
+    words: str,
     *,
     size: int = 11,
     anchor: str = "start",
     bold: bool = False,
     colour: str = "#222222",
 ) -> str:
+    """A line of text whose ``anchor`` lies at ``x``, ``y``."""
     weight = ' font-weight="bold"' if bold else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}"{weight}>'
-        f"{escape(text)}</text>"
+        f"{escape(words)}</text>"
     )

@@ -1,216 +1,112 @@
-"""Two jobs on one device, in every way that there is: in turn or at once, eagerly or as graphs, in a budget.
+"""Two jobs on one device in one process: in turn or at once, eagerly or as graphs, in budgets.
 
-Every way trains the same two jobs for some seconds. What it does per second is counted in *solo seconds*: an
-iteration of a job counts as much as it takes alone, as a graph. In turns, as graphs, that is 1 but for what
-changing over costs; it is the paper's Temporal. A way that runs twice as many iterations of both has 2.
+Every way trains the same two jobs for some seconds; `zico_jobs` says what is counted.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
-import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 import trainmux as tm
 
-from .zico_cases import optimizer_of, zico_case
+from .job import BenchError
+from .zico_cases import machine_bytes
+from .zico_jobs import (
+    LEAST_STEPS,
+    BenchJob,
+    Failure,
+    PairNames,
+    PairResult,
+    WayResult,
+    ZicoOptions,
+    is_lost,
+    release_cached,
+    searched_convolutions,
+    train_for,
+    used_bytes,
+    wait_for,
+)
+from .zico_watch import Stay, run_watched
 
-NUM_BATCHES = 2
-_LEAST_STEPS = 4
-_NUM_BLOCKS = 5
-_WARM_SHARE = 0.4
-"""Of the time given to co-located jobs that is not counted."""
-_SECONDS_BETWEEN_LOOKS = 2e-3
-
-
-@dataclass(frozen=True)
-class WayResult:
-    """One way to run a pair: iterations per second of each job, and solo seconds of work per second."""
-
-    way: str
-    iterations_per_second: tuple[float, ...]
-    work: float
-    detail: dict[str, Any] = field(default_factory=dict)
-
-
-Way = Callable[[], WayResult]
-
-_EXPECTED = (tm.errors.TrainmuxError, RuntimeError, ImportError)
-"""What a way may fail with without the others: refusals, no memory, a package that is not there."""
-
-
-@dataclass(frozen=True)
-class PairResult:
-    """A pair of jobs: what each takes alone and needs in memory, and what came of every way."""
-
-    names: tuple[str, str]
-    solo_ms: tuple[float, float]
-    local_bytes: tuple[int, int]
-    peak_bytes: tuple[int, int]
-    ways: tuple[WayResult, ...]
-
-    def work(self, way: str) -> float | None:
-        """Of one way; ``None`` where it was not measured."""
-        return next((row.work for row in self.ways if row.way == way), None)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+TEMPORAL = "temporal"
+UNLIMITED = "two streams, unlimited"
+ROOMY = "co-located, all memory"
+EAGER_TEMPORAL = "eager temporal"
+EAGER_THREADS = "two eager threads"
+CHANGES = ("co-located, 70%", "co-located, 50%", "co-located, 70% again")
+"""Figure 10's budgets, as shares of what both jobs need at their peaks, as far as they can work."""
+_LEAST_CHANGE = 1.1
 
 
-@dataclass(frozen=True)
-class ZicoOptions:
-    """``lowering`` and ``precision`` are as of `trainmux.Fleet`; every way runs for ``seconds``."""
-
-    device: str
-    lowering: str
-    precision: str
-    seconds: float
-    has_eager: bool = True
+def excess_way(excess: float) -> str:
+    """The name of a budget that both jobs' peaks exceed so many times."""
+    return f"co-located, {excess:g}x"
 
 
-class BenchJob:
-    """A model to train: its fleet, its batches on the device, and what an iteration takes alone."""
-
-    def __init__(self, name: str, seed: int, options: ZicoOptions) -> None:
-        self.case = zico_case(name)
-        self.seed = seed
-        self._device = torch.device(options.device)
-        self._seconds = options.seconds
-        made = [self.case.batch(NUM_BATCHES * seed + number) for number in range(NUM_BATCHES)]
-        self.batches = [
-            pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._device), batch) for batch in made
-        ]
-        model = self.case.build(seed).train()
-        member = tm.Member(model, optimizer_of(model), name=f"{name} {seed}", seed=seed)
-        self.fleet = tm.Fleet(
-            [member],
-            self.case.loss,
-            self.batches[0],
-            device=options.device,
-            precision=options.precision,
-            lowering=options.lowering,
-        )
-        tensors = [*model.parameters(), *model.buffers()]
-        self.state_bytes = sum(tensor.nbytes for tensor in tensors)  # plain SGD has no state of its own
-
-    def batch(self, number: int) -> Any:
-        """One of a few, again and again."""
-        return self.batches[number % NUM_BATCHES]
-
-    def step(self, number: int) -> None:
-        """An iteration by the fleet itself, as a graph where the device has them."""
-        self.fleet.step(self.batch(number))
-
-    @functools.cached_property
-    def solo_seconds(self) -> float:
-        """What an iteration takes with nothing beside it."""
-        for number in range(3):
-            self.step(number)
-        wait_for(self._device)
-        blocks = []
-        for _ in range(_NUM_BLOCKS):
-            begin, num = time.perf_counter(), 0
-            while time.perf_counter() - begin < self._seconds / 10 or num < _LEAST_STEPS:
-                self.step(num)
-                num += 1
-                if num % 4 == 0:
-                    wait_for(self._device)
-            wait_for(self._device)
-            blocks.append((time.perf_counter() - begin) / num)
-        return statistics.median(blocks)
+def machine_way(names: PairNames) -> str:
+    """The name of the budget that the paper's machine for these jobs has."""
+    return f"co-located, {machine_bytes(names) >> 30} GiB"
 
 
-class _Watch(threading.Thread):
-    """Counts the iterations of two jobs for a while, once both are under way, and lets both go then.
-
-    A part of the time is not counted: profiling, and the ramp of the budget.
-    """
-
-    def __init__(self, colocation: tm.Colocation, seconds: float, device: torch.device) -> None:
-        super().__init__(daemon=True)
-        self._colocation, self._wanted_seconds, self._device = colocation, seconds, device
-        self.counted = (0, 0)
-        self.seconds = 0.0
-        self.most_bytes = 0
-
-    def run(self) -> None:
-        try:
-            self._until((1, 1), 0.0)
-            first, since = self._until((1, 1), _WARM_SHARE * self._wanted_seconds)
-            least = (first[0] + _LEAST_STEPS, first[1] + _LEAST_STEPS)
-            last, now = self._until(least, (1 - _WARM_SHARE) * self._wanted_seconds)
-            self.counted, self.seconds = (last[0] - first[0], last[1] - first[1]), now - since
-        finally:
-            for name in ("0", "1"):
-                self._colocation.remove(name)
-
-    def _until(self, least: tuple[int, int], seconds: float) -> tuple[tuple[int, int], float]:
-        """Wait that long, and until both jobs have done so many steps; how many, and when that was."""
-        begin = time.perf_counter()
-        while True:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-            self.most_bytes = max(self.most_bytes, used_bytes(self._device))
-            rows = self._colocation.usage()
-            now = time.perf_counter()
-            steps = (rows[0].num_steps, rows[1].num_steps)
-            is_over = any(row.state in ("done", "failed") for row in rows)
-            if is_over or (now - begin >= seconds and all(map(int.__ge__, steps, least))):
-                return steps, now
+def budgets_of(
+    names: PairNames,
+    sizes: tuple[int, int],
+    excesses: Sequence[float],
+    *,
+    has_machine: bool,
+    changes: bool,
+) -> list[Stay]:
+    """The budgets to run a pair in, from ``sizes``: what both need at their peaks, and at least."""
+    whole, least = sizes
+    stays = [Stay(ROOMY, whole)]
+    stays += [Stay(excess_way(excess), max(least, int(whole / excess)), True) for excess in excesses]
+    if has_machine:
+        stays.append(Stay(machine_way(names), min(whole, machine_bytes(names)), True))
+    if changes:
+        # Where 50% is raised to the least that can work, 70% may be too near to it to be a change.
+        low, high = max(least, whole // 2), int(0.7 * whole)
+        if high < _LEAST_CHANGE * low:
+            high = (low + whole) // 2
+        stays += [Stay(way, size, True) for way, size in zip(CHANGES, (high, low, high), strict=True)]
+    return stays
 
 
 class PairBench:
-    """Two jobs, trained by one way after another."""
+    """Two jobs, trained by one way after another. A way gives its result or raises what stopped it."""
 
     def __init__(self, jobs: tuple[BenchJob, BenchJob], options: ZicoOptions) -> None:
         self.jobs = jobs
+        self.names: PairNames = (jobs[0].case.name, jobs[1].case.name)
         self._options = options
-        self._device = torch.device(options.device)
-        self._sizes: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
-
-    def phases(self, excesses: Sequence[float]) -> tuple[list[Way], list[Way], list[Way]]:
-        """All ways that the device has: by the fleets themselves, co-located, and eagerly.
-
-        What a fleet has captured is gone once it was co-located, so the first kind comes first.
-        """
-        is_cuda = self._device.type == "cuda"
-        by_fleets = [self.temporal, *([self.unlimited] if is_cuda else [])]
-        colocated = [lambda: self.colocated("co-located, all memory", None)]
-        for excess in excesses:
-            colocated.append(lambda excess=excess: self.colocated(f"co-located, {excess}x", excess))  # type: ignore[misc]
-        eager = [self.eager_temporal, *([self.eager_threads] if is_cuda else [])]
-        return by_fleets, colocated, eager if self._options.has_eager else []
+        self._device = options.where
+        self.sizes: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+        """Bytes of each job's own, and of the arena at its peak, once they were co-located."""
 
     def result(self, rows: Sequence[WayResult]) -> PairResult:
         """What is known of the pair, with ``rows`` of the ways that were measured."""
         first, second = self.jobs
-        names = (first.case.name, second.case.name)
         solo = (first.solo_seconds * 1e3, second.solo_seconds * 1e3)
-        return PairResult(names, solo, *self._sizes, tuple(rows))
+        return PairResult(self.names, solo, *self.sizes, tuple(rows))
 
     # ---- as graphs ---------------------------------------------------------------------------------
 
     def temporal(self) -> WayResult:
         """One iteration of each in turn, the host ahead of the device."""
-        for job in self.jobs:
-            job.step(0)
-        self._wait()
-        begin, num = time.perf_counter(), 0
-        while time.perf_counter() - begin < self._options.seconds or num < _LEAST_STEPS:
-            for index in range(2):
-                self.jobs[index].step(num)
-            num += 1
-            if num % 4 == 0:
-                self._wait()
-        self._wait()
-        return self._result("temporal", (num, num), time.perf_counter() - begin)
+
+        def both(number: int) -> None:
+            for job in self.jobs:
+                job.step(number)
+
+        both(0)
+        wait_for(self._device)
+        num, taken = train_for(both, self._options.seconds, self._device)
+        return self.counted(TEMPORAL, (num, num), taken)
 
     def unlimited(self) -> WayResult:
         """Each on a stream of its own with memory of its own: whole steps, at most two of each in flight."""
@@ -231,7 +127,7 @@ class PairBench:
         for index in range(2):
             with torch.cuda.stream(streams[index]):
                 self.jobs[index].step(0)
-        self._wait()
+        wait_for(self._device)
         begin = time.perf_counter()
         while time.perf_counter() - begin < self._options.seconds:
             for index in range(2):
@@ -246,193 +142,158 @@ class PairBench:
                 time.sleep(10e-6)
         taken = time.perf_counter() - begin
         counted = (done[0], done[1])
-        self._wait()
-        return self._result("two streams, unlimited", counted, taken)
+        wait_for(self._device)
+        return self.counted(UNLIMITED, counted, taken)
 
-    def colocated(self, way: str, excess: float | None) -> WayResult:
-        """By `trainmux.colocate`, in a budget that the two jobs together exceed by ``excess``.
+    def colocated(
+        self, excesses: Sequence[float], known: Sequence[str], *, changes: bool
+    ) -> tuple[list[WayResult], list[Failure]]:
+        """By `trainmux.colocate`, in one budget after another, without those ways that are ``known`` already.
 
-        Looked at from another thread: jobs with callbacks wait for these between two iterations.
+        One run goes through all budgets. Where one of them fails, the run begins anew behind it; where the
+        first fails, nothing else is tried.
         """
+        rows: list[WayResult] = []
+        failures: list[Failure] = []
+        skipped = set(known)
+        while True:
+            try:
+                found, failed, is_broken = self._colocated_once(excesses, skipped, changes)
+            except Exception as error:
+                return rows, [*failures, Failure.of(self.names, "co-located", error)]
+            rows += found
+            failures += failed
+            skipped |= {row.way for row in found} | {failure.way for failure in failed}
+            if not is_broken or not found or is_lost(self._device):
+                return rows, failures
+
+    def _colocated_once(
+        self, excesses: Sequence[float], skipped: set[str], changes: bool
+    ) -> tuple[list[WayResult], list[Failure], bool]:
+        """Results, what failed, and whether the run broke off before its last budget."""
+        failures: list[Failure] = []
         jobs = [
             tm.Job(str(index), fleet=job.fleet, loader=job.batches, steps=10**9)
             for index, job in enumerate(self.jobs)
         ]
         colocation = tm.colocate(jobs)
-        rows = colocation.results().jobs
-        local = (rows["0"].local_bytes, rows["1"].local_bytes)
-        peaks = (rows["0"].peak_bytes, rows["1"].peak_bytes)
-        self._sizes = (local, peaks)
+        named = colocation.results().jobs
+        local = (named["0"].local_bytes, named["1"].local_bytes)
+        peaks = (named["0"].peak_bytes, named["1"].peak_bytes)
+        self.sizes = (local, peaks)
         whole, least = sum(local) + sum(peaks), sum(local) + max(peaks)
-        budget = whole if excess is None else max(least, int(whole / excess))
-        colocation.set_budget(budget)
-        watch = _Watch(colocation, self._options.seconds, self._device)
-        watch.start()
-        try:
-            result = colocation.run()
-        finally:
-            watch.join()
-        for row in result.jobs.values():
-            if row.error is not None:
-                raise row.error
+        stays = []
+        for stay in budgets_of(
+            self.names, (whole, least), excesses, has_machine=self._options.has_machine, changes=changes
+        ):
+            if stay.way in skipped:
+                continue
+            if stay.budget_bytes < least:
+                problem = BenchError(
+                    f"the two jobs need at least {least} bytes, by turns; take smaller batches"
+                )
+                failures.append(Failure.of(self.names, stay.way, problem))
+            else:
+                stays.append(stay)
+        if not stays:
+            return [], failures, False
+        colocation.set_budget(stays[0].budget_bytes)
+        stayed, result, error = run_watched(colocation, stays, self._options.seconds, self._device)
+        is_broken = error is not None and len(stayed) < len(stays)
+        if error is not None and is_broken:
+            failures.append(Failure.of(self.names, stays[len(stayed)].way, error))
+        del colocation
         gc.collect()
         release_cached(self._device)
         # The fleets have their own tensors again, which they had not while they were co-located.
         outside = used_bytes(self._device) - sum(job.state_bytes for job in self.jobs)
-        detail = {
-            "budget_bytes": budget,
-            "smallest_budget_bytes": least,
-            "laid_out_bytes": result.peak_bytes,
-            "device_bytes": watch.most_bytes - outside,
-            "num_segments": [row.num_segments for row in result.jobs.values()],
-            "mispredicted": [row.num_mispredicted for row in result.jobs.values()],
-            "shift_seconds": [row.shift_seconds for row in result.jobs.values()],
-            "iterations": [row.num_steps for row in result.jobs.values()],
-        }
-        return self._result(way, watch.counted, watch.seconds, detail)
+        num_segments = [] if result is None else [row.num_segments for row in result.jobs.values()]
+        rows = []
+        for row in stayed:
+            detail = {
+                "budget_bytes": row.stay.budget_bytes,
+                "smallest_budget_bytes": least,
+                "device_bytes": max(0, row.most_bytes - outside),
+                "num_segments": num_segments,
+                **row.detail,
+            }
+            rows.append(self.counted(row.stay.way, (row.counted[0], row.counted[1]), row.seconds, detail))
+        return rows, failures, is_broken
 
     # ---- eagerly -----------------------------------------------------------------------------------
 
     def eager_temporal(self) -> WayResult:
         """Plain torch, one iteration of each in turn."""
-        steps = [self._eager(index) for index in range(2)]
-        for _ in range(2):
+        steps = [job.eager_step() for job in self.jobs]
+
+        def both(number: int) -> None:
             for step in steps:
-                step()
-        self._wait()
-        begin, num = time.perf_counter(), 0
-        while time.perf_counter() - begin < self._options.seconds or num < _LEAST_STEPS:
-            for step in steps:
-                step()
-            self._wait()
-            num += 1
-        return self._result("eager temporal", (num, num), time.perf_counter() - begin)
+                step(number)
+
+        with searched_convolutions():
+            for _ in range(2):
+                both(0)
+            wait_for(self._device)
+            num, taken = train_for(both, self._options.seconds, self._device)
+        return self.counted(EAGER_TEMPORAL, (num, num), taken)
 
     def eager_threads(self) -> WayResult:
         """Plain torch, each in a thread and on a stream of its own."""
-        steps = [self._eager(index) for index in range(2)]
+        steps = [job.eager_step() for job in self.jobs]
+        wait_for(self._device)  # the models are there before other streams read them
         counted = [0, 0]
         is_over = threading.Event()
         ready = threading.Barrier(3)
+        problems: list[BaseException] = []
 
         def train(index: int) -> None:
             stream = torch.cuda.Stream(self._device)
             try:
                 with torch.cuda.stream(stream):
                     for _ in range(2):
-                        steps[index]()
+                        steps[index](0)
                     stream.synchronize()
                     ready.wait()
                     while not is_over.is_set():
-                        steps[index]()
-                        stream.synchronize()
+                        steps[index](counted[index])
+                        if counted[index] % LEAST_STEPS == 0:
+                            stream.synchronize()
                         counted[index] += 1
-            except BaseException:
+                    stream.synchronize()
+            except BaseException as error:
+                problems.append(error)
                 ready.abort()  # or the others would wait for this thread
-                raise
 
         threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        ready.wait()
-        begin = time.perf_counter()
-        time.sleep(self._options.seconds)
-        is_over.set()
-        done, taken = (counted[0], counted[1]), time.perf_counter() - begin
-        for thread in threads:
-            thread.join()
-        return self._result("two eager threads", done, taken)
-
-    def _eager(self, index: int) -> Callable[[], None]:
-        job = self.jobs[index]
-        case = job.case
-        layout = {"memory_format": torch.channels_last} if case.is_image else {}
-        model = case.build(job.seed).train().to(self._device, **layout)  # type: ignore[call-overload]
-        optimizer = optimizer_of(model)
-        half = self._options.precision == "bf16"
-
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=half):
-                loss = case.loss(model, job.batch(0))
-            loss.backward()
-            optimizer.step()
-
-        return step
+        begin = 0.0
+        with searched_convolutions():
+            for thread in threads:
+                thread.start()
+            try:
+                ready.wait()
+                begin = time.perf_counter()
+                time.sleep(self._options.seconds)
+            except threading.BrokenBarrierError:
+                pass  # a thread has the reason
+            finally:
+                is_over.set()
+                for thread in threads:
+                    thread.join()
+        taken = time.perf_counter() - begin
+        causes = [error for error in problems if not isinstance(error, threading.BrokenBarrierError)]
+        if causes:
+            raise BenchError(f"a thread ended with {type(causes[0]).__name__}: {causes[0]}")
+        return self.counted(EAGER_THREADS, (counted[0], counted[1]), taken)
 
     # ---- inside ------------------------------------------------------------------------------------
 
-    def _result(
+    def counted(
         self, way: str, counted: tuple[int, int], seconds: float, detail: dict[str, Any] | None = None
     ) -> WayResult:
-        work = sum(num * job.solo_seconds for num, job in zip(counted, self.jobs, strict=True)) / seconds
-        return WayResult(way, (counted[0] / seconds, counted[1] / seconds), work, detail or {})
+        """A result from iterations in the same ``seconds``."""
+        return self.rated(way, (counted[0] / seconds, counted[1] / seconds), detail)
 
-    def _wait(self) -> None:
-        wait_for(self._device)
-
-
-def wait_for(device: torch.device) -> None:
-    """Until the device has done all that it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def release_cached(device: torch.device) -> None:
-    """Give back to the device what torch keeps for later."""
-    wait_for(device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def used_bytes(device: torch.device) -> int:
-    """What is in use on the device, by anybody; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
-
-
-def run_pairs(
-    pairs: Sequence[tuple[str, str]],
-    options: ZicoOptions,
-    excesses: Sequence[float],
-    tell: Callable[[str], object],
-) -> Iterator[PairResult | tuple[tuple[str, str], Exception]]:
-    """Each pair's result anew with each way that was measured, or what a way failed with.
-
-    Jobs are made once; two of one name are two.
-    """
-    made: dict[tuple[str, int], BenchJob] = {}
-
-    def job(name: str, seed: int) -> BenchJob:
-        if (name, seed) not in made:
-            began = time.perf_counter()
-            made[name, seed] = BenchJob(name, seed, options)
-            built = time.perf_counter() - began
-            tell(f"{name}: built in {built:.0f} s")
-        return made[name, seed]
-
-    benches: dict[tuple[str, str], PairBench] = {}
-    for names in pairs:
-        try:
-            jobs = (job(names[0], 0), job(names[1], int(names[0] == names[1])))
-            benches[names] = PairBench(jobs, options)
-        except _EXPECTED as error:
-            yield names, error
-    for (name, _), one in made.items():
-        tell(f"{name}: {one.solo_seconds * 1e3:.2f} ms an iteration alone")
-    rows: dict[tuple[str, str], list[WayResult]] = {names: [] for names in benches}
-    for phase in range(3):
-        for names, bench in benches.items():
-            for way in bench.phases(excesses)[phase]:
-                gc.collect()
-                release_cached(torch.device(options.device))
-                try:
-                    row = way()
-                except _EXPECTED as error:
-                    yield names, error
-                    continue
-                rows[names].append(row)
-                tell(f"{'+'.join(names)}, {row.way}: {row.work:.3f}")
-                yield bench.result(rows[names])
+    def rated(self, way: str, rates: tuple[float, float], detail: dict[str, Any] | None = None) -> WayResult:
+        """A result from iterations per second."""
+        work = sum(rate * job.solo_seconds for rate, job in zip(rates, self.jobs, strict=True))
+        return WayResult(way, rates, work, detail or {})

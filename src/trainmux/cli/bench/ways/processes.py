@@ -30,6 +30,7 @@ SYNCHRONIZE_SECONDS = 0.05
 """A process waits for the device about this often, so that it counts steps that were done, not queued."""
 MIN_STEPS_PER_BLOCK = 5
 STOP_SECONDS = 20
+_VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class _Share:
 
 def measure(job: Job) -> Measurement:
     """Start the daemon, train the members beside each other, stop the daemon."""
-    with _daemon(Path(job.folder)):
+    with mps_daemon(Path(job.folder)):
         return measure_processes(job)
 
 
@@ -102,7 +103,11 @@ def stop_daemon(folder: Path) -> None:
 
 
 @contextmanager
-def _daemon(folder: Path) -> Iterator[None]:
+def mps_daemon(folder: Path) -> Iterator[None]:
+    """Have processes that are started meanwhile share the device by MPS; its pipes lie in ``folder``.
+
+    Refused with `BenchError`: a machine without MPS. Short names: a socket's path may not be long.
+    """
     if shutil.which(CONTROL) is None:
         raise BenchError(f"no MPS daemon: {CONTROL} is not on the PATH")
     environment = _environment(folder)
@@ -117,19 +122,22 @@ def _daemon(folder: Path) -> Iterator[None]:
     )
     if started.returncode != 0:
         raise BenchError(f"no MPS daemon: {CONTROL} -d ended with status {started.returncode}")
-    os.environ.update(environment)
+    before = {name: os.environ.get(name) for name in _VARIABLES}
+    os.environ.update({name: environment[name] for name in _VARIABLES})
     try:
         yield
     finally:
         stop_daemon(folder)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"),
-        "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps_log"),
-    }
+    pipes, logs = _VARIABLES
+    return {**os.environ, pipes: str(folder / "mps"), logs: str(folder / "mps_log")}
 
 
 def _is_daemon(pid: int) -> bool:
