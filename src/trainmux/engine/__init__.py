@@ -17,7 +17,7 @@ from trainmux.engine._program import (
     build_step,
 )
 from trainmux.engine._sub_arrays import first_rows, forward_in_sub_arrays, in_sub_arrays
-from trainmux.engine._tail import UpdateSettings
+from trainmux.engine._update_settings import UpdateMode, UpdateSettings
 
 __all__ = [
     "FED_NUMBERS",
@@ -31,6 +31,7 @@ __all__ = [
     "PlannedProgram",
     "ReferenceEngine",
     "StepProgram",
+    "UpdateMode",
     "UpdateSettings",
     "WatchedLanes",
     "build_forward",

@@ -17,8 +17,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
+from trainmux.engine._early import ready_places, update_early, with_memory_alone
 from trainmux.engine._row_gradients import as_row_gradient, erase_unread
-from trainmux.engine._tail import TailInputs, UpdateSettings, make_tail
+from trainmux.engine._tail import make_tail
+from trainmux.engine._update_settings import TailInputs, UpdateMode, UpdateSettings
 from trainmux.fusion import FusedGraph
 from trainmux.ir import ByteClass, GraphInput, GraphOutput, InputKind, MemoryUse, OutputKind, Phase
 from trainmux.runtime import deterministic_algorithms
@@ -284,6 +286,8 @@ def build_step(
     loss = outputs[OutputKind.LOSS]["loss"]
     graph.output([loss, norm, finite, *metrics.values()])
     _placeholders_first(graph)
+    if settings.mode is UpdateMode.IMMEDIATE:
+        update_early(graph)
     graph.lint()
     module = graph_module(owner, graph)
     return StepProgram(module, fused.inputs, settings, tuple(metrics))
@@ -470,9 +474,12 @@ class _TailGraph:
         roles = [loss, buffers, new_buffers, parameters, gradients, states, accumulators, *fed]
         nodes, spec = pytree.tree_flatten(roles)
         forward_outputs = {loss, *outputs[OutputKind.METRIC].values(), *new_buffers}
-        tail = make_tail(
-            settings, [self._reuses_gradients and _owns_memory(node, forward_outputs) for node in whole]
-        )
+        fresh = [self._reuses_gradients and _owns_memory(node, forward_outputs) for node in whole]
+        ready: list[int] = []
+        if settings.mode is UpdateMode.IMMEDIATE:
+            ready = ready_places(self._graph, parameters, gradients)
+            fresh = [a and b for a, b in zip(fresh, with_memory_alone(self._graph, whole), strict=True)]
+        tail = make_tail(settings, fresh, ready)
 
         def flat(*tensors: Tensor) -> tuple[Tensor, Tensor]:
             return tail(TailInputs(*pytree.tree_unflatten(list(tensors), spec)))

@@ -12,6 +12,7 @@ from torch import fx
 from trainmux.engine import (
     ForwardProgram,
     StepProgram,
+    UpdateMode,
     UpdateSettings,
     build_forward,
     build_planned_forward,
@@ -71,7 +72,7 @@ class ProgramBuilder:
 
         def whole(program: StepProgram, how: str) -> StepProgram:
             partition = _partition_text(width, array, branches) + self._partition_reason()
-            notes = (partition, how, _precision_text(self._config))
+            notes = (partition, how, *_update_text(self._config), _precision_text(self._config))
             return replace(in_sub_arrays(program, width // array, branches), notes=notes)
 
         def lowered() -> StoredStep:
@@ -86,7 +87,7 @@ class ProgramBuilder:
             return BuiltStep(finished(step), step.records, step.num_nodes)
 
         fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
-        program = self._build(fused, settings)
+        program = self._build(fused, settings, compiles=False)
         if self._config.lowering == "aten":
             return _built(whole(program, "runs through ATen"), fused)
 
@@ -117,7 +118,7 @@ class ProgramBuilder:
             return stored
         fused = self._fuse(traced, width, stacked_batch=stacked_batch, compiles=True)
         compare_instead_of_scatter(fused.module.graph)
-        program = self._build(fused, settings, reuses_gradients=False)
+        program = self._build(fused, settings, compiles=True)
         low = self._lower(program.module, keeps_results=for_plan)
         num_nodes = len(fused.module.graph.nodes)
         step = StoredStep(low, program.inputs, program.metrics, fused.records, num_nodes)
@@ -129,15 +130,15 @@ class ProgramBuilder:
     ) -> StepProgram:
         """The step of one array of ``width`` members, operator by operator."""
         fused = self._fuse(traced, width, stacked_batch=stacked_batch, compiles=False)
-        return self._build(fused, settings)
+        return self._build(fused, settings, compiles=False)
 
-    def _build(
-        self, fused: FusedGraph, settings: UpdateSettings, *, reuses_gradients: bool = True
-    ) -> StepProgram:
+    def _build(self, fused: FusedGraph, settings: UpdateSettings, *, compiles: bool) -> StepProgram:
+        if settings.mode is UpdateMode.BUCKETED and not compiles:
+            settings = replace(settings, mode=UpdateMode.DEFERRED)  # ATen has no kernels for buckets
         return build_step(
             fused,
             settings,
-            reuses_gradients=reuses_gradients,
+            reuses_gradients=not compiles,
             updates_rows=not self._config.deterministic,
         )
 
@@ -228,6 +229,16 @@ def _partition_text(width: int, array: int, branches: int) -> str:
         return f"one array of width {width}"
     side_by_side = f", {branches} side by side" if branches > 1 else ", one after another"
     return f"{width // array} sub-arrays of width {array}{side_by_side}"
+
+
+def _update_text(config: FleetConfig) -> tuple[str, ...]:
+    """How parameters are updated, where it is not the usual way."""
+    if config.update is UpdateMode.IMMEDIATE:
+        return ("each parameter is updated as soon as its gradient exists",)
+    if config.update is UpdateMode.BUCKETED:
+        through_aten = ": not through ATen, which has no such kernels" if config.lowering == "aten" else ""
+        return (f"several parameters are updated by one kernel{through_aten}",)
+    return ()
 
 
 def _precision_text(config: FleetConfig) -> str:

@@ -54,6 +54,11 @@ class Fleet:
     compiled ones as soon as they are there), "inductor" (wait for them) or "aten". ``width`` is the number
     of members fused into one sub-array and ``branches`` the number of sub-arrays that run side by side;
     ``None`` chooses by what was measured for models of this kind.
+
+    ``update`` is "deferred" (after all gradients exist), "bucketed" (the same, compiled to fewer kernels) or
+    "immediate": each parameter as soon as its gradient exists, which is then freed. That takes less memory,
+    but a member whose loss is finite and whose gradient is not keeps what was updated before the first
+    gradient that is not finite; then it is frozen. Not with ``accumulate`` or ``clip_norm``.
     """
 
     def __init__(
@@ -72,10 +77,10 @@ class Fleet:
         lowering: str = "auto",
         width: int | None = None,
         branches: int | None = None,
+        update: str = "deferred",
     ) -> None:
-        self._config = make_config(
-            device, precision, data, accumulate, deterministic, engine, strategies, lowering, width, branches
-        )
+        given = (device, precision, data, accumulate, deterministic, engine, strategies, lowering)
+        self._config = make_config(*given, width, branches, update)
         self._loss = loss
         self._traces = TraceCache(self._config.trace_settings)
         self._groups: list[Group] = []
@@ -120,7 +125,7 @@ class Fleet:
 
         ``overrides`` holds the batches of members that were given an ``example_batch`` of their own, by
         name. The result is on the fleet's device: nothing waits for it. A member whose loss or gradient is
-        not finite is frozen before its weights or buffers change; ``stopped()`` tells.
+        not finite is frozen before its weights or buffers change (but see ``update``); ``stopped()`` tells.
         """
         self._require_members()
         self._arrange_groups()
@@ -401,6 +406,7 @@ class Fleet:
         )
 
     def _describe(self, member: Member, name: str, position: int) -> Newcomer:
+        self._config.check_clipping(name, member.clip_norm)
         return describe_newcomer(member, name, position, self._loss_of(member), self._feed, self._traces)
 
     def _make_groups(self, plans: list[Newcomer]) -> list[Group]:

@@ -294,6 +294,7 @@ class Group:
             clips_value=clips_value,
             accumulates=self.config.accumulate > 1,
             applies=applies,
+            mode=self.config.update,
         )
 
     def _cached(self, key: Hashable, build: Callable[[], Program]) -> Program:

@@ -3,6 +3,9 @@
 from trainmux.lowering._compile import Kernel, KernelCache
 from trainmux.lowering._given_memory import Place
 from trainmux.lowering._inductor import cache_folder, compiler_missing, decompositions
+from trainmux.lowering._interleave import interleave
+from trainmux.lowering._kinds import changes as changed_argument
+from trainmux.lowering._kinds import may_share_memory
 from trainmux.lowering._lower import Lowered, RegionCall, lower
 from trainmux.lowering._padding import extended, extended_product
 from trainmux.lowering._rewrites import compare_instead_of_scatter, insert_call
@@ -15,6 +18,7 @@ __all__ = [
     "Place",
     "RegionCall",
     "cache_folder",
+    "changed_argument",
     "compare_instead_of_scatter",
     "compiler_missing",
     "decompositions",
@@ -22,6 +26,8 @@ __all__ = [
     "extended_product",
     "from_bytes",
     "insert_call",
+    "interleave",
     "lower",
+    "may_share_memory",
     "to_bytes",
 ]

@@ -59,6 +59,11 @@ def is_view(node: fx.Node) -> bool:
     return alias is not None and not alias.is_write
 
 
+def may_share_memory(node: fx.Node) -> bool:
+    """Whether a node may look at its first argument's memory when it runs: a view, or a reshape."""
+    return node.target in RESHAPES or is_view(node)
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """The node whose memory a view looks at; ``node`` itself where it is no view."""
     while is_view(node):

@@ -8,7 +8,8 @@ neither feed one another nor read the same large value are regions of their own,
 small and alike: equal ones are compiled once.
 
 The update phase keeps its own order: its nodes change parameters in place. Consecutive nodes of one
-``unit`` (the update of one parameter) are a region.
+``unit`` (the update of one parameter) are a region. The update comes last, or, where the graph has some of
+its nodes before the end of the backward pass, each of its pieces as early as it can.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 from torch import fx
 
 from trainmux.ir import Phase
-from trainmux.lowering._kinds import SMALL_BYTES, Kind, is_view, kind_of, num_bytes, root_of
+from trainmux.lowering._interleave import interleave
+from trainmux.lowering._kinds import SMALL_BYTES, Kind, changes, is_view, kind_of, num_bytes, root_of
 
 _LARGE_BYTES = 1 << 16
 _MAX_REGION = 600
@@ -48,7 +50,8 @@ def cut(graph: fx.Graph, *, keeps_results: bool = False) -> Cut:
     kinds = {node: kind_of(node) for node in graph.nodes}
     steps = [node for node in nodes if _phase(node) is not Phase.UPDATE]
     updates = [node for node in nodes if _phase(node) is Phase.UPDATE]
-    slots = _Slots(steps, kinds)
+    is_interleaved = _is_interleaved(nodes)
+    slots = _Slots(steps, kinds, _gradients(updates, kinds) if is_interleaved else frozenset())
     results = _forward_results(graph) if keeps_results else frozenset()
     pieces: list[tuple[fx.Node, ...]] = []
     for slot, members in enumerate(slots.filled()):
@@ -59,13 +62,51 @@ def cut(graph: fx.Graph, *, keeps_results: bool = False) -> Cut:
             pieces.extend(_components(first, kinds))
             members = [node for node in members if node not in results]
         pieces.extend(_components(members, kinds))
-    pieces.extend(_runs(updates, kinds))
-    return Cut(tuple(pieces), kinds)
+    last = _runs(updates, kinds)
+    if is_interleaved:
+        return Cut(tuple(_interleaved(pieces, last, kinds)), kinds)
+    return Cut(tuple(pieces + last), kinds)
+
+
+def _interleaved(
+    pieces: list[tuple[fx.Node, ...]], updates: list[tuple[fx.Node, ...]], kinds: dict[fx.Node, Kind]
+) -> list[tuple[fx.Node, ...]]:
+    computed = {node for piece in (*pieces, *updates) for node in piece}
+
+    def reads(piece: tuple[fx.Node, ...]) -> Iterator[fx.Node]:
+        for node in piece:
+            for source in through_inline(node, kinds, computed):
+                # The parts of a tuple come with the call that makes it.
+                is_part = _is_part(source) and source not in computed
+                yield source.args[0] if is_part else source  # type: ignore[misc]
+
+    def changed(piece: tuple[fx.Node, ...]) -> Iterator[fx.Node]:
+        for node in map(changes, piece):
+            if node is not None:
+                yield root_of(node)
+
+    places = [
+        place for place, piece in enumerate(pieces) if any(_phase(node) is Phase.BACKWARD for node in piece)
+    ]
+    first = min(places, default=len(pieces))
+    return interleave(pieces, updates, first=first, reads=reads, changes=changed)
 
 
 def _phase(node: fx.Node) -> Phase:
     phase: Phase = node.meta.get("phase", Phase.FORWARD)
     return phase
+
+
+def _is_interleaved(nodes: Sequence[fx.Node]) -> bool:
+    """Whether some of the update comes before the end of the backward pass."""
+    phases = [_phase(node) is Phase.UPDATE for node in nodes]
+    return phases != sorted(phases)
+
+
+def _gradients(updates: Sequence[fx.Node], kinds: dict[fx.Node, Kind]) -> frozenset[fx.Node]:
+    """What the update reads of the backward pass."""
+    read = {source for node in updates for source in through_inline(node, kinds)}
+    return frozenset(node for node in read if _phase(node) is Phase.BACKWARD)
 
 
 def _forward_results(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -84,7 +125,10 @@ def _forward_results(graph: fx.Graph) -> frozenset[fx.Node]:
 class _Slots:
     """The slot of every fusable node before the update."""
 
-    def __init__(self, nodes: Sequence[fx.Node], kinds: dict[fx.Node, Kind]) -> None:
+    def __init__(
+        self, nodes: Sequence[fx.Node], kinds: dict[fx.Node, Kind], wanted: frozenset[fx.Node]
+    ) -> None:
+        """``wanted`` nodes are used up at once: they come as early as they can."""
         self._kinds = kinds
         self._nodes = nodes
         # The parts of a tuple come with the call that makes it.
@@ -92,7 +136,7 @@ class _Slots:
         self._index = {call: i + 1 for i, call in enumerate(self.calls)}
         self._first_backward = sum(_phase(call) is Phase.FORWARD for call in self.calls)
         self.slot: dict[fx.Node, int] = {}
-        late = self._late()
+        late = self._late() - wanted
         self._place_early(late)
         self._place_late(late)
         for node in nodes:

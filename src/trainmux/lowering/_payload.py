@@ -40,13 +40,14 @@ def to_payload(region: RegionGraph) -> bytes:
             outputs,
             lines,
             None if phase is None else phase.value,
+            region.is_bucket,
         )
     )
 
 
 def from_payload(payload: bytes) -> RegionGraph:
     """The region again, in a graph of its own."""
-    input_specs, output_specs, placed, outputs, lines, phase = pickle.loads(payload)
+    input_specs, output_specs, placed, outputs, lines, phase, is_bucket = pickle.loads(payload)
     graph = fx.Graph()
     nodes = [graph.placeholder(f"input_{i}") for i in range(len(input_specs))]
     num_inputs = len(nodes)
@@ -54,6 +55,7 @@ def from_payload(payload: bytes) -> RegionGraph:
         node = graph.call_function(op_of(name), _filled(args, nodes), _filled(kwargs, nodes))
         if phase is not None:
             node.meta["phase"] = Phase(phase)
+        node.meta["bucket"] = is_bucket
         nodes.append(node)
     return RegionGraph(
         tuple(nodes[num_inputs:]),

@@ -99,11 +99,19 @@ class RegionGraph:
         lines = [repr(self.input_specs), repr(self.output_specs), repr(self.placed)]
         lines.append(repr([number[n] for n in self.outputs]))
         lines += [f"{node.target} {known(node.args)!r} {known(node.kwargs)!r}" for node in self.body]
+        lines += ["bucket"] * self.is_bucket  # compiled in another way
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether it is the updates of parameters that are to be done by as few kernels as can be."""
+        return bool(self.body[-1].meta.get("bucket", False))  # views in front may be another's too
 
     @property
     def combines(self) -> bool:
         """Whether it is many small things side by side: casts, or the updates of several parameters."""
+        if self.is_bucket:
+            return True
         if self.body[-1].meta.get("phase") is Phase.UPDATE:
             return len(self.body) > _MANY_NODES
         small = all(prod(spec.shape) * spec.dtype.itemsize <= SMALL_BYTES for spec in self.output_specs)

@@ -2,7 +2,7 @@
 
 The graph is walked once with fake tensors: no memory is touched and nothing runs, so a step larger than any
 device can be read. A tensor here is a storage; views, and parts of tuples, are not nodes. Forward nodes come
-first, then the backward pass, then the update: nodes keep their order within each.
+first, then the backward pass and the update, which may stand among its nodes: all keep their order.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class _Reader:
                 self._run(node)
 
     def finish(self) -> KernelGraph:
-        steps = sorted(self._steps, key=lambda step: _ORDER[step.phase])
+        steps = sorted(self._steps, key=lambda step: step.phase is not Phase.FORWARD)
         made: dict[int, Phase] = {}
         last: dict[int, Phase] = {}
         for step in steps:

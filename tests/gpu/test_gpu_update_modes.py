@@ -1,0 +1,212 @@
+"""Deferred, bucketed and immediate updates on CUDA: the same bits, fewer kernels, less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from settled import settle
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+
+import trainmux as tm
+from trainmux.lowering import compiler_missing
+from trainmux.workloads import SMALL
+
+MODES = ("deferred", "bucketed", "immediate")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "nesterov": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "rmsprop": lambda p, lr: torch.optim.RMSprop(p, lr=lr, centered=True, momentum=0.5),
+    "adadelta": lambda p, lr: torch.optim.Adadelta(p, lr=100 * lr),
+}
+
+
+class Net(nn.Module):
+    """Layers and norms; ``kink`` is a slope without bound at zero behind the first layer."""
+
+    def __init__(self, size: int, num_layers: int, *, kink: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, size, bias=False)
+        self.kink = kink
+        self.layers = nn.ModuleList(nn.Linear(size, size) for _ in range(num_layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(num_layers))
+        self.last = nn.Linear(size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.kink:
+            x = x.square().sqrt()
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x)).tanh()
+        result: Tensor = self.last(x)
+        return result
+
+
+def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    value: Tensor = (net(batch[0]) - batch[1]).square().mean()
+    return value
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(32, 16, generator=generator)
+    return x.cuda(), x.sum(1, keepdim=True).sin().cuda()
+
+
+def members_of(
+    num_members: int,
+    *,
+    size: int = 256,
+    num_layers: int = 10,
+    kink: bool = False,
+    optimizer: str = "adamw",
+) -> list[tm.Member]:
+    members = []
+    for number in range(num_members):
+        torch.manual_seed(number)
+        net = Net(size, num_layers, kink=kink)
+        made = OPTIMIZERS[optimizer](net.parameters(), lr=1e-3 * (number + 1))
+        members.append(tm.Member(net, made, name=f"m{number}"))
+    return members
+
+
+def fleet_of(update: str, *, fleet: dict[str, Any] | None = None, **options: Any) -> tm.Fleet:
+    given = {"lowering": "inductor", "deterministic": True, **(fleet or {})}
+    return tm.Fleet(members_of(4, **options), loss, batch(0), device="cuda", update=update, **given)
+
+
+def state_of(fleet: tm.Fleet) -> dict[str, Tensor]:
+    fleet.sync()
+    found: dict[str, Tensor] = {}
+    for member in fleet.members:
+        found |= {f"{member.name} {key}": v.detach().clone() for key, v in member.model.state_dict().items()}
+        for number, state in enumerate(member.optimizer.state.values()):
+            found |= {f"{member.name} {number} {key}": torch.as_tensor(v).clone() for key, v in state.items()}
+    return found
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    different = [name for name, value in expected.items() if not torch.equal(got[name], value)]
+    assert not different, different
+
+
+@pytest.fixture(autouse=True)
+def needs_a_compiler() -> None:
+    missing = compiler_missing(torch.device("cuda", 0))
+    if missing:
+        pytest.skip(missing)
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_all_modes_train_to_the_same_bits(optimizer: str, lowering: str) -> None:
+    states = []
+    for update in MODES:
+        fleet = fleet_of(update, fleet={"lowering": lowering}, optimizer=optimizer)
+        for number in range(5):
+            fleet.step(batch(number))
+        states.append(state_of(fleet))
+    for state in states[1:]:
+        assert_same(state, states[0])
+
+
+@pytest.mark.parametrize("name", ["mobilenet", "transformer", "gpt2", "dlrm"])
+def test_small_workloads_train_to_the_same_bits(name: str) -> None:
+    workload = SMALL[name]
+    states = []
+    for update in MODES:
+        members = []
+        for number in range(3):
+            model = workload.build(number).train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1), eps=1e-3)
+            members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
+        example = workload.batch(0, torch.float32)
+        options = {"device": "cuda", "lowering": "inductor", "deterministic": True}
+        fleet = tm.Fleet(members, workload.loss, example, update=update, **options)
+        for number in range(3):
+            fleet.step(workload.batch(number, torch.float32))
+        states.append(state_of(fleet))
+    for state in states[1:]:
+        assert_same(state, states[0])
+
+
+def num_kernels(update: str) -> int:
+    """Of one step, launched one by one."""
+    fleet = fleet_of(update, fleet={"engine": "reference"})
+    for number in range(3):
+        fleet.step(batch(number))
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        fleet.step(batch(3))
+        torch.cuda.synchronize()
+    return sum(
+        event.device_type == DeviceType.CUDA and not event.name.lower().startswith("mem")
+        for event in profile.events()
+    )
+
+
+def test_buckets_are_updated_by_fewer_kernels() -> None:
+    """Ten layers of 65,536 elements: by a kernel each, or by two."""
+    deferred, bucketed = num_kernels("deferred"), num_kernels("bucketed")
+    print(f"kernels of a step: deferred {deferred}, bucketed {bucketed}")
+    assert bucketed <= deferred - 6
+
+
+@pytest.mark.parametrize("lowering", ["aten", "inductor"])
+def test_an_immediate_update_reserves_less(lowering: str) -> None:
+    size, num_layers = 2048, 8
+    found = {}
+    for update in ("deferred", "immediate"):
+        fleet = fleet_of(update, fleet={"lowering": lowering}, size=size, num_layers=num_layers)
+        for number in range(2):
+            fleet.step(batch(number))
+        memory = fleet.summary()[0].memory
+        assert memory is not None
+        assert memory.predicted_bytes is not None
+        assert memory.reserved_bytes == pytest.approx(memory.predicted_bytes, rel=0.03)
+        found[update] = memory
+        del fleet
+        settle()
+    print({name: (memory.predicted_bytes, memory.reserved_bytes) for name, memory in found.items()})
+    one = 4 * size * size * 4
+    saved = found["deferred"].reserved_bytes - found["immediate"].reserved_bytes
+    assert saved >= (num_layers - 4) * one  # one is made, one used up, and some room beside them
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_a_plan_trains_to_the_same_numbers(update: str) -> None:
+    # Not AdamW, whose first steps make whole steps of rounding.
+    plain, planned = (fleet_of(mode, optimizer="nesterov") for mode in ("deferred", update))
+    peak = planned.plan(policy="none").peak_bytes
+    plan = planned.plan(int(0.95 * peak))
+    assert plan.peak_bytes <= 0.95 * peak
+    for number in range(4):
+        torch.testing.assert_close(
+            planned.step(batch(number)), plain.step(batch(number)), rtol=1e-3, atol=1e-5
+        )
+    got, expected = state_of(planned), state_of(plain)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("update", MODES)
+def test_a_gradient_that_is_not_finite_stops_its_member_alone(update: str) -> None:
+    members = members_of(3, kink=True)
+    nn.init.zeros_(members[1].model.first.weight)  # type: ignore[arg-type, union-attr]
+    options = {"device": "cuda", "lowering": "inductor", "deterministic": True}
+    fleet = tm.Fleet(members, loss, batch(0), update=update, **options)
+    before = state_of(fleet)
+    for number in range(3):
+        assert torch.isfinite(fleet.step(batch(number))).all()
+        assert fleet.metrics["finite"].tolist() == [True, False, True]
+    assert list(fleet.stopped()) == ["m1"]
+    after = state_of(fleet)
+    changed = {key for key in before if key.startswith("m1 ") and not torch.equal(after[key], before[key])}
+    assert "m1 first.weight" not in changed
+    assert bool(changed) == (update == "immediate")
+    assert not torch.equal(after["m0 first.weight"], before["m0 first.weight"])
