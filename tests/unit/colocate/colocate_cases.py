@@ -97,6 +97,11 @@ def random_case(seed: int, *, steps: int = 3, jitter: float = JITTER) -> Case:
     is_measured = rng.random() < 0.5
     names = ["a", "b", "c"][: rng.choice((2, 2, 3))]
     demands = tuple(random_job(rng, name, rng.randint(1, 2 * steps - 1), is_measured) for name in names)
+    return case_of(rng, demands, jitter=jitter)
+
+
+def case_of(rng: random.Random, demands: tuple[JobDemand, ...], *, jitter: float) -> Case:
+    """Jobs with a budget between the smallest that works and more than enough, and how long each lasts."""
     least = smallest_budget(demands)
     most = sum(demand.local_bytes + demand.peak_bytes for demand in demands)
     budget = least + int((most - least) * rng.choice((0.0, 0.1, 0.3, 0.5, 0.8, 1.1)))
@@ -107,7 +112,7 @@ def random_case(seed: int, *, steps: int = 3, jitter: float = JITTER) -> Case:
         ]
         for demand in demands
     }
-    contention = Contention({name: rng.choice((0.3, 0.6, 0.85, 1.0)) for name in names})
+    contention = Contention({demand.name: rng.choice((0.3, 0.6, 0.85, 1.0)) for demand in demands})
     return Case(demands, budget, durations, contention, rng.choice((1, 2, 4, 8)))
 
 

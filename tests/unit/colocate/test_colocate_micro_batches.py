@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from colocate_cases import REGION, Case, overlaps, random_job, violations
+from colocate_cases import REGION, Case, case_of, overlaps, random_job, violations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,18 +76,7 @@ def random_lane_case(seed: int, jitter: float = 0.3) -> Case:
         demands += random_lanes(rng, "b", is_measured)
     for name in {"one": "b", "two": "bc"}.get(beside, ""):
         demands += (random_job(rng, name, rng.randint(1, 6), is_measured),)
-    least = smallest_budget(demands)
-    most = sum(demand.local_bytes + demand.peak_bytes for demand in demands)
-    budget = least + int((most - least) * rng.choice((0.0, 0.1, 0.3, 0.5, 0.8, 1.1)))
-    durations = {
-        demand.name: [
-            [segment.solo_seconds * rng.uniform(1 - jitter, 1 + jitter) for segment in demand.segments]
-            for _ in range(demand.steps or 0)
-        ]
-        for demand in demands
-    }
-    contention = Contention({demand.name: rng.choice((0.3, 0.6, 0.85, 1.0)) for demand in demands})
-    return Case(demands, budget, durations, contention, rng.choice((1, 2, 4, 8)))
+    return case_of(rng, demands, jitter=jitter)
 
 
 def out_of_order(demands: dict[str, JobDemand], run: Run) -> list[str]:

@@ -44,14 +44,8 @@ def figure_7(results: Results) -> Figure:
     """Equal jobs over time."""
     name, title = "Figure 7", "Memory usage over time for training the same models"
     claim = "ResNet-110 runs with TimeShift ≈ 0; BERT with a slight delay of every iteration."
-    pictures: dict[str, str] = {}
-    table: list[tuple[str, ...]] = []
-    produced: dict[str, None] = {}
-    for model in ("resnet110", "bert"):
-        _side_by_side(results, (model, model), f"figure_7_{model}", pictures, table, produced)
-    if not pictures:
-        return Figure(name, title, claim, left_out=results.why_not(["resnet110", "bert"], "a pair"))
-    return Figure(name, title, claim, "; ".join(produced), pictures, [_SIDE_HEADINGS, *table])
+    pairs = {f"figure_7_{model}": (model, model) for model in ("resnet110", "bert")}
+    return _over_time(results, name, title, claim, pairs, "a pair")
 
 
 def figure_8(results: Results) -> Figure:
@@ -91,12 +85,21 @@ def figure_9(results: Results) -> Figure:
     """Unequal jobs over time."""
     name, title = "Figure 9", "Memory usage over time for training NASNet and ResNet-110 concurrently"
     claim = "ResNet-110, whose iterations are shorter, runs several of them in the lows of NASNet's memory."
+    return _over_time(results, name, title, claim, {"figure_9": ("nasnet", "resnet110")}, "the pair")
+
+
+def _over_time(
+    results: Results, name: str, title: str, claim: str, pairs: dict[str, tuple[str, str]], wanted: str
+) -> Figure:
+    """What two jobs hold over time, for each of ``pairs``, which go by the names of their pictures."""
     pictures: dict[str, str] = {}
     table: list[tuple[str, ...]] = []
     produced: dict[str, None] = {}
-    _side_by_side(results, ("nasnet", "resnet110"), "figure_9", pictures, table, produced)
+    for picture, pair in pairs.items():
+        _side_by_side(results, pair, picture, pictures, table, produced)
     if not pictures:
-        return Figure(name, title, claim, left_out=results.why_not(["nasnet", "resnet110"], "the pair"))
+        models = list(dict.fromkeys(model for pair in pairs.values() for model in pair))
+        return Figure(name, title, claim, left_out=results.why_not(models, wanted))
     return Figure(name, title, claim, "; ".join(produced), pictures, [_SIDE_HEADINGS, *table])
 
 
