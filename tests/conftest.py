@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers of pytest-xdist share the cores; torch would start a thread per core in each of them.
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+    # A shell has what it runs in the background ignore Ctrl-C, and so would tests that press it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,7 +32,7 @@ from colocation_cases import (
 from torch import Tensor, nn
 
 import trainmux as tm
-from trainmux.colocate import EVERY_KERNEL, SegmentRef
+from trainmux.colocate import EVERY_KERNEL, ScroogeConstants, SegmentRef
 from trainmux.colocate import smallest_budget as smallest_of
 from trainmux.colocate._fused_work import FusedWork
 from trainmux.errors import BatchError, ConfigError
@@ -160,11 +160,17 @@ def assert_same(fleet: tm.Fleet, result: tm.JobResult, expected: Trained, what: 
     assert_same_state(state, expected.after[1], f"{what}, after")
 
 
+ALWAYS_AT_ONCE = ScroogeConstants(first_budget_share=1.0, stalls_to_fall_back=1 << 20, least_gain=1e-9)
+"""However slow a busy machine makes it, jobs and lanes do not fall back to turns."""
+
+
 def in_lanes(fleet: tm.Fleet, loader: Any, tightness: float = 0.0, **options: Any) -> tm.JobResult:
     """Run a fleet's micro-batches in two lanes beside a job that must not notice."""
     job = tm.Job("sweep", fleet=fleet, loader=loader, concurrent_micro_batches=2, **options)
     other = tiny_job("other", 1, steps=6)
-    colocation = tm.colocate([job, other], "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    colocation = tm.colocate(
+        [job, other], "1GiB", tracking_bytes=EVERY_KERNEL, constants=ALWAYS_AT_ONCE, poisons=True
+    )
     set_tightness(colocation, tightness)
     result = colocation.run()
     assert result.used_bytes <= result.peak_bytes <= result.budget_bytes
