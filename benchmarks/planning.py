@@ -388,8 +388,7 @@ def page(results: dict[str, Any]) -> Iterator[str]:
         return  # of a run that was not timed like this, or did not end
     yield "## How long planning took"
     yield ""
-    yield "Seconds, one process for each policy and budget, profiles given; the machine's other cores were"
-    yield "busy with other cases."
+    yield "Processor seconds, one process for each policy and budget, profiles given."
     yield ""
     yield f"| workload, share | {' | '.join(POLICIES)} |"
     yield f"|---|{'---|' * len(POLICIES)}"
@@ -433,7 +432,7 @@ def _budgets(results: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _took(found: dict[str, Any]) -> str:
     if "stopped_after_seconds" in found:
         return f"> {found['stopped_after_seconds']:g}"
-    return f"{found['planning_seconds']:.1f}" if "planning_seconds" in found else "-"
+    return f"{found['planning_cpu_seconds']:.1f}" if "planning_cpu_seconds" in found else "-"
 
 
 def _cell(found: dict[str, Any]) -> str:

@@ -31,10 +31,10 @@ def beside(folder: Path) -> Iterator[str]:
         path = folder / f"planning_{name}.json"
         if path.exists():
             results = json.loads(path.read_text(encoding="utf-8"))
+            yield ""
             yield from section(results)
             yield ""
             yield f"`{results['command']}`, {results['date'][:10]}."
-            yield ""
 
 
 def _gap(results: dict[str, Any]) -> Iterator[str]:
