@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import signal
 import uuid
@@ -27,6 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers of pytest-xdist share the cores; torch would start a thread per core in each of them.
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+    # Graphs are millions of objects that live on: with Python's own thresholds a fifth of the time goes into
+    # looking for cycles among them.
+    gc.set_threshold(200_000, 20, 100)
     # A shell has what it runs in the background ignore Ctrl-C, and so would tests that press it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
