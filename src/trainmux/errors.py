@@ -71,5 +71,10 @@ class PlanError(TrainmuxError, ValueError):
     """A plan, profile or program is damaged, belongs to another fleet, or would not run correctly."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class TrainmuxWarning(UserWarning):
     """Something works, but not in the way one would expect: a fall-back, a frozen member."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -182,7 +184,7 @@ def foresee(
     contention = Contention({demand.name: demand.compute_demand for demand in demands})
     gpu = SimulatedGpu(scheduler, lambda ref: times[ref.job][ref.segment], contention)
     for moment, size in budget_changes:
-        gpu.at(moment, lambda now, size=size: scheduler.set_budget(size))  # type: ignore[misc]
+        gpu.at(moment, partial(_set_budget, scheduler, size))
     run = gpu.run()
     by_name = {demand.name: demand for demand in demands}
     reports = {name: scheduler.report(name) for name in by_name}
@@ -238,8 +240,10 @@ class _TimedScheduler(ScroogeScheduler):
         }
 
 
+def _set_budget(scheduler: ScroogeScheduler, budget_bytes: int, now: float) -> None:
+    scheduler.set_budget(budget_bytes)
+
+
 def _begins(iteration: Iteration) -> list[float]:
-    begins = [0.0]
-    for seconds in iteration.kernel_seconds:
-        begins.append(begins[-1] + seconds)
-    return begins
+    """When each kernel begins, and when the last one ends."""
+    return list(accumulate(iteration.kernel_seconds, initial=0.0))

@@ -34,9 +34,9 @@ class SegmentGraphs:
     """The graphs of one job. To be made, and used, with the job's stream as the current one.
 
     ``beside_bytes`` are what torch may reserve for it, the matrix libraries' workspaces among them. Once the
-    graphs themselves have ``graphs_bytes``, further steps run kernel by kernel. A graph
-    that is no longer wanted is kept to the end: with it, torch would free the matrix libraries' workspaces of
-    the stream that its neighbours use (pytorch #193402).
+    graphs themselves have ``graphs_bytes``, further steps run kernel by kernel. A graph that is no longer
+    wanted is kept to the end: with it, torch would free the matrix libraries' workspaces of the stream that
+    its neighbours use (pytorch #193402).
     """
 
     def __init__(

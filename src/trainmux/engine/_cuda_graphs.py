@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainmux.engine._capture_room import CaptureRoom
 from trainmux.engine._program import ForwardProgram, StepProgram, run_module
-from trainmux.errors import BudgetError, TrainmuxWarning
+from trainmux.errors import BudgetError, TrainmuxWarning, first_line
 from trainmux.ir import MemoryUse
 from trainmux.runtime import deterministic_algorithms
 
@@ -123,7 +123,7 @@ class CudaGraphEngine:
                 "it was not enough; train fewer members at once, smaller batches, or plan for a budget"
             ) from error
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             warnings.warn(
                 f"a step could not be captured as a CUDA graph and runs node by node: {reason}",
                 TrainmuxWarning,

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from trainmux.engine._into import run_into
 from trainmux.engine._lanes import Lanes
-from trainmux.errors import BudgetError, PlanError
+from trainmux.errors import BudgetError, PlanError, first_line
 from trainmux.ir import (
     Compute,
     Free,
@@ -66,7 +66,7 @@ def _host_memory(num_bytes: int, *, is_pinned: bool) -> Tensor:
     try:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     except (RuntimeError, MemoryError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
     raise BudgetError(
         f"expected {num_bytes} bytes of {'pinned ' if is_pinned else ''}host memory for what the plan swaps, "
         f"got none ({reason}); free memory on the host, or plan for a larger budget"

@@ -22,7 +22,7 @@ from torch import Tensor
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.engine._lanes import HostLanes, StreamLanes, WatchedLanes
 from trainmux.engine._planned import Memory, PlannedProgram
-from trainmux.errors import BudgetError, TrainmuxWarning
+from trainmux.errors import BudgetError, TrainmuxWarning, first_line
 from trainmux.ir import MemoryUse, Part, Program
 from trainmux.profiling import KernelGraph
 from trainmux.runtime import borrowed_stream, capturing
@@ -240,7 +240,7 @@ class PlannedEngine:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             warnings.warn(
                 "a planned step could not be captured as CUDA graphs and runs instruction by instruction: "
                 f"{reason}",

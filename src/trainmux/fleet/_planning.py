@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainmux.engine import ForwardProgram, StepProgram, first_rows, kernel_settings, scratch_bytes
-from trainmux.errors import BudgetError, ConfigError, PlanError
+from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
@@ -356,7 +356,7 @@ class FleetPlanner:
                     tell=functools.partial(self._tell_measuring, width),
                 )
         except torch.OutOfMemoryError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
         raise BudgetError(
             f"expected to measure a step of {width} members node by node, but the device has too little free "
             f"memory for it ({reason}); leave the device to this process, or plan for smaller batches"

@@ -25,6 +25,7 @@ from .zico_jobs import (
     PairResult,
     WayResult,
     ZicoOptions,
+    endless_jobs,
     is_lost,
     release_cached,
     searched_convolutions,
@@ -172,11 +173,7 @@ class PairBench:
     ) -> tuple[list[WayResult], list[Failure], bool]:
         """Results, what failed, and whether the run broke off before its last budget."""
         failures: list[Failure] = []
-        jobs = [
-            tm.Job(str(index), fleet=job.fleet, loader=job.batches, steps=10**9)
-            for index, job in enumerate(self.jobs)
-        ]
-        colocation = tm.colocate(jobs)
+        colocation = tm.colocate(endless_jobs(self.jobs))
         named = colocation.results().jobs
         local = (named["0"].local_bytes, named["1"].local_bytes)
         peaks = (named["0"].peak_bytes, named["1"].peak_bytes)

@@ -9,7 +9,7 @@ from typing import Any
 import trainmux as tm
 
 from .job import BenchError
-from .zico_jobs import BenchJob, Failure, ZicoOptions, release_cached
+from .zico_jobs import BenchJob, Failure, ZicoOptions, endless_jobs, release_cached
 from .zico_watch import Stay, run_watched
 
 TRACKING = {"All": 0, "Fine-grained": 8 << 20, "Coarse-grained": 256 << 20}
@@ -26,10 +26,7 @@ def tracking_costs(job: BenchJob, options: ZicoOptions) -> Iterator[tuple[str, f
     untracked = 1 / job.solo_seconds  # measured first: what the fleet has captured is gone once it was a job
     for label, tracking_bytes in TRACKING.items():
         try:
-            colocation = tm.colocate(
-                [tm.Job("0", fleet=job.fleet, loader=job.batches, steps=10**9)],
-                tracking_bytes=tracking_bytes,
-            )
+            colocation = tm.colocate(endless_jobs([job]), tracking_bytes=tracking_bytes)
             (rate,) = _rates(colocation, None, options)
             yield label, rate / untracked
         except Exception as error:
@@ -44,13 +41,7 @@ def region_rates(
     sizes = REGIONS_ON_CUDA if options.where.type == "cuda" else REGIONS_ON_A_CPU
     for label, region_bytes in sizes.items():
         try:
-            colocation = tm.colocate(
-                [
-                    tm.Job(str(index), fleet=job.fleet, loader=job.batches, steps=10**9)
-                    for index, job in enumerate(jobs)
-                ],
-                region_bytes=region_bytes,
-            )
+            colocation = tm.colocate(endless_jobs(jobs), region_bytes=region_bytes)
             rates = _rates(colocation, _EXCESS, options)
             yield label, sum(rate * alone for rate, alone in zip(rates, solo, strict=True))
         except Exception as error:

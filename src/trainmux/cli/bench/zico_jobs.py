@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -177,6 +177,13 @@ class BenchJob:
     def memory(self) -> tm.IterationMemory:
         """What an iteration allocates; its kernels' times are those worked out for an H200."""
         return tm.iteration_memory(self.fleet, self.batches[0])
+
+
+def endless_jobs(jobs: Sequence[BenchJob]) -> list[tm.Job]:
+    """Jobs to co-locate that go on until they are removed; they are called by their places."""
+    return [
+        tm.Job(str(index), fleet=job.fleet, loader=job.batches, steps=10**9) for index, job in enumerate(jobs)
+    ]
 
 
 def train_for(step: Callable[[int], object], seconds: float, device: torch.device) -> tuple[int, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -100,17 +100,17 @@ def simulated_pair(
     jobs = {"0": memories[0], "1": memories[1]}
     longest = max(memory.seconds for memory in memories)
     seconds = _SIMULATED_ITERATIONS * longest
-    given = {} if gain is None else {"gain": max(1.0, gain)}
+    given: dict[str, Any] = {} if gain is None else {"gain": max(1.0, gain)}
     peak = max(size for memory in memories for _, size in memory.curve())
     if peak < _SMALL_JOB_BYTES:
         given |= {"region_bytes": _SMALL_REGION_BYTES, "tracking_bytes": peak // _SMALL_JOB_CUTS}
-    roomy = tm.foresee(jobs, seconds=seconds, **given)  # type: ignore[arg-type]
+    roomy = tm.foresee(jobs, seconds=seconds, **given)
     whole, least = roomy.sum_of_peaks_bytes, roomy.smallest_budget_bytes
     stays = budgets_of(names, (whole, least), excesses, has_machine=has_machine, changes=False)
     runs = {}
     for stay in stays:
         if stay.budget_bytes >= least:
-            seen = tm.foresee(jobs, stay.budget_bytes, seconds=seconds, **given)  # type: ignore[arg-type]
+            seen = tm.foresee(jobs, stay.budget_bytes, seconds=seconds, **given)
             runs[stay.way] = _run_record(seen, memories, longest)
     change = _changing_run(
         jobs, budgets_of(names, (whole, least), (), has_machine=False, changes=True)[1:], seconds, given
@@ -126,7 +126,7 @@ def simulated_pair(
         "smallest_budget_bytes": least,
         "runs": runs,
         "change": change,
-        "decision_us": {what: list(times) for what, times in roomy_or_tight(runs, change).items()},
+        "decision_us": {what: list(times) for what, times in _decision_times(runs, change).items()},
     }
 
 
@@ -154,7 +154,7 @@ def _changing_run(
     }
 
 
-def roomy_or_tight(runs: Mapping[str, Any], change: Mapping[str, Any]) -> Mapping[str, Sequence[float]]:
+def _decision_times(runs: Mapping[str, Any], change: Mapping[str, Any]) -> Mapping[str, Sequence[float]]:
     """The decision times of the run with the most to decide: the tightest budget, else the change."""
     tight = [way for way in runs if way != ROOMY]
     found: Mapping[str, Sequence[float]] = (runs[tight[-1]] if tight else change)["decision_us"]
@@ -238,8 +238,3 @@ def host_view(job: BenchJob, options: ZicoOptions) -> dict[str, Any]:
         thread.join()
     stride = max(1, len(samples) // (4 * NUM_POINTS))
     return {"samples": samples[::stride], "issued": issued, "ended": ended}
-
-
-def peak_of(records: Iterable[Mapping[str, Any]]) -> int:
-    """The sum of the peaks of several jobs."""
-    return sum(record["peak_bytes"] for record in records)
