@@ -7,16 +7,20 @@ A share's budget is static + share × (peak - static): static is what the fleet 
 its plan without any decisions reserves (policy "none" with all members in one array). ``--budgets`` are named
 in bytes, or as parts of static memory ("0.9static"). The first row is the fleet without a plan. What was
 measured is written after each row; a table of all comes last. ``small:NAME`` workloads try it out on a CPU.
+``--processes`` plans that many rows at a time in processes of their own before the first is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
@@ -26,6 +30,7 @@ import torch
 
 import trainmux as tm
 from trainmux.cli.bench.cases import find_case
+from trainmux.fleet._planning import PlanRequest
 from trainmux.scheduling import parse_budget
 
 NUM_BLOCKS = 5
@@ -116,6 +121,50 @@ class Bench:
             for seconds, span in longer[:NUM_DIFFERENT]
         ]
         return row
+
+    def plan_ahead(
+        self, wanted: Sequence[tuple[int, str]], num_partitions: int, num_processes: int
+    ) -> dict[tuple[int, str], dict[str, Any]]:
+        """Have the plans for budgets and policies made and kept on disk, several at a time; how that went.
+
+        The processes are copies of this one and only compute: nothing of them touches the device.
+        """
+        planner = self.fleet._planner(self.fleet._groups)
+        planner.plan(PlanRequest(None, "none", None, None, 0, num_partitions, None))  # measures all widths
+        facts = planner._facts()
+        planner._facts = lambda: facts  # type: ignore[method-assign]
+        planned, bound = planner._planned_groups(None), {"max_partitions": num_partitions}
+
+        def work(path: Path, request: PlanRequest, budget: int, key: str) -> None:
+            begin = time.perf_counter()
+            said = {}
+            try:
+                planner._plans.put(key, planner._search(request, budget, planned, bound))
+            except tm.errors.TrainmuxError as error:
+                said = {"error": str(error)}
+            path.write_text(json.dumps({"planning_s": time.perf_counter() - begin, **said}))
+
+        with tempfile.TemporaryDirectory() as folder:
+            paths = {row: Path(folder) / str(number) for number, row in enumerate(wanted)}
+            running = 0
+            for row, path in paths.items():
+                if running == num_processes:
+                    os.wait()
+                    running -= 1
+                request = PlanRequest(*row, None, None, 0, num_partitions, None)
+                key = planner._plan_key(request, row[0], planned, bound)
+                if os.fork() == 0:
+                    try:
+                        torch.set_num_threads(1)
+                        work(path, request, row[0], key)
+                    except BaseException:
+                        traceback.print_exc()
+                    finally:
+                        os._exit(0)
+                running += 1
+            for _ in range(running):
+                os.wait()
+            return {row: json.loads(path.read_text()) for row, path in paths.items() if path.exists()}
 
     def plan(self, budget: int | None, policy: str, num_partitions: int) -> tuple[tm.Plan, dict[str, Any]]:
         begin = time.perf_counter()
@@ -234,6 +283,7 @@ def main() -> None:
     parser.add_argument("--partitions", type=int, default=3)
     parser.add_argument("--watch", action="store_true", help="also when each instruction ran")
     parser.add_argument("--limit-seconds", type=float, default=1e9, help="begin no row after so long")
+    parser.add_argument("--processes", type=int, default=0, help="plan so many rows at a time beforehand")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/planned.json"))
@@ -263,17 +313,30 @@ def main() -> None:
     keep({"share": "1", **row, **bench.measure()})
     static = static_bytes(whole)
     result["static_bytes"] = static
-    for share, budget in budgets(options.shares, options.budgets, static, whole.peak_bytes):
-        for policy in options.policies.split(","):
-            if time.perf_counter() - begin > options.limit_seconds:
-                print(f"no time for {share} {policy}", flush=True)
-                continue
-            try:
-                plan, row = bench.plan(budget, policy, options.partitions)
-                row = {"share": share, **row, **bench.measure()}
-                keep({**row, "watched": bench.watch(plan)} if options.watch else row)
-            except tm.errors.TrainmuxError as error:
-                keep({"share": share, "policy": policy, "budget_bytes": budget, "error": str(error)})
+    wanted = [
+        (share, budget, policy)
+        for policy in options.policies.split(",")
+        for share, budget in budgets(options.shares, options.budgets, static, whole.peak_bytes)
+    ]
+    made: dict[tuple[int, str], dict[str, Any]] = {}
+    if options.processes:
+        bench.fleet.use(None)
+        made = bench.plan_ahead([row[1:] for row in wanted], options.partitions, options.processes)
+        print(f"all is planned after {time.perf_counter() - begin:.0f} s", flush=True)
+    for share, budget, policy in wanted:
+        if time.perf_counter() - begin > options.limit_seconds:
+            print(f"no time for {share} {policy}", flush=True)
+            continue
+        how = made.get((budget, policy), {})
+        if "error" in how:
+            keep({"share": share, "policy": policy, "budget_bytes": budget, **how})
+            continue
+        try:
+            plan, row = bench.plan(budget, policy, options.partitions)
+            row = {"share": share, **row, **how, **bench.measure()}
+            keep({**row, "watched": bench.watch(plan)} if options.watch else row)
+        except tm.errors.TrainmuxError as error:
+            keep({"share": share, "policy": policy, "budget_bytes": budget, "error": str(error)})
     print(table(rows), flush=True)
 
 

@@ -9,6 +9,7 @@ import torch
 
 import trainmux as tm
 from trainmux.profiling import KernelStep, _measured
+from trainmux.profiling._pass import Pass
 from trainmux.workloads import SMALL
 
 DEVICE = "cuda"
@@ -36,16 +37,16 @@ def test_a_step_that_does_not_fit_is_measured_with_feature_maps_away(
 ) -> None:
     """What is away is what the step would else hold, and members train on as if nothing had been."""
     most_away, most_made = 0, 0
-    release = _measured._Pass.release
+    release = Pass.release
 
-    def counted(run: _measured._Pass, rank: int, step: KernelStep) -> None:
+    def counted(run: Pass, rank: int, step: KernelStep) -> None:
         nonlocal most_away, most_made
         release(run, rank, step)
         away = sum(host.nbytes for host in run._host.values())
         there = sum(storage.nbytes() for storage in run._storages.values())
         most_away, most_made = max(most_away, away), max(most_made, away + there)
 
-    monkeypatch.setattr(_measured._Pass, "release", counted)
+    monkeypatch.setattr(Pass, "release", counted)
     monkeypatch.setattr(_measured, "_fits", lambda graph, device: False)
     fleet, other = fleet_of(name), fleet_of(name)
     plan = fleet.plan(None, "none")

@@ -88,7 +88,7 @@ def read_step_kernels(
     }
     # A constant of another step may have the same name and another value.
     keys |= {location.tensor: (id(graph), "constant", name) for name, location in graph.constants.items()}
-    return StepKernels(step, graph, iteration, numbers, keys, scratch_bytes(graph, profile))
+    return StepKernels(step, graph, iteration, numbers, keys, scratch_bytes(graph))
 
 
 def argument_names(step: StepProgram) -> list[tuple[str, Hashable]]:

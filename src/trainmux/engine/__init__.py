@@ -2,7 +2,7 @@
 
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.engine._cuda_graphs import CudaGraphEngine
-from trainmux.engine._into import scratch_bytes
+from trainmux.engine._into import run_into, scratch_bytes
 from trainmux.engine._lanes import HostLanes, WatchedLanes, watched_lanes
 from trainmux.engine._planned import Memory, PlannedProgram
 from trainmux.engine._planned_engine import PlannedEngine
@@ -41,6 +41,7 @@ __all__ = [
     "forward_in_sub_arrays",
     "in_sub_arrays",
     "kernel_settings",
+    "run_into",
     "scratch_bytes",
     "watched_lanes",
 ]

@@ -16,7 +16,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from trainmux.engine._convolution import NUM_ARGUMENTS, can_write, convolve_into
-from trainmux.ir import Profile
 from trainmux.lowering import Place, RegionCall, extended, extended_product
 from trainmux.profiling import KernelGraph, Location
 
@@ -33,14 +32,13 @@ _WITH_OUT: dict[Any, Any] = {
 }
 
 
-def scratch_bytes(graph: KernelGraph, profile: Profile) -> int:
-    """The most that a node takes beside its planned memory: workspace, and results to be copied."""
+def scratch_bytes(graph: KernelGraph) -> int:
+    """The most that results of a node need that it cannot write to their place: they are copied there."""
     most = 0
-    for step, node in zip(graph.steps, profile.nodes, strict=True):
-        needed = node.workspace_bytes
+    for step in graph.steps:
         if not _takes_memory(graph, step.node):
-            needed += sum(-(-graph.tensors[t].size_bytes // _ROUNDING) * _ROUNDING for t in step.creates)
-        most = max(most, needed)
+            sizes = [graph.tensors[number].size_bytes for number in step.creates]
+            most = max(most, sum(-(-size // _ROUNDING) * _ROUNDING for size in sizes))
     return most
 
 

@@ -26,7 +26,7 @@ from trainmux.fleet._slots import Slot, StackedState
 from trainmux.fleet._state_moves import copy_into_places, host_copies
 from trainmux.ir import MemoryUse, Program, Timeline
 from trainmux.profiling import KernelGraph
-from trainmux.runtime import Transfers
+from trainmux.runtime import Transfers, workspaces_bytes
 from trainmux.simulate import measured_timeline
 
 _MAX_VARIANTS = 4
@@ -124,6 +124,11 @@ def _reserved_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
+def _others_bytes(device: torch.device) -> int:
+    """What is reserved for others; workspaces of streams that are lent to one after another are not."""
+    return _reserved_bytes(device) - (sum(workspaces_bytes(device)) if device.type == "cuda" else 0)
+
+
 def _new_slab(slab_bytes: int, device: torch.device) -> Tensor:
     """In memory of whole elements of every type: some operators look at all that a tensor lies in."""
     largest = torch.complex128.itemsize
@@ -161,7 +166,7 @@ class PlannedGroups:
         self._config = config
         self._transfers = Transfers(config.device)
         self._poisons = poisons
-        self._others_bytes = _reserved_bytes(config.device)
+        self._others_bytes = _others_bytes(config.device)
         self._slab = _new_slab(max(1, own.program.slab_bytes), config.device)
         self._is_weighed = False
         # One for all variants: they run one after another, in the same memory beside the slab.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainmux.engine import ForwardProgram, StepProgram, first_rows, kernel_settings, scratch_bytes
+from trainmux.engine import ForwardProgram, StepProgram, first_rows, kernel_settings, run_into
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
@@ -32,13 +32,13 @@ from trainmux.profiling import (
     read_kernels,
     same_but_for_origin,
 )
-from trainmux.runtime import no_collections
+from trainmux.runtime import no_collections, workspaces_bytes
 from trainmux.scheduling import BudgetCost, Planner, PlanProgress, find_partitions, fit_program, parse_budget
 from trainmux.scheduling import Group as PlannedGroup
 from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
 
 FIXED_BYTES = 64 << 20
-"""On a CUDA device, beside all tensors: the matrix libraries' workspaces and the graphs themselves."""
+"""On a CUDA device, beside all tensors: the matrix libraries' workspaces for one stream, and the graphs."""
 
 _FEW_PARTITIONS = 5
 """Partitions that are tried where nobody says how many and each takes long: its widths are compiled to be
@@ -114,6 +114,14 @@ class FleetPlanner:
             self._plans.put(key, plan)
         return plan
 
+    def _fixed_bytes(self) -> int:
+        """What is reserved beside all tensors and what nodes need while they run."""
+        if self._device is not None:
+            return FIXED_BYTES
+        if self._config.device.type != "cuda":
+            return 0
+        return FIXED_BYTES + sum(workspaces_bytes(self._config.device)[1:])  # of streams used before
+
     def _has_large_graph(self) -> bool:
         return any(len(group.traced.module.graph.nodes) >= _LARGE_GRAPH for group in self._groups)
 
@@ -127,7 +135,14 @@ class FleetPlanner:
         """What the plan is kept by; empty where it is not: measured ways may be others the next time."""
         if self._config.measures:
             return ""
-        asked = (request.policy, request.num_budgets, budget, tuple(planned), bound, request.reserve_bytes)
+        asked = (
+            request.policy,
+            request.num_budgets,
+            budget,
+            tuple(planned),
+            bound,
+            request.reserve_bytes + self._fixed_bytes(),
+        )
         here = (self._facts(), self._device, self.kernels, self._switches())
         return plan_key(self._groups, asked, *here)
 
@@ -140,11 +155,14 @@ class FleetPlanner:
     ) -> Plan:
         """Plan over profiles, some of them worked out, until those of the plan are of real kernels."""
         on_gpu = self._device is not None or self._config.device.type == "cuda"
+        if self._device is None:
+            for index, group in enumerate(planned):
+                self.profile(index, len(group.members))  # measuring may take a stream with its workspaces
         planner = Planner(
             planned,
             profile_of=lambda group, width: self.profile(int(group.name), width),
             policy=request.policy,
-            fixed_bytes=request.reserve_bytes + (FIXED_BYTES if on_gpu else 0),
+            fixed_bytes=request.reserve_bytes + self._fixed_bytes(),
             beside_of=lambda profile: self._scratch.get(profile.fingerprint, 0) if on_gpu else 0,
             host_bytes=self._facts().host_bytes,
             progress=request.progress,
@@ -328,7 +346,7 @@ class FleetPlanner:
             arguments = self._arguments(index, program, width)
             found = self._measured(graph, arguments, width, fingerprint, facts)
             self._cache.put(found)
-        self._scratch[found.fingerprint] = scratch_bytes(graph, found)
+        self._scratch[found.fingerprint] = max(node.workspace_bytes for node in found.nodes)
         # Workspaces are not in the slab: one scratch pool beside it serves them all in turn.
         nodes = tuple(replace(node, workspace_bytes=0) for node in found.nodes)
         return replace(found, nodes=nodes)
@@ -353,6 +371,7 @@ class FleetPlanner:
                     width=width,
                     fingerprint=fingerprint,
                     facts=facts,
+                    into=run_into,
                     tell=functools.partial(self._tell_measuring, width),
                 )
         except torch.OutOfMemoryError as error:

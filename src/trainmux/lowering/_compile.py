@@ -47,6 +47,7 @@ class Kernel:
         self._module: fx.GraphModule | None = None
         self._compiled: _inductor.Compiled | None = None
         self._given: GivenMemory | None = None
+        self._has_run = False
         self._payload = b""
         self.combines = region.combines
 
@@ -64,17 +65,30 @@ class Kernel:
 
         ``places`` says where those others are wanted; where the code cannot be steered, they are elsewhere.
         """
-        if self._compiled is not None and places:
-            if self._given is None:
-                self._given = GivenMemory(self._compiled)
-            return self._given.run(tensors, places)
-        if self._compiled is not None:
-            results: Sequence[Tensor] = self._compiled(tensors)
+        if self._compiled is None:
+            if self._module is None:
+                self._module = self._traced()[0]
+            plain: Sequence[Tensor] = self._module(*tensors)
+            return plain
+        if self._has_run:
+            return self._run_compiled(self._compiled, tensors, places)
+        # The first time, code may choose among its variants, which imports parts of the compiler: torch warns
+        # about itself then, and where warnings are errors, nothing would run.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results = self._run_compiled(self._compiled, tensors, places)
+        self._has_run = True
+        return results
+
+    def _run_compiled(
+        self, compiled: _inductor.Compiled, tensors: list[Tensor], places: Sequence[Place | None]
+    ) -> Sequence[Tensor]:
+        if not places:
+            results: Sequence[Tensor] = compiled(tensors)
             return results
-        if self._module is None:
-            self._module = self._traced()[0]
-        plain: Sequence[Tensor] = self._module(*tensors)
-        return plain
+        if self._given is None:
+            self._given = GivenMemory(compiled)
+        return self._given.run(tensors, places)
 
     def payload(self) -> bytes:
         """The region, to be compiled elsewhere or stored."""

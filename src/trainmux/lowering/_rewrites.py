@@ -56,6 +56,37 @@ def compare_instead_of_scatter(graph: fx.Graph) -> int:
     return found
 
 
+_INDEXED_WRITES = (
+    aten.index_add.default,
+    aten.index_copy.default,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.index_put.default,
+)
+
+
+def write_to_whole_tensors(graph: fx.Graph) -> int:
+    """Indexed writes get a copy of a destination that is expanded; returns how many did.
+
+    Inductor makes such a write one into the memory behind, where rows that should differ are one row
+    (pytorch #183986; wrong in torch 2.11 and 2.13).
+    """
+    found = 0
+    for node in [node for node in graph.nodes if node.target in _INDEXED_WRITES]:
+        target = node.args[0].meta["val"]
+        if not any(size > 1 and step == 0 for size, step in zip(target.shape, target.stride(), strict=True)):
+            continue
+        with graph.inserting_before(node), target.fake_mode:
+            whole = insert_call(
+                graph, node, aten.clone.default, (node.args[0],), memory_format=torch.contiguous_format
+            )
+        node.update_arg(0, whole)
+        found += 1
+    if found:
+        graph.lint()
+    return found
+
+
 def insert_call(graph: fx.Graph, like: fx.Node, op: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
     """A new node where the graph's next one goes, marked as ``like`` is; a fake mode must be active."""
     new = graph.call_function(op, args, kwargs)

@@ -3,7 +3,11 @@
 Where a step is larger than what a CUDA device has free, and always on a CPU, feature maps leave the device
 after their last forward use and come back before their first use in the backward pass: so a step can be
 measured as long as each node with its inputs and outputs fits. One pass warms up, three are measured, medians
-are kept.
+are kept. Nodes write to memory that is there before they run, as they will under a plan; what one needs
+besides is its workspace, results that it cannot write to their place among it.
+
+A node is enqueued behind a wait of the device, so that the host's time to launch its kernels is not measured.
+One with so many kernels that the wait was too short is measured behind a longer one in the next pass.
 
 A node alone takes a little longer than among others in a CUDA graph: it begins late, and finds caches cold.
 Where the whole step fits on the device it is captured and replayed too, and nodes are shortened by what they
@@ -17,21 +21,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor
 
-from trainmux.errors import PlanError
-from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile, ProfiledNode, ProfiledTensor
-from trainmux.profiling._kernels import KernelGraph, KernelStep
+from trainmux.ir import DeviceFacts, Profile, ProfiledNode, ProfiledTensor
+from trainmux.profiling._kernels import KernelGraph
+from trainmux.profiling._pass import Into, Pass, last_uses_of_created
 from trainmux.runtime import borrowed_stream, capturing, warm_matrix_libraries
 
-MEASUREMENT_VERSION = 2
+MEASUREMENT_VERSION = 3
 """Raised when what is measured, or how, is no longer what kept profiles have."""
 
 NUM_PASSES = 3
@@ -44,8 +48,11 @@ _LARGEST_CUT = 0.7
 _SUSTAINED_SECONDS = 0.3
 """A step is replayed for so long at a time: a device that has just begun to work is faster than it stays."""
 _NUM_HANDOVERS = 64
-_HEAD_START_CYCLES = 2_000_000
+_HEAD_START_SECONDS = 1e-3
 """The device waits so long before each node that the host, which launches kernels one by one, is ahead."""
+_IN_TIME = 0.8
+"""The share of a head start that the host may have used up."""
+_CALIBRATION_CYCLES = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -140,31 +147,20 @@ def measure_profile(
     width: int,
     fingerprint: str,
     facts: DeviceFacts,
+    into: Into,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
-    """Run the graph node by node with ``arguments``; ``tell`` hears of each node that is done."""
+    """Run the graph node by node with ``arguments``; ``tell`` hears of each node that is done.
+
+    ``into`` calls a node's operator with memory for its results.
+    """
     device = arguments[0].device
-    clock: _CudaClock | _HostClock = _CudaClock(device) if device.type == "cuda" else _HostClock()
-    if device.type == "cuda":
-        warm_matrix_libraries(device)
     link = probe_link(device)
-    seconds: list[list[float]] = [[] for _ in graph.steps]
-    workspaces = [0] * len(graph.steps)
-    total = (1 + NUM_PASSES) * len(graph.steps)
     swaps = device.type != "cuda" or not _fits(graph, device)
-    for number in range(1 + NUM_PASSES):
-        run = _Pass(graph, arguments, swaps=swaps)
-        for rank, step in enumerate(graph.steps):
-            run.fetch(step)
-            taken, workspace = clock.measure(partial(run.run, step), run.created_bytes(step))
-            if number > 0:
-                seconds[rank].append(taken)
-                workspaces[rank] = max(workspaces[rank], workspace)
-            run.release(rank, step)
-            tell(number * len(graph.steps) + rank + 1, total)
-        run.close()
-    alone = [statistics.median(found) for found in seconds]
-    replayed = None if swaps else _replayed_seconds(graph, arguments, device)
+    with _own_stream(device):
+        samples = _measured_nodes(graph, partial(Pass, graph, arguments, into, swaps=swaps), device, tell)
+        alone = [sample.seconds for sample in samples]
+        replayed = None if swaps else _replayed_seconds(graph, partial(Pass, graph, arguments, into), device)
     if replayed is not None:
         alone = in_step_seconds(alone, replayed)
     nodes = tuple(
@@ -175,10 +171,10 @@ def measure_profile(
             step.creates,
             step.changes,
             taken,
-            workspace,
+            sample.workspace_bytes,
             is_repeatable=not step.changes,
         )
-        for step, taken, workspace in zip(graph.steps, alone, workspaces, strict=True)
+        for step, taken, sample in zip(graph.steps, alone, samples, strict=True)
     )
     tensors = tuple(
         ProfiledTensor(
@@ -193,6 +189,88 @@ def measure_profile(
         for tensor in graph.tensors
     )
     return Profile(fingerprint, "measured", width, facts, tensors, nodes)
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """On CUDA, a stream that has the matrix libraries' workspaces already; others get none for this."""
+    if device.type != "cuda":
+        yield
+        return
+    outside = torch.cuda.current_stream(device)
+    with borrowed_stream(device) as stream:
+        stream.wait_stream(outside)
+        with torch.cuda.stream(stream):
+            warm_matrix_libraries(device)
+            yield
+        outside.wait_stream(stream)
+
+
+def _measured_nodes(
+    graph: KernelGraph, begin: Callable[[], Pass], device: torch.device, tell: Callable[[int, int], None]
+) -> list[NodeSamples]:
+    """What each node takes by itself, from one pass to warm up and several that count."""
+    clock: _CudaClock | _HostClock = _CudaClock(device) if device.type == "cuda" else _HostClock()
+    samples = [NodeSamples() for _ in graph.steps]
+    total = (1 + NUM_PASSES) * len(graph.steps)
+    for number in range(1 + NUM_PASSES):
+        run = begin()
+        for rank, step in enumerate(graph.steps):
+            run.prepare(step)
+            sample = clock.measure(partial(run.run, step), samples[rank].head_start_seconds)
+            if number > 0:
+                samples[rank].add(sample)
+            run.release(rank, step)
+            tell(number * len(graph.steps) + rank + 1, total)
+        run.close()
+    return samples
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement of a node: its time, its bytes beyond its results', and whether the host was ahead.
+
+    ``host_seconds`` is what the host took to enqueue it, ``head_start_seconds`` what it had for that.
+    """
+
+    seconds: float
+    workspace_bytes: int = 0
+    host_seconds: float = 0.0
+    head_start_seconds: float = _HEAD_START_SECONDS
+
+    @property
+    def is_clean(self) -> bool:
+        return self.host_seconds <= _IN_TIME * self.head_start_seconds
+
+
+class NodeSamples:
+    """The measurements of one node. Those in which the device waited for the host count only where there are
+    no others."""
+
+    def __init__(self) -> None:
+        self._all: list[Sample] = []
+
+    def add(self, sample: Sample) -> None:
+        self._all.append(sample)
+
+    @property
+    def head_start_seconds(self) -> float:
+        """What to give the host the next time: more where it was too little."""
+        if not self._all:
+            return _HEAD_START_SECONDS
+        if self._all[-1].is_clean:
+            return self._all[-1].head_start_seconds
+        return _HEAD_START_SECONDS + 2 * min(sample.host_seconds for sample in self._all)
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        clean = [sample.seconds for sample in self._all if sample.is_clean]
+        return statistics.median(clean or [sample.seconds for sample in self._all])
+
+    @property
+    def workspace_bytes(self) -> int:
+        return max(sample.workspace_bytes for sample in self._all)
 
 
 def in_step_seconds(alone: Sequence[float], together: float) -> list[float]:
@@ -218,25 +296,15 @@ def in_step_seconds(alone: Sequence[float], together: float) -> list[float]:
     return [seconds * stretch for seconds in found]
 
 
-def _replayed_seconds(graph: KernelGraph, arguments: Sequence[Tensor], device: torch.device) -> float | None:
+def _replayed_seconds(graph: KernelGraph, begin: Callable[[], Pass], device: torch.device) -> float | None:
     """What the step takes as one CUDA graph; ``None`` where it cannot be captured or there is no room."""
     torch.cuda.empty_cache()
     if not _fits(graph, device):
         return None
-    with borrowed_stream(device) as stream:
-        return _replayed_on(stream, graph, arguments, device)
-
-
-def _replayed_on(
-    stream: torch.cuda.Stream, graph: KernelGraph, arguments: Sequence[Tensor], device: torch.device
-) -> float | None:
-    stream.wait_stream(torch.cuda.current_stream(device))
     captured = torch.cuda.CUDAGraph()
     try:
-        with torch.no_grad(), torch.cuda.stream(stream):
-            graph.module(*arguments)
-        with torch.no_grad(), capturing(captured, stream):
-            kept = graph.module(*arguments)
+        with capturing(captured, torch.cuda.current_stream(device)):
+            begin().run_all()
     except RuntimeError:  # out of memory is one, too
         torch.cuda.synchronize(device)
         return None
@@ -244,134 +312,15 @@ def _replayed_on(
     count = max(1, int(_SUSTAINED_SECONDS / _replays(captured, 1)))
     _replays(captured, count)  # until the device's clock is what it is under load
     taken = _median_of(partial(_replays, captured, count))
-    del kept
+    del captured
     torch.cuda.empty_cache()
     return taken
-
-
-class _Pass:
-    """One pass through the graph with real tensors, feature maps away between forward and backward."""
-
-    def __init__(self, graph: KernelGraph, arguments: Sequence[Tensor], *, swaps: bool) -> None:
-        self._graph = graph
-        self._swaps = swaps
-        self._values: dict[fx.Node, Any] = {}
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        # Strides that differ from the traced ones can make a view of what was traced as a copy: such memory
-        # has several owners, or is an argument's, and stays.
-        self._owners: dict[int, set[int]] = {t.untyped_storage()._cdata: {-1} for t in arguments}
-        self._host: dict[int, Tensor] = {}
-        self._device = arguments[0].device
-        given = iter(arguments)
-        for node in graph.module.graph.nodes:
-            if node.op == "placeholder":
-                self._values[node] = next(given)
-            elif node.op == "get_attr":
-                value: Any = graph.module
-                for part in str(node.target).split("."):
-                    value = getattr(value, part)
-                self._values[node] = value
-        computing = {step.node for step in graph.steps}
-        self._last_use = self._last_uses(computing)
-        self._last_forward = _last_forward_uses(graph.steps)
-        self._ending = _last_uses_of_created(graph.steps)
-
-    def run(self, step: KernelStep) -> None:
-        args, kwargs = fx.map_arg((step.node.args, dict(step.node.kwargs)), self._value)
-        target: Any = step.node.target
-        if step.node.op == "call_module":
-            target = self._graph.module.get_submodule(str(step.node.target))
-        with torch.no_grad():
-            value = target(*args, **kwargs)
-        self._values[step.node] = value
-        leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-        if len(leaves) != len(step.results):
-            raise PlanError(
-                f"node {step.node.name}: expected {len(step.results)} results as traced, got {len(leaves)}; "
-                "profile the program that was traced"
-            )
-        for number, leaf in zip(step.results, leaves, strict=True):
-            if number in step.creates:
-                storage = leaf.untyped_storage()
-                self._storages[number] = storage
-                self._owners.setdefault(storage._cdata, set()).add(number)
-
-    def created_bytes(self, step: KernelStep) -> int:
-        return sum(self._graph.tensors[number].size_bytes for number in step.creates)
-
-    def fetch(self, step: KernelStep) -> None:
-        """Bring back what a node reads."""
-        for number in (*step.reads, *step.changes):
-            host = self._host.pop(number, None)
-            if host is not None:
-                storage = self._storages[number]
-                storage.resize_(host.numel())
-                _bytes_of(storage, self._device).copy_(host)
-
-    def release(self, rank: int, step: KernelStep) -> None:
-        """Let go of what no later node reads, and send away feature maps that the backward pass will read."""
-        for node in self._last_use.get(rank, ()):
-            self._values.pop(node, None)
-        for number in self._ending.get(rank, ()):
-            self._let_go(number)
-        for number in self._last_forward.get(rank, ()) if self._swaps else ():
-            kept = self._graph.tensors[number].byte_class is ByteClass.FEATURE_MAP
-            storage = self._storages.get(number)
-            if kept and storage is not None and storage.nbytes() and len(self._owners[storage._cdata]) == 1:
-                self._host[number] = _bytes_of(storage, self._device).to("cpu", copy=True)
-                storage.resize_(0)
-
-    def _let_go(self, number: int) -> None:
-        """Hold a storage no longer; its address may be another's from now on."""
-        storage = self._storages.pop(number, None)
-        if storage is not None:
-            owners = self._owners[storage._cdata]
-            owners.discard(number)
-            if not owners:
-                del self._owners[storage._cdata]
-
-    def close(self) -> None:
-        self._values.clear()
-        self._storages.clear()
-        self._owners.clear()
-        self._host.clear()
-
-    def _value(self, node: fx.Node) -> Any:
-        """The value of a node; views and parts of tuples are made when they are read."""
-        if node not in self._values:
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._value)
-            target: Any = node.target
-            if node.op == "call_module":
-                target = self._graph.module.get_submodule(str(node.target))
-            with torch.no_grad():
-                self._values[node] = target(*args, **kwargs)
-        return self._values[node]
-
-    def _last_uses(self, computing: set[fx.Node]) -> dict[int, list[fx.Node]]:
-        """By rank: nodes whose values, views of them included, are read for the last time."""
-        last: dict[fx.Node, int] = {}
-
-        def note(node: fx.Node, rank: int) -> None:
-            last[node] = max(rank, last.get(node, -1))
-            if node not in computing:
-                for source in node.all_input_nodes:
-                    note(source, rank)
-
-        for rank, step in enumerate(self._graph.steps):
-            last.setdefault(step.node, rank)
-            for source in step.node.all_input_nodes:
-                note(source, rank)
-        found: dict[int, list[fx.Node]] = {}
-        for node, rank in last.items():
-            if node.op not in ("placeholder", "get_attr"):
-                found.setdefault(rank, []).append(node)
-        return found
 
 
 def _fits(graph: KernelGraph, device: torch.device) -> bool:
     """Whether all that a pass makes fits into what is free, with some room to spare."""
     live = most = 0
-    ending = _last_uses_of_created(graph.steps)
+    ending = last_uses_of_created(graph.steps)
     for rank, step in enumerate(graph.steps):
         live += sum(graph.tensors[number].size_bytes for number in step.creates)
         most = max(most, live)
@@ -381,60 +330,44 @@ def _fits(graph: KernelGraph, device: torch.device) -> bool:
     return most * _ROOM < free + cached
 
 
-def _last_uses_of_created(steps: Sequence[KernelStep]) -> dict[int, list[int]]:
-    """By rank: storages made in the pass that no later node touches."""
-    last: dict[int, int] = {}
-    for rank, step in enumerate(steps):
-        last.update(dict.fromkeys((*step.reads, *step.creates, *step.changes), rank))
-    ending: dict[int, list[int]] = {}
-    for step in steps:
-        for number in step.creates:
-            ending.setdefault(last[number], []).append(number)
-    return ending
-
-
-def _last_forward_uses(steps: Sequence[KernelStep]) -> dict[int, list[int]]:
-    """By rank: storages whose last use in the forward pass this is."""
-    last: dict[int, int] = {}
-    for rank, step in enumerate(steps):
-        if step.phase is Phase.FORWARD:
-            last.update(dict.fromkeys((*step.reads, *step.creates), rank))
-    found: dict[int, list[int]] = {}
-    for number, rank in last.items():
-        found.setdefault(rank, []).append(number)
-    return found
-
-
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
 class _HostClock:
     """On a CPU: wall-clock time; workspaces are not seen."""
 
-    def measure(self, work: Callable[[], None], created_bytes: int) -> tuple[float, int]:
-        return _wall(work), 0
+    def measure(self, work: Callable[[], None], head_start_seconds: float) -> Sample:
+        return Sample(_wall(work))
 
 
 class _CudaClock:
-    """On CUDA: events around a node, the host ahead; the allocator's peak beyond what the node leaves."""
+    """On CUDA: events around a node, the host ahead; the allocator's peak meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._begin = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
+        waits = [self._wait(_CALIBRATION_CYCLES) for _ in range(3)]
+        self._cycles_per_second = _CALIBRATION_CYCLES / statistics.median(waits)
 
-    def measure(self, work: Callable[[], None], created_bytes: int) -> tuple[float, int]:
+    def _wait(self, cycles: int) -> float:
+        self._begin.record()
+        torch.cuda._sleep(cycles)
+        self._end.record()
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+    def measure(self, work: Callable[[], None], head_start_seconds: float) -> Sample:
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        torch.cuda._sleep(int(head_start_seconds * self._cycles_per_second))
+        begin = time.perf_counter()
         self._begin.record()
         work()
         self._end.record()
+        host_seconds = time.perf_counter() - begin
         torch.cuda.synchronize(self._device)
-        extra = torch.cuda.max_memory_allocated(self._device) - before - created_bytes
-        return self._begin.elapsed_time(self._end) / 1e3, max(0, extra)
+        workspace = max(0, torch.cuda.max_memory_allocated(self._device) - before)
+        taken = self._begin.elapsed_time(self._end) / 1e3
+        return Sample(taken, workspace, host_seconds, head_start_seconds)
 
 
 def _wall(work: Callable[[], Any]) -> float:

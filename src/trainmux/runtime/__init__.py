@@ -33,6 +33,7 @@ from trainmux.runtime._streams import (
     num_streams_known,
     return_stream,
     warm_matrix_libraries,
+    workspaces_bytes,
 )
 from trainmux.runtime._transfer import Transfers
 
@@ -77,5 +78,6 @@ __all__ = [
     "stacked_zeros",
     "user_cache_folder",
     "warm_matrix_libraries",
+    "workspaces_bytes",
     "write_whole",
 ]

@@ -32,8 +32,11 @@ def no_collections() -> Iterator[None]:
 def capturing(
     graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: torch.cuda.MemPool | None = None
 ) -> Iterator[None]:
-    """Capture what is enqueued inside; other threads may use the device meanwhile."""
-    handle: Any = None if pool is None else pool.id  # torch's stubs want a type of their own
+    """Capture what is enqueued inside; other threads may use the device meanwhile.
+
+    Without a ``pool``, memory is the graph's own and goes with it.
+    """
+    handle: Any = torch.cuda.graph_pool_handle() if pool is None else pool.id
     try:
         with (
             no_collections(),
@@ -41,16 +44,15 @@ def capturing(
         ):
             yield
     except BaseException:
-        if pool is not None:
-            _leave(pool, stream.device)
+        _leave(handle, stream.device)
         raise
 
 
-def _leave(pool: torch.cuda.MemPool, device: torch.device) -> None:
-    """Send no more allocations to ``pool``."""
+def _leave(pool: tuple[int, int], device: torch.device) -> None:
+    """Send no more allocations to a pool."""
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is None:
         return
     index = torch.cuda.current_device() if device.index is None else device.index
     with suppress(RuntimeError):  # nothing is sent there
-        end(index, pool.id)
+        end(index, pool)

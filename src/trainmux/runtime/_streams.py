@@ -69,6 +69,10 @@ class StreamLender:
 
 
 _LENDERS: dict[torch.device, StreamLender] = {}
+_WORKSPACES: dict[torch.device, dict[int, int]] = {}
+"""By device and stream, what the matrix libraries took for it."""
+_SEGMENT_BYTES = 2 << 20
+"""Torch reserves memory in multiples of this."""
 
 
 def borrow_stream(device: torch.device, owner: Any, *, uses_matrices: bool = False) -> torch.cuda.Stream:
@@ -100,10 +104,14 @@ class _Owner:
 
 
 def _lender(device: torch.device) -> StreamLender:
-    index: int | None = device.index  # torch's stubs leave the None out
-    if index is None:  # one device must not have two lenders
-        device = torch.device(device.type, torch.cuda.current_device())
+    device = _with_index(device)
     return _LENDERS.setdefault(device, StreamLender(lambda: torch.cuda.Stream(device)))
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """One device must not have two names."""
+    index: int | None = device.index  # torch's stubs leave the None out
+    return torch.device(device.type, torch.cuda.current_device()) if index is None else device
 
 
 def num_streams_known(device: torch.device) -> tuple[int, int]:
@@ -117,6 +125,23 @@ def warm_matrix_libraries(device: torch.device) -> None:
 
     Later they would take it from whatever the allocator has cached, and hold a large segment with it.
     """
+    before = torch.cuda.memory_allocated(device)
     for dtype in (torch.float32, torch.bfloat16):
         square = torch.ones(16, 16, dtype=dtype, device=device)
         torch.addmm(square[0], square, square)
+    del square
+    stream = torch.cuda.current_stream(device).cuda_stream
+    note_workspaces(device, stream, torch.cuda.memory_allocated(device) - before)
+
+
+def note_workspaces(device: torch.device, stream: int, taken_bytes: int) -> None:
+    """What the matrix libraries have just taken for a stream; nothing where they had it already."""
+    if taken_bytes > 0:
+        _WORKSPACES.setdefault(_with_index(device), {})[stream] = (
+            -(-taken_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
+        )
+
+
+def workspaces_bytes(device: torch.device) -> tuple[int, ...]:
+    """What the matrix libraries hold for each stream that they were warmed for, the largest first."""
+    return tuple(sorted(_WORKSPACES.get(_with_index(device), {}).values(), reverse=True))

@@ -1,4 +1,4 @@
-"""A comparison in the place of a scatter: the same tensor, and only where it is."""
+"""Rewrites for the compiler's sake: the same tensors, and only where they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lowering_tools import traced
 from torch import Tensor
 
-from trainmux.lowering import compare_instead_of_scatter
+from trainmux.lowering import compare_instead_of_scatter, write_to_whole_tensors
 
 aten = torch.ops.aten
 
@@ -110,3 +110,35 @@ def test_where_it_is_left_alone(why: str) -> None:
     module = traced(function, like, index)
     assert compare_instead_of_scatter(module.graph) == 0
     assert torch.equal(module(like, index), function(like, index))
+
+
+Write = Callable[[Tensor, Tensor, Tensor], Tensor]
+WRITES: dict[str, Write] = {
+    "add": lambda base, index, rows: aten.index_add.default(base, 1, index, rows),
+    "copy": lambda base, index, rows: aten.index_copy.default(base, 1, index, rows),
+    "fill": lambda base, index, rows: aten.index_fill.int_Scalar(base, 1, index, 7.0),
+    "put": lambda base, index, rows: aten.index_put.default(base, [None, index], rows, True),
+}
+
+
+def expanded(base: Tensor) -> Tensor:
+    return aten.expand.default(aten.unsqueeze.default(base * 2, 0), [3, *base.shape])
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_to_an_expanded_tensor_get_a_copy(write: Write) -> None:
+    base, index, rows = torch.randn(4, 2), torch.tensor([0, 3, 1]), torch.randn(3, 3, 2)
+    module = traced(lambda *given: write(expanded(given[0]), *given[1:]), base, index, rows)
+    assert write_to_whole_tensors(module.graph) == 1
+    module.recompile()
+    assert torch.equal(module(base, index, rows), write(expanded(base), index, rows))
+    (copy,) = module.graph.find_nodes(op="call_function", target=aten.clone.default)
+    assert copy.meta["val"].is_contiguous()
+    assert write_to_whole_tensors(module.graph) == 0
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_to_other_tensors_are_left_alone(write: Write) -> None:
+    base, index, rows = torch.randn(1, 4, 2), torch.tensor([0, 3, 1]), torch.randn(1, 3, 2)
+    module = traced(lambda *given: write(given[0].expand(1, 4, 2) + 1, *given[1:]), base, index, rows)
+    assert write_to_whole_tensors(module.graph) == 0

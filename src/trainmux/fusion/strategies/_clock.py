@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainmux.runtime import measured_convolutions
+from trainmux.runtime import capturing, measured_convolutions
 
 NUM_TIMED = 5
 _GRAPH_SECONDS = 4e-4
@@ -79,7 +79,10 @@ class CudaClock:
                     self._run(branches)
                     once = self._time(lambda: self._run(branches))
                     repeats = max(1, min(_MAX_REPEATS, round(_GRAPH_SECONDS / max(once, 1e-9))))
-                    graph = self._capture(branches, repeats)
+                    graph = torch.cuda.CUDAGraph()
+                    with capturing(graph, self._streams[0]):  # memory of its own, gone with it
+                        for _ in range(repeats):
+                            self._run(branches)
                     graph.replay()
                     return statistics.median(self._time(graph.replay) for _ in range(num_timed)) / repeats
             finally:
@@ -95,16 +98,6 @@ class CudaClock:
                 work()
         for stream in others:
             main.wait_stream(stream)
-
-    def _capture(self, branches: Sequence[Work], repeats: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")  # memory of its own, gone with it
-        try:
-            for _ in range(repeats):
-                self._run(branches)
-        finally:
-            graph.capture_end()
-        return graph
 
     def _time(self, work: Work) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
