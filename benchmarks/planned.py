@@ -8,6 +8,8 @@ its plan without any decisions reserves (policy "none" with all members in one a
 in bytes, or as parts of static memory ("0.9static"). The first row is the fleet without a plan. What was
 measured is written after each row; a table of all comes last. ``small:NAME`` workloads try it out on a CPU.
 ``--processes`` plans that many rows at a time in processes of their own before the first is measured.
+
+    python benchmarks/planned.py --page planned.json > docs/planned.md
 """
 
 from __future__ import annotations
@@ -247,35 +249,90 @@ def budgets(shares: str, named: str, static: int, peak: int) -> Iterator[tuple[s
         yield name, int(float(part) * static) if part != name else parse_budget(name, device_bytes=1 << 50)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """All rows, each as parts of the fleet without a plan, of its bound and of what was predicted."""
-    alone = rows[0]["step_ms"]
-    lines = [
-        "budget     policy          sub-arrays      step ms  /no plan  /bound  /predicted  bytes/predicted"
-        "  bytes/budget  hidden"
-    ]
+COLUMNS = (
+    "budget",
+    "policy",
+    "sub-arrays",
+    "step ms",
+    "/ no plan",
+    "/ bound",
+    "/ predicted",
+    "GiB",
+    "/ budget",
+    "hidden",
+)
+
+
+def cells(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Of each plan: its step against the fleet without a plan, its bound and what was predicted, its bytes
+    against its budget, and the share of copy time that ran beside compute.
+
+    Bytes are those that the device has in use, less what it had beside torch's before the first plan: the
+    context and the kernels' code.
+    """
+    alone = rows[0]
+    context = alone.get("device_bytes", 0) - alone.get("reserved_bytes", 0)
     for row in rows[1:]:
-        begin = f"{row['share']:<10} {row['policy']:<15}"
         if "error" in row:
-            lines.append(f"{begin} {row['error'][:90]}")
+            yield (row["share"], row["policy"], "nothing fits", *[""] * (len(COLUMNS) - 3))
             continue
-        widths = "+".join(map(str, row["widths"]))
-        measured = row.get("watched", {}).get("measured")
-        has_copies = measured is not None and measured["copy_ms"] > 0
-        hidden = f"{measured['hidden_copy_ms'] / measured['copy_ms']:.2f}" if has_copies else ""
-        device = row.get("device_bytes", 0)
-        lines.append(
-            f"{begin} {widths[:9] + ' ' + row['multiplexing']:<15} {row['step_ms']:>7.2f}"
-            f"  {row['step_ms'] / alone:>8.3f}  {row['step_ms'] / row['bound_ms']:>6.3f}"
-            f"  {row['step_ms'] / row['predicted_ms']:>10.3f}  {device / row['predicted_bytes']:>15.3f}"
-            f"  {device / row['budget_bytes']:>12.3f}  {hidden}"
+        measured = row.get("watched", {}).get("measured", {})
+        copied, held = measured.get("copy_ms", 0), row.get("device_bytes", 0) - context
+        yield (
+            row["share"],
+            row["policy"],
+            f"{'+'.join(map(str, row['widths']))} {row['multiplexing']}",
+            f"{row['step_ms']:.2f}",
+            f"{row['step_ms'] / alone['step_ms']:.3f}",
+            f"{row['step_ms'] / row['bound_ms']:.3f}",
+            f"{row['step_ms'] / row['predicted_ms']:.3f}",
+            f"{held / 2**30:.2f}",
+            f"{held / row['budget_bytes']:.3f}",
+            f"{measured['hidden_copy_ms'] / copied:.2f}" if copied else "",
         )
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """All rows, for a terminal."""
+    found = [COLUMNS, *cells(rows)]
+    widths = [max(map(len, column)) for column in zip(*found, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in found)
+
+
+def page(results: Sequence[dict[str, Any]]) -> str:
+    """All results, as Markdown."""
+    lines = [
+        "# Plans as they ran",
+        "",
+        "Written by `benchmarks/planned.py --page`. Budgets are static memory (parameters, buffers,",
+        "optimizer state) plus a share of what the plan without decisions needs beyond that, or as named. Of",
+        "each plan: its step; that step by the fleet's without a plan, by the bound from compute, needed",
+        "recomputation and link, and by what was predicted; the bytes that the device has in use (less",
+        "context and kernels' code) and those by the budget; the share of copy time that ran beside compute,",
+        "seen on the lanes.",
+    ]
+    for result in results:
+        alone = result["rows"][0]
+        lines += [
+            "",
+            f"## {result['num_members']} × {result['workload']}, {result['precision']}, {result['device']}",
+            "",
+            f"{result['date'][:10]}, torch {result['torch']}: `{result['command']}`.",
+            f"Without a plan {alone['step_ms']:.2f} ms, {alone.get('reserved_bytes', 0) / 2**30:.2f} GiB; "
+            f"static memory {result['static_bytes'] / 2**30:.2f} GiB.",
+            "",
+            *(
+                "| " + " | ".join(line) + " |"
+                for line in (COLUMNS, ["---"] * len(COLUMNS), *cells(result["rows"]))
+            ),
+        ]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("workload")
+    parser.add_argument("workload", nargs="?", default="small:mlp")
+    parser.add_argument("--page", type=Path, nargs="+", help="print these results as a page; run nothing")
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--shares", default="1/2,1/3,1/6")
     parser.add_argument("--budgets", default="", help="further ones: 16GiB, 0.9static")
@@ -288,6 +345,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/planned.json"))
     options = parser.parse_args()
+    if options.page:
+        print(page([json.loads(path.read_text()) for path in options.page]))
+        return
     begin = time.perf_counter()
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
