@@ -37,7 +37,7 @@ from trainmux.scheduling.policies._gaps import Choice, find_gaps
 from trainmux.scheduling.policies._layout import demand
 from trainmux.simulate import lane_times
 
-_TIGHTENINGS, _LARGE_TIGHTENINGS, _HUGE_TIGHTENINGS = (1, 1, 2, 4, 8), (1, 2, 4), (2,)
+_TIGHTENINGS, _LARGE_TIGHTENINGS, _HUGE_TIGHTENINGS = (1, 1, 2, 4, 8), (1, 2, 4), (1, 2)
 """How many times what a slab had too much a policy is asked to do without, one time after another."""
 _LARGE_MARGIN = 1024
 """The same with large bodies: this part of the limit more, or a tiny excess is asked for again and again."""

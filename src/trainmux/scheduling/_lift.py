@@ -23,7 +23,7 @@ from trainmux.scheduling.policies._gaps import Choice, Gap, find_gaps
 from trainmux.scheduling.policies._layout import demand, lay_out
 
 _POLICY = "a policy, applied to each sub-array in turn,"
-_MAX_DIRECT_NODES = 3000
+_MAX_DIRECT_NODES = 4500
 """Nodes of sub-arrays that are scheduled together where each by itself does not fit."""
 _NUM_ROLES = 3
 """The first, any in the middle, and the last of sub-arrays that run in turns."""

@@ -42,6 +42,9 @@ LINK_PRICES = (
 )
 """From swapping everything to recomputing all that can be, the more different ones first."""
 
+_PARTS = 20
+"""Gaps whose length differs by less than one of so many parts of a step are alike."""
+
 _MAX_ROUNDS = 40
 """Rounds a relief should take; in larger bodies each gives up more tensors at once."""
 
@@ -290,6 +293,38 @@ class Reliever:
                     choices[number] = Choice.SWAP
                     return True
         return False
+
+
+def kept_again(
+    body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice], limit_bytes: int
+) -> tuple[Choice, ...] | None:
+    """``choices`` without the swaps that a limit does not ask for; ``None`` where it asks for all of them.
+
+    Relief comes in large pieces where bodies are large, and lowers one sub-array's peak after another: in the
+    end it is more than was wanted. Short gaps are kept first, for they take memory for less long, and the
+    sub-arrays take turns: what one of them has on the device makes no room for its own peak.
+    """
+    needs = demand(body, gaps, choices)
+    if needs is None:
+        return None
+    room: Ints = limit_bytes - needs.tensors - needs.beyond
+    idle = _Covers(body, gaps).idle_seconds / max(float(body.starts[-1]), 1e-12)
+    swaps = sorted(needs.swaps, key=lambda swap: (round(_PARTS * idle[swap.gap]), -gaps[swap.gap].size_bytes))
+    seen = [0] * len(body.all_facts)
+    turns = []
+    for swap in swaps:
+        sub_array = gaps[swap.gap].sub_array
+        turns.append((seen[sub_array], sub_array, swap))
+        seen[sub_array] += 1
+    found = list(choices)
+    for _, _, swap in sorted(turns, key=lambda turn: turn[:2]):
+        size, first, last = gaps[swap.gap].size_bytes, swap.out + 1, swap.deadline
+        away = (slice(first, last),) if first <= last else (slice(first, None), slice(0, last))
+        if all((room[part] >= size).all() for part in away):
+            found[swap.gap] = Choice.KEEP
+            for part in away:
+                room[part] -= size
+    return None if found == list(choices) else tuple(found)
 
 
 class _Prices:

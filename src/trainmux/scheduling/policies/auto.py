@@ -23,13 +23,15 @@ from trainmux.scheduling.policies._clock import seconds_of
 from trainmux.scheduling.policies._gaps import Choice, Derivations, Gap, find_gaps
 from trainmux.scheduling.policies._improve import Found, Improver
 from trainmux.scheduling.policies._layout import demand, lay_out
-from trainmux.scheduling.policies._relieve import LINK_PRICES, LinkPrice, Path, Reliever
+from trainmux.scheduling.policies._relieve import LINK_PRICES, LinkPrice, Path, Reliever, kept_again
 from trainmux.scheduling.policies._stages import Stages
 
 _EVALUATED_NODES = 20_000
 _FEWEST_EVALUATIONS, _MOST_EVALUATIONS = 15, 100
 _LARGE_BODY = 1000
 """From so many nodes on a search begins in fewer places, each of which takes longer."""
+_LEFT_FREE = (0.0, 0.06, 0.12)
+"""Shares of the limit that are left when swaps are undone."""
 _MAX_KNOWN = 64
 """Sets of sub-arrays that are remembered at a time."""
 _HOPELESS = 1.1
@@ -219,10 +221,14 @@ class _Search:
         return best
 
     def _places_to_begin(self, with_static: bool) -> Iterator[tuple[FixedBody, Sequence[Choice]]]:
-        """The first step of each path that fits."""
+        """The first step of each path that fits, and the same with swaps undone that need not be.
+
+        What is left free lets copies back begin early: with how much of that is best, the clock decides.
+        """
         is_large = self.plain.length >= _LARGE_BODY
         orders = self.stages.orders()
         prices = LINK_PRICES[:4] if is_large else LINK_PRICES
+        gaps = self.known.gaps(with_static=with_static)
         if with_static:
             orders, prices = orders[:2], LINK_PRICES[:4]
         for order in orders[:: 2 if is_large else 1]:
@@ -230,8 +236,14 @@ class _Search:
             for price in prices:
                 path = self.known.path(body, price, with_static=with_static)
                 step = path.first_within(self.task.limit_bytes, self.task.host_bytes)
-                if step is not None:
-                    yield body, step.choices
+                if step is None:
+                    continue
+                yield body, step.choices
+                for share in _LEFT_FREE if is_large else ():
+                    limit = round(self.task.limit_bytes * (1 - share))
+                    kept = kept_again(body, gaps, step.choices, limit)
+                    if kept is not None:
+                        yield body, kept
 
     def _emit(self, found: Found) -> Schedule:
         """As records. Copies back that can wait do so, as long as nothing takes longer: it saves bytes."""
