@@ -45,7 +45,9 @@ NUM_DIFFERENT = 30
 class Bench:
     """One fleet, trained by one plan after another."""
 
-    def __init__(self, name: str, num_members: int, device: str, precision: str) -> None:
+    def __init__(
+        self, name: str, num_members: int, device: str, precision: str, batch_size: int | None = None
+    ) -> None:
         case = find_case(name)
         self.device = torch.device(device)
         self.before = self.used()
@@ -54,7 +56,8 @@ class Bench:
             model = case.build(number).train()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 * (number + 1))
             members.append(tm.Member(model, optimizer, name=f"member {number}", seed=number))
-        self.batches = [case.batch(number, case.batch_sizes[0]) for number in range(NUM_BATCHES)]
+        size = batch_size or case.batch_sizes[0]
+        self.batches = [case.batch(number, size) for number in range(NUM_BATCHES)]
         lowering = "inductor" if device == "cuda" else "auto"
         self.fleet = tm.Fleet(
             members, case.loss, self.batches[0], device=device, precision=precision, lowering=lowering
@@ -334,6 +337,7 @@ def main() -> None:
     parser.add_argument("workload", nargs="?", default="small:mlp")
     parser.add_argument("--page", type=Path, nargs="+", help="print these results as a page; run nothing")
     parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, help="another than the workload's first one")
     parser.add_argument("--shares", default="1/2,1/3,1/6")
     parser.add_argument("--budgets", default="", help="further ones: 16GiB, 0.9static")
     parser.add_argument("--policies", default="none,capuchin,mutwo,auto")
@@ -367,7 +371,7 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
-    bench = Bench(options.workload, options.members, options.device, options.precision)
+    bench = Bench(options.workload, options.members, options.device, options.precision, options.batch_size)
     keep(bench.measure())
     whole, row = bench.plan(None, "none", options.partitions)
     keep({"share": "1", **row, **bench.measure()})

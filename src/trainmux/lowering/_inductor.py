@@ -180,8 +180,8 @@ def _triton_version() -> str:
 
 
 def _source_version() -> str:
-    """A hash of the source that makes regions into what Inductor gets."""
-    return source_version("lowering", "runtime", "tracing")
+    """A hash of the source that hands regions to Inductor; their operators are part of their keys."""
+    return source_version("lowering")
 
 
 @dataclass(frozen=True)

@@ -200,10 +200,12 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     outside = torch.cuda.current_stream(device)
     with borrowed_stream(device) as stream:
         stream.wait_stream(outside)
-        with torch.cuda.stream(stream):
-            warm_matrix_libraries(device)
-            yield
-        outside.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                warm_matrix_libraries(device)
+                yield
+        finally:
+            outside.wait_stream(stream)
 
 
 def _measured_nodes(
