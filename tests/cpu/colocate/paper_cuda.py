@@ -154,7 +154,7 @@ class PaperEvent:
 
 def _stream(*arguments: Any, **options: Any) -> Any:
     nothing = lambda *rest: None  # noqa: E731
-    return SimpleNamespace(wait_event=nothing, wait_stream=nothing, synchronize=nothing)
+    return SimpleNamespace(cuda_stream=1, wait_event=nothing, wait_stream=nothing, synchronize=nothing)
 
 
 def _tensor(addresses: _virtual_memory.VirtualRange) -> Tensor:
