@@ -136,8 +136,6 @@ class Bench:
         """
         planner = self.fleet._planner(self.fleet._groups)
         planner.plan(PlanRequest(None, "none", None, None, 0, num_partitions, None))  # measures all widths
-        facts = planner._facts()
-        planner._facts = lambda: facts  # type: ignore[method-assign]
         planned, bound = planner._planned_groups(None), {"max_partitions": num_partitions}
 
         def work(path: Path, request: PlanRequest, budget: int, key: str) -> None:

@@ -31,7 +31,7 @@ from trainmux.ir import (
     Wait,
 )
 from trainmux.lowering import Place
-from trainmux.profiling import KernelGraph, Location
+from trainmux.profiling import KernelGraph, Location, locations_of
 from trainmux.runtime import deterministic_algorithms
 
 ALIGNMENT = 512
@@ -127,7 +127,9 @@ class PlannedProgram:
         self._swapped_statics = self._find_swapped_statics()
         self._aside: dict[tuple[int, fx.Node], list[Tensor]] = {}
         self._modules = [dict(graph.module.named_modules()) for graph in graphs]
-        self._places_of = [[_tensors_of(graph, step.node) for step in graph.steps] for graph in graphs]
+        self._places_of = [
+            [locations_of(graph.values[step.node]) for step in graph.steps] for graph in graphs
+        ]
         self._results = [self._make_results(sub_array) for sub_array in range(len(graphs))]
         self._writers = [_last_writers(graph) for graph in graphs]
 
@@ -272,7 +274,7 @@ class PlannedProgram:
             if user in self.graphs[sub_array].values and user.op == "call_function" and len(user.args) == 2:
                 location = self.graphs[sub_array].values[user]
                 if isinstance(location, Location) and location.device != self.memory.slab.device:
-                    numbers = [item.tensor for item in _tensors_of(self.graphs[sub_array], node)]
+                    numbers = [item.tensor for item in locations_of(self.graphs[sub_array].values[node])]
                     walk.aside[sub_array, user] = [results[numbers.index(location.tensor)]]
 
     def _bring_back(self, walk: _Walk) -> None:
@@ -350,10 +352,6 @@ class _Timetable:
             taken = self.there if tenancy.begin < 0 else self.takes.setdefault(tenancy.begin, {})
             taken[key] = tenancy.offset
         self.awaited = frozenset(i.on for i in part.instructions if isinstance(i, Wait))
-
-
-def _tensors_of(graph: KernelGraph, node: fx.Node) -> list[Location]:
-    return [leaf for leaf in pytree.tree_leaves(graph.values[node]) if isinstance(leaf, Location)]
 
 
 def _last_writers(graph: KernelGraph) -> dict[int, list[int]]:

@@ -32,7 +32,6 @@ from trainmux.lowering import (
     compare_instead_of_scatter,
     decompositions,
     lower,
-    write_to_whole_tensors,
 )
 from trainmux.runtime import stacked_strides
 from trainmux.tracing import TracedGraph
@@ -119,7 +118,6 @@ class ProgramBuilder:
             return stored
         fused = self._fuse(traced, width, stacked_batch=stacked_batch, compiles=True)
         compare_instead_of_scatter(fused.module.graph)
-        write_to_whole_tensors(fused.module.graph)
         program = self._build(fused, settings, compiles=True)
         low = self._lower(program.module, keeps_results=for_plan)
         num_nodes = len(fused.module.graph.nodes)

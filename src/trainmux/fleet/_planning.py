@@ -95,7 +95,7 @@ class FleetPlanner:
     def plan(self, request: PlanRequest) -> Plan:
         """The quickest plan within the budget; see ``Fleet.plan``."""
         self._progress = request.progress
-        facts = self._facts()
+        facts = self._facts
         budget = self._budget(request.budget, facts)
         planned = self._planned_groups(request.num_members)
         num_partitions = request.max_partitions
@@ -143,7 +143,7 @@ class FleetPlanner:
             bound,
             request.reserve_bytes + self._fixed_bytes(),
         )
-        here = (self._facts(), self._device, self.kernels, self._switches())
+        here = (self._facts, self._device, self.kernels, self._switches())
         return plan_key(self._groups, asked, *here)
 
     def _search(
@@ -164,7 +164,7 @@ class FleetPlanner:
             policy=request.policy,
             fixed_bytes=request.reserve_bytes + self._fixed_bytes(),
             beside_of=lambda profile: self._scratch.get(profile.fingerprint, 0) if on_gpu else 0,
-            host_bytes=self._facts().host_bytes,
+            host_bytes=self._facts.host_bytes,
             progress=request.progress,
             **bound,
         )
@@ -262,7 +262,7 @@ class FleetPlanner:
             for group, graph in zip(self._groups, graphs, strict=True)
         ]
         available = plan.budget_bytes - plan.record.fixed_bytes
-        program = fit_program(profiles, available, self._facts().host_bytes)
+        program = fit_program(profiles, available, self._facts.host_bytes)
         return PlannedSteps(tuple(steps), tuple(graphs), program)
 
     def forwards_beside(
@@ -296,7 +296,7 @@ class FleetPlanner:
             graphs.append(read_step(forward))
             profiles.append(analytic_profile(graphs[-1], group.width, DEVICES[_ROUGHLY], half=half))
         available = plan.budget_bytes - plan.record.fixed_bytes
-        program = fit_program(profiles, available, self._facts().host_bytes, plainly=carries_state)
+        program = fit_program(profiles, available, self._facts.host_bytes, plainly=carries_state)
         return PlannedForwards(tuple(forwards), tuple(graphs), program)
 
     def _kernels_of(self, plan: Plan) -> str:
@@ -339,7 +339,7 @@ class FleetPlanner:
                 f"num_members: expected at most the {group.width} members that the fleet has where steps are "
                 f"measured, got sub-arrays of {width}; name a device to plan for"
             )
-        facts = self._facts()
+        facts = self._facts
         fingerprint = self._fingerprint(graph, width, facts)
         found = self._cache.get(fingerprint)
         if found is None:
@@ -440,6 +440,7 @@ class FleetPlanner:
 
     # ---- the machine -------------------------------------------------------------------------------
 
+    @functools.cached_property
     def _facts(self) -> DeviceFacts:
         if self._device is not None:
             return self._device.facts

@@ -8,11 +8,7 @@ from trainmux.lowering._kinds import changes as changed_argument
 from trainmux.lowering._kinds import may_share_memory
 from trainmux.lowering._lower import Lowered, RegionCall, lower
 from trainmux.lowering._padding import extended, extended_product
-from trainmux.lowering._rewrites import (
-    compare_instead_of_scatter,
-    insert_call,
-    write_to_whole_tensors,
-)
+from trainmux.lowering._rewrites import compare_instead_of_scatter, insert_call
 from trainmux.lowering._stored import from_bytes, to_bytes
 
 __all__ = [
@@ -34,5 +30,4 @@ __all__ = [
     "lower",
     "may_share_memory",
     "to_bytes",
-    "write_to_whole_tensors",
 ]

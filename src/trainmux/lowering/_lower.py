@@ -14,6 +14,7 @@ from trainmux.lowering._kinds import Kind, changes, root_of
 from trainmux.lowering._padding import extended_product, pad_unaligned
 from trainmux.lowering._partition import cut
 from trainmux.lowering._regions import Extractor, RegionGraph, TensorSpec, spec_of
+from trainmux.lowering._rewrites import write_to_whole_tensors
 from trainmux.tracing import graph_constant, graph_module
 
 
@@ -110,6 +111,7 @@ def lower(module: fx.GraphModule, cache: KernelCache, *, keeps_results: bool = F
     graph.output(graph.graph_copy(module.graph, {}))
     source = graph_module(module, graph)  # takes the constants that the graph refers to
     _read_what_was_changed(source.graph)
+    write_to_whole_tensors(source.graph)
     pad_unaligned(source.graph)
     return _Writer(source, cache, keeps_results).write()
 

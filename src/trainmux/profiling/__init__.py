@@ -3,7 +3,14 @@
 from trainmux.profiling._analytic import analytic_profile
 from trainmux.profiling._cache import ProfileCache
 from trainmux.profiling._devices import DEVICES, Device, find_device
-from trainmux.profiling._kernels import KernelGraph, KernelStep, KernelTensor, Location, read_kernels
+from trainmux.profiling._kernels import (
+    KernelGraph,
+    KernelStep,
+    KernelTensor,
+    Location,
+    locations_of,
+    read_kernels,
+)
 from trainmux.profiling._measured import MEASUREMENT_VERSION, LinkRates, measure_profile, probe_link
 from trainmux.profiling._widths import WidthProfiles, same_but_for_origin
 
@@ -20,6 +27,7 @@ __all__ = [
     "WidthProfiles",
     "analytic_profile",
     "find_device",
+    "locations_of",
     "measure_profile",
     "probe_link",
     "read_kernels",

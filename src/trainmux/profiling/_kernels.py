@@ -340,14 +340,15 @@ def _target_text(module: torch.nn.Module, node: fx.Node) -> str:
 
 def _kinds(value: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Type and shape of each tensor of a value."""
-    return [(str(at.dtype), at.shape) for at in _locations(value)]
+    return [(str(at.dtype), at.shape) for at in locations_of(value)]
 
 
 def _strides(value: Any) -> list[tuple[int, ...]]:
-    return [at.strides for at in _locations(value)]
+    return [at.strides for at in locations_of(value)]
 
 
-def _locations(value: Any) -> list[Location]:
+def locations_of(value: Any) -> list[Location]:
+    """Where the tensors of a value lie, in their order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Location)]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from trainmux.errors import PlanError
 from trainmux.ir import ByteClass, Phase
 from trainmux.lowering import Place
-from trainmux.profiling._kernels import KernelGraph, KernelStep, Location
+from trainmux.profiling._kernels import KernelGraph, KernelStep, Location, locations_of
 
 Into = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[Place | None]], list[Tensor]]
 """Calls an operator; returns the tensors among its results, those with a place lying there."""
@@ -64,9 +64,7 @@ class Pass:
                 _bytes_of(storage, self._device).copy_(host)
         rooms: dict[int, Tensor] = {}
         self._places = []
-        for location in pytree.tree_leaves(self._graph.values[step.node]):
-            if not isinstance(location, Location):
-                continue
+        for location in locations_of(self._graph.values[step.node]):
             number = location.tensor
             if number not in step.creates or location.device != self._device:
                 self._places.append(None)
@@ -80,11 +78,8 @@ class Pass:
     def run(self, step: KernelStep) -> None:
         """A node that was prepared."""
         args, kwargs = fx.map_arg((step.node.args, dict(step.node.kwargs)), self._value)
-        target: Any = step.node.target
-        if step.node.op == "call_module":
-            target = self._graph.module.get_submodule(str(step.node.target))
         with torch.no_grad():
-            results = self._into(target, args, kwargs, self._places)
+            results = self._into(self._target(step.node), args, kwargs, self._places)
         self._places = []
         if len(results) != len(step.results):
             raise PlanError(
@@ -122,12 +117,15 @@ class Pass:
         """The value of a node; views and parts of tuples are made when they are read."""
         if node not in self._values:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._value)
-            target: Any = node.target
-            if node.op == "call_module":
-                target = self._graph.module.get_submodule(str(node.target))
             with torch.no_grad():
-                self._values[node] = target(*args, **kwargs)
+                self._values[node] = self._target(node)(*args, **kwargs)
         return self._values[node]
+
+    def _target(self, node: fx.Node) -> Any:
+        """What a node calls."""
+        if node.op == "call_module":
+            return self._graph.module.get_submodule(str(node.target))
+        return node.target
 
     def _last_uses(self, computing: set[fx.Node]) -> dict[int, list[fx.Node]]:
         """By rank: nodes whose values, views of them included, are read for the last time."""

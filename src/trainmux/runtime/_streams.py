@@ -130,16 +130,10 @@ def warm_matrix_libraries(device: torch.device) -> None:
         square = torch.ones(16, 16, dtype=dtype, device=device)
         torch.addmm(square[0], square, square)
     del square
-    stream = torch.cuda.current_stream(device).cuda_stream
-    note_workspaces(device, stream, torch.cuda.memory_allocated(device) - before)
-
-
-def note_workspaces(device: torch.device, stream: int, taken_bytes: int) -> None:
-    """What the matrix libraries have just taken for a stream; nothing where they had it already."""
-    if taken_bytes > 0:
-        _WORKSPACES.setdefault(_with_index(device), {})[stream] = (
-            -(-taken_bytes // _SEGMENT_BYTES) * _SEGMENT_BYTES
-        )
+    taken = -(-(torch.cuda.memory_allocated(device) - before) // _SEGMENT_BYTES) * _SEGMENT_BYTES
+    if taken > 0:  # else they had it already
+        stream = torch.cuda.current_stream(device).cuda_stream
+        _WORKSPACES.setdefault(_with_index(device), {})[stream] = taken
 
 
 def workspaces_bytes(device: torch.device) -> tuple[int, ...]:

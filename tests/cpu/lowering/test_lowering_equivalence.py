@@ -52,3 +52,14 @@ def test_a_compiled_fleet_trains_like_one_on_aten(name: str, monkeypatch: pytest
     workload = TINY[name]
     expected = trained(workload, fleet_of(workload, "aten"))
     assert_close(trained(workload, fleet_of(workload, "inductor")), expected, BOUNDS["fp32"])
+
+
+@pytest.mark.slow
+def test_a_compiled_evaluation_gives_what_one_on_aten_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with sums over bags: the forward pass alone is lowered by a way of its own."""
+    compile_afresh(monkeypatch)
+    workload = TINY["dlrm"]
+    batches = [workload.batch(0, torch.float32)]
+    expected = fleet_of(workload, "aten").evaluate(batches)
+    got = fleet_of(workload, "inductor").evaluate(batches)
+    assert got == {name: pytest.approx(metrics, rel=BOUNDS["fp32"]) for name, metrics in expected.items()}

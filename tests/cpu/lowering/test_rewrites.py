@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lowering_tools import traced
 from torch import Tensor
 
-from trainmux.lowering import compare_instead_of_scatter, write_to_whole_tensors
+from trainmux.lowering import compare_instead_of_scatter
+from trainmux.lowering._rewrites import write_to_whole_tensors
 
 aten = torch.ops.aten
 

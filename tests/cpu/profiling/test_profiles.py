@@ -178,6 +178,7 @@ def test_one_pass_warms_up_and_of_three_the_median_counts(monkeypatch: pytest.Mo
     assert len(calls) == 4 * count
     assert [node.seconds for node in profile.nodes] == [2.0 + rank for rank in range(count)]
     assert {node.workspace_bytes for node in profile.nodes} == {70}  # the most of them, not the warm-up's
+    assert set(calls) == {NodeSamples().head_start_seconds}  # the host was ahead every time
 
 
 def test_a_node_that_the_host_was_late_for_is_measured_again() -> None:

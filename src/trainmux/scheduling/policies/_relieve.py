@@ -296,9 +296,10 @@ class Reliever:
 
 
 def kept_again(
-    body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice], limit_bytes: int
-) -> tuple[Choice, ...] | None:
-    """``choices`` without the swaps that a limit does not ask for; ``None`` where it asks for all of them.
+    body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice], limits: Iterable[int]
+) -> Iterator[tuple[Choice, ...]]:
+    """For each of ``limits``, ``choices`` without the swaps that it does not ask for; nothing where it asks
+    for all of them.
 
     Relief comes in large pieces where bodies are large, and lowers one sub-array's peak after another: in the
     end it is more than was wanted. Short gaps are kept first, for they take memory for less long, and the
@@ -306,8 +307,7 @@ def kept_again(
     """
     needs = demand(body, gaps, choices)
     if needs is None:
-        return None
-    room: Ints = limit_bytes - needs.tensors - needs.beyond
+        return
     idle = _Covers(body, gaps).idle_seconds / max(float(body.starts[-1]), 1e-12)
     swaps = sorted(needs.swaps, key=lambda swap: (round(_PARTS * idle[swap.gap]), -gaps[swap.gap].size_bytes))
     seen = [0] * len(body.all_facts)
@@ -316,15 +316,19 @@ def kept_again(
         sub_array = gaps[swap.gap].sub_array
         turns.append((seen[sub_array], sub_array, swap))
         seen[sub_array] += 1
-    found = list(choices)
-    for _, _, swap in sorted(turns, key=lambda turn: turn[:2]):
-        size, first, last = gaps[swap.gap].size_bytes, swap.out + 1, swap.deadline
-        away = (slice(first, last),) if first <= last else (slice(first, None), slice(0, last))
-        if all((room[part] >= size).all() for part in away):
-            found[swap.gap] = Choice.KEEP
-            for part in away:
-                room[part] -= size
-    return None if found == list(choices) else tuple(found)
+    turns.sort(key=lambda turn: turn[:2])
+    for limit in limits:
+        room: Ints = limit - needs.tensors - needs.beyond
+        found = list(choices)
+        for _, _, swap in turns:
+            size, first, last = gaps[swap.gap].size_bytes, swap.out + 1, swap.deadline
+            away = (slice(first, last),) if first <= last else (slice(first, None), slice(0, last))
+            if all((room[part] >= size).all() for part in away):
+                found[swap.gap] = Choice.KEEP
+                for part in away:
+                    room[part] -= size
+        if found != list(choices):
+            yield tuple(found)
 
 
 class _Prices:

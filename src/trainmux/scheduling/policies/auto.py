@@ -239,10 +239,9 @@ class _Search:
                 if step is None:
                     continue
                 yield body, step.choices
-                for share in _LEFT_FREE if is_large else ():
-                    limit = round(self.task.limit_bytes * (1 - share))
-                    kept = kept_again(body, gaps, step.choices, limit)
-                    if kept is not None:
+                if is_large:
+                    limits = [round(self.task.limit_bytes * (1 - share)) for share in _LEFT_FREE]
+                    for kept in kept_again(body, gaps, step.choices, limits):
                         yield body, kept
 
     def _emit(self, found: Found) -> Schedule:
