@@ -44,7 +44,7 @@ from trainmux.colocate._memory_facts import look_at_memory
 from trainmux.colocate._segment_graphs import SegmentGraphs
 from trainmux.colocate._virtual_memory import PhysicalBlock, VirtualRange, granularity_bytes
 
-STEPS = 4
+STEPS = 12
 NUM_GUESTS = 8
 
 

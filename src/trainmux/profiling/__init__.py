@@ -11,7 +11,8 @@ from trainmux.profiling._kernels import (
     locations_of,
     read_kernels,
 )
-from trainmux.profiling._measured import MEASUREMENT_VERSION, LinkRates, measure_profile, probe_link
+from trainmux.profiling._link import LinkRates, probe_link
+from trainmux.profiling._measured import MEASUREMENT_VERSION, measure_profile
 from trainmux.profiling._widths import WidthProfiles, same_but_for_origin
 
 __all__ = [

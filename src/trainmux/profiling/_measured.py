@@ -11,7 +11,7 @@ One with so many kernels that the wait was too short is measured behind a longer
 
 A node alone takes a little longer than among others in a CUDA graph: it begins late, and finds caches cold.
 Where the whole step fits on the device it is captured and replayed too, and nodes are shortened by what they
-take together beyond that, the same for each.
+take together beyond that, the same for each. Copies are measured beside it: they are slower there.
 
 Nodes that change parameters run once in each pass, like all others: the arguments must be such that a step
 changes nothing (no member active).
@@ -21,123 +21,36 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainmux.ir import DeviceFacts, Profile, ProfiledNode, ProfiledTensor
+from trainmux.profiling._clocks import median_of, replays, wall_seconds
 from trainmux.profiling._kernels import KernelGraph
+from trainmux.profiling._link import LinkRates, beside_step, probe_link
 from trainmux.profiling._pass import Into, Pass, last_uses_of_created
 from trainmux.runtime import borrowed_stream, capturing, warm_matrix_libraries
 
-MEASUREMENT_VERSION = 3
+MEASUREMENT_VERSION = 4
 """Raised when what is measured, or how, is no longer what kept profiles have."""
 
 NUM_PASSES = 3
-_PROBE_BYTES = 256 << 20
-_PROBE_REPEATS = 3
 _ROOM = 1.25
 """What must be free for each byte that a pass holds at its peak: workspaces, and holes between tensors."""
 _LARGEST_CUT = 0.7
 """The share of its time alone that a node may lose to the step it is part of."""
 _SUSTAINED_SECONDS = 0.3
 """A step is replayed for so long at a time: a device that has just begun to work is faster than it stays."""
-_NUM_HANDOVERS = 64
 _HEAD_START_SECONDS = 1e-3
 """The device waits so long before each node that the host, which launches kernels one by one, is ahead."""
 _IN_TIME = 0.8
 """The share of a head start that the host may have used up."""
 _CALIBRATION_CYCLES = 2_000_000
-
-
-@dataclass(frozen=True)
-class LinkRates:
-    """Bytes per second between host and device: each direction alone, and each while both are busy.
-
-    ``handover_seconds`` is what a copy of next to nothing takes between two kernels of a CUDA graph, of which
-    one waits for the other through it.
-    """
-
-    out: float
-    into: float
-    out_duplex: float
-    into_duplex: float
-    handover_seconds: float = 0.0
-
-
-def probe_link(device: torch.device, num_bytes: int = _PROBE_BYTES) -> LinkRates:
-    """Copy pinned memory back and forth. On a CPU both memories are the host's, and directions share it."""
-    if device.type != "cuda":
-        source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
-        seconds = _median_of(lambda: _wall(lambda: target.copy_(source)))
-        rate = num_bytes / seconds
-        return LinkRates(rate, rate, rate / 2, rate / 2)
-    host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
-
-    def copies(out: bool, into: bool) -> float:
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        if out:
-            with torch.cuda.stream(streams[0]):
-                host[0].copy_(there[0], non_blocking=True)
-        if into:
-            with torch.cuda.stream(streams[1]):
-                there[1].copy_(host[1], non_blocking=True)
-        torch.cuda.synchronize(device)
-        return time.perf_counter() - begin
-
-    copies(True, True)
-    out, into, both = (
-        num_bytes / _median_of(lambda way=way: copies(*way))  # type: ignore[misc]
-        for way in ((True, False), (False, True), (True, True))
-    )
-    return LinkRates(out, into, min(both, out), min(both, into), _handover_seconds(device))
-
-
-def _handover_seconds(device: torch.device) -> float:
-    """By how much a row of kernels in a graph gets longer for each small copy between two of them."""
-    counter, there = torch.zeros(1, device=device), torch.zeros(1024, device=device)
-    host = torch.zeros(1024, pin_memory=True)
-    side = torch.cuda.Stream(device)
-
-    def kernels(stream: torch.cuda.Stream, *, copies: bool) -> None:
-        for _ in range(_NUM_HANDOVERS):
-            counter.add_(1)
-            if copies:
-                side.wait_stream(stream)
-                with torch.cuda.stream(side):
-                    host.copy_(there, non_blocking=True)
-                stream.wait_stream(side)
-
-    found = []
-    for copies in (False, True):
-        with borrowed_stream(device) as stream:
-            stream.wait_stream(torch.cuda.current_stream(device))
-            graph = torch.cuda.CUDAGraph()
-            with capturing(graph, stream):
-                kernels(stream, copies=copies)
-            _replays(graph, 1)
-            found.append(_median_of(partial(_replays, graph, 1)))
-            del graph
-    return max(0.0, found[1] - found[0]) / _NUM_HANDOVERS
-
-
-def _replays(graph: torch.cuda.CUDAGraph, count: int) -> float:
-    """Seconds for one of so many replays in a row."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(count):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / count
 
 
 def measure_profile(
@@ -160,9 +73,9 @@ def measure_profile(
     with _own_stream(device):
         samples = _measured_nodes(graph, partial(Pass, graph, arguments, into, swaps=swaps), device, tell)
         alone = [sample.seconds for sample in samples]
-        replayed = None if swaps else _replayed_seconds(graph, partial(Pass, graph, arguments, into), device)
-    if replayed is not None:
-        alone = in_step_seconds(alone, replayed)
+        together = None if swaps else _as_graph(graph, partial(Pass, graph, arguments, into), link, device)
+    if together is not None:
+        alone, link = in_step_seconds(alone, together.seconds), together.link
     nodes = tuple(
         ProfiledNode(
             step.node.name,
@@ -298,8 +211,18 @@ def in_step_seconds(alone: Sequence[float], together: float) -> list[float]:
     return [seconds * stretch for seconds in found]
 
 
-def _replayed_seconds(graph: KernelGraph, begin: Callable[[], Pass], device: torch.device) -> float | None:
-    """What the step takes as one CUDA graph; ``None`` where it cannot be captured or there is no room."""
+@dataclass(frozen=True)
+class _Together:
+    """What a step takes as one CUDA graph, and what the link carries beside it."""
+
+    seconds: float
+    link: LinkRates
+
+
+def _as_graph(
+    graph: KernelGraph, begin: Callable[[], Pass], idle: LinkRates, device: torch.device
+) -> _Together | None:
+    """``None`` where the step cannot be captured or there is no room."""
     torch.cuda.empty_cache()
     if not _fits(graph, device):
         return None
@@ -310,13 +233,14 @@ def _replayed_seconds(graph: KernelGraph, begin: Callable[[], Pass], device: tor
     except RuntimeError:  # out of memory is one, too
         torch.cuda.synchronize(device)
         return None
-    _replays(captured, 1)
-    count = max(1, int(_SUSTAINED_SECONDS / _replays(captured, 1)))
-    _replays(captured, count)  # until the device's clock is what it is under load
-    taken = _median_of(partial(_replays, captured, count))
+    replays(captured, 1)
+    count = max(1, int(_SUSTAINED_SECONDS / replays(captured, 1)))
+    replays(captured, count)  # until the device's clock is what it is under load
+    taken = median_of(partial(replays, captured, count))
+    link = beside_step(idle, captured.replay, taken, device)
     del captured
     torch.cuda.empty_cache()
-    return taken
+    return _Together(taken, link)
 
 
 def _fits(graph: KernelGraph, device: torch.device) -> bool:
@@ -336,7 +260,7 @@ class _HostClock:
     """On a CPU: wall-clock time; workspaces are not seen."""
 
     def measure(self, work: Callable[[], None], head_start_seconds: float) -> Sample:
-        return Sample(_wall(work))
+        return Sample(wall_seconds(work))
 
 
 class _CudaClock:
@@ -370,14 +294,3 @@ class _CudaClock:
         workspace = max(0, torch.cuda.max_memory_allocated(self._device) - before)
         taken = self._begin.elapsed_time(self._end) / 1e3
         return Sample(taken, workspace, host_seconds, head_start_seconds)
-
-
-def _wall(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
-def _median_of(measure: Callable[[], float]) -> float:
-    found: Iterable[float] = [measure() for _ in range(_PROBE_REPEATS)]
-    return statistics.median(found)

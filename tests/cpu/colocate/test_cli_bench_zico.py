@@ -330,18 +330,23 @@ def test_a_failure_is_not_longer_than_a_paragraph() -> None:
     assert FORMAT == 2
 
 
-@pytest.mark.parametrize(
-    ("statuses", "num_starts", "status"), [([0], 1, 0), ([3, -11, 0], 3, 0), ([2], 1, 2), ([3] * 9, 4, 3)]
-)
-def test_the_script_goes_on_behind_a_lost_process(
-    statuses: list[int], num_starts: int, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def zico_script() -> Any:
     path = Path(__file__).parents[3] / "benchmarks" / "zico.py"
     spec = importlib.util.spec_from_file_location("zico_script", path)
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+@pytest.mark.parametrize(
+    ("statuses", "num_starts", "status"), [([0], 1, 0), ([3, -11, 0], 3, 0), ([2], 1, 2), ([3] * 9, 4, 3)]
+)
+def test_the_script_goes_on_behind_a_lost_process(
+    statuses: list[int], num_starts: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = zico_script()
     calls: list[list[str]] = []
 
     def start(command: list[str], timeout: float) -> subprocess.CompletedProcess[bytes]:
@@ -356,3 +361,39 @@ def test_the_script_goes_on_behind_a_lost_process(
     assert "--resume" not in calls[0]
     assert all("--resume" in call for call in calls[1:])
     assert all(int(call[-1]) <= 100 for call in calls)
+
+
+def test_the_script_compiles_every_model_once_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = zico_script()
+    built: list[list[str]] = []
+    ran: list[list[str]] = []
+
+    class Process:
+        def __init__(self, command: list[str], **more: Any) -> None:
+            built.append(command)
+
+        def wait(self, seconds: float | None = None) -> None:
+            assert len(built) == 3  # all of them run
+            assert ran == []
+
+    def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[bytes]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    monkeypatch.setattr(subprocess, "run", run)
+    words = ["--pairs", "small:mlp+small:rhn,small:rhn+small:nasnet", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["zico.py", *words])
+    assert script.main() == 0
+    assert len(ran) == 1
+    for command, name in zip(built, ("small:mlp", "small:rhn", "small:nasnet"), strict=True):
+        assert "--device" in command
+        assert command[-6:-1] == ["--parts", "build", "--pairs", f"{name}+{name}", "--out"]
+
+
+def test_a_case_is_built_and_nothing_is_measured(tmp_path: Path) -> None:
+    done = invoke(tmp_path / "zico.json", "--pairs", "small:mlp+small:mlp", "--parts", "build")
+    assert done.exit_code == 0, done.output
+    assert "small:mlp: built in" in done.output
+    document = json.loads((tmp_path / "zico.json").read_text())
+    assert (document["pairs"], document["failed"], document["left_out"]) == ([], [], [])

@@ -118,7 +118,10 @@ def zico(
         str, typer.Option(help="By what the jobs' peaks exceed the budgets, with commas.")
     ] = "1.3,1.5,1.8",
     parts: Annotated[
-        str, typer.Option(help="What to look at: pairs, memory, tracking, regions, host_view.")
+        str,
+        typer.Option(
+            help="What to look at: pairs, memory, tracking, regions, host_view; build only compiles."
+        ),
     ] = "pairs,memory",
     device: Annotated[DeviceChoice, typer.Option(help="Where to train.")] = DeviceChoice.AUTO,
     lowering: Annotated[

@@ -19,7 +19,8 @@ FIGURE_8 = (("rhn", "gnmt"), ("nasnet", "gnmt"), ("bert", "gnmt"), ("nasnet", "r
 FIGURES_7_AND_10 = (("nasnet", "nasnet"), ("resnet110", "resnet110"), ("bert", "bert"))
 CHANGING = (("nasnet", "resnet110"), ("nasnet", "nasnet"))
 """Pairs whose budget changes while they run, as in Figure 10; the first pair where neither is there."""
-PARTS = ("pairs", "memory", "tracking", "regions", "host_view")
+PARTS = ("pairs", "memory", "tracking", "regions", "host_view", "build")
+"""The last only compiles, for a run that follows."""
 ALL = "all"
 
 

@@ -6,7 +6,7 @@ import gc
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -39,9 +39,6 @@ from .zico_jobs import (
 from .zico_memory import host_view, memory_record, simulated_pair
 from .zico_plan import FORMAT, ZicoPlan, command_line, read_results, table
 from .zico_processes import KINDS, measure_in_processes, process_way
-
-_CHUNK = 4
-"""Pairs that are measured together: what a fleet has captured is gone once it was co-located."""
 
 
 class DeviceLostError(BenchError):
@@ -99,14 +96,14 @@ class _Run:
         document["cases"] |= {name: zico_case(name).note for name in plan.names}
 
     def all(self) -> None:
-        """Chunk by chunk; beside the first, what is measured once."""
-        pairs = list(self._plan.pairs)
-        for begin in range(0, len(pairs), _CHUNK):
-            chunk = pairs[begin : begin + _CHUNK]
+        """Pair by pair, so that what has been measured is whole whenever time is over."""
+        for name in self._plan.names if "build" in self._plan.parts else ():
+            self._build(name)
+        for names in self._plan.pairs:
             if "pairs" in self._plan.parts:
-                self._measure_pairs(chunk)
+                self._measure_pair(names)
             if "memory" in self._plan.parts:
-                self._look_at_memory(chunk)
+                self._look_at_memory(names)
         for name in self._plan.names:
             if "host_view" in self._plan.parts and base_name(name) == "resnet50":
                 self._host_view(name)
@@ -115,19 +112,24 @@ class _Run:
             if "regions" in self._plan.parts:
                 self._table("regions", name)
 
+    def _build(self, name: str) -> None:
+        """Compile a case's kernels, which are kept on disk for whoever builds it next."""
+        if self._has_time(f"{name}, build"):
+            with self._attempt((name,), "build"):
+                self._job(name, 0)
+
     # ---- pairs -------------------------------------------------------------------------------------
 
-    def _measure_pairs(self, chunk: Sequence[PairNames]) -> None:
-        benches: dict[PairNames, PairBench] = {}
-        for names in chunk:
-            if self._missing(names) and self._has_time("+".join(names)):
-                with self._attempt(names, "build"):
-                    bench = PairBench(self._jobs(names), self._options)
-                    for job in bench.jobs:
-                        self._tell(f"{job.case.name}: {job.solo_seconds * 1e3:.2f} ms an iteration alone")
-                    benches[names] = bench
-        for measure in (self._by_fleets, self._colocated, self._eagerly, self._in_processes):
-            for names, bench in benches.items():
+    def _measure_pair(self, names: PairNames) -> None:
+        bench: PairBench | None = None
+        if self._missing(names) and self._has_time("+".join(names)):
+            with self._attempt(names, "build"):
+                bench = PairBench(self._jobs(names), self._options)
+                for job in bench.jobs:
+                    self._tell(f"{job.case.name}: {job.solo_seconds * 1e3:.2f} ms an iteration alone")
+        if bench is not None and "build" not in self._known(names):
+            # By fleets first: what a fleet has captured is gone once it was co-located.
+            for measure in (self._by_fleets, self._colocated, self._eagerly, self._in_processes):
                 measure(bench, self._known(names))
 
     def _by_fleets(self, bench: PairBench, known: set[str]) -> None:
@@ -230,16 +232,13 @@ class _Run:
 
     # ---- memory, tables ----------------------------------------------------------------------------
 
-    def _look_at_memory(self, chunk: Sequence[PairNames]) -> None:
-        done = {tuple(row["names"]) for row in self._document["simulated"]}
-        for names in chunk:
-            is_known = names in done or "memory" in self._known(names)
-            if not is_known and self._has_time(f"{'+'.join(names)}, memory"):
-                with self._attempt(names, "memory"):
-                    decision_us = self._simulate(names)
-                    self._tell(
-                        f"{'+'.join(names)}, simulated: an iteration is decided in {decision_us:.1f} µs"
-                    )
+    def _look_at_memory(self, names: PairNames) -> None:
+        is_known = any(tuple(row["names"]) == names for row in self._document["simulated"])
+        is_known = is_known or "memory" in self._known(names)
+        if not is_known and self._has_time(f"{'+'.join(names)}, memory"):
+            with self._attempt(names, "memory"):
+                decision_us = self._simulate(names)
+                self._tell(f"{'+'.join(names)}, simulated: an iteration is decided in {decision_us:.1f} µs")
 
     def _simulate(self, names: PairNames) -> float:
         """Look at both jobs and simulate them; the median time to decide on an iteration, in microseconds."""
