@@ -31,6 +31,7 @@ from trainmux.rewrite import Draft, draft, place
 from trainmux.scheduling._bound import least_seconds
 from trainmux.scheduling._lift import schedule_sub_arrays
 from trainmux.scheduling._policy import Infeasible, Task, plain_order
+from trainmux.scheduling._slack import with_slack
 from trainmux.scheduling.policies import Auto, KnownPolicy
 from trainmux.scheduling.policies._body import FixedBody, known_facts
 from trainmux.scheduling.policies._gaps import Choice, find_gaps
@@ -51,8 +52,12 @@ _LARGE_BODY = 1000
 _HUGE_BODY, _MOST_NODES = 3000, 6000
 """From the first number of nodes on few limits are worked on; beyond the second nothing is decided at all, a
 body is taken as it is. So the time for many members is bounded: they are in wider sub-arrays too."""
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 """Times that differ by less than this share differ by the rounding of sums alone."""
+_STRAIN = 1.3
+"""How much longer copies take where it is asked what a schedule would take if they did."""
+_STRAINS = (1.5, 1.25, 1.1)
+"""How much longer they may take before compute waits for one: the first for which there is room."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +97,24 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule of an arrangement, placed and timed."""
+    """A schedule of an arrangement, placed and timed.
+
+    ``strained_seconds`` is what it takes where all copies are slower than predicted.
+    """
 
     schedule: Schedule
     program: Program
     seconds: float
+    strained_seconds: float
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether slower copies cost nothing."""
+        return self.strained_seconds <= self.seconds * (1 + ROUNDING)
+
+    def is_calmer_than(self, other: Candidate) -> bool:
+        """Whether slower copies cost less here, of two that take the same with copies as predicted."""
+        return self.strained_seconds < other.strained_seconds * (1 - ROUNDING)
 
     @property
     def slab_bytes(self) -> int:
@@ -224,10 +242,12 @@ class Candidates:
             if self._is_ruled_out(limit, found, to_beat):
                 break
             found = self._quicker(found, limit, to_beat)
-        if not rungs or (found is not None and found.seconds <= self.least_seconds * (1 + _ROUNDING)):
+        if not rungs:
             return found
         above = limits.index(rungs[-1]) + self._num_steps
         steps = [limit for limit in limits[above - self._num_steps + 1 : above] if limit <= available]
+        if found is not None and found.seconds <= self.least_seconds * (1 + ROUNDING):
+            return self._calmest(found, steps)
         if not steps or self._is_ruled_out(steps[-1], found, to_beat):
             return found
         allowed: float | None = None
@@ -239,9 +259,25 @@ class Candidates:
                 continue
             if allowed is None:
                 allowed = self._allowed(found, limits, above)
-            if step.seconds >= allowed * (1 - _ROUNDING):
+            if step.seconds >= allowed * (1 - ROUNDING):
                 found = step
         return found
+
+    def _calmest(self, found: Candidate, steps: list[int]) -> Candidate:
+        """The one that slower copies cost the least, of those that take no longer than their nodes.
+
+        ``steps`` are higher limits than that of ``found``: from the highest on, as it copies the least.
+        """
+        calmest = found
+        for limit in reversed(steps):
+            step = self._within(limit)
+            if step is None or step.seconds > self.least_seconds * (1 + ROUNDING):
+                continue
+            if step.is_calm:
+                return step
+            if step.is_calmer_than(calmest):
+                calmest = step
+        return calmest
 
     def _allowed(self, found: Candidate | None, limits: list[int], above: int) -> float:
         """What a step between two rungs may not be quicker than."""
@@ -255,7 +291,7 @@ class Candidates:
         """Whether nothing within a limit, or a lower one, can be quicker than what there is."""
         quickest = to_beat if found is None else min(to_beat, found.seconds)
         bound = self.bound(limit_bytes)
-        return bound == math.inf or bound * (1 + _ROUNDING) >= quickest
+        return bound == math.inf or bound * (1 + ROUNDING) >= quickest
 
     def _quicker(self, found: Candidate | None, limit_bytes: int, to_beat: float) -> Candidate | None:
         """What there is for a limit where that is quicker than ``found``; placed only if it can be."""
@@ -317,10 +353,30 @@ class Candidates:
             candidate = self._placed(timed, enough_bytes=limit_bytes)
             if candidate.slab_bytes <= limit_bytes:
                 # Budgets that go by the first would miss one that is quicker by more than they allow for.
-                return candidate if candidate.seconds >= first.seconds * self._most_gain else None
+                is_found = candidate.seconds >= first.seconds * self._most_gain
+                return self.with_slack(candidate, limit_bytes) if is_found else None
             tightened -= times * (candidate.slab_bytes - limit_bytes + margin)
             timed = self._scheduled(tightened, limit_bytes, self._made_needs) if times else None
         return None
+
+    def with_slack(self, candidate: Candidate, limit_bytes: int) -> Candidate:
+        """The same with copies begun earlier and waited for later, as far as that fits into a limit."""
+        for strain in _STRAINS:
+            if candidate.is_calm:
+                break
+            schedule = with_slack(
+                candidate.schedule, candidate.program, self.arrangement.profiles, limit_bytes, strain
+            )
+            if schedule == candidate.schedule:
+                break
+            try:
+                slack = self._placed(self._timed(schedule), enough_bytes=limit_bytes)
+            except PlanError:
+                continue
+            is_no_slower = slack.seconds <= candidate.seconds
+            if slack.slab_bytes <= limit_bytes and is_no_slower and slack.is_calmer_than(candidate):
+                return slack
+        return candidate
 
     def _scheduled(self, limit_bytes: int, asked_for: int, needs: dict[int, int]) -> _Timed | None:
         """What the policy makes of a limit; where nothing, ``needs[asked_for]`` is what it says it needs."""
@@ -357,4 +413,7 @@ class Candidates:
     def _placed(self, timed: _Timed, *, enough_bytes: int = 0) -> Candidate:
         """With offsets. A slab that is ``enough_bytes`` is not made smaller; `rewrite` would do so."""
         program = place(self.arrangement.profiles, timed.draft, enough_bytes=enough_bytes)
-        return Candidate(timed.schedule, program, timed.seconds)
+        strained = timed.seconds
+        if timed.schedule.swaps:
+            strained = lane_times(program.body, self.arrangement.profiles, _STRAIN).seconds
+        return Candidate(timed.schedule, program, timed.seconds, strained)

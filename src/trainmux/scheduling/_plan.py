@@ -4,7 +4,8 @@ Every partition is tried in every way that the policy knows, beginning with the 
 nothing decided. An arrangement is left out only where it is certain that it cannot be quicker than what was
 found: by the time of its nodes, or by what its limit forces it to copy and recompute (`_bound`). Whatever is
 left out so would not have been chosen, so the guarantee of `_candidates` holds: time never rises as the
-budget rises (by more than the rounding of sums, one part in 10⁹).
+budget rises (by more than the rounding of sums, one part in 10⁹). Of arrangements that take the same, as all
+do that hide their copies, the one is chosen that loses the least if copies are slower than predicted.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from functools import partial
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.ir import Attempt, Multiplexing, Plan, Profile, verify
 from trainmux.rewrite import rewrite
-from trainmux.scheduling._candidates import Arrangement, Candidate, Candidates
+from trainmux.scheduling._candidates import ROUNDING, Arrangement, Candidate, Candidates
 from trainmux.scheduling.budget import in_words
 from trainmux.scheduling.partition import MAX_PARTITIONS, Group, Partition, find_partitions
 from trainmux.scheduling.policies import policy_named
 from trainmux.simulate import timeline
 
-_ROUNDING = 1e-9
-"""Times that differ by less than this share differ by the rounding of sums alone."""
+_SAME = 1e-10
+"""Times that differ by less than this share are the same where it is asked what slower copies cost."""
 
 BESIDE_AUTO = ("mutwo", "capuchin", "recompute_only", "swap_only")
 """Policies whose plans `auto` has to beat, or takes."""
@@ -139,35 +140,38 @@ class Planner:
 
     def plan(self, budget_bytes: int) -> Plan:
         """The quickest plan within ``budget_bytes``, which count ``fixed_bytes`` too."""
-        plan = self._quickest(budget_bytes, math.inf)
-        if plan is None:
+        found = self._quickest(budget_bytes, _Mark())
+        if found is None:
             raise self._no_plan(budget_bytes)
-        return plan
+        return found[0]
 
-    def _quickest(self, budget_bytes: int, to_beat: float) -> Plan | None:
-        """The quickest plan, if it takes less than ``to_beat`` seconds."""
+    def _quickest(self, budget_bytes: int, to_beat: _Mark) -> tuple[Plan, _Mark] | None:
+        """The best plan, if it beats ``to_beat``, and what there is to beat then."""
         available = budget_bytes - self.fixed_bytes
         search = _Search(self._all, available, to_beat)
         for done, number in enumerate(search.in_order):
             self._report(self._stage, done, len(self._all), self._all[number].arrangement.in_words)
             search.look_at(number)
         self._report(self._stage, len(self._all), len(self._all), "all looked at")
-        smallest = self._smallest_if_quicker(search.to_beat, available)
+        smallest = self._smallest_if_quicker(search.to_beat.seconds, available)
         if smallest is not None:
             search.take(self._all.index(self._narrowest), smallest)
         beside: Plan | None = None
         for planner in self._others:
             found = planner._quickest(budget_bytes, search.to_beat)
             if found is not None:
-                beside = found
-                search.to_beat = found.step_seconds
+                beside, search.to_beat = found
         if beside is not None:
             attempts = self._attempts(search.notes, beside.step_seconds, None)
-            return replace(beside, policy=self.policy, attempts=(*beside.attempts, *attempts))
+            plan = replace(beside, policy=self.policy, attempts=(*beside.attempts, *attempts))
+            return plan, search.to_beat
         if search.best is None:
             return None
         attempts = self._attempts(search.notes, search.best.seconds, search.chosen)
-        return self._emit(self._all[search.chosen], search.best, budget_bytes, attempts)
+        chosen = self._all[search.chosen]
+        best = chosen.with_slack(search.best, available - chosen.arrangement.beside_bytes)
+        plan = self._emit(chosen, best, budget_bytes, attempts)
+        return plan, search.to_beat
 
     def _worth(self, beside_bytes: int, limit_bytes: int) -> float:
         """Seconds of the quickest arrangement that needs no decision where another one has these bytes."""
@@ -216,7 +220,7 @@ class Planner:
         narrowest = self._narrowest
         available -= narrowest.arrangement.beside_bytes
         bound = narrowest.bound(available) if narrowest.has_decisions else narrowest.least_seconds
-        if to_beat <= bound * (1 + _ROUNDING):
+        if to_beat <= bound * (1 + ROUNDING):
             return None
         smallest = narrowest.smallest(to_beat)
         if smallest is None or smallest.slab_bytes > available:
@@ -331,15 +335,38 @@ class Planner:
             self._progress(PlanProgress(stage, done, total, current))
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """What is to be beaten: seconds of a step, and what they are with slower copies."""
+
+    seconds: float = math.inf
+    strained_seconds: float = math.inf
+
+    @property
+    def seconds_to_be_under(self) -> float:
+        """What takes as long or longer can beat nothing; as long is good enough where copies count."""
+        is_calm = self.strained_seconds <= self.seconds * (1 + ROUNDING)
+        return self.seconds if is_calm else self.seconds * (1 + 2 * ROUNDING)
+
+    def is_beaten_by(self, candidate: Candidate) -> bool:
+        if candidate.seconds < self.seconds * (1 - _SAME):
+            return True
+        is_calmer = candidate.strained_seconds < self.strained_seconds * (1 - ROUNDING)
+        return is_calmer and candidate.seconds <= self.seconds * (1 + _SAME)
+
+    def lowered_to(self, candidate: Candidate) -> _Mark:
+        return _Mark(min(self.seconds, candidate.seconds), candidate.strained_seconds)
+
+
 class _Search:
-    """What was found so far within ``available`` bytes; ``to_beat`` is the time that counts from now on.
+    """What was found so far within ``available`` bytes; ``to_beat`` is what counts from now on.
 
     What fits with nothing decided comes first, the quickest of it: that costs no search and spares others.
     The rest follows by the least time that it can take. The order decides how soon others can be ruled out,
     not what is found.
     """
 
-    def __init__(self, everything: Sequence[Candidates], available: int, to_beat: float) -> None:
+    def __init__(self, everything: Sequence[Candidates], available: int, to_beat: _Mark) -> None:
         self.to_beat = to_beat
         self.best: Candidate | None = None
         self.chosen = -1
@@ -356,23 +383,24 @@ class _Search:
     def look_at(self, number: int) -> None:
         """Take what an arrangement offers if it is quicker, or note why it is not taken."""
         candidates = self._all[number]
+        to_be_under = self.to_beat.seconds_to_be_under
         for seconds, why in (
             (candidates.least_seconds, "its nodes alone take {:.6g} s"),
             (self._bounds[number], "within the budget it takes at least {:.6g} s"),
         ):
-            if self.to_beat <= seconds * (1 + _ROUNDING) and seconds < math.inf:
+            if to_be_under <= seconds * (1 + ROUNDING) and seconds < math.inf:
                 self.notes[number] = (None, why.format(seconds))
                 return
         available = self._available[number]
-        found = candidates.best(available, self.to_beat)
+        found = candidates.best(available, to_be_under)
         self.notes[number] = (found, "" if found is not None else _why_not(candidates, available))
-        if found is not None and found.seconds < self.to_beat:
+        if found is not None and self.to_beat.is_beaten_by(found):
             self.take(number, found)
 
     def take(self, number: int, found: Candidate) -> None:
         """Make a candidate the one to beat."""
         self.best, self.chosen = found, number
-        self.to_beat = found.seconds
+        self.to_beat = self.to_beat.lowered_to(found)
         self.notes[number] = (found, "")
 
 

@@ -53,12 +53,15 @@ def timeline(part: Part, profiles: Sequence[Profile], source: str = "predicted")
     )
 
 
-def lane_times(part: Part, profiles: Sequence[Profile]) -> LaneTimes:
-    """The times of `timeline` without spans and memory, for planners that try many parts."""
-    return _run(part, profiles)[1]
+def lane_times(part: Part, profiles: Sequence[Profile], strain: float = 1.0) -> LaneTimes:
+    """The times of `timeline` without spans and memory, for planners that try many parts.
+
+    With ``strain``, copies take so many times what the profiles say.
+    """
+    return _run(part, profiles, strain)[1]
 
 
-def _run(part: Part, profiles: Sequence[Profile]) -> tuple[list[int], LaneTimes]:
+def _run(part: Part, profiles: Sequence[Profile], strain: float = 1.0) -> tuple[list[int], LaneTimes]:
     lanes: list[int] = []
     alone: list[float] = []
     duplex: list[float] = []
@@ -80,11 +83,13 @@ def _run(part: Part, profiles: Sequence[Profile]) -> tuple[list[int], LaneTimes]
             elif isinstance(instruction, Offload):
                 lane = OUT
                 tensor = tensors[instruction.sub_array][instruction.tensor]
-                seconds, slow = tensor.swap_out_seconds, tensor.swap_out_duplex_seconds
+                seconds = strain * tensor.swap_out_seconds
+                slow = strain * tensor.swap_out_duplex_seconds
             elif isinstance(instruction, Prefetch):
                 lane = IN
                 tensor = tensors[instruction.sub_array][instruction.tensor]
-                seconds, slow = tensor.swap_in_seconds, tensor.swap_in_duplex_seconds
+                seconds = strain * tensor.swap_in_seconds
+                slow = strain * tensor.swap_in_duplex_seconds
         except IndexError:
             raise PlanError(
                 f"instruction {position} must name a sub-array, node and tensor of the profiles, but got "
