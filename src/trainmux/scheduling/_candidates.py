@@ -43,8 +43,11 @@ _TIGHTENINGS, _LARGE_TIGHTENINGS, _HUGE_TIGHTENINGS = (1, 1, 2, 4, 8), (1, 2, 4)
 _LARGE_MARGIN = 1024
 """The same with large bodies: this part of the limit more, or a tiny excess is asked for again and again."""
 _NUM_RUNGS, _HUGE_NUM_RUNGS = 6, 3
-_NUM_STEPS, _HUGE_NUM_STEPS = 4, 2
+_NUM_STEPS, _HUGE_NUM_STEPS = 4, 4
 """Steps from one rung to the next, the last of which is that rung."""
+_HUGE_SHARES = (1.0, 0.96, 0.93, 0.9)
+"""Of a limit, what a policy is asked for in huge bodies where nothing fits as it is: luck is large there, and
+so is what a slab needs beyond the sum of live bytes."""
 _MOST_GAIN, _LARGE_MOST_GAIN = 0.9, 0.99
 """Asking a policy for less may make a schedule quicker, by luck; to no less than this share of its time."""
 _LARGE_BODY = 1000
@@ -153,7 +156,7 @@ class Candidates:
         self._plain_schedule = body.plain_schedule()
         self._swaps_static = isinstance(known.policy, Auto)
         self._is_large = body.length >= _LARGE_BODY
-        is_huge = body.length >= _HUGE_BODY
+        self._is_huge = is_huge = body.length >= _HUGE_BODY
         self.has_decisions = known.has_decisions and (
             len(arrangement.profiles) == 1 or body.length <= _MOST_NODES
         )
@@ -173,7 +176,8 @@ class Candidates:
         self._plain: Candidate | None = None
         self._smallest: Candidate | None = None
         self._smallest_timed: _Timed | None = None
-        self._first: dict[int, _Timed | None] = {}
+        self._first: dict[int, list[_Timed]] = {}
+        """By limit: what the policy makes of it, the quickest first."""
         self._made: dict[int, Candidate | None] = {}
         self._first_needs: dict[int, int] = {}
         self._made_needs: dict[int, int] = {}
@@ -328,9 +332,15 @@ class Candidates:
     def _unplaced(self, limit_bytes: int) -> _Timed | None:
         """What the policy makes of one of `limits`, before it is known what that needs on a slab."""
         if limit_bytes not in self._first:
-            self._first[limit_bytes] = self._scheduled(limit_bytes, limit_bytes, self._first_needs)
+            has_worth = self._worth(limit_bytes) < math.inf
+            shares = _HUGE_SHARES if self._is_huge and self._swaps_static and not has_worth else (1.0,)
+            found = [
+                self._scheduled(int(share * limit_bytes), limit_bytes, self._first_needs) for share in shares
+            ]
+            made = [timed for timed in found if timed is not None]
+            self._first[limit_bytes] = sorted(made, key=lambda timed: timed.seconds)
         self._note_need(self._first_needs.get(limit_bytes))
-        return self._first[limit_bytes]
+        return next(iter(self._first[limit_bytes]), None)
 
     def _within(self, limit_bytes: int) -> Candidate | None:
         """The same placed, and tightened where the slab needs more than the limit."""
@@ -344,11 +354,19 @@ class Candidates:
             self.least_need = need if self.least_need is None else min(self.least_need, need)
 
     def _make(self, limit_bytes: int) -> Candidate | None:
-        first = timed = self._unplaced(limit_bytes)
+        first = self._unplaced(limit_bytes)
+        if first is None:
+            return None
+        *others, last = self._first[limit_bytes]
+        for each in others:
+            candidate = self._placed(each, enough_bytes=limit_bytes)
+            if candidate.slab_bytes <= limit_bytes:
+                return self.with_slack(candidate, limit_bytes)
+        timed: _Timed | None = last
         tightened = limit_bytes
         margin = limit_bytes // _LARGE_MARGIN if self._is_large else 0
         for times in (*self._tightenings, 0):
-            if timed is None or first is None:
+            if timed is None:
                 return None
             candidate = self._placed(timed, enough_bytes=limit_bytes)
             if candidate.slab_bytes <= limit_bytes:

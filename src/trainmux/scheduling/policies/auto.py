@@ -32,6 +32,8 @@ _LARGE_BODY = 1000
 """From so many nodes on a search begins in fewer places, each of which takes longer."""
 _LEFT_FREE = (0.0, 0.06, 0.12)
 """Shares of the limit that are left when swaps are undone."""
+_LARGE_STATIC_PRICES = (LinkPrice(0.0), LinkPrice(0.2), LinkPrice(1.0, 0.9), LinkPrice(0.4))
+"""Where static tensors are swapped too: the link is busy all the time, and never is no price for that."""
 _MAX_KNOWN = 64
 """Sets of sub-arrays that are remembered at a time."""
 _HOPELESS = 1.1
@@ -230,7 +232,7 @@ class _Search:
         prices = LINK_PRICES[:4] if is_large else LINK_PRICES
         gaps = self.known.gaps(with_static=with_static)
         if with_static:
-            orders, prices = orders[:2], LINK_PRICES[:4]
+            orders, prices = orders[:2], _LARGE_STATIC_PRICES if is_large else LINK_PRICES[:4]
         for order in orders[:: 2 if is_large else 1]:
             body = self.plain.reordered(order)
             for price in prices:
