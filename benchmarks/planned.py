@@ -7,7 +7,12 @@ A share's budget is static + share × (peak - static): static is what the fleet 
 its plan without any decisions reserves (policy "none" with all members in one array). ``--budgets`` are named
 in bytes, or as parts of static memory ("0.9static"). The first row is the fleet without a plan. What was
 measured is written after each row; a table of all comes last. ``small:NAME`` workloads try it out on a CPU.
-``--processes`` plans that many rows at a time in processes of their own before the first is measured.
+``--processes`` plans that many rows at a time in processes of their own before the first is measured. That
+may be done on another machine, in three steps, the second of which needs no device:
+
+    python benchmarks/planned.py gpt2_no_dropout --ask folder
+    python benchmarks/planned.py gpt2_no_dropout --answer folder --processes 16
+    python benchmarks/planned.py gpt2_no_dropout --plans folder --out planned.json
 
     python benchmarks/planned.py --page planned.json > docs/planned.md
 """
@@ -16,12 +21,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from fractions import Fraction
@@ -29,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planned_ahead import Wanted, answer, read_answer, read_question, static_bytes, write_question
 
 import trainmux as tm
 from trainmux.cli.bench.cases import find_case
-from trainmux.fleet._planning import PlanRequest
 from trainmux.scheduling import parse_budget
 
 NUM_BLOCKS = 5
@@ -127,70 +130,32 @@ class Bench:
         ]
         return row
 
-    def plan_ahead(
-        self, wanted: Sequence[tuple[int, str]], num_partitions: int, num_processes: int
-    ) -> dict[tuple[int, str], dict[str, Any]]:
-        """Have the plans for budgets and policies made and kept on disk, several at a time; how that went.
-
-        The processes are copies of this one and only compute: nothing of them touches the device.
-        """
-        planner = self.fleet._planner(self.fleet._groups)
-        planner.plan(PlanRequest(None, "none", None, None, 0, num_partitions, None))  # measures all widths
-        planned, bound = planner._planned_groups(None), {"max_partitions": num_partitions}
-
-        def work(path: Path, request: PlanRequest, budget: int, key: str) -> None:
-            begin = time.perf_counter()
-            said = {}
-            try:
-                planner._plans.put(key, planner._search(request, budget, planned, bound))
-            except tm.errors.TrainmuxError as error:
-                said = {"error": str(error)}
-            path.write_text(json.dumps({"planning_s": time.perf_counter() - begin, **said}))
-
-        with tempfile.TemporaryDirectory() as folder:
-            paths = {row: Path(folder) / str(number) for number, row in enumerate(wanted)}
-            running = 0
-            for row, path in paths.items():
-                if running == num_processes:
-                    os.wait()
-                    running -= 1
-                request = PlanRequest(*row, None, None, 0, num_partitions, None)
-                key = planner._plan_key(request, row[0], planned, bound)
-                if os.fork() == 0:
-                    try:
-                        torch.set_num_threads(1)
-                        work(path, request, row[0], key)
-                    except BaseException:
-                        traceback.print_exc()
-                    finally:
-                        os._exit(0)
-                running += 1
-            for _ in range(running):
-                os.wait()
-            return {row: json.loads(path.read_text()) for row, path in paths.items() if path.exists()}
-
     def plan(self, budget: int | None, policy: str, num_partitions: int) -> tuple[tm.Plan, dict[str, Any]]:
         begin = time.perf_counter()
         plan = self.fleet.plan(budget, policy, max_partitions=num_partitions)
-        record = plan.record
-        return plan, {
-            "policy": policy,
-            "budget_bytes": plan.budget_bytes,
-            "widths": [len(sub_array.members) for sub_array in plan.partition],
-            "multiplexing": record.schedule.multiplexing.value,
-            "num_swaps": len(plan.swaps),
-            "num_recomputes": len(plan.recomputes),
-            "planning_s": time.perf_counter() - begin,
-            "predicted_ms": plan.step_seconds * 1e3,
-            "predicted_bytes": plan.peak_bytes,
-            "fixed_bytes": record.fixed_bytes,
-            "host_bytes": record.host_bytes,
-            "bound_ms": plan.bound_seconds * 1e3,
-            "stall_ms": record.stall_seconds * 1e3,
-            "recompute_share": record.recompute_share,
-            "swap_overlap": record.swap_overlap,
-            "explained": plan.explain().splitlines(),
-        }
+        return plan, {**described(plan), "planning_s": time.perf_counter() - begin}
+
+
+def described(plan: tm.Plan) -> dict[str, Any]:
+    """What a plan decides and predicts."""
+    record = plan.record
+    return {
+        "policy": plan.policy,
+        "budget_bytes": plan.budget_bytes,
+        "widths": [len(sub_array.members) for sub_array in plan.partition],
+        "multiplexing": record.schedule.multiplexing.value,
+        "num_swaps": len(plan.swaps),
+        "num_recomputes": len(plan.recomputes),
+        "predicted_ms": plan.step_seconds * 1e3,
+        "predicted_bytes": plan.peak_bytes,
+        "fixed_bytes": record.fixed_bytes,
+        "host_bytes": record.host_bytes,
+        "bound_ms": plan.bound_seconds * 1e3,
+        "stall_ms": record.stall_seconds * 1e3,
+        "recompute_share": record.recompute_share,
+        "swap_overlap": record.swap_overlap,
+        "explained": plan.explain().splitlines(),
+    }
 
 
 def segments() -> list[dict[str, Any]]:
@@ -212,15 +177,6 @@ def _busy(timeline: Any) -> dict[str, float]:
     for span in timeline.spans:
         found[span.lane.value] = found.get(span.lane.value, 0.0) + (span.end - span.start) * 1e3
     return found
-
-
-def static_bytes(plan: tm.Plan) -> int:
-    return sum(
-        tensor.size_bytes
-        for sub_array in plan.partition
-        for tensor in plan.profiles[sub_array.profile].tensors
-        if tensor.byte_class.is_static
-    )
 
 
 def show(row: dict[str, Any]) -> None:
@@ -343,12 +299,22 @@ def main() -> None:
     parser.add_argument("--watch", action="store_true", help="also when each instruction ran")
     parser.add_argument("--limit-seconds", type=float, default=1e9, help="begin no row after so long")
     parser.add_argument("--processes", type=int, default=0, help="plan so many rows at a time beforehand")
+    apart = parser.add_mutually_exclusive_group()
+    apart.add_argument("--ask", type=Path, help="only write down in this folder what planning needs to know")
+    apart.add_argument("--answer", type=Path, help="only plan by what this folder has; needs no device")
+    apart.add_argument("--plans", type=Path, help="take plans from this folder")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/planned.json"))
     options = parser.parse_args()
     if options.page:
         print(page([json.loads(path.read_text()) for path in options.page]))
+        return
+    if options.answer:
+        question = read_question(options.answer)
+        wanted = wanted_of(options, question["static_bytes"], question["peak_bytes"])
+        for line in answer(options.answer, wanted, max(1, options.processes)):
+            print(line, flush=True)
         return
     begin = time.perf_counter()
     rows: list[dict[str, Any]] = []
@@ -370,36 +336,50 @@ def main() -> None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
     bench = Bench(options.workload, options.members, options.device, options.precision, options.batch_size)
+    if options.ask:
+        write_question(bench.fleet, options.partitions, options.ask)
+        return
     keep(bench.measure())
     whole, row = bench.plan(None, "none", options.partitions)
     keep({"share": "1", **row, **bench.measure()})
-    static = static_bytes(whole)
-    result["static_bytes"] = static
-    wanted = [
+    static = result["static_bytes"] = static_bytes(whole)
+    wanted = wanted_of(options, static, whole.peak_bytes)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.plans
+        if folder is None and options.processes:
+            folder = Path(temporary)
+            write_question(bench.fleet, options.partitions, folder)
+            for line in answer(folder, wanted, options.processes):
+                print(f"{line} (after {time.perf_counter() - begin:.0f} s)", flush=True)
+        for share, budget, policy in wanted:
+            if time.perf_counter() - begin > options.limit_seconds:
+                print(f"no time for {share} {policy}", flush=True)
+                continue
+            row = {"share": share, "policy": policy, "budget_bytes": budget}
+            try:
+                if folder is None:
+                    plan, how = bench.plan(budget, policy, options.partitions)
+                else:
+                    answered, how = read_answer(folder, share, policy)
+                    if answered is None:
+                        keep({**row, **how})
+                        continue
+                    plan, how = answered, {**described(answered), **how}
+                    bench.fleet.use(plan)
+                row |= {**how, **bench.measure()}
+                keep({**row, "watched": bench.watch(plan)} if options.watch else row)
+            except tm.errors.TrainmuxError as error:
+                keep({**row, "error": str(error)})
+    print(table(rows), flush=True)
+
+
+def wanted_of(options: argparse.Namespace, static: int, peak: int) -> list[Wanted]:
+    """Every budget with every policy."""
+    return [
         (share, budget, policy)
         for policy in options.policies.split(",")
-        for share, budget in budgets(options.shares, options.budgets, static, whole.peak_bytes)
+        for share, budget in budgets(options.shares, options.budgets, static, peak)
     ]
-    made: dict[tuple[int, str], dict[str, Any]] = {}
-    if options.processes:
-        bench.fleet.use(None)
-        made = bench.plan_ahead([row[1:] for row in wanted], options.partitions, options.processes)
-        print(f"all is planned after {time.perf_counter() - begin:.0f} s", flush=True)
-    for share, budget, policy in wanted:
-        if time.perf_counter() - begin > options.limit_seconds:
-            print(f"no time for {share} {policy}", flush=True)
-            continue
-        how = made.get((budget, policy), {})
-        if "error" in how:
-            keep({"share": share, "policy": policy, "budget_bytes": budget, **how})
-            continue
-        try:
-            plan, row = bench.plan(budget, policy, options.partitions)
-            row = {"share": share, **row, **how, **bench.measure()}
-            keep({**row, "watched": bench.watch(plan)} if options.watch else row)
-        except tm.errors.TrainmuxError as error:
-            keep({"share": share, "policy": policy, "budget_bytes": budget, "error": str(error)})
-    print(table(rows), flush=True)
 
 
 def _without_out(arguments: list[str]) -> list[str]:

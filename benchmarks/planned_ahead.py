@@ -1,0 +1,114 @@
+"""Plans made apart from the device: a machine with many cores or none of the device's time makes them.
+
+`write_question` writes what planning needs to know of a fleet, its measured profiles above all, to a folder;
+`answer` plans there, several plans at a time; `read_answer` has a plan, or why there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainmux as tm
+from trainmux.fleet._planning import FleetPlanner, PlanRequest
+from trainmux.ir import Profile, load, save
+from trainmux.scheduling import Group, Planner, find_partitions
+
+Wanted = tuple[str, int, str]
+"""What a budget is called, its bytes, and a policy."""
+
+_QUESTION = "question.json"
+
+
+def write_question(fleet: tm.Fleet, num_partitions: int, folder: Path) -> None:
+    """Measure the profiles of all widths and write them down with what is reserved beside the slab."""
+    planner: FleetPlanner = fleet._planner(fleet._groups)
+    whole = planner.plan(PlanRequest(None, "none", None, None, 0, num_partitions, None))
+    groups = planner._planned_groups(None)
+    search = find_partitions([len(group.members) for group in groups], max_partitions=num_partitions)
+    for index in range(len(groups)):  # a plan that was kept has measured nothing
+        for width in sorted({width for partition in search.partitions for width in partition.widths[index]}):
+            planner.profile(index, width)
+    folder.mkdir(parents=True, exist_ok=True)
+    for profile in planner._profiles.values():
+        save(folder / f"{profile.fingerprint}.profile.json", profile)
+    question = {
+        "groups": [[group.name, list(group.members)] for group in groups],
+        "profiles": [[*key, profile.fingerprint] for key, profile in planner._profiles.items()],
+        "beside_bytes": planner._scratch,
+        "fixed_bytes": planner._fixed_bytes(),
+        "host_bytes": planner._facts.host_bytes,
+        "num_partitions": num_partitions,
+        "static_bytes": static_bytes(whole),
+        "peak_bytes": whole.peak_bytes,
+    }
+    (folder / _QUESTION).write_text(json.dumps(question, indent=1) + "\n")
+
+
+def read_question(folder: Path) -> dict[str, Any]:
+    """What `write_question` wrote, but for the profiles."""
+    question: dict[str, Any] = json.loads((folder / _QUESTION).read_text())
+    return question
+
+
+def answer(folder: Path, wanted: Sequence[Wanted], num_processes: int) -> Iterator[str]:
+    """Make the plans, those first that take the longest; a line about each as it is done."""
+    rows = sorted(wanted, key=lambda row: (row[2] != "auto", row[1]))
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        yield from pool.imap_unordered(_make, [(folder, row) for row in rows])
+
+
+def read_answer(folder: Path, share: str, policy: str) -> tuple[tm.Plan | None, dict[str, Any]]:
+    """A plan, and how long it took or why there is none."""
+    path = _place(folder, share, policy)
+    said = json.loads(path.with_suffix(".said.json").read_text())
+    return (None if "error" in said else tm.Plan.load(path)), said
+
+
+def static_bytes(plan: tm.Plan) -> int:
+    """What the plan's members hold between steps."""
+    return sum(
+        tensor.size_bytes
+        for sub_array in plan.partition
+        for tensor in plan.profiles[sub_array.profile].tensors
+        if tensor.byte_class.is_static
+    )
+
+
+def _make(given: tuple[Path, Wanted]) -> str:
+    torch.set_num_threads(1)
+    folder, (share, budget, policy) = given
+    question = read_question(folder)
+    profiles: dict[tuple[str, int], Profile] = {}
+    for index, width, fingerprint in question["profiles"]:
+        profiles[str(index), width] = load(folder / f"{fingerprint}.profile.json", Profile)
+    begin = time.perf_counter()
+    said: dict[str, Any] = {}
+    try:
+        planner = Planner(
+            [Group(name, tuple(members)) for name, members in question["groups"]],
+            profile_of=lambda group, width: profiles[group.name, width],
+            policy=policy,
+            fixed_bytes=question["fixed_bytes"],
+            beside_of=lambda profile: int(question["beside_bytes"].get(profile.fingerprint, 0)),
+            host_bytes=question["host_bytes"],
+            max_partitions=question["num_partitions"],
+        )
+        record = planner.plan(budget)
+        by_name = {profile.fingerprint: profile for profile in profiles.values()}
+        tm.Plan(record, [by_name[name] for name in record.profiles]).save(_place(folder, share, policy))
+    except tm.errors.TrainmuxError as error:
+        said = {"error": str(error)}
+    said["planning_s"] = time.perf_counter() - begin
+    _place(folder, share, policy).with_suffix(".said.json").write_text(json.dumps(said))
+    return f"{share} {policy}: {said.get('error', 'planned')}, {said['planning_s']:.0f} s"
+
+
+def _place(folder: Path, share: str, policy: str) -> Path:
+    return folder / f"{share.replace('/', '_of_')}.{policy}.json"
