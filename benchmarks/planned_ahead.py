@@ -28,7 +28,7 @@ _QUESTION = "question.json"
 
 def write_question(fleet: tm.Fleet, num_partitions: int, folder: Path) -> None:
     """Measure the profiles of all widths and write them down with what is reserved beside the slab."""
-    planner: FleetPlanner = fleet._planner(fleet._groups)
+    planner: FleetPlanner = fleet._planner(fleet._plans.whole(fleet._groups))
     whole = planner.plan(PlanRequest(None, "none", None, None, 0, num_partitions, None))
     groups = planner._planned_groups(None)
     search = find_partitions([len(group.members) for group in groups], max_partitions=num_partitions)
@@ -67,6 +67,8 @@ def answer(folder: Path, wanted: Sequence[Wanted], num_processes: int) -> Iterat
 def read_answer(folder: Path, share: str, policy: str) -> tuple[tm.Plan | None, dict[str, Any]]:
     """A plan, and how long it took or why there is none."""
     path = _place(folder, share, policy)
+    if not path.with_suffix(".said.json").exists():
+        return None, {"error": f"expected a plan in {folder.name}, got none; make it with --answer"}
     said = json.loads(path.with_suffix(".said.json").read_text())
     return (None if "error" in said else tm.Plan.load(path)), said
 
@@ -103,7 +105,7 @@ def _make(given: tuple[Path, Wanted]) -> str:
         record = planner.plan(budget)
         by_name = {profile.fingerprint: profile for profile in profiles.values()}
         tm.Plan(record, [by_name[name] for name in record.profiles]).save(_place(folder, share, policy))
-    except tm.errors.TrainmuxError as error:
+    except Exception as error:  # the others go on
         said = {"error": str(error)}
     said["planning_s"] = time.perf_counter() - begin
     _place(folder, share, policy).with_suffix(".said.json").write_text(json.dumps(said))

@@ -27,16 +27,23 @@ TIME_LIMIT_SECONDS = 430.0
 GRACE_SECONDS = 120.0
 """What a process may take beyond its limit: it begins nothing more after it, but ends what it has begun."""
 MAX_STARTS = 4
+BUILD_SHARE = 0.6
+"""Of that time, what compiling may take beforehand."""
 OPTION_ERROR = 2
 COMMAND = [sys.executable, "-m", "trainmux", "bench", "zico"]
 
 
 def build(words: list[str], seconds: float) -> None:
     """Compile every model that ``words`` name, all at the same time, for at most so many seconds."""
+    given = argparse.ArgumentParser(allow_abbrev=False)
+    given.add_argument("--pairs")
+    given.add_argument("--figures")
+    given.add_argument("--read", action="store_true")
+    ours, words = given.parse_known_args(words)
     try:
-        pairs = parse_pairs(words[words.index("--pairs") + 1])
+        pairs = [] if ours.read else parse_pairs(ours.pairs)
     except ValueError:
-        return  # of one kind or another: the run itself will say
+        return  # the run itself will say
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for name in dict.fromkeys(name for pair in pairs for name in pair):
@@ -62,7 +69,7 @@ def main() -> int:
             words += [option, value]
     begin, status = time.monotonic(), 1
     if not given.no_build:
-        build(words, given.time_limit)
+        build(words, BUILD_SHARE * given.time_limit)
     for start in range(MAX_STARTS):
         left = given.time_limit - (time.monotonic() - begin)
         if left < 1:

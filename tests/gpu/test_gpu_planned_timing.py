@@ -20,6 +20,7 @@ from planted_races import RACES
 from trainmux.engine import _planned_engine
 from trainmux.engine._lanes import StreamLanes
 from trainmux.ir import Lane, Prefetch
+from trainmux.runtime import borrowed_stream
 
 NUM_SEEDS = 100
 NUM_PARTS = 10
@@ -106,3 +107,14 @@ def test_the_sanitizer_finds_nothing_to_report(name: str, way: str) -> None:
 def test_the_sanitizer_finds_planted_races(race: str) -> None:
     """Two of three: it knows nothing of the host's memory, where the third one happens; the verifier does."""
     assert sanitized("mlp", "ring", race) == "a race"
+
+
+def test_no_lane_is_another_one() -> None:
+    """Torch gives out 32 streams in turn; a copy lane on the compute lane's stream would hold kernels up."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for _ in range(40):
+        torch.cuda.Stream(device)  # somebody else's
+        with borrowed_stream(device) as compute, torch.cuda.stream(compute):
+            lanes = StreamLanes(device)
+            with lanes.part(frozenset()):
+                assert len({stream.cuda_stream for stream in lanes._streams.values()}) == 3

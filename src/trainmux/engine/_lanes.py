@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from trainmux.ir import Lane, Span
+from trainmux.runtime import StreamOwner, borrow_stream
 
 
 class HostLanes:
@@ -35,12 +36,14 @@ class StreamLanes:
     """A stream for each lane, events between them: eagerly or in a capture.
 
     The compute lane is the stream that is current when a part begins; the two others begin behind it and are
-    joined to it at the part's end.
+    joined to it at the part's end. They are lent: a new one of torch's might be the compute lane's own, and
+    copies would then stand in the way of kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sides = {Lane.OUT: torch.cuda.Stream(device), Lane.IN: torch.cuda.Stream(device)}
+        self._owners = {lane: StreamOwner() for lane in (Lane.OUT, Lane.IN)}
+        self._sides = {lane: borrow_stream(device, owner) for lane, owner in self._owners.items()}
         self._streams: dict[Lane, torch.cuda.Stream] = {}
         self._awaited: frozenset[int] = frozenset()
         self._ended: dict[int, torch.cuda.Event] = {}

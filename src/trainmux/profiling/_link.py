@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from trainmux.profiling._clocks import median_of, replays, wall_seconds
-from trainmux.runtime import borrowed_stream, capturing
+from trainmux.runtime import StreamOwner, borrow_stream, borrowed_stream, capturing
 
 _PROBE_BYTES = 256 << 20
 _PIECE_BYTES = 32 << 20
 """Of one copy beside a step: as large as a feature map may be."""
+_MOST_PIECES = 400
+"""A stream takes about a thousand copies before the host waits, and steps would not be enqueued meanwhile."""
 _NUM_HANDOVERS = 64
 _SECONDS_BESIDE = 0.3
 """A step is replayed for so long beside copies: they meet all of it, on a device that is under load."""
@@ -115,7 +117,8 @@ class _Link:
         self._num_bytes = num_bytes
         self._host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+        self._owners = [StreamOwner() for _ in range(2)]
+        self._streams = [borrow_stream(device, owner) for owner in self._owners]
 
     def copy_out(self, begin: int, end: int) -> None:
         """From the device to the host."""
@@ -130,7 +133,7 @@ class _Link:
         stream = self._streams[0 if is_out else 1]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
-        num_pieces = math.ceil(least_bytes / _PIECE_BYTES)
+        num_pieces = min(math.ceil(least_bytes / _PIECE_BYTES), _MOST_PIECES)
         for piece in range(num_pieces):
             first = piece * _PIECE_BYTES % self._num_bytes
             (self.copy_out if is_out else self.copy_in)(first, first + _PIECE_BYTES)
@@ -146,7 +149,8 @@ def _handover_seconds(device: torch.device) -> float:
     """By how much a row of kernels in a graph gets longer for each small copy between two of them."""
     counter, there = torch.zeros(1, device=device), torch.zeros(1024, device=device)
     host = torch.zeros(1024, pin_memory=True)
-    side = torch.cuda.Stream(device)
+    owner = StreamOwner()
+    side = borrow_stream(device, owner)
 
     def kernels(stream: torch.cuda.Stream, *, copies: bool) -> None:
         for _ in range(_NUM_HANDOVERS):

@@ -28,6 +28,7 @@ from trainmux.runtime._ring import HostFeed
 from trainmux.runtime._storage import ALIGNMENT_BYTES, stacked_strides, stacked_zeros
 from trainmux.runtime._streams import (
     MATRIX_LIBRARIES_BYTES,
+    StreamOwner,
     borrow_stream,
     borrowed_stream,
     num_streams_known,
@@ -51,6 +52,7 @@ __all__ = [
     "HostLeaf",
     "Landing",
     "ListedGpu",
+    "StreamOwner",
     "Transfers",
     "ask_driver",
     "borrow_stream",

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from trainmux.runtime._ring import Event
+from trainmux.runtime._streams import borrow_stream
 
 NUM_BUFFERS = 2
 # As the allocator gives it: which kernel reads a tensor may depend on its address.
@@ -74,7 +75,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = borrow_stream(device, self)  # a new one of torch's might be the compute stream
 
     def make_event(self) -> Event:
         event: Event = torch.cuda.Event()

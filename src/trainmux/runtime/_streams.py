@@ -92,15 +92,15 @@ def return_stream(device: torch.device, owner: Any) -> None:
 def borrowed_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """A stream for matrices and all else that nobody else gets inside. Graphs captured on it must be gone at
     the end."""
-    owner = _Owner()
+    owner = StreamOwner()
     try:
         yield borrow_stream(device, owner, uses_matrices=True)
     finally:
         return_stream(device, owner)
 
 
-class _Owner:
-    """Stands for whoever has a stream for a while."""
+class StreamOwner:
+    """Stands for whoever has a stream for a while, or several."""
 
 
 def _lender(device: torch.device) -> StreamLender:

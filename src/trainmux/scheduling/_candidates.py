@@ -20,13 +20,14 @@ for this a schedule counts only if asking for less did not make it much quicker.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 from trainmux.errors import PlanError
-from trainmux.ir import Multiplexing, Profile, Program, Schedule, SubArray
+from trainmux.ir import Multiplexing, Part, Profile, Program, Schedule, SubArray
 from trainmux.rewrite import Draft, draft, place
 from trainmux.scheduling._bound import least_seconds
 from trainmux.scheduling._lift import schedule_sub_arrays
@@ -43,11 +44,8 @@ _TIGHTENINGS, _LARGE_TIGHTENINGS, _HUGE_TIGHTENINGS = (1, 1, 2, 4, 8), (1, 2, 4)
 _LARGE_MARGIN = 1024
 """The same with large bodies: this part of the limit more, or a tiny excess is asked for again and again."""
 _NUM_RUNGS, _HUGE_NUM_RUNGS = 6, 3
-_NUM_STEPS, _HUGE_NUM_STEPS = 4, 4
+_NUM_STEPS, _HUGE_NUM_STEPS = 4, 2
 """Steps from one rung to the next, the last of which is that rung."""
-_HUGE_SHARES = (1.0, 0.96, 0.93, 0.9)
-"""Of a limit, what a policy is asked for in huge bodies where nothing fits as it is: luck is large there, and
-so is what a slab needs beyond the sum of live bytes."""
 _MOST_GAIN, _LARGE_MOST_GAIN = 0.9, 0.99
 """Asking a policy for less may make a schedule quicker, by luck; to no less than this share of its time."""
 _LARGE_BODY = 1000
@@ -55,6 +53,8 @@ _LARGE_BODY = 1000
 _HUGE_BODY, _MOST_NODES = 3000, 6000
 """From the first number of nodes on few limits are worked on; beyond the second nothing is decided at all, a
 body is taken as it is. So the time for many members is bounded: they are in wider sub-arrays too."""
+SAME = 1e-10
+"""Times that differ by less than this share are the same where it is asked what slower copies cost."""
 ROUNDING = 1e-9
 """Times that differ by less than this share differ by the rounding of sums alone."""
 _STRAIN = 1.3
@@ -176,8 +176,7 @@ class Candidates:
         self._plain: Candidate | None = None
         self._smallest: Candidate | None = None
         self._smallest_timed: _Timed | None = None
-        self._first: dict[int, list[_Timed]] = {}
-        """By limit: what the policy makes of it, the quickest first."""
+        self._first: dict[int, _Timed | None] = {}
         self._made: dict[int, Candidate | None] = {}
         self._first_needs: dict[int, int] = {}
         self._made_needs: dict[int, int] = {}
@@ -332,15 +331,9 @@ class Candidates:
     def _unplaced(self, limit_bytes: int) -> _Timed | None:
         """What the policy makes of one of `limits`, before it is known what that needs on a slab."""
         if limit_bytes not in self._first:
-            has_worth = self._worth(limit_bytes) < math.inf
-            shares = _HUGE_SHARES if self._is_huge and self._swaps_static and not has_worth else (1.0,)
-            found = [
-                self._scheduled(int(share * limit_bytes), limit_bytes, self._first_needs) for share in shares
-            ]
-            made = [timed for timed in found if timed is not None]
-            self._first[limit_bytes] = sorted(made, key=lambda timed: timed.seconds)
+            self._first[limit_bytes] = self._scheduled(limit_bytes, limit_bytes, self._first_needs)
         self._note_need(self._first_needs.get(limit_bytes))
-        return next(iter(self._first[limit_bytes]), None)
+        return self._first[limit_bytes]
 
     def _within(self, limit_bytes: int) -> Candidate | None:
         """The same placed, and tightened where the slab needs more than the limit."""
@@ -354,19 +347,11 @@ class Candidates:
             self.least_need = need if self.least_need is None else min(self.least_need, need)
 
     def _make(self, limit_bytes: int) -> Candidate | None:
-        first = self._unplaced(limit_bytes)
-        if first is None:
-            return None
-        *others, last = self._first[limit_bytes]
-        for each in others:
-            candidate = self._placed(each, enough_bytes=limit_bytes)
-            if candidate.slab_bytes <= limit_bytes:
-                return self.with_slack(candidate, limit_bytes)
-        timed: _Timed | None = last
+        first = timed = self._unplaced(limit_bytes)
         tightened = limit_bytes
         margin = limit_bytes // _LARGE_MARGIN if self._is_large else 0
         for times in (*self._tightenings, 0):
-            if timed is None:
+            if timed is None or first is None:
                 return None
             candidate = self._placed(timed, enough_bytes=limit_bytes)
             if candidate.slab_bytes <= limit_bytes:
@@ -378,23 +363,43 @@ class Candidates:
         return None
 
     def with_slack(self, candidate: Candidate, limit_bytes: int) -> Candidate:
-        """The same with copies begun earlier and waited for later, as far as that fits into a limit."""
-        for strain in _STRAINS:
+        """The same with copies begun earlier and waited for later, as far as that fits into a limit.
+
+        It takes as long as before: a quicker one would be no longer what others were compared with.
+        """
+        body = candidate.program.body
+        strains = _STRAINS[:1] if self._is_huge else _STRAINS
+        for strain, fetches in itertools.product(strains, (True, False)):
             if candidate.is_calm:
                 break
-            schedule = with_slack(
-                candidate.schedule, candidate.program, self.arrangement.profiles, limit_bytes, strain
-            )
-            if schedule == candidate.schedule:
-                break
-            try:
-                slack = self._placed(self._timed(schedule), enough_bytes=limit_bytes)
-            except PlanError:
+            timed = self._slackened(candidate.schedule, body, limit_bytes, strain, fetches=fetches)
+            if timed is None or abs(timed.seconds - candidate.seconds) > candidate.seconds * SAME:
                 continue
-            is_no_slower = slack.seconds <= candidate.seconds
-            if slack.slab_bytes <= limit_bytes and is_no_slower and slack.is_calmer_than(candidate):
+            slack = self._placed(timed, enough_bytes=limit_bytes)
+            if slack.slab_bytes <= limit_bytes and slack.is_calmer_than(candidate):
                 return slack
         return candidate
+
+    def _hurried(self, timed: _Timed, limit_bytes: int) -> _Timed:
+        """The same with copies begun earlier, if it is quicker so."""
+        is_quick = timed.seconds <= self.least_seconds * (1 + ROUNDING)
+        if is_quick or not timed.schedule.swaps or not self.known.is_hurried or self._is_huge:
+            return timed
+        slack = self._slackened(timed.schedule, timed.draft.body, limit_bytes, _STRAINS[0])
+        return slack if slack is not None and slack.seconds < timed.seconds * (1 - ROUNDING) else timed
+
+    def _slackened(
+        self, schedule: Schedule, body: Part, limit_bytes: int, strain: float, *, fetches: bool = True
+    ) -> _Timed | None:
+        """A schedule with slack; ``None`` where that is none, or nothing changes."""
+        profiles = self.arrangement.profiles
+        found = with_slack(schedule, body, profiles, limit_bytes, strain, fetches=fetches)
+        if found == schedule:
+            return None
+        try:
+            return self._timed(found)
+        except PlanError:
+            return None
 
     def _scheduled(self, limit_bytes: int, asked_for: int, needs: dict[int, int]) -> _Timed | None:
         """What the policy makes of a limit; where nothing, ``needs[asked_for]`` is what it says it needs."""
@@ -410,9 +415,10 @@ class Candidates:
             needs[asked_for] = limit_bytes + reason.excess_bytes
             return None
         try:
-            return self._timed(schedule)
+            timed = self._timed(schedule)
         except PlanError:
             return None  # decisions that no program can carry out
+        return self._hurried(timed, limit_bytes)
 
     def _timed(self, schedule: Schedule) -> _Timed:
         made = draft(self.arrangement.profiles, schedule)

@@ -18,14 +18,11 @@ from functools import partial
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.ir import Attempt, Multiplexing, Plan, Profile, verify
 from trainmux.rewrite import rewrite
-from trainmux.scheduling._candidates import ROUNDING, Arrangement, Candidate, Candidates
+from trainmux.scheduling._candidates import ROUNDING, SAME, Arrangement, Candidate, Candidates
 from trainmux.scheduling.budget import in_words
 from trainmux.scheduling.partition import MAX_PARTITIONS, Group, Partition, find_partitions
 from trainmux.scheduling.policies import policy_named
 from trainmux.simulate import timeline
-
-_SAME = 1e-10
-"""Times that differ by less than this share are the same where it is asked what slower copies cost."""
 
 BESIDE_AUTO = ("mutwo", "capuchin", "recompute_only", "swap_only")
 """Policies whose plans `auto` has to beat, or takes."""
@@ -154,7 +151,7 @@ class Planner:
             search.look_at(number)
         self._report(self._stage, len(self._all), len(self._all), "all looked at")
         smallest = self._smallest_if_quicker(search.to_beat.seconds, available)
-        if smallest is not None:
+        if smallest is not None and search.to_beat.is_beaten_by(smallest):
             search.take(self._all.index(self._narrowest), smallest)
         beside: Plan | None = None
         for planner in self._others:
@@ -349,10 +346,10 @@ class _Mark:
         return self.seconds if is_calm else self.seconds * (1 + 2 * ROUNDING)
 
     def is_beaten_by(self, candidate: Candidate) -> bool:
-        if candidate.seconds < self.seconds * (1 - _SAME):
+        if candidate.seconds < self.seconds * (1 - SAME):
             return True
         is_calmer = candidate.strained_seconds < self.strained_seconds * (1 - ROUNDING)
-        return is_calmer and candidate.seconds <= self.seconds * (1 + _SAME)
+        return is_calmer and candidate.seconds <= self.seconds * (1 + SAME)
 
     def lowered_to(self, candidate: Candidate) -> _Mark:
         return _Mark(min(self.seconds, candidate.seconds), candidate.strained_seconds)

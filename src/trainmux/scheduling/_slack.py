@@ -3,7 +3,8 @@
 A policy gives the bytes of an offloaded tensor back when its copy ought to have ended, and compute waits
 there until it has; it takes them again when the copy back can just be in time. If copies are slower than
 that, compute waits, though memory may be to spare. So once it is known what a schedule needs, bytes are given
-back later and taken earlier, by as much as copies may be late. With copies as predicted nothing changes.
+back later and taken earlier, by as much as copies may be late. With copies as predicted that changes nothing,
+or makes a schedule quicker that has to wait for copies back.
 """
 
 from __future__ import annotations
@@ -15,20 +16,28 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from trainmux.ir import Compute, Free, Lane, Offload, Part, Prefetch, Profile, Program, Schedule, Swap, Wait
+from trainmux.ir import Compute, Free, Lane, Offload, Part, Prefetch, Profile, Schedule, Swap, Wait
 from trainmux.simulate import lane_times
 
 
 def with_slack(
-    schedule: Schedule, program: Program, profiles: Sequence[Profile], limit_bytes: int, strain: float
+    schedule: Schedule,
+    body: Part,
+    profiles: Sequence[Profile],
+    limit_bytes: int,
+    strain: float,
+    *,
+    fetches: bool = True,
 ) -> Schedule:
     """The schedule with copies in time though they take ``strain`` times as long as predicted.
 
-    As far as the bytes that are live, of ``program`` and of what is there longer now, stay within the limit.
-    Whether they can still be placed within it remains to be seen.
+    As far as the bytes that are live, of the schedule's ``body`` and of what is there longer now, stay within
+    the limit. Whether they can still be placed within it remains to be seen. Without ``fetches`` copies back
+    stay where they are.
     """
-    slack = _Slack(schedule, program.body, profiles, limit_bytes, strain)
-    slack.fetch_earlier()
+    slack = _Slack(schedule, body, profiles, limit_bytes, strain)
+    if fetches:
+        slack.fetch_earlier()
     slack.release_later()
     return replace(schedule, swaps=tuple(slack.swaps))
 
@@ -103,7 +112,10 @@ class _Slack:
                     wanted = bisect_left(self._computes, int(over[-1])) + 1
             if wanted < back:
                 self._live[self._begin_of(wanted) : index] += size
-                self.swaps[number] = replace(self.swaps[number], prefetch_prompt=self._order[wanted])
+                swap = replace(self.swaps[number], prefetch_prompt=self._order[wanted])
+                if release <= out:  # at the end of the body, whichever node before that it names
+                    swap = replace(swap, release_before=self._order[min(release, wanted)])
+                self.swaps[number] = swap
             earliest = min(wanted, back)
 
     def _latest_starts(self, fetches: Sequence[int]) -> dict[int, float]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from graphs import random_profile
+from graphs import Shape, random_profile
 
 from trainmux.ir import (
     ByteClass,
@@ -22,7 +22,7 @@ from trainmux.ir import (
     find_violations,
 )
 from trainmux.rewrite import rewrite
-from trainmux.scheduling import _candidates
+from trainmux.scheduling import Group, Planner
 from trainmux.scheduling._candidates import Arrangement, Candidate, Candidates
 from trainmux.scheduling._plan import _Mark
 from trainmux.scheduling._slack import with_slack
@@ -72,7 +72,7 @@ def test_bytes_are_given_back_later_and_taken_earlier() -> None:
     assert seconds(TIGHT) == seconds(TIGHT, 1.3) == 12.0
     assert seconds(TIGHT, 2.0) > 12.0
     program = rewrite([PROFILE], TIGHT)
-    found = with_slack(TIGHT, program, [PROFILE], 6 * SIZE, 2.0)
+    found = with_slack(TIGHT, program.body, [PROFILE], 6 * SIZE, 2.0)
     assert positions(found) == [(1, 5, 8)]
     assert seconds(found) == seconds(found, 2.0) == 12.0
     assert seconds(found, 2.5) > 12.0
@@ -83,7 +83,7 @@ def test_nothing_moves_into_memory_that_is_not_there() -> None:
     program = rewrite([PROFILE], TIGHT)
     tight = program.slab_bytes
     assert tight == 5 * SIZE
-    found = with_slack(TIGHT, program, [PROFILE], tight, 4.0)
+    found = with_slack(TIGHT, program.body, [PROFILE], tight, 4.0)
     assert positions(found) == [(1, 5, 7)]  # the sixth node makes x5; the first backward one gives it back
     assert rewrite([PROFILE], found).slab_bytes == tight
     assert not find_violations(rewrite([PROFILE], found), [PROFILE], budget_bytes=tight)
@@ -95,7 +95,7 @@ def test_a_row_of_copies_back_begins_early_enough_for_all() -> None:
     assert seconds(schedule) == 12.0
     assert seconds(schedule, 1.3) > 12.0  # x0 waits for x1
     program = rewrite([PROFILE], schedule)
-    found = with_slack(schedule, program, [PROFILE], 6 * SIZE, 1.3)
+    found = with_slack(schedule, program.body, [PROFILE], 6 * SIZE, 1.3)
     assert seconds(found) == seconds(found, 1.3) == 12.0
     (_, _, first), (_, _, second) = positions(found)
     assert second <= first  # x1 is due before x0, and keeps its place on the lane
@@ -116,7 +116,7 @@ def candidate(seed: int, widths: tuple[int, ...], ring: bool, policy: str, share
 
 @pytest.mark.parametrize("policy", ["auto", "mutwo", "capuchin", "swap_only"])
 def test_slack_costs_neither_time_nor_bytes(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of random graphs: proved, no slower as predicted, and with slower copies quicker in the sum."""
+    """Of random graphs: proved, as quick as predicted, and with slower copies quicker in the sum."""
     shapes = [((2,), False)] if policy in ("capuchin", "swap_only") else [((1, 1), True)]
     without, with_it = [], []
     for seed in range(12):
@@ -124,7 +124,7 @@ def test_slack_costs_neither_time_nor_bytes(policy: str, monkeypatch: pytest.Mon
             for share in (0.5, 0.8):
                 found = candidate(seed, widths, ring, policy, share)
                 with monkeypatch.context() as patch:
-                    patch.setattr(_candidates, "_STRAINS", ())
+                    patch.setattr(Candidates, "with_slack", lambda self, found, limit_bytes: found)
                     candidate.cache_clear()
                     plain = candidate(seed, widths, ring, policy, share)
                     candidate.cache_clear()
@@ -133,12 +133,57 @@ def test_slack_costs_neither_time_nor_bytes(policy: str, monkeypatch: pytest.Mon
                     continue
                 profiles = [random_profile(seed, width) for width in widths]
                 assert not find_violations(found.program, profiles, budget_bytes=found.slab_bytes)
-                assert found.seconds <= plain.seconds * (1 + 1e-9)
+                assert found.seconds == pytest.approx(plain.seconds, rel=1e-9)
                 with_it.append(found.strained_seconds / plain.seconds)
                 without.append(plain.strained_seconds / plain.seconds)
     assert len(with_it) > 6
     assert all(ours <= theirs * (1 + 1e-9) for ours, theirs in zip(with_it, without, strict=True))
-    assert sum(with_it) < sum(without)
+    # What `swap_only` fetches a layer ahead would be there earlier: it stays as vDNN has it.
+    assert sum(with_it) < sum(without) or policy == "swap_only"
+
+
+@pytest.mark.parametrize("ring", [False, True], ids=["turns", "ring"])
+def test_schedules_with_slack_are_programs(ring: bool) -> None:
+    """Also where a tensor is given back at the end of the body, as static ones are, and fetched around it."""
+    num_changed = 0
+    for seed in range(20):
+        profile = random_profile(seed, 1)
+        profiles = (profile,) * 3
+        arrangement = Arrangement(
+            tuple((f"m{number}",) for number in range(3)),
+            profiles,
+            Multiplexing.RING if ring else Multiplexing.TURNS,
+        )
+        candidates = Candidates(arrangement, policy_named("auto", evaluations=6), HOST_BYTES)
+        low, high = candidates.least_bytes, candidates.plain_bytes
+        for share in (0.3, 0.7):
+            timed = candidates._scheduled(int(low + share * (high - low)), 1, {})
+            if timed is None or not timed.schedule.swaps:
+                continue
+            for strain in (1.5, 4.0):
+                body = timed.draft.body
+                found = with_slack(timed.schedule, body, profiles, 1 << 40, strain)
+                num_changed += found != timed.schedule
+                program = rewrite(profiles, found)
+                assert not find_violations(program, profiles, budget_bytes=program.slab_bytes)
+    assert num_changed > 20
+
+
+def test_time_does_not_rise_with_the_budget_where_there_is_slack() -> None:
+    """Slack makes use of the whole budget, when plans have been compared already."""
+    for seed in (3, 14, 25):
+        profiles = {width: random_profile(seed, width, Shape(num_layers=3)) for width in (1, 2, 3)}
+        planner = Planner(
+            [Group("g", ("m0", "m1", "m2"))],
+            profile_of=lambda group, width, known=profiles: known[width],
+            evaluations=6,
+        )
+        low, high = planner.smallest_bytes(), planner.plan(1 << 40).peak_bytes
+        previous = math.inf
+        for step in range(25):
+            plan = planner.plan(low + (high - low) * step // 24)
+            assert plan.step_seconds <= previous * (1 + 1e-9), (seed, step)
+            previous = min(previous, plan.step_seconds)
 
 
 def made(seconds: float, strained_seconds: float) -> Candidate:

@@ -25,12 +25,15 @@ class KnownPolicy:
     """A policy with the partitions it is for.
 
     ``multiplexings`` says in which ways the sub-arrays of a partition are to share the device, none where
-    the partition is not for it. ``has_decisions`` is false for a policy that only takes what fits as it is.
+    the partition is not for it. ``has_decisions`` is false for a policy that only takes what fits as it is,
+    ``is_hurried`` true for one whose copies may begin earlier than it says; others stay as they were
+    published.
     """
 
     policy: Policy
     multiplexings: Callable[[Partition], tuple[Multiplexing, ...]]
     has_decisions: bool = True
+    is_hurried: bool = False
 
 
 def _turns(partition: Partition) -> tuple[Multiplexing, ...]:
@@ -66,8 +69,8 @@ def policy_named(name: str, *, seed: int = 0, evaluations: int | None = None) ->
         "swap_only": KnownPolicy(SwapOnly(), _turns),
         "recompute_only": KnownPolicy(RecomputeOnly(), _turns),
         "capuchin": KnownPolicy(Capuchin(), _complete_fusion),
-        "mutwo": KnownPolicy(MuTwo(), _pairs),
-        "auto": KnownPolicy(Auto(seed=seed, evaluations=evaluations), _all),
+        "mutwo": KnownPolicy(MuTwo(), _pairs, is_hurried=True),
+        "auto": KnownPolicy(Auto(seed=seed, evaluations=evaluations), _all, is_hurried=True),
     }
     if name not in known:
         names = ", ".join(repr(each) for each in known)
