@@ -8,11 +8,8 @@ import pytest
 import torch
 
 import trainmux as tm
-from trainmux.profiling import KernelStep, _measured, probe_link
-from trainmux.profiling._clocks import replays
-from trainmux.profiling._link import beside_step
+from trainmux.profiling import KernelStep, _measured
 from trainmux.profiling._pass import Pass
-from trainmux.runtime import borrowed_stream, capturing
 from trainmux.workloads import SMALL
 
 DEVICE = "cuda"
@@ -60,29 +57,3 @@ def test_a_step_that_does_not_fit_is_measured_with_feature_maps_away(
     for number in range(2):
         batch = SMALL[name].batch(number, torch.float32)
         torch.testing.assert_close(fleet.step(batch), other.step(batch))
-
-
-def test_copies_beside_a_step_are_measured_while_it_runs() -> None:
-    """As fast as idle at most; the step's own numbers stay what they are."""
-    device = torch.device(DEVICE, torch.cuda.current_device())
-    idle = probe_link(device)
-    values = torch.ones(64 << 20, device=device)
-    with borrowed_stream(device) as stream:
-        stream.wait_stream(torch.cuda.current_stream(device))
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, stream):
-            for _ in range(40):
-                values.add_(1.0)
-        with torch.cuda.stream(stream):
-            taken = replays(graph, 4)
-            beside = beside_step(idle, graph.replay, taken, device)
-        stream.synchronize()
-        del graph
-    assert bool((values == values[0]).all())
-    for rate, most in (
-        (beside.out, idle.out),
-        (beside.into, idle.into),
-        (beside.out_duplex, beside.out),
-        (beside.into_duplex, beside.into),
-    ):
-        assert 0.1 * most < rate <= most, (idle, beside)

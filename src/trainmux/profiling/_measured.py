@@ -11,7 +11,7 @@ One with so many kernels that the wait was too short is measured behind a longer
 
 A node alone takes a little longer than among others in a CUDA graph: it begins late, and finds caches cold.
 Where the whole step fits on the device it is captured and replayed too, and nodes are shortened by what they
-take together beyond that, the same for each. Copies are measured beside it: they are slower there.
+take together beyond that, the same for each.
 
 Nodes that change parameters run once in each pass, like all others: the arguments must be such that a step
 changes nothing (no member active).
@@ -32,11 +32,11 @@ from torch import Tensor
 from trainmux.ir import DeviceFacts, Profile, ProfiledNode, ProfiledTensor
 from trainmux.profiling._clocks import median_of, replays, wall_seconds
 from trainmux.profiling._kernels import KernelGraph
-from trainmux.profiling._link import LinkRates, beside_step, probe_link
+from trainmux.profiling._link import probe_link
 from trainmux.profiling._pass import Into, Pass, last_uses_of_created
 from trainmux.runtime import borrowed_stream, capturing, warm_matrix_libraries
 
-MEASUREMENT_VERSION = 4
+MEASUREMENT_VERSION = 3
 """Raised when what is measured, or how, is no longer what kept profiles have."""
 
 NUM_PASSES = 3
@@ -73,9 +73,9 @@ def measure_profile(
     with _own_stream(device):
         samples = _measured_nodes(graph, partial(Pass, graph, arguments, into, swaps=swaps), device, tell)
         alone = [sample.seconds for sample in samples]
-        together = None if swaps else _as_graph(graph, partial(Pass, graph, arguments, into), link, device)
-    if together is not None:
-        alone, link = in_step_seconds(alone, together.seconds), together.link
+        replayed = None if swaps else _replayed_seconds(graph, partial(Pass, graph, arguments, into), device)
+    if replayed is not None:
+        alone = in_step_seconds(alone, replayed)
     nodes = tuple(
         ProfiledNode(
             step.node.name,
@@ -211,18 +211,8 @@ def in_step_seconds(alone: Sequence[float], together: float) -> list[float]:
     return [seconds * stretch for seconds in found]
 
 
-@dataclass(frozen=True)
-class _Together:
-    """What a step takes as one CUDA graph, and what the link carries beside it."""
-
-    seconds: float
-    link: LinkRates
-
-
-def _as_graph(
-    graph: KernelGraph, begin: Callable[[], Pass], idle: LinkRates, device: torch.device
-) -> _Together | None:
-    """``None`` where the step cannot be captured or there is no room."""
+def _replayed_seconds(graph: KernelGraph, begin: Callable[[], Pass], device: torch.device) -> float | None:
+    """What the step takes as one CUDA graph; ``None`` where it cannot be captured or there is no room."""
     torch.cuda.empty_cache()
     if not _fits(graph, device):
         return None
@@ -237,10 +227,9 @@ def _as_graph(
     count = max(1, int(_SUSTAINED_SECONDS / replays(captured, 1)))
     replays(captured, count)  # until the device's clock is what it is under load
     taken = median_of(partial(replays, captured, count))
-    link = beside_step(idle, captured.replay, taken, device)
     del captured
     torch.cuda.empty_cache()
-    return _Together(taken, link)
+    return taken
 
 
 def _fits(graph: KernelGraph, device: torch.device) -> bool:
