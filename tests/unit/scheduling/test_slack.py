@@ -119,7 +119,7 @@ def test_slack_costs_neither_time_nor_bytes(policy: str, monkeypatch: pytest.Mon
     """Of random graphs: proved, as quick as predicted, and with slower copies quicker in the sum."""
     shapes = [((2,), False)] if policy in ("capuchin", "swap_only") else [((1, 1), True)]
     without, with_it = [], []
-    for seed in range(12):
+    for seed in range(12 if policy == "capuchin" else 8):
         for widths, ring in shapes:
             for share in (0.5, 0.8):
                 found = candidate(seed, widths, ring, policy, share)
@@ -146,7 +146,7 @@ def test_slack_costs_neither_time_nor_bytes(policy: str, monkeypatch: pytest.Mon
 def test_schedules_with_slack_are_programs(ring: bool) -> None:
     """Also where a tensor is given back at the end of the body, as static ones are, and fetched around it."""
     num_changed = 0
-    for seed in range(20):
+    for seed in range(12):
         profile = random_profile(seed, 1)
         profiles = (profile,) * 3
         arrangement = Arrangement(
@@ -166,12 +166,12 @@ def test_schedules_with_slack_are_programs(ring: bool) -> None:
                 num_changed += found != timed.schedule
                 program = rewrite(profiles, found)
                 assert not find_violations(program, profiles, budget_bytes=program.slab_bytes)
-    assert num_changed > 20
+    assert num_changed > 12
 
 
 def test_time_does_not_rise_with_the_budget_where_there_is_slack() -> None:
     """Slack makes use of the whole budget, when plans have been compared already."""
-    for seed in (3, 14, 25):
+    for seed in (3, 14):
         profiles = {width: random_profile(seed, width, Shape(num_layers=3)) for width in (1, 2, 3)}
         planner = Planner(
             [Group("g", ("m0", "m1", "m2"))],
@@ -180,8 +180,8 @@ def test_time_does_not_rise_with_the_budget_where_there_is_slack() -> None:
         )
         low, high = planner.smallest_bytes(), planner.plan(1 << 40).peak_bytes
         previous = math.inf
-        for step in range(25):
-            plan = planner.plan(low + (high - low) * step // 24)
+        for step in range(17):
+            plan = planner.plan(low + (high - low) * step // 16)
             assert plan.step_seconds <= previous * (1 + 1e-9), (seed, step)
             previous = min(previous, plan.step_seconds)
 
