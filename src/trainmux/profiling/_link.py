@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from trainmux.profiling._clocks import median_of, replays, wall_seconds
 from trainmux.runtime import StreamOwner, borrow_stream, borrowed_stream, capturing
@@ -38,15 +37,20 @@ def probe_link(device: torch.device, num_bytes: int = _PROBE_BYTES) -> LinkRates
         seconds = median_of(lambda: wall_seconds(lambda: target.copy_(source)))
         rate = num_bytes / seconds
         return LinkRates(rate, rate, rate / 2, rate / 2)
-    link = _Link(device, num_bytes)
+    host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    owners = [StreamOwner() for _ in range(2)]
+    streams = [borrow_stream(device, owner) for owner in owners]
 
     def copies(out: bool, into: bool) -> float:
         torch.cuda.synchronize(device)
         begin = time.perf_counter()
         if out:
-            link.copy_out()
+            with torch.cuda.stream(streams[0]):
+                host[0].copy_(there[0], non_blocking=True)
         if into:
-            link.copy_in()
+            with torch.cuda.stream(streams[1]):
+                there[1].copy_(host[1], non_blocking=True)
         torch.cuda.synchronize(device)
         return time.perf_counter() - begin
 
@@ -55,28 +59,6 @@ def probe_link(device: torch.device, num_bytes: int = _PROBE_BYTES) -> LinkRates
         num_bytes / median_of(partial(copies, *way)) for way in ((True, False), (False, True), (True, True))
     )
     return LinkRates(out, into, min(both, out), min(both, into), _handover_seconds(device))
-
-
-class _Link:
-    """Memory at both ends, and a stream for each direction."""
-
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self._host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._owners = [StreamOwner() for _ in range(2)]
-        self._streams = [borrow_stream(device, owner) for owner in self._owners]
-
-    def copy_out(self) -> None:
-        """From the device to the host."""
-        self._copy(0, self._host[0], self._there[0])
-
-    def copy_in(self) -> None:
-        """From the host to the device."""
-        self._copy(1, self._there[1], self._host[1])
-
-    def _copy(self, stream: int, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._streams[stream]):
-            target.copy_(source, non_blocking=True)
 
 
 def _handover_seconds(device: torch.device) -> float:

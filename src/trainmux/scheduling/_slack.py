@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainmux.ir import Compute, Free, Lane, Offload, Part, Prefetch, Profile, Schedule, Swap, Wait
-from trainmux.simulate import lane_times
+from trainmux.simulate import lane_times, live_bytes
 
 
 def with_slack(
@@ -58,7 +58,7 @@ class _Slack:
         self._computes = [i for i, each in enumerate(body.instructions) if isinstance(each, Compute)]
         self._starts = [self._times.starts[index] for index in self._computes]
         self._positions = {node: position for position, node in enumerate(schedule.order)}
-        self._live = _live_bytes(body)
+        self._live = np.asarray(live_bytes(body), dtype=np.int64)
 
     def release_later(self) -> None:
         """Give bytes back where the copies to the host have ended, at the latest where they are needed."""
@@ -161,12 +161,3 @@ def _first_frees(instructions: Sequence[object]) -> dict[int, int]:
         elif isinstance(each, Free) and (each.sub_array, each.tensor) in pending:
             found[pending.pop((each.sub_array, each.tensor))] = index
     return found
-
-
-def _live_bytes(part: Part) -> npt.NDArray[np.int64]:
-    """What is in use while each instruction runs."""
-    changes = np.zeros(len(part.instructions) + 2, dtype=np.int64)
-    for tenancy in part.tenancies:
-        changes[max(0, tenancy.begin)] += tenancy.size_bytes
-        changes[max(tenancy.end, tenancy.begin + 1)] -= tenancy.size_bytes
-    return np.cumsum(changes)[:-2]

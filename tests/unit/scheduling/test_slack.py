@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
 
 import pytest
 from graphs import Shape, random_profile
@@ -101,7 +100,6 @@ def test_a_row_of_copies_back_begins_early_enough_for_all() -> None:
     assert second <= first  # x1 is due before x0, and keeps its place on the lane
 
 
-@cache
 def candidate(seed: int, widths: tuple[int, ...], ring: bool, policy: str, share: float) -> Candidate | None:
     names = iter(range(sum(widths)))
     arrangement = Arrangement(
@@ -125,9 +123,7 @@ def test_slack_costs_neither_time_nor_bytes(policy: str, monkeypatch: pytest.Mon
                 found = candidate(seed, widths, ring, policy, share)
                 with monkeypatch.context() as patch:
                     patch.setattr(Candidates, "with_slack", lambda self, found, limit_bytes: found)
-                    candidate.cache_clear()
                     plain = candidate(seed, widths, ring, policy, share)
-                    candidate.cache_clear()
                 assert (found is None) == (plain is None)
                 if found is None or plain is None:
                     continue
