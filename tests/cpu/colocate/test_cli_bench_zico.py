@@ -40,6 +40,8 @@ from trainmux.cli.bench.zico_plan import (
 )
 from trainmux.cli.bench.zico_processes import measure_in_processes
 from trainmux.cli.bench.zico_watch import Stay
+from trainmux.colocate._fused_work import FusedWork
+from trainmux.errors import BudgetError
 
 OPTIONS = ZicoOptions("cpu", "aten", "fp32", 0.05)
 PAIR = ("small:mlp", "small:mlp")
@@ -286,6 +288,24 @@ def test_a_machine_that_is_too_small_is_a_failure_beside_the_others(monkeypatch:
     assert [row.way for row in rows] == ["co-located, all memory"]
     assert [failure.way for failure in failures] == ["co-located, 11 GiB"]
     assert "need at least" in failures[0].error
+
+
+def test_budgets_are_of_what_jobs_need_once_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle, refused = FusedWork.settle, set()
+
+    def settle_at_second_try(work: FusedWork, memory: Any) -> None:
+        if id(work) not in refused:
+            refused.add(id(work))
+            raise BudgetError("more than it knew")
+        settle(work, memory)
+
+    monkeypatch.setattr(FusedWork, "settle", settle_at_second_try)
+    bench = PairBench((BenchJob(*PAIR[:1], 0, OPTIONS), BenchJob(*PAIR[:1], 1, OPTIONS)), OPTIONS)
+    rows, failures = bench.colocated((1.3,), (), changes=False)
+    assert not failures
+    assert [row.way for row in rows] == ["co-located, all memory", "co-located, 1.3x"]
+    assert min(bench.sizes[0]) > 128 << 20
+    assert rows[0].detail["budget_bytes"] == sum(map(sum, bench.sizes))
 
 
 def test_the_small_relatives_train_alike_fused_and_eagerly() -> None:

@@ -29,6 +29,7 @@ from .zico_jobs import (
     is_lost,
     release_cached,
     searched_convolutions,
+    sizes_of,
     train_for,
     used_bytes,
     wait_for,
@@ -173,38 +174,44 @@ class PairBench:
     ) -> tuple[list[WayResult], list[Failure], bool]:
         """Results, what failed, and whether the run broke off before its last budget."""
         failures: list[Failure] = []
-        colocation = tm.colocate(endless_jobs(self.jobs))
-        named = colocation.results().jobs
-        local = (named["0"].local_bytes, named["1"].local_bytes)
-        peaks = (named["0"].peak_bytes, named["1"].peak_bytes)
-        self.sizes = (local, peaks)
-        whole, least = sum(local) + sum(peaks), sum(local) + max(peaks)
-        stays = []
-        for stay in budgets_of(
-            self.names, (whole, least), excesses, has_machine=self._options.has_machine, changes=changes
-        ):
-            if stay.way in skipped:
-                continue
-            if stay.budget_bytes < least:
-                problem = BenchError(
-                    f"the two jobs need at least {least} bytes, by turns; take smaller batches"
-                )
-                failures.append(Failure.of(self.names, stay.way, problem))
-            else:
-                stays.append(stay)
-        if not stays:
+        if all(stay.way in skipped for stay in self._budgets(excesses, (1, 1), changes)):
             return [], failures, False
-        colocation.set_budget(stays[0].budget_bytes)
-        stayed, result, error = run_watched(colocation, stays, self._options.seconds, self._device)
-        is_broken = error is not None and len(stayed) < len(stays)
+        colocation = tm.colocate(endless_jobs(self.jobs))
+        least = 0
+
+        def choose(result: tm.ColocationResult) -> list[Stay]:
+            nonlocal least
+            first, second = result.jobs.values()
+            self.sizes = (first.local_bytes, second.local_bytes), (first.peak_bytes, second.peak_bytes)
+            sizes = sizes_of(result)
+            least = sizes[1]
+            stays = []
+            for stay in self._budgets(excesses, sizes, changes):
+                if stay.way in skipped:
+                    continue
+                if stay.budget_bytes < least:
+                    problem = BenchError(
+                        f"the two jobs need at least {least} bytes, by turns; take smaller batches"
+                    )
+                    failures.append(Failure.of(self.names, stay.way, problem))
+                else:
+                    stays.append(stay)
+            return stays
+
+        watched = run_watched(colocation, choose, self._options.seconds, self._device)
+        stays, stayed, error = watched.stays, watched.stayed, watched.error
+        is_broken = error is not None and (not stays or len(stayed) < len(stays))
         if error is not None and is_broken:
-            failures.append(Failure.of(self.names, stays[len(stayed)].way, error))
+            way = stays[len(stayed)].way if stays else "co-located"
+            failures.append(Failure.of(self.names, way, error))
         del colocation
         gc.collect()
         release_cached(self._device)
         # The fleets have their own tensors again, which they had not while they were co-located.
         outside = used_bytes(self._device) - sum(job.state_bytes for job in self.jobs)
-        num_segments = [] if result is None else [row.num_segments for row in result.jobs.values()]
+        num_segments = (
+            [] if watched.result is None else [row.num_segments for row in watched.result.jobs.values()]
+        )
         rows = []
         for row in stayed:
             detail = {
@@ -216,6 +223,10 @@ class PairBench:
             }
             rows.append(self.counted(row.stay.way, (row.counted[0], row.counted[1]), row.seconds, detail))
         return rows, failures, is_broken
+
+    def _budgets(self, excesses: Sequence[float], sizes: tuple[int, int], changes: bool) -> list[Stay]:
+        has_machine = self._options.has_machine
+        return budgets_of(self.names, sizes, excesses, has_machine=has_machine, changes=changes)
 
     # ---- eagerly -----------------------------------------------------------------------------------
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
 
 import trainmux as tm
 
 from .job import BenchError
-from .zico_jobs import BenchJob, Failure, ZicoOptions, endless_jobs, release_cached
+from .zico_jobs import BenchJob, Failure, ZicoOptions, endless_jobs, release_cached, sizes_of
 from .zico_watch import Stay, run_watched
 
 TRACKING = {"All": 0, "Fine-grained": 8 << 20, "Coarse-grained": 256 << 20}
@@ -50,17 +49,15 @@ def region_rates(
 
 def _rates(colocation: tm.Colocation, excess: float | None, options: ZicoOptions) -> list[float]:
     """Iterations per second; the budget is exceeded by both jobs' peaks so many times, as far as they fit."""
-    rows: Any = colocation.results().jobs.values()
-    local = sum(row.local_bytes for row in rows)
-    peaks = [row.peak_bytes for row in rows]
-    budget = local + sum(peaks)
-    if excess is not None:
-        budget = max(local + max(peaks), int(budget / excess))
-    stay = Stay("", budget)
-    colocation.set_budget(budget)
-    stayed, _, error = run_watched(colocation, [stay], options.seconds, options.where)
+
+    def choose(result: tm.ColocationResult) -> list[Stay]:
+        whole, least = sizes_of(result)
+        return [Stay("", whole if excess is None else max(least, int(whole / excess)))]
+
+    watched = run_watched(colocation, choose, options.seconds, options.where)
     gc.collect()
     release_cached(options.where)
-    if error is not None:
-        raise BenchError(f"{type(error).__name__}: {error}") from error
-    return [count / stayed[0].seconds for count in stayed[0].counted]
+    if watched.error is not None:
+        raise BenchError(f"{type(watched.error).__name__}: {watched.error}") from watched.error
+    (stayed,) = watched.stayed
+    return [count / stayed.seconds for count in stayed.counted]

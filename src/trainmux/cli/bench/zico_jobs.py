@@ -186,6 +186,13 @@ def endless_jobs(jobs: Sequence[BenchJob]) -> list[tm.Job]:
     ]
 
 
+def sizes_of(result: tm.ColocationResult) -> tuple[int, int]:
+    """What all jobs need at their peaks, and at least, by turns."""
+    local = sum(row.local_bytes for row in result.jobs.values())
+    peaks = [row.peak_bytes for row in result.jobs.values()]
+    return local + sum(peaks), local + max(peaks)
+
+
 def train_for(step: Callable[[int], object], seconds: float, device: torch.device) -> tuple[int, float]:
     """Step for that long, at least a few times, the host a few steps ahead; how often, and for how long."""
     begin, num = time.perf_counter(), 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,10 @@ class Stayed:
     detail: dict[str, Any] = field(default_factory=dict)
 
 
+ChooseStays = Callable[[tm.ColocationResult], Sequence[Stay]]
+"""Of jobs that have all done an iteration: until then one may have asked for more memory than it knew of."""
+
+
 class _OverError(Exception):
     """A job has ended by itself."""
 
@@ -60,14 +64,16 @@ class Watch(threading.Thread):
     """Takes a co-location from budget to budget, counts its jobs' iterations, and lets them go at the end."""
 
     def __init__(
-        self, colocation: tm.Colocation, stays: Sequence[Stay], seconds: float, device: torch.device
+        self, colocation: tm.Colocation, choose: ChooseStays, seconds: float, device: torch.device
     ) -> None:
         super().__init__(daemon=True)
-        self._colocation, self._stays, self._device = colocation, stays, device
+        self._colocation, self._choose, self._device = colocation, choose, device
         self._wanted_seconds = seconds
         self._most_bytes = 0
         self.has_ended = threading.Event()
         """Whether there is nothing more to see."""
+        self.stays: Sequence[Stay] = ()
+        """What was chosen, once it was."""
         self.stayed: list[Stayed] = []
         self.error: Exception | None = None
 
@@ -79,7 +85,8 @@ class Watch(threading.Thread):
                 raise BenchError(
                     f"a job did no iteration in {_MAX_START_SECONDS:g} s, beside others' {steps}"
                 )
-            for stay in self._stays:
+            self.stays = self._choose(self._colocation.results())
+            for stay in self.stays:
                 self._stay(stay)
         except _OverError:
             pass
@@ -184,14 +191,21 @@ class Watch(threading.Thread):
                 return steps, now
 
 
-def run_watched(
-    colocation: tm.Colocation, stays: Sequence[Stay], seconds: float, device: torch.device
-) -> tuple[list[Stayed], tm.ColocationResult | None, Exception | None]:
-    """Run to the end of the last stay: what was seen, how the jobs fared, and what went wrong if anything.
+@dataclass(frozen=True)
+class Watched:
+    """What was seen of the stays that were chosen, how the jobs fared, and what went wrong if anything."""
 
-    What went wrong does not take away what was seen before.
-    """
-    watch = Watch(colocation, stays, seconds, device)
+    stays: Sequence[Stay]
+    stayed: Sequence[Stayed]
+    result: tm.ColocationResult | None
+    error: Exception | None
+
+
+def run_watched(
+    colocation: tm.Colocation, choose: ChooseStays, seconds: float, device: torch.device
+) -> Watched:
+    """Run to the end of the last stay. What went wrong does not take away what was seen before."""
+    watch = Watch(colocation, choose, seconds, device)
     watch.start()
     result: tm.ColocationResult | None = None
     error: Exception | None = None
@@ -205,6 +219,6 @@ def run_watched(
     if result is not None:
         error = next((row.error for row in result.jobs.values() if row.error is not None), None)
     error = error or watch.error
-    if error is None and len(watch.stayed) < len(stays):
+    if error is None and (not watch.stays or len(watch.stayed) < len(watch.stays)):
         error = BenchError("a job ended by itself")
-    return watch.stayed, result, error
+    return Watched(watch.stays, watch.stayed, result, error)
