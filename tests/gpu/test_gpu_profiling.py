@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import trainmux as tm
-from trainmux.profiling import KernelStep, _measured
+from trainmux.profiling import KernelStep, _measured, probe_link
+from trainmux.profiling._clocks import enqueue_replays, replays
+from trainmux.profiling._link import probe_link_beside
 from trainmux.profiling._pass import Pass
+from trainmux.runtime import capturing, warm_matrix_libraries
 from trainmux.workloads import SMALL
 
 DEVICE = "cuda"
@@ -57,3 +60,32 @@ def test_a_step_that_does_not_fit_is_measured_with_feature_maps_away(
     for number in range(2):
         batch = SMALL[name].batch(number, torch.float32)
         torch.testing.assert_close(fleet.step(batch), other.step(batch))
+
+
+def test_the_link_is_measured_beside_kernels() -> None:
+    """One load for each measurement; rates are at most those of an idle device, and no fraction of them."""
+    device = torch.device(DEVICE)
+    tall = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    result = torch.empty_like(tall)
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        warm_matrix_libraries(device)
+        with capturing(graph, stream):
+            for _ in range(20):
+                torch.mm(tall, tall, out=result)
+        taken = replays(graph, 3)
+        count = max(1, int(0.1 / taken))
+        num_loads = 0
+
+        def load() -> None:
+            nonlocal num_loads
+            num_loads += 1
+            enqueue_replays(graph, count)
+
+        idle = probe_link(device)
+        beside = probe_link_beside(load, count * taken, idle, device)
+    for name in ("out", "into", "out_duplex", "into_duplex"):
+        assert 0.1 * getattr(idle, name) < getattr(beside, name) <= getattr(idle, name)
+    assert beside.handover_seconds == idle.handover_seconds
+    assert num_loads == 9

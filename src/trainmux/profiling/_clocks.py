@@ -9,18 +9,23 @@ from typing import Any
 
 import torch
 
-_NUM_REPEATS = 3
+NUM_REPEATS = 3
 
 
 def replays(graph: torch.cuda.CUDAGraph, count: int) -> float:
     """Seconds for one of so many replays in a row."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(count):
-        graph.replay()
+    enqueue_replays(graph, count)
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3 / count
+
+
+def enqueue_replays(graph: torch.cuda.CUDAGraph, count: int) -> None:
+    """So many in a row, without waiting for them."""
+    for _ in range(count):
+        graph.replay()
 
 
 def wall_seconds(work: Callable[[], Any]) -> float:
@@ -32,4 +37,4 @@ def wall_seconds(work: Callable[[], Any]) -> float:
 
 def median_of(measure: Callable[[], float]) -> float:
     """Of a few measurements."""
-    return statistics.median(measure() for _ in range(_NUM_REPEATS))
+    return statistics.median(measure() for _ in range(NUM_REPEATS))

@@ -1,17 +1,22 @@
-"""What the link between host and device carries, each way alone and both at once."""
+"""What the link between host and device carries: each way alone and both at once, idle and beside kernels."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from trainmux.profiling._clocks import median_of, replays, wall_seconds
+from trainmux.profiling._clocks import NUM_REPEATS, median_of, replays, wall_seconds
 from trainmux.runtime import StreamOwner, borrow_stream, borrowed_stream, capturing
 
 _PROBE_BYTES = 256 << 20
+_PIECE_BYTES = 32 << 20
+_SHARE_OF_LOAD = 0.6
+"""How much of the time that a load lasts copies beside it ought to take, so that it outlasts them."""
 _NUM_HANDOVERS = 64
 
 
@@ -59,6 +64,64 @@ def probe_link(device: torch.device, num_bytes: int = _PROBE_BYTES) -> LinkRates
         num_bytes / median_of(partial(copies, *way)) for way in ((True, False), (False, True), (True, True))
     )
     return LinkRates(out, into, min(both, out), min(both, into), _handover_seconds(device))
+
+
+def probe_link_beside(
+    load: Callable[[], object], load_seconds: float, idle: LinkRates, device: torch.device
+) -> LinkRates:
+    """What a CUDA device's link carries while the device computes, which is less than ``idle``.
+
+    ``load`` enqueues ``load_seconds`` of kernels on the current stream.
+    """
+    host = [torch.ones(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.ones(_PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    pairs = [(host[0], there[0]), (there[1], host[1])]
+    owners = [StreamOwner() for _ in range(2)]
+    streams = [borrow_stream(device, owner) for owner in owners]
+
+    def seconds(lanes: Sequence[int], rates: Sequence[float]) -> list[float]:
+        """For a byte of each lane, all lanes at once."""
+        torch.cuda.synchronize(device)
+        load()
+        marks = []
+        for lane, rate in zip(lanes, rates, strict=True):
+            count = pieces_beside(load_seconds, rate)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            target, source = pairs[lane]
+            with torch.cuda.stream(streams[lane]):
+                begin.record()
+                for _ in range(count):
+                    target.copy_(source, non_blocking=True)
+                end.record()
+            marks.append((begin, end, count * _PIECE_BYTES))
+        torch.cuda.synchronize(device)
+        return [begin.elapsed_time(end) / 1e3 / num_bytes for begin, end, num_bytes in marks]
+
+    def found(*rates: tuple[int, float]) -> list[float]:
+        lanes, expected = zip(*rates, strict=True)
+        samples = [seconds(lanes, expected) for _ in range(NUM_REPEATS)]
+        return [1 / statistics.median(of_lane) for of_lane in zip(*samples, strict=True)]
+
+    (out,), (into,) = found((0, idle.out)), found((1, idle.into))
+    both = found((0, idle.out_duplex), (1, idle.into_duplex))
+    return slower_of(idle, LinkRates(out, into, *both))
+
+
+def pieces_beside(load_seconds: float, rate: float) -> int:
+    """How many pieces to copy at ``rate`` beside a load that lasts so long."""
+    return max(1, int(_SHARE_OF_LOAD * load_seconds * rate / _PIECE_BYTES))
+
+
+def slower_of(idle: LinkRates, beside: LinkRates) -> LinkRates:
+    """Of each direction the slower rate, and no direction faster beside the other than alone."""
+    out, into = min(idle.out, beside.out), min(idle.into, beside.into)
+    return replace(
+        idle,
+        out=out,
+        into=into,
+        out_duplex=min(out, idle.out_duplex, beside.out_duplex),
+        into_duplex=min(into, idle.into_duplex, beside.into_duplex),
+    )
 
 
 def _handover_seconds(device: torch.device) -> float:

@@ -11,7 +11,8 @@ One with so many kernels that the wait was too short is measured behind a longer
 
 A node alone takes a little longer than among others in a CUDA graph: it begins late, and finds caches cold.
 Where the whole step fits on the device it is captured and replayed too, and nodes are shortened by what they
-take together beyond that, the same for each.
+take together beyond that, the same for each. Beside these replays the link is measured: copies that run
+while kernels do are slower than alone.
 
 Nodes that change parameters run once in each pass, like all others: the arguments must be such that a step
 changes nothing (no member active).
@@ -30,13 +31,13 @@ import torch
 from torch import Tensor
 
 from trainmux.ir import DeviceFacts, Profile, ProfiledNode, ProfiledTensor
-from trainmux.profiling._clocks import median_of, replays, wall_seconds
+from trainmux.profiling._clocks import enqueue_replays, median_of, replays, wall_seconds
 from trainmux.profiling._kernels import KernelGraph
-from trainmux.profiling._link import probe_link
+from trainmux.profiling._link import LinkRates, probe_link, probe_link_beside
 from trainmux.profiling._pass import Into, Pass, last_uses_of_created
 from trainmux.runtime import borrowed_stream, capturing, warm_matrix_libraries
 
-MEASUREMENT_VERSION = 3
+MEASUREMENT_VERSION = 4
 """Raised when what is measured, or how, is no longer what kept profiles have."""
 
 NUM_PASSES = 3
@@ -46,6 +47,8 @@ _LARGEST_CUT = 0.7
 """The share of its time alone that a node may lose to the step it is part of."""
 _SUSTAINED_SECONDS = 0.3
 """A step is replayed for so long at a time: a device that has just begun to work is faster than it stays."""
+_BESIDE_SECONDS = 0.1
+"""The same for replays that copies run beside."""
 _HEAD_START_SECONDS = 1e-3
 """The device waits so long before each node that the host, which launches kernels one by one, is ahead."""
 _IN_TIME = 0.8
@@ -73,9 +76,10 @@ def measure_profile(
     with _own_stream(device):
         samples = _measured_nodes(graph, partial(Pass, graph, arguments, into, swaps=swaps), device, tell)
         alone = [sample.seconds for sample in samples]
-        replayed = None if swaps else _replayed_seconds(graph, partial(Pass, graph, arguments, into), device)
+        replayed = None if swaps else _replayed(graph, partial(Pass, graph, arguments, into), device, link)
     if replayed is not None:
-        alone = in_step_seconds(alone, replayed)
+        link = replayed.link
+        alone = in_step_seconds(alone, replayed.seconds)
     nodes = tuple(
         ProfiledNode(
             step.node.name,
@@ -211,8 +215,18 @@ def in_step_seconds(alone: Sequence[float], together: float) -> list[float]:
     return [seconds * stretch for seconds in found]
 
 
-def _replayed_seconds(graph: KernelGraph, begin: Callable[[], Pass], device: torch.device) -> float | None:
-    """What the step takes as one CUDA graph; ``None`` where it cannot be captured or there is no room."""
+@dataclass(frozen=True)
+class _Replayed:
+    """What a step takes as one CUDA graph, and what the link carries meanwhile."""
+
+    seconds: float
+    link: LinkRates
+
+
+def _replayed(
+    graph: KernelGraph, begin: Callable[[], Pass], device: torch.device, idle: LinkRates
+) -> _Replayed | None:
+    """The whole step, replayed; ``None`` where it cannot be captured or there is no room."""
     torch.cuda.empty_cache()
     if not _fits(graph, device):
         return None
@@ -227,9 +241,15 @@ def _replayed_seconds(graph: KernelGraph, begin: Callable[[], Pass], device: tor
     count = max(1, int(_SUSTAINED_SECONDS / replays(captured, 1)))
     replays(captured, count)  # until the device's clock is what it is under load
     taken = median_of(partial(replays, captured, count))
+    count = max(1, int(_BESIDE_SECONDS / taken))
+    try:
+        link = probe_link_beside(partial(enqueue_replays, captured, count), count * taken, idle, device)
+    except RuntimeError:  # no room for the copies, here or on the host
+        torch.cuda.synchronize(device)
+        link = idle
     del captured
     torch.cuda.empty_cache()
-    return taken
+    return _Replayed(taken, link)
 
 
 def _fits(graph: KernelGraph, device: torch.device) -> bool:

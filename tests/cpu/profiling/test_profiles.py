@@ -31,6 +31,7 @@ from trainmux.profiling import (
 )
 from trainmux.profiling._analytic import idleness
 from trainmux.profiling._devices import BANDWIDTH_SHARE, FLOPS_SHARE, NODE_SECONDS
+from trainmux.profiling._link import pieces_beside, slower_of
 from trainmux.profiling._measured import NUM_PASSES, NodeSamples, Sample, _HostClock
 from trainmux.profiling._pass import Pass
 
@@ -209,6 +210,19 @@ def test_every_tensor_has_four_copy_times(monkeypatch: pytest.MonkeyPatch) -> No
             0.25 + tensor.size_bytes / 2,
             0.25 + tensor.size_bytes / 2.5,
         )
+
+
+def test_a_link_beside_kernels_is_never_quicker_than_idle() -> None:
+    idle = LinkRates(50.0, 52.0, 40.0, 45.0, handover_seconds=0.5)
+    assert slower_of(idle, LinkRates(44.0, 53.0, 46.0, 44.0)) == LinkRates(44.0, 52.0, 40.0, 44.0, 0.5)
+    assert slower_of(idle, LinkRates(30.0, 30.0, 99.0, 99.0)) == LinkRates(30.0, 30.0, 30.0, 30.0, 0.5)
+
+
+def test_the_load_outlasts_the_copies_beside_it() -> None:
+    for load_seconds, rate in ((0.1, 50e9), (0.3, 12e9), (0.1, 400e9)):
+        copied_seconds = pieces_beside(load_seconds, rate) * (32 << 20) / rate
+        assert 0.5 * load_seconds < copied_seconds <= 0.6 * load_seconds
+    assert pieces_beside(1e-6, 1e9) == 1
 
 
 def test_the_machines_of_the_paper_s_table_c() -> None:
