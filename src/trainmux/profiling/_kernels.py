@@ -11,7 +11,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -331,9 +331,16 @@ def _attribute(module: torch.nn.Module, name: str) -> Tensor:
     return value
 
 
+def target_text(target: Any) -> str:
+    """What a node calls, the same in every process: a function's text would have its address."""
+    if isinstance(target, FunctionType):
+        return f"{target.__module__}.{target.__qualname__}"
+    return str(target)
+
+
 def _target_text(module: torch.nn.Module, node: fx.Node) -> str:
     if node.op != "call_module":
-        return str(node.target)
+        return target_text(node.target)
     called = module.get_submodule(str(node.target))
     return called.kernel.key if isinstance(called, RegionCall) else type(called).__name__
 
@@ -352,10 +359,11 @@ def locations_of(value: Any) -> list[Location]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Location)]
 
 
-def _constants(node: fx.Node) -> list[bool | int | float]:
-    """The numbers that a call is given beside tensors: strides, paddings, scales."""
+def _constants(node: fx.Node) -> list[bool | int | float | str]:
+    """What a call is given beside tensors: strides, paddings, scales, the product that is extended."""
     leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
-    return [leaf for leaf in leaves if isinstance(leaf, bool | int | float)]
+    numbers_and_operators = (leaf for leaf in leaves if isinstance(leaf, bool | int | float | OpOverload))
+    return [str(leaf) if isinstance(leaf, OpOverload) else leaf for leaf in numbers_and_operators]
 
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from torch import fx
 
 from trainmux.ir import Phase
 from trainmux.lowering import RegionCall
-from trainmux.profiling._kernels import KernelGraph, KernelStep, KernelTensor, Work
+from trainmux.profiling._kernels import KernelGraph, KernelStep, KernelTensor, Work, target_text
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _outline_step(module: fx.GraphModule, step: KernelStep) -> OutlineStep:
 def _kind(module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
     """What a node calls. A region counts by the types and dimensions of what it gives."""
     if node.op != "call_module":
-        return (node.op, str(node.target))
+        return (node.op, target_text(node.target))
     called = module.get_submodule(str(node.target))
     if not isinstance(called, RegionCall):
         return (node.op, type(called).__name__)

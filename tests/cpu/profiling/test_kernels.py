@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
 import pytest
 import torch
 from profiled import kernels_of, leave_uncompiled, program_of
 from torch import Tensor, fx, nn
 
 from trainmux.ir import ByteClass, Multiplexing, Phase, Schedule, verify
-from trainmux.lowering import lower
+from trainmux.lowering import extended_product, lower
 from trainmux.lowering._compile import KernelCache
 from trainmux.profiling import KernelGraph, analytic_profile, find_device, read_kernels
 from trainmux.rewrite import rewrite
@@ -149,6 +152,23 @@ def test_the_fingerprint_knows_the_graph_and_its_sizes() -> None:
 
     assert name(one, 8) == name(one, 8)
     assert len({name(one, 8), name(one, 16), name(other, 8)}) == 3
+
+
+def unaligned_fingerprint() -> str:
+    """Of a product over 257 columns, which is extended."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return (x.relu() @ w.relu()).sum()
+
+    module = lower(traced(function, (8, 257), (257, 16)), KernelCache()).module
+    assert any(node.target is extended_product for node in module.graph.nodes)
+    return read_kernels(module, [ByteClass.BATCH, ByteClass.PARAMETER]).fingerprint(layouts=True)
+
+
+def test_another_process_finds_the_same_fingerprint() -> None:
+    """Plans and profiles are kept by it."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        assert pool.submit(unaligned_fingerprint).result() == unaligned_fingerprint()
 
 
 def test_operations_of_library_calls() -> None:
