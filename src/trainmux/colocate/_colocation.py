@@ -237,6 +237,7 @@ class Colocation:
             elif isinstance(action, Enqueue):
                 ref = action.ref
                 self._device.enqueue(ref, action.after, functools.partial(self._run_segment, ref))
+        self._look_ahead()
         ended = self._device.next_ended(action.wake_at)
         if ended is not None:
             self._complete(ended)
@@ -251,6 +252,15 @@ class Colocation:
                 "left; this is a deadlock: the scheduler must keep every state safe"
             )
         return max(0.0, action.wake_at - self._device.now())
+
+    def _look_ahead(self) -> None:
+        """While nothing may begin, have a job take the batch of its next iteration."""
+        for name, tenant in self._inside.items():
+            num_begun = self._scheduler.num_begun(name)
+            if num_begun is not None and tenant.may_look_ahead(num_begun):
+                with self._device.behind(name):
+                    tenant.look_ahead()
+                return
 
     def _arrange(self, action: Remap) -> None:
         """Jobs that have ended move out, memory is laid out anew, new jobs move in."""
@@ -399,14 +409,15 @@ class Colocation:
         # Callbacks may look at weights and change members, so nothing may be on its way meanwhile. On a CPU
         # nothing is: there, what is enqueued has not begun. Lanes wait, so that it is the same everywhere.
         may_be_ahead = self._where.type == "cuda" or job.num_lanes > 1
-        is_watched = may_be_ahead and bool(job.callbacks or self._callbacks)
+        has_callbacks = bool(job.callbacks or self._callbacks)
         return Tenant(
             job,
             tracking_bytes=self._tracking_bytes,
             region_bytes=self._region_bytes,
             poisons=self._poisons,
             beside_others=beside_others,
-            is_watched=is_watched,
+            is_watched=may_be_ahead and has_callbacks,
+            looks_ahead=not has_callbacks,
         )
 
     def _register(self, tenant: Tenant) -> None:

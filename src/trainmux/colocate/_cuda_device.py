@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -239,6 +239,10 @@ class CudaDevice:
                 yield
         finally:
             stream.synchronize()
+
+    def behind(self, job: str) -> AbstractContextManager[None]:
+        on_stream: AbstractContextManager[None] = torch.cuda.stream(self._tenancies[job].stream)
+        return on_stream
 
     def enqueue(self, ref: SegmentRef, after: tuple[SegmentRef, ...], work: Callable[[], None]) -> None:
         tenancy = self._tenancies[ref.job]

@@ -117,6 +117,9 @@ class ColocationDevice(Protocol):
     def lane(self, job: str) -> AbstractContextManager[None]:
         """What is done inside belongs to the job's lane, and has ended when the block has."""
 
+    def behind(self, job: str) -> AbstractContextManager[None]:
+        """What is done inside comes behind all that is enqueued of the job; nobody waits for it."""
+
     def enqueue(self, ref: SegmentRef, after: tuple[SegmentRef, ...], work: Callable[[], None]) -> None:
         """Have ``work`` run on its job's lane, behind what is enqueued there and behind ``after``."""
 

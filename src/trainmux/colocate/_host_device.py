@@ -110,6 +110,9 @@ class HostDevice:
     def lane(self, job: str) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def behind(self, job: str) -> AbstractContextManager[None]:
+        return nullcontext()  # of a job of which nothing is enqueued
+
     def enqueue(self, ref: SegmentRef, after: tuple[SegmentRef, ...], work: Callable[[], None]) -> None:
         # What a segment has to wait for was enqueued before it, so it has run when its turn comes.
         self._queue.append((ref, after, self.now(), work))

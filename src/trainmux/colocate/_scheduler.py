@@ -167,6 +167,10 @@ class ScroogeScheduler:
         """The jobs that have steps left and were not removed, whether they were let in or not."""
         return tuple(self._wanted)
 
+    def num_begun(self, name: str) -> int | None:
+        """The iterations of a job that have begun; ``None`` of one that is not let in, or is to go."""
+        return self._jobs[name].num_begun if name in self._jobs and name in self._wanted else None
+
     @property
     def is_done(self) -> bool:
         """Whether every job has run its steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,9 +36,18 @@ _AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16
 """What an eager step's products are of, by precision; in fp64 it would be another model."""
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """What the next iteration begins with: a batch that its work has taken, nothing more, or an error."""
+
+    is_end: bool = False
+    error: Exception | None = None
+
+
 class Tenant:
     """A job that has been looked at and can be scheduled; ``is_watched`` as of `JobDemand`,
-    ``beside_others`` as of `EagerCudaWork`.
+    ``beside_others`` as of `EagerCudaWork`. With ``looks_ahead`` its next batch may be taken before the
+    iteration begins.
 
     It has one lane, or several that run its micro-batches in turns: iteration ``i`` of lane ``l`` of ``n`` is
     number ``i * n + l``. What trainmux refuses about a job is raised here. What the job's own code raises,
@@ -54,10 +63,11 @@ class Tenant:
         poisons: bool,
         beside_others: BesideOthers,
         is_watched: bool = False,
+        looks_ahead: bool = False,
     ) -> None:
         self.name, self.steps, self.callbacks = job.name, job.steps, tuple(job.callbacks)
         self._share = float(job.share)
-        self._is_watched = is_watched
+        self._is_watched, self._looks_ahead = is_watched, looks_ahead
         self.error: Exception | None = None
         self._end: int | None = None
         """The number from which on no iteration runs, though the scheduler may still wait for segments."""
@@ -69,6 +79,10 @@ class Tenant:
         self._let_in_at: float | None = None
         self._ended_at = 0.0
         self._is_settled = False
+        self._ahead: _Ahead | None = None
+        """What its next iteration begins with, where that is known before it begins."""
+        self._num_launched = 0
+        """Iterations of its only lane whose segments have all run, or been launched."""
         self._amid: set[int] = set()
         """The lanes in which segments of an iteration have run, or been launched, and others have not."""
         self._works: tuple[Work, ...] = ()
@@ -184,6 +198,7 @@ class Tenant:
         """
         self._is_settled = False
         self.stop()
+        self._ahead = None
         self.heights = [0] * len(self.heights)
         if self.error is not None:
             forget_locals(self.error)
@@ -205,18 +220,51 @@ class Tenant:
         assert self._batches is not None
         work = self._works[lane]
         if segment == 0:
-            batch = self._batches.next()
-            if batch is END_OF_PASS:
+            ahead, self._ahead = self._ahead or self._take(work), None
+            if ahead.error is not None:
+                raise ahead.error
+            if ahead.is_end:
                 self._end = self._number(lane, iteration)
                 return None
-            work.begin(batch)
         with self._batches.own_random() if self._is_eager else contextlib.nullcontext():
             work.run(segment)
         if segment < self._num_segments - 1:
             self._amid.add(lane)
             return None
         self._amid.discard(lane)
+        self._num_launched += 1
         return work.end()
+
+    def may_look_ahead(self, num_begun: int) -> bool:
+        """Whether `look_ahead` would take a batch now; the scheduler has begun ``num_begun`` iterations.
+
+        Not of a job whose callbacks may change what comes next, of one that runs eagerly, nor of one with
+        several lanes, and not before everything that was begun has been launched.
+        """
+        if self._ahead is not None or self._num_launched != num_begun or self.is_over:
+            return False
+        if not self._looks_ahead or self._is_eager or len(self._works) != 1:
+            return False
+        return self.steps is None or num_begun < self.steps
+
+    def look_ahead(self) -> None:
+        """Take the next iteration's batch to its place, so that it need not wait for that when it begins.
+
+        What is wrong with it is raised when it begins.
+        """
+        self._ahead = self._take(self._works[0])
+
+    def _take(self, work: Work) -> _Ahead:
+        """Have ``work`` begin with the next batch."""
+        assert self._batches is not None
+        try:
+            batch = self._batches.next()
+            if batch is END_OF_PASS:
+                return _Ahead(is_end=True)
+            work.begin(batch)
+        except Exception as error:
+            return _Ahead(error=error)
+        return _Ahead()
 
     def note_end(self, lane: int, iteration: int, outcome: StepOutcome, now: float) -> None:
         """An iteration has ended at ``now``; its losses go to the host's memory."""

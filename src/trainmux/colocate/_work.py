@@ -25,7 +25,8 @@ class StepOutcome:
 
 class Work(Protocol):
     """An iteration in segments. Calls come in this order: ``settle``; then for each iteration ``begin``,
-    ``run`` for each segment in turn, ``end``; at last ``leave``."""
+    ``run`` for each segment in turn, ``end``; at last ``leave``, perhaps with an iteration begun that will
+    not run."""
 
     @property
     def need(self) -> MemoryNeed:
@@ -53,7 +54,10 @@ class Work(Protocol):
         """Ask for more memory beside its area from now on."""
 
     def begin(self, batch: Any) -> None:
-        """Check and take a batch; nothing of the models changes if it is refused."""
+        """Check and take a batch; nothing of the models changes if it is refused, or if nothing runs.
+
+        The job may have nothing of the arena yet.
+        """
 
     def run(self, segment: int) -> None:
         """Run one segment of the iteration that was begun."""

@@ -6,8 +6,9 @@ import gc
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from colocation_cases import (
     tiny_job,
     tiny_model,
     tiny_optimizer,
+    trained_alone,
 )
 from torch import nn
 
@@ -35,6 +37,7 @@ from trainmux.colocate import EVERY_KERNEL, SegmentRef, _colocation
 from trainmux.colocate._device import Ended
 from trainmux.colocate._fused_work import FusedWork
 from trainmux.colocate._host_device import HostDevice
+from trainmux.colocate._tenant import Tenant
 from trainmux.engine import Memory
 from trainmux.errors import BudgetError
 
@@ -267,3 +270,92 @@ def test_what_has_left_is_not_held_on_to() -> None:
     _fleet_of_one.cache_clear()  # which keeps fleets for the tests
     gc.collect()
     assert fleets[0]() is None
+
+
+# ---- batches ahead -------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A loader that counts the batches that were taken."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+        self.num_taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            self.num_taken += 1
+            yield batch
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The jobs that took a batch ahead, each time that one did."""
+    look_ahead, found = Tenant.look_ahead, []
+
+    def noting(tenant: Tenant) -> None:
+        found.append(tenant.name)
+        look_ahead(tenant)
+
+    monkeypatch.setattr(Tenant, "look_ahead", noting)
+    return found
+
+
+def test_a_job_has_its_batch_before_it_may_begin(looks: list[str]) -> None:
+    """Where it waits for memory; it takes no more batches than it has steps."""
+    loader = Counting(tiny_batches(0))
+    job = tiny_job("a", 0, steps=6, loader=loader)
+    assert_as_alone(beside(job), job, 0, 6)
+    assert looks.count("a") >= 3
+    assert looks.count("b") >= 3
+    assert loader.num_taken == 6
+
+
+@pytest.mark.parametrize("is_for_all", [False, True])
+def test_no_batch_is_taken_ahead_of_callbacks(looks: list[str], is_for_all: bool) -> None:
+    """They may change what comes next."""
+    events: list[str] = []
+
+    def note(event: tm.JobStep) -> None:
+        events.append(event.job)
+
+    jobs = [tiny_job("a", 0, steps=4, callbacks=[] if is_for_all else [note]), tiny_job("b", 1, steps=4)]
+    given = {"callbacks": [note]} if is_for_all else {}
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, **given)
+    colocation.set_budget(smallest_budget(colocation))
+    colocation.run()
+    assert events.count("a") == 4
+    assert "a" not in looks
+    assert ("b" in looks) is not is_for_all
+
+
+def test_a_job_that_goes_with_a_batch_ahead_is_between_two_steps() -> None:
+    fleet = tiny_fleet(0, "a", 0)
+    job = tiny_job("a", 0, steps=1000, fleet=fleet)
+
+    def remove(event: tm.JobStep) -> None:
+        if event.step == 3:
+            event.colocation.remove("a")
+
+    other = tiny_job("b", 1, steps=6, callbacks=[remove])
+    colocation = tm.colocate([job, other], "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    colocation.set_budget(smallest_budget(colocation))
+    result = colocation.run()
+    num_steps = result["a"].num_steps
+    assert 1 <= num_steps < 1000
+    assert_as_alone(result, job, 0, num_steps)
+    further = list(cycled(tiny_batches(0), num_steps + 3))[num_steps:]
+    found = torch.stack([fleet.step(batch).clone() for batch in further])
+    assert torch.equal(found, trained_alone(0, num_steps + 3)[0][num_steps:])
+
+
+def test_shorter_batches_are_taken_ahead_too(looks: list[str]) -> None:
+    """All that is fed lies in the job's own area: it needs nothing of the arena for that."""
+    batches = tiny_batches(0)
+    inputs, targets = batches[1]
+    batches[1] = (inputs[:3], targets[:3])
+    alone = tiny_fleet(0, "a", SHORT_LIVED)
+    expected = torch.stack([alone.step(batch).clone() for batch in cycled(batches, 9)])
+    result = beside(tiny_job("a", 0, steps=9, loader=batches))
+    assert torch.equal(result["a"].losses, expected)
+    assert looks.count("a") >= 3
