@@ -14,27 +14,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-import torch
-
 from trainmux.colocate._actions import Enqueue, Idle, Remap
 from trainmux.colocate._constants import ScroogeConstants
-from trainmux.colocate._cuda_device import CudaDevice
-from trainmux.colocate._device import ColocationDevice, Ended
+from trainmux.colocate._device import Ended
 from trainmux.colocate._eager_cuda import BesideOthers
-from trainmux.colocate._host_device import HostDevice
 from trainmux.colocate._lane import SegmentRef
 from trainmux.colocate._layout import Layout
-from trainmux.colocate._placement import PER_TENSOR, REGION_BYTES
 from trainmux.colocate._result import ColocationResult, JobUsage
 from trainmux.colocate._scheduler import ScroogeScheduler
 from trainmux.colocate._simulated_gpu import choose_layout
 from trainmux.colocate._tenant import Tenant
 from trainmux.colocate._turns import Turns
 from trainmux.colocate._user_job import Job, JobCallback, JobStep, check_jobs
+from trainmux.colocate._where import budget_in_bytes, default_region_bytes, make_device, region_bytes_on
 from trainmux.colocate._work import forget_locals
 from trainmux.errors import BudgetError, ConfigError, PlanError
-from trainmux.runtime import deferred_interrupts, look_at_host
-from trainmux.scheduling.budget import in_words, parse_budget
+from trainmux.runtime import deferred_interrupts
+from trainmux.scheduling.budget import in_words
 
 if TYPE_CHECKING:
     from trainmux.colocate._actions import JobReport
@@ -65,7 +61,7 @@ class Colocation:
         check_jobs(jobs)
         self._where = jobs[0].where
         self._tracking_bytes = tracking_bytes
-        self._region_bytes = _region_bytes(region_bytes, self._where)
+        self._region_bytes = default_region_bytes(self._where) if region_bytes is None else region_bytes
         self._poisons = poisons
         self._callbacks = tuple(callbacks)
         self._turns = Turns()
@@ -73,12 +69,14 @@ class Colocation:
         self._is_running = self._is_broken_off = False
         self._seconds = 0.0
         self._peak_bytes = self._used_bytes = 0
-        self._device = _make_device(self._where, self._region_bytes, poisons=poisons)
+        self._device = make_device(self._where, self._region_bytes, poisons=poisons)
         self._outcomes: dict[SegmentRef, StepOutcome] = {}
         self._callback_error: Exception | None = None
         """What a callback of no job in particular raised: everything ends with it."""
-        budget_bytes = _budget_bytes(budget, self._where)
+        budget_bytes = budget_in_bytes(budget, self._where)
         self._tenants = {job.name: self._tenant(job, lambda: nullcontext(budget_bytes)) for job in jobs}
+        if region_bytes is None:
+            self._choose_regions()
         self._lanes: dict[str, tuple[Tenant, int]] = {}
         """By the name that scheduler and device have for it: whose lane it is, and which."""
         for tenant in self._tenants.values():
@@ -161,7 +159,7 @@ class Colocation:
 
     def set_budget(self, budget: int | str) -> None:
         """Stay within ``budget`` from the next ends of iterations on; `BudgetError` where that cannot be."""
-        budget_bytes = _budget_bytes(budget, self._where)
+        budget_bytes = budget_in_bytes(budget, self._where)
         with self._turns.taken():
             self._scheduler.set_budget(budget_bytes)
         self._changed.set()
@@ -420,6 +418,16 @@ class Colocation:
             looks_ahead=not has_callbacks,
         )
 
+    def _choose_regions(self) -> None:
+        """Smaller regions where these jobs would have few of the usual ones."""
+        peaks = [tenant.peak_bytes for tenant in self._tenants.values()]
+        chosen = region_bytes_on(self._where, peaks)
+        if chosen != self._region_bytes:
+            self._region_bytes = chosen
+            self._device = make_device(self._where, chosen, poisons=self._poisons)
+            for tenant in self._tenants.values():
+                tenant.use_regions(chosen)
+
     def _register(self, tenant: Tenant) -> None:
         self._lanes.update({name: (tenant, lane) for lane, name in enumerate(tenant.lane_names)})
 
@@ -456,9 +464,9 @@ def colocate(
     ``budget`` is in bytes, or text such as "24GiB" or "70%"; ``None`` is all that is free. A job's
     iteration is cut into segments wherever ``tracking_bytes`` of feature maps have been allocated or
     released: 8 MB on a CPU, and on a CUDA device as much as keeps segments from being shorter than their
-    launch. Memory changes hands in regions of ``region_bytes``: 64 MB on a CUDA device, single tensors on a
-    CPU. ``callbacks`` see every iteration of every job. ``constants`` are the scheduler's; ``poisons`` fills
-    freed memory with NaN, for tests.
+    launch. Memory changes hands in regions of ``region_bytes``: on a CUDA device 64 MB, or less where one of
+    ``jobs`` would have only a few; single tensors on a CPU. ``callbacks`` see every iteration of every job.
+    ``constants`` are the scheduler's; ``poisons`` fills freed memory with NaN, for tests.
 
     Everything is traced, and on a CUDA device compiled, here. Refused with a typed error: no jobs, two of one
     name or one fleet, jobs on several devices, a job that trainmux cannot train; with `BudgetError`, which
@@ -473,28 +481,3 @@ def colocate(
         callbacks=callbacks,
         poisons=poisons,
     )
-
-
-def _region_bytes(wanted: int | None, where: torch.device) -> int:
-    if wanted is not None:
-        return wanted
-    return REGION_BYTES if where.type == "cuda" else PER_TENSOR
-
-
-def _make_device(where: torch.device, region_bytes: int, *, poisons: bool) -> ColocationDevice:
-    if where.type == "cuda" and torch.cuda.is_available():
-        return CudaDevice(where, region_bytes=region_bytes, poisons=poisons)
-    return HostDevice(poisons=poisons)
-
-
-def _budget_bytes(budget: int | str | None, where: torch.device) -> int:
-    if where.type == "cuda" and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info(where)
-        return free if budget is None else parse_budget(budget, device_bytes=total)
-    facts = look_at_host()
-    known = [size for size in (facts.memory_bytes, facts.limit_bytes) if size is not None]
-    if not known:
-        raise BudgetError(
-            "expected to learn the host's memory from the system, got nothing; name the budget in bytes"
-        )
-    return min(known) if budget is None else parse_budget(budget, device_bytes=min(known))

@@ -125,6 +125,10 @@ class EagerCudaWork:
 
     # ---- running ------------------------------------------------------------------------------------
 
+    def use_regions(self, region_bytes: int) -> None:
+        """It has nothing of the arena."""
+        self._region_bytes = region_bytes
+
     def settle(self, memory: Memory) -> None:
         """Take model and optimizer to the device, into a pool of the job's own, if they are elsewhere."""
         self._stream = borrow_stream(self._device, self, uses_matrices=True)

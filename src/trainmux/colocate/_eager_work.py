@@ -54,12 +54,10 @@ class EagerWork:
         self.member_names = (name,)
         self._model, self._optimizer, self._loss, self._scheduler = model, optimizer, loss, scheduler
         self._deterministic, self._autocast = deterministic, autocast
-        self._region_bytes = region_bytes
         self._batch: Any = None
         self._outcome: StepOutcome | None = None
         self._iteration = self._rehearse(example)
-        probe = self.demand(name, steps=None, share=1.0)
-        self.need = MemoryNeed(ALIGNMENT_BYTES, probe.local_bytes, probe.peak_bytes)
+        self.use_regions(region_bytes)
 
     def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
         """One segment, as high as the feature maps are when the backward pass begins."""
@@ -71,6 +69,12 @@ class EagerWork:
             share=share,
             is_one_segment=True,
         )
+
+    def use_regions(self, region_bytes: int) -> None:
+        """It reserves whole regions."""
+        self._region_bytes = region_bytes
+        probe = self.demand("", steps=None, share=1.0)
+        self.need = MemoryNeed(ALIGNMENT_BYTES, probe.local_bytes, probe.peak_bytes)
 
     def settle(self, memory: Memory) -> None:
         """Its tensors stay where they are."""

@@ -82,7 +82,7 @@ class FusedJob:
     ) -> None:
         self.pieces = FleetInPieces(fleet)
         self.num_lanes = num_lanes
-        self.region_bytes = region_bytes
+        self._tracking_bytes = tracking_bytes
         self._unit_bytes = unit_bytes
         self.example_bytes = bytes_of_batch(example)
         self.own = {piece.index: piece for piece in self.pieces.begin(example, applies=True)}
@@ -91,25 +91,30 @@ class FusedJob:
             self._check_buffers()
         self._statics = StaticArea()
         self.shared_bytes = self._place_statics()
-        layouts = {
-            index: lay_out_step(kernels, self._statics, region_bytes=region_bytes)
-            for index, kernels in self.kernels.items()
-        }
-        self.area_bytes = round_up(max(layout.area_end for layout in layouts.values()), unit_bytes)
-        self.plans: dict[int, GroupPlan] = {}
-        first = 0
-        for index, layout in layouts.items():
-            self.plans[index] = self._cut(layout, tracking_bytes, first)
-            first += len(self.plans[index].segments)
-        self.turn_of = [
-            (index, number) for index, plan in self.plans.items() for number in range(len(plan.segments))
-        ]
+        self.lay_out(region_bytes)
         self.memory: Memory | None = None
         """The first lane's, where what lasts is."""
         self.num_open = 0
         """Iterations that have begun and not ended."""
         self.open_pieces: Counter[int] = Counter()
         """The same for each group's part."""
+
+    def lay_out(self, region_bytes: int) -> None:
+        """Place and cut the usual steps, in regions of that size; not once a lane has moved in."""
+        self.region_bytes = region_bytes
+        layouts = {
+            index: lay_out_step(kernels, self._statics, region_bytes=region_bytes)
+            for index, kernels in self.kernels.items()
+        }
+        self.area_bytes = round_up(max(layout.area_end for layout in layouts.values()), self._unit_bytes)
+        self.plans: dict[int, GroupPlan] = {}
+        first = 0
+        for index, layout in layouts.items():
+            self.plans[index] = self._cut(layout, first)
+            first += len(self.plans[index].segments)
+        self.turn_of = [
+            (index, number) for index, plan in self.plans.items() for number in range(len(plan.segments))
+        ]
 
     def _check_buffers(self) -> None:
         changed = [name for kernels in self.kernels.values() for name in changed_buffers(kernels)]
@@ -136,8 +141,8 @@ class FusedJob:
                         self._statics.take(key, kernels.graph.tensors[number].size_bytes)
         return shared_bytes
 
-    def _cut(self, layout: StepLayout, tracking_bytes: int | None, first: int) -> GroupPlan:
-        tracked = tracking_bytes
+    def _cut(self, layout: StepLayout, first: int) -> GroupPlan:
+        tracked = self._tracking_bytes
         if tracked is None:
             tracked = tracking_bytes_for(layout, self.pieces.device)
         cuts = cuts_of(layout, tracked)

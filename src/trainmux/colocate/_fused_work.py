@@ -220,6 +220,11 @@ class FusedWork:
             micro_batches=lane,
         )
 
+    def use_regions(self, region_bytes: int) -> None:
+        """All lanes of a job have one layout."""
+        if self._index == 0:
+            self._job.lay_out(region_bytes)
+
     # ---- running ------------------------------------------------------------------------------------
 
     def settle(self, memory: Memory) -> None:

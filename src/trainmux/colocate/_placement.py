@@ -6,8 +6,8 @@ so that the stack shrinks from its top while the backward pass runs. The *height
 the highest live feature map. Two jobs whose stacks grow from opposite ends of one arena need height plus
 height, no more; holes below a height stay unused.
 
-A *region* is a contiguous piece of the arena. Heights are whole regions: 64 MB by default, 512 KB or single
-tensors as the paper's ablations (Table 2).
+A *region* is a contiguous piece of the arena. Heights are whole regions: 64 MB by default, less for jobs that
+would have only a few of them; 512 KB or single tensors as the paper's ablations (Table 2).
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ PER_TENSOR = ALIGNMENT_BYTES
 """As a region size: heights follow tensors, rounded up to the alignment alone."""
 
 
+_LEAST_REGIONS = 32
+"""A job's height should have as many steps; where it has fewer, jobs wait for memory that nobody uses."""
+_MOST_REGIONS = 2048
+"""Of all jobs together: each is a call of the driver when memory is laid out."""
+
+
 class StackOrder(Enum):
     """Which feature map lies nearest to the base."""
 
@@ -40,6 +46,18 @@ class StackOrder(Enum):
 def round_up(size_bytes: int, unit: int) -> int:
     """The smallest multiple of ``unit`` that is not below ``size_bytes``."""
     return -(-size_bytes // unit) * unit
+
+
+def region_bytes_for(peaks: Iterable[int], unit_bytes: int) -> int:
+    """The size of regions for jobs that have such peaks: the paper's, halved while the smallest job has few
+    of them; a multiple of ``unit_bytes``."""
+    known = [peak for peak in peaks if peak > 0]
+    size = REGION_BYTES
+    while known and min(known) < _LEAST_REGIONS * size and size // 2 % unit_bytes == 0:
+        if sum(known) > _MOST_REGIONS * (size // 2):
+            break
+        size //= 2
+    return size
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,17 @@ class Tenant:
         """What its first lane does, until it has left."""
         return self._works[0] if self._works else None
 
+    def use_regions(self, region_bytes: int) -> None:
+        """Have heights in regions of that size; before it is let in."""
+        for work in self._works:
+            work.use_regions(region_bytes)
+        self.demands = self._ask() if self._works else ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """What one of its lanes needs of an arena."""
+        return max((demand.peak_bytes for demand in self.demands), default=0)
+
     def need(self, lane: int) -> MemoryNeed:
         """The memory that has to be given to a lane."""
         return self._works[lane].need

@@ -43,6 +43,9 @@ class Work(Protocol):
     def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
         """What it asks of the scheduler."""
 
+    def use_regions(self, region_bytes: int) -> None:
+        """Have heights in regions of that size; before it moves in for the first time."""
+
     def settle(self, memory: Memory) -> None:
         """Move in: from now on all that it uses lies in ``memory``.
 

@@ -249,10 +249,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[SystemDriver, PaperAllocat
     monkeypatch.setattr(_segment_graphs, "CaptureRoom", PaperRoom)
     monkeypatch.setattr(
         _colocation,
-        "_make_device",
-        lambda where, region_bytes, *, poisons: CudaDevice(DEVICE, region_bytes=PAGE, poisons=poisons),
+        "make_device",
+        lambda where, region_bytes, *, poisons: CudaDevice(
+            DEVICE, region_bytes=region_bytes, poisons=poisons
+        ),
     )
-    monkeypatch.setattr(_colocation, "_region_bytes", lambda wanted, where: PAGE)
+    # Such small jobs would have one region each; every co-location goes over to smaller ones.
+    monkeypatch.setattr(_colocation, "default_region_bytes", lambda where: 16 * PAGE)
+    monkeypatch.setattr(_colocation, "region_bytes_on", lambda where, peaks: PAGE)
     for name, fake in {
         "Event": PaperEvent,
         "stream": lambda stream: contextlib.nullcontext(),

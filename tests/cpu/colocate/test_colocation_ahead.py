@@ -74,7 +74,7 @@ class AheadDevice(HostDevice):
 @pytest.fixture(autouse=True)
 def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        _colocation, "_make_device", lambda where, region_bytes, *, poisons: AheadDevice(poisons=poisons)
+        _colocation, "make_device", lambda where, region_bytes, *, poisons: AheadDevice(poisons=poisons)
     )
 
 

@@ -25,6 +25,7 @@ from trainmux.colocate import (
     demand_of_iteration,
     stack_feature_maps,
 )
+from trainmux.colocate._placement import region_bytes_for
 from trainmux.errors import ConfigError
 
 MIB = 1 << 20
@@ -138,3 +139,31 @@ def test_a_demand_has_the_heights_of_its_segments() -> None:
 def test_a_region_must_be_a_multiple_of_the_alignment() -> None:
     with pytest.raises(ConfigError, match="multiple of 512"):
         stack_feature_maps(three_layers(), region_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "expected"),
+    [
+        ([4 << 30, 3 << 30], 64),  # many regions each
+        ([192 * MIB, 320 * MIB], 4),  # 48 and 80 of them
+        ([4160 * MIB, 320 * MIB], 8),
+        ([10 * MIB, 20 * MIB], 2),  # the device has no smaller ones
+        ([60 << 30, 20 * MIB], 32),  # so many calls of the driver would take long
+        ([0, 5 << 30], 64),  # one job that has no feature maps
+        ([0], 64),
+        ([], 64),
+    ],
+)
+def test_small_jobs_have_smaller_regions(peaks: list[int], expected: int) -> None:
+    assert region_bytes_for(peaks, unit_bytes=2 * MIB) == expected * MIB
+
+
+@given(st.lists(st.integers(0, 1 << 37), max_size=5))
+def test_regions_are_neither_too_few_nor_too_many(peaks: list[int]) -> None:
+    size = region_bytes_for(peaks, unit_bytes=2 * MIB)
+    known = [peak for peak in peaks if peak]
+    assert size % (2 * MIB) == 0
+    assert 2 * MIB <= size <= REGION_BYTES
+    if size < REGION_BYTES:
+        assert sum(known) <= 2048 * size
+        assert min(known) < 64 * size  # twice as large, the smallest job would have had fewer than 32
