@@ -131,7 +131,8 @@ class Colocation:
     def add(self, job: Job) -> None:
         """Let another job in; those that run make room for it at the ends of their iterations.
 
-        Refused as by `colocate`; nothing changes then.
+        Memory goes on in the regions that suited the first jobs. Refused as by `colocate`; nothing changes
+        then.
         """
         check_jobs([job])
         with self._turns.taken():
@@ -235,8 +236,10 @@ class Colocation:
             elif isinstance(action, Enqueue):
                 ref = action.ref
                 self._device.enqueue(ref, action.after, functools.partial(self._run_segment, ref))
-        self._look_ahead()
-        ended = self._device.next_ended(action.wake_at)
+        ended = self._device.next_ended(0.0)  # what has ended by now; only else is there time to look ahead
+        if ended is None:
+            self._look_ahead()
+            ended = self._device.next_ended(action.wake_at)
         if ended is not None:
             self._complete(ended)
             return 0.0
@@ -419,8 +422,8 @@ class Colocation:
         )
 
     def _choose_regions(self) -> None:
-        """Smaller regions where these jobs would have few of the usual ones."""
-        peaks = [tenant.peak_bytes for tenant in self._tenants.values()]
+        """Those that suit these jobs. They keep them: what is mapped stays where it is when others come."""
+        peaks = [peak for tenant in self._tenants.values() for peak in tenant.peaks]
         chosen = region_bytes_on(self._where, peaks)
         if chosen != self._region_bytes:
             self._region_bytes = chosen

@@ -92,7 +92,7 @@ class CudaDevice:
         if region_bytes <= 0 or region_bytes % unit:
             raise ConfigError(
                 f"on this device a region must be a positive multiple of {unit} bytes, but got "
-                f"{region_bytes}; leave it out for 64 MiB"
+                f"{region_bytes}; leave it out for what suits the jobs"
             )
         self.device = device
         self._region_bytes = region_bytes

@@ -145,9 +145,12 @@ class EagerCudaWork:
         with self._working():
             _move(self._model, self._optimizer, self._device)
 
-    def begin(self, batch: Any) -> None:
+    def begin(self, batch: Any, *, is_ahead: bool = False) -> None:
         """Take a batch."""
         self._batch = batch
+
+    def renew(self) -> None:
+        """It reads its model when it runs."""
 
     def run(self, segment: int) -> None:
         """Enqueue one step of training; refused with `BudgetError` where it needs more than was seen."""

@@ -82,9 +82,12 @@ class EagerWork:
     def ask_for_more(self) -> None:
         """What it takes was seen."""
 
-    def begin(self, batch: Any) -> None:
+    def begin(self, batch: Any, *, is_ahead: bool = False) -> None:
         """Take a batch."""
         self._batch = batch
+
+    def renew(self) -> None:
+        """It reads its model when it runs."""
 
     def run(self, segment: int) -> None:
         """One step of training."""

@@ -19,7 +19,7 @@ from trainmux.colocate._actions import Action, Enqueue
 from trainmux.colocate._demand import FINE_TRACKING_BYTES, PAIR_GAIN, JobDemand, demand_of_iteration
 from trainmux.colocate._lane import SegmentRef
 from trainmux.colocate._layout import smallest_budget
-from trainmux.colocate._placement import REGION_BYTES
+from trainmux.colocate._placement import region_bytes_for
 from trainmux.colocate._scheduler import ScroogeScheduler
 from trainmux.colocate._simulated_gpu import Contention, SimulatedGpu
 from trainmux.colocate._tensors import Iteration, iteration_of_profile
@@ -27,6 +27,9 @@ from trainmux.errors import ConfigError
 from trainmux.fleet import Fleet
 from trainmux.fleet._in_pieces import FleetInPieces
 from trainmux.profiling import analytic_profile, find_device
+
+_UNIT_BYTES = 2 << 20
+"""What a CUDA device maps at least."""
 
 
 @dataclass(frozen=True)
@@ -156,28 +159,36 @@ def foresee(
     seconds: float,
     gain: float = PAIR_GAIN,
     tracking_bytes: int = FINE_TRACKING_BYTES,
-    region_bytes: int = REGION_BYTES,
+    region_bytes: int | None = None,
     budget_changes: Sequence[tuple[float, int]] = (),
 ) -> Foresight:
     """Simulate jobs side by side for about ``seconds`` within ``budget`` bytes, ``None`` being all they need.
 
+    ``region_bytes`` ``None`` is what suits the jobs, as for `colocate` on a CUDA device.
     ``gain`` is the work that two of them at once do per second: 1 is that of turns. ``budget_changes`` are
     seconds from the start and budgets from then on. Refused as by `colocate`: a budget that is too small.
     """
-    demands = [
-        replace(
-            demand_of_iteration(
-                name,
-                memory.iteration,
-                tracking_bytes=tracking_bytes,
-                region_bytes=region_bytes,
-                steps=max(1, round(seconds / memory.seconds)),
-                is_measured=True,
-            ),
-            compute_demand=min(1.0, 1 / gain),
-        )
-        for name, memory in memories.items()
-    ]
+
+    def demands_in(region_bytes: int) -> list[JobDemand]:
+        return [
+            replace(
+                demand_of_iteration(
+                    name,
+                    memory.iteration,
+                    tracking_bytes=tracking_bytes,
+                    region_bytes=region_bytes,
+                    steps=max(1, round(seconds / memory.seconds)),
+                    is_measured=True,
+                ),
+                compute_demand=min(1.0, 1 / gain),
+            )
+            for name, memory in memories.items()
+        ]
+
+    if region_bytes is None:
+        peaks = [demand.peak_bytes for demand in demands_in(_UNIT_BYTES)]
+        region_bytes = region_bytes_for(peaks, _UNIT_BYTES)
+    demands = demands_in(region_bytes)
     whole = sum(demand.local_bytes + demand.peak_bytes for demand in demands)
     scheduler = _TimedScheduler(demands, whole if budget is None else budget)
     times = {demand.name: [segment.solo_seconds for segment in demand.segments] for demand in demands}

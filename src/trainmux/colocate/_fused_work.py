@@ -148,6 +148,8 @@ class FusedWork:
         """What is kept for graphs themselves, and what they were seen to take."""
         self._runners: OrderedDict[tuple[int, Hashable], _Runner] = OrderedDict()
         self._begun: dict[int, tuple[GroupPiece, _Runner]] = {}
+        self._ahead: tuple[Any, Hashable] | None = None
+        """Of an iteration that was begun ahead: its batch, and what it was told beside it."""
 
     # ---- what it asks for ---------------------------------------------------------------------------
 
@@ -274,7 +276,7 @@ class FusedWork:
         else:
             self._more_bytes = 2 * self._more_bytes + _BESIDE_BYTES
 
-    def begin(self, batch: Any) -> None:
+    def begin(self, batch: Any, *, is_ahead: bool = False) -> None:
         """Check a batch, find or build the step for it, and feed every group."""
         if self._is_cuda:
             self._check_size(batch)
@@ -286,6 +288,25 @@ class FusedWork:
         job.open_pieces.update(begun.keys())
         job.num_open += 1
         self._begun = begun
+
+        self._ahead = (batch, self._told()) if is_ahead else None
+
+    def renew(self) -> None:
+        """Feed an iteration that was begun ahead once more, where members or settings have changed since."""
+        if self._ahead is None:
+            return
+        (batch, told), self._ahead = self._ahead, None
+        if told != self._told():
+            job = self._job
+            job.open_pieces.subtract(self._begun.keys())
+            job.num_open -= 1
+            self._begun = {}
+            self.begin(batch)
+
+    def _told(self) -> Hashable:
+        """What the iteration that was begun would be told if it began now."""
+        piece, _ = next(iter(self._begun.values()))
+        return self._pieces.told(applies=piece.applies)
 
     def run(self, segment: int) -> None:
         """Run the kernels of one segment; those of a group without members are none."""
@@ -309,7 +330,7 @@ class FusedWork:
     def leave(self) -> None:
         """Let go of the lane's memory; with the first lane, the fleet gets storage of its own again, and its
         members their weights."""
-        self._begun = {}
+        self._begun, self._ahead = {}, None
         self._runners.clear()
         if self._graphs is not None:
             self._graphs.close()

@@ -130,9 +130,9 @@ class Tenant:
         self.demands = self._ask() if self._works else ()
 
     @property
-    def peak_bytes(self) -> int:
-        """What one of its lanes needs of an arena."""
-        return max((demand.peak_bytes for demand in self.demands), default=0)
+    def peaks(self) -> list[int]:
+        """What each of its lanes needs of an arena."""
+        return [demand.peak_bytes for demand in self.demands]
 
     def need(self, lane: int) -> MemoryNeed:
         """The memory that has to be given to a lane."""
@@ -231,12 +231,15 @@ class Tenant:
         assert self._batches is not None
         work = self._works[lane]
         if segment == 0:
+            was_ahead = self._ahead is not None
             ahead, self._ahead = self._ahead or self._take(work), None
             if ahead.error is not None:
                 raise ahead.error
             if ahead.is_end:
                 self._end = self._number(lane, iteration)
                 return None
+            if was_ahead:
+                work.renew()
         with self._batches.own_random() if self._is_eager else contextlib.nullcontext():
             work.run(segment)
         if segment < self._num_segments - 1:
@@ -263,16 +266,16 @@ class Tenant:
 
         What is wrong with it is raised when it begins.
         """
-        self._ahead = self._take(self._works[0])
+        self._ahead = self._take(self._works[0], is_ahead=True)
 
-    def _take(self, work: Work) -> _Ahead:
+    def _take(self, work: Work, *, is_ahead: bool = False) -> _Ahead:
         """Have ``work`` begin with the next batch."""
         assert self._batches is not None
         try:
             batch = self._batches.next()
             if batch is END_OF_PASS:
                 return _Ahead(is_end=True)
-            work.begin(batch)
+            work.begin(batch, is_ahead=is_ahead)
         except Exception as error:
             return _Ahead(error=error)
         return _Ahead()

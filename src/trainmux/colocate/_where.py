@@ -9,7 +9,7 @@ import torch
 from trainmux.colocate._cuda_device import CudaDevice
 from trainmux.colocate._device import ColocationDevice
 from trainmux.colocate._host_device import HostDevice
-from trainmux.colocate._placement import PER_TENSOR, REGION_BYTES, region_bytes_for
+from trainmux.colocate._placement import PER_TENSOR, region_bytes_for
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.errors import BudgetError
 from trainmux.runtime import look_at_host
@@ -17,8 +17,8 @@ from trainmux.scheduling.budget import parse_budget
 
 
 def default_region_bytes(where: torch.device) -> int:
-    """The size of regions before anything is known of the jobs."""
-    return REGION_BYTES if where.type == "cuda" else PER_TENSOR
+    """The size of regions before anything is known of the jobs: the smallest."""
+    return granularity_bytes(where) if where.type == "cuda" else PER_TENSOR
 
 
 def region_bytes_on(where: torch.device, peaks: Sequence[int]) -> int:

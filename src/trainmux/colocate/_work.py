@@ -56,11 +56,15 @@ class Work(Protocol):
     def ask_for_more(self) -> None:
         """Ask for more memory beside its area from now on."""
 
-    def begin(self, batch: Any) -> None:
+    def begin(self, batch: Any, *, is_ahead: bool = False) -> None:
         """Check and take a batch; nothing of the models changes if it is refused, or if nothing runs.
 
-        The job may have nothing of the arena yet.
+        With ``is_ahead`` it is not its turn yet: the job may have nothing of the arena, and ``renew`` is
+        called when it is.
         """
+
+    def renew(self) -> None:
+        """Begin again with the same batch, if what an iteration depends on has changed since."""
 
     def run(self, segment: int) -> None:
         """Run one segment of the iteration that was begun."""

@@ -177,6 +177,17 @@ class FleetInPieces:
             for group, traced, feed in zip(filled, traces, [feeds[id(one)] for one in filled], strict=True)
         )
 
+    def told(self, *, applies: bool) -> Hashable:
+        """What a step that begins now would be told, beside its batch: members, settings, numbers.
+
+        Whoever feeds a step before it is its turn can see by this whether it has to be fed anew.
+        """
+        rows = [
+            (group.width, group.variant(applies=applies), group._numbers.told(group.members))
+            for group in self.groups
+        ]
+        return (list(self.groups) == self.fleet._groups, self.fleet.names, tuple(rows))
+
     def end(self, pieces: Sequence[GroupPiece]) -> Tensor:
         """All groups have ended a step: it counts. Returns losses in the order of the fleet's names."""
         fleet = self.fleet

@@ -290,6 +290,16 @@ def test_a_machine_that_is_too_small_is_a_failure_beside_the_others(monkeypatch:
     assert "need at least" in failures[0].error
 
 
+def test_a_machine_that_is_too_small_is_the_only_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "trainmux.cli.bench.zico.budgets_of", lambda *args, **more: [Stay("co-located, 11 GiB", 1)]
+    )
+    bench = PairBench((BenchJob(*PAIR[:1], 0, OPTIONS), BenchJob(*PAIR[:1], 1, OPTIONS)), OPTIONS)
+    rows, failures = bench.colocated((), (), changes=False)
+    assert not rows
+    assert [failure.way for failure in failures] == ["co-located, 11 GiB"]
+
+
 def test_budgets_are_of_what_jobs_need_once_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
     settle, refused = FusedWork.settle, set()
 

@@ -66,7 +66,7 @@ class AheadDevice(HostDevice):
         return bool(self._ran)
 
     def next_ended(self, until: float | None = None) -> Ended | None:
-        if until is not None and self.now() < until and len(self._ran) % 3 == 1:
+        if until is not None and (until == 0 or self.now() < until) and len(self._ran) % 3 == 1:
             return None  # nothing ends before; the caller is to ask again
         return self._ran.popleft() if self._ran else None
 
@@ -329,24 +329,85 @@ def test_no_batch_is_taken_ahead_of_callbacks(looks: list[str], is_for_all: bool
     assert ("b" in looks) is not is_for_all
 
 
-def test_a_job_that_goes_with_a_batch_ahead_is_between_two_steps() -> None:
+def after_looking_ahead(
+    monkeypatch: pytest.MonkeyPatch, fleet: tm.Fleet, act: Callable[[], None]
+) -> list[int]:
+    """Have ``act`` called once when job "a" has taken a batch ahead, as other threads and callbacks of other
+    jobs may; fills with the steps that the job had done by then.
+    """
+    look_ahead: Callable[[Tenant], None] = Tenant.look_ahead
+    first, found = fleet.num_steps, []
+
+    def acting(tenant: Tenant) -> None:
+        look_ahead(tenant)
+        if tenant.name == "a" and not found and fleet.num_steps >= first + 2:
+            found.append(fleet.num_steps - first)
+            act()
+
+    monkeypatch.setattr(Tenant, "look_ahead", acting)
+    return found
+
+
+def test_a_job_that_goes_with_a_batch_ahead_is_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = tiny_fleet(0, "a", 0)
-    job = tiny_job("a", 0, steps=1000, fleet=fleet)
-
-    def remove(event: tm.JobStep) -> None:
-        if event.step == 3:
-            event.colocation.remove("a")
-
-    other = tiny_job("b", 1, steps=6, callbacks=[remove])
-    colocation = tm.colocate([job, other], "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    jobs = [tiny_job("a", 0, steps=1000, fleet=fleet), tiny_job("b", 1, steps=6)]
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
     colocation.set_budget(smallest_budget(colocation))
+    gone_at = after_looking_ahead(monkeypatch, fleet, lambda: colocation.remove("a"))
     result = colocation.run()
     num_steps = result["a"].num_steps
-    assert 1 <= num_steps < 1000
-    assert_as_alone(result, job, 0, num_steps)
+    assert gone_at == [num_steps]
+    assert_as_alone(result, jobs[0], 0, num_steps)
+    assert_as_alone(result, jobs[1], 1, 6)
     further = list(cycled(tiny_batches(0), num_steps + 3))[num_steps:]
     found = torch.stack([fleet.step(batch).clone() for batch in further])
     assert torch.equal(found, trained_alone(0, num_steps + 3)[0][num_steps:])
+
+
+def fleet_of_three() -> tm.Fleet:
+    models = [tiny_model(seed) for seed in range(3)]
+    members = [
+        tm.Member(model, tiny_optimizer(model), name=f"m{seed}", seed=seed)
+        for seed, model in enumerate(models)
+    ]
+    return tm.Fleet(members, mse, tiny_batches(0)[0], deterministic=True)
+
+
+def set_learning_rate(fleet: tm.Fleet) -> None:
+    for group in fleet.members[1].optimizer.param_groups:
+        group["lr"] = 0.5
+
+
+def replace_member(fleet: tm.Fleet) -> None:
+    model = tiny_model(9)
+    fleet.replace(
+        "m1", tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), name="new")
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda fleet: fleet.stop("m1"), lambda fleet: fleet.drop("m1"), set_learning_rate, replace_member],
+    ids=["stop", "drop", "learning rate", "replace"],
+)
+def test_members_that_change_while_a_batch_is_ahead(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[tm.Fleet], None]
+) -> None:
+    """The iteration begins with them as they are then."""
+    fleet, alone = fleet_of_three(), fleet_of_three()
+    job = tm.Job("a", fleet=fleet, loader=tiny_batches(0), steps=8)
+    changed_at = after_looking_ahead(monkeypatch, fleet, lambda: change(fleet))
+    result = beside(job)["a"]
+    assert result.error is None
+    rows = []
+    for step, batch in enumerate(cycled(tiny_batches(0), 8)):
+        if [step] == changed_at:
+            change(alone)
+        rows.append(dict(zip(alone.names, alone.step(batch).tolist(), strict=True)))
+    expected = torch.tensor([[row.get(name, torch.nan) for name in result.members] for row in rows])
+    assert torch.equal(result.losses.isnan(), expected.isnan())
+    assert torch.equal(result.losses.nan_to_num(), expected.nan_to_num())
+    assert_same_state(state_of(fleet), state_of(alone), "changed")
 
 
 def test_shorter_batches_are_taken_ahead_too(looks: list[str]) -> None:

@@ -364,3 +364,26 @@ def test_jobs_have_streams_of_their_own(driver: PaperDriver) -> None:
     device = two_jobs()
     streams = {tenancy.stream.cuda_stream for tenancy in device._tenancies.values()}
     assert len(streams) == 2
+
+
+def test_what_comes_behind_a_job_is_on_its_stream_and_not_waited_for(
+    driver: PaperDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = CudaDevice(DEVICE, region_bytes=UNIT)
+    needs = {name: MemoryNeed(UNIT, UNIT, UNIT) for name in "ab"}
+    device.arrange(Layout((ArenaLayout(("a",), ("b",), 2 * UNIT),)), needs)
+    used: list[Any] = []
+
+    def on_stream(stream: Any) -> contextlib.AbstractContextManager[None]:
+        used.append(stream)
+        return contextlib.nullcontext()
+
+    def wait(stream: Any) -> None:
+        raise AssertionError("nobody is to wait")
+
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(PaperStream, "synchronize", wait)
+    with device.behind("b"):
+        pass
+    assert used == [device._tenancies["b"].stream]
+    assert used[0] is not device._tenancies["a"].stream

@@ -147,6 +147,9 @@ def test_a_region_must_be_a_multiple_of_the_alignment() -> None:
         ([4 << 30, 3 << 30], 64),  # many regions each
         ([192 * MIB, 320 * MIB], 4),  # 48 and 80 of them
         ([4160 * MIB, 320 * MIB], 8),
+        ([70 * MIB], 2),
+        ([200 * MIB], 4),
+        ([450 * MIB], 8),
         ([10 * MIB, 20 * MIB], 2),  # the device has no smaller ones
         ([60 << 30, 20 * MIB], 32),  # so many calls of the driver would take long
         ([0, 5 << 30], 64),  # one job that has no feature maps

@@ -200,7 +200,7 @@ class PairBench:
 
         watched = run_watched(colocation, choose, self._options.seconds, self._device)
         stays, stayed, error = watched.stays, watched.stayed, watched.error
-        is_broken = error is not None and (not stays or len(stayed) < len(stays))
+        is_broken = error is not None and (stays is None or len(stayed) < len(stays))
         if error is not None and is_broken:
             way = stays[len(stayed)].way if stays else "co-located"
             failures.append(Failure.of(self.names, way, error))

@@ -72,7 +72,7 @@ class Watch(threading.Thread):
         self._most_bytes = 0
         self.has_ended = threading.Event()
         """Whether there is nothing more to see."""
-        self.stays: Sequence[Stay] = ()
+        self.stays: Sequence[Stay] | None = None
         """What was chosen, once it was."""
         self.stayed: list[Stayed] = []
         self.error: Exception | None = None
@@ -193,9 +193,12 @@ class Watch(threading.Thread):
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen of the stays that were chosen, how the jobs fared, and what went wrong if anything."""
+    """What was seen of the stays that were chosen, how the jobs fared, and what went wrong if anything.
 
-    stays: Sequence[Stay]
+    There are no ``stays`` where it went wrong before they were chosen.
+    """
+
+    stays: Sequence[Stay] | None
     stayed: Sequence[Stayed]
     result: tm.ColocationResult | None
     error: Exception | None
@@ -219,6 +222,6 @@ def run_watched(
     if result is not None:
         error = next((row.error for row in result.jobs.values() if row.error is not None), None)
     error = error or watch.error
-    if error is None and (not watch.stays or len(watch.stayed) < len(watch.stays)):
+    if error is None and (watch.stays is None or len(watch.stayed) < len(watch.stays)):
         error = BenchError("a job ended by itself")
     return Watched(watch.stays, watch.stayed, result, error)
