@@ -288,7 +288,6 @@ class FusedWork:
         job.open_pieces.update(begun.keys())
         job.num_open += 1
         self._begun = begun
-
         self._ahead = (batch, self._told()) if is_ahead else None
 
     def renew(self) -> None:

@@ -18,6 +18,8 @@ _PIECE_BYTES = 32 << 20
 _SHARE_OF_LOAD = 0.6
 """How much of the time that a load lasts copies beside it ought to take, so that it outlasts them."""
 _NUM_HANDOVERS = 64
+_OUT, _INTO = 0, 1
+"""To the host, and from it."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +44,15 @@ def probe_link(device: torch.device, num_bytes: int = _PROBE_BYTES) -> LinkRates
         seconds = median_of(lambda: wall_seconds(lambda: target.copy_(source)))
         rate = num_bytes / seconds
         return LinkRates(rate, rate, rate / 2, rate / 2)
-    host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    owners = [StreamOwner() for _ in range(2)]
-    streams = [borrow_stream(device, owner) for owner in owners]
+    link = _Link(device, num_bytes)
 
     def copies(out: bool, into: bool) -> float:
         torch.cuda.synchronize(device)
         begin = time.perf_counter()
         if out:
-            with torch.cuda.stream(streams[0]):
-                host[0].copy_(there[0], non_blocking=True)
+            link.copy(_OUT)
         if into:
-            with torch.cuda.stream(streams[1]):
-                there[1].copy_(host[1], non_blocking=True)
+            link.copy(_INTO)
         torch.cuda.synchronize(device)
         return time.perf_counter() - begin
 
@@ -71,40 +68,60 @@ def probe_link_beside(
 ) -> LinkRates:
     """What a CUDA device's link carries while the device computes, which is less than ``idle``.
 
-    ``load`` enqueues ``load_seconds`` of kernels on the current stream.
+    ``load`` enqueues ``load_seconds`` of kernels on the current stream. Without memory for the copies, here
+    or on the host, the rates are those of the idle link.
     """
-    host = [torch.ones(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    there = [torch.ones(_PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-    pairs = [(host[0], there[0]), (there[1], host[1])]
-    owners = [StreamOwner() for _ in range(2)]
-    streams = [borrow_stream(device, owner) for owner in owners]
+    try:
+        link = _Link(device, _PIECE_BYTES)
+    except RuntimeError:
+        return idle
 
     def seconds(lanes: Sequence[int], rates: Sequence[float]) -> list[float]:
         """For a byte of each lane, all lanes at once."""
         torch.cuda.synchronize(device)
         load()
-        marks = []
-        for lane, rate in zip(lanes, rates, strict=True):
-            count = pieces_beside(load_seconds, rate)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            target, source = pairs[lane]
-            with torch.cuda.stream(streams[lane]):
-                begin.record()
-                for _ in range(count):
-                    target.copy_(source, non_blocking=True)
-                end.record()
-            marks.append((begin, end, count * _PIECE_BYTES))
+        counts = [pieces_beside(load_seconds, rate) for rate in rates]
+        marks = [link.timed_copies(lane, count) for lane, count in zip(lanes, counts, strict=True)]
         torch.cuda.synchronize(device)
-        return [begin.elapsed_time(end) / 1e3 / num_bytes for begin, end, num_bytes in marks]
+        return [
+            begin.elapsed_time(end) / 1e3 / (count * _PIECE_BYTES)
+            for (begin, end), count in zip(marks, counts, strict=True)
+        ]
 
     def found(*rates: tuple[int, float]) -> list[float]:
         lanes, expected = zip(*rates, strict=True)
         samples = [seconds(lanes, expected) for _ in range(NUM_REPEATS)]
         return [1 / statistics.median(of_lane) for of_lane in zip(*samples, strict=True)]
 
-    (out,), (into,) = found((0, idle.out)), found((1, idle.into))
-    both = found((0, idle.out_duplex), (1, idle.into_duplex))
+    (out,), (into,) = found((_OUT, idle.out)), found((_INTO, idle.into))
+    both = found((_OUT, idle.out_duplex), (_INTO, idle.into_duplex))
     return slower_of(idle, LinkRates(out, into, *both))
+
+
+class _Link:
+    """Pinned memory and the device's, ``num_bytes`` for each direction, and a stream for each."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._ends = {_OUT: (host[0], there[0]), _INTO: (there[1], host[1])}
+        self._owners = {lane: StreamOwner() for lane in (_OUT, _INTO)}
+        self._streams = {lane: borrow_stream(device, owner) for lane, owner in self._owners.items()}
+
+    def copy(self, lane: int, count: int = 1) -> None:
+        """Enqueue so many copies one way."""
+        target, source = self._ends[lane]
+        with torch.cuda.stream(self._streams[lane]):
+            for _ in range(count):
+                target.copy_(source, non_blocking=True)
+
+    def timed_copies(self, lane: int, count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """The same, with events before and behind them."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(self._streams[lane])
+        self.copy(lane, count)
+        end.record(self._streams[lane])
+        return begin, end
 
 
 def pieces_beside(load_seconds: float, rate: float) -> int:

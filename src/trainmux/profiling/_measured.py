@@ -242,11 +242,7 @@ def _replayed(
     replays(captured, count)  # until the device's clock is what it is under load
     taken = median_of(partial(replays, captured, count))
     count = max(1, int(_BESIDE_SECONDS / taken))
-    try:
-        link = probe_link_beside(partial(enqueue_replays, captured, count), count * taken, idle, device)
-    except RuntimeError:  # no room for the copies, here or on the host
-        torch.cuda.synchronize(device)
-        link = idle
+    link = probe_link_beside(partial(enqueue_replays, captured, count), count * taken, idle, device)
     del captured
     torch.cuda.empty_cache()
     return _Replayed(taken, link)

@@ -1,0 +1,86 @@
+"""What the link carries beside kernels, over a device that is made up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from trainmux.profiling import LinkRates, _link
+from trainmux.profiling._link import probe_link_beside
+
+IDLE = LinkRates(50e9, 40e9, 30e9, 20e9, handover_seconds=1e-6)
+LOAD_SECONDS = 0.2
+PIECE_BYTES = 32 << 20
+
+
+@dataclass
+class Moment:
+    at: float = 0.0
+
+    def elapsed_time(self, end: Moment) -> float:
+        return (end.at - self.at) * 1e3
+
+
+class Device:
+    """Copies at ``share`` of the idle rates while a load is on; what is asked of it is noted."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.num_loads = 0
+        self.ways: list[tuple[int, ...]] = []
+        self.longest = 0.0
+        self._asked: list[tuple[int, int, Moment]] = []
+
+    def load(self) -> None:
+        self.num_loads += 1
+
+    def timed_copies(self, lane: int, count: int) -> tuple[Moment, Moment]:
+        assert self.num_loads == len(self.ways) + 1  # the load has begun
+        self._asked.append((lane, count, Moment()))
+        return Moment(), self._asked[-1][2]
+
+    def synchronize(self, device: torch.device) -> None:
+        if not self._asked:
+            return
+        ways = tuple(lane for lane, _, _ in self._asked)
+        rates = (IDLE.out_duplex, IDLE.into_duplex) if len(ways) == 2 else (IDLE.out, IDLE.into)
+        for lane, count, end in self._asked:
+            end.at = count * PIECE_BYTES / (self.share * rates[lane])
+            self.longest = max(self.longest, end.at)
+        self.ways.append(ways)
+        self._asked = []
+
+
+def on(device: Device, monkeypatch: pytest.MonkeyPatch) -> LinkRates:
+    monkeypatch.setattr(_link, "_Link", lambda where, num_bytes: device)
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    return probe_link_beside(device.load, LOAD_SECONDS, IDLE, torch.device("cuda"))
+
+
+def test_copies_are_as_slow_as_beside_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(0.8)
+    found = on(device, monkeypatch)
+    assert (found.out, found.into) == pytest.approx((40e9, 32e9))
+    assert (found.out_duplex, found.into_duplex) == pytest.approx((24e9, 16e9))
+    assert found.handover_seconds == IDLE.handover_seconds
+    assert device.ways == [(0,)] * 3 + [(1,)] * 3 + [(0, 1)] * 3
+
+
+def test_the_load_outlasts_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(0.8)
+    on(device, monkeypatch)
+    assert 0.5 * LOAD_SECONDS < device.longest < LOAD_SECONDS
+
+
+def test_no_link_is_faster_than_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on(Device(1.5), monkeypatch) == IDLE
+
+
+def test_without_memory_for_the_copies_the_link_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(where: torch.device, num_bytes: int) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(_link, "_Link", full)
+    assert probe_link_beside(lambda: None, LOAD_SECONDS, IDLE, torch.device("cuda")) == IDLE
