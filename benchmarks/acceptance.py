@@ -33,22 +33,24 @@ FLAT_FROM = 200
 DETERMINISTIC = ("transformer_with_dropout", "bottleneck", "lstm_with_dropout")
 
 
-def find(name: str) -> tuple[Callable[[int], Any], Callable[[Any, Any], Any], Callable[[int], Any]]:
-    """How to build a member, its loss, and batches by seed."""
+def find(name: str) -> tuple[Callable[[int, int], Any], Callable[[Any, Any], Any], Callable[[int], Any]]:
+    """How to make so many models from a number on, their loss, and batches by seed."""
     from trainmux.cli.bench.cases import find_case
 
     case = find_case(name)
-    return case.build, case.loss, lambda seed: case.batch(seed, case.batch_sizes[0])
+    return case.models, case.loss, lambda seed: case.batch(seed, case.batch_sizes[0])
 
 
-def make_member(name: str, seed: int) -> Any:
+def make_members(name: str, count: int, first: int = 0) -> list[Any]:
     import torch
 
     import trainmux as tm
 
-    model = find(name)[0](seed).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 * (1 + seed / NUM_MEMBERS))
-    return tm.Member(model, optimizer, name=f"member {seed}", seed=seed)
+    members = []
+    for number, model in enumerate(find(name)[0](count, first), first):
+        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4 * (1 + number / NUM_MEMBERS))
+        members.append(tm.Member(model, optimizer, name=f"member {number}", seed=number))
+    return members
 
 
 def begun(name: str, *, lowering: str) -> tuple[Any, dict[str, Any]]:
@@ -61,8 +63,8 @@ def begun(name: str, *, lowering: str) -> tuple[Any, dict[str, Any]]:
     import trainmux as tm
 
     import_seconds = time.perf_counter() - begin
-    build, loss, batch = find(name)
-    models = [build(seed).train() for seed in range(NUM_MEMBERS)]
+    make_models, loss, batch = find(name)
+    models = [model.train() for model in make_models(NUM_MEMBERS, 0)]
     first = batch(0)
     wait_for_turn()
     begin = time.perf_counter()
@@ -94,7 +96,7 @@ def make_fleet(name: str, num_members: int = NUM_MEMBERS, **options: Any) -> Any
     import trainmux as tm
 
     _, loss, batch = find(name)
-    members = [make_member(name, seed) for seed in range(num_members)]
+    members = make_members(name, num_members)
     wait_for_turn()
     return tm.Fleet(members, loss, batch(0), device=device(), **options)
 
@@ -159,8 +161,7 @@ def start(name: str, *, lowering: str = "inductor") -> dict[str, Any]:
     # "host for device": a member whose own tensors are on the host makes way for one on the device.
     kinds = ["host for device", *["device for device"] * NUM_REPLACEMENTS, "device for host", "host for host"]
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for seed, kind in enumerate(kinds):
-        newcomer = make_member(name, 100 + seed)
+    for kind, newcomer in zip(kinds, make_members(name, len(kinds), 100), strict=True):
         if device() == "cuda" and kind.endswith("for device"):
             newcomer.model.cuda()
         synchronize()
@@ -280,7 +281,7 @@ def flat(name: str) -> dict[str, Any]:
         if step == 20:
             fleet.wait_until_compiled()
         if step % 50 == 49:
-            fleet.replace(fleet.names[step // 50 % 4], make_member(name, 1000 + step))
+            fleet.replace(fleet.names[step // 50 % 4], *make_members(name, 1, 1000 + step))
         if step >= FLAT_FROM and step % 50 == 0:
             synchronize()
             seen.append(reserved().get("taken_bytes", 0))

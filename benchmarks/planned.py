@@ -55,8 +55,8 @@ class Bench:
         self.device = torch.device(device)
         self.before = self.used()
         members = []
-        for number in range(num_members):
-            model = case.build(number).train()
+        for number, model in enumerate(case.models(num_members)):
+            model.train()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 * (number + 1))
             members.append(tm.Member(model, optimizer, name=f"member {number}", seed=number))
         size = batch_size or case.batch_sizes[0]

@@ -40,8 +40,8 @@ FAMILIES = (*STRATEGY_FAMILIES, "width")
 def build(case: Case, num_members: int, strategies: str, device: torch.device, lowering: str) -> tm.Fleet:
     """A fleet of AdamW members, as ``trainmux bench step`` makes them."""
     members = []
-    for index in range(num_members):
-        model = case.build(index).train()
+    for index, model in enumerate(case.models(num_members)):
+        model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 * (1 + index / num_members))
         members.append(tm.Member(model, optimizer, name=f"member {index}", seed=index))
     return tm.Fleet(

@@ -254,3 +254,15 @@ def test_every_full_size_workload_is_a_case() -> None:
     assert all(find_case(name).batch_sizes for name in case_names())
     assert "gpt2" in default_names()
     assert not any(name.endswith("_no_dropout") or ":" in name for name in default_names())
+
+
+def test_models_of_a_case_differ_and_are_the_same_each_time() -> None:
+    case = find_case("small:mlp")
+    models = case.models(3, first=5)
+    again = [case.models(1, first=number)[0] for number in (5, 6, 7)]
+    for model, same in zip(models, again, strict=True):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, same.get_parameter(name))
+    weights = [next(iter(model.parameters())) for model in models]
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from trainmux.workloads.registry import BATCH_SIZE
 
 SMALL_PREFIX = "small:"
 NO_DROPOUT = "_no_dropout"
+_SCALE = 1024
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,14 @@ class Case:
     build: Callable[[int], nn.Module]
     loss: Callable[[nn.Module, Any], Tensor]
     batch: Callable[[int, int], Any]
+
+    def models(self, count: int, first: int = 0) -> list[nn.Module]:
+        """Models from number ``first`` on: one is built, the others are it with other scales of parameters.
+
+        They learn differently. To draw all weights anew takes 8 s for each GPT-2, longer than to measure it.
+        """
+        built = self.build(0)
+        return [_scaled(built, number) for number in range(first, first + count)]
 
 
 def case_names() -> list[str]:
@@ -64,6 +74,14 @@ def find_case(name: str) -> Case:
         loss=_scalar(sized.loss),
         batch=sized.batch,
     )
+
+
+def _scaled(built: nn.Module, number: int) -> nn.Module:
+    model = copy.deepcopy(built)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(1 + number / _SCALE)
+    return model
 
 
 def _scalar(loss: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], Tensor]:
