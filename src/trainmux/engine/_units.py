@@ -80,7 +80,7 @@ def _by_size(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
 
 def _member_sizes(tensors: Sequence[Tensor]) -> list[int]:
     """Elements of one member in each."""
-    return [tensor[0].numel() for tensor in tensors]
+    return [math.prod(tensor.shape[1:]) for tensor in tensors]
 
 
 def _filled(positions: Sequence[int], sizes: Sequence[int], limit: float) -> Iterator[tuple[int, ...]]:

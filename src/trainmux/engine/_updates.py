@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -270,11 +271,14 @@ def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
 
     Parameters of many shapes then share one compiled update.
     """
-    rows = tensors[0][0]
-    if any(tensor[0].stride() != rows.stride() for tensor in tensors) or rows.numel() == 0:
+    shape, stride = tensors[0].shape[1:], tensors[0].stride()[1:]
+    if any(tensor.stride()[1:] != stride for tensor in tensors) or math.prod(shape) == 0:
         return tensors
-    order = sorted(range(rows.dim()), key=lambda dim: (-rows.stride()[dim], -rows.shape[dim]))
-    if not rows.permute(order).is_contiguous():
-        return tensors
+    order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim]))
+    expected = 1
+    for dim in reversed(order):
+        if shape[dim] > 1 and stride[dim] != expected:
+            return tensors
+        expected *= shape[dim]
     axes = [0, *(dim + 1 for dim in order)]
     return tuple(tensor.permute(axes).reshape(tensor.shape[0], -1) for tensor in tensors)

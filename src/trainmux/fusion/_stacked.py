@@ -35,6 +35,10 @@ class Stacked:
         return self.tensor.shape[1:]
 
 
+def is_stacked(value: Any) -> bool:
+    return isinstance(value, Stacked)
+
+
 @dataclass(frozen=True)
 class Context:
     """What a rule may need beside its arguments.
