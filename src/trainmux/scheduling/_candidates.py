@@ -30,9 +30,10 @@ from trainmux.errors import PlanError
 from trainmux.ir import Multiplexing, Part, Profile, Program, Schedule, SubArray
 from trainmux.rewrite import Draft, draft, place
 from trainmux.scheduling._bound import least_seconds
-from trainmux.scheduling._lift import schedule_sub_arrays
+from trainmux.scheduling._lift import schedule_all_at_once, schedule_sub_arrays
 from trainmux.scheduling._policy import Infeasible, Task, plain_order
 from trainmux.scheduling._slack import with_slack
+from trainmux.scheduling._spread import spread_static
 from trainmux.scheduling.policies import Auto, KnownPolicy
 from trainmux.scheduling.policies._body import FixedBody, known_facts
 from trainmux.scheduling.policies._gaps import Choice, find_gaps
@@ -403,22 +404,41 @@ class Candidates:
 
     def _scheduled(self, limit_bytes: int, asked_for: int, needs: dict[int, int]) -> _Timed | None:
         """What the policy makes of a limit; where nothing, ``needs[asked_for]`` is what it says it needs."""
+        task = self._task(limit_bytes)
+        best: _Timed | None = None
+        lacking: list[int] = []
+        for make in (self._each_by_itself, self._spread, self._all_at_once):
+            try:
+                schedule = make(task, best)
+                timed = self._timed(schedule) if schedule is not None else None
+            except Infeasible as reason:
+                lacking.append(reason.excess_bytes)
+                continue
+            except PlanError:
+                continue  # decisions that no program can carry out
+            if timed is not None and (best is None or timed.seconds < best.seconds * (1 - ROUNDING)):
+                best = timed
+            if best is not None and best.seconds <= self.least_seconds * (1 + ROUNDING):
+                return best
+        if best is None and lacking:
+            needs[asked_for] = limit_bytes + min(lacking)
+        return self._hurried(best, limit_bytes) if best is not None else None
+
+    def _each_by_itself(self, task: Task, best: _Timed | None) -> Schedule:
         policy = self.known.policy
-        try:
-            schedule = schedule_sub_arrays(
-                policy.schedule,
-                self._task(limit_bytes),
-                together=self._swaps_static,
-                other_way=policy.other_way().schedule if isinstance(policy, Auto) else None,
-            )
-        except Infeasible as reason:
-            needs[asked_for] = limit_bytes + reason.excess_bytes
+        other_way = policy.other_way().schedule if isinstance(policy, Auto) else None
+        return schedule_sub_arrays(policy.schedule, task, other_way=other_way)
+
+    def _spread(self, task: Task, best: _Timed | None) -> Schedule | None:
+        if not self._swaps_static or len(task.profiles) == 1:
             return None
-        try:
-            timed = self._timed(schedule)
-        except PlanError:
-            return None  # decisions that no program can carry out
-        return self._hurried(timed, limit_bytes)
+        return spread_static(task, below=best.seconds if best is not None else math.inf)
+
+    def _all_at_once(self, task: Task, best: _Timed | None) -> Schedule | None:
+        """Takes the longest, so only where nothing else fits."""
+        if not self._swaps_static or len(task.profiles) == 1 or best is not None:
+            return None
+        return schedule_all_at_once(self.known.policy.schedule, task)
 
     def _timed(self, schedule: Schedule) -> _Timed:
         made = draft(self.arrangement.profiles, schedule)

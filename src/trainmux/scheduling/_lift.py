@@ -24,7 +24,7 @@ from trainmux.scheduling.policies._layout import demand, lay_out
 
 _POLICY = "a policy, applied to each sub-array in turn,"
 _MAX_DIRECT_NODES = 4500
-"""Nodes of sub-arrays that are scheduled together where each by itself does not fit."""
+"""Nodes of sub-arrays that are scheduled all at once."""
 _NUM_ROLES = 3
 """The first, any in the middle, and the last of sub-arrays that run in turns."""
 
@@ -46,29 +46,25 @@ Solve = Callable[[Task], Schedule]
 """What makes a schedule for one or two sub-arrays, or for any number if it is asked for them together."""
 
 
-def schedule_sub_arrays(
-    solve: Solve, task: Task, *, together: bool = False, other_way: Solve | None = None
-) -> Schedule:
+def schedule_sub_arrays(solve: Solve, task: Task, *, other_way: Solve | None = None) -> Schedule:
     """What ``solve`` makes of a task with any number of sub-arrays; raises `Infeasible` where nothing fits.
 
-    ``together`` says that it can do more with all of them at once: swap static tensors of those that are
-    idle. That is tried where each by itself does not fit. ``other_way`` is asked too where a ring takes
-    longer than its nodes alone: what hides well in a pair may not do so where different pairs meet.
+    ``other_way`` is asked too where a ring takes longer than its nodes alone: what hides well in a pair may
+    not do so where different pairs meet.
     """
     count = len(task.profiles)
     if count == 1 or (count == 2 and task.multiplexing is Multiplexing.RING):
         return solve(task)
-    try:
-        if task.multiplexing is Multiplexing.TURNS:
-            return _turns(solve, task)
-        return _quickest_ring([solve] if other_way is None else [solve, other_way], task).schedule
-    except Infeasible as reason:
-        if not together:
-            raise
-        try:
-            return _all_at_once(solve, task)
-        except Infeasible as other:
-            raise min((reason, other), key=lambda each: each.excess_bytes) from None
+    if task.multiplexing is Multiplexing.TURNS:
+        return _turns(solve, task)
+    return _quickest_ring([solve] if other_way is None else [solve, other_way], task).schedule
+
+
+def schedule_all_at_once(solve: Solve, task: Task) -> Schedule:
+    """The same by a ``solve`` that can do more with all of them: swap what is static of idle ones."""
+    if _is_direct(task):
+        return solve(task)
+    return _lifted(task, solve(_reduced(task)))
 
 
 def _turns(solve: Solve, task: Task) -> Schedule:
@@ -159,12 +155,6 @@ def _stage(all_facts: Sequence[Facts], sub_array: int, following: int, pair: Sch
         for owner, rank in pair.order
         if (rank >= num_forward) == (owner == role)
     ]
-
-
-def _all_at_once(solve: Solve, task: Task) -> Schedule:
-    if _is_direct(task):
-        return solve(task)
-    return _lifted(task, solve(_reduced(task)))
 
 
 def _is_direct(task: Task) -> bool:

@@ -13,12 +13,12 @@ import torch
 import trainmux as tm
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.fleet import _plan, _program_store
+from trainmux.fleet._planning import FIXED_BYTES
 from trainmux.ir import Multiplexing, to_json, verify
 from trainmux.lowering import KernelCache
 from trainmux.workloads import SMALL
 
 DEVICE = tm.Device("toy", 1 << 30, 1 << 32, 8, 1e12, 1e12, 1e11, 1e10, 1e10)
-FIXED = 64 << 20
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_plan_without_pressure_fuses_everything(roomy: tm.Plan) -> None:
     assert not roomy.swaps
     assert not roomy.recomputes
     assert roomy.budget_bytes == DEVICE.memory_bytes
-    assert FIXED < roomy.peak_bytes < roomy.budget_bytes
+    assert FIXED_BYTES < roomy.peak_bytes < roomy.budget_bytes
     assert roomy.step_seconds == pytest.approx(sum(node.seconds for node in roomy.profiles[0].nodes))
     assert roomy.bound_seconds == pytest.approx(roomy.step_seconds)
 
@@ -67,7 +67,7 @@ def test_a_plan_without_pressure_fuses_everything(roomy: tm.Plan) -> None:
 @pytest.mark.parametrize("policy", ["capuchin", "mutwo", "auto"])
 def test_a_policy_keeps_to_a_budget(policy: str, roomy: tm.Plan) -> None:
     static = sum(t.size_bytes for t in roomy.profiles[0].tensors if t.byte_class.is_static)
-    budget = FIXED + static + (roomy.peak_bytes - FIXED - static) * 2 // 3
+    budget = FIXED_BYTES + static + (roomy.peak_bytes - FIXED_BYTES - static) * 2 // 3
     fleet = fleet_of()
     try:
         plan = fleet.plan(budget, policy, device=DEVICE, num_members=4)
@@ -78,14 +78,14 @@ def test_a_policy_keeps_to_a_budget(policy: str, roomy: tm.Plan) -> None:
     assert plan.step_seconds >= roomy.step_seconds
     assert roomy.bound_seconds <= plan.bound_seconds * (1 + 1e-9) <= plan.step_seconds * (1 + 2e-9)
     profiles = [plan.profiles[sub_array.profile] for sub_array in plan.partition]
-    verify(plan.program, profiles, budget_bytes=plan.budget_bytes, fixed_bytes=FIXED)
+    verify(plan.program, profiles, budget_bytes=plan.budget_bytes, fixed_bytes=FIXED_BYTES)
     assert plan.timeline.seconds == pytest.approx(plan.step_seconds)
 
 
 def test_a_budget_that_cannot_work_names_one_that_does() -> None:
     fleet = fleet_of()
     with pytest.raises(BudgetError, match="smallest that works") as caught:
-        fleet.plan(FIXED + 1000, "mutwo", device=DEVICE)
+        fleet.plan(FIXED_BYTES + 1000, "mutwo", device=DEVICE)
     assert caught.value.smallest_bytes is not None
     plan = fleet.plan(caught.value.smallest_bytes, "mutwo", device=DEVICE)
     assert plan.peak_bytes <= caught.value.smallest_bytes

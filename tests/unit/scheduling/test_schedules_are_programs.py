@@ -15,7 +15,7 @@ from trainmux.ir import Multiplexing, verify
 from trainmux.rewrite import rewrite
 from trainmux.scheduling import Infeasible, Task, policy_named
 from trainmux.scheduling._facts import facts_of
-from trainmux.scheduling._lift import schedule_sub_arrays
+from trainmux.scheduling._lift import schedule_all_at_once, schedule_sub_arrays
 from trainmux.scheduling._policy import live_bytes, plain_order
 from trainmux.scheduling.policies import Auto
 from trainmux.simulate import peak_live_bytes
@@ -43,14 +43,15 @@ def test_every_schedule_becomes_a_proved_program(name: str) -> None:
     for seed in range(10):
         policy = policy_named(name, evaluations=6).policy
         for task in tasks(seed):
-            try:
-                schedule = schedule_sub_arrays(policy.schedule, task, together=isinstance(policy, Auto))
-            except Infeasible:
-                continue
-            program = rewrite(task.profiles, schedule)
-            assert peak_live_bytes(program.body) <= task.limit_bytes
-            verify(program, task.profiles, budget_bytes=program.slab_bytes)
-            num_decided += bool(schedule.swaps or schedule.recomputes)
+            for make in (schedule_sub_arrays, schedule_all_at_once)[: 2 if isinstance(policy, Auto) else 1]:
+                try:
+                    schedule = make(policy.schedule, task)
+                except Infeasible:
+                    continue
+                program = rewrite(task.profiles, schedule)
+                assert peak_live_bytes(program.body) <= task.limit_bytes
+                verify(program, task.profiles, budget_bytes=program.slab_bytes)
+                num_decided += bool(schedule.swaps or schedule.recomputes)
     assert num_decided >= 10
 
 

@@ -1,0 +1,159 @@
+"""Static tensors of every sub-array on the host, as many of each: what one makes room for serves all.
+
+Optimizer state is used once a step, and a parameter is idle from its update to the next forward pass. A
+search that relieves one peak after another takes such tensors of one sub-array and then of the next; all of
+that one's copies then meet in its own turn, and compute waits. With the same share of each on the host, every
+turn copies a little of its own while the others' are away.
+
+Where the link is busy all the time with that, every sub-array also makes the same feature maps again: their
+peak is what all static tensors have to make room for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from trainmux.ir import Multiplexing, Schedule
+from trainmux.scheduling._facts import Facts
+from trainmux.scheduling._policy import Task, plain_order
+from trainmux.scheduling._remember import remembered
+from trainmux.scheduling.policies._body import FixedBody, known_facts, static_bytes
+from trainmux.scheduling.policies._clock import seconds_of
+from trainmux.scheduling.policies._gaps import Choice, Gap, find_gaps
+from trainmux.scheduling.policies._layout import Demand, Layout, demand, lay_out
+from trainmux.scheduling.policies._relieve import LinkPrice, Path, Reliever
+
+_RECOMPUTED_SHARES = (0.0, 0.15, 0.3, 0.45)
+"""Of what a sub-array's feature maps need at their peak, how much less that is to be."""
+_NUM_BISECTIONS = 7
+_MORE = (1.0, 1.1, 1.2, 1.35, 1.5, 2.0)
+"""How many times the least share that fits is on the host: with room to spare copies back begin early."""
+_MAX_WORSE = 2
+"""So many in a row that are slower than the best end that search."""
+_CLOSE = 1 + 1e-9
+
+
+def spread_static(task: Task, below: float = math.inf) -> Schedule | None:
+    """The quickest such schedule that was found; ``None`` where none takes less than ``below`` seconds."""
+    spread = _Spread(task)
+    best: Layout | None = None
+    for share in _RECOMPUTED_SHARES:
+        for layout, seconds in spread.layouts(share, below):
+            if seconds < below:
+                best, below = layout, seconds
+        if below <= spread.least_seconds * _CLOSE:
+            break
+    return best.schedule("idle while others have their turns") if best is not None else None
+
+
+class _Spread:
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        facts = known_facts(task)
+        self._body = FixedBody(task, plain_order(task.profiles, task.multiplexing), facts)
+        self._gaps = find_gaps(facts, with_static=True)
+        self._rows = _static_rows(self._body, self._gaps)
+        self.least_seconds = float(self._body.starts[-1])
+
+    def layouts(self, recomputed_share: float, below: float) -> Iterator[tuple[Layout, float]]:
+        """With more and more on the host, and what each takes; none where it is no less than ``below``."""
+        base = self._recomputed(recomputed_share)
+        if base is None or not self._rows:
+            return
+        most = self._demand(base, 1.0)
+        if most is None or most.peak_bytes > self._task.limit_bytes:
+            return
+        if self.least_seconds + float(most.recompute_seconds.sum()) >= below:
+            return
+        least, best, num_worse = self._least_share(base), math.inf, 0
+        for share in dict.fromkeys(min(1.0, least * more) for more in _MORE):
+            needs = self._demand(base, share)
+            limit = self._task.limit_bytes
+            layout = lay_out(self._body, self._gaps, needs, limit) if needs is not None else None
+            if layout is None:
+                continue
+            seconds = seconds_of(layout)
+            yield layout, seconds
+            num_worse = 0 if seconds < best else num_worse + 1
+            best = min(best, seconds)
+            if num_worse == _MAX_WORSE or best <= self.least_seconds * _CLOSE:
+                return
+
+    def _least_share(self, base: Sequence[Choice]) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(_NUM_BISECTIONS):
+            middle = (low + high) / 2
+            needs = self._demand(base, middle)
+            fits = needs is not None and needs.peak_bytes <= self._task.limit_bytes
+            low, high = (low, middle) if fits else (middle, high)
+        return high
+
+    def _demand(self, base: Sequence[Choice], share: float) -> Demand | None:
+        """With a share of each sub-array's static tensors on the host."""
+        choices = list(base)
+        for row in self._rows:
+            for number in _filled(self._gaps, row, share):
+                choices[number] = Choice.SWAP
+        return demand(self._body, self._gaps, choices)
+
+    def _recomputed(self, share: float) -> list[Choice] | None:
+        """The same feature maps made again in all sub-arrays of a profile; ``None`` where they cannot be."""
+        found: list[dict[int, Choice]] = []
+        for facts in self._body.all_facts:
+            own: dict[int, Choice] = {}
+            if share:
+                task = _alone(facts)
+                static = static_bytes([facts]).total
+                peak = int(
+                    FixedBody(task, plain_order(task.profiles, task.multiplexing), [facts]).needed().max()
+                )
+                step = _recompute_path(facts).first_within(round(peak - share * (peak - static)), 0)
+                if step is None:
+                    return None
+                gaps = find_gaps([facts], with_static=False)
+                own = {gap.tensor: choice for gap, choice in zip(gaps, step.choices, strict=True)}
+            found.append(own)
+        return [
+            Choice.KEEP if gap.is_static else found[gap.sub_array].get(gap.tensor, Choice.KEEP)
+            for gap in self._gaps
+        ]
+
+
+def _alone(facts: Facts) -> Task:
+    return Task((facts.profile,), Multiplexing.TURNS, limit_bytes=0, host_bytes=0)
+
+
+@remembered
+def _recompute_path(facts: Facts) -> Path:
+    """Fewer and fewer bytes of one sub-array by making again what is the cheapest."""
+    task = _alone(facts)
+    gaps = find_gaps([facts], with_static=False)
+    body = FixedBody(task, plain_order(task.profiles, task.multiplexing), [facts])
+    return Reliever(gaps, [True] * len(gaps), may_swap=False).path(body, LinkPrice(math.inf))
+
+
+def _static_rows(body: FixedBody, gaps: Sequence[Gap]) -> list[list[int]]:
+    """The static gaps of each sub-array by number: whatever is used once a step first, the largest first."""
+    rows: dict[int, list[int]] = {}
+    for number, gap in enumerate(gaps):
+        if gap.is_static:
+            rows.setdefault(gap.sub_array, []).append(number)
+
+    def order(number: int) -> tuple[int, int, int]:
+        gap = gaps[number]
+        num_uses = len(body.all_facts[gap.sub_array].tensors[gap.tensor].accesses)
+        return (min(num_uses, 2), -gap.size_bytes, number)
+
+    return [sorted(row, key=order) for row in rows.values()]
+
+
+def _filled(gaps: Sequence[Gap], row: Sequence[int], share: float) -> list[int]:
+    """Gaps of a row that come closest to a share of its bytes, those in front if they can be."""
+    wanted = share * sum(gaps[number].size_bytes for number in row)
+    taken = []
+    for number in row:
+        if gaps[number].size_bytes <= wanted * _CLOSE:
+            taken.append(number)
+            wanted -= gaps[number].size_bytes
+    return taken

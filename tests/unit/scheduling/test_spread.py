@@ -1,0 +1,155 @@
+"""The same share of every sub-array's static tensors on the host: it fits, can be done, and is quick."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from graphs import DEVICE, KIB, Shape, random_profile
+
+from trainmux.ir import ByteClass, Multiplexing, Phase, Profile, ProfiledNode, ProfiledTensor, verify
+from trainmux.rewrite import rewrite
+from trainmux.scheduling import Group, Planner, Task
+from trainmux.scheduling._lift import schedule_sub_arrays
+from trainmux.scheduling._policy import live_bytes, plain_order
+from trainmux.scheduling._spread import spread_static
+from trainmux.scheduling.policies import Auto
+from trainmux.simulate import lane_times, peak_live_bytes
+
+SHAPE = Shape(num_layers=4, constant=0.3, frozen=0.3, unrepeatable=0.0, optimizer_states=2)
+
+
+def task_of(profile: Profile, count: int, multiplexing: Multiplexing, share: float) -> Task:
+    """With a limit at a share of the way from half of static memory to what nothing decided needs."""
+    task = Task((profile,) * count, multiplexing, 0, 1 << 50)
+    high = max(live_bytes(task, plain_order(task.profiles, multiplexing)))
+    static = count * sum(tensor.size_bytes for tensor in profile.tensors if tensor.byte_class.is_static)
+    limit = round(static / 2 + share * (high - static / 2))
+    return Task(task.profiles, multiplexing, limit, 1 << 50)
+
+
+@pytest.mark.parametrize("multiplexing", list(Multiplexing))
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_it_fits_is_alike_everywhere_and_can_be_carried_out(multiplexing: Multiplexing, count: int) -> None:
+    num_found = num_recomputing = 0
+    for seed in range(6):
+        profile = random_profile(seed, 1, SHAPE)
+        for share in (0.5, 0.7, 0.9):
+            task = task_of(profile, count, multiplexing, share)
+            schedule = spread_static(task)
+            if schedule is None:
+                continue
+            num_found += 1
+            num_recomputing += bool(schedule.recomputes)
+            program = rewrite(task.profiles, schedule)
+            assert peak_live_bytes(program.body) <= task.limit_bytes
+            verify(program, task.profiles, budget_bytes=program.slab_bytes)
+            for decided in (schedule.swaps, schedule.recomputes):
+                by_sub_array = [
+                    {each.tensor for each in decided if each.sub_array == number} for number in range(count)
+                ]
+                assert all(found == by_sub_array[0] for found in by_sub_array)
+            seconds = lane_times(program.body, task.profiles).seconds
+            assert spread_static(task, below=seconds * 0.999) is None
+            again = spread_static(task, below=seconds * 1.01)
+            assert again == schedule
+    assert num_found >= 4
+    assert num_recomputing >= 1
+
+
+def test_nothing_where_all_static_tensors_away_are_not_enough() -> None:
+    profile = random_profile(1, 1, SHAPE)
+    task = Task((profile,) * 3, Multiplexing.TURNS, 1, 1 << 50)
+    assert spread_static(task) is None
+
+
+def test_nothing_without_room_on_the_host() -> None:
+    profile = random_profile(1, 1, SHAPE)
+    task = task_of(profile, 3, Multiplexing.TURNS, 0.8)
+    assert spread_static(task) is not None
+    assert spread_static(Task(task.profiles, task.multiplexing, task.limit_bytes, 0)) is None
+
+
+def member(num_layers: int = 6) -> Profile:
+    """One member: much state, used once a step, and a link that takes four nodes' time for a map."""
+    tensors: list[ProfiledTensor] = []
+    nodes: list[ProfiledNode] = []
+
+    def tensor(name: str, size: int, byte_class: ByteClass) -> int:
+        seconds = size / (10 * KIB) * 1e-3
+        tensors.append(ProfiledTensor(name, byte_class, size, seconds, seconds, seconds, seconds))
+        return len(tensors) - 1
+
+    def node(name: str, phase: Phase, reads: list[int], creates: list[int], changes: list[int]) -> None:
+        nodes.append(ProfiledNode(name, phase, tuple(reads), tuple(creates), tuple(changes), 1e-3, 0, True))
+
+    last = tensor("batch", KIB, ByteClass.BATCH)
+    weights = [tensor(f"w{n}", 20 * KIB, ByteClass.PARAMETER) for n in range(num_layers)]
+    states = [tensor(f"s{n}", 40 * KIB, ByteClass.OPTIMIZER_STATE) for n in range(num_layers)]
+    maps = []
+    for n in range(num_layers):
+        maps.append(tensor(f"z{n}", 40 * KIB, ByteClass.FEATURE_MAP))
+        node(f"forward {n}", Phase.FORWARD, [last, weights[n]], [maps[-1]], [])
+        last = maps[-1]
+    gradients = []
+    for n in reversed(range(num_layers)):
+        gradients.append(tensor(f"g{n}", 20 * KIB, ByteClass.GRADIENT))
+        node(f"backward {n}", Phase.BACKWARD, [maps[n], weights[n]], [gradients[-1]], [])
+    for n, gradient in zip(reversed(range(num_layers)), gradients, strict=True):
+        node(f"update {n}", Phase.UPDATE, [gradient], [], [weights[n], states[n]])
+    return Profile("member", "analytic", 1, DEVICE, tuple(tensors), tuple(nodes))
+
+
+def seconds_of(task: Task, policy: Auto) -> tuple[float, float, float]:
+    """Of the nodes alone, of sub-arrays each by itself, and of static tensors spread over all."""
+    least = sum(node.seconds for profile in task.profiles for node in profile.nodes)
+    by_itself = rewrite(task.profiles, schedule_sub_arrays(policy.schedule, task))
+    schedule = spread_static(task)
+    assert schedule is not None
+    spread = rewrite(task.profiles, schedule)
+    times = [lane_times(program.body, task.profiles).seconds for program in (by_itself, spread)]
+    return least, times[0], times[1]
+
+
+def test_eight_members_near_static_memory_take_hardly_longer_than_their_nodes() -> None:
+    profile = member()
+    task = Task((profile,) * 8, Multiplexing.TURNS, 0, 1 << 50)
+    high = max(live_bytes(task, plain_order(task.profiles, Multiplexing.TURNS)))
+    task = Task(task.profiles, Multiplexing.TURNS, high - 150 * KIB, 1 << 50)
+    least, by_itself, spread = seconds_of(task, Auto(evaluations=15))
+    assert by_itself > 1.1 * least
+    assert spread < 1.03 * least
+
+
+def test_the_planner_takes_it() -> None:
+    profile = member()
+    planner = Planner(
+        [Group("0", tuple(f"member {number}" for number in range(8)))],
+        profile_of=lambda group, width: profile if width == 1 else _wide(profile, width),
+        policy="auto",
+        max_partitions=5,
+    )
+    static = 8 * sum(tensor.size_bytes for tensor in profile.tensors if tensor.byte_class.is_static)
+    record = planner.plan(static + 100 * KIB)
+    least = 8 * sum(node.seconds for node in profile.nodes)
+    assert record.step_seconds < 1.1 * least
+    assert any(
+        profile.tensors[swap.tensor].byte_class is ByteClass.OPTIMIZER_STATE for swap in record.schedule.swaps
+    )
+
+
+def _wide(profile: Profile, width: int) -> Profile:
+    """The same for several members, which take as long as one after another."""
+
+    def widened(tensor: ProfiledTensor) -> ProfiledTensor:
+        seconds = width * tensor.swap_in_seconds
+        size = width * tensor.size_bytes
+        return ProfiledTensor(tensor.name, tensor.byte_class, size, seconds, seconds, seconds, seconds)
+
+    return replace(
+        profile,
+        fingerprint=f"member {width}",
+        width=width,
+        tensors=tuple(map(widened, profile.tensors)),
+        nodes=tuple(replace(node, seconds=width * node.seconds) for node in profile.nodes),
+    )
