@@ -21,7 +21,6 @@ from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -264,6 +263,9 @@ def min_cut(
     ``joint``'s placeholders must be called ``primals_*`` and ``tangents_*``; ``static_inputs`` are the
     positions of those that live on anyway (parameters), whose saving costs nothing.
     """
+    # It imports torch's compilers, which takes longer than all of this package: not before it is needed.
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     with functorch_config.patch(cse=True), _use_lazy_graph_module(True):
         forward, backward = min_cut_rematerialization_partition(
             joint,
