@@ -26,7 +26,7 @@ from trainmux.tracing._cleanup import output_nodes, simplify, source_of
 from trainmux.tracing._composites import own_composites
 from trainmux.tracing._constant_masks import drop_constant_masks
 from trainmux.tracing._linalg import failures_make_loss_nan
-from trainmux.tracing._randomness import draw_from_counters
+from trainmux.tracing._randomness import draw_from_counters, own_generator_error
 from trainmux.tracing._source import innermost_user_frame, is_user_file, node_location
 from trainmux.tracing._substitute import Substitution, unique_buffers, unique_parameters
 from trainmux.tracing._torch_private import (
@@ -37,6 +37,8 @@ from trainmux.tracing._torch_private import (
     functionalized,
     make_fx,
     recorded_frames,
+    refuses_generators,
+    traced_operator,
     tracing_flags,
 )
 from trainmux.tracing._tree import FlatBatch
@@ -286,6 +288,8 @@ def _trace_error(error: Exception) -> TraceError:
     location = innermost_user_frame(error.__traceback__)
     where = f" at {location}" if location else ""
     op = getattr(error, "func", None)
+    if refuses_generators(error):
+        return own_generator_error(str(traced_operator(error)), location)
     if isinstance(error, DATA_DEPENDENT_ERRORS):
         name = str(op)
         return TraceError(

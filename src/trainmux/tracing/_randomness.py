@@ -190,11 +190,16 @@ def _rule_for(node: fx.Node) -> Callable[..., Any]:
             location=location,
         )
     if node.kwargs.get("generator") is not None:
-        raise TraceError(
-            f"random operator {node.target}{where} draws from a torch.Generator of its own; expected none, "
-            "because draws come from the member's seed: leave the generator out",
-            op=str(node.target),
-            location=location,
-        )
+        raise own_generator_error(str(node.target), location)
     assert rule is not None
     return rule
+
+
+def own_generator_error(op: str, location: str | None) -> TraceError:
+    where = f" at {location}" if location else ""
+    return TraceError(
+        f"random operator {op}{where} draws from a torch.Generator of its own; expected none, "
+        "because draws come from the member's seed: leave the generator out",
+        op=op,
+        location=location,
+    )

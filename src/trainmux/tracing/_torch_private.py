@@ -53,7 +53,9 @@ __all__ = [
     "override_composites",
     "recorded_frames",
     "recurrent_layers",
+    "refuses_generators",
     "static_fake_mode",
+    "traced_operator",
     "tracer_graph",
     "tracing_flags",
     "vmap_without_loops",
@@ -192,6 +194,20 @@ def tracer_graph() -> fx.Graph:
     graph = mode.tracer.graph
     assert isinstance(graph, fx.Graph)
     return graph
+
+
+def refuses_generators(error: Exception) -> bool:
+    """Whether a tracer stopped at a ``torch.Generator``: that of torch 2.11 has no nodes with one."""
+    return isinstance(error, NotImplementedError) and str(torch._C.Generator) in str(error)
+
+
+def traced_operator(error: Exception) -> OpOverload | None:
+    """The operator that was being traced when an error came up."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        operator = frame.f_locals.get("func")
+        found = operator if isinstance(operator, OpOverload) else found
+    return found
 
 
 @contextmanager

@@ -485,3 +485,15 @@ def test_min_cut_merges_equal_nodes() -> None:
     inputs = (torch.ones(3), torch.tensor(1.0))
     forward, _ = private.min_cut(joint_of(twice, *inputs), 1, [])
     assert targets(forward).count(aten.exp.default) == 1
+
+
+def test_an_operator_with_a_generator_is_told_from_other_errors() -> None:
+    def stopped(func: Any, message: str) -> None:
+        raise NotImplementedError(message)
+
+    with pytest.raises(NotImplementedError) as caught:
+        stopped(aten.rand.generator, f"argument of type: {torch.Generator}")
+    assert private.refuses_generators(caught.value)
+    assert private.traced_operator(caught.value) is aten.rand.generator
+    assert not private.refuses_generators(NotImplementedError("no such operator"))
+    assert private.traced_operator(NotImplementedError("outside of any tracer")) is None
