@@ -13,6 +13,9 @@ class ScroogeConstants:
 
     time_step_share: float = 1 / 64
     """T, by which an iteration is shifted: this share of the waiting job's own iteration."""
+    lead_share: float = 1 / 8
+    """How much sooner than its memory is predicted to be free an iteration begins, as a share of itself,
+    beside a peer that only gives memory back: it waits on its way then, at gates instead of at the start."""
     first_budget_share: float = 0.75
     """The part of the arena that predictions may fill when two jobs begin to share it."""
     ramp_steps: int = 4

@@ -202,7 +202,8 @@ def demand_of_iteration(
 def cut_segments(iteration: Iteration, tracking_bytes: int) -> tuple[int, ...]:
     """The rank after the last kernel of each segment.
 
-    A segment ends as soon as feature maps of ``tracking_bytes`` were allocated or released in it;
+    A segment ends as soon as feature maps of ``tracking_bytes`` were allocated or released in it, and where
+    the last of them is released: what comes then, the update as a rule, leaves the arena to the other job.
     `EVERY_KERNEL` cuts after each. Refused with `ConfigError`: negative bytes.
     """
     if tracking_bytes < 0:
@@ -215,10 +216,11 @@ def cut_segments(iteration: Iteration, tracking_bytes: int) -> tuple[int, ...]:
     for row in iteration.feature_maps:
         changed[row.allocated_by] += row.size_bytes
         changed[row.last_used_by] += row.size_bytes
+    last_use = max((row.last_used_by for row in iteration.feature_maps), default=num_kernels - 1)
     cuts, since_cut = [], 0
     for rank in range(num_kernels):
         since_cut += changed[rank]
-        if since_cut >= tracking_bytes or rank == num_kernels - 1:
+        if since_cut >= tracking_bytes or rank in (last_use, num_kernels - 1):
             cuts.append(rank + 1)
             since_cut = 0
     return tuple(cuts)

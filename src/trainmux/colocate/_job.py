@@ -64,7 +64,10 @@ class JobState:
         """How far the last iteration was shifted."""
         self.total_shift_seconds = 0.0
         self.stall_seconds = 0.0
-        """How long gates kept anything of the job from running, in the iteration that is running."""
+        """How long gates kept anything of the job from running, in the iteration that is running.
+
+        Without what it waited for a peer that was falling: in turns it would have waited for longer.
+        """
         self.gap_seconds = 0.0
         """How long nothing of the job ran between segments of that iteration, whatever the reason."""
         self.segment_ended_at = 0.0

@@ -36,7 +36,7 @@ class InFlight(NamedTuple):
     job: JobState
     height_bytes: int
     was_gated: bool
-    """Whether it had to wait for memory, before it was enqueued or since."""
+    """Whether it had to wait for memory of a peer that was not falling, before it was enqueued or since."""
 
 
 class Gate(NamedTuple):
@@ -70,7 +70,7 @@ class Lane:
         """Whose iteration is begun and not enqueued to its end."""
         self.next_segment = 0
         self.is_gated = False
-        """Whether the next segment could have been enqueued before, but for memory."""
+        """Whether the next segment waits, or has waited, for memory of a peer that was not falling."""
         self.is_held = False
         """Whether no iteration may begin here, because the lane's place is about to change."""
         self.tail_hold_bytes = 0
@@ -91,6 +91,14 @@ class Lane:
         return self.job.trend.need_from[self.next_segment] if self.job is not None else 0
 
     @property
+    def is_falling(self) -> bool:
+        """Whether what is not enqueued yet of the begun iteration only gives memory back.
+
+        Whoever begins across never makes it wait, and need not wait for longer than until its end.
+        """
+        return self.need_bytes <= self.tail_hold_bytes
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is begun and nothing in flight: the lane holds no memory."""
         return self.job is None and not self.in_flight
@@ -106,6 +114,15 @@ class Lane:
             if chosen is None or job.service < chosen.service:
                 chosen = job
         return chosen
+
+    def takes_another(self, job: JobState, segment: int) -> bool:
+        """Whether ``segment`` of ``job`` may be in flight besides what is.
+
+        An update at the end, which needs nothing of the arena, goes on top of the limit: it may be short, and
+        what begins behind it at the other end has to be launched in time.
+        """
+        is_update = 0 < segment == job.num_segments - 1 and not job.heights[segment]
+        return len(self.in_flight) < job.in_flight_limit + is_update
 
     def gate(self, job: JobState, segment: int, other: Lane, capacity_bytes: int) -> Gate | None:
         """How ``segment`` of ``job`` may be enqueued here next; ``None`` if it must not be now."""
@@ -128,11 +145,11 @@ class Lane:
             return this_can_end if job.order.is_foremost(job) else other_can_end
         return this_can_end or other_can_end
 
-    def push(self, job: JobState, segment: int, ref: SegmentRef, now: float, *, waits: bool) -> None:
-        """Enqueue a segment whose gate was asked for; ``waits``: it will wait for others."""
+    def push(self, job: JobState, segment: int, ref: SegmentRef, now: float) -> None:
+        """Enqueue a segment whose gate was asked for."""
         if not self.in_flight:
             self.last_end = max(self.last_end, now)
-        self.in_flight.append(InFlight(ref, job, job.heights[segment], waits or self.is_gated))
+        self.in_flight.append(InFlight(ref, job, job.heights[segment], self.is_gated))
         self.is_gated = False
         self.tail_hold_bytes = job.holds[segment]
         self.next_segment = segment + 1

@@ -6,7 +6,8 @@ that is complete. The same logic runs over a simulated clock and over events of 
 
 - *Profiling phase*: a new job's first iteration runs alone, unless its times are known.
 - *Informed phase*: an iteration begins if its trend and what remains of its peer's are predicted to fit into
-  the budget, else it is shifted by steps of T. The budget of predictions begins low and is raised.
+  the budget, else it is shifted by steps of T. The budget of predictions begins low and is raised. Beside a
+  peer that only gives memory back it begins a little early, and waits for that memory on its way.
 - *Turns*: where predictions fail, or sharing is slower than turns, iterations run one after the other for a
   while.
 
@@ -122,24 +123,27 @@ class ScroogeScheduler:
         self._now = now
         if self._target is not None and self._change_layout(now):
             return Remap(self.layout, self.budget_bytes)
-        ready: list[tuple[Lane, JobState, Gate]] = []
+        ready: list[tuple[Lane, Lane, JobState, Gate]] = []
         for arena, lane, other in self._sides:
             job = lane.job
-            if job is None or len(lane.in_flight) >= job.in_flight_limit:
+            if job is None or not lane.takes_another(job, lane.next_segment):
                 continue
             if job.order is not None and job.order.behind(job, lane.next_segment) is None:
                 continue
             gate = lane.gate(job, lane.next_segment, other, arena.capacity_bytes)
             if gate is not None:
-                ready.append((lane, job, gate))
-            else:
+                ready.append((lane, other, job, gate))
+            elif not other.is_falling:
                 lane.is_gated = True
         if not ready:
             return self._begin_iteration(now)
         # The lane that runs dry first goes first.
-        lane, job, gate = ready[0] if len(ready) == 1 else min(ready, key=lambda row: row[0].tail_at(now))
-        behind = () if gate.behind is None else (gate.behind,)
-        return self._enqueue(lane, job, lane.next_segment, behind)
+        first = ready[0] if len(ready) == 1 else min(ready, key=lambda row: row[0].tail_at(now))
+        lane, other, job, gate = first
+        if gate.behind is None:
+            return self._enqueue(lane, job, lane.next_segment, ())
+        lane.is_gated = lane.is_gated or not other.is_falling
+        return self._enqueue(lane, job, lane.next_segment, (gate.behind,))
 
     def complete(self, ref: SegmentRef, started_at: float, ended_at: float) -> None:
         """Report that a segment ran from ``started_at`` to ``ended_at``. A job's segments end in order.
@@ -215,7 +219,7 @@ class ScroogeScheduler:
             job = lane.next_job()
             if job is None or job.is_being_watched:
                 continue
-            if len(lane.in_flight) < job.in_flight_limit:
+            if lane.takes_another(job, 0):
                 waiting.append((job.service, len(waiting), arena, lane, other, job))
         for _, _, arena, lane, other, job in sorted(waiting):
             behind = self._may_begin(arena, lane, other, job, now)
@@ -277,6 +281,8 @@ class ScroogeScheduler:
         free_at = lane.free_at(now)
         rest = other.remainder(now)
         shift = least_shift(job.trend, free_at, rest, soft_budget)
+        if shift > 0 and other.is_falling:
+            shift = max(0.0, shift - self._constants.lead_share * job.trend.iteration_seconds)
         return shift if shift > 0 else self._yield_to_peer(job, free_at, other, rest, now, soft_budget)
 
     def _yield_to_peer(
@@ -306,7 +312,7 @@ class ScroogeScheduler:
     def _enqueue(self, lane: Lane, job: JobState, segment: int, behind: tuple[SegmentRef, ...]) -> Enqueue:
         """Enqueue a segment behind others for memory's sake, and behind those that its order asks for."""
         ref = SegmentRef(job.name, job.num_begun - 1, segment)
-        lane.push(job, segment, ref, self._now, waits=bool(behind))
+        lane.push(job, segment, ref, self._now)
         if job.order is not None:
             behind += job.order.behind(job, segment) or ()
             job.order.enqueued(segment)

@@ -122,6 +122,14 @@ def test_segments_end_where_enough_was_allocated_or_released() -> None:
         cut_segments(iteration, -1)
 
 
+def test_the_update_is_a_segment_of_its_own() -> None:
+    """Behind the last use of a feature map the arena is the other job's."""
+    rows = (Allocation("map", 1 << 20, 0, 3, TensorClass.FEATURE_MAP),)
+    demand = demand_of_iteration("job", Iteration("job", (1.0,) * 6, rows))
+    assert [segment.num_kernels for segment in demand.segments] == [4, 2]
+    assert [segment.height_bytes for segment in demand.segments] == [REGION_BYTES, 0]
+
+
 def test_a_demand_has_the_heights_of_its_segments() -> None:
     demand = demand_of_iteration("job", three_layers(), tracking_bytes=EVERY_KERNEL, steps=3)
     assert [segment.height_bytes // REGION_BYTES for segment in demand.segments] == [1, 2, 3, 3, 2, 1]
