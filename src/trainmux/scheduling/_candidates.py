@@ -407,7 +407,10 @@ class Candidates:
         task = self._task(limit_bytes)
         best: _Timed | None = None
         lacking: list[int] = []
-        for make in (self._each_by_itself, self._spread, self._all_at_once):
+        ways: list[Callable[[Task, _Timed | None], Schedule | None]] = [self._each_by_itself]
+        if self._swaps_static and len(task.profiles) > 1:
+            ways += [self._spread, self._all_at_once]
+        for make in ways:
             try:
                 schedule = make(task, best)
                 timed = self._timed(schedule) if schedule is not None else None
@@ -419,7 +422,7 @@ class Candidates:
             if timed is not None and (best is None or timed.seconds < best.seconds * (1 - ROUNDING)):
                 best = timed
             if best is not None and best.seconds <= self.least_seconds * (1 + ROUNDING):
-                return best
+                break
         if best is None and lacking:
             needs[asked_for] = limit_bytes + min(lacking)
         return self._hurried(best, limit_bytes) if best is not None else None
@@ -430,15 +433,11 @@ class Candidates:
         return schedule_sub_arrays(policy.schedule, task, other_way=other_way)
 
     def _spread(self, task: Task, best: _Timed | None) -> Schedule | None:
-        if not self._swaps_static or len(task.profiles) == 1:
-            return None
         return spread_static(task, below=best.seconds if best is not None else math.inf)
 
     def _all_at_once(self, task: Task, best: _Timed | None) -> Schedule | None:
         """Takes the longest, so only where nothing else fits."""
-        if not self._swaps_static or len(task.profiles) == 1 or best is not None:
-            return None
-        return schedule_all_at_once(self.known.policy.schedule, task)
+        return schedule_all_at_once(self.known.policy.schedule, task) if best is None else None
 
     def _timed(self, schedule: Schedule) -> _Timed:
         made = draft(self.arrangement.profiles, schedule)

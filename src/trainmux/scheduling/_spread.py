@@ -22,7 +22,7 @@ from trainmux.scheduling.policies._body import FixedBody, known_facts, static_by
 from trainmux.scheduling.policies._clock import seconds_of
 from trainmux.scheduling.policies._gaps import Choice, Gap, find_gaps
 from trainmux.scheduling.policies._layout import Demand, Layout, demand, lay_out
-from trainmux.scheduling.policies._relieve import LinkPrice, Path, Reliever
+from trainmux.scheduling.policies._relieve import LinkPrice, Reliever
 
 _RECOMPUTED_SHARES = (0.0, 0.15, 0.3, 0.45)
 """Of what a sub-array's feature maps need at their peak, how much less that is to be."""
@@ -99,38 +99,37 @@ class _Spread:
 
     def _recomputed(self, share: float) -> list[Choice] | None:
         """The same feature maps made again in all sub-arrays of a profile; ``None`` where they cannot be."""
-        found: list[dict[int, Choice]] = []
-        for facts in self._body.all_facts:
-            own: dict[int, Choice] = {}
-            if share:
-                task = _alone(facts)
-                static = static_bytes([facts]).total
-                peak = int(
-                    FixedBody(task, plain_order(task.profiles, task.multiplexing), [facts]).needed().max()
-                )
-                step = _recompute_path(facts).first_within(round(peak - share * (peak - static)), 0)
-                if step is None:
-                    return None
-                gaps = find_gaps([facts], with_static=False)
-                own = {gap.tensor: choice for gap, choice in zip(gaps, step.choices, strict=True)}
-            found.append(own)
-        return [
-            Choice.KEEP if gap.is_static else found[gap.sub_array].get(gap.tensor, Choice.KEEP)
-            for gap in self._gaps
-        ]
+        found = [_alone(facts).recomputed(share) for facts in self._body.all_facts]
+        if any(own is None for own in found):
+            return None
+        return [(found[gap.sub_array] or {}).get((gap.tensor, gap.last), Choice.KEEP) for gap in self._gaps]
 
 
-def _alone(facts: Facts) -> Task:
-    return Task((facts.profile,), Multiplexing.TURNS, limit_bytes=0, host_bytes=0)
+class _Alone:
+    """One sub-array by itself, with fewer and fewer bytes by making again what is the cheapest."""
+
+    def __init__(self, facts: Facts) -> None:
+        task = Task((facts.profile,), Multiplexing.TURNS, limit_bytes=0, host_bytes=0)
+        body = FixedBody(task, plain_order(task.profiles, task.multiplexing), [facts])
+        self._gaps = find_gaps([facts], with_static=False)
+        self._path = Reliever(self._gaps, [True] * len(self._gaps), may_swap=False).path(
+            body, LinkPrice(math.inf)
+        )
+        self._static_bytes = static_bytes([facts]).total
+        self._peak_bytes = int(body.needed().max())
+
+    def recomputed(self, share: float) -> dict[tuple[int, int], Choice] | None:
+        """What happens to each gap where maps need ``share`` less; ``None`` where they cannot."""
+        if not share:
+            return {}
+        limit = round(self._peak_bytes - share * (self._peak_bytes - self._static_bytes))
+        step = self._path.first_within(limit, 0)
+        if step is None:
+            return None
+        return {(gap.tensor, gap.last): choice for gap, choice in zip(self._gaps, step.choices, strict=True)}
 
 
-@remembered
-def _recompute_path(facts: Facts) -> Path:
-    """Fewer and fewer bytes of one sub-array by making again what is the cheapest."""
-    task = _alone(facts)
-    gaps = find_gaps([facts], with_static=False)
-    body = FixedBody(task, plain_order(task.profiles, task.multiplexing), [facts])
-    return Reliever(gaps, [True] * len(gaps), may_swap=False).path(body, LinkPrice(math.inf))
+_alone = remembered(_Alone)
 
 
 def _static_rows(body: FixedBody, gaps: Sequence[Gap]) -> list[list[int]]:
