@@ -52,6 +52,7 @@ class Arena:
         self.layout = layout
         self.base.epoch += 1
         self.top.epoch += 1
+        self.health.turns.end()
         self.learn()
 
     def learn(self) -> None:

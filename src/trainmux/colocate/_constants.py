@@ -36,6 +36,8 @@ class ScroogeConstants:
     max_rounds_of_turns: int = 1024
     least_gain: float = 0.97
     """Solo seconds of work done per second; below it, sharing loses and the device goes over to turns."""
+    rounds_to_lose: float = 0.25
+    """How much less work than that may be done, in rounds of all jobs, before the device goes over to turns."""
     patience_iterations: float = 0.25
     """How far, in iterations of the longer job, a job may get ahead of its share where memory is short."""
 

@@ -13,6 +13,10 @@ from collections import deque
 from trainmux.colocate._constants import ScroogeConstants
 
 
+_ROUNDS_OF_A_WINDOW = 2
+_GOOD_ROUNDS = 8
+
+
 class Turns:
     """A while in which jobs take turns before sharing is tried again."""
 
@@ -35,6 +39,11 @@ class Turns:
         """Go back to sharing if it is time; true if that is now."""
         self.are_on = now < self._until
         return not self.are_on
+
+    def end(self) -> None:
+        """Share from now on, and have the next turns be short ones."""
+        self.are_on = False
+        self.sharing_works()
 
     def sharing_works(self) -> None:
         """The next fall-back will be a short one again."""
@@ -85,41 +94,63 @@ class PairHealth:
 
 
 class GainMeter:
-    """Solo seconds of work per second while jobs share the device; turns for all where that is a loss."""
+    """Solo seconds of work per second while jobs share the device; turns for all where that is a loss.
+
+    Seconds in which nothing runs are not counted: they are the host's, and turns would have them too. Work
+    counts when a segment ends, so a short stretch looks better or worse than it is by a segment or two, and
+    turns last for long. So what is lost is added up, and only counts when it is more than that.
+    """
 
     def __init__(self, constants: ScroogeConstants) -> None:
         self._least_gain = constants.least_gain
-        self._work_seconds = 0.0
-        self._since: float | None = None
-        self._num_good = 0
+        self._rounds_to_lose = constants.rounds_to_lose
+        self.turns = Turns(constants)
         self.gain: float | None = None
         """Of the last window that was measured."""
-        self.turns = Turns(constants)
+        self.restart()
 
     def restart(self) -> None:
-        """Forget the window: jobs changed, or one of them ran alone."""
-        self._since = None
+        """Forget what was measured: jobs or memory changed, or one of them ran alone."""
+        self._busy_until: float | None = None
+        self._work_seconds = self._busy_seconds = 0.0
+        self._window_work = self._window_busy = 0.0
+        self._lost_seconds = 0.0
 
-    def segment_ended(self, solo_seconds: float, now: float) -> None:
-        if self._since is None:
-            self._since, self._work_seconds = now, 0.0
-        else:
-            self._work_seconds += solo_seconds
+    def share_again(self) -> None:
+        """End turns, because what they were taken for may be over."""
+        self.turns.end()
+        self.restart()
 
-    def iteration_ended(self, now: float, round_seconds: float, num_jobs: int) -> None:
-        """Look at the window once it is as long as two rounds of all jobs, ``round_seconds`` each."""
+    def segment_ended(self, solo_seconds: float, started_at: float, ended_at: float) -> None:
+        if self._busy_until is None:
+            self._busy_until = ended_at
+            return
+        busy = max(0.0, ended_at - max(started_at, self._busy_until))
+        self._busy_until = max(self._busy_until, ended_at)
+        self._work_seconds += solo_seconds
+        self._busy_seconds += busy
+        self._lost_seconds = max(0.0, self._lost_seconds + self._least_gain * busy - solo_seconds)
+
+    def iteration_ended(self, now: float, round_seconds: float, num_jobs: int) -> bool:
+        """Look at what was lost, in rounds of all jobs, ``round_seconds`` each; true if turns begin now."""
         if self.turns.are_on:
-            self._since = None
+            self.restart()
             self.turns.iteration_ended(now)
-            return
-        if self._since is None or num_jobs < 2 or now - self._since < 2 * round_seconds:
-            return
-        self.gain = self._work_seconds / (now - self._since)
-        self._since = None
-        if self.gain < self._least_gain:
-            self._num_good = 0
+            return False
+        if num_jobs < 2:
+            return False
+        busy = self._busy_seconds - self._window_busy
+        if busy >= _ROUNDS_OF_A_WINDOW * round_seconds:
+            self.gain = (self._work_seconds - self._window_work) / busy
+            self._window_work, self._window_busy = self._work_seconds, self._busy_seconds
+        if self._lost_seconds > self._rounds_to_lose * round_seconds:
+            self.gain = self._work_seconds / self._busy_seconds
+            self.restart()
             self.turns.fall_back(now, round_seconds)
-            return
-        self._num_good += 1
-        if self._num_good >= 4:
+            return True
+        if (
+            self._busy_seconds > _GOOD_ROUNDS * round_seconds
+            and self._work_seconds > self._least_gain * self._busy_seconds
+        ):
             self.turns.sharing_works()
+        return False

@@ -160,7 +160,7 @@ class ScroogeScheduler:
         job = entry.job
         lane.last_end = ended_at
         job.segment_ended(ref.segment, started_at, ended_at, was_gated=entry.was_gated)
-        self._gain.segment_ended(job.solo_seconds[ref.segment], ended_at)
+        self._gain.segment_ended(job.solo_seconds[ref.segment], started_at, ended_at)
         if ref.segment == job.num_segments - 1:
             self._iteration_ended(arena, lane, job, ended_at)
         elif job.is_leaving:
@@ -347,7 +347,8 @@ class ScroogeScheduler:
                 arena.health.iteration_ended(now, pair_seconds, len(everyone), stalled=was_mispredicted)
                 arena.learn()
             round_seconds = sum(peer.iteration_solo_seconds for peer in self._jobs.values())
-            self._gain.iteration_ended(now, round_seconds, len(self._jobs))
+            if self._gain.iteration_ended(now, round_seconds, len(self._jobs)):
+                self._forget_debts()
         self._drop_if_done(job)
 
     def _drop_if_done(self, job: JobState) -> None:
@@ -390,7 +391,7 @@ class ScroogeScheduler:
         if not all(lane.is_idle for _, lane, _ in self._sides):
             return False
         self._gain.restart()
-        service = min((job.service for job in self._jobs.values()), default=0.0)
+        service = self._forget_debts()
         lanes: dict[str, list[JobState]] = {}
         for demand in self._wanted.values():
             if demand.name not in self._jobs:
@@ -414,7 +415,10 @@ class ScroogeScheduler:
         return True
 
     def _change_capacities(self, target: Layout) -> bool:
-        """Shrink arenas whose top is idle; once all have shrunk, let the others grow."""
+        """Shrink arenas whose top is idle; once all have shrunk, let the others grow.
+
+        Who shares how much memory is new then, and so is whether sharing works.
+        """
         changed = False
         for is_growth in (False, True):
             pending = False
@@ -439,7 +443,21 @@ class ScroogeScheduler:
             for arena, row in zip(self._arenas, target.arenas, strict=True)
         ):
             self._target = None
+        if changed:
+            self._forget_debts()
+            self._gain.share_again()
         return changed
+
+    def _forget_debts(self) -> float:
+        """Have all jobs been served alike up to now; returns how much.
+
+        While there is memory for everyone nobody waits for anybody, and jobs get what the device gives them.
+        Nobody owes anything for that when memory becomes scarce, or turns begin.
+        """
+        service = min((job.service for job in self._jobs.values()), default=0.0)
+        for job in self._jobs.values():
+            job.service = service
+        return service
 
 
 def _is_served_less(arena: Arena, other: Lane, job: JobState) -> bool:

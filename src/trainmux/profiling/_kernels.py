@@ -129,7 +129,7 @@ class KernelGraph:
         """
         digest = hashlib.sha256()
         for step in self.steps:
-            line = (step.node.op, _target_text(self.module, step.node), step.phase.value)
+            line = (step.node.op, called_text(self.module, step.node), step.phase.value)
             digest.update(repr((*line, step.reads, step.creates, step.changes)).encode())
             digest.update(repr(_kinds(self.values[step.node])).encode())
             if step.work is not None:
@@ -338,7 +338,8 @@ def target_text(target: Any) -> str:
     return str(target)
 
 
-def _target_text(module: torch.nn.Module, node: fx.Node) -> str:
+def called_text(module: torch.nn.Module, node: fx.Node) -> str:
+    """What a node calls, the same in every process; a region by its kernel."""
     if node.op != "call_module":
         return target_text(node.target)
     called = module.get_submodule(str(node.target))

@@ -3,8 +3,9 @@
 Where a step is larger than what a CUDA device has free, and always on a CPU, feature maps leave the device
 after their last forward use and come back before their first use in the backward pass: so a step can be
 measured as long as each node with its inputs and outputs fits. One pass warms up, three are measured, medians
-are kept. Nodes write to memory that is there before they run, as they will under a plan; what one needs
-besides is its workspace, results that it cannot write to their place among it.
+are kept; of nodes that do the same work one is measured in each pass, another one each time. Nodes write to
+memory that is there before they run, as they will under a plan; what one needs besides is its workspace,
+results that it cannot write to their place among it.
 
 A node is enqueued behind a wait of the device, so that the host's time to launch its kernels is not measured.
 One with so many kernels that the wait was too short is measured behind a longer one in the next pass.
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from trainmux.ir import DeviceFacts, Profile, ProfiledNode, ProfiledTensor
+from trainmux.profiling._alike import alike
 from trainmux.profiling._clocks import enqueue_replays, median_of, replays, wall_seconds
 from trainmux.profiling._kernels import KernelGraph
 from trainmux.profiling._link import LinkRates, probe_link, probe_link_beside
@@ -130,19 +132,25 @@ def _measured_nodes(
 ) -> list[NodeSamples]:
     """What each node takes by itself, from one pass to warm up and several that count."""
     clock: _CudaClock | _HostClock = _CudaClock(device) if device.type == "cuda" else _HostClock()
-    samples = [NodeSamples() for _ in graph.steps]
+    samples: dict[int, NodeSamples] = {}
+    groups = alike(graph)
+    for ranks in groups:
+        samples.update(dict.fromkeys(ranks, NodeSamples()))
     total = (1 + NUM_PASSES) * len(graph.steps)
     for number in range(1 + NUM_PASSES):
+        chosen = {ranks[number % len(ranks)] for ranks in groups} if number > 0 else set()
         run = begin()
         for rank, step in enumerate(graph.steps):
             run.prepare(step)
-            sample = clock.measure(partial(run.run, step), samples[rank].head_start_seconds)
-            if number > 0:
-                samples[rank].add(sample)
+            if rank in chosen:
+                taken = clock.measure(partial(run.run, step), samples[rank].head_start_seconds)
+                samples[rank].add(taken)
+            else:
+                run.run(step)
             run.release(rank, step)
             tell(number * len(graph.steps) + rank + 1, total)
         run.close()
-    return samples
+    return [samples[rank] for rank in range(len(graph.steps))]
 
 
 @dataclass(frozen=True)
@@ -163,8 +171,8 @@ class Sample:
 
 
 class NodeSamples:
-    """The measurements of one node. Those in which the device waited for the host count only where there are
-    no others."""
+    """The measurements of one node, or of some that are alike. Those in which the device waited for the host
+    count only where there are no others."""
 
     def __init__(self) -> None:
         self._all: list[Sample] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from profiled import kernels_of, leave_uncompiled, program_of
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from trainmux.engine import run_into
 from trainmux.errors import ConfigError
-from trainmux.ir import ByteClass, DeviceFacts, Profile
+from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile
 from trainmux.profiling import (
     DEVICES,
     Device,
@@ -29,13 +31,16 @@ from trainmux.profiling import (
     measure_profile,
     probe_link,
 )
+from trainmux.profiling._alike import alike
 from trainmux.profiling._analytic import idleness
 from trainmux.profiling._devices import BANDWIDTH_SHARE, FLOPS_SHARE, NODE_SECONDS
+from trainmux.profiling._kernels import KernelStep, locations_of, read_kernels
 from trainmux.profiling._link import pieces_beside, slower_of
 from trainmux.profiling._measured import NUM_PASSES, NodeSamples, Sample, _HostClock
 from trainmux.profiling._pass import Pass
 
 FACTS = DeviceFacts("here", 1 << 30, 1 << 30)
+DEEP = "transformer_with_dropout"
 
 
 @pytest.fixture(autouse=True)
@@ -165,21 +170,84 @@ def test_a_product_with_few_tiles_leaves_the_device_idle() -> None:
 def test_one_pass_warms_up_and_of_three_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     program, arguments = program_of("mlp", "aten")
     graph = kernels_of(program)
-    count = len(graph.steps)
+    groups = alike(graph)
     calls: list[float] = []
 
     def measure(self: object, work: Callable[[], None], head_start_seconds: float) -> Sample:
         work()
+        number = len(calls) // len(groups)
         calls.append(head_start_seconds)
-        number, rank = divmod(len(calls) - 1, count)
-        return Sample((1000.0, 3.0, 1.0, 2.0)[number] + rank, (10**9, 5, 70, 6)[number])
+        return Sample((3.0, 1.0, 2.0)[number], (5, 70, 6)[number])
 
     monkeypatch.setattr(_HostClock, "measure", measure)
     profile = measured(graph, arguments)
-    assert len(calls) == 4 * count
-    assert [node.seconds for node in profile.nodes] == [2.0 + rank for rank in range(count)]
-    assert {node.workspace_bytes for node in profile.nodes} == {70}  # the most of them, not the warm-up's
+    assert len(calls) == NUM_PASSES * len(groups)
+    assert {node.seconds for node in profile.nodes} == {2.0}
+    assert {node.workspace_bytes for node in profile.nodes} == {70}  # the most of them
     assert set(calls) == {NodeSamples().head_start_seconds}  # the host was ahead every time
+
+
+def test_of_nodes_that_are_alike_another_one_is_measured_in_each_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program, arguments = program_of(DEEP, "aten")
+    graph = kernels_of(program)
+    groups = alike(graph)
+    assert sorted(rank for ranks in groups for rank in ranks) == list(range(len(graph.steps)))
+    assert max(map(len, groups)) >= NUM_PASSES
+    ran: list[fx.Node] = []
+    original = Pass.run
+
+    def run(self: Pass, step: KernelStep) -> None:
+        ran.append(step.node)
+        original(self, step)
+
+    monkeypatch.setattr(Pass, "run", run)
+    count = 0
+
+    def measure(self: object, work: Callable[[], None], head_start_seconds: float) -> Sample:
+        nonlocal count
+        work()
+        count += 1
+        return Sample(float(graph_rank[ran[-1]] + 1))
+
+    graph_rank = {step.node: rank for rank, step in enumerate(graph.steps)}
+    monkeypatch.setattr(_HostClock, "measure", measure)
+    profile = measured(graph, arguments)
+    assert len(ran) == (1 + NUM_PASSES) * len(graph.steps)  # all run, or the next ones had nothing to read
+    assert count == NUM_PASSES * len(groups)
+    for ranks in groups:
+        expected = statistics.median(ranks[number % len(ranks)] + 1.0 for number in range(1, 1 + NUM_PASSES))
+        assert {profile.nodes[rank].seconds for rank in ranks} == {expected}
+
+
+def test_nodes_are_alike_only_where_they_do_the_same_work() -> None:
+    program, _ = program_of(DEEP, "aten")
+    graph = kernels_of(program)
+    for ranks in alike(graph):
+        first, *others = [graph.steps[rank] for rank in ranks]
+        for other in others:
+            assert other.node.target == first.node.target
+            assert other.work == first.work
+            for a, b in zip(first.node.all_input_nodes, other.node.all_input_nodes, strict=True):
+                shapes = [
+                    [(at.dtype, at.shape, at.strides) for at in locations_of(graph.values[node])]
+                    for node in (a, b)
+                ]
+                assert shapes[0] == shapes[1]
+
+
+def test_what_two_operands_share_and_where_they_begin_sets_nodes_apart() -> None:
+    def calls(x: Tensor, y: Tensor) -> list[Tensor]:
+        halves = [x[:4] + y[:4], x[4:] + y[4:], x[1:5] + y[1:5]]
+        return [x + y, y + x, x + x, y + y, *halves, x * 2.0, y * 3.0]
+
+    module = make_fx(calls, tracing_mode="fake")(torch.zeros(8), torch.zeros(8))
+    for node in module.graph.nodes:
+        node.meta["phase"] = Phase.FORWARD
+    graph = read_kernels(module, [ByteClass.BATCH, ByteClass.BATCH])
+    assert len(graph.steps) == 9
+    assert alike(graph) == [[0, 1], [2], [3, 4], [5, 6], [7], [8]]
 
 
 def test_a_node_that_the_host_was_late_for_is_measured_again() -> None:

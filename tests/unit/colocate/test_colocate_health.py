@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from trainmux.colocate import ScroogeConstants
 from trainmux.colocate._health import GainMeter, PairHealth
 
@@ -46,21 +53,88 @@ def test_a_few_stalls_among_many_iterations_are_tolerated() -> None:
     assert not health.turns.are_on
 
 
+def run_back_to_back(meter: GainMeter, solo_seconds: float, count: int, *, gap: float = 0.0) -> None:
+    """So many iterations of one segment, each a second on the device, two jobs in turn."""
+    for number in range(count):
+        begin = number * (1.0 + gap)
+        meter.segment_ended(solo_seconds, begin, begin + 1.0)
+        meter.iteration_ended(begin + 1.0, 2.0, 2)
+
+
 def test_work_per_second_decides_for_the_device() -> None:
     for solo_seconds, loses in ((1.2, False), (1.0, False), (0.9, True)):
         meter = GainMeter(CONSTANTS)
-        for number in range(6):
-            meter.segment_ended(solo_seconds, float(number))
-            meter.iteration_ended(float(number), 2.0, 2)
+        run_back_to_back(meter, solo_seconds, 12)
         assert meter.turns.are_on is loses
         assert meter.gain is not None
         assert abs(meter.gain - solo_seconds) < 1e-9
 
 
+def test_seconds_in_which_nothing_runs_are_nobody_s_loss() -> None:
+    meter = GainMeter(CONSTANTS)
+    run_back_to_back(meter, 1.0, 100, gap=0.5)
+    assert not meter.turns.are_on
+    assert meter.gain == pytest.approx(1.0)
+
+
+def test_what_is_lost_adds_up_until_it_is_a_quarter_of_a_round() -> None:
+    meter = GainMeter(CONSTANTS)
+    lost_each = CONSTANTS.least_gain - 0.9
+    enough = math.ceil(CONSTANTS.rounds_to_lose * 2.0 / lost_each)
+    run_back_to_back(meter, 0.9, enough)  # the first one only starts the clock
+    assert not meter.turns.are_on
+    meter = GainMeter(CONSTANTS)
+    run_back_to_back(meter, 0.9, enough + 2)
+    assert meter.turns.num_fall_backs == 1
+
+
+@given(st.integers(1, 10_000), st.integers(4, 40), st.integers(4, 40), st.floats(1.0, 1.4))
+def test_pieces_of_work_that_end_at_odd_times_are_not_a_loss(
+    seed: int, first: int, second: int, gain: float
+) -> None:
+    """Two jobs side by side at any gain: however their segments are cut, and whatever one takes."""
+    random, meter = Random(seed), GainMeter(CONSTANTS)
+    rows = []
+    for count in (first, second):
+        now = random.random() / count
+        for number in range(20 * count):
+            solo = 1.0 / count
+            taken = solo * 2 / gain
+            rows.append((now + taken, now, solo, number % count == count - 1))
+            now += taken
+    for ended_at, started_at, solo, is_last in sorted(rows):
+        meter.segment_ended(solo, started_at, ended_at)
+        if is_last:
+            meter.iteration_ended(ended_at, 2.0, 2)
+    assert meter.turns.num_fall_backs == 0
+
+
+def test_turns_are_short_again_once_sharing_has_worked() -> None:
+    meter = GainMeter(CONSTANTS)
+    for _ in range(2):
+        meter.turns.fall_back(0.0, 2.0)
+    meter.turns.iteration_ended(1e9)
+    run_back_to_back(meter, 1.0, 40)
+    meter.turns.fall_back(0.0, 2.0)
+    meter.turns.iteration_ended(CONSTANTS.rounds_of_turns * 2.0)
+    assert not meter.turns.are_on
+
+
+def test_sharing_again_ends_turns_and_forgets_what_was_lost() -> None:
+    meter = GainMeter(CONSTANTS)
+    for _ in range(5):
+        run_back_to_back(meter, 0.9, 5)
+        meter.share_again()
+    assert meter.turns.num_fall_backs == 0
+    meter.turns.fall_back(0.0, 2.0)
+    meter.share_again()
+    assert not meter.turns.are_on
+
+
 def test_one_job_alone_is_not_judged() -> None:
     meter = GainMeter(CONSTANTS)
     for number in range(20):
-        meter.segment_ended(0.5, float(number))
-        meter.iteration_ended(float(number), 1.0, 1)
+        meter.segment_ended(0.5, float(number), number + 1.0)
+        meter.iteration_ended(number + 1.0, 1.0, 1)
     assert meter.gain is None
     assert not meter.turns.are_on

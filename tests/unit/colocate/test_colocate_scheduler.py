@@ -292,6 +292,40 @@ def test_no_job_starves() -> None:
     assert len(iterations(run, "short")) > 100
 
 
+def test_what_a_job_got_while_there_was_memory_for_all_is_not_held_against_it() -> None:
+    """A hundred seconds in which the short one runs slowly for other reasons; then memory becomes scarce."""
+    jobs = [wave("short", 50, 0.1, steps=None), wave("long", 95, 3.0, steps=None)]
+    scheduler = ScroogeScheduler(jobs, 145)
+
+    def seconds_of(ref: SegmentRef) -> float:
+        demand = jobs[ref.job == "long"]
+        slowly = ref.job == "short" and ref.iteration < 200
+        return demand.segments[ref.segment].solo_seconds * (5 if slowly else 1)
+
+    gpu = gpu_of(scheduler, jobs, 0.5, seconds_of=seconds_of)
+    gpu.at(100.0, lambda now: scheduler.set_budget(100))
+    for name in ("short", "long"):
+        gpu.at(160.0, lambda now, name=name: scheduler.remove(name))
+    run = gpu.run()
+    begins = [start for start, _ in iterations(run, "long")]
+    assert max(two - one for one, two in pairwise([*begins, 160.0])) < 3 * (3.0 + 3.0)
+
+
+def test_another_budget_ends_turns() -> None:
+    """Two that slow each other down as long as memory is scarce."""
+    jobs = [wave(name, 60, 1.0, steps=None) for name in "ab"]
+    scheduler = ScroogeScheduler(jobs, 60)
+    scheduler._gain.turns.fall_back(0.0, 1e6)
+    gpu = gpu_of(scheduler, jobs, 0.6)
+    gpu.at(20.0, lambda now: scheduler.set_budget(120))
+    for name in "ab":
+        gpu.at(60.0, lambda now, name=name: scheduler.remove(name))
+    run = gpu.run()
+    done = [end for name in "ab" for _, end in iterations(run, name)]
+    assert sum(end <= 20.0 for end in done) == pytest.approx(20, abs=2)
+    assert sum(20.0 < end <= 60.0 for end in done) > 1.5 * 40
+
+
 @pytest.mark.parametrize("num_jobs", [2, 3])
 @pytest.mark.parametrize("room", [40, 50, 70, 79])
 def test_a_job_that_waits_is_not_passed_over(num_jobs: int, room: int) -> None:
