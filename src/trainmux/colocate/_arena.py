@@ -10,6 +10,9 @@ from trainmux.colocate._job import JobState
 from trainmux.colocate._lane import Lane
 from trainmux.colocate._layout import ArenaLayout
 
+_REMEMBERED = 64
+"""What jobs got counts for about so many iterations of the longest of them."""
+
 
 class Arena:
     """``layout`` at work. What a ``former`` arena of the same jobs had learned of them is kept."""
@@ -30,6 +33,8 @@ class Arena:
         everyone = [*self.base.jobs, *self.top.jobs]
         # Equal jobs slow each other down equally, so their lifespans are known from the start (§7.1).
         is_ramped = len({job.demand.fingerprint for job in everyone}) > 1
+        has_shares = len({job.demand.share for job in everyone}) > 1
+        self.leeway = constants.leeway if is_ramped and len(everyone) == 2 and not has_shares else 1.0
         self.health: PairHealth = (
             former.health if former is not None else PairHealth(constants, is_ramped=is_ramped)
         )
@@ -63,5 +68,9 @@ class Arena:
         self.fits_all = sum(peaks) <= self.capacity_bytes
         """Whether both ends can be at their peaks at once: nothing has to be predicted then."""
         self.soft_budget_bytes = self.health.soft_budget(self.capacity_bytes, max(peaks))
-        longest = max((job.iteration_solo_seconds for job in (*self.base.jobs, *self.top.jobs)), default=0.0)
+        everyone = (*self.base.jobs, *self.top.jobs)
+        longest = max((job.iteration_solo_seconds for job in everyone), default=0.0)
         self.patience_seconds = self._constants.patience_iterations * longest
+        if self.leeway > 1 and any(job.service > _REMEMBERED * longest for job in everyone):
+            for job in everyone:
+                job.service /= 2

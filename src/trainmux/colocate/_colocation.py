@@ -170,7 +170,10 @@ class Colocation:
         with self._turns.taken():
             jobs = {name: tenant.result(self._reports(tenant)) for name, tenant in self._tenants.items()}
             budget = self._scheduler.budget_bytes
-            return ColocationResult(jobs, self._seconds, budget, self._peak_bytes, self._used_bytes)
+            fall_backs = self._scheduler.num_fall_backs
+            return ColocationResult(
+                jobs, self._seconds, budget, self._peak_bytes, self._used_bytes, fall_backs
+            )
 
     def usage(self) -> tuple[JobUsage, ...]:
         """What every job holds now."""

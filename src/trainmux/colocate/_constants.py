@@ -37,9 +37,12 @@ class ScroogeConstants:
     least_gain: float = 0.97
     """Solo seconds of work done per second; below it, sharing loses and the device goes over to turns."""
     rounds_to_lose: float = 0.25
-    """How much less work than that may be done, in rounds of all jobs, before the device goes over to turns."""
+    """How much less work than that may be done, in rounds of all jobs, before the device does so."""
     patience_iterations: float = 0.25
     """How far, in iterations of the longer job, a job may get ahead of its share where memory is short."""
+    leeway: float = 1.5
+    """How many times what its peer gets one of two different jobs may get, where nobody asked for shares:
+    they do most together when neither waits for the sake of the other's share."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -53,3 +56,5 @@ class ScroogeConstants:
                 "first_budget_share and feedback_weight must be at most 1, but got "
                 f"{self.first_budget_share} and {self.feedback_weight}; 1 switches either off"
             )
+        if self.leeway < 1:
+            raise ConfigError(f"leeway must be at least 1, but got {self.leeway}; 1 is none at all")

@@ -12,7 +12,6 @@ from collections import deque
 
 from trainmux.colocate._constants import ScroogeConstants
 
-
 _ROUNDS_OF_A_WINDOW = 2
 _GOOD_ROUNDS = 8
 
@@ -69,21 +68,21 @@ class PairHealth:
         first = max(largest_peak_bytes, int(self._constants.first_budget_share * capacity_bytes))
         return first + (capacity_bytes - first) * self._raises // self._constants.ramp_steps
 
-    def iteration_ended(self, now: float, round_seconds: float, num_jobs: int, *, stalled: bool) -> None:
-        """Take down an iteration of a pair that takes ``round_seconds`` in turns; may begin or end these."""
+    def iteration_ended(self, now: float, round_seconds: float, num_jobs: int, *, stalled: bool) -> bool:
+        """Take down an iteration of a pair that takes ``round_seconds`` in turns; true if these begin now."""
         if self.turns.are_on:
             if self.turns.iteration_ended(now):
                 self._raises = 0 if self._is_ramped else self._constants.ramp_steps
                 self._recent.clear()
-            return
+            return False
         self._recent.append(stalled)
         if sum(self._recent) >= self._constants.stalls_to_fall_back:
             self.turns.fall_back(now, round_seconds)
             self._num_clean = 0
-            return
+            return True
         if stalled:
             self._in_round = 0
-            return
+            return False
         self._num_clean += 1
         self._in_round += 1
         if self._in_round >= num_jobs:
@@ -91,6 +90,7 @@ class PairHealth:
             self._raises = min(self._raises + 1, self._constants.ramp_steps)
         if self._num_clean >= 4 * self._constants.stall_window:
             self.turns.sharing_works()
+        return False
 
 
 class GainMeter:

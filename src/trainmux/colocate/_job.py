@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class JobState:
-    """Counters and lifespans of one job. ``service`` is the solo time it got, over its share."""
+    """Counters and lifespans of one job. ``service`` is the solo time it got lately, over its share."""
 
     __slots__ = (
         "demand",
@@ -43,7 +43,7 @@ class JobState:
         "trend",
     )
 
-    def __init__(self, demand: JobDemand, service: float, in_flight_limit: int) -> None:
+    def __init__(self, demand: JobDemand, in_flight_limit: int) -> None:
         self.demand = demand
         self.order: MicroBatchOrder | None = None
         """Of the lanes of a job whose micro-batches run side by side, this one among them."""
@@ -59,7 +59,7 @@ class JobState:
         self.num_begun = 0
         self.num_ended = 0
         self.num_mispredicted = 0
-        self.service = service
+        self.service = 0.0
         self.shift_seconds = 0.0
         """How far the last iteration was shifted."""
         self.total_shift_seconds = 0.0

@@ -46,7 +46,8 @@ class ColocationResult:
     """All jobs by name, and the device's memory against the budget.
 
     ``peak_bytes`` is the most that was laid out at one time, ``used_bytes`` the most of it that was in use.
-    ``budget_bytes`` is the budget that was in force last.
+    ``budget_bytes`` is the budget that was in force last. Jobs that could share the device took turns
+    instead for a while ``num_fall_backs`` times: they slowed each other down, or were not predicted well.
     """
 
     jobs: Mapping[str, JobResult]
@@ -54,6 +55,7 @@ class ColocationResult:
     budget_bytes: int
     peak_bytes: int
     used_bytes: int
+    num_fall_backs: int = 0
 
     def __getitem__(self, name: str) -> JobResult:
         return self.jobs[name]

@@ -64,6 +64,8 @@ class ScroogeScheduler:
         self._wanted: dict[str, JobDemand] = {}
         self._wanted_budget = budget_bytes
         self._target: Layout | None = None
+        self.num_fall_backs = 0
+        """How often jobs that could share went over to turns."""
         self.layout = Layout(())
         self.budget_bytes = budget_bytes
         """The budget that is in force; one that was set counts from the `Remap` on."""
@@ -344,11 +346,12 @@ class ScroogeScheduler:
             if arena.is_shared:
                 everyone = arena.base.jobs + arena.top.jobs
                 pair_seconds = sum(peer.iteration_solo_seconds for peer in everyone)
-                arena.health.iteration_ended(now, pair_seconds, len(everyone), stalled=was_mispredicted)
+                if arena.health.iteration_ended(now, pair_seconds, len(everyone), stalled=was_mispredicted):
+                    self._fell_back()
                 arena.learn()
             round_seconds = sum(peer.iteration_solo_seconds for peer in self._jobs.values())
             if self._gain.iteration_ended(now, round_seconds, len(self._jobs)):
-                self._forget_debts()
+                self._fell_back()
         self._drop_if_done(job)
 
     def _drop_if_done(self, job: JobState) -> None:
@@ -391,11 +394,11 @@ class ScroogeScheduler:
         if not all(lane.is_idle for _, lane, _ in self._sides):
             return False
         self._gain.restart()
-        service = self._forget_debts()
+        self._forget_debts()
         lanes: dict[str, list[JobState]] = {}
         for demand in self._wanted.values():
             if demand.name not in self._jobs:
-                job = JobState(demand, service, self._constants.in_flight_limit)
+                job = JobState(demand, self._constants.in_flight_limit)
                 if demand.job in self._limits:
                     job.fix_limit(self._limits[demand.job])
                 self._jobs[demand.name] = job
@@ -448,22 +451,25 @@ class ScroogeScheduler:
             self._gain.share_again()
         return changed
 
-    def _forget_debts(self) -> float:
-        """Have all jobs been served alike up to now; returns how much.
+    def _forget_debts(self) -> None:
+        """Count anew what each job gets.
 
         While there is memory for everyone nobody waits for anybody, and jobs get what the device gives them.
         Nobody owes anything for that when memory becomes scarce, or turns begin.
         """
-        service = min((job.service for job in self._jobs.values()), default=0.0)
         for job in self._jobs.values():
-            job.service = service
-        return service
+            job.service = 0.0
+
+    def _fell_back(self) -> None:
+        """Turns begin, with whoever is asked first."""
+        self.num_fall_backs += 1
+        self._forget_debts()
 
 
 def _is_served_less(arena: Arena, other: Lane, job: JobState) -> bool:
-    """Whether the job that comes next at the other end was served less, by more than patience allows."""
+    """Whether the job that comes next at the other end was served less, by more than patience and leeway."""
     peer = other.next_job()
-    return peer is not None and peer.service + arena.patience_seconds < job.service
+    return peer is not None and arena.leeway * peer.service + arena.patience_seconds < job.service
 
 
 def _is_turn_of_waiting(arena: Arena, other: Lane, job: JobState) -> bool:

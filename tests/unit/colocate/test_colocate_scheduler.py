@@ -279,6 +279,31 @@ def test_shares_decide_where_jobs_want_the_same_memory() -> None:
     assert ratio == pytest.approx(3.0, rel=0.15)
 
 
+def service_of_two(leeway: float, **shares: float) -> dict[str, float]:
+    """Seconds of work that each of two jobs gets of which the first has little memory, the second all."""
+    jobs = [wave("low", 40, 1.3, steps=None), wave("high", 60, 1.0, steps=None)]
+    jobs = [replace(job, share=shares.get(job.name, 1.0)) for job in jobs]
+    scheduler = ScroogeScheduler(jobs, 60, constants=ScroogeConstants(leeway=leeway))
+    gpu = gpu_of(scheduler, jobs, 0.6)
+    for name in ("low", "high"):
+        gpu.at(300.0, lambda now, name=name: scheduler.remove(name))
+    run = gpu.run()
+    return {job.name: len(iterations(run, job.name)) * job.solo_seconds for job in jobs}
+
+
+def test_a_job_may_get_half_more_than_its_peer_where_that_is_more_in_all() -> None:
+    strict, free = service_of_two(1.0), service_of_two(ScroogeConstants().leeway)
+    assert strict["low"] == pytest.approx(strict["high"], rel=0.05)
+    ratio = max(free.values()) / min(free.values())
+    assert 1.1 < ratio < 1.55
+    assert sum(free.values()) > 1.01 * sum(strict.values())
+
+
+def test_who_asked_for_shares_gets_them() -> None:
+    served = service_of_two(1.5, low=2.0)
+    assert served["low"] / served["high"] == pytest.approx(2.0, rel=0.1)
+
+
 def test_no_job_starves() -> None:
     """A long job that needs nearly all memory, beside a short one that is always there first."""
     jobs = [wave("short", 50, 0.1, steps=None), wave("long", 95, 3.0, steps=None)]

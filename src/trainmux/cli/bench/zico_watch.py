@@ -99,12 +99,14 @@ class Watch(threading.Thread):
     def _stay(self, stay: Stay) -> None:
         change = self._change_to(stay.budget_bytes)
         self._until([0] * len(self._steps()), _WARM_SHARE * self._wanted_seconds)
-        before = self._colocation.results().jobs.values()
+        results_before = self._colocation.results()
+        before = results_before.jobs.values()
         self._most_bytes = 0
         first, since = self._steps(), time.perf_counter()
         least = [steps + LEAST_STEPS for steps in first]
         last, now = self._until(least, (1 - _WARM_SHARE) * self._wanted_seconds)
-        after = self._colocation.results().jobs.values()
+        results_after = self._colocation.results()
+        after = results_after.jobs.values()
         counted = tuple(end - begin for begin, end in zip(first, last, strict=True))
         detail = {
             "mispredicted": [
@@ -113,6 +115,7 @@ class Watch(threading.Thread):
             "shift_seconds": [
                 row.shift_seconds - old.shift_seconds for row, old in zip(after, before, strict=True)
             ],
+            "fall_backs": results_after.num_fall_backs - results_before.num_fall_backs,
             "iterations": list(counted),
             "seconds": now - since,
             "change": change,
