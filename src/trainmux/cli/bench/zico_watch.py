@@ -20,7 +20,7 @@ from .zico_jobs import LEAST_STEPS, used_bytes
 
 _WARM_SHARE = 0.4
 """Of the time of a budget that is not counted: profiling, and the ramp of the budget."""
-_SECONDS_BETWEEN_LOOKS = 2e-3
+_SECONDS_BETWEEN_LOOKS = 20e-3
 _SECONDS_BETWEEN_SAMPLES = 4e-4
 _MAX_START_SECONDS = 120.0
 """Until every job has done its first iteration: it is profiled, and captured, before that."""
