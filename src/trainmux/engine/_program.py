@@ -27,6 +27,7 @@ from trainmux.runtime import deterministic_algorithms
 from trainmux.tracing import (
     FakeTensor,
     FakeTensorMode,
+    copy_node,
     graph_constant,
     graph_module,
     make_fx,
@@ -328,7 +329,7 @@ def _append(
         elif node.op == "output":
             return [copied[item] for item in pytree.tree_leaves(node.args)]
         else:
-            new = graph.node_copy(node, lambda n: copied[n])
+            new = copy_node(graph, node, lambda n: copied[n])
             if node.op == "get_attr":
                 new.target = f"{prefix}_{str(node.target).replace('.', '_')}"
                 value = graph_constant(part, node)

@@ -15,7 +15,7 @@ from trainmux.engine._row_gradients import Rows, zero_like
 from trainmux.engine._units import Unit
 from trainmux.engine._update_settings import TailInputs, UpdateSettings
 from trainmux.optim import apply_update, scalar_dtype, scalar_specs, state_names
-from trainmux.tracing import last_node, nodes_after, tracer_graph
+from trainmux.tracing import copy_node, last_node, nodes_after, tracer_graph
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -253,7 +253,7 @@ class _Traced:
         for node in body:
             # What depends on nothing of the parameter's own is common to all: scalars, shaped to broadcast.
             if any(source in copied for source in node.all_input_nodes):
-                copied[node] = self._graph.node_copy(node, lambda n: copied.get(n, n))
+                copied[node] = copy_node(self._graph, node, lambda n: copied.get(n, n))
                 _mark(copied[node], f"update {unit.number}", is_bucket=unit.is_bucket)
         return True
 

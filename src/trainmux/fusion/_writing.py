@@ -15,7 +15,15 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from trainmux.fusion._stacked import Stacked, is_stacked
-from trainmux.tracing import FakeTensorMode, graph_constant, graph_module, inherit_meta, make_fx, output_nodes
+from trainmux.tracing import (
+    FakeTensorMode,
+    copy_node,
+    graph_constant,
+    graph_module,
+    inherit_meta,
+    make_fx,
+    output_nodes,
+)
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,7 @@ class GraphWriter:
             elif node.op == "get_attr":
                 copied[node] = self._constant(graph_constant(piece.module, node), node)
             elif node.op != "output":
-                copied[node] = new = self._graph.node_copy(node, lambda n: copied[n])
+                copied[node] = new = copy_node(self._graph, node, lambda n: copied[n])
                 inherit_meta(new, origin)
                 new.meta["origin"] = origin.name
         tensors, others = iter(output_nodes(piece.module)), iter(piece.others)

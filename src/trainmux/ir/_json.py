@@ -280,15 +280,22 @@ def _names(record: Any) -> list[str]:
 
 
 def _object(record: type) -> _Codec:
+    """An object of which a field that has a default may be missing: it is younger than the document."""
     names = _names(record)
+    defaults = {
+        field.name: field.default
+        for field in dataclasses.fields(record)
+        if isinstance(field.default, bool | int | float)
+    }
 
     def encode(value: Any) -> dict[str, Any]:
         return dict(zip(names, _encode_row(record, value), strict=True))
 
     def decode(value: Any) -> Any:
-        if not isinstance(value, dict) or value.keys() != set(names):
+        known = {**defaults, **value} if isinstance(value, dict) else {}
+        if known.keys() != set(names):
             raise _MisfitError(f"an object with the keys {', '.join(names)}", value)
-        return _decode_row(record, [value[name] for name in names])
+        return _decode_row(record, [known[name] for name in names])
 
     return _Codec(encode, decode)
 

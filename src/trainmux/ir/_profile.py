@@ -100,7 +100,8 @@ class Profile:
     """One step of one sub-array of ``width`` members.
 
     ``source`` is ``"measured"`` or ``"analytic"``; ``fingerprint`` names graph, width, device and versions:
-    two profiles with the same one are interchangeable.
+    two profiles with the same one are interchangeable. While tensors are copied, nodes take
+    ``slowdown_by_copies`` times their seconds.
     """
 
     fingerprint: str
@@ -109,3 +110,4 @@ class Profile:
     device: DeviceFacts
     tensors: tuple[ProfiledTensor, ...]
     nodes: tuple[ProfiledNode, ...]
+    slowdown_by_copies: float = 1.0

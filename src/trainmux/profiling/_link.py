@@ -63,30 +63,43 @@ def probe_link(device: torch.device, num_bytes: int = _PROBE_BYTES) -> LinkRates
     return LinkRates(out, into, min(both, out), min(both, into), _handover_seconds(device))
 
 
+@dataclass(frozen=True)
+class BesideKernels:
+    """What the link carries while the device computes, and by what the kernels take longer for it."""
+
+    link: LinkRates
+    slowdown: float = 1.0
+
+
 def probe_link_beside(
     load: Callable[[], object], load_seconds: float, idle: LinkRates, device: torch.device
-) -> LinkRates:
-    """What a CUDA device's link carries while the device computes, which is less than ``idle``.
+) -> BesideKernels:
+    """Copies and kernels of a CUDA device at the same time: both are slower than alone.
 
     ``load`` enqueues ``load_seconds`` of kernels on the current stream. Without memory for the copies, here
-    or on the host, the rates are those of the idle link.
+    or on the host, the rates are those of the ``idle`` link.
     """
     try:
         link = _Link(device, _PIECE_BYTES)
     except RuntimeError:
-        return idle
+        return BesideKernels(idle)
+    slowdowns: list[float] = []
 
     def seconds(lanes: Sequence[int], rates: Sequence[float]) -> list[float]:
         """For a byte of each lane, all lanes at once."""
+        stream = torch.cuda.current_stream(device)
+        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
+        before.record(stream)
         load()
+        behind.record(stream)
         counts = [pieces_beside(load_seconds, rate) for rate in rates]
         marks = [link.timed_copies(lane, count) for lane, count in zip(lanes, counts, strict=True)]
         torch.cuda.synchronize(device)
-        return [
-            begin.elapsed_time(end) / 1e3 / (count * _PIECE_BYTES)
-            for (begin, end), count in zip(marks, counts, strict=True)
-        ]
+        copied = [begin.elapsed_time(end) / 1e3 for begin, end in marks]
+        if len(lanes) == 2:
+            slowdowns.append(slowdown_of(load_seconds, before.elapsed_time(behind) / 1e3, max(copied)))
+        return [taken / (count * _PIECE_BYTES) for taken, count in zip(copied, counts, strict=True)]
 
     def found(*rates: tuple[int, float]) -> list[float]:
         lanes, expected = zip(*rates, strict=True)
@@ -95,7 +108,7 @@ def probe_link_beside(
 
     (out,), (into,) = found((_OUT, idle.out)), found((_INTO, idle.into))
     both = found((_OUT, idle.out_duplex), (_INTO, idle.into_duplex))
-    return slower_of(idle, LinkRates(out, into, *both))
+    return BesideKernels(slower_of(idle, LinkRates(out, into, *both)), statistics.median(slowdowns))
 
 
 class _Link:
@@ -122,6 +135,18 @@ class _Link:
         self.copy(lane, count)
         end.record(self._streams[lane])
         return begin, end
+
+
+def slowdown_of(alone_seconds: float, taken_seconds: float, copy_seconds: float) -> float:
+    """By what kernels took longer during copies that ran for ``copy_seconds`` of all that they took.
+
+    Never less than 1, nor more than twice: then something else was in the way.
+    """
+    without_copies = max(0.0, taken_seconds - copy_seconds)
+    alone_beside = alone_seconds - without_copies
+    if copy_seconds <= 0 or alone_beside <= 0:
+        return 1.0
+    return min(2.0, max(1.0, min(copy_seconds, taken_seconds) / alone_beside))
 
 
 def pieces_beside(load_seconds: float, rate: float) -> int:

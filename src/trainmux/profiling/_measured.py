@@ -13,7 +13,7 @@ One with so many kernels that the wait was too short is measured behind a longer
 A node alone takes a little longer than among others in a CUDA graph: it begins late, and finds caches cold.
 Where the whole step fits on the device it is captured and replayed too, and nodes are shortened by what they
 take together beyond that, the same for each. Beside these replays the link is measured: copies that run
-while kernels do are slower than alone.
+while kernels do are slower than alone, and so are the kernels.
 
 Nodes that change parameters run once in each pass, like all others: the arguments must be such that a step
 changes nothing (no member active).
@@ -35,11 +35,11 @@ from trainmux.ir import DeviceFacts, Profile, ProfiledNode, ProfiledTensor
 from trainmux.profiling._alike import alike
 from trainmux.profiling._clocks import enqueue_replays, median_of, replays, wall_seconds
 from trainmux.profiling._kernels import KernelGraph
-from trainmux.profiling._link import LinkRates, probe_link, probe_link_beside
+from trainmux.profiling._link import BesideKernels, LinkRates, probe_link, probe_link_beside
 from trainmux.profiling._pass import Into, Pass, last_uses_of_created
 from trainmux.runtime import borrowed_stream, capturing, warm_matrix_libraries
 
-MEASUREMENT_VERSION = 4
+MEASUREMENT_VERSION = 5
 """Raised when what is measured, or how, is no longer what kept profiles have."""
 
 NUM_PASSES = 3
@@ -79,8 +79,9 @@ def measure_profile(
         samples = _measured_nodes(graph, partial(Pass, graph, arguments, into, swaps=swaps), device, tell)
         alone = [sample.seconds for sample in samples]
         replayed = None if swaps else _replayed(graph, partial(Pass, graph, arguments, into), device, link)
+    slowdown = 1.0
     if replayed is not None:
-        link = replayed.link
+        link, slowdown = replayed.beside.link, replayed.beside.slowdown
         alone = in_step_seconds(alone, replayed.seconds)
     nodes = tuple(
         ProfiledNode(
@@ -107,7 +108,7 @@ def measure_profile(
         )
         for tensor in graph.tensors
     )
-    return Profile(fingerprint, "measured", width, facts, tensors, nodes)
+    return Profile(fingerprint, "measured", width, facts, tensors, nodes, slowdown)
 
 
 @contextmanager
@@ -225,10 +226,10 @@ def in_step_seconds(alone: Sequence[float], together: float) -> list[float]:
 
 @dataclass(frozen=True)
 class _Replayed:
-    """What a step takes as one CUDA graph, and what the link carries meanwhile."""
+    """What a step takes as one CUDA graph, and what is different while tensors are copied."""
 
     seconds: float
-    link: LinkRates
+    beside: BesideKernels
 
 
 def _replayed(
@@ -250,10 +251,10 @@ def _replayed(
     replays(captured, count)  # until the device's clock is what it is under load
     taken = median_of(partial(replays, captured, count))
     count = max(1, int(_BESIDE_SECONDS / taken))
-    link = probe_link_beside(partial(enqueue_replays, captured, count), count * taken, idle, device)
+    beside = probe_link_beside(partial(enqueue_replays, captured, count), count * taken, idle, device)
     del captured
     torch.cuda.empty_cache()
-    return _Replayed(taken, link)
+    return _Replayed(taken, beside)
 
 
 def _fits(graph: KernelGraph, device: torch.device) -> bool:

@@ -3,7 +3,7 @@
 Each lane runs its operations in the order they were issued and meets the others only at waits. A copy that
 has the link for itself takes its ``alone`` seconds; while a copy in the other direction runs too, it takes
 its ``duplex`` seconds. One that has company for a while progresses at either speed in turn: this is summed
-piece by piece, not estimated. Nodes are not slowed down by copies.
+piece by piece, not estimated. A node, too, takes longer while a copy runs in either direction.
 """
 
 from __future__ import annotations
@@ -55,9 +55,12 @@ class LaneClock:
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def node(self, seconds: float) -> int:
-        """A node on the compute lane; zero seconds serve for a point to wait for."""
-        return self._append(COMPUTE, seconds, seconds, NO_WAIT)
+    def node(self, seconds: float, beside_seconds: float | None = None) -> int:
+        """A node on the compute lane; zero seconds serve for a point to wait for.
+
+        ``beside_seconds`` are what it takes while copies run, the same unless they are given.
+        """
+        return self._append(COMPUTE, seconds, seconds if beside_seconds is None else beside_seconds, NO_WAIT)
 
     def offload(self, alone_seconds: float, duplex_seconds: float) -> int:
         """A copy to the host."""
@@ -88,6 +91,8 @@ def run_lanes(
 ) -> LaneTimes:
     """Run operations given as flat lists: lane, seconds alone and in company, what is waited for.
 
+    Company of a copy is one the other way, that of a node is any copy.
+
     Refused with `PlanError`: a wait for an operation that is not issued before it.
     """
     queues: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -106,14 +111,15 @@ def run_lanes(
 
     now = compute_end = out_end = in_end = 0.0
     running = going_out = coming_in = -1  # positions of what the lanes are at, -1 for nothing
-    # A copy's progress: the share that was left at a moment, and the seconds that a whole copy takes since.
+    # Progress: the share that was left at a moment, and the seconds that the whole takes since.
     out_left = in_left = out_since = in_since = out_pace = in_pace = 0.0
-    is_duplex = False
+    compute_left = compute_since = compute_pace = 0.0
+    is_duplex = has_copies = False
     compute_seconds = stall_seconds = copy_seconds = hidden_copy_seconds = 0.0
 
     while True:
         # Start whatever can start now. What takes no time may let another lane go on, hence the repetition.
-        out_starts = in_starts = False
+        out_starts = in_starts = compute_starts = False
         moved = True
         while moved:
             moved = False
@@ -124,11 +130,9 @@ def run_lanes(
                     break
                 next_compute += 1
                 starts[position] = now
-                seconds = alone[position]
-                if seconds > 0.0:
+                if alone[position] > 0.0:
                     running = position
-                    compute_end = now + seconds
-                    compute_seconds += seconds
+                    compute_starts = True
                 else:
                     ends[position] = now
                     ended[position] = moved = True
@@ -180,6 +184,18 @@ def run_lanes(
             in_pace = duplex[coming_in] if is_duplex else alone[coming_in]
             in_end = now + in_left * in_pace
 
+        changes_pace = (going_out >= 0 or coming_in >= 0) != has_copies
+        if changes_pace:
+            has_copies = not has_copies
+        if running >= 0 and (compute_starts or (changes_pace and alone[running] != duplex[running])):
+            if compute_starts:
+                compute_left = 1.0
+            elif now > compute_since:
+                compute_left = max(0.0, compute_left - (now - compute_since) / compute_pace)
+            compute_since = now
+            compute_pace = duplex[running] if has_copies else alone[running]
+            compute_end = now + compute_left * compute_pace
+
         # On to the next moment at which something ends.
         if going_out < 0 and coming_in < 0:
             if running < 0:
@@ -203,6 +219,7 @@ def run_lanes(
                 ended[coming_in] = True
                 coming_in = -1
         if running >= 0 and compute_end <= then:
+            compute_seconds += compute_pace if compute_left == 1.0 else then - starts[running]
             ends[running] = then
             ended[running] = True
             running = -1

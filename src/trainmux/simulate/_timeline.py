@@ -67,6 +67,7 @@ def _run(part: Part, profiles: Sequence[Profile], strain: float = 1.0) -> tuple[
     duplex: list[float] = []
     waits: list[int] = []
     nodes = [[node.seconds for node in profile.nodes] for profile in profiles]
+    slowdowns = [profile.slowdown_by_copies for profile in profiles]
     tensors = [profile.tensors for profile in profiles]
     for position, instruction in enumerate(part.instructions):
         on = NO_WAIT
@@ -74,7 +75,8 @@ def _run(part: Part, profiles: Sequence[Profile], strain: float = 1.0) -> tuple[
         try:
             if isinstance(instruction, Compute | Recompute):
                 lane = COMPUTE
-                seconds = slow = nodes[instruction.sub_array][instruction.node]
+                seconds = nodes[instruction.sub_array][instruction.node]
+                slow = seconds * slowdowns[instruction.sub_array]
             elif isinstance(instruction, Wait):
                 lane = LANE_NUMBERS[instruction.lane]
                 on = instruction.on

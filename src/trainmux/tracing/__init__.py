@@ -8,6 +8,7 @@ from trainmux.tracing._substitute import NamedTensor, unique_buffers, unique_par
 from trainmux.tracing._torch_private import (
     FakeTensor,
     FakeTensorMode,
+    copy_node,
     graph_module,
     last_node,
     make_fx,
@@ -30,6 +31,7 @@ __all__ = [
     "TraceSettings",
     "TracedGraph",
     "check_batch",
+    "copy_node",
     "flatten_batch",
     "graph_constant",
     "graph_module",

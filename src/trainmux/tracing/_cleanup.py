@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from trainmux.tracing._torch_private import FakeTensorMode, make_fx
+from trainmux.tracing._torch_private import FakeTensorMode, copy_node, make_fx
 
 aten = torch.ops.aten
 
@@ -123,7 +123,7 @@ def replace_node(node: fx.Node, fn: Callable[..., Any], args: tuple[Any, ...], m
                     raise RuntimeError(
                         f"expected no constants in the replacement of {node}, got {inner.target}"
                     )
-                new = graph.node_copy(inner, lambda n: copied[n])
+                new = copy_node(graph, inner, lambda n: copied[n])
                 inherit_meta(new, node)
                 copied[inner] = new
     if isinstance(result, fx.Node):

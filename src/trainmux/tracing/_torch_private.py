@@ -228,6 +228,19 @@ def last_node(graph: fx.Graph) -> fx.Node:
     return node
 
 
+def copy_node(graph: fx.Graph, node: fx.Node, place: Callable[[fx.Node], Any]) -> fx.Node:
+    """Copy a node from another graph to where ``graph`` inserts; ``place`` says what its inputs are there.
+
+    Torch 2.11 looks for a name that is free from the first number on, each time: too long in a large graph.
+    """
+    names = graph._graph_namespace
+    if node.name in names._used_names:
+        base, _, number = node.name.rpartition("_")
+        if number.isdecimal():
+            names._base_count[node.name] = names._base_count.get(base, 0)
+    return graph.node_copy(node, place)
+
+
 def nodes_after(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
     """The nodes added to ``graph`` since ``last`` was its last one."""
     added = []

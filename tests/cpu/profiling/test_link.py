@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainmux.profiling import LinkRates, _link
-from trainmux.profiling._link import probe_link_beside
+from trainmux.profiling._link import BesideKernels, probe_link_beside, slowdown_of
 
 IDLE = LinkRates(50e9, 40e9, 30e9, 20e9, handover_seconds=1e-6)
 LOAD_SECONDS = 0.2
@@ -19,15 +19,23 @@ PIECE_BYTES = 32 << 20
 class Moment:
     at: float = 0.0
 
+    def record(self, stream: object) -> None:
+        """When, is said afterwards."""
+
     def elapsed_time(self, end: Moment) -> float:
         return (end.at - self.at) * 1e3
 
 
 class Device:
-    """Copies at ``share`` of the idle rates while a load is on; what is asked of it is noted."""
+    """Copies at ``share`` of the idle rates while a load is on; what is asked of it is noted.
 
-    def __init__(self, share: float) -> None:
+    Beside copies the load takes ``slowdown`` times as long.
+    """
+
+    def __init__(self, share: float, slowdown: float = 1.0) -> None:
         self.share = share
+        self.slowdown = slowdown
+        self.marks: list[Moment] = []
         self.num_loads = 0
         self.ways: list[tuple[int, ...]] = []
         self.longest = 0.0
@@ -49,19 +57,28 @@ class Device:
         for lane, count, end in self._asked:
             end.at = count * PIECE_BYTES / (self.share * rates[lane])
             self.longest = max(self.longest, end.at)
+        copied = max(end.at for _, _, end in self._asked)
+        self.marks[1].at = copied + LOAD_SECONDS - copied / self.slowdown
+        self.marks = []
         self.ways.append(ways)
         self._asked = []
 
+    def event(self, *, enable_timing: bool) -> Moment:
+        self.marks.append(Moment())
+        return self.marks[-1]
 
-def on(device: Device, monkeypatch: pytest.MonkeyPatch) -> LinkRates:
+
+def on(device: Device, monkeypatch: pytest.MonkeyPatch) -> BesideKernels:
     monkeypatch.setattr(_link, "_Link", lambda where, num_bytes: device)
     monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: None)
     return probe_link_beside(device.load, LOAD_SECONDS, IDLE, torch.device("cuda"))
 
 
 def test_copies_are_as_slow_as_beside_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(0.8)
-    found = on(device, monkeypatch)
+    found = on(device, monkeypatch).link
     assert (found.out, found.into) == pytest.approx((40e9, 32e9))
     assert (found.out_duplex, found.into_duplex) == pytest.approx((24e9, 16e9))
     assert found.handover_seconds == IDLE.handover_seconds
@@ -75,7 +92,24 @@ def test_the_load_outlasts_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_link_is_faster_than_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on(Device(1.5), monkeypatch) == IDLE
+    assert on(Device(1.5), monkeypatch).link == IDLE
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 1.1, 1.5])
+def test_kernels_are_slower_by_what_copies_cost_them(
+    slowdown: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert on(Device(0.8, slowdown), monkeypatch).slowdown == pytest.approx(slowdown)
+
+
+def test_a_slowdown_is_of_the_time_that_copies_ran() -> None:
+    assert slowdown_of(10.0, 10.0, 5.0) == 1.0
+    assert slowdown_of(10.0, 11.0, 6.0) == pytest.approx(6 / 5)
+    assert slowdown_of(10.0, 12.0, 20.0) == pytest.approx(1.2)  # the copies outlasted the kernels
+    assert slowdown_of(10.0, 9.9, 6.0) == 1.0
+    assert slowdown_of(10.0, 40.0, 6.0) == 1.0  # nothing to do with copies
+    assert slowdown_of(10.0, 40.0, 50.0) == 2.0
+    assert slowdown_of(10.0, 10.0, 0.0) == 1.0
 
 
 def test_without_memory_for_the_copies_the_link_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,4 +117,4 @@ def test_without_memory_for_the_copies_the_link_is_idle(monkeypatch: pytest.Monk
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(_link, "_Link", full)
-    assert probe_link_beside(lambda: None, LOAD_SECONDS, IDLE, torch.device("cuda")) == IDLE
+    assert probe_link_beside(lambda: None, LOAD_SECONDS, IDLE, torch.device("cuda")) == BesideKernels(IDLE)

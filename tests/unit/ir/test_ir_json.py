@@ -122,11 +122,24 @@ def test_infinite_and_undefined_numbers_come_back() -> None:
     assert repr(from_json(text, Plan)) == repr(strange)
 
 
+def test_what_was_written_before_a_field_was_there_has_its_default() -> None:
+    profile = replace(two_layers(), slowdown_by_copies=1.0)
+    document = json.loads(to_json(profile))
+    del document["profile"]["slowdown_by_copies"]
+    document["sha256"] = _checksum("profile", document["profile"])
+    assert from_json(json.dumps(document), Profile) == profile
+    del document["profile"]["width"]
+    document["sha256"] = _checksum("profile", document["profile"])
+    with pytest.raises(PlanError, match="an object with the keys"):
+        from_json(json.dumps(document), Profile)
+
+
 def test_the_text_is_readable_and_compact() -> None:
     lines = to_json(two_layers()).splitlines()
     assert lines[0].startswith('{"trainmux": "profile", "version": 1, "sha256": "')
     rows = [line.strip() for line in lines if line.strip().startswith('["')]
-    assert rows[-1] == '["up_w1", "update", [13], [], [1, 3], 0.001, 8, true]]}}}'
+    assert rows[-1] == '["up_w1", "update", [13], [], [1, 3], 0.001, 8, true]]},'
+    assert lines[-1].strip() == '"slowdown_by_copies": 1.0}}'
     program = to_json(recompute_from_swapped().program)
     assert '\n   ["Wait", "compute", 0],\n' in program
     assert '\n   ["Recompute", 0, 0, [5]],\n' in program

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -173,8 +174,13 @@ def test_instructions_that_name_nothing_are_refused(stray: Instruction) -> None:
         run(ONE, stray)
 
 
-def random_clock(seed: int, num_operations: int, scale: float = 1.0, copies: bool = True) -> LaneClock:
-    """Nodes, copies and waits at random; ``copies`` false leaves out all but the nodes."""
+def random_clock(
+    seed: int, num_operations: int, scale: float = 1.0, *, copies: bool = True, slows: bool = False
+) -> LaneClock:
+    """Nodes, copies and waits at random; ``copies`` false leaves out all but the nodes.
+
+    With ``slows``, nodes take longer beside copies.
+    """
     rng = random.Random(seed)
     clock = LaneClock()
     positions = []
@@ -182,7 +188,7 @@ def random_clock(seed: int, num_operations: int, scale: float = 1.0, copies: boo
         kind, seconds, slower = rng.random(), rng.choice([0.0, 0.25, 1.0, 3.0]), rng.choice([1.0, 1.25, 2.0])
         lane, on = rng.choice(list(Lane)), rng.random()
         if kind < 0.45:
-            positions.append(clock.node(seconds * scale))
+            positions.append(clock.node(seconds * scale, seconds * (slower if slows else 1.0) * scale))
         elif not copies:
             continue
         elif kind < 0.65:
@@ -203,20 +209,18 @@ def busy(clock: LaneClock, times: LaneTimes, lane: int) -> list[tuple[float, flo
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 10**6), st.integers(0, 60))
-def test_what_holds_for_every_row(seed: int, num_operations: int) -> None:
-    clock = random_clock(seed, num_operations)
+@given(st.integers(0, 10**6), st.integers(0, 60), st.booleans())
+def test_what_holds_for_every_row(seed: int, num_operations: int, slows: bool) -> None:
+    clock = random_clock(seed, num_operations, slows=slows)
     times = clock.run()
     for lane in range(3):
         own = busy(clock, times, lane)
         assert all(a[1] <= b[0] for a, b in pairwise(own)), "a lane does one thing at a time"
         assert times.seconds >= sum(end - start for start, end in own) - 1e-9
-    for position, (lane, on) in enumerate(zip(clock._lanes, clock._waits, strict=True)):
+    for position, on in enumerate(clock._waits):
         length = times.ends[position] - times.starts[position]
         if on >= 0:
             assert times.starts[position] >= times.ends[on]
-        elif lane == 0:
-            assert length == pytest.approx(clock._alone[position], abs=1e-12)
         else:
             assert clock._alone[position] - 1e-9 <= length <= clock._duplex[position] + 1e-9
     assert times.seconds == max(times.ends, default=0.0)
@@ -240,6 +244,30 @@ def test_twice_as_slow_takes_twice_as_long(seed: int) -> None:
     assert twice.ends == [2.0 * end for end in once.ends]
     assert (twice.seconds, twice.stall_seconds) == (2.0 * once.seconds, 2.0 * once.stall_seconds)
     assert twice.hidden_copy_seconds == 2.0 * once.hidden_copy_seconds
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 60))
+def test_a_node_is_slowed_down_for_as_long_as_a_copy_runs(seed: int, num_operations: int) -> None:
+    clock = random_clock(seed, num_operations, slows=True)
+    times = clock.run()
+    copies = busy(clock, times, 1) + busy(clock, times, 2)
+    for position, (lane, on) in enumerate(zip(clock._lanes, clock._waits, strict=True)):
+        alone, beside = clock._alone[position], clock._duplex[position]
+        if lane != 0 or on >= 0 or alone == 0:
+            continue
+        start, end = times.starts[position], times.ends[position]
+        shared = _union([(max(a, start), min(b, end)) for a, b in copies if a < end and b > start])
+        assert shared / beside + (end - start - shared) / alone == pytest.approx(1.0)
+
+
+def test_half_of_a_node_beside_a_copy() -> None:
+    """Five seconds, twice as long beside copies; the copy takes four, in which two are done."""
+    slowed = replace(PROFILE, slowdown_by_copies=2.0)
+    times = lane_times(Part((Offload(0, 0), FIVE), ()), [slowed])
+    assert times.ends == [4.0, 7.0]
+    assert (times.seconds, times.compute_seconds, times.hidden_copy_seconds) == (7.0, 7.0, 4.0)
+    assert lane_times(Part((Offload(0, 0), FIVE), ()), [PROFILE]).ends == [4.0, 5.0]
 
 
 @settings(max_examples=40, deadline=None)

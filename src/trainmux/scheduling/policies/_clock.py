@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trainmux.ir import Lane, ProfiledTensor, Schedule
+from trainmux.ir import Lane, Profile, ProfiledTensor, Schedule
 from trainmux.scheduling.policies._body import FixedBody
 from trainmux.scheduling.policies._layout import Layout
 from trainmux.simulate import LaneClock, LaneTimes
@@ -107,6 +107,13 @@ def _run(body: FixedBody, copies: Sequence[_Copy], again: Sequence[tuple[int, tu
     return _Clocking(body, copies, again).run()
 
 
+def _mean_slowdown(profiles: Sequence[Profile]) -> float:
+    """By what copies slow down the nodes of all sub-arrays, the longer ones counting for more."""
+    seconds = [sum(node.seconds for node in profile.nodes) for profile in profiles]
+    slowed = [taken * profile.slowdown_by_copies for taken, profile in zip(seconds, profiles, strict=True)]
+    return sum(slowed) / sum(seconds) if sum(seconds) > 0 else 1.0
+
+
 class _Clocking:
     """One pass, operation by operation. Each lane runs in order, so to wait for an operation is to wait for
     all before it on its lane: waits that say nothing new are left out.
@@ -119,6 +126,7 @@ class _Clocking:
         self._copies = copies
         self._again = again
         self._clock = LaneClock()
+        self._slowdown = _mean_slowdown(body.task.profiles)
         self._offload_at: dict[int, int] = {}
         self._prefetch_at: dict[int, int] = {}
         self._fetched: dict[tuple[int, int], int] = {}
@@ -133,7 +141,7 @@ class _Clocking:
         for position in sorted(events):
             here = events[position]
             if position > done:
-                self._last_on_compute = clock.node(float(starts[position] - starts[done]))
+                self._last_on_compute = self._node(float(starts[position] - starts[done]))
                 done = position
             if here.offloads:
                 self._offload(here.offloads)
@@ -148,7 +156,7 @@ class _Clocking:
                 waited = self._wait_for_prefetch(self._prefetch_at[number])
                 if waited is not None:
                     self._waits[position] = (waited, before)
-        clock.node(float(starts[length] - starts[done]))
+        self._node(float(starts[length] - starts[done]))
         return _Run(clock.run(), self._waits)
 
     def _events(self) -> dict[int, _At]:
@@ -203,11 +211,14 @@ class _Clocking:
             for read in nodes[rank].reads:
                 fetched = self._fetched.get((sub_array, read), -1)
                 if fetched > self._knows_in:
-                    self._clock.node(seconds)
+                    self._node(seconds)
                     seconds = 0.0
                     self._wait_for_prefetch(fetched)
             seconds += nodes[rank].seconds
-        self._last_on_compute = self._clock.node(seconds)
+        self._last_on_compute = self._node(seconds)
+
+    def _node(self, seconds: float) -> int:
+        return self._clock.node(seconds, seconds * self._slowdown)
 
     def _wait_for_prefetch(self, at: int) -> int | None:
         if at <= self._knows_in:
