@@ -8,12 +8,14 @@ longer when sharing fails again.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from trainmux.colocate._constants import ScroogeConstants
 
 _ROUNDS_OF_A_WINDOW = 2
 _GOOD_ROUNDS = 8
+_AS_GOOD_AS_TURNS = 0.99
 
 
 class Turns:
@@ -96,9 +98,10 @@ class PairHealth:
 class GainMeter:
     """Solo seconds of work per second while jobs share the device; turns for all where that is a loss.
 
-    Seconds in which nothing runs are not counted: they are the host's, and turns would have them too. Work
-    counts when a segment ends, so a short stretch looks better or worse than it is by a segment or two, and
-    turns last for long. So what is lost is added up, and only counts when it is more than that.
+    Work counts when a segment ends, so a short stretch looks better or worse than it is by a segment or two,
+    and turns last for long. So what is lost is added up, and only counts when it is more than that. Seconds
+    in which nothing runs count: where the host is what jobs wait for, sharing may lose to turns. But turns
+    have such seconds too. Once they have been tried, what they gave is what sharing must give.
     """
 
     def __init__(self, constants: ScroogeConstants) -> None:
@@ -107,13 +110,18 @@ class GainMeter:
         self.turns = Turns(constants)
         self.gain: float | None = None
         """Of the last window that was measured."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Other jobs: nothing is known of them."""
+        self._gain_of_turns = math.inf
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was measured: jobs or memory changed, or one of them ran alone."""
-        self._busy_until: float | None = None
-        self._work_seconds = self._busy_seconds = 0.0
-        self._window_work = self._window_busy = 0.0
+        """Measure anew, because memory changed or a job ran alone."""
+        self._last_end: float | None = None
+        self._work_seconds = self._seconds = 0.0
+        self._window_work = self._window_seconds = 0.0
         self._lost_seconds = 0.0
 
     def share_again(self) -> None:
@@ -121,36 +129,40 @@ class GainMeter:
         self.turns.end()
         self.restart()
 
-    def segment_ended(self, solo_seconds: float, started_at: float, ended_at: float) -> None:
-        if self._busy_until is None:
-            self._busy_until = ended_at
+    @property
+    def must_be(self) -> float:
+        """The gain below which sharing loses."""
+        return min(self._least_gain, _AS_GOOD_AS_TURNS * self._gain_of_turns)
+
+    def segment_ended(self, solo_seconds: float, ended_at: float) -> None:
+        if self._last_end is None:
+            self._last_end = ended_at
             return
-        busy = max(0.0, ended_at - max(started_at, self._busy_until))
-        self._busy_until = max(self._busy_until, ended_at)
+        passed = max(0.0, ended_at - self._last_end)
+        self._last_end = max(self._last_end, ended_at)
         self._work_seconds += solo_seconds
-        self._busy_seconds += busy
-        self._lost_seconds = max(0.0, self._lost_seconds + self._least_gain * busy - solo_seconds)
+        self._seconds += passed
+        self._lost_seconds = max(0.0, self._lost_seconds + self.must_be * passed - solo_seconds)
 
     def iteration_ended(self, now: float, round_seconds: float, num_jobs: int) -> bool:
         """Look at what was lost, in rounds of all jobs, ``round_seconds`` each; true if turns begin now."""
         if self.turns.are_on:
-            self.restart()
-            self.turns.iteration_ended(now)
+            if self.turns.iteration_ended(now):
+                if self._seconds >= _ROUNDS_OF_A_WINDOW * round_seconds:
+                    self._gain_of_turns = self._work_seconds / self._seconds
+                self.restart()
             return False
         if num_jobs < 2:
             return False
-        busy = self._busy_seconds - self._window_busy
-        if busy >= _ROUNDS_OF_A_WINDOW * round_seconds:
-            self.gain = (self._work_seconds - self._window_work) / busy
-            self._window_work, self._window_busy = self._work_seconds, self._busy_seconds
+        seconds = self._seconds - self._window_seconds
+        if seconds >= _ROUNDS_OF_A_WINDOW * round_seconds:
+            self.gain = (self._work_seconds - self._window_work) / seconds
+            self._window_work, self._window_seconds = self._work_seconds, self._seconds
         if self._lost_seconds > self._rounds_to_lose * round_seconds:
-            self.gain = self._work_seconds / self._busy_seconds
+            self.gain = self._work_seconds / self._seconds
             self.restart()
             self.turns.fall_back(now, round_seconds)
             return True
-        if (
-            self._busy_seconds > _GOOD_ROUNDS * round_seconds
-            and self._work_seconds > self._least_gain * self._busy_seconds
-        ):
+        if self._seconds > _GOOD_ROUNDS * round_seconds and self._work_seconds > self.must_be * self._seconds:
             self.turns.sharing_works()
         return False

@@ -162,7 +162,7 @@ class ScroogeScheduler:
         job = entry.job
         lane.last_end = ended_at
         job.segment_ended(ref.segment, started_at, ended_at, was_gated=entry.was_gated)
-        self._gain.segment_ended(job.solo_seconds[ref.segment], started_at, ended_at)
+        self._gain.segment_ended(job.solo_seconds[ref.segment], ended_at)
         if ref.segment == job.num_segments - 1:
             self._iteration_ended(arena, lane, job, ended_at)
         elif job.is_leaving:
@@ -371,7 +371,7 @@ class ScroogeScheduler:
             lane.epoch += 1
             del self._jobs[state.name]
             arena.learn()
-        self._gain.restart()
+        self._gain.forget()
         self._retarget()
 
     def _retarget(self) -> None:
@@ -393,7 +393,7 @@ class ScroogeScheduler:
             return self._change_capacities(target)
         if not all(lane.is_idle for _, lane, _ in self._sides):
             return False
-        self._gain.restart()
+        self._gain.forget()
         self._forget_debts()
         lanes: dict[str, list[JobState]] = {}
         for demand in self._wanted.values():
