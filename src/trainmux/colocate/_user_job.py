@@ -45,7 +45,8 @@ class Job:
 
     ``loss(model, batch)`` is as for a fleet. ``steps`` iterations are run, over ``loader`` again and again;
     without ``steps``, one pass over it. A job with twice the ``share`` of another gets twice the device time
-    where both want the same memory. Each of ``callbacks`` is called with a `JobStep` after every iteration.
+    where both want the same memory; of two different jobs with equal shares, one may get half more than the
+    other. Each of ``callbacks`` is called with a `JobStep` after every iteration.
     ``seed``, ``scheduler``, ``precision``, ``device``, ``deterministic`` and ``accumulate`` are for a model,
     as of `Member` and `Fleet`; a fleet has its own. Where gradients are accumulated, an iteration is a
     micro-batch.
