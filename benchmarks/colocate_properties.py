@@ -57,6 +57,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "feedback_weight=1": {"feedback_weight": 1.0},
     "patience_iterations=2": {"patience_iterations": 2.0},
     "patience_iterations=0.01": {"patience_iterations": 0.01},
+    "leeway=1": {"leeway": 1.0},
+    "rounds_to_lose=1/2": {"rounds_to_lose": 0.5},
 }
 
 
