@@ -24,7 +24,7 @@ from trainmux.colocate._result import ColocationResult, JobUsage
 from trainmux.colocate._scheduler import ScroogeScheduler
 from trainmux.colocate._simulated_gpu import choose_layout
 from trainmux.colocate._tenant import Tenant
-from trainmux.colocate._turns import Turns
+from trainmux.colocate._turns import Turns, prompt_threads
 from trainmux.colocate._user_job import Job, JobCallback, JobStep, check_jobs
 from trainmux.colocate._where import budget_in_bytes, default_region_bytes, make_device, region_bytes_on
 from trainmux.colocate._work import forget_locals
@@ -111,7 +111,8 @@ class Colocation:
         began_at = time.perf_counter()
         try:
             try:
-                self._run_to_end()
+                with prompt_threads():
+                    self._run_to_end()
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) or error is self._callback_error:
                     with deferred_interrupts():
