@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import sys
 import threading
 import time
 from pathlib import Path
@@ -50,6 +51,14 @@ def test_a_model_is_trained_in_its_own_objects() -> None:
         optimizer.step()
     for found, expected in zip(model_of(job).parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_other_threads_are_prompt_while_jobs_run() -> None:
+    usual, seen = sys.getswitchinterval(), []
+    watch = [lambda event: seen.append(sys.getswitchinterval())]
+    tm.colocate([tiny_job("a", 0, steps=2), tiny_job("b", 1, steps=2)], "1GiB", callbacks=watch).run()
+    assert len(seen) == 4
+    assert max(seen) < 1e-3 < usual == sys.getswitchinterval()
 
 
 def test_jobs_arrive_and_leave_from_callbacks() -> None:

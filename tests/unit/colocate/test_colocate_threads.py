@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
-import time
 
 import pytest
 
@@ -33,32 +31,3 @@ def test_an_error_and_a_shorter_interval_of_the_user_s_are_kept() -> None:
         assert seen == sys.getswitchinterval() == pytest.approx(kept, abs=2e-6)
     finally:
         sys.setswitchinterval(usual)
-
-
-def test_a_busy_thread_does_not_hold_up_another_for_long() -> None:
-    """What a live view does to the dispatcher: one waits for the interpreter again and again."""
-
-    def usual_wait() -> float:
-        waits = []
-        for _ in range(40):
-            begin = time.perf_counter()
-            time.sleep(1e-5)
-            waits.append(time.perf_counter() - begin)
-        return sorted(waits)[len(waits) // 2]
-
-    over = threading.Event()
-
-    def be_busy() -> None:
-        while not over.is_set():
-            sum(range(200))
-
-    busy = threading.Thread(target=be_busy)
-    busy.start()
-    try:
-        slow = usual_wait()
-        with prompt_threads():
-            prompt = usual_wait()
-    finally:
-        over.set()
-        busy.join()
-    assert prompt < slow / 3
