@@ -30,11 +30,10 @@ class Arena:
         self.base, self.top = Lane(now), Lane(now)
         self.base.jobs = [jobs[name] for name in layout.base]
         self.top.jobs = [jobs[name] for name in layout.top]
-        everyone = [*self.base.jobs, *self.top.jobs]
         # Equal jobs slow each other down equally, so their lifespans are known from the start (§7.1).
-        is_ramped = len({job.demand.fingerprint for job in everyone}) > 1
-        has_shares = len({job.demand.share for job in everyone}) > 1
-        self.leeway = constants.leeway if is_ramped and len(everyone) == 2 and not has_shares else 1.0
+        is_ramped = len({job.demand.fingerprint for job in self.jobs}) > 1
+        has_shares = len({job.demand.share for job in self.jobs}) > 1
+        self.leeway = constants.leeway if is_ramped and len(self.jobs) == 2 and not has_shares else 1.0
         self.health: PairHealth = (
             former.health if former is not None else PairHealth(constants, is_ramped=is_ramped)
         )
@@ -43,6 +42,11 @@ class Arena:
     @property
     def capacity_bytes(self) -> int:
         return self.layout.capacity_bytes
+
+    @property
+    def jobs(self) -> list[JobState]:
+        """Those at both ends."""
+        return self.base.jobs + self.top.jobs
 
     @property
     def is_shared(self) -> bool:
@@ -68,9 +72,9 @@ class Arena:
         self.fits_all = sum(peaks) <= self.capacity_bytes
         """Whether both ends can be at their peaks at once: nothing has to be predicted then."""
         self.soft_budget_bytes = self.health.soft_budget(self.capacity_bytes, max(peaks))
-        everyone = (*self.base.jobs, *self.top.jobs)
-        longest = max((job.iteration_solo_seconds for job in everyone), default=0.0)
+        jobs = self.jobs
+        longest = max((job.iteration_solo_seconds for job in jobs), default=0.0)
         self.patience_seconds = self._constants.patience_iterations * longest
-        if self.leeway > 1 and any(job.service > _REMEMBERED * longest for job in everyone):
-            for job in everyone:
+        if self.leeway > 1 and any(job.service > _REMEMBERED * longest for job in jobs):
+            for job in jobs:
                 job.service /= 2

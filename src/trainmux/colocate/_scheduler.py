@@ -344,9 +344,9 @@ class ScroogeScheduler:
             if ran_alone and self._gain.turns.are_on:  # and nothing has begun beside it since
                 job.refine_solo(constants.feedback_weight)
             if arena.is_shared:
-                everyone = arena.base.jobs + arena.top.jobs
-                pair_seconds = sum(peer.iteration_solo_seconds for peer in everyone)
-                if arena.health.iteration_ended(now, pair_seconds, len(everyone), stalled=was_mispredicted):
+                peers = arena.jobs
+                pair_seconds = sum(peer.iteration_solo_seconds for peer in peers)
+                if arena.health.iteration_ended(now, pair_seconds, len(peers), stalled=was_mispredicted):
                     self._fell_back()
                 arena.learn()
             round_seconds = sum(peer.iteration_solo_seconds for peer in self._jobs.values())

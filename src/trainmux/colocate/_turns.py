@@ -44,8 +44,8 @@ _usual_seconds: list[float] = []
 def prompt_threads() -> Iterator[None]:
     """Inside, a thread that runs Python lets another one go on after 0.2 ms, not 5.
 
-    Two segments in flight last for less than that: a live view, or a loader's thread, would let the device
-    run dry.
+    The segments that are in flight may last for less than those 5: a live view, or a loader's thread, would
+    let the device run dry.
     """
     with _switching:
         _usual_seconds.append(_usual_seconds[0] if _usual_seconds else sys.getswitchinterval())

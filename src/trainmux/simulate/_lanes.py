@@ -168,18 +168,12 @@ def run_lanes(
         if changes_pace:
             is_duplex = not is_duplex
         if going_out >= 0 and (out_starts or changes_pace):
-            if out_starts:
-                out_left = 1.0
-            elif now > out_since:
-                out_left = max(0.0, out_left - (now - out_since) / out_pace)
+            out_left = 1.0 if out_starts else _left(out_left, out_pace, now - out_since)
             out_since = now
             out_pace = duplex[going_out] if is_duplex else alone[going_out]
             out_end = now + out_left * out_pace
         if coming_in >= 0 and (in_starts or changes_pace):
-            if in_starts:
-                in_left = 1.0
-            elif now > in_since:
-                in_left = max(0.0, in_left - (now - in_since) / in_pace)
+            in_left = 1.0 if in_starts else _left(in_left, in_pace, now - in_since)
             in_since = now
             in_pace = duplex[coming_in] if is_duplex else alone[coming_in]
             in_end = now + in_left * in_pace
@@ -188,10 +182,7 @@ def run_lanes(
         if changes_pace:
             has_copies = not has_copies
         if running >= 0 and (compute_starts or (changes_pace and alone[running] != duplex[running])):
-            if compute_starts:
-                compute_left = 1.0
-            elif now > compute_since:
-                compute_left = max(0.0, compute_left - (now - compute_since) / compute_pace)
+            compute_left = 1.0 if compute_starts else _left(compute_left, compute_pace, now - compute_since)
             compute_since = now
             compute_pace = duplex[running] if has_copies else alone[running]
             compute_end = now + compute_left * compute_pace
@@ -226,3 +217,8 @@ def run_lanes(
         now = then
 
     return LaneTimes(now, compute_seconds, stall_seconds, copy_seconds, hidden_copy_seconds, starts, ends)
+
+
+def _left(share: float, pace: float, seconds: float) -> float:
+    """What is left of a share after ``seconds`` at a pace at which the whole takes ``pace`` seconds."""
+    return max(0.0, share - seconds / pace) if seconds > 0.0 else share
