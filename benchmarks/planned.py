@@ -277,6 +277,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
             f"{result['date'][:10]}, torch {result['torch']}: `{result['command']}`.",
             f"Without a plan {alone['step_ms']:.2f} ms, {alone.get('reserved_bytes', 0) / 2**30:.2f} GiB; "
             f"static memory {result['static_bytes'] / 2**30:.2f} GiB.",
+            *([result["note"]] if "note" in result else []),
             "",
             *(
                 "| " + " | ".join(line) + " |"
