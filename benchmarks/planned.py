@@ -43,6 +43,8 @@ STEPS_PER_BLOCK = 6
 NUM_BATCHES = 3
 LARGE_SEGMENT = 16 << 20
 NUM_DIFFERENT = 30
+WHOLE = "1"
+"""What the budget is called that constrains nothing."""
 
 
 class Bench:
@@ -143,6 +145,7 @@ def described(plan: tm.Plan) -> dict[str, Any]:
         "policy": plan.policy,
         "budget_bytes": plan.budget_bytes,
         "widths": [len(sub_array.members) for sub_array in plan.partition],
+        "num_branches": record.num_branches,
         "multiplexing": record.schedule.multiplexing.value,
         "num_swaps": len(plan.swaps),
         "num_recomputes": len(plan.recomputes),
@@ -179,14 +182,19 @@ def _busy(timeline: Any) -> dict[str, float]:
     return found
 
 
+def sub_arrays(row: dict[str, Any]) -> str:
+    """Their widths, and how they share the device."""
+    beside = " side by side" if row.get("num_branches", 1) > 1 else ""
+    return f"{'+'.join(map(str, row['widths']))}{beside} {row['multiplexing']}"
+
+
 def show(row: dict[str, Any]) -> None:
     parts = [f"{row.get('share', ''):>5} {row.get('policy', 'no plan'):<14}"]
     if "error" in row:
         parts.append(row["error"])
     else:
         if "widths" in row:
-            widths = "+".join(map(str, row["widths"]))
-            parts.append(f"{widths} {row['multiplexing']}, {row['num_swaps']} swaps, ")
+            parts.append(f"{sub_arrays(row)}, {row['num_swaps']} swaps, ")
             parts.append(f"{row['num_recomputes']} recomputes, planned in {row['planning_s']:.0f} s,")
             parts.append(f"{row['predicted_bytes'] / 2**30:.2f} of {row['budget_bytes'] / 2**30:.2f} GiB,")
             parts.append(f"predicted {row['predicted_ms']:.2f},")
@@ -238,7 +246,7 @@ def cells(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         yield (
             row["share"],
             row["policy"],
-            f"{'+'.join(map(str, row['widths']))} {row['multiplexing']}",
+            sub_arrays(row),
             f"{row['step_ms']:.2f}",
             f"{row['step_ms'] / alone['step_ms']:.3f}",
             f"{row['step_ms'] / row['bound_ms']:.3f}",
@@ -314,7 +322,8 @@ def main() -> None:
     if options.answer:
         question = read_question(options.answer)
         wanted = wanted_of(options, question["static_bytes"], question["peak_bytes"])
-        for line in answer(options.answer, wanted, max(1, options.processes)):
+        whole = (WHOLE, question["memory_bytes"], "none")
+        for line in answer(options.answer, [whole, *wanted], max(1, options.processes)):
             print(line, flush=True)
         return
     begin = time.perf_counter()
@@ -341,8 +350,13 @@ def main() -> None:
         write_question(bench.fleet, options.partitions, options.ask)
         return
     keep(bench.measure())
-    whole, row = bench.plan(None, "none", options.partitions)
-    keep({"share": "1", **row, **bench.measure()})
+    kept = read_answer(options.plans, WHOLE, "none") if options.plans else (None, {})
+    if kept[0] is None:
+        whole, row = bench.plan(None, "none", options.partitions)
+    else:
+        whole, row = kept[0], {**described(kept[0]), **kept[1]}
+        bench.fleet.use(whole)
+    keep({"share": WHOLE, **row, **bench.measure()})
     static = result["static_bytes"] = static_bytes(whole)
     wanted = wanted_of(options, static, whole.peak_bytes)
     with tempfile.TemporaryDirectory() as temporary:

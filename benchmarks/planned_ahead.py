@@ -18,6 +18,7 @@ import torch
 import trainmux as tm
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.ir import Profile, load, save
+from trainmux.profiling import known_branches, side_by_side
 from trainmux.scheduling import Group, Planner, find_partitions
 
 Wanted = tuple[str, int, str]
@@ -34,7 +35,8 @@ def write_question(fleet: tm.Fleet, num_partitions: int, folder: Path) -> None:
     search = find_partitions([len(group.members) for group in groups], max_partitions=num_partitions)
     for index in range(len(groups)):  # a plan that was kept has measured nothing
         for width in sorted({width for partition in search.partitions for width in partition.widths[index]}):
-            planner.profile(index, width)
+            for num_branches in known_branches(planner.profile(index, width)):
+                planner.branched(index, num_branches)
     folder.mkdir(parents=True, exist_ok=True)
     for profile in planner._profiles.values():
         save(folder / f"{profile.fingerprint}.profile.json", profile)
@@ -44,6 +46,7 @@ def write_question(fleet: tm.Fleet, num_partitions: int, folder: Path) -> None:
         "beside_bytes": planner._scratch,
         "fixed_bytes": planner._fixed_bytes(),
         "host_bytes": planner._facts.host_bytes,
+        "memory_bytes": planner._facts.memory_bytes,
         "num_partitions": num_partitions,
         "static_bytes": static_bytes(whole),
         "peak_bytes": whole.peak_bytes,
@@ -90,12 +93,19 @@ def _make(given: tuple[Path, Wanted]) -> str:
     profiles: dict[tuple[str, int], Profile] = {}
     for index, width, fingerprint in question["profiles"]:
         profiles[str(index), width] = load(folder / f"{fingerprint}.profile.json", Profile)
+    branched: dict[tuple[str, int], Profile] = {
+        (name, number): side_by_side(profile, number)
+        for (name, width), profile in profiles.items()
+        for number in known_branches(profile)
+        if width == 1
+    }
     begin = time.perf_counter()
     said: dict[str, Any] = {}
     try:
         planner = Planner(
             [Group(name, tuple(members)) for name, members in question["groups"]],
             profile_of=lambda group, width: profiles[group.name, width],
+            branched_of=lambda group, number: branched.get((group.name, number)),
             policy=policy,
             fixed_bytes=question["fixed_bytes"],
             beside_of=lambda profile: int(question["beside_bytes"].get(profile.fingerprint, 0)),
@@ -103,7 +113,7 @@ def _make(given: tuple[Path, Wanted]) -> str:
             max_partitions=question["num_partitions"],
         )
         record = planner.plan(budget)
-        by_name = {profile.fingerprint: profile for profile in profiles.values()}
+        by_name = {profile.fingerprint: profile for profile in (*profiles.values(), *branched.values())}
         tm.Plan(record, [by_name[name] for name in record.profiles]).save(_place(folder, share, policy))
     except Exception as error:  # the others go on
         said = {"error": str(error)}

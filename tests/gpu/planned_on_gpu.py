@@ -16,10 +16,11 @@ from trainmux.ir import Multiplexing, Program
 NAMES = ("mlp", "cnn_with_dropout", "transformer_with_dropout", "lstm_with_dropout")
 NUM_STEPS = 20
 WAYS = {
-    # One array; the paper's pair; a ring of three.
-    "turns": ((2,), Multiplexing.TURNS),
-    "pair": ((1, 1), Multiplexing.RING),
-    "ring": ((1, 1, 1), Multiplexing.RING),
+    # One array; the paper's pair; a ring of three; a pair whose members train side by side.
+    "turns": ((2,), Multiplexing.TURNS, 1),
+    "pair": ((1, 1), Multiplexing.RING, 1),
+    "ring": ((1, 1, 1), Multiplexing.RING, 1),
+    "beside": ((2, 2), Multiplexing.RING, 2),
 }
 
 
@@ -33,7 +34,8 @@ MODELS_AND_WAYS = [grouped(name, way) for name in NAMES for way in WAYS]
 
 @functools.cache
 def case_of(name: str, way: str) -> Case:
-    return Case(name, WAYS[way][0], device="cuda", lowering="aten", engine="reference")
+    widths, _, num_branches = WAYS[way]
+    return Case(name, widths, num_branches=num_branches, device="cuda", lowering="aten", engine="reference")
 
 
 @functools.cache
@@ -51,6 +53,6 @@ def program_of(name: str, way: str, *, swaps: bool, recomputes: bool, with_stati
 
 def planned_of(case: Case, program: Program, *, captured: bool, **options: Any) -> PlannedGroups:
     """The case's groups under a program: enqueued instruction by instruction, or as CUDA graphs."""
-    own = PlannedSteps(case.steps, case.graphs, program)
+    own = PlannedSteps(case.steps, case.graphs, program, case.num_branches)
     config = replace(case.fleet._config, engine="cuda_graphs" if captured else "reference")
     return PlannedGroups(None, case.groups(), "own", own, config, **options)  # type: ignore[arg-type]

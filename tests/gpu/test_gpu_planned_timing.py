@@ -32,16 +32,18 @@ CASES = [
     # With graphs a seed's sleeps are captured with everything else.
     ("mlp", "ring", True),
     ("cnn_with_dropout", "pair", False),
+    ("transformer_with_dropout", "beside", True),
+    ("cnn_with_dropout", "beside", False),
 ]
 
 
 class SleepyLanes(StreamLanes):
-    """Before and after what is enqueued on it, a lane may sleep."""
+    """Before and after what is enqueued on it, a lane may sleep, and so may each of its branches."""
 
     seed = 0
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, num_branches: int = 1) -> None:
+        super().__init__(device, num_branches)
         self._random = random.Random(self.seed)
 
     def _doze(self, lane: Lane) -> None:
@@ -53,6 +55,13 @@ class SleepyLanes(StreamLanes):
     def on(self, lane: Lane, position: int) -> Iterator[None]:
         self._doze(lane)
         with super().on(lane, position):
+            yield
+
+    @contextmanager
+    def branch(self, number: int) -> Iterator[None]:
+        with super().branch(number):
+            if self._random.random() < SHARE:
+                torch.cuda._sleep(self._random.randrange(1, MAX_CYCLES))
             yield
 
     def issued(self, lane: Lane, position: int) -> None:

@@ -274,7 +274,8 @@ class CudaDevice:
                 if tenancy.in_flight and tenancy.in_flight[0].end.query()
             ]
             if ready:  # what ended first is told first, or a job of short segments would keep others waiting
-                first = min(ready, key=lambda tenancy: tenancy.in_flight[0].ended_at())
+                several = len(ready) > 1
+                first = min(ready, key=lambda one: one.in_flight[0].ended_at()) if several else ready[0]
                 return self._ended(first.in_flight.popleft())
             if until is not None and time.perf_counter() >= until:
                 return None

@@ -16,6 +16,8 @@ from trainmux.colocate._constants import ScroogeConstants
 _ROUNDS_OF_A_WINDOW = 2
 _GOOD_ROUNDS = 8
 _AS_GOOD_AS_TURNS = 0.99
+_LONGEST_WAIT = 3.0
+"""By how many times its own seconds a segment may come late before the rest is no longer held against it."""
 
 
 class Turns:
@@ -101,7 +103,9 @@ class GainMeter:
     Work counts when a segment ends, so a short stretch looks better or worse than it is by a segment or two,
     and turns last for long. So what is lost is added up, and only counts when it is more than that. Seconds
     in which nothing runs count: where the host is what jobs wait for, sharing may lose to turns. But turns
-    have such seconds too. Once they have been tried, what they gave is what sharing must give.
+    have such seconds too. Once they have been tried, what they gave is what sharing must give. And once in a
+    while the host is away for many segments' time, with garbage to collect or memory to lay out anew: that
+    says nothing of sharing, so a segment counts as late only up to a few times of its own length.
     """
 
     def __init__(self, constants: ScroogeConstants) -> None:
@@ -138,7 +142,7 @@ class GainMeter:
         if self._last_end is None:
             self._last_end = ended_at
             return
-        passed = max(0.0, ended_at - self._last_end)
+        passed = min(max(0.0, ended_at - self._last_end), _LONGEST_WAIT * solo_seconds)
         self._last_end = max(self._last_end, ended_at)
         self._work_seconds += solo_seconds
         self._seconds += passed

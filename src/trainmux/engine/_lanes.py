@@ -9,11 +9,14 @@ from contextlib import contextmanager
 import torch
 
 from trainmux.ir import Lane, Span
-from trainmux.runtime import StreamOwner, borrow_stream
+from trainmux.runtime import StreamOwner, borrow_stream, warm_matrix_libraries
 
 
 class HostLanes:
     """All lanes are the caller's own thread: what is issued has ended, so there is nothing to wait for."""
+
+    def __init__(self, num_branches: int = 1) -> None:
+        self.num_branches = num_branches
 
     @contextmanager
     def part(self, awaited: frozenset[int]) -> Iterator[None]:
@@ -23,6 +26,16 @@ class HostLanes:
     @contextmanager
     def on(self, lane: Lane, position: int) -> Iterator[None]:
         """What is enqueued inside is the instruction at ``position`` and runs on ``lane``."""
+        yield
+
+    @contextmanager
+    def branch(self, number: int) -> Iterator[None]:
+        """What is enqueued inside runs on one branch of the compute lane."""
+        yield
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is enqueued inside is behind all branches of the compute lane, and they go on behind it."""
         yield
 
     def issued(self, lane: Lane, position: int) -> None:
@@ -38,15 +51,24 @@ class StreamLanes:
     The compute lane is the stream that is current when a part begins; the two others begin behind it and are
     joined to it at the part's end. They are lent: a new one of torch's might be the compute lane's own, and
     copies would then stand in the way of kernels.
+
+    With ``num_branches`` the compute lane has so many streams. An instruction on it has ended when it has on
+    all of them, and what it waits for all of them wait for.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_branches: int = 1) -> None:
+        self.num_branches = num_branches
         self._device = device
+        self._branch_owners = [StreamOwner() for _ in range(num_branches - 1)]
+        self._branches = [borrow_stream(device, owner, uses_matrices=True) for owner in self._branch_owners]
+        for stream in self._branches:
+            with torch.cuda.stream(stream):
+                warm_matrix_libraries(device)
         self._owners = {lane: StreamOwner() for lane in (Lane.OUT, Lane.IN)}
         self._sides = {lane: borrow_stream(device, owner) for lane, owner in self._owners.items()}
         self._streams: dict[Lane, torch.cuda.Stream] = {}
         self._awaited: frozenset[int] = frozenset()
-        self._ended: dict[int, torch.cuda.Event] = {}
+        self._ended: dict[int, list[torch.cuda.Event]] = {}
 
     @contextmanager
     def part(self, awaited: frozenset[int]) -> Iterator[None]:
@@ -55,12 +77,12 @@ class StreamLanes:
         self._streams = {Lane.COMPUTE: main, **self._sides}
         self._awaited = awaited
         self._ended = {}
-        for side in self._sides.values():
+        for side in (*self._sides.values(), *self._branches):
             side.wait_stream(main)
         try:
             yield
         finally:
-            for side in self._sides.values():
+            for side in (*self._sides.values(), *self._branches):
                 main.wait_stream(side)
 
     @contextmanager
@@ -72,22 +94,46 @@ class StreamLanes:
         with torch.cuda.stream(self._streams[lane]):
             yield
 
+    @contextmanager
+    def branch(self, number: int) -> Iterator[None]:
+        """What is enqueued inside runs on one branch of the compute lane."""
+        if number == 0:
+            yield
+            return
+        with torch.cuda.stream(self._branches[number - 1]):
+            yield
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is enqueued inside is behind all branches of the compute lane, and they go on behind it."""
+        main = self._streams[Lane.COMPUTE]
+        for branch in self._branches:
+            main.wait_stream(branch)
+        yield
+        for branch in self._branches:
+            branch.wait_stream(main)
+
+    def _streams_of(self, lane: Lane) -> list[torch.cuda.Stream]:
+        more = self._branches if lane is Lane.COMPUTE else []
+        return [self._streams[lane], *more]
+
     def issued(self, lane: Lane, position: int) -> None:
         """The instruction at ``position`` has been enqueued."""
         if position in self._awaited:
-            event = torch.cuda.Event()
-            event.record(self._streams[lane])
-            self._ended[position] = event
+            self._ended[position] = [stream.record_event() for stream in self._streams_of(lane)]
 
     def wait(self, lane: Lane, position: int) -> None:
         """Hold ``lane`` until the instruction at ``position`` has ended."""
-        self._streams[lane].wait_event(self._ended[position])
+        for stream in self._streams_of(lane):
+            for event in self._ended[position]:
+                stream.wait_event(event)
 
 
 class WatchedHostLanes(HostLanes):
     """The same with a clock: when each instruction ran."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_branches: int = 1) -> None:
+        super().__init__(num_branches)
         self._spans: list[Span] = []
         self._begin = self._end = 0.0
 
@@ -111,10 +157,13 @@ class WatchedHostLanes(HostLanes):
 
 
 class WatchedStreamLanes(StreamLanes):
-    """The same with events around each instruction, which a captured graph records anew with every replay."""
+    """The same with events around each instruction, which a captured graph records anew with every replay.
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    What is seen of the compute lane is its first branch.
+    """
+
+    def __init__(self, device: torch.device, num_branches: int = 1) -> None:
+        super().__init__(device, num_branches)
         self._marks: list[tuple[Lane, int, torch.cuda.Event, torch.cuda.Event]] = []
         self._around: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._read: tuple[list[Span], float] | None = None
@@ -165,6 +214,8 @@ Lanes = HostLanes | StreamLanes
 WatchedLanes = WatchedHostLanes | WatchedStreamLanes
 
 
-def watched_lanes(device: torch.device) -> WatchedLanes:
+def watched_lanes(device: torch.device, num_branches: int = 1) -> WatchedLanes:
     """Lanes with a clock, for one device."""
-    return WatchedStreamLanes(device) if device.type == "cuda" else WatchedHostLanes()
+    if device.type == "cuda":
+        return WatchedStreamLanes(device, num_branches)
+    return WatchedHostLanes(num_branches)

@@ -4,6 +4,9 @@ The program says for each moment where the bytes of each tensor lie; values are 
 `Location`, so a tensor that was swapped or recomputed to another offset is found there by everyone who reads
 it, views included. On a CPU the instructions run in the order in which they are issued; on a CUDA device on
 three streams, by hand or captured.
+
+Members of a sub-array that train side by side (`profiling.side_by_side`) have a kernel graph for one branch.
+Every instruction is done for each branch, in the branch's share of both slabs.
 """
 
 from __future__ import annotations
@@ -48,14 +51,17 @@ class Memory:
     host_offsets: Mapping[Key, int]
 
     @classmethod
-    def over(cls, slab: Tensor, program: Program, graphs: Sequence[KernelGraph]) -> Memory:
+    def over(
+        cls, slab: Tensor, program: Program, graphs: Sequence[KernelGraph], num_branches: int = 1
+    ) -> Memory:
         """The memories of a program in a slab that is there; the host's is pinned for a CUDA device."""
         if slab.numel() < program.slab_bytes:
             raise PlanError(
                 f"expected a slab of at least {program.slab_bytes} bytes, got {slab.numel()}; make it larger"
             )
         offsets, end = host_offsets(program, graphs)
-        return cls(slab, _host_memory(max(1, end), is_pinned=slab.device.type == "cuda"), offsets)
+        size = max(1, num_branches * end)
+        return cls(slab, _host_memory(size, is_pinned=slab.device.type == "cuda"), offsets)
 
     def at(self, offset: int, size_bytes: int) -> Tensor:
         """The bytes of the device's memory that a tensor at ``offset`` lies in."""
@@ -95,14 +101,15 @@ class _Walk:
     """One walk through a part: where each tensor lies now; ``aside`` are values on another device."""
 
     where: dict[Key, int]
-    aside: dict[tuple[int, fx.Node], list[Tensor]] = field(default_factory=dict)
+    aside: dict[tuple[int, int, fx.Node], list[Tensor]] = field(default_factory=dict)
 
 
 class PlannedProgram:
     """Runs the parts of one program over its memory.
 
     ``segments`` are further parts over the same tensors, of which a step may be made too. ``poisons`` fills
-    freed bytes with ones, which are NaN for every floating type, so that a use after a free shows.
+    freed bytes with ones, which are NaN for every floating type, so that a use after a free shows. There are
+    as many branches as the ``lanes`` have.
     """
 
     def __init__(
@@ -120,12 +127,17 @@ class PlannedProgram:
         self.graphs = tuple(graphs)
         self.memory = memory
         self._lanes = lanes
+        self._branches = range(lanes.num_branches)
+        self._branch_bytes, self._host_branch_bytes = (
+            _rows_of(memory.slab, lanes.num_branches),
+            _rows_of(memory.host, lanes.num_branches),
+        )
         self._deterministic = deterministic
         self._poisons = poisons
         self._parts = {id(part): _Timetable(part) for part in (*self._all_parts(), *segments)}
         self._statics = self._static_offsets()
         self._swapped_statics = self._find_swapped_statics()
-        self._aside: dict[tuple[int, fx.Node], list[Tensor]] = {}
+        self._aside: dict[tuple[int, int, fx.Node], list[Tensor]] = {}
         self._modules = [dict(graph.module.named_modules()) for graph in graphs]
         self._places_of = [
             [locations_of(graph.values[step.node]) for step in graph.steps] for graph in graphs
@@ -135,19 +147,36 @@ class PlannedProgram:
 
     # ---- what lies where between steps --------------------------------------------------------------
 
-    def between_steps(self, sub_array: int, location: Location) -> Tensor:
-        """A static value where it is between steps, on the device or the host."""
+    def between_steps(self, sub_array: int, location: Location, axis: int | None = 0) -> Tensor:
+        """A static value where it is between steps, on the device or the host.
+
+        Of several branches it is that of all of them, side by side along ``axis``, of which each has one row;
+        along a new first axis where it is ``None``.
+        """
         key = (sub_array, location.tensor)
         if key in self._statics:
-            return location.look(self._device_bytes(key, self._statics[key]))
+            first = location.look(self._device_bytes(key, self._statics[key]))
+            return self._of_all(first, self._branch_bytes, axis)
         if key in self.memory.host_offsets:
-            return location.look(self._host_bytes(key))
+            first = location.look(self._host_bytes(key))
+            return self._of_all(first, self._host_branch_bytes, axis)
         name = self.graphs[sub_array].tensors[location.tensor].name
         raise PlanError(f"expected {name} to be on the device or the host between steps, got neither")
 
+    def _of_all(self, first: Tensor, apart_bytes: int, axis: int | None) -> Tensor:
+        """The same value of all branches, out of that of the first."""
+        if len(self._branches) == 1:
+            return first
+        apart = apart_bytes // first.element_size()
+        shape, strides = list(first.shape), list(first.stride())
+        if axis is None:
+            shape, strides, axis = [1, *shape], [0, *strides], 0
+        shape[axis], strides[axis] = len(self._branches), apart
+        return first.as_strided(shape, strides, first.storage_offset())
+
     def results(self, sub_array: int) -> tuple[Tensor, ...]:
         """What the last step of a sub-array returned; overwritten by its next."""
-        return tuple(self._results[sub_array])
+        return tuple(result.flatten(0, 1) for result in self._results[sub_array])
 
     # ---- running -----------------------------------------------------------------------------------
 
@@ -192,90 +221,98 @@ class PlannedProgram:
                 case Compute(sub_array, node):
                     walk.where.update(taken)
                     if (sub_array, node) in before:
-                        before[sub_array, node]()
+                        with lanes.together():
+                            before[sub_array, node]()
                     with lanes.on(Lane.COMPUTE, position):
-                        self._compute(walk, sub_array, node)
+                        for branch in self._branches:
+                            with lanes.branch(branch):
+                                self._compute(walk, sub_array, node, branch)
                     lanes.issued(Lane.COMPUTE, position)
                 case Recompute(sub_array, node, keeps):
+                    created = {t: taken[sub_array, t] for t in self.graphs[sub_array].steps[node].creates}
                     with lanes.on(Lane.COMPUTE, position):
-                        self._recompute(walk, sub_array, node, keeps, taken)
+                        for branch in self._branches:
+                            with lanes.branch(branch):
+                                self._run_node(walk, sub_array, node, created, branch)
+                    walk.where.update({(sub_array, tensor): created[tensor] for tensor in keeps})
                     lanes.issued(Lane.COMPUTE, position)
                 case Offload(sub_array, tensor):
                     key = (sub_array, tensor)
                     with lanes.on(Lane.OUT, position):
-                        source = self._device_bytes(key, walk.where[key])
-                        self._host_bytes(key).copy_(source, non_blocking=True)
+                        for branch in self._branches:
+                            source = self._device_bytes(key, walk.where[key], branch)
+                            self._host_bytes(key, branch).copy_(source, non_blocking=True)
                     lanes.issued(Lane.OUT, position)
                 case Prefetch(sub_array, tensor):
                     key = (sub_array, tensor)
                     with lanes.on(Lane.IN, position):
-                        target = self._device_bytes(key, taken[key])
-                        target.copy_(self._host_bytes(key), non_blocking=True)
+                        for branch in self._branches:
+                            target = self._device_bytes(key, taken[key], branch)
+                            target.copy_(self._host_bytes(key, branch), non_blocking=True)
                     walk.where.update(taken)
                     lanes.issued(Lane.IN, position)
                 case Free(sub_array, tensor):
                     offset = walk.where.pop((sub_array, tensor))
-                    if self._poisons:
-                        self._device_bytes((sub_array, tensor), offset).fill_(0xFF)
+                    for branch in self._branches if self._poisons else ():
+                        with lanes.branch(branch):
+                            self._device_bytes((sub_array, tensor), offset, branch).fill_(0xFF)
                     lanes.issued(Lane.COMPUTE, position)
                 case Wait(lane, on):
                     lanes.wait(lane, on)
                     lanes.issued(lane, position)
 
-    def _compute(self, walk: _Walk, sub_array: int, rank: int) -> None:
+    def _compute(self, walk: _Walk, sub_array: int, rank: int, branch: int) -> None:
         created = {t: walk.where[sub_array, t] for t in self.graphs[sub_array].steps[rank].creates}
-        self._run_node(walk, sub_array, rank, created)
+        self._run_node(walk, sub_array, rank, created, branch)
         for position in self._writers[sub_array].get(rank, ()):
             location = self.graphs[sub_array].outputs[position]
-            self._results[sub_array][position].copy_(self._look(walk.where, sub_array, location))
+            value = self._look(walk.where, sub_array, location, branch)
+            self._results[sub_array][position][branch].copy_(value)
 
-    def _recompute(
-        self, walk: _Walk, sub_array: int, rank: int, keeps: Sequence[int], taken: Mapping[Key, int]
+    def _run_node(
+        self, walk: _Walk, sub_array: int, rank: int, created: Mapping[int, int], branch: int
     ) -> None:
-        created = {tensor: taken[sub_array, tensor] for tensor in self.graphs[sub_array].steps[rank].creates}
-        self._run_node(walk, sub_array, rank, created)
-        walk.where.update({(sub_array, tensor): created[tensor] for tensor in keeps})
-
-    def _run_node(self, walk: _Walk, sub_array: int, rank: int, created: Mapping[int, int]) -> None:
         graph = self.graphs[sub_array]
         step = graph.steps[rank]
         node = step.node
 
         def value(source: fx.Node) -> Any:
-            aside = iter(walk.aside.get((sub_array, source), ()))
+            aside = iter(walk.aside.get((sub_array, branch, source), ()))
 
             def real(item: Any) -> Any:
                 if not isinstance(item, Location):
                     return item
                 if item.device != self.memory.slab.device:
                     return next(aside)
-                return self._look(walk.where, sub_array, item)
+                return self._look(walk.where, sub_array, item, branch)
 
             return pytree.tree_map(real, graph.values[source])
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
         target: Any = self._modules[sub_array][str(node.target)] if node.op == "call_module" else node.target
         places = [
-            self._place((sub_array, location.tensor), created[location.tensor], location)
+            self._place((sub_array, location.tensor), created[location.tensor], location, branch)
             if location.tensor in created and location.device == self.memory.slab.device
             else None
             for location in self._places_of[sub_array][rank]
         ]
         results = run_into(target, args, kwargs, places)
-        self._keep_aside(walk, sub_array, node, results)
+        self._keep_aside(walk, sub_array, branch, node, results)
 
-    def _keep_aside(self, walk: _Walk, sub_array: int, node: fx.Node, results: Sequence[Tensor]) -> None:
+    def _keep_aside(
+        self, walk: _Walk, sub_array: int, branch: int, node: fx.Node, results: Sequence[Tensor]
+    ) -> None:
         """Values on another device than the slab's stay what the operator returned."""
         other = [result for result in results if result.device != self.memory.slab.device]
         if not other:
             return
-        walk.aside[sub_array, node] = other
+        walk.aside[sub_array, branch, node] = other
         for user in node.users:  # parts of the tuple
             if user in self.graphs[sub_array].values and user.op == "call_function" and len(user.args) == 2:
                 location = self.graphs[sub_array].values[user]
                 if isinstance(location, Location) and location.device != self.memory.slab.device:
                     numbers = [item.tensor for item in locations_of(self.graphs[sub_array].values[node])]
-                    walk.aside[sub_array, user] = [results[numbers.index(location.tensor)]]
+                    walk.aside[sub_array, branch, user] = [results[numbers.index(location.tensor)]]
 
     def _bring_back(self, walk: _Walk) -> None:
         """Static tensors to their places between steps, from wherever a broken walk has left them.
@@ -290,33 +327,41 @@ class PlannedProgram:
         moved = []
         for key in self._swapped_statics:
             home, now = self._statics.get(key), walk.where.get(key)
-            if now != home:
-                source = self._host_bytes(key) if now is None else self._device_bytes(key, now)
-                target = self._host_bytes(key) if home is None else self._device_bytes(key, home)
+            for branch in self._branches if now != home else ():
+                on_host = self._host_bytes(key, branch)
+                source = on_host if now is None else self._device_bytes(key, now, branch)
+                target = on_host if home is None else self._device_bytes(key, home, branch)
                 moved.append((target, source.to("cpu", copy=True)))
         for target, value in moved:
             target.copy_(value)
 
     # ---- memory ------------------------------------------------------------------------------------
 
-    def _look(self, where: Mapping[Key, int], sub_array: int, location: Location) -> Tensor:
+    def _look(self, where: Mapping[Key, int], sub_array: int, location: Location, branch: int) -> Tensor:
         key = (sub_array, location.tensor)
-        return location.look(self._device_bytes(key, where[key]))
+        return location.look(self._device_bytes(key, where[key], branch))
 
-    def _place(self, key: Key, offset: int, location: Location) -> Place:
-        memory = self._device_bytes(key, offset)
+    def _place(self, key: Key, offset: int, location: Location, branch: int) -> Place:
+        memory = self._device_bytes(key, offset, branch)
         return Place(memory, location.look(memory))
 
-    def _device_bytes(self, key: Key, offset: int) -> Tensor:
-        return self.memory.at(offset, self.graphs[key[0]].tensors[key[1]].size_bytes)
+    def _device_bytes(self, key: Key, offset: int, branch: int = 0) -> Tensor:
+        """A tensor of one branch, in the branch's share of the slab: as far into it as all are into all."""
+        begin = branch * self._branch_bytes + offset // len(self._branches)
+        return self.memory.at(begin, self.graphs[key[0]].tensors[key[1]].size_bytes)
 
-    def _host_bytes(self, key: Key) -> Tensor:
-        offset = self.memory.host_offsets[key]
+    def _host_bytes(self, key: Key, branch: int = 0) -> Tensor:
+        offset = branch * self._host_branch_bytes + self.memory.host_offsets[key]
         return self.memory.host[offset : offset + self.graphs[key[0]].tensors[key[1]].size_bytes]
 
     def _make_results(self, sub_array: int) -> list[Tensor]:
+        """Each result of all branches, one behind another."""
         return [
-            torch.zeros(location.shape, dtype=location.dtype, device=self.memory.slab.device)
+            torch.zeros(
+                (len(self._branches), *location.shape),
+                dtype=location.dtype,
+                device=self.memory.slab.device,
+            )
             for location in self.graphs[sub_array].outputs
         ]
 
@@ -352,6 +397,11 @@ class _Timetable:
             taken = self.there if tenancy.begin < 0 else self.takes.setdefault(tenancy.begin, {})
             taken[key] = tenancy.offset
         self.awaited = frozenset(i.on for i in part.instructions if isinstance(i, Wait))
+
+
+def _rows_of(memory: Tensor, num_branches: int) -> int:
+    """How far apart the branches' shares of a slab begin."""
+    return memory.numel() // (num_branches * ALIGNMENT) * ALIGNMENT if num_branches > 1 else 0
 
 
 def _last_writers(graph: KernelGraph) -> dict[int, list[int]]:

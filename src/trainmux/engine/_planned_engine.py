@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,29 +21,19 @@ from torch import Tensor
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.engine._lanes import HostLanes, StreamLanes, WatchedLanes
 from trainmux.engine._planned import Memory, PlannedProgram
+from trainmux.engine._program import ForwardProgram, StepProgram
+from trainmux.engine._sub_arrays import member_axes
 from trainmux.errors import BudgetError, TrainmuxWarning, first_line
 from trainmux.ir import MemoryUse, Part, Program
 from trainmux.profiling import KernelGraph
 from trainmux.runtime import borrowed_stream, capturing
 
 
-class PlannedWork(Protocol):
-    """What a sub-array does in one step of a planned program, as far as it has to be known to run it."""
-
-    def positions_fed_anew(self) -> list[int]:
-        """Arguments that get new values with every step."""
-
-    def mask_positions(self) -> list[int]:
-        """Arguments of which zeros keep a step from changing what lasts, accumulators excepted."""
-
-    def accumulator_positions(self) -> range:
-        """Arguments that take in what a step computes, whether its members are active or not."""
-
-
 class PlannedEngine:
     """Runs one planned program over the memory given to it.
 
-    ``steps`` has the work of each sub-array, ``graphs`` its kernels. With a ``room`` parts are captured there
+    ``steps`` has the work of each sub-array, ``graphs`` its kernels; with ``num_branches`` they are those of
+    one of its branches. With a ``room`` parts are captured there
     and replayed as CUDA graphs; without one, on a CPU, and where a part cannot be captured, every instruction
     is enqueued by the host.
     ``poisons`` is for tests.
@@ -53,21 +42,24 @@ class PlannedEngine:
     def __init__(
         self,
         program: Program,
-        steps: Sequence[PlannedWork],
+        steps: Sequence[StepProgram | ForwardProgram],
         graphs: Sequence[KernelGraph],
         memory: Memory,
         *,
+        num_branches: int = 1,
         deterministic: bool = False,
         room: CaptureRoom | None = None,
         poisons: bool = False,
     ) -> None:
         self._device = memory.slab.device
-        lanes = StreamLanes(self._device) if self._device.type == "cuda" else HostLanes()
+        on_gpu = self._device.type == "cuda"
+        lanes = StreamLanes(self._device, num_branches) if on_gpu else HostLanes(num_branches)
         self._planned = PlannedProgram(
             program, graphs, memory, lanes, deterministic=deterministic, poisons=poisons
         )
         self._deterministic = deterministic
         self._steps = tuple(steps)
+        self._axes = [member_axes(step) for step in steps]
         self._is_ring = bool(program.prologue.instructions)
         self._in_flight = False
         self._landing = self._make_landing() if self._is_ring else {}
@@ -85,16 +77,19 @@ class PlannedEngine:
         return None if self._room is None else self._room.memory
 
     def argument(self, sub_array: int, position: int) -> Tensor:
-        """An argument of a sub-array's step where it lies between steps: to be read and written there."""
+        """An argument of a sub-array's step where it lies between steps: to be read and written there.
+
+        Of several branches each has its own copy of what members share: all of them, along a new first axis.
+        """
         location = self._planned.graphs[sub_array].inputs[position]
-        return self._planned.between_steps(sub_array, location)
+        return self._planned.between_steps(sub_array, location, self._axes[sub_array][position])
 
     def load_constants(self) -> None:
         """Copy the tensors that belong to the graphs themselves to their places."""
         for sub_array, graph in enumerate(self._planned.graphs):
             for name, location in graph.constants.items():
                 value: Tensor = graph.module.get_buffer(name)
-                self._planned.between_steps(sub_array, location).copy_(value)
+                self._planned.between_steps(sub_array, location, None).copy_(value)
 
     def step(
         self, fed: Sequence[Mapping[int, Tensor]], watched: WatchedLanes | None = None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainmux.engine._program import TAIL_INPUTS, ForwardProgram, StepProgram
+from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.runtime import ALIGNMENT_BYTES
 
 _MEMBER_AXIS_OF = {"scalars": 1, "neutral": None, "limits": 1}
@@ -89,14 +89,14 @@ def first_rows(program: StepProgram, arguments: Sequence[Tensor], width: int) ->
         part = argument.narrow(axis, 0, width)
         return part if axis == 0 else part.contiguous()
 
-    return [rows(*pair) for pair in zip(arguments, _axes_of_step(program), strict=True)]
+    return [rows(*pair) for pair in zip(arguments, member_axes(program), strict=True)]
 
 
 def in_sub_arrays(program: StepProgram, num_arrays: int, num_branches: int) -> StepProgram:
     """A program for ``num_arrays`` times as many members as ``program`` is for."""
     if num_arrays == 1:
         return program
-    axes = _axes_of_step(program)
+    axes = member_axes(program)
     fed = program.fed_positions()
     return replace(program, module=SubArrays(program.module, axes, fed, num_arrays, num_branches))
 
@@ -105,18 +105,15 @@ def forward_in_sub_arrays(program: ForwardProgram, num_arrays: int, num_branches
     """The same for a forward-only program."""
     if num_arrays == 1:
         return program
-    axes, fed = _axes_of_inputs(program), program.fed_positions()
+    axes, fed = member_axes(program), program.fed_positions()
     return replace(program, module=SubArrays(program.module, axes, fed, num_arrays, num_branches))
 
 
-def _axes_of_step(program: StepProgram) -> list[int | None]:
-    states = len(program.settings.state_keys()) + len(program.accumulator_positions())
+def member_axes(program: StepProgram | ForwardProgram) -> list[int | None]:
+    """The model axis of each argument; ``None`` for what all members share."""
+    states = len(program.state_keys()) + len(program.total_names())
     return [
-        *_axes_of_inputs(program),
+        *(0 if item.batched else None for item in program.inputs),
         *[0] * states,
-        *(_MEMBER_AXIS_OF.get(name, 0) for name in TAIL_INPUTS),
+        *(_MEMBER_AXIS_OF.get(name, 0) for name in program.number_names()),
     ]
-
-
-def _axes_of_inputs(program: StepProgram | ForwardProgram) -> list[int | None]:
-    return [0 if item.batched else None for item in program.inputs]

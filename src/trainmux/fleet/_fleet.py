@@ -26,7 +26,6 @@ from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._schedules import end_epoch, step_schedulers
 from trainmux.fleet._summary import summarise
 from trainmux.fleet._traces import Trace, TraceCache
-from trainmux.fleet._width import warn_of_branches
 from trainmux.ir import GroupSummary, Timeline
 from trainmux.profiling import Device
 from trainmux.reporting import format_fusion
@@ -311,8 +310,6 @@ class Fleet:
         self._groups = self._plans.leave(self._groups)
         self._gather = None
         plan = self._planner(self._groups).plan(request)
-        for group in self._groups:
-            warn_of_branches(group.traced, group.width, self._config)
         self._plans.want(plan, request)
         return plan
 

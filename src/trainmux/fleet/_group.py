@@ -402,14 +402,14 @@ class Group:
         return step.program(settings)
 
     def planned_forward(
-        self, traced: TracedGraph, *, stacked_batch: bool, carries_state: bool
+        self, traced: TracedGraph, width: int, *, stacked_batch: bool, carries_state: bool
     ) -> ForwardProgram:
-        """Metrics of all members as one array, to be run by a plan.
+        """Metrics of ``width`` members as one array, to be run by a plan.
 
         With ``carries_state`` its arguments are all of the group's state, what it does not touch included.
         """
         carried = self._settings() if carries_state else None
-        return self._builder().planned_forward(traced, self.width, carried, stacked_batch=stacked_batch)
+        return self._builder().planned_forward(traced, width, carried, stacked_batch=stacked_batch)
 
     @property
     def records(self) -> tuple[FusionRecord, ...]:

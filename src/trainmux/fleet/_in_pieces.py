@@ -20,7 +20,7 @@ from trainmux.engine import CudaGraphEngine, StepProgram
 from trainmux.errors import ConfigError
 from trainmux.fleet._fleet import Fleet
 from trainmux.fleet._group import Group
-from trainmux.fleet._planning import read_step
+from trainmux.fleet._planned_beside import read_step
 from trainmux.fleet._schedules import step_schedulers
 from trainmux.profiling import KernelGraph
 from trainmux.tracing import BatchSpec, TracedGraph

@@ -21,7 +21,7 @@ from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._program_store import step_key
 from trainmux.ir import Profile
-from trainmux.profiling import ProfileCache
+from trainmux.profiling import ProfileCache, fingerprint_of_one, side_by_side
 from trainmux.runtime import source_version, user_cache_folder
 
 MAX_PLANS = 64
@@ -116,11 +116,14 @@ def _is_kept(profile: Profile, profiles: ProfileCache) -> bool:
     """Whether a profile is worked out, or kept as it was measured. Plans count workspaces elsewhere."""
     if profile.source == "analytic":
         return True
-    kept = profiles.get(profile.fingerprint)
+    kept = profiles.get(fingerprint_of_one(profile))
     if kept is None:
         return False
     nodes = tuple(replace(node, workspace_bytes=0) for node in kept.nodes)
-    return profile in (kept, replace(kept, nodes=nodes))
+    ways = (kept, replace(kept, nodes=nodes))
+    if profile.num_branches > 1:
+        ways = tuple(side_by_side(way, profile.num_branches) for way in ways)  # type: ignore[assignment]
+    return profile in ways
 
 
 def _source_version() -> str:

@@ -19,7 +19,6 @@ from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._planned_groups import (
     PlannedGroups,
-    PlannedSteps,
     join_groups,
     put_back,
     rejoined,
@@ -168,10 +167,9 @@ class PlanKeeper:
 
     def _apply(self, plan: Plan, groups: Sequence[Group]) -> list[Group]:
         planner = self._make_planner(groups)
-        steps, graphs = planner.steps_of(plan)
+        own = planner.steps_of(plan)
         specs = [planner.example_spec(sub_array) for sub_array in plan.partition]
         split = split_groups(groups, plan)
-        own = PlannedSteps(tuple(steps), tuple(graphs), plan.program)
         variant = _variant(split, specs, [group.stacked_batch for group in split], applies=True)
         slots = [list(group.slots) for group in groups]
         try:
@@ -190,10 +188,11 @@ class PlanKeeper:
                 self._is_left = True
                 put_back(groups, slots, split)
             raise
+        beside = ", members side by side" if plan.record.num_branches > 1 else ""
         for number, group in enumerate(split):
             group.annotate(
                 f"sub-array {number + 1} of {len(split)} of a plan ({plan.policy}, "
-                f"{plan.record.schedule.multiplexing.value})",
+                f"{plan.record.schedule.multiplexing.value}{beside})",
                 *group.notes[1:],
             )
         return split

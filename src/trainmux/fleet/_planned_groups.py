@@ -36,11 +36,15 @@ _MAX_GRAPHS = 24
 
 @dataclass(frozen=True)
 class PlannedSteps:
-    """The steps of all sub-arrays, their kernels, and the program that runs them."""
+    """The steps of all sub-arrays, their kernels, and the program that runs them.
+
+    Steps and kernels are those of one of ``num_branches``, on each of which equally many members train.
+    """
 
     steps: tuple[StepProgram, ...]
     graphs: tuple[KernelGraph, ...]
     program: Program
+    num_branches: int = 1
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class PlannedForwards:
     steps: tuple[ForwardProgram, ...]
     graphs: tuple[KernelGraph, ...]
     program: Program
+    num_branches: int = 1
 
 
 Planned = PlannedSteps | PlannedForwards
@@ -222,7 +227,7 @@ class PlannedGroups:
 
     def watch_next(self) -> None:
         """Have the next step of the plan's own program watched; ``watched`` tells what was seen."""
-        self._watching = watched_lanes(self._config.device)
+        self._watching = watched_lanes(self._config.device, self._engines[self._own][0].num_branches)
 
     def watch_no_more(self) -> None:
         """The next step is an ordinary one."""
@@ -323,12 +328,13 @@ class PlannedGroups:
     # ---- memory ------------------------------------------------------------------------------------
 
     def _new_engine(self, steps: Planned) -> PlannedEngine:
-        memory = Memory.over(self._slab, steps.program, steps.graphs)
+        memory = Memory.over(self._slab, steps.program, steps.graphs, steps.num_branches)
         return PlannedEngine(
             steps.program,
             steps.steps,
             steps.graphs,
             memory,
+            num_branches=steps.num_branches,
             deterministic=self._config.deterministic,
             room=self._room,
             poisons=self._poisons,
@@ -351,7 +357,8 @@ class PlannedGroups:
                 if argument is None or position in fed:
                     continue
                 place = engine.argument(sub_array, position)
-                moved[sub_array][id(argument)] = place
+                is_shared = place.dim() > argument.dim()  # each branch has its own
+                moved[sub_array][id(argument)] = place[0] if is_shared else place
                 if place.data_ptr() != argument.data_ptr():
                     waiting.append((place, argument))
                     if argument.device == self._slab.device:

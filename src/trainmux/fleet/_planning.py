@@ -11,29 +11,31 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainmux.engine import ForwardProgram, StepProgram, first_rows, kernel_settings, run_into
+from trainmux.engine import StepProgram, first_rows, kernel_settings, run_into
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
+from trainmux.fleet._planned_beside import forwards_beside, read_step, steps_beside
 from trainmux.fleet._planned_groups import PlannedForwards, PlannedSteps
 from trainmux.ir import DeviceFacts, Profile, SubArray
 from trainmux.profiling import (
-    DEVICES,
     MEASUREMENT_VERSION,
     Device,
     KernelGraph,
     ProfileCache,
     WidthProfiles,
     analytic_profile,
+    beside_fingerprint,
     find_device,
+    known_branches,
     measure_profile,
-    read_kernels,
     same_but_for_origin,
+    side_by_side,
 )
-from trainmux.runtime import no_collections, workspaces_bytes
-from trainmux.scheduling import BudgetCost, Planner, PlanProgress, find_partitions, fit_program, parse_budget
+from trainmux.runtime import MATRIX_LIBRARIES_BYTES, no_collections, workspaces_bytes
+from trainmux.scheduling import BudgetCost, Planner, PlanProgress, find_partitions, parse_budget
 from trainmux.scheduling import Group as PlannedGroup
 from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
 
@@ -49,8 +51,8 @@ measured, or a member's graph is large."""
 _LARGE_GRAPH = 1000
 """Nodes of a member's traced graph from which on it is large."""
 
-_ROUGHLY = "h200-141gb"
-"""Whose speed is taken for steps beside the planned one."""
+_BRANCHES = (2, 4)
+"""How many members side by side are measured: four are what a fleet without a plan has."""
 
 Progress = Callable[[PlanProgress], None]
 
@@ -90,6 +92,7 @@ class FleetPlanner:
         self._plans = PlanCache()
         self._by_width: dict[int, WidthProfiles] = {}
         self._profiles: dict[tuple[int, int], Profile] = {}
+        self._branched: dict[tuple[int, int], Profile] = {}
         self._scratch: dict[str, int] = {}
         self._read: dict[tuple[int, int, str], tuple[KernelGraph, StepProgram]] = {}
         self._progress: Progress | None = None
@@ -163,6 +166,7 @@ class FleetPlanner:
         planner = Planner(
             planned,
             profile_of=lambda group, width: self.profile(int(group.name), width),
+            branched_of=lambda group, number: self.branched(int(group.name), number),
             policy=request.policy,
             fixed_bytes=request.reserve_bytes + self._fixed_bytes(),
             beside_of=lambda profile: self._scratch.get(profile.fingerprint, 0) if on_gpu else 0,
@@ -171,7 +175,8 @@ class FleetPlanner:
             **bound,
         )
         record = planner.plan(budget)
-        by_name = {profile.fingerprint: profile for profile in self._profiles.values()}
+        everything = (*self._profiles.values(), *self._branched.values())
+        by_name = {profile.fingerprint: profile for profile in everything}
         lowered = self._lowered({fingerprint: by_name[fingerprint] for fingerprint in record.profiles})
         if not all(same_but_for_origin(by_name[name], profile) for name, profile in lowered.items()):
             return self._search(request, budget, planned, bound)
@@ -181,7 +186,7 @@ class FleetPlanner:
 
     def _lowered(self, used: Mapping[str, Profile]) -> dict[str, Profile]:
         """The profiles that a plan uses, of real kernels each."""
-        found = {}
+        found = {profile.fingerprint: profile for profile in self._branched.values()}
         for (index, width), profile in list(self._profiles.items()):
             if profile.fingerprint in used and index in self._by_width:
                 self._profiles[index, width] = self._by_width[index].confirmed(width)
@@ -194,6 +199,23 @@ class FleetPlanner:
         if known is None:
             known = self._profiles[index, width] = self._make_profile(index, width)
         return known
+
+    def branched(self, index: int, num_branches: int) -> Profile | None:
+        """The profile of so many of a group's members side by side, where one alone was measured beside
+        others; each branch needs its own scratch, and workspaces of the matrix libraries."""
+        known = self._branched.get((index, num_branches))
+        if known is not None:
+            return known
+        alone = self.profile(index, 1)
+        if num_branches not in known_branches(alone):
+            return None
+        found = self._branched[index, num_branches] = side_by_side(alone, num_branches)
+        device = self._config.device
+        counted = sum(workspaces_bytes(device)[1:]) if device.type == "cuda" else 0
+        workspaces = max(0, (num_branches - 1) * MATRIX_LIBRARIES_BYTES - counted)
+        scratch = self._scratch.get(alone.fingerprint, 0)
+        self._scratch[found.fingerprint] = num_branches * scratch + workspaces
+        return found
 
     def check(self, plan: Plan, names: Sequence[str]) -> None:
         """Refuse a plan of another fleet, or one that has become stale."""
@@ -209,9 +231,10 @@ class FleetPlanner:
         """Refuse a plan over other kernels than those that the fleet has now."""
         for sub_array in plan.partition:
             profile = plan.profiles[sub_array.profile]
-            width = len(sub_array.members)
+            width = len(sub_array.members) // profile.num_branches
             graph, _ = self._kernels(self._owner_of(sub_array), width, self._kernels_of(plan))
             expected = self._fingerprint(graph, width, profile.device)
+            expected = beside_fingerprint(expected, profile.num_branches)
             if profile.fingerprint not in (expected, self._analytic_fingerprint(graph, profile)):
                 self._plans.forget(plan)
                 raise PlanError(
@@ -226,14 +249,18 @@ class FleetPlanner:
             return "lowered"
         return "aten" if self._config.lowering == "aten" else "compiled"
 
-    def steps_of(self, plan: Plan) -> tuple[list[StepProgram], list[KernelGraph]]:
+    def steps_of(self, plan: Plan) -> PlannedSteps:
         """The steps of the plan's sub-arrays and their kernels, ready to run; a stale plan is refused."""
         self._check_kernels(plan)
+        num_branches = plan.record.num_branches
         found = [
-            self._kernels(self._owner_of(sub_array), len(sub_array.members), self._kernels_of(plan))
+            self._kernels(
+                self._owner_of(sub_array), len(sub_array.members) // num_branches, self._kernels_of(plan)
+            )
             for sub_array in plan.partition
         ]
-        return [step for _, step in found], [graph for graph, _ in found]
+        steps, graphs = tuple(step for _, step in found), tuple(graph for graph, _ in found)
+        return PlannedSteps(steps, graphs, plan.program, num_branches)
 
     def example_spec(self, sub_array: SubArray) -> BatchSpec:
         """Of the batch that a sub-array's members were planned with."""
@@ -242,64 +269,17 @@ class FleetPlanner:
     def steps_beside(
         self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool], *, applies: bool
     ) -> PlannedSteps:
-        """Other steps of the groups, which are the plan's sub-arrays, within the same budget.
-
-        Their times are only estimated. Batches of another shape run operator by operator: they are few, and
-        compiling takes long.
-        """
-        steps, graphs = [], []
-        for group, graph, is_stacked in zip(self._groups, traced, stacked, strict=True):
-            step = group.sub_array_program(
-                group.width,
-                kernels=self._kernels_of(plan) if graph is group.traced else "aten",
-                traced=graph,
-                stacked_batch=is_stacked,
-                applies=applies,
-            )
-            steps.append(step)
-            graphs.append(read_step(step))
-        half = self._config.precision == "bf16"
-        profiles = [
-            analytic_profile(graph, group.width, DEVICES[_ROUGHLY], half=half)
-            for group, graph in zip(self._groups, graphs, strict=True)
-        ]
-        available = plan.budget_bytes - plan.record.fixed_bytes
-        program = fit_program(profiles, available, self._facts.host_bytes)
-        return PlannedSteps(tuple(steps), tuple(graphs), program)
+        """Other steps of the groups, which are the plan's sub-arrays, within the same budget."""
+        kernels, host_bytes = self._kernels_of(plan), self._facts.host_bytes
+        steps = zip(self._groups, traced, stacked, strict=True)
+        return steps_beside(plan, list(steps), kernels, host_bytes, applies=applies)
 
     def forwards_beside(
         self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool]
     ) -> PlannedForwards:
-        """Forward passes of the groups, which are the plan's sub-arrays, within the same budget.
-
-        Where there is room, optimizer state stays where it is. Where there is not, it waits on the host: that
-        costs a copy there and back for an evaluation, swaps cost some for each of its batches.
-        """
-        try:
-            return self._forwards(plan, traced, stacked, carries_state=True)
-        except BudgetError:
-            pass
-        try:
-            return self._forwards(plan, traced, stacked, carries_state=False)
-        except BudgetError as error:
-            raise BudgetError(
-                f"expected an evaluation to fit into the plan's {plan.budget_bytes} bytes, but it does not; "
-                "evaluate on smaller batches, or plan for a larger budget"
-            ) from error
-
-    def _forwards(
-        self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool], *, carries_state: bool
-    ) -> PlannedForwards:
-        forwards, profiles, graphs = [], [], []
-        half = self._config.precision == "bf16"
-        for group, graph, is_stacked in zip(self._groups, traced, stacked, strict=True):
-            forward = group.planned_forward(graph, stacked_batch=is_stacked, carries_state=carries_state)
-            forwards.append(forward)
-            graphs.append(read_step(forward))
-            profiles.append(analytic_profile(graphs[-1], group.width, DEVICES[_ROUGHLY], half=half))
-        available = plan.budget_bytes - plan.record.fixed_bytes
-        program = fit_program(profiles, available, self._facts.host_bytes, plainly=carries_state)
-        return PlannedForwards(tuple(forwards), tuple(graphs), program)
+        """Forward passes of the groups, which are the plan's sub-arrays, within the same budget."""
+        steps = zip(self._groups, traced, stacked, strict=True)
+        return forwards_beside(plan, list(steps), self._facts.host_bytes)
 
     def _kernels_of(self, plan: Plan) -> str:
         """Of what the plan's steps are made: analytic ones are made for regions."""
@@ -374,6 +354,7 @@ class FleetPlanner:
                     fingerprint=fingerprint,
                     facts=facts,
                     into=run_into,
+                    branches=_BRANCHES if width == 1 else (),
                     tell=functools.partial(self._tell_measuring, width),
                 )
         except torch.OutOfMemoryError as error:
@@ -479,12 +460,6 @@ class FleetPlanner:
         names = list(groups[0].members[:num_members])
         names += [f"member {number}" for number in range(len(names), num_members)]
         return [PlannedGroup("0", tuple(names))]
-
-
-def read_step(step: StepProgram | ForwardProgram) -> KernelGraph:
-    """The kernels of a step, or of a forward pass alone."""
-    assert isinstance(step.module, torch.fx.GraphModule)
-    return read_kernels(step.module, step.byte_classes())
 
 
 def _host_bytes() -> int:

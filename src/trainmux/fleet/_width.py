@@ -11,7 +11,6 @@ members on four branches of one CUDA graph fill the device.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from trainmux.errors import TrainmuxWarning
 from trainmux.fleet._config import FleetConfig
 from trainmux.fusion import MEASURED, OperatorTimes, Partition, library_calls, partition_time
 from trainmux.tracing import TracedGraph
@@ -89,22 +87,6 @@ def _partition_by_rule(traced: TracedGraph, width: int, config: FleetConfig) -> 
 def _side_by_side(array: int, width: int, config: FleetConfig) -> Partition:
     branches = config.branches or (_NUM_BRANCHES if array < width else 1)
     return Partition(array, min(branches, width // array))
-
-
-def warn_of_branches(traced: TracedGraph, width: int, config: FleetConfig) -> None:
-    """Say that a plan gives up sub-arrays side by side, where the group would train so without one.
-
-    An H200 took 133 ms for eight ResNet-101 by a plan in 8 GiB and 101 ms without one, in 19.
-    """
-    num_branches = _partition_by_rule(traced, width, config).num_branches
-    if num_branches > 1 and config.device.type == "cuda":
-        warnings.warn(
-            f"without a plan, {num_branches} sub-arrays of this fleet train side by side; by a plan one "
-            "trains after the other, in less memory. Where there is memory enough, fleet.use(None) may be "
-            "quicker",
-            TrainmuxWarning,
-            stacklevel=3,
-        )
 
 
 def convolution_flops(traced: TracedGraph) -> float:

@@ -281,12 +281,7 @@ def _names(record: Any) -> list[str]:
 
 def _object(record: type) -> _Codec:
     """An object of which a field that has a default may be missing: it is younger than the document."""
-    names = _names(record)
-    defaults = {
-        field.name: field.default
-        for field in dataclasses.fields(record)
-        if isinstance(field.default, bool | int | float)
-    }
+    names, defaults = _names(record), _defaults(record)
 
     def encode(value: Any) -> dict[str, Any]:
         return dict(zip(names, _encode_row(record, value), strict=True))
@@ -300,12 +295,22 @@ def _object(record: type) -> _Codec:
     return _Codec(encode, decode)
 
 
+def _defaults(record: type) -> dict[str, Any]:
+    """As they would be written."""
+    return {
+        field.name: list(field.default) if isinstance(field.default, tuple) else field.default
+        for field in dataclasses.fields(record)
+        if isinstance(field.default, bool | int | float | tuple)
+    }
+
+
 class _Rows(list[Any]):
     """A list that is laid out with one element per line."""
 
 
 def _table(record: type) -> _Codec:
-    columns = _names(record)
+    """Rows under the names of their columns, of which the last may be missing where they have defaults."""
+    columns, defaults = _names(record), _defaults(record)
 
     def encode(value: Any) -> dict[str, Any]:
         return {
@@ -314,9 +319,15 @@ def _table(record: type) -> _Codec:
         }
 
     def decode(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, dict) or value.keys() != {"columns", "rows"} or value["columns"] != columns:
+        there = (
+            value.get("columns") if isinstance(value, dict) and value.keys() == {"columns", "rows"} else None
+        )
+        count = len(there) if isinstance(there, list) else 0
+        missing = columns[count:]
+        if there != columns[:count] or not all(name in defaults for name in missing):
             raise _MisfitError(f"a table with the columns {', '.join(columns)}", value)
-        return tuple(_each(value["rows"], lambda row: _decode_row(record, _a_list(row)), list))
+        younger = [defaults[name] for name in missing]
+        return tuple(_each(value["rows"], lambda row: _decode_row(record, [*_a_list(row), *younger]), list))
 
     return _Codec(encode, decode)
 

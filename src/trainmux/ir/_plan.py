@@ -75,7 +75,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A partition that was tried: what it would cost, and why it was not taken (empty: it was)."""
+    """A partition that was tried: what it would cost, and why it was not taken (empty: it was).
+
+    ``num_branches`` above 1: the members of a sub-array are not fused, but train side by side.
+    """
 
     policy: str
     widths: tuple[int, ...]
@@ -85,6 +88,7 @@ class Attempt:
     stall_seconds: float
     recompute_seconds: float
     lost_because: str
+    num_branches: int = 1
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ class Plan:
     ``swap_overlap`` is the share of copy time that runs beside compute, ``recompute_share`` recompute time as
     a share of compute time (§5.3). ``plain_peak_bytes`` are what the same sub-arrays would have in use at
     their peak, fixed bytes included, with nothing swapped and nothing recomputed. ``num_left_out`` is how
-    many more partitions the rules would make than the bound on them let be tried.
+    many more partitions the rules would make than the bound on them let be tried. With ``num_branches`` above
+    1 members of a sub-array train side by side, on so many branches, instead of being fused.
     """
 
     policy: str
@@ -115,6 +120,7 @@ class Plan:
     attempts: tuple[Attempt, ...] = ()
     plain_peak_bytes: int = 0
     num_left_out: int = 0
+    num_branches: int = 1
 
     @property
     def peak_over_limit(self) -> float:

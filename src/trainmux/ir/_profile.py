@@ -101,7 +101,11 @@ class Profile:
 
     ``source`` is ``"measured"`` or ``"analytic"``; ``fingerprint`` names graph, width, device and versions:
     two profiles with the same one are interchangeable. While tensors are copied, nodes take
-    ``slowdown_by_copies`` times their seconds.
+    ``slowdown_by_copies`` times their seconds. ``seconds_beside`` are pairs: so many of these steps side by
+    side, and the seconds until all have ended, where that was measured.
+
+    With ``num_branches`` above 1 the members are not fused: equally many of them train on each branch, all
+    branches at the same time, and every number is that of all together (`profiling.side_by_side`).
     """
 
     fingerprint: str
@@ -111,3 +115,5 @@ class Profile:
     tensors: tuple[ProfiledTensor, ...]
     nodes: tuple[ProfiledNode, ...]
     slowdown_by_copies: float = 1.0
+    seconds_beside: tuple[tuple[int, float], ...] = ()
+    num_branches: int = 1

@@ -1,6 +1,12 @@
 """A program's kernels: what they touch, and how long they take, measured or worked out for a device."""
 
 from trainmux.profiling._analytic import analytic_profile
+from trainmux.profiling._branches import (
+    beside_fingerprint,
+    fingerprint_of_one,
+    known_branches,
+    side_by_side,
+)
 from trainmux.profiling._cache import ProfileCache
 from trainmux.profiling._devices import DEVICES, Device, find_device
 from trainmux.profiling._kernels import (
@@ -27,10 +33,14 @@ __all__ = [
     "ProfileCache",
     "WidthProfiles",
     "analytic_profile",
+    "beside_fingerprint",
     "find_device",
+    "fingerprint_of_one",
+    "known_branches",
     "locations_of",
     "measure_profile",
     "probe_link",
     "read_kernels",
     "same_but_for_origin",
+    "side_by_side",
 ]

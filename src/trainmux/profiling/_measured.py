@@ -24,7 +24,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,11 +66,13 @@ def measure_profile(
     fingerprint: str,
     facts: DeviceFacts,
     into: Into,
+    branches: Sequence[int] = (),
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
     """Run the graph node by node with ``arguments``; ``tell`` hears of each node that is done.
 
-    ``into`` calls a node's operator with memory for its results.
+    ``into`` calls a node's operator with memory for its results. On a CUDA device steps are measured side by
+    side, too, as many at a time as each of ``branches`` says, where there is room.
     """
     device = arguments[0].device
     link = probe_link(device)
@@ -78,7 +80,9 @@ def measure_profile(
     with _own_stream(device):
         samples = _measured_nodes(graph, partial(Pass, graph, arguments, into, swaps=swaps), device, tell)
         alone = [sample.seconds for sample in samples]
-        replayed = None if swaps else _replayed(graph, partial(Pass, graph, arguments, into), device, link)
+        begin = partial(Pass, graph, arguments, into)
+        replayed = None if swaps else _replayed(graph, begin, device, link)
+        beside = () if replayed is None else _beside(graph, begin, device, branches)
     slowdown = 1.0
     if replayed is not None:
         link, slowdown = replayed.beside.link, replayed.beside.slowdown
@@ -108,7 +112,7 @@ def measure_profile(
         )
         for tensor in graph.tensors
     )
-    return Profile(fingerprint, "measured", width, facts, tensors, nodes, slowdown)
+    return Profile(fingerprint, "measured", width, facts, tensors, nodes, slowdown, beside)
 
 
 @contextmanager
@@ -246,10 +250,7 @@ def _replayed(
     except RuntimeError:  # out of memory is one, too
         torch.cuda.synchronize(device)
         return None
-    replays(captured, 1)
-    count = max(1, int(_SUSTAINED_SECONDS / replays(captured, 1)))
-    replays(captured, count)  # until the device's clock is what it is under load
-    taken = median_of(partial(replays, captured, count))
+    taken = _sustained_seconds(captured)
     count = max(1, int(_BESIDE_SECONDS / taken))
     beside = probe_link_beside(partial(enqueue_replays, captured, count), count * taken, idle, device)
     del captured
@@ -257,8 +258,51 @@ def _replayed(
     return _Replayed(taken, beside)
 
 
-def _fits(graph: KernelGraph, device: torch.device) -> bool:
-    """Whether all that a pass makes fits into what is free, with some room to spare."""
+def _sustained_seconds(captured: torch.cuda.CUDAGraph) -> float:
+    """What a replay takes once the device's clock is what it is under load."""
+    replays(captured, 1)
+    count = max(1, int(_SUSTAINED_SECONDS / replays(captured, 1)))
+    replays(captured, count)
+    return median_of(partial(replays, captured, count))
+
+
+def _beside(
+    graph: KernelGraph, begin: Callable[[], Pass], device: torch.device, branches: Sequence[int]
+) -> tuple[tuple[int, float], ...]:
+    """By number of steps at a time: the seconds that they take. All work on the same arguments, idly."""
+    found = []
+    for number in branches:
+        torch.cuda.empty_cache()
+        if not _fits(graph, device, number):
+            break
+        with ExitStack() as lent:
+            streams = [lent.enter_context(borrowed_stream(device)) for _ in range(number - 1)]
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    warm_matrix_libraries(device)
+            torch.cuda.synchronize(device)
+            captured = torch.cuda.CUDAGraph()
+            main = torch.cuda.current_stream(device)
+            try:
+                with capturing(captured, main):
+                    for stream in streams:
+                        stream.wait_stream(main)
+                    for stream in (main, *streams):
+                        with torch.cuda.stream(stream):
+                            begin().run_all()
+                    for stream in streams:
+                        main.wait_stream(stream)
+            except RuntimeError:
+                torch.cuda.synchronize(device)
+                break
+            found.append((number, _sustained_seconds(captured)))
+            del captured
+    torch.cuda.empty_cache()
+    return tuple(found)
+
+
+def _fits(graph: KernelGraph, device: torch.device, num_passes: int = 1) -> bool:
+    """Whether all that passes at the same time make fits into what is free, with some room to spare."""
     live = most = 0
     ending = last_uses_of_created(graph.steps)
     for rank, step in enumerate(graph.steps):
@@ -267,7 +311,7 @@ def _fits(graph: KernelGraph, device: torch.device) -> bool:
         live -= sum(graph.tensors[number].size_bytes for number in ending.get(rank, ()))
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return most * _ROOM < free + cached
+    return num_passes * most * _ROOM < free + cached
 
 
 class _HostClock:

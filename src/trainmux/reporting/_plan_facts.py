@@ -24,10 +24,11 @@ def how_it_trains(plan: Plan) -> str:
     """ "8 members in 2 sub-arrays (4 + 4), as a ring"."""
     members = counted(num_members(plan), "member")
     sub_arrays = counted(len(plan.partition), "sub-array")
+    beside = ", members of each side by side" if plan.num_branches > 1 else ""
     if len(plan.partition) == 1:
-        return f"{members} in {sub_arrays}"
+        return f"{members} in {sub_arrays}{beside}"
     how = "as a ring" if plan.schedule.multiplexing is Multiplexing.RING else "in turns"
-    return f"{members} in {sub_arrays} ({format_widths(widths(plan))}), {how}"
+    return f"{members} in {sub_arrays} ({format_widths(widths(plan))}), {how}{beside}"
 
 
 def seconds_per_member(plan: Plan) -> float:

@@ -297,7 +297,7 @@ def _attempts_table(attempts: Sequence[Attempt]) -> str:
         Row(
             (
                 Cell(attempt.policy),
-                Cell(format_widths(attempt.widths)),
+                Cell(format_widths(attempt.widths, attempt.num_branches)),
                 Cell(attempt.multiplexing.value),
                 Cell(format_seconds(attempt.step_seconds), attempt.step_seconds),
                 Cell(format_bytes(attempt.peak_bytes) if attempt.peak_bytes else NOTHING, attempt.peak_bytes),

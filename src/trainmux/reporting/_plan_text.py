@@ -126,7 +126,7 @@ def _attempts(plan: Plan) -> list[str]:
         (
             "" if attempt.lost_because else "*",
             one_line(attempt.policy),
-            format_widths(attempt.widths),
+            format_widths(attempt.widths, attempt.num_branches),
             attempt.multiplexing.value,
             format_seconds(attempt.step_seconds),
             format_bytes(attempt.peak_bytes) if attempt.peak_bytes else NOTHING,

@@ -57,14 +57,17 @@ def format_change(value: float, reference: float) -> str:
     return f"{percent:+.1f}%" if percent else "0.0%"
 
 
-def format_widths(widths: Sequence[int]) -> str:
-    """The widths of sub-arrays: "4 + 4", or "16 x width 2" where a list would be long."""
+def format_widths(widths: Sequence[int], num_branches: int = 1) -> str:
+    """The widths of sub-arrays: "4 + 4", or "16 x width 2" where a list would be long.
+
+    Where members are not fused, "4 + 4 side by side".
+    """
     runs = [(width, len(list(run))) for width, run in groupby(widths)]
     parts = [
         f"{count} x width {width}" if count > _MAX_LISTED_WIDTHS else " + ".join([str(width)] * count)
         for width, count in runs
     ]
-    return " + ".join(parts) or NOTHING
+    return (" + ".join(parts) or NOTHING) + (" side by side" if num_branches > 1 else "")
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

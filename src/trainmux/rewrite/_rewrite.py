@@ -10,10 +10,11 @@ epilogue; in turns, where there is neither, they are where the body has them whe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainmux.errors import PlanError
 from trainmux.ir import ByteClass, Multiplexing, Part, Profile, Program, Schedule
+from trainmux.rewrite._fewer_waits import fewer_waits
 from trainmux.rewrite._issue import issue
 from trainmux.rewrite._place import place_parts
 from trainmux.rewrite._recipes import recipe
@@ -50,7 +51,8 @@ def rewrite(profiles: Sequence[Profile], schedule: Schedule) -> Program:
     breaks the sub-arrays' own or the stages, swaps out of order or around nothing, uses of what is on the
     host, recomputations from sources that are not there or no longer what they were.
     """
-    return place(profiles, draft(profiles, schedule))
+    program = place(profiles, draft(profiles, schedule))
+    return replace(program, body=fewer_waits(program.body, profiles))
 
 
 def place(profiles: Sequence[Profile], made: Draft, *, enough_bytes: int = 0) -> Program:

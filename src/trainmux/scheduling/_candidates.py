@@ -84,7 +84,13 @@ class Arrangement:
     def in_words(self) -> str:
         widths = "+".join(str(width) for width in self.widths[:8])
         more = f"+... ({len(self.widths)} sub-arrays)" if len(self.widths) > 8 else ""
-        return f"{widths}{more} {self.multiplexing.value}"
+        branches = " side by side" if self.num_branches > 1 else ""
+        return f"{widths}{more}{branches} {self.multiplexing.value}"
+
+    @property
+    def num_branches(self) -> int:
+        """On how many branches the members of each sub-array train; 1 where they are fused."""
+        return self.profiles[0].num_branches
 
     def fingerprints(self) -> tuple[str, ...]:
         """Those of the distinct profiles."""

@@ -33,6 +33,9 @@ _PROFILING = "profiling"
 ProfileOf = Callable[[Group, int], Profile]
 """The profile of a group's members fused to a width."""
 
+BranchedOf = Callable[[Group, int], Profile | None]
+"""The profile of so many of a group's members side by side, each on its own branch, where that is known."""
+
 
 @dataclass(frozen=True)
 class PlanProgress:
@@ -63,7 +66,8 @@ Progress = Callable[[PlanProgress], None]
 class Planner:
     """Plans for several budgets, sharing profiles and everything that does not depend on the budget.
 
-    ``profile_of`` is called once for each group and width. ``fixed_bytes`` are reserved beside the slab, and
+    ``profile_of`` is called once for each group and width; sub-arrays of one width, of which ``branched_of``
+    has a profile for every group, are tried that way too. ``fixed_bytes`` are reserved beside the slab, and
     what ``beside_of`` says for the profile that needs the most: nodes of all sub-arrays run one by one.
     ``host_bytes`` bound copies on the host (``None``: what the profiles' device allows). ``evaluations`` and
     ``seed`` are for policies that search. The same arguments give the same plans.
@@ -77,6 +81,7 @@ class Planner:
         groups: Sequence[Group],
         *,
         profile_of: ProfileOf,
+        branched_of: BranchedOf = lambda group, num_branches: None,
         policy: str = "auto",
         fixed_bytes: int = 0,
         beside_of: Callable[[Profile], int] = lambda profile: 0,
@@ -104,8 +109,10 @@ class Planner:
         arrangements = [
             arrangement
             for partition in search.partitions
+            for ways in (profiles, _branched(groups, partition, branched_of))
+            if ways
             for arrangement in _arrangements(
-                groups, partition, profiles, known.multiplexings(partition), beside_of
+                groups, partition, ways, known.multiplexings(partition), beside_of
             )
         ]
         self._all: list[Candidates] = []
@@ -123,6 +130,7 @@ class Planner:
             Planner(
                 groups,
                 profile_of=lambda group, width: profiles[list(groups).index(group), width],
+                branched_of=branched_of,
                 policy=other,
                 fixed_bytes=fixed_bytes,
                 beside_of=beside_of,
@@ -248,7 +256,15 @@ class Planner:
         if candidate is None:
             seconds = self._all[number].least_seconds if why.startswith("its nodes") else math.inf
             return Attempt(
-                self.policy, arrangement.widths, arrangement.multiplexing, seconds, 0, 0.0, 0.0, why
+                self.policy,
+                arrangement.widths,
+                arrangement.multiplexing,
+                seconds,
+                0,
+                0.0,
+                0.0,
+                why,
+                arrangement.num_branches,
             )
         times = timeline(candidate.program.body, arrangement.profiles)
         if not is_chosen:
@@ -262,6 +278,7 @@ class Planner:
             times.stall_seconds,
             times.recompute_seconds,
             why,
+            arrangement.num_branches,
         )
 
     def _emit(
@@ -295,6 +312,7 @@ class Planner:
             attempts=attempts,
             plain_peak_bytes=candidates.plain_bytes + fixed_bytes,
             num_left_out=self._num_left_out,
+            num_branches=arrangement.num_branches,
         )
 
     @property
@@ -416,6 +434,22 @@ def _knows_one(policy: str, partitions: Sequence[Partition]) -> bool:
     """Whether a policy has something to say about any of the partitions."""
     known = policy_named(policy)
     return any(known.multiplexings(partition) for partition in partitions)
+
+
+def _branched(
+    groups: Sequence[Group], partition: Partition, branched_of: BranchedOf
+) -> dict[tuple[int, int], Profile]:
+    """Profiles of the partition's sub-arrays with their members side by side; none where one is not known.
+
+    All sub-arrays have the same number of branches, which share the slab's memory between them.
+    """
+    widths = {width for of_group in partition.widths for width in of_group}
+    if len(widths) > 1 or 1 in widths:
+        return {}
+    (width,) = widths
+    found = {(number, width): branched_of(group, width) for number, group in enumerate(groups)}
+    known = {key: profile for key, profile in found.items() if profile is not None}
+    return known if len(known) == len(found) else {}
 
 
 def _arrangements(

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import trainmux as tm
 from trainmux.fleet._group import Group
+from trainmux.fleet._planned_beside import read_step
 from trainmux.fleet._planned_groups import PlannedGroups, PlannedSteps
-from trainmux.fleet._planning import read_step
 from trainmux.ir import Multiplexing, Profile, Program
-from trainmux.profiling import DEVICES, analytic_profile
+from trainmux.profiling import DEVICES, analytic_profile, side_by_side
 from trainmux.scheduling._candidates import Arrangement, Candidates
 from trainmux.scheduling.policies import policy_named
 from trainmux.workloads import SMALL
@@ -36,19 +36,29 @@ def make_fleet(name: str, num_members: int, **options: Any) -> tm.Fleet:
 
 
 class Case:
-    """A workload's members in sub-arrays of given widths, with everything that is made once."""
+    """A workload's members in sub-arrays of given widths, with everything that is made once.
 
-    def __init__(self, name: str, widths: Sequence[int], kernels: str = "aten", **options: Any) -> None:
+    With ``num_branches`` the members of each sub-array train side by side on so many of them.
+    """
+
+    def __init__(
+        self, name: str, widths: Sequence[int], kernels: str = "aten", num_branches: int = 1, **options: Any
+    ) -> None:
         self.name = name
         self.widths = tuple(widths)
+        self.num_branches = num_branches
         self.fleet = make_fleet(name, sum(widths), **options)
         self._group: Group = self.fleet._groups[0]
-        built = {width: self._group.sub_array_program(width, kernels=kernels) for width in set(widths)}
+        of_branch = [width // num_branches for width in widths]
+        built = {width: self._group.sub_array_program(width, kernels=kernels) for width in set(of_branch)}
         read = {width: read_step(step) for width, step in built.items()}
-        self.steps = tuple(built[width] for width in widths)
-        self.graphs = tuple(read[width] for width in widths)
+        self.steps = tuple(built[width] for width in of_branch)
+        self.graphs = tuple(read[width] for width in of_branch)
+        profiles = [
+            analytic_profile(read[width], width, DEVICES["a100-40gb"], half=False) for width in of_branch
+        ]
         self.profiles: tuple[Profile, ...] = tuple(
-            analytic_profile(read[width], width, DEVICES["a100-40gb"], half=False) for width in widths
+            side_by_side(profile, num_branches) if num_branches > 1 else profile for profile in profiles
         )
 
     def candidates(self, policy: str, multiplexing: Multiplexing) -> Candidates:
@@ -56,9 +66,11 @@ class Case:
         arrangement = Arrangement(names, self.profiles, multiplexing)
         return Candidates(arrangement, policy_named(policy), HOST_BYTES)
 
-    def groups(self) -> list[Group]:
+    def groups(self, *, of_branches: bool = False) -> list[Group]:
+        """One for each sub-array, or for each of its branches."""
         found, row = [], 0
-        for width in self.widths:
+        by = self.num_branches if of_branches else 1
+        for width in (width // by for width in self.widths for _ in range(by)):
             found.append(self._group.taken(list(range(row, row + width))))
             row += width
         device = self.fleet._config.device
@@ -74,7 +86,7 @@ class Case:
         return [leaf.to(self.fleet._config.device) for leaf in flat.leaves]
 
     def planned(self, program: Program, **options: Any) -> PlannedGroups:
-        own = PlannedSteps(self.steps, self.graphs, program)
+        own = PlannedSteps(self.steps, self.graphs, program, self.num_branches)
         config = self.fleet._config
         return PlannedGroups(None, self.groups(), "own", own, config, **options)  # type: ignore[arg-type]
 
@@ -116,15 +128,24 @@ def train_planned(case: Case, planned: PlannedGroups, num_steps: int) -> list[St
 
 
 def train_plain(case: Case, num_steps: int) -> list[State]:
-    """The same sub-arrays, one by one, node by node."""
-    groups = case.groups()
+    """The same sub-arrays, one by one, node by node; each branch for itself."""
+    groups = case.groups(of_branches=True)
+    steps = [step for step in case.steps for _ in range(case.num_branches)]
     losses: list[list[Tensor]] = []
     for number in range(num_steps):
-        for group, step in zip(groups, case.steps, strict=True):
+        for group, step in zip(groups, steps, strict=True):
             group.variant()
             group.step(step, case.batch(number))
         losses.append([group.last["loss"].cpu() for group in groups])
-    return with_losses(state_of(groups), losses)
+    return joined(with_losses(state_of(groups), losses), case.num_branches)
+
+
+def joined(states: Sequence[State], count: int) -> list[State]:
+    """States of so many sub-arrays, one behind another, as that of one which has all of their members."""
+    return [
+        {name: torch.cat([state[name] for state in states[at : at + count]]) for name in states[at]}
+        for at in range(0, len(states), count)
+    ]
 
 
 def differences(found: Sequence[State], expected: Sequence[State]) -> list[str]:

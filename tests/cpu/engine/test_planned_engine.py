@@ -54,6 +54,34 @@ def test_a_planned_program_computes_the_same_bits(
     assert differences(train_planned(case, planned, NUM_STEPS), expected_of(name, widths, NUM_STEPS)) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "widths", "num_branches", "policy", "multiplexing", "share"),
+    [
+        ("mlp", (2, 2), 2, "none", TURNS, 1.0),
+        ("mlp", (4,), 4, "none", TURNS, 1.0),
+        ("transformer_with_dropout", (2, 2), 2, "swap_only", TURNS, 0.6),
+        ("transformer_with_dropout", (2, 2), 2, "auto", RING, 0.3),
+        ("residual", (3,), 3, "auto", TURNS, 0.3),
+        ("lstm_with_dropout", (2, 2), 2, "mutwo", RING, 1.0),
+    ],
+)
+def test_members_side_by_side_compute_the_bits_of_members_alone(
+    name: str,
+    widths: tuple[int, ...],
+    num_branches: int,
+    policy: str,
+    multiplexing: Multiplexing,
+    share: float,
+) -> None:
+    case = Case(name, widths, num_branches=num_branches)
+    found = tightest(case.candidates(policy, multiplexing), share)
+    if share < 1:
+        instructions = found.program.body.instructions
+        assert any(isinstance(i, Offload | Recompute) for i in instructions), "expected something to test"
+    trained = train_planned(case, case.planned(found.program, poisons=True), NUM_STEPS)
+    assert differences(trained, train_plain(case, NUM_STEPS)) == []
+
+
 @pytest.mark.parametrize("name", ["mlp", "transformer_with_dropout"])
 def test_losses_of_regions_come_with_their_own_step(name: str) -> None:
     case = small_case(name, (1, 1), "lowered")

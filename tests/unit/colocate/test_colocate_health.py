@@ -53,6 +53,21 @@ def test_a_few_stalls_among_many_iterations_are_tolerated() -> None:
     assert not health.turns.are_on
 
 
+def test_a_host_that_was_away_once_is_not_held_against_sharing() -> None:
+    """Segments of a tenth of a round; a pause of three rounds between two of them is one of their lengths."""
+    meter = GainMeter(CONSTANTS)
+    now = 0.0
+    for number in range(400):
+        now += 6.0 if number % 100 == 50 else 0.18  # else ten per cent are gained
+        meter.segment_ended(0.2, now)
+        assert not meter.iteration_ended(now, 2.0, 2)
+    for _ in range(40):  # always late, and it is
+        now += 0.3
+        meter.segment_ended(0.2, now)
+        meter.iteration_ended(now, 2.0, 2)
+    assert meter.turns.num_fall_backs == 1
+
+
 def run_back_to_back(meter: GainMeter, solo_seconds: float, count: int, *, gap: float = 0.0) -> None:
     """So many iterations of one segment, each a second on the device, two jobs in turn."""
     start = meter._last_end or 0.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import sys
 
 import pytest
@@ -31,3 +33,17 @@ def test_an_error_and_a_shorter_interval_of_the_user_s_are_kept() -> None:
         assert seen == sys.getswitchinterval() == pytest.approx(kept, abs=2e-6)
     finally:
         sys.setswitchinterval(usual)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others have no such setting")
+def test_this_thread_wakes_promptly_inside_and_as_before_behind() -> None:
+    slack = functools.partial(ctypes.CDLL(None).prctl, 30, 0, 0, 0, 0)
+    usual = slack()
+    assert usual > 1000
+    with contextlib.suppress(RuntimeError), prompt_threads():
+        assert slack() == 1000
+        with prompt_threads():
+            pass
+        assert slack() == 1000
+        raise RuntimeError
+    assert slack() == usual

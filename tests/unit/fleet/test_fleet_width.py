@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -11,9 +10,8 @@ import pytest
 import torch
 from torch import fx
 
-from trainmux.errors import TrainmuxWarning
 from trainmux.fleet._config import FleetConfig
-from trainmux.fleet._width import choose_partition, convolution_flops, fastest_partition, warn_of_branches
+from trainmux.fleet._width import choose_partition, convolution_flops, fastest_partition
 from trainmux.fusion import MEASURED, OperatorTimes, Partition
 
 aten = torch.ops.aten
@@ -201,14 +199,3 @@ def test_what_has_no_library_calls_or_one_member_keeps_to_the_rule() -> None:
     assert choose_partition(traced(None), 4, measured(), batched=[True], times=times) == (4, 1)
     assert choose_partition(traced(SMALL), 1, measured(), batched=[True, True], times=times) == (1, 1)
     assert times.num_measured == 0
-
-
-def test_a_plan_gives_up_branches_and_that_is_said() -> None:
-    large = traced(LARGE)
-    with pytest.warns(TrainmuxWarning, match="4 sub-arrays of this fleet train side by side"):
-        warn_of_branches(large, 8, config())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_branches(large, 8, config("cpu"))
-        warn_of_branches(large, 8, config(branches=1))
-        warn_of_branches(traced(SMALL), 8, config())

@@ -125,7 +125,8 @@ def test_infinite_and_undefined_numbers_come_back() -> None:
 def test_what_was_written_before_a_field_was_there_has_its_default() -> None:
     profile = replace(two_layers(), slowdown_by_copies=1.0)
     document = json.loads(to_json(profile))
-    del document["profile"]["slowdown_by_copies"]
+    for name in ("slowdown_by_copies", "seconds_beside", "num_branches"):
+        del document["profile"][name]
     document["sha256"] = _checksum("profile", document["profile"])
     assert from_json(json.dumps(document), Profile) == profile
     del document["profile"]["width"]
@@ -134,12 +135,26 @@ def test_what_was_written_before_a_field_was_there_has_its_default() -> None:
         from_json(json.dumps(document), Profile)
 
 
+def test_a_table_from_before_a_column_was_there_has_its_default() -> None:
+    plan = a_plan()
+    document = json.loads(to_json(plan))
+    attempts = document["plan"]["attempts"]
+    assert attempts["columns"].pop() == "num_branches"
+    attempts["rows"] = [row[:-1] for row in attempts["rows"]]
+    document["sha256"] = _checksum("plan", document["plan"])
+    assert from_json(json.dumps(document), Plan) == plan
+    attempts["columns"].pop()  # lost_because, which has no default
+    document["sha256"] = _checksum("plan", document["plan"])
+    with pytest.raises(PlanError, match="a table with the columns"):
+        from_json(json.dumps(document), Plan)
+
+
 def test_the_text_is_readable_and_compact() -> None:
     lines = to_json(two_layers()).splitlines()
     assert lines[0].startswith('{"trainmux": "profile", "version": 1, "sha256": "')
     rows = [line.strip() for line in lines if line.strip().startswith('["')]
     assert rows[-1] == '["up_w1", "update", [13], [], [1, 3], 0.001, 8, true]]},'
-    assert lines[-1].strip() == '"slowdown_by_copies": 1.0}}'
+    assert lines[-1].strip() == '"num_branches": 1}}'
     program = to_json(recompute_from_swapped().program)
     assert '\n   ["Wait", "compute", 0],\n' in program
     assert '\n   ["Recompute", 0, 0, [5]],\n' in program

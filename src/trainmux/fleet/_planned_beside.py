@@ -1,0 +1,101 @@
+"""Steps beside the planned one, in the same memory: other batches, micro-batches, evaluations.
+
+Their times are only estimated. Where the members of the plan's sub-arrays train side by side, they do so here
+too: state stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trainmux.engine import ForwardProgram, StepProgram
+from trainmux.errors import BudgetError
+from trainmux.fleet._group import Group
+from trainmux.fleet._plan import Plan
+from trainmux.fleet._planned_groups import PlannedForwards, PlannedSteps
+from trainmux.ir import Profile
+from trainmux.profiling import DEVICES, KernelGraph, analytic_profile, read_kernels, side_by_side
+from trainmux.scheduling import fit_program
+from trainmux.tracing import TracedGraph
+
+Wanted = tuple[Group, TracedGraph, bool]
+"""A group that is one of the plan's sub-arrays, its graph, and whether each member has its own batch."""
+
+_ROUGHLY = "h200-141gb"
+"""Whose speed is taken."""
+
+
+def read_step(step: StepProgram | ForwardProgram) -> KernelGraph:
+    """The kernels of a step, or of a forward pass alone."""
+    assert isinstance(step.module, torch.fx.GraphModule)
+    return read_kernels(step.module, step.byte_classes())
+
+
+def steps_beside(
+    plan: Plan, wanted: Sequence[Wanted], kernels: str, host_bytes: int, *, applies: bool
+) -> PlannedSteps:
+    """Other steps of all groups within the plan's budget.
+
+    Batches of another shape run operator by operator: they are few, and compiling takes long.
+    """
+    num_branches = plan.record.num_branches
+    steps, graphs, profiles = [], [], []
+    for group, traced, stacked in wanted:
+        step = group.sub_array_program(
+            group.width // num_branches,
+            kernels=kernels if traced is group.traced else "aten",
+            traced=traced,
+            stacked_batch=stacked,
+            applies=applies,
+        )
+        steps.append(step)
+        graphs.append(read_step(step))
+        profiles.append(_roughly(graphs[-1], group, num_branches))
+    program = fit_program(profiles, _available_bytes(plan), host_bytes)
+    return PlannedSteps(tuple(steps), tuple(graphs), program, num_branches)
+
+
+def forwards_beside(plan: Plan, wanted: Sequence[Wanted], host_bytes: int) -> PlannedForwards:
+    """Forward passes of all groups within the plan's budget.
+
+    Where there is room, optimizer state stays where it is. Where there is not, it waits on the host: that
+    costs a copy there and back for an evaluation, swaps cost some for each of its batches.
+    """
+    try:
+        return _forwards(plan, wanted, host_bytes, carries_state=True)
+    except BudgetError:
+        pass
+    try:
+        return _forwards(plan, wanted, host_bytes, carries_state=False)
+    except BudgetError as error:
+        raise BudgetError(
+            f"expected an evaluation to fit into the plan's {plan.budget_bytes} bytes, but it does not; "
+            "evaluate on smaller batches, or plan for a larger budget"
+        ) from error
+
+
+def _forwards(
+    plan: Plan, wanted: Sequence[Wanted], host_bytes: int, *, carries_state: bool
+) -> PlannedForwards:
+    num_branches = plan.record.num_branches
+    forwards, graphs, profiles = [], [], []
+    for group, traced, stacked in wanted:
+        width = group.width // num_branches
+        forward = group.planned_forward(traced, width, stacked_batch=stacked, carries_state=carries_state)
+        forwards.append(forward)
+        graphs.append(read_step(forward))
+        profiles.append(_roughly(graphs[-1], group, num_branches))
+    program = fit_program(profiles, _available_bytes(plan), host_bytes, plainly=carries_state)
+    return PlannedForwards(tuple(forwards), tuple(graphs), program, num_branches)
+
+
+def _roughly(graph: KernelGraph, group: Group, num_branches: int) -> Profile:
+    half = group.config.precision == "bf16"
+    profile = analytic_profile(graph, group.width // num_branches, DEVICES[_ROUGHLY], half=half)
+    return side_by_side(profile, num_branches) if num_branches > 1 else profile
+
+
+def _available_bytes(plan: Plan) -> int:
+    return plan.budget_bytes - plan.record.fixed_bytes

@@ -1,0 +1,149 @@
+"""Plans whose members train side by side: chosen where that was measured to be quicker, and the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainmux as tm
+from trainmux.fleet import _planning
+from trainmux.ir import Free, Multiplexing, Profile, Wait
+from trainmux.profiling import side_by_side
+from trainmux.workloads import SMALL
+
+WORKLOAD = SMALL["mlp"]
+
+
+@pytest.fixture(autouse=True)
+def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Profiles of this test alone, by which two members side by side take hardly longer than one."""
+    monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
+    monkeypatch.setenv("TRAINMUX_PLAN_DIR", str(tmp_path / "plans"))
+    measure: Callable[..., Profile] = _planning.measure_profile
+
+    def measured(*arguments: Any, branches: Any = (), **options: Any) -> Profile:
+        found = measure(*arguments, branches=branches, **options)
+        taken = sum(node.seconds for node in found.nodes)
+        return replace(found, seconds_beside=tuple((number, 0.01 * taken) for number in branches))
+
+    monkeypatch.setattr(_planning, "measure_profile", measured)
+
+
+def member(number: int, **options: Any) -> tm.Member:
+    model = WORKLOAD.build(number).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1))
+    return tm.Member(model, optimizer, name=f"m{number}", seed=number, **options)
+
+
+def fleet_of(
+    num_members: int = 4, options_of: Callable[[int], Any] = lambda number: {}, **options: Any
+) -> tm.Fleet:
+    members = [member(number, **options_of(number)) for number in range(num_members)]
+    return tm.Fleet(members, WORKLOAD.loss, batch(0), deterministic=True, **options)
+
+
+def batch(number: int, size: int | None = None) -> Any:
+    whole = WORKLOAD.batch(number, torch.float32)
+    return whole if size is None else torch.utils._pytree.tree_map(lambda tensor: tensor[:size], whole)
+
+
+def planned_and_plain(num_branches: int = 2, **options: Any) -> tuple[tm.Fleet, tm.Fleet]:
+    """The same members by a plan that has them side by side, and one by one without a plan."""
+    planned, plain = fleet_of(**options), fleet_of(**options, width=1)
+    plan = planned.plan(policy="mutwo" if num_branches == 2 else "auto", max_partitions=5)
+    assert plan.record.num_branches == num_branches
+    return planned, plain
+
+
+def parameters(fleet: tm.Fleet) -> list[torch.Tensor]:
+    fleet.sync()
+    return [tensor.clone() for m in fleet.members for tensor in m.model.state_dict().values()]
+
+
+def same(a: tm.Fleet, b: tm.Fleet) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(parameters(a), parameters(b), strict=True))
+
+
+@pytest.mark.parametrize("num_branches", [2, 4])
+def test_the_quickest_way_is_taken_and_said(num_branches: int) -> None:
+    planned, plain = planned_and_plain(num_branches)
+    plan = planned._plans._wanted
+    assert plan is not None
+    assert "side by side" in plan.explain()
+    assert [len(part.members) for part in plan.partition] == [num_branches] * (4 // num_branches)
+    for number in range(3):
+        assert torch.equal(planned.step(batch(number)), plain.step(batch(number)))
+    assert same(planned, plain)
+
+
+def test_everything_a_member_may_want_works_side_by_side() -> None:
+    def wants(number: int) -> dict[str, Any]:
+        return {"clip_norm": 0.1} if number == 0 else {"clip_value": 0.01}
+
+    fleets = planned_and_plain(options_of=wants, accumulate=2)
+    planned, plain = fleets
+    assert planned._plans._wanted.record.schedule.multiplexing is Multiplexing.RING  # type: ignore[union-attr]
+    for number in range(5):
+        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
+    assert planned.evaluate([batch(7)]) == plain.evaluate([batch(7)])
+    for fleet in fleets:
+        fleet.stop("m0")
+        fleet.replace("m1", member(7))
+    for number in range(3):
+        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
+    for number, size in enumerate((3, None, 3)):
+        torch.testing.assert_close(*[fleet.step(batch(number, size)) for fleet in fleets])
+    assert planned.stopped() == plain.stopped()
+    for a, b in zip(*map(parameters, fleets), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_state_stays_where_it_is_between_micro_batches() -> None:
+    planned, _ = planned_and_plain(accumulate=2)
+    planned.step(batch(0))
+    places = [tensor.data_ptr() for group in planned._groups for tensor in group.state.stacked()]
+    planned.step(batch(1))
+    assert [tensor.data_ptr() for group in planned._groups for tensor in group.state.stacked()] == places
+
+
+def test_a_plan_is_kept_and_read_again(tmp_path: Path) -> None:
+    first = fleet_of()
+    plan = first.plan(policy="mutwo", max_partitions=5)
+    plan.save(tmp_path / "plan.json")
+    other = fleet_of()
+    other.use(tm.Plan.load(tmp_path / "plan.json"))
+    told: list[str] = []
+    again = first.plan(policy="mutwo", max_partitions=5, progress=lambda step: told.append(step.current))
+    assert told == ["a plan that was kept"]
+    assert again.record == plan.record
+    for number in range(2):
+        assert torch.equal(first.step(batch(number)), other.step(batch(number)))
+    assert same(first, other)
+
+
+def test_a_watched_step_has_every_instruction() -> None:
+    planned, _ = planned_and_plain(4)
+    planned.step(batch(0))
+    seen = planned.watch(batch(1))
+    assert planned._plans.plan is not None
+    body = planned._plans.plan.program.body.instructions
+    expected = {position for position, item in enumerate(body) if not isinstance(item, Free | Wait)}
+    assert {span.instruction for span in seen.spans} == expected
+
+
+def test_a_profile_side_by_side_is_that_of_all_branches() -> None:
+    fleet = fleet_of(1)
+    alone = fleet.plan(None, "none", device="a100-40gb").profiles[0]
+    taken = sum(node.seconds for node in alone.nodes)
+    known = replace(alone, seconds_beside=((3, 2 * taken),))
+    both = side_by_side(known, 3)
+    assert both.width == both.num_branches == 3
+    assert sum(node.seconds for node in both.nodes) == pytest.approx(2 * taken)
+    assert sum(node.seconds for node in side_by_side(alone, 3).nodes) == pytest.approx(3 * taken)
+    assert all(tensor.size_bytes % (3 * 512) == 0 for tensor in both.tensors)
+    assert all(a.size_bytes >= 3 * b.size_bytes for a, b in zip(both.tensors, known.tensors, strict=True))
