@@ -3,7 +3,7 @@
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.engine._cuda_graphs import CudaGraphEngine
 from trainmux.engine._into import run_into, scratch_bytes
-from trainmux.engine._lanes import HostLanes, WatchedLanes, watched_lanes
+from trainmux.engine._lanes import HostLanes, WatchedLanes
 from trainmux.engine._planned import Memory, PlannedProgram
 from trainmux.engine._planned_engine import PlannedEngine
 from trainmux.engine._program import (
@@ -43,5 +43,4 @@ __all__ = [
     "kernel_settings",
     "run_into",
     "scratch_bytes",
-    "watched_lanes",
 ]

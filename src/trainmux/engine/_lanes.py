@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -56,13 +56,17 @@ class StreamLanes:
     all of them, and what it waits for all of them wait for.
     """
 
-    def __init__(self, device: torch.device, num_branches: int = 1) -> None:
+    def __init__(
+        self, device: torch.device, num_branches: int = 1, branches: Sequence[torch.cuda.Stream] | None = None
+    ) -> None:
         self.num_branches = num_branches
-        self._device = device
-        self._branch_owners = [StreamOwner() for _ in range(num_branches - 1)]
-        self._branches = [borrow_stream(device, owner, uses_matrices=True) for owner in self._branch_owners]
-        for stream in self._branches:
-            with torch.cuda.stream(stream):
+        self.device = device
+        self._branch_owners = [StreamOwner() for _ in range(num_branches - 1 if branches is None else 0)]
+        self.branches = list(branches or ())
+        """Beside the compute lane's own; those of other lanes that do not run meanwhile, or new ones."""
+        for owner in self._branch_owners:
+            self.branches.append(borrow_stream(device, owner, uses_matrices=True))
+            with torch.cuda.stream(self.branches[-1]):
                 warm_matrix_libraries(device)
         self._owners = {lane: StreamOwner() for lane in (Lane.OUT, Lane.IN)}
         self._sides = {lane: borrow_stream(device, owner) for lane, owner in self._owners.items()}
@@ -73,16 +77,16 @@ class StreamLanes:
     @contextmanager
     def part(self, awaited: frozenset[int]) -> Iterator[None]:
         """Around one part of a program; ``awaited`` are the positions that some lane will wait for."""
-        main = torch.cuda.current_stream(self._device)
+        main = torch.cuda.current_stream(self.device)
         self._streams = {Lane.COMPUTE: main, **self._sides}
         self._awaited = awaited
         self._ended = {}
-        for side in (*self._sides.values(), *self._branches):
+        for side in (*self._sides.values(), *self.branches):
             side.wait_stream(main)
         try:
             yield
         finally:
-            for side in (*self._sides.values(), *self._branches):
+            for side in (*self._sides.values(), *self.branches):
                 main.wait_stream(side)
 
     @contextmanager
@@ -100,21 +104,21 @@ class StreamLanes:
         if number == 0:
             yield
             return
-        with torch.cuda.stream(self._branches[number - 1]):
+        with torch.cuda.stream(self.branches[number - 1]):
             yield
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """What is enqueued inside is behind all branches of the compute lane, and they go on behind it."""
         main = self._streams[Lane.COMPUTE]
-        for branch in self._branches:
+        for branch in self.branches:
             main.wait_stream(branch)
         yield
-        for branch in self._branches:
+        for branch in self.branches:
             branch.wait_stream(main)
 
     def _streams_of(self, lane: Lane) -> list[torch.cuda.Stream]:
-        more = self._branches if lane is Lane.COMPUTE else []
+        more = self.branches if lane is Lane.COMPUTE else []
         return [self._streams[lane], *more]
 
     def issued(self, lane: Lane, position: int) -> None:
@@ -162,8 +166,10 @@ class WatchedStreamLanes(StreamLanes):
     What is seen of the compute lane is its first branch.
     """
 
-    def __init__(self, device: torch.device, num_branches: int = 1) -> None:
-        super().__init__(device, num_branches)
+    def __init__(
+        self, device: torch.device, num_branches: int = 1, branches: Sequence[torch.cuda.Stream] | None = None
+    ) -> None:
+        super().__init__(device, num_branches, branches)
         self._marks: list[tuple[Lane, int, torch.cuda.Event, torch.cuda.Event]] = []
         self._around: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._read: tuple[list[Span], float] | None = None
@@ -173,7 +179,7 @@ class WatchedStreamLanes(StreamLanes):
         self._marks = []
         self._read = None
         begin, end = _timing_event(), _timing_event()
-        main = torch.cuda.current_stream(self._device)
+        main = torch.cuda.current_stream(self.device)
         begin.record(main)
         with super().part(awaited):
             yield
@@ -193,7 +199,7 @@ class WatchedStreamLanes(StreamLanes):
         """The spans of the last part that ran, and the seconds that it took in all; waits for it."""
         if self._read is not None:
             return self._read
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         assert self._around is not None
         first, last = self._around
 
@@ -214,8 +220,8 @@ Lanes = HostLanes | StreamLanes
 WatchedLanes = WatchedHostLanes | WatchedStreamLanes
 
 
-def watched_lanes(device: torch.device, num_branches: int = 1) -> WatchedLanes:
-    """Lanes with a clock, for one device."""
-    if device.type == "cuda":
-        return WatchedStreamLanes(device, num_branches)
-    return WatchedHostLanes(num_branches)
+def watched_lanes(lanes: Lanes) -> WatchedLanes:
+    """The same with a clock. Branches are the same streams: others would have workspaces of their own."""
+    if isinstance(lanes, StreamLanes):
+        return WatchedStreamLanes(lanes.device, lanes.num_branches, lanes.branches)
+    return WatchedHostLanes(lanes.num_branches)

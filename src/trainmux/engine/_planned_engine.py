@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
-from trainmux.engine._lanes import HostLanes, StreamLanes, WatchedLanes
+from trainmux.engine._lanes import HostLanes, StreamLanes, WatchedLanes, watched_lanes
 from trainmux.engine._planned import Memory, PlannedProgram
 from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.engine._sub_arrays import member_axes
@@ -53,9 +53,9 @@ class PlannedEngine:
     ) -> None:
         self._device = memory.slab.device
         on_gpu = self._device.type == "cuda"
-        lanes = StreamLanes(self._device, num_branches) if on_gpu else HostLanes(num_branches)
+        self._lanes = StreamLanes(self._device, num_branches) if on_gpu else HostLanes(num_branches)
         self._planned = PlannedProgram(
-            program, graphs, memory, lanes, deterministic=deterministic, poisons=poisons
+            program, graphs, memory, self._lanes, deterministic=deterministic, poisons=poisons
         )
         self._deterministic = deterministic
         self._steps = tuple(steps)
@@ -135,6 +135,10 @@ class PlannedEngine:
             _within_memory(self._device, lambda: self._run(self._planned.program.epilogue))
         if self._device.type == "cuda" and self._planned.memory.host_offsets:
             torch.cuda.synchronize(self._device)
+
+    def watched_lanes(self) -> WatchedLanes:
+        """Lanes like its own, with a clock, for a step to be watched."""
+        return watched_lanes(self._lanes)
 
     def forget_graphs(self) -> None:
         """Capture anew at the next step: the room lets its graphs go. Nothing may be in flight."""

@@ -16,7 +16,6 @@ from trainmux.engine import (
     PlannedEngine,
     StepProgram,
     WatchedLanes,
-    watched_lanes,
 )
 from trainmux.errors import BudgetError, PlanError
 from trainmux.fleet._config import FleetConfig
@@ -227,7 +226,7 @@ class PlannedGroups:
 
     def watch_next(self) -> None:
         """Have the next step of the plan's own program watched; ``watched`` tells what was seen."""
-        self._watching = watched_lanes(self._config.device, self._engines[self._own][0].num_branches)
+        self._watching = self._engines[self._own][1].watched_lanes()
 
     def watch_no_more(self) -> None:
         """The next step is an ordinary one."""
