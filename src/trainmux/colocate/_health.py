@@ -17,7 +17,7 @@ _ROUNDS_OF_A_WINDOW = 2
 _GOOD_ROUNDS = 8
 _AS_GOOD_AS_TURNS = 0.99
 _LONGEST_WAIT = 3.0
-"""By how many times its own seconds a segment may come late before the rest is no longer held against it."""
+"""How many times the longest segment may pass between two ends before the rest no longer counts."""
 
 
 class Turns:
@@ -105,7 +105,7 @@ class GainMeter:
     in which nothing runs count: where the host is what jobs wait for, sharing may lose to turns. But turns
     have such seconds too. Once they have been tried, what they gave is what sharing must give. And once in a
     while the host is away for many segments' time, with garbage to collect or memory to lay out anew: that
-    says nothing of sharing, so a segment counts as late only up to a few times of its own length.
+    says nothing of sharing, so between two ends only a few times the longest segment's seconds count.
     """
 
     def __init__(self, constants: ScroogeConstants) -> None:
@@ -126,7 +126,7 @@ class GainMeter:
         self._last_end: float | None = None
         self._work_seconds = self._seconds = 0.0
         self._window_work = self._window_seconds = 0.0
-        self._lost_seconds = 0.0
+        self._lost_seconds = self._longest_seconds = 0.0
 
     def share_again(self) -> None:
         """End turns, because what they were taken for may be over."""
@@ -142,7 +142,8 @@ class GainMeter:
         if self._last_end is None:
             self._last_end = ended_at
             return
-        passed = min(max(0.0, ended_at - self._last_end), _LONGEST_WAIT * solo_seconds)
+        self._longest_seconds = max(self._longest_seconds, solo_seconds)
+        passed = min(max(0.0, ended_at - self._last_end), _LONGEST_WAIT * self._longest_seconds)
         self._last_end = max(self._last_end, ended_at)
         self._work_seconds += solo_seconds
         self._seconds += passed

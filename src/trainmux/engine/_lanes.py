@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -53,21 +53,15 @@ class StreamLanes:
     copies would then stand in the way of kernels.
 
     With ``num_branches`` the compute lane has so many streams. An instruction on it has ended when it has on
-    all of them, and what it waits for all of them wait for.
+    all of them, and what it waits for all of them wait for. They are those of ``like``, lanes with as many
+    that do not run meanwhile: the matrix libraries have workspaces for each.
     """
 
-    def __init__(
-        self, device: torch.device, num_branches: int = 1, branches: Sequence[torch.cuda.Stream] | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, num_branches: int = 1, like: StreamLanes | None = None) -> None:
         self.num_branches = num_branches
         self.device = device
-        self._branch_owners = [StreamOwner() for _ in range(num_branches - 1 if branches is None else 0)]
-        self.branches = list(branches or ())
-        """Beside the compute lane's own; those of other lanes that do not run meanwhile, or new ones."""
-        for owner in self._branch_owners:
-            self.branches.append(borrow_stream(device, owner, uses_matrices=True))
-            with torch.cuda.stream(self.branches[-1]):
-                warm_matrix_libraries(device)
+        self._lent: _LentStreams = _LentStreams(device, num_branches - 1) if like is None else like._lent
+        self.branches = self._lent.streams
         self._owners = {lane: StreamOwner() for lane in (Lane.OUT, Lane.IN)}
         self._sides = {lane: borrow_stream(device, owner) for lane, owner in self._owners.items()}
         self._streams: dict[Lane, torch.cuda.Stream] = {}
@@ -133,6 +127,17 @@ class StreamLanes:
                 stream.wait_event(event)
 
 
+class _LentStreams:
+    """Streams for branches, theirs as long as anybody has this; with workspaces for the matrix libraries."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._owners = [StreamOwner() for _ in range(count)]
+        self.streams = [borrow_stream(device, owner, uses_matrices=True) for owner in self._owners]
+        for stream in self.streams:
+            with torch.cuda.stream(stream):
+                warm_matrix_libraries(device)
+
+
 class WatchedHostLanes(HostLanes):
     """The same with a clock: when each instruction ran."""
 
@@ -166,10 +171,8 @@ class WatchedStreamLanes(StreamLanes):
     What is seen of the compute lane is its first branch.
     """
 
-    def __init__(
-        self, device: torch.device, num_branches: int = 1, branches: Sequence[torch.cuda.Stream] | None = None
-    ) -> None:
-        super().__init__(device, num_branches, branches)
+    def __init__(self, device: torch.device, num_branches: int = 1, like: StreamLanes | None = None) -> None:
+        super().__init__(device, num_branches, like)
         self._marks: list[tuple[Lane, int, torch.cuda.Event, torch.cuda.Event]] = []
         self._around: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._read: tuple[list[Span], float] | None = None
@@ -223,5 +226,5 @@ WatchedLanes = WatchedHostLanes | WatchedStreamLanes
 def watched_lanes(lanes: Lanes) -> WatchedLanes:
     """The same with a clock. Branches are the same streams: others would have workspaces of their own."""
     if isinstance(lanes, StreamLanes):
-        return WatchedStreamLanes(lanes.device, lanes.num_branches, lanes.branches)
+        return WatchedStreamLanes(lanes.device, lanes.num_branches, lanes)
     return WatchedHostLanes(lanes.num_branches)

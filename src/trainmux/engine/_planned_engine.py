@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
-from trainmux.engine._lanes import HostLanes, StreamLanes, WatchedLanes, watched_lanes
+from trainmux.engine._lanes import HostLanes, Lanes, StreamLanes, WatchedLanes, watched_lanes
 from trainmux.engine._planned import Memory, PlannedProgram
 from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.engine._sub_arrays import member_axes
@@ -35,7 +35,8 @@ class PlannedEngine:
     ``steps`` has the work of each sub-array, ``graphs`` its kernels; with ``num_branches`` they are those of
     one of its branches. With a ``room`` parts are captured there
     and replayed as CUDA graphs; without one, on a CPU, and where a part cannot be captured, every instruction
-    is enqueued by the host.
+    is enqueued by the host. Branches are the streams of ``like``, an engine with as many that does not run
+    meanwhile: each stream has workspaces of the matrix libraries.
     ``poisons`` is for tests.
     """
 
@@ -47,13 +48,13 @@ class PlannedEngine:
         memory: Memory,
         *,
         num_branches: int = 1,
+        like: PlannedEngine | None = None,
         deterministic: bool = False,
         room: CaptureRoom | None = None,
         poisons: bool = False,
     ) -> None:
         self._device = memory.slab.device
-        on_gpu = self._device.type == "cuda"
-        self._lanes = StreamLanes(self._device, num_branches) if on_gpu else HostLanes(num_branches)
+        self._lanes = _lanes_on(self._device, num_branches, like)
         self._planned = PlannedProgram(
             program, graphs, memory, self._lanes, deterministic=deterministic, poisons=poisons
         )
@@ -115,7 +116,7 @@ class PlannedEngine:
         if self._is_ring and not self._in_flight:
             # Accumulators take in what inactive members compute, too.
             totals = [self.argument(0, position) for position in self._steps[0].accumulator_positions()]
-            kept = [(total, total.to("cpu", copy=True)) for total in totals]
+            kept = [(total, _to_host(total)) for total in totals]
             self._land()
             self._silence_first()
             self._run(self._planned.program.prologue)
@@ -126,7 +127,7 @@ class PlannedEngine:
             self._run_watched(watched)
         self._in_flight = self._is_ring
         for total, before in kept:
-            total.copy_(before)
+            _put_back(total, before)
 
     def finish(self) -> None:
         """Run what is in flight to its end; what the host's memory is to hold is there on return."""
@@ -151,11 +152,13 @@ class PlannedEngine:
     # ---- inputs ------------------------------------------------------------------------------------
 
     def _make_landing(self) -> dict[int, Tensor]:
-        """Buffers for what is fed to the first sub-array, by position."""
-        step = self._steps[0]
-        return {
-            position: torch.zeros_like(self.argument(0, position)) for position in step.positions_fed_anew()
-        }
+        """Buffers for what is fed to the first sub-array, by position; one for what all branches share."""
+        found = {}
+        for position in self._steps[0].positions_fed_anew():
+            like = self.argument(0, position)
+            is_shared = self._lanes.num_branches > 1 and self._axes[0][position] is None
+            found[position] = torch.zeros_like(like[0] if is_shared else like)
+        return found
 
     def _inbox(self, sub_array: int, position: int) -> Tensor:
         if self._is_ring and sub_array == 0:
@@ -222,7 +225,7 @@ class PlannedEngine:
         if self._is_ring:
             masks += [self._landing[position] for position in self._steps[0].mask_positions()]
         # On the host: accumulators are as large as the parameters, and the budget has no room for them twice.
-        saved = [(tensor, tensor.to("cpu", copy=True)) for tensor in (*masks, *totals)]
+        saved = [(tensor, _to_host(tensor)) for tensor in (*masks, *totals)]
         self._land()
 
         parts = [part for part in (program.prologue, program.body, program.epilogue) if part.instructions]
@@ -250,8 +253,31 @@ class PlannedEngine:
             return
         finally:
             for tensor, before in saved:
-                tensor.copy_(before)
+                _put_back(tensor, before)
         self._graphs = {id(part): graph for part, graph in zip(parts, graphs, strict=True)}
+
+
+def _lanes_on(device: torch.device, num_branches: int, like: PlannedEngine | None) -> Lanes:
+    if device.type != "cuda":
+        return HostLanes(num_branches)
+    other = None if like is None else like._lanes
+    return StreamLanes(device, num_branches, other if isinstance(other, StreamLanes) else None)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy. Row by row where they lie apart: torch would put all of them together on the device first."""
+    if not tensor.dim() or tensor.is_contiguous():
+        return tensor.to("cpu", copy=True)
+    return torch.stack([row.to("cpu", copy=True) for row in tensor])
+
+
+def _put_back(tensor: Tensor, value: Tensor) -> None:
+    """The other way."""
+    if not tensor.dim() or tensor.is_contiguous():
+        tensor.copy_(value)
+        return
+    for row, of_row in zip(tensor, value, strict=True):
+        row.copy_(of_row)
 
 
 def _within_memory(device: torch.device, work: Callable[[], None]) -> None:

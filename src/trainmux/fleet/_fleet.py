@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainmux.errors import ConfigError, FusionError, MemberError, TrainmuxWarning
 from trainmux.fleet._batches import BatchFeed
-from trainmux.fleet._checkpoint import fleet_document, restore_fleet
+from trainmux.fleet._checkpoint import fleet_document, has_other_constants, restore_fleet
 from trainmux.fleet._config import make_config
 from trainmux.fleet._evaluate import evaluate_fleet, evaluate_groups
 from trainmux.fleet._gather import Gather
@@ -204,9 +204,7 @@ class Fleet:
         plan it stays within the plan's budget, or is refused with ``BudgetError``.
         """
         self._require_members()
-        groups = self._plans.at_step(self._groups)
-        if groups != self._groups:
-            self._groups, self._gather = groups, None
+        self._groups, self._gather = self._plans.at_step(self._groups), None
         self._plans.finish()
         evaluate = self._plans.evaluate if self._plans.is_active else evaluate_groups
         return evaluate_fleet(
@@ -255,6 +253,9 @@ class Fleet:
         plan = self._describe(member, new_name, position)
         group.check_export(row)
         if plan.key == group.key:
+            if not group.accepts_constants(member):
+                self._leave_plan()
+                group, row = self._find(name)
             old = self._take_out(group, row)
             self._put(group, plan)
         else:
@@ -307,8 +308,7 @@ class Fleet:
         request = PlanRequest(budget, policy, device, num_members, num_budgets, max_partitions, progress)
         if device is not None or num_members is not None:
             return self._planner(self._plans.whole(self._groups), device).plan(request)
-        self._groups = self._plans.leave(self._groups)
-        self._gather = None
+        self._leave_plan()
         plan = self._planner(self._groups).plan(request)
         self._plans.want(plan, request)
         return plan
@@ -361,9 +361,10 @@ class Fleet:
         """Go back to a saved state; the fleet must have the same members. Returns what ``extra`` was."""
         tensors, document = read_checkpoint(path)
         self._plans.finish()
+        if has_other_constants(self._groups, tensors, document):
+            self._leave_plan()
         self._num_steps = restore_fleet(self._groups, self._names, self._config, tensors, document, path)
-        extra: Mapping[str, Any] = document["extra"]
-        return extra
+        return dict(document["extra"])
 
     # ---- inside ------------------------------------------------------------------------------------
 
@@ -440,8 +441,7 @@ class Fleet:
         same = [group for group in self._groups if group.key == plan.key]
         with_room = [group for group in same if group.free_row() is not None]
         if self._plans.is_active and not any(group.accepts_constants(plan.member) for group in with_room):
-            # The plan has no room for what comes; another one is made at the next step.
-            self._groups = self._plans.leave(self._groups)
+            self._leave_plan()
             self._place(plan)
         elif with_room:
             self._put(with_room[0], plan)
@@ -451,6 +451,11 @@ class Fleet:
             self._groups += self._make_groups([plan])
             if same:
                 self._groups[-1].unfused_because = same[0].unfused_because
+
+    def _leave_plan(self) -> None:
+        """The plan in use has no room for what comes; another one is made at the next step."""
+        self._groups = self._plans.leave(self._groups)
+        self._gather = None
 
     def _put(self, group: Group, plan: Newcomer) -> None:
         """Load a member into a free row of its group."""

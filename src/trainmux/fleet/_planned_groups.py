@@ -37,7 +37,7 @@ _MAX_GRAPHS = 24
 class PlannedSteps:
     """The steps of all sub-arrays, their kernels, and the program that runs them.
 
-    Steps and kernels are those of one of ``num_branches``, on each of which equally many members train.
+    With several branches, on each of which one member trains, steps and kernels are those of one of them.
     """
 
     steps: tuple[StepProgram, ...]
@@ -327,6 +327,7 @@ class PlannedGroups:
     # ---- memory ------------------------------------------------------------------------------------
 
     def _new_engine(self, steps: Planned) -> PlannedEngine:
+        like = next((engine for _, engine in self._engines.values()), None)
         memory = Memory.over(self._slab, steps.program, steps.graphs, steps.num_branches)
         return PlannedEngine(
             steps.program,
@@ -334,6 +335,7 @@ class PlannedGroups:
             steps.graphs,
             memory,
             num_branches=steps.num_branches,
+            like=like,
             deterministic=self._config.deterministic,
             room=self._room,
             poisons=self._poisons,

@@ -29,6 +29,7 @@ from trainmux.profiling import (
     analytic_profile,
     beside_fingerprint,
     find_device,
+    fits,
     known_branches,
     measure_profile,
     same_but_for_origin,
@@ -161,8 +162,9 @@ class FleetPlanner:
         """Plan over profiles, some of them worked out, until those of the plan are of real kernels."""
         on_gpu = self._device is not None or self._config.device.type == "cuda"
         if self._device is None:
-            for index, group in enumerate(planned):
-                self.profile(index, len(group.members))  # measuring may take a stream with its workspaces
+            for index, group in enumerate(planned):  # measuring may take streams with their workspaces
+                for width in {1, len(group.members)}:
+                    self.profile(index, width)
         planner = Planner(
             planned,
             profile_of=lambda group, width: self.profile(int(group.name), width),
@@ -231,6 +233,7 @@ class FleetPlanner:
         """Refuse a plan over other kernels than those that the fleet has now."""
         for sub_array in plan.partition:
             profile = plan.profiles[sub_array.profile]
+            _check_branches(plan, sub_array, profile)
             width = len(sub_array.members) // profile.num_branches
             graph, _ = self._kernels(self._owner_of(sub_array), width, self._kernels_of(plan))
             expected = self._fingerprint(graph, width, profile.device)
@@ -324,14 +327,21 @@ class FleetPlanner:
         facts = self._facts
         fingerprint = self._fingerprint(graph, width, facts)
         found = self._cache.get(fingerprint)
-        if found is None:
+        branches = tuple(number for number in _BRANCHES if number <= group.width) if width == 1 else ()
+        if found is None or self._lacks_branches(found, branches, graph):
             arguments = self._arguments(index, program, width)
-            found = self._measured(graph, arguments, width, fingerprint, facts)
+            found = self._measured(graph, arguments, width, fingerprint, facts, branches)
             self._cache.put(found)
         self._scratch[found.fingerprint] = max(node.workspace_bytes for node in found.nodes)
         # Workspaces are not in the slab: one scratch pool beside it serves them all in turn.
         nodes = tuple(replace(node, workspace_bytes=0) for node in found.nodes)
         return replace(found, nodes=nodes)
+
+    def _lacks_branches(self, found: Profile, branches: Sequence[int], graph: KernelGraph) -> bool:
+        """Whether there was no room to measure so many members side by side, and there is now."""
+        device = self._config.device
+        missing = set(branches) - set(known_branches(found))
+        return device.type == "cuda" and bool(missing) and fits(graph, device, min(missing))
 
     def _measured(
         self,
@@ -340,6 +350,7 @@ class FleetPlanner:
         width: int,
         fingerprint: str,
         facts: DeviceFacts,
+        branches: Sequence[int],
     ) -> Profile:
         """Measure a step; where the device has too little for one node of it, that is refused in words.
 
@@ -354,7 +365,7 @@ class FleetPlanner:
                     fingerprint=fingerprint,
                     facts=facts,
                     into=run_into,
-                    branches=_BRANCHES if width == 1 else (),
+                    branches=branches,
                     tell=functools.partial(self._tell_measuring, width),
                 )
         except torch.OutOfMemoryError as error:
@@ -460,6 +471,16 @@ class FleetPlanner:
         names = list(groups[0].members[:num_members])
         names += [f"member {number}" for number in range(len(names), num_members)]
         return [PlannedGroup("0", tuple(names))]
+
+
+def _check_branches(plan: Plan, sub_array: SubArray, profile: Profile) -> None:
+    """Refuse a plan whose records do not agree on which members train side by side."""
+    number, width = plan.record.num_branches, len(sub_array.members)
+    if profile.num_branches != number or profile.width != width or number not in (1, width):
+        raise PlanError(
+            f"expected {number} branches with one member each, or members that are fused, got a profile of "
+            f"{profile.width} on {profile.num_branches} for {width}; plan again"
+        )
 
 
 def _host_bytes() -> int:

@@ -1,7 +1,8 @@
 """State on its way between the device and the host: many tensors at once, at the link's full rate.
 
 Rows of a stacked tensor lie a few bytes apart where their length is odd. Such a tensor is still one row of
-bytes with its gaps, and moves as one.
+bytes with its gaps, and moves as one. Where members train side by side their rows lie far apart. They move
+one by one: torch would put them together first, in memory that no budget has.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ def host_copies(tensors: Sequence[Tensor], transfers: Transfers) -> list[Tensor]
     pairs: list[tuple[Tensor, Tensor]] = []
     for tensor in tensors:
         source = _as_row(tensor)
-        if tensor.device.type == "cpu" or source is None:
+        if tensor.device.type == "cpu" or (source is None and not _is_apart(tensor)):
             copies.append(tensor.to("cpu", copy=True))
+            continue
+        if source is None:
+            copies.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+            pairs += zip(copies[-1], tensor, strict=True)
             continue
         row = torch.empty(source.shape, dtype=source.dtype)
         pairs.append((row, source))
@@ -33,13 +38,31 @@ def host_copies(tensors: Sequence[Tensor], transfers: Transfers) -> list[Tensor]
 def copy_into_places(pairs: Sequence[tuple[Tensor, Tensor]], transfers: Transfers) -> None:
     """Copy each (place, value); a place has its bytes to itself, those between its rows included."""
     rows = []
-    for place, value in pairs:
+    for place, value in [row for pair in pairs for row in _by_rows(*pair)]:
         as_rows = (_as_row(place), _as_row(value)) if place.stride() == value.stride() else (None, None)
         if as_rows[0] is not None and as_rows[1] is not None and place.dtype == value.dtype:
             rows.append((as_rows[0], as_rows[1]))
         else:
             rows.append((place, value))
     transfers.copy(rows)
+
+
+def _by_rows(place: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """A copy as those of its rows, where the place's lie apart; a value may be one for all of them."""
+    if place.dim() > value.dim():
+        return [(row, value) for row in place]
+    if not _is_apart(place):
+        return [(place, value)]
+    return list(zip(place, value, strict=True))
+
+
+def _is_apart(tensor: Tensor) -> bool:
+    """Whether each row has its bytes together, and the rows have others between them."""
+    return tensor.dim() > 0 and _as_row(tensor) is None and all(_is_dense(row) for row in tensor)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return not tensor.dim() or (tensor.numel() > 0 and _as_row(tensor) is not None)
 
 
 def _as_row(tensor: Tensor) -> Tensor | None:

@@ -104,8 +104,8 @@ class Profile:
     ``slowdown_by_copies`` times their seconds. ``seconds_beside`` are pairs: so many of these steps side by
     side, and the seconds until all have ended, where that was measured.
 
-    With ``num_branches`` above 1 the members are not fused: equally many of them train on each branch, all
-    branches at the same time, and every number is that of all together (`profiling.side_by_side`).
+    With ``num_branches`` above 1 the members are not fused: each trains on a branch of its own, all branches
+    at the same time, and every number is that of all together (`profiling.side_by_side`).
     """
 
     fingerprint: str

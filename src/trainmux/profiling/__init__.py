@@ -18,7 +18,7 @@ from trainmux.profiling._kernels import (
     read_kernels,
 )
 from trainmux.profiling._link import LinkRates, probe_link
-from trainmux.profiling._measured import MEASUREMENT_VERSION, measure_profile
+from trainmux.profiling._measured import MEASUREMENT_VERSION, fits, measure_profile
 from trainmux.profiling._widths import WidthProfiles, same_but_for_origin
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "beside_fingerprint",
     "find_device",
     "fingerprint_of_one",
+    "fits",
     "known_branches",
     "locations_of",
     "measure_profile",

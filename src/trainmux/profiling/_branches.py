@@ -25,7 +25,7 @@ def known_branches(profile: Profile) -> tuple[int, ...]:
 
 
 def side_by_side(profile: Profile, num_branches: int) -> Profile:
-    """The profile of ``num_branches`` sub-arrays like ``profile``'s at the same time, as one.
+    """The profile of ``num_branches`` members at the same time, out of that of one.
 
     Nodes take what their step takes longer in company than alone, all alike. Where that was not measured,
     branches gain nothing: they take as long as one after another.
@@ -36,7 +36,7 @@ def side_by_side(profile: Profile, num_branches: int) -> Profile:
     return replace(
         profile,
         fingerprint=beside_fingerprint(profile.fingerprint, num_branches),
-        width=num_branches * profile.width,
+        width=num_branches,
         tensors=tuple(_of_all(tensor, num_branches) for tensor in profile.tensors),
         nodes=tuple(
             replace(

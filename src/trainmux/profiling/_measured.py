@@ -76,7 +76,7 @@ def measure_profile(
     """
     device = arguments[0].device
     link = probe_link(device)
-    swaps = device.type != "cuda" or not _fits(graph, device)
+    swaps = device.type != "cuda" or not fits(graph, device)
     with _own_stream(device):
         samples = _measured_nodes(graph, partial(Pass, graph, arguments, into, swaps=swaps), device, tell)
         alone = [sample.seconds for sample in samples]
@@ -241,7 +241,7 @@ def _replayed(
 ) -> _Replayed | None:
     """The whole step, replayed; ``None`` where it cannot be captured or there is no room."""
     torch.cuda.empty_cache()
-    if not _fits(graph, device):
+    if not fits(graph, device):
         return None
     captured = torch.cuda.CUDAGraph()
     try:
@@ -273,7 +273,7 @@ def _beside(
     found = []
     for number in branches:
         torch.cuda.empty_cache()
-        if not _fits(graph, device, number):
+        if not fits(graph, device, number):
             break
         with ExitStack() as lent:
             streams = [lent.enter_context(borrowed_stream(device)) for _ in range(number - 1)]
@@ -294,6 +294,7 @@ def _beside(
                         main.wait_stream(stream)
             except RuntimeError:
                 torch.cuda.synchronize(device)
+                del captured
                 break
             found.append((number, _sustained_seconds(captured)))
             del captured
@@ -301,7 +302,7 @@ def _beside(
     return tuple(found)
 
 
-def _fits(graph: KernelGraph, device: torch.device, num_passes: int = 1) -> bool:
+def fits(graph: KernelGraph, device: torch.device, num_passes: int = 1) -> bool:
     """Whether all that passes at the same time make fits into what is free, with some room to spare."""
     live = most = 0
     ending = last_uses_of_created(graph.steps)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import trainmux as tm
+from trainmux.errors import PlanError
 from trainmux.fleet import _planning
 from trainmux.ir import Free, Multiplexing, Profile, Wait
 from trainmux.profiling import side_by_side
@@ -79,6 +81,10 @@ def test_the_quickest_way_is_taken_and_said(num_branches: int) -> None:
     for number in range(3):
         assert torch.equal(planned.step(batch(number)), plain.step(batch(number)))
     assert same(planned, plain)
+    seen = planned.watch(batch(3))
+    body = plan.program.body.instructions
+    expected = {position for position, item in enumerate(body) if not isinstance(item, Free | Wait)}
+    assert {span.instruction for span in seen.spans} == expected
 
 
 def test_everything_a_member_may_want_works_side_by_side() -> None:
@@ -126,14 +132,74 @@ def test_a_plan_is_kept_and_read_again(tmp_path: Path) -> None:
     assert same(first, other)
 
 
-def test_a_watched_step_has_every_instruction() -> None:
-    planned, _ = planned_and_plain(4)
+class Scaled(nn.Module):
+    """With a constant that members may share."""
+
+    def __init__(self, seed: int, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("scale", torch.full((4,), scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+def scaled(number: int, scale: float = 1.0) -> tm.Member:
+    model = Scaled(number, scale)
+    return tm.Member(model, torch.optim.AdamW(model.parameters(), lr=0.01), name=f"m{number}", seed=number)
+
+
+def scaled_fleet(scales: Sequence[float], **options: Any) -> tm.Fleet:
+    members = [scaled(number, scale) for number, scale in enumerate(scales)]
+    example = torch.randn(5, 6)
+    return tm.Fleet(
+        members, lambda model, x: model(x).square().mean(), example, deterministic=True, **options
+    )
+
+
+@pytest.mark.parametrize("scales", [(3.0,) * 4, (1.0, 2.0, 3.0, 4.0)], ids=["shared", "of each"])
+def test_constants_of_a_checkpoint_reach_every_branch(scales: Sequence[float], tmp_path: Path) -> None:
+    scaled_fleet(scales, width=1).save(tmp_path / "saved")
+    planned, plain = scaled_fleet((1.0,) * 4), scaled_fleet((1.0,) * 4, width=1)
+    assert planned.plan(max_partitions=5).record.num_branches == 4
+    batch = torch.randn(5, 6)
+    planned.step(batch)
+    for fleet in (planned, plain):
+        fleet.restore(tmp_path / "saved")
+    for _ in range(2):
+        torch.testing.assert_close(planned.step(batch), plain.step(batch))
+
+
+def test_a_newcomer_with_other_constants_has_them_under_a_plan() -> None:
+    planned, plain = scaled_fleet((1.0,) * 4), scaled_fleet((1.0,) * 4, width=1)
+    planned.plan(max_partitions=5)
+    batch = torch.randn(5, 6)
+    assert torch.equal(planned.step(batch), plain.step(batch))
+    for fleet in (planned, plain):
+        fleet.replace("m1", scaled(7, 2.0))
+    for _ in range(2):
+        torch.testing.assert_close(planned.step(batch), plain.step(batch))
+
+
+@pytest.mark.parametrize("num_branches", [1, 2, 3])
+def test_a_plan_whose_records_disagree_is_refused(num_branches: int) -> None:
+    fleet = scaled_fleet((1.0,) * 4)
+    plan = fleet.plan(max_partitions=5)
+    assert plan.record.num_branches == 4
+    other = tm.Plan(replace(plan.record, num_branches=num_branches), plan.profiles)
+    with pytest.raises(PlanError, match="branches with one member each"):
+        fleet.use(other)
+
+
+def test_all_branches_share_one_landing_buffer_of_a_shared_batch() -> None:
+    planned, _ = planned_and_plain()
     planned.step(batch(0))
-    seen = planned.watch(batch(1))
-    assert planned._plans.plan is not None
-    body = planned._plans.plan.program.body.instructions
-    expected = {position for position, item in enumerate(body) if not isinstance(item, Free | Wait)}
-    assert {span.instruction for span in seen.spans} == expected
+    active = planned._plans._active
+    assert active is not None
+    engine = active._engines[active._own][1]
+    shapes = {tuple(leaf.shape) for leaf in torch.utils._pytree.tree_leaves(batch(0))}
+    assert shapes <= {tuple(buffer.shape) for buffer in engine._landing.values()}
 
 
 def test_a_profile_side_by_side_is_that_of_all_branches() -> None:

@@ -68,6 +68,21 @@ def test_a_host_that_was_away_once_is_not_held_against_sharing() -> None:
     assert meter.turns.num_fall_backs == 1
 
 
+@pytest.mark.parametrize("round_seconds", [1.3, 1.5, 1.8])
+def test_a_short_segment_behind_a_long_one_does_not_hide_a_loss(round_seconds: float) -> None:
+    """A tenth of a second of work and a second of it end close to each other, in more than their sum."""
+    meter = GainMeter(CONSTANTS)
+    now = 0.0
+    for _ in range(8):
+        now += round_seconds - 0.1
+        meter.segment_ended(0.1, now)
+        meter.iteration_ended(now, 1.1, 2)
+        now += 0.1
+        meter.segment_ended(1.0, now)
+        meter.iteration_ended(now, 1.1, 2)
+    assert meter.turns.num_fall_backs > 0
+
+
 def run_back_to_back(meter: GainMeter, solo_seconds: float, count: int, *, gap: float = 0.0) -> None:
     """So many iterations of one segment, each a second on the device, two jobs in turn."""
     start = meter._last_end or 0.0
