@@ -33,7 +33,8 @@ class UpdateSettings:
 
     ``parameters`` are the names that get gradients; ``group_of`` gives the optimizer's parameter group
     of each, ``None`` for one that no optimizer owns. ``idle`` names, for each group, the settings that no
-    member makes use of.
+    member makes use of. A step that applies nothing need not have ``carries_state``: optimizer state is then
+    none of its arguments.
     """
 
     structure: OptimizerStructure
@@ -45,8 +46,10 @@ class UpdateSettings:
     accumulates: bool
     applies: bool
     mode: UpdateMode = UpdateMode.DEFERRED
+    carries_state: bool = True
 
     def __post_init__(self) -> None:
+        assert self.carries_state or not self.applies
         if self.mode is UpdateMode.IMMEDIATE and (self.clips_norm or self.accumulates):
             raise ConfigError(
                 "update: expected 'deferred' or 'bucketed' with clipping by norm or accumulation, which need "
@@ -55,6 +58,8 @@ class UpdateSettings:
 
     def state_keys(self) -> tuple[tuple[str, str], ...]:
         """(parameter, state name) of every optimizer state tensor, in a fixed order."""
+        if not self.carries_state:
+            return ()
         return tuple(
             (parameter, name)
             for parameter, index in zip(self.parameters, self.group_of, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,9 +69,8 @@ class Group:
 
     def _make_numbers(self) -> None:
         """What the host feeds, at the width there is now, and the counters of an evaluation, which stay 0."""
-        device = self.config.device
-        self._numbers = GroupNumbers(self.key.structure, self.width, device)
-        self._no_draws = torch.zeros(self.width, dtype=torch.int64, device=device)
+        self._numbers = GroupNumbers(self.key.structure, self.width, self.config.device)
+        self._no_draws = torch.zeros(self.width, dtype=torch.int64, device=self.config.device)
 
     # ---- storage -----------------------------------------------------------------------------------
 
@@ -384,6 +383,7 @@ class Group:
         traced: TracedGraph | None = None,
         stacked_batch: bool | None = None,
         applies: bool = True,
+        carries_state: bool = True,
     ) -> StepProgram:
         """The step of ``width`` members as one array, for the settings as they are now.
 
@@ -391,9 +391,9 @@ class Group:
         """
         self._numbers.read(self.members)
         settings = self._settings(self._numbers.idle, self._numbers.clips, applies=applies)
+        settings = replace(settings, carries_state=carries_state)
         stacked = self.stacked_batch if stacked_batch is None else stacked_batch
-        graph = self.traced if traced is None else traced
-        builder = self._builder()
+        graph, builder = self.traced if traced is None else traced, self._builder()
         if kernels == "aten":
             return builder.aten_step(graph, width, settings, stacked_batch=stacked)
         step = builder.lowered_step(graph, width, settings, stacked_batch=stacked, for_plan=True)
@@ -475,8 +475,8 @@ class Group:
             ("evaluate", key, stacked_batch),
             lambda: self._builder().forward(traced, self.width, stacked_batch=stacked_batch),
         )
-        arguments = self._arguments(program, batch)
-        return dict(zip(program.metrics, self._engine.run(program, arguments), strict=True))
+        found = self._engine.run(program, self._arguments(program, batch))
+        return dict(zip(program.metrics, found, strict=True))
 
     def arguments_of(self, program: Program, batch: Sequence[Tensor]) -> list[Tensor]:
         """The arguments of a program that is not kept, at the group's whole width."""

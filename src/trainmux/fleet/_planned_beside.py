@@ -38,8 +38,21 @@ def steps_beside(
 ) -> PlannedSteps:
     """Other steps of all groups within the plan's budget.
 
-    Batches of another shape run operator by operator: they are few, and compiling takes long.
+    Batches of another shape run operator by operator: they are few, and compiling takes long. Where a
+    micro-batch without an update has no room for optimizer state, which it does not touch, that waits on the
+    host, at the cost of a copy there and back for every update.
     """
+    try:
+        return _steps(plan, wanted, kernels, host_bytes, applies=applies, carries_state=True)
+    except BudgetError:
+        if applies:
+            raise
+    return _steps(plan, wanted, kernels, host_bytes, applies=False, carries_state=False)
+
+
+def _steps(
+    plan: Plan, wanted: Sequence[Wanted], kernels: str, host_bytes: int, *, applies: bool, carries_state: bool
+) -> PlannedSteps:
     num_branches = plan.record.num_branches
     steps, graphs, profiles = [], [], []
     for group, traced, stacked in wanted:
@@ -49,6 +62,7 @@ def steps_beside(
             traced=traced,
             stacked_batch=stacked,
             applies=applies,
+            carries_state=carries_state,
         )
         steps.append(step)
         graphs.append(read_step(step))

@@ -91,6 +91,23 @@ def test_everything_a_member_may_want_works_in_a_ring() -> None:
     assert same(planned, plain)
 
 
+def test_micro_batches_train_where_optimizer_state_has_no_room_beside_them() -> None:
+    fleets = [fleet_of(4, accumulate=2), fleet_of(4, accumulate=2)]
+    with pytest.raises(BudgetError) as refused:
+        fleets[0].plan(1000)
+    smallest = refused.value.smallest_bytes
+    assert smallest is not None
+    fleets[0].plan(smallest + 2000)
+    for number in range(4):
+        torch.testing.assert_close(*[fleet.step(batch(number)) for fleet in fleets])
+    active = fleets[0]._plans._active
+    assert active is not None
+    carried = [steps.steps[0].state_keys() for steps, _ in active._engines.values()]
+    assert () in carried, "expected a budget that is too small for all of it"
+    for a, b in zip(*map(parameters, fleets), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_batches_of_other_shapes_run_in_the_same_memory() -> None:
     fleets = [fleet_of(3), fleet_of(3)]
     plan = ring(fleets[0])
