@@ -62,7 +62,8 @@ def _is_apart(tensor: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return not tensor.dim() or (tensor.numel() > 0 and _as_row(tensor) is not None)
+    row = _as_row(tensor)
+    return not tensor.dim() or (row is not None and row.numel() == tensor.numel())
 
 
 def _as_row(tensor: Tensor) -> Tensor | None:

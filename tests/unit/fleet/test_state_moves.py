@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainmux.fleet._state_moves import _as_row, copy_into_places, host_copies
+from trainmux.fleet._state_moves import _as_row, _by_rows, _is_apart, copy_into_places, host_copies
 from trainmux.runtime import Transfers, stacked_zeros
 
 CPU = torch.device("cpu")
@@ -44,3 +44,20 @@ def test_what_is_one_row_of_bytes() -> None:
     assert _as_row(torch.zeros(1).expand(4)) is None
     assert _as_row(torch.zeros(0, 3)) is None
     assert _as_row(torch.zeros(())) is None
+
+
+def test_rows_that_lie_apart_move_one_by_one() -> None:
+    """As the members' of a sub-array that trains side by side: each in its own share of a slab."""
+    slab = torch.zeros(3 * 1024)
+    place = slab.as_strided((3, 2, 4), (1024, 4, 1), 64)
+    value, shared = stacked(2, 4), torch.randn(2, 4)
+    assert [tuple(row.shape) for row, _ in _by_rows(place, value)] == [(2, 4)] * 3
+    copy_into_places([(place, value)], Transfers(CPU))
+    assert torch.equal(place, value)
+    assert int(slab.count_nonzero()) == value.numel()
+    copy_into_places([(place, shared)], Transfers(CPU))
+    assert all(torch.equal(row, shared) for row in place)
+    assert _is_apart(place)
+    assert not _is_apart(value)
+    assert not _is_apart(torch.zeros(4, 64)[:, ::2])
+    assert not _is_apart(torch.tensor(1.0))
