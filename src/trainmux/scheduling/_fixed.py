@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trainmux.errors import BudgetError
 from trainmux.ir import Multiplexing, Profile, Program, verify
+from trainmux.rewrite import fewer_waits
 from trainmux.scheduling._candidates import Arrangement, Candidates
 from trainmux.scheduling.budget import in_words
 from trainmux.scheduling.policies import policy_named
@@ -37,8 +39,9 @@ def fit_program(
         if found is not None:
             least = min(least, found.slab_bytes)
             if found.slab_bytes <= available_bytes:
-                verify(found.program, profiles, budget_bytes=available_bytes, host_bytes=host_bytes)
-                return found.program
+                program = replace(found.program, body=fewer_waits(found.program.body, profiles))
+                verify(program, profiles, budget_bytes=available_bytes, host_bytes=host_bytes)
+                return program
     more = f"; {in_words(int(least))} would do" if least < math.inf else ""
     raise BudgetError(
         f"expected a step beside the planned one to fit into {in_words(available_bytes)}, but it does not"

@@ -31,8 +31,7 @@ from trainmux.ir import (
     Wait,
     verify,
 )
-from trainmux.rewrite import ALIGNMENT, draft, explain_program, place, rewrite
-from trainmux.rewrite._fewer_waits import fewer_waits
+from trainmux.rewrite import ALIGNMENT, draft, explain_program, fewer_waits, place, rewrite
 from trainmux.simulate import (
     Lifetime,
     Placement,
