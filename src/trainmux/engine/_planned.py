@@ -23,6 +23,7 @@ from trainmux.engine._into import run_into
 from trainmux.engine._lanes import Lanes
 from trainmux.errors import BudgetError, PlanError, first_line
 from trainmux.ir import (
+    ALIGNMENT,
     Compute,
     Free,
     Lane,
@@ -37,7 +38,6 @@ from trainmux.lowering import Place
 from trainmux.profiling import KernelGraph, Location, locations_of
 from trainmux.runtime import deterministic_algorithms
 
-ALIGNMENT = 512
 Key = tuple[int, int]
 """A sub-array and one of its tensors."""
 

@@ -33,11 +33,10 @@ class PlannedEngine:
     """Runs one planned program over the memory given to it.
 
     ``steps`` has the work of each sub-array, ``graphs`` its kernels; with ``num_branches`` they are those of
-    one of its branches. With a ``room`` parts are captured there
-    and replayed as CUDA graphs; without one, on a CPU, and where a part cannot be captured, every instruction
-    is enqueued by the host. Branches are the streams of ``like``, an engine with as many that does not run
-    meanwhile: each stream has workspaces of the matrix libraries.
-    ``poisons`` is for tests.
+    one of its branches. With a ``room`` parts are captured there and replayed as CUDA graphs; without one, on
+    a CPU, and where a part cannot be captured, every instruction is enqueued by the host. Branches are the
+    streams of ``like``, an engine with as many that does not run meanwhile: each stream has workspaces of the
+    matrix libraries. ``poisons`` is for tests.
     """
 
     def __init__(

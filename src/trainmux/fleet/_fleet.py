@@ -253,7 +253,7 @@ class Fleet:
         plan = self._describe(member, new_name, position)
         group.check_export(row)
         if plan.key == group.key:
-            if not group.accepts_constants(member):
+            if self._plans.is_active and not group.accepts_constants(member):
                 self._leave_plan()
                 group, row = self._find(name)
             old = self._take_out(group, row)
@@ -361,7 +361,7 @@ class Fleet:
         """Go back to a saved state; the fleet must have the same members. Returns what ``extra`` was."""
         tensors, document = read_checkpoint(path)
         self._plans.finish()
-        if has_other_constants(self._groups, tensors, document):
+        if self._plans.is_active and has_other_constants(self._groups, tensors, document):
             self._leave_plan()
         self._num_steps = restore_fleet(self._groups, self._names, self._config, tensors, document, path)
         return dict(document["extra"])

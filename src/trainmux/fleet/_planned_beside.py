@@ -108,7 +108,7 @@ def _forwards(
 def _roughly(graph: KernelGraph, group: Group, num_branches: int) -> Profile:
     half = group.config.precision == "bf16"
     profile = analytic_profile(graph, group.width // num_branches, DEVICES[_ROUGHLY], half=half)
-    return side_by_side(profile, num_branches) if num_branches > 1 else profile
+    return side_by_side(profile, num_branches)
 
 
 def _available_bytes(plan: Plan) -> int:

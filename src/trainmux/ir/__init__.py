@@ -11,9 +11,11 @@ from trainmux.ir._graph import (
     Phase,
 )
 from trainmux.ir._json import from_json, load, save, to_json
+from trainmux.ir._lanes import lane_of
 from trainmux.ir._plan import Attempt, Multiplexing, Plan, Recomputation, Schedule, SubArray, Swap
 from trainmux.ir._profile import ByteClass, DeviceFacts, Profile, ProfiledNode, ProfiledTensor
 from trainmux.ir._program import (
+    ALIGNMENT,
     Compute,
     Free,
     Instruction,
@@ -31,6 +33,7 @@ from trainmux.ir._verify import find_violations, verify
 from trainmux.ir._verify_report import Violation, ViolationKind
 
 __all__ = [
+    "ALIGNMENT",
     "Attempt",
     "ByteClass",
     "Compute",
@@ -69,6 +72,7 @@ __all__ = [
     "Wait",
     "find_violations",
     "from_json",
+    "lane_of",
     "load",
     "save",
     "to_json",

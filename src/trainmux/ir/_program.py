@@ -80,6 +80,10 @@ class Wait:
 Instruction = Compute | Recompute | Offload | Prefetch | Free | Wait
 
 
+ALIGNMENT = 512
+"""Offsets are multiples of this: what CUDA's own allocator promises, enough for every kernel."""
+
+
 @dataclass(frozen=True)
 class Tenancy:
     """The bytes of a tensor from the instruction that takes them to the one that gives them back.

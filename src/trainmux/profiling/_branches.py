@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainmux.ir import Profile, ProfiledTensor
-
-ROW_BYTES = 512
-"""A branch's share of each tensor is a multiple of this: so are all its offsets."""
+from trainmux.ir import ALIGNMENT, Profile, ProfiledTensor
 
 _BESIDE = "-beside-"
 """Between a fingerprint and how many of its steps there are at the same time."""
@@ -25,11 +22,13 @@ def known_branches(profile: Profile) -> tuple[int, ...]:
 
 
 def side_by_side(profile: Profile, num_branches: int) -> Profile:
-    """The profile of ``num_branches`` members at the same time, out of that of one.
+    """The profile of ``num_branches`` members at the same time, out of that of one; the same for one branch.
 
     Nodes take what their step takes longer in company than alone, all alike. Where that was not measured,
     branches gain nothing: they take as long as one after another.
     """
+    if num_branches == 1:
+        return profile
     alone = sum(node.seconds for node in profile.nodes)
     together = dict(profile.seconds_beside).get(num_branches, num_branches * alone)
     stretch = together / alone if alone > 0 else 1.0
@@ -74,4 +73,5 @@ def _of_all(tensor: ProfiledTensor, num_branches: int) -> ProfiledTensor:
 
 
 def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // ROW_BYTES) * ROW_BYTES
+    """A branch's share of each tensor is a multiple of the alignment: so are all its offsets."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT

@@ -12,8 +12,6 @@ from trainmux.errors import PlanError
 from trainmux.ir import (
     ByteClass,
     Compute,
-    Free,
-    Instruction,
     Lane,
     Offload,
     Part,
@@ -22,6 +20,7 @@ from trainmux.ir import (
     Span,
     Timeline,
     Wait,
+    lane_of,
 )
 
 LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN)
@@ -84,19 +83,6 @@ class ClockedPart:
 
 def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
-
-
-def lane_of(instruction: Instruction) -> Lane:
-    """Where an instruction runs; ``Free`` belongs to the compute lane."""
-    match instruction:
-        case Compute() | Recompute() | Free():
-            return Lane.COMPUTE
-        case Offload():
-            return Lane.OUT
-        case Prefetch():
-            return Lane.IN
-        case Wait():
-            return instruction.lane
 
 
 def clocked(part: Part, timeline: Timeline) -> ClockedPart:

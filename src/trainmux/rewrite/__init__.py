@@ -3,6 +3,6 @@
 from trainmux.rewrite._explain import explain_program
 from trainmux.rewrite._fewer_waits import fewer_waits
 from trainmux.rewrite._issue import UNPLACED
-from trainmux.rewrite._rewrite import ALIGNMENT, Draft, draft, place, rewrite
+from trainmux.rewrite._rewrite import Draft, draft, place, rewrite
 
-__all__ = ["ALIGNMENT", "UNPLACED", "Draft", "draft", "explain_program", "fewer_waits", "place", "rewrite"]
+__all__ = ["UNPLACED", "Draft", "draft", "explain_program", "fewer_waits", "place", "rewrite"]

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
-from trainmux.ir import Instruction, Lane, Offload, Part, Prefetch, Profile, Wait
+from trainmux.ir import Instruction, Lane, Part, Profile, Wait, lane_of
+from trainmux.rewrite._known import COMPUTE, IN, LANES, OUT, Known
 from trainmux.simulate import LaneTimes, lane_times
 
 _STRAINS = (1.0, 1.25)
 """How many times as long as predicted copies may take without a wait that was moved holding up compute."""
-_COMPUTE, _OUT, _IN = range(3)
-_NUMBERS = {Lane.COMPUTE: _COMPUTE, Lane.OUT: _OUT, Lane.IN: _IN}
 
 
 def fewer_waits(part: Part, profiles: Sequence[Profile]) -> Part:
@@ -38,46 +38,27 @@ def fewer_waits(part: Part, profiles: Sequence[Profile]) -> Part:
 
 def _kept(instructions: Sequence[Instruction], times: Sequence[LaneTimes]) -> list[tuple[int, Instruction]]:
     """The instructions that are left, each with the position that it had; waits name such positions."""
-    known = [[-1, -1, -1] for _ in range(3)]  # by lane: the last position known to have ended on each lane
-    known_at: list[tuple[int, ...]] = []
-    lanes: list[int] = []
-    copies: dict[int, list[int]] = {_OUT: [], _IN: []}
+    known = Known()
+    copies: dict[int, list[int]] = {OUT: [], IN: []}
     kept: list[tuple[int, Instruction]] = []
     for position, item in enumerate(instructions):
-        lane = _lane_of(item)
-        if isinstance(item, Wait):
-            if known[lane][lanes[item.on]] < item.on:
-                on = item.on
-                if lane == _COMPUTE and lanes[on] in copies:
-                    on = _latest_ended(copies[lanes[on]], on, position, times)
-                for other, last in enumerate(known_at[on]):
-                    known[lane][other] = max(known[lane][other], last)
-                kept.append((position, Wait(item.lane, on)))
-        else:
+        lane = LANES.index(lane_of(item))
+        if not isinstance(item, Wait):
             if lane in copies:
                 copies[lane].append(position)
             kept.append((position, item))
-        known[lane][lane] = position
-        known_at.append(tuple(known[lane]))
-        lanes.append(lane)
+        elif not known.has_ended(lane, item.on):
+            on = item.on
+            if lane == COMPUTE and known.lane_of(on) in copies:
+                on = _latest_ended(copies[known.lane_of(on)], on, position, times)
+            known.learn(lane, on)
+            kept.append((position, Wait(item.lane, on)))
+        known.append(lane)
     return kept
 
 
 def _latest_ended(copies: Sequence[int], needed: int, position: int, times: Sequence[LaneTimes]) -> int:
     """The last copy of a lane that has ended when the one that is ``needed`` at ``position`` must have."""
-    found = needed
-    for copy in reversed(copies):
-        if copy <= needed:
-            break
-        if all(each.ends[copy] <= each.ends[position] for each in times):
-            found = copy
-            break
-    return found
-
-
-def _lane_of(item: Instruction) -> int:
-    if isinstance(item, Wait):
-        return _NUMBERS[item.lane]
-    if isinstance(item, Offload):
-        return _OUT
-    return _IN if isinstance(item, Prefetch) else _COMPUTE
+    later = takewhile(lambda copy: copy > needed, reversed(copies))
+    ended = (copy for copy in later if all(each.ends[copy] <= each.ends[position] for each in times))
+    return next(ended, needed)

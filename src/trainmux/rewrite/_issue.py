@@ -1,8 +1,8 @@
 """A settled row of actions as instructions in issue order, with every wait that is needed and no other.
 
-What each lane knows to have ended on the three lanes is carried along. A wait is issued only for what its
-lane does not know yet, be it from an earlier wait, from its own order, or from what another lane that it
-waited for knew in turn.
+What each lane knows to have ended on the three lanes is carried along (`_known`). A wait is issued only for
+what its lane does not know yet, be it from an earlier wait, from its own order, or from what another lane
+that it waited for knew in turn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from trainmux.ir import (
     Compute,
     Free,
     Instruction,
-    Lane,
     Offload,
     Part,
     Prefetch,
@@ -21,13 +20,10 @@ from trainmux.ir import (
     Tenancy,
     Wait,
 )
+from trainmux.rewrite._known import COMPUTE, IN, LANES, OUT, Known
 from trainmux.rewrite._rows import Action, CopyBack, CopyOut, EndStep, Release, RunAgain, RunNode
 from trainmux.rewrite._stays import Settled
 from trainmux.rewrite._views import Key, StepView
-
-_LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN)
-_COMPUTE, _OUT, _IN = range(3)
-
 
 UNPLACED = -1
 """The offset of bytes that have no place yet."""
@@ -44,11 +40,7 @@ class _Issuer:
         self._instructions: list[Instruction] = []
         self._tenancies: list[Tenancy] = []
         self._live: dict[Key, int] = dict.fromkeys(sorted(begin), -1)
-        # Per lane: the last position that is known to have ended on each lane; and the same as it stood
-        # when each instruction ended, which is what a wait for the instruction teaches.
-        self._known = [[-1, -1, -1] for _ in _LANES]
-        self._known_at: list[tuple[int, int, int]] = []
-        self._lane_of: list[int] = []
+        self._known = Known()
         self._last_node = self._last_on_compute = -1
         self._offloads: dict[Key, int] = {}
         self._prefetches: dict[Key, int] = {}
@@ -78,23 +70,15 @@ class _Issuer:
         return Part(tuple(self._instructions), tuple(self._tenancies))
 
     def _append(self, lane: int, instruction: Instruction) -> int:
-        position = len(self._instructions)
         self._instructions.append(instruction)
-        known = self._known[lane]
-        known[lane] = position
-        self._known_at.append((known[0], known[1], known[2]))
-        self._lane_of.append(lane)
-        return position
+        return self._known.append(lane)
 
     def _wait(self, lane: int, on: int | None) -> None:
         """Let ``lane`` know that the instruction at ``on`` has ended, if there is one and it does not yet."""
-        if on is None or on < 0 or self._known[lane][self._lane_of[on]] >= on:
+        if on is None or on < 0 or self._known.has_ended(lane, on):
             return
-        known = self._known[lane]
-        for other, position in enumerate(self._known_at[on]):
-            if position > known[other]:
-                known[other] = position
-        self._append(lane, Wait(_LANES[lane], on))
+        self._known.learn(lane, on)
+        self._append(lane, Wait(LANES[lane], on))
 
     def _wait_for_inputs(self, sub_array: int, reads: Iterable[int], changes: Iterable[int] = ()) -> None:
         """Let compute wait until what it reads is there, and what it changes is on the host if it must be.
@@ -106,7 +90,7 @@ class _Issuer:
         awaited = [self._prefetches.get((sub_array, tensor), -1) for tensor in (*reads, *changes)]
         awaited += [self._offloads.get((sub_array, tensor), -1) for tensor in changes]
         for on in sorted(awaited, reverse=True):
-            self._wait(_COMPUTE, on)
+            self._wait(COMPUTE, on)
 
     def _run(self, action: RunNode) -> None:
         sub_array = action.sub_array
@@ -154,27 +138,27 @@ class _Issuer:
         return left
 
     def _copy_out(self, key: Key) -> None:
-        self._wait(_OUT, self._last_node)
-        self._wait(_OUT, self._prefetches.get(key))
-        self._offloads[key] = self._append(_OUT, Offload(*key))
+        self._wait(OUT, self._last_node)
+        self._wait(OUT, self._prefetches.get(key))
+        self._offloads[key] = self._append(OUT, Offload(*key))
 
     def _copy_back(self, key: Key) -> None:
         """Fetch a tensor, when compute is done with whoever had the bytes and the host has the copy."""
-        self._wait(_IN, self._last_on_compute)
-        self._wait(_IN, self._offloads.get(key))
-        position = self._append(_IN, Prefetch(*key))
+        self._wait(IN, self._last_on_compute)
+        self._wait(IN, self._offloads.get(key))
+        position = self._append(IN, Prefetch(*key))
         self._prefetches[key] = position
         self._live[key] = position
 
     def _free(self, key: Key) -> None:
-        self._wait(_COMPUTE, self._prefetches.pop(key, None))
-        self._wait(_COMPUTE, self._offloads.get(key))
-        position = self._append(_COMPUTE, Free(*key))
+        self._wait(COMPUTE, self._prefetches.pop(key, None))
+        self._wait(COMPUTE, self._offloads.get(key))
+        position = self._append(COMPUTE, Free(*key))
         self._last_on_compute = position
         self._note(key, self._live.pop(key), position)
 
     def _on_compute(self, instruction: Compute | Recompute) -> int:
-        position = self._append(_COMPUTE, instruction)
+        position = self._append(COMPUTE, instruction)
         self._last_node = self._last_on_compute = position
         return position
 

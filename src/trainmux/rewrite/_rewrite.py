@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainmux.errors import PlanError
-from trainmux.ir import ByteClass, Multiplexing, Part, Profile, Program, Schedule
+from trainmux.ir import ALIGNMENT, ByteClass, Multiplexing, Part, Profile, Program, Schedule
 from trainmux.rewrite._fewer_waits import fewer_waits
 from trainmux.rewrite._issue import issue
 from trainmux.rewrite._place import place_parts
@@ -21,9 +21,6 @@ from trainmux.rewrite._recipes import recipe
 from trainmux.rewrite._rows import body_row, check_recomputation, epilogue_row, prologue_row
 from trainmux.rewrite._stays import Residency
 from trainmux.rewrite._views import Key, positions_in_body, view_profiles
-
-ALIGNMENT = 512
-"""Offsets are multiples of this: what CUDA's own allocator promises, enough for every kernel."""
 
 _STATE = frozenset({ByteClass.PARAMETER, ByteClass.OPTIMIZER_STATE, ByteClass.BUFFER})
 """Tensors that outlive every program: they lie at the bottom of the slab, those of other classes above."""

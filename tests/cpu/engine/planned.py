@@ -58,7 +58,7 @@ class Case:
             analytic_profile(read[width], width, DEVICES["a100-40gb"], half=False) for width in of_branch
         ]
         self.profiles: tuple[Profile, ...] = tuple(
-            side_by_side(profile, num_branches) if num_branches > 1 else profile for profile in profiles
+            side_by_side(profile, num_branches) for profile in profiles
         )
 
     def candidates(self, policy: str, multiplexing: Multiplexing) -> Candidates:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from planned_fleets import batch, fleet_of, member, parameters, same
 
 import trainmux as tm
 from trainmux.errors import BudgetError, PlanError, TrainmuxWarning
 from trainmux.fleet._planned_groups import PlannedGroups
 from trainmux.ir import Multiplexing
-from trainmux.workloads import SMALL
-
-WORKLOAD = SMALL["mlp"]
 
 
 @pytest.fixture(autouse=True)
@@ -24,38 +21,10 @@ def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
 
 
-def member(number: int, **options: Any) -> tm.Member:
-    model = WORKLOAD.build(number).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1))
-    return tm.Member(model, optimizer, name=f"m{number}", seed=number, **options)
-
-
-def fleet_of(
-    num_members: int = 2, options_of: Callable[[int], Any] = lambda number: {}, **options: Any
-) -> tm.Fleet:
-    members = [member(number, **options_of(number)) for number in range(num_members)]
-    return tm.Fleet(members, WORKLOAD.loss, batch(0), deterministic=True, **options)
-
-
-def batch(number: int, size: int | None = None) -> Any:
-    whole = WORKLOAD.batch(number, torch.float32)
-    return whole if size is None else torch.utils._pytree.tree_map(lambda tensor: tensor[:size], whole)
-
-
 def ring(fleet: tm.Fleet) -> tm.Plan:
     plan = fleet.plan(policy="mutwo")
     assert plan.record.schedule.multiplexing is Multiplexing.RING
     return plan
-
-
-def parameters(fleet: tm.Fleet) -> list[torch.Tensor]:
-    fleet.sync()
-    return [tensor.clone() for m in fleet.members for tensor in m.model.state_dict().values()]
-
-
-def same(a: tm.Fleet, b: tm.Fleet) -> bool:
-    pairs = zip(parameters(a), parameters(b), strict=True)
-    return all(torch.equal(x, y) for x, y in pairs)
 
 
 def test_losses_come_with_the_step_and_updates_are_not_lost() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned_fleets import batch, fleet_of, member, parameters, same
 from torch import nn
 
 import trainmux as tm
@@ -16,9 +17,6 @@ from trainmux.errors import PlanError
 from trainmux.fleet import _planning
 from trainmux.ir import Free, Multiplexing, Profile, Wait
 from trainmux.profiling import side_by_side
-from trainmux.workloads import SMALL
-
-WORKLOAD = SMALL["mlp"]
 
 
 @pytest.fixture(autouse=True)
@@ -36,39 +34,12 @@ def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_planning, "measure_profile", measured)
 
 
-def member(number: int, **options: Any) -> tm.Member:
-    model = WORKLOAD.build(number).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1))
-    return tm.Member(model, optimizer, name=f"m{number}", seed=number, **options)
-
-
-def fleet_of(
-    num_members: int = 4, options_of: Callable[[int], Any] = lambda number: {}, **options: Any
-) -> tm.Fleet:
-    members = [member(number, **options_of(number)) for number in range(num_members)]
-    return tm.Fleet(members, WORKLOAD.loss, batch(0), deterministic=True, **options)
-
-
-def batch(number: int, size: int | None = None) -> Any:
-    whole = WORKLOAD.batch(number, torch.float32)
-    return whole if size is None else torch.utils._pytree.tree_map(lambda tensor: tensor[:size], whole)
-
-
 def planned_and_plain(num_branches: int = 2, **options: Any) -> tuple[tm.Fleet, tm.Fleet]:
     """The same members by a plan that has them side by side, and one by one without a plan."""
-    planned, plain = fleet_of(**options), fleet_of(**options, width=1)
+    planned, plain = fleet_of(4, **options), fleet_of(4, **options, width=1)
     plan = planned.plan(policy="mutwo" if num_branches == 2 else "auto", max_partitions=5)
     assert plan.record.num_branches == num_branches
     return planned, plain
-
-
-def parameters(fleet: tm.Fleet) -> list[torch.Tensor]:
-    fleet.sync()
-    return [tensor.clone() for m in fleet.members for tensor in m.model.state_dict().values()]
-
-
-def same(a: tm.Fleet, b: tm.Fleet) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(parameters(a), parameters(b), strict=True))
 
 
 @pytest.mark.parametrize("num_branches", [2, 4])
@@ -93,7 +64,9 @@ def test_everything_a_member_may_want_works_side_by_side() -> None:
 
     fleets = planned_and_plain(options_of=wants, accumulate=2)
     planned, plain = fleets
-    assert planned._plans._wanted.record.schedule.multiplexing is Multiplexing.RING  # type: ignore[union-attr]
+    plan = planned._plans._wanted
+    assert plan is not None
+    assert plan.record.schedule.multiplexing is Multiplexing.RING
     for number in range(5):
         assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
     assert planned.evaluate([batch(7)]) == plain.evaluate([batch(7)])
@@ -118,10 +91,10 @@ def test_state_stays_where_it_is_between_micro_batches() -> None:
 
 
 def test_a_plan_is_kept_and_read_again(tmp_path: Path) -> None:
-    first = fleet_of()
+    first = fleet_of(4)
     plan = first.plan(policy="mutwo", max_partitions=5)
     plan.save(tmp_path / "plan.json")
-    other = fleet_of()
+    other = fleet_of(4)
     other.use(tm.Plan.load(tmp_path / "plan.json"))
     told: list[str] = []
     again = first.plan(policy="mutwo", max_partitions=5, progress=lambda step: told.append(step.current))

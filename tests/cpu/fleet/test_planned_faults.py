@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from interrupted import train_interrupted
+from planned_fleets import batch, fleet_of
 
 import trainmux as tm
 from trainmux.engine import _planned
 from trainmux.errors import BudgetError, TrainmuxError
 from trainmux.fleet import _plan_keeper, _planned_groups, _planning
-from trainmux.workloads import SMALL
-
-WORKLOAD = SMALL["mlp"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -25,19 +23,6 @@ def own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path_factory.mktemp("profiles")))
         yield
-
-
-def fleet_of(num_members: int = 2) -> tm.Fleet:
-    members = []
-    for number in range(num_members):
-        model = WORKLOAD.build(number).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1))
-        members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
-    return tm.Fleet(members, WORKLOAD.loss, batch(0), deterministic=True)
-
-
-def batch(number: int) -> Any:
-    return WORKLOAD.batch(number, torch.float32)
 
 
 def state(fleet: tm.Fleet) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from training_graphs import careless_case, random_case, random_order, random_pro
 
 from trainmux.errors import PlanError
 from trainmux.ir import (
+    ALIGNMENT,
     Compute,
     Free,
     Instruction,
@@ -31,7 +32,7 @@ from trainmux.ir import (
     Wait,
     verify,
 )
-from trainmux.rewrite import ALIGNMENT, draft, explain_program, fewer_waits, place, rewrite
+from trainmux.rewrite import draft, explain_program, fewer_waits, place, rewrite
 from trainmux.simulate import (
     Lifetime,
     Placement,
