@@ -2,12 +2,14 @@
 
 Matrix products have an ``out`` argument, as have convolutions by cuDNN (`_convolution`); compiled regions
 take their outputs' memory from their caller. What is left (attention, backward passes of convolutions, odd
-operators) computes into memory of its own, which is given back as soon as the result has been copied.
+operators) computes into memory of its own, which is given back as soon as the result has been copied. One
+that only the next node reads is not copied: it is handed over as it is, and given back when that has run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from trainmux.engine._convolution import NUM_ARGUMENTS, can_write, convolve_into
+from trainmux.ir import Phase
 from trainmux.lowering import Place, RegionCall, extended, extended_product
 from trainmux.profiling import KernelGraph, Location
 
@@ -32,14 +35,55 @@ _WITH_OUT: dict[Any, Any] = {
 }
 
 
+def handed_over(graph: KernelGraph) -> dict[int, frozenset[int]]:
+    """By rank: tensors that a node creates, cannot write to their place, and only the next node reads."""
+    users: dict[int, list[int]] = {}
+    for rank, step in enumerate(graph.steps):
+        for number in (*step.reads, *step.changes):
+            users.setdefault(number, []).append(rank)
+    kept = {location.tensor for location in graph.outputs}
+    found = {}
+    for rank, (step, following) in enumerate(pairwise(graph.steps)):
+        candidates = {
+            number
+            for number in step.creates
+            if users.get(number) == [rank + 1]
+            and number in following.reads
+            and number not in kept
+            and step.results.count(number) == 1
+        }
+        if candidates and not _takes_memory(graph, step.node):
+            found[rank] = frozenset(candidates)
+    return found
+
+
 def scratch_bytes(graph: KernelGraph) -> int:
-    """The most that results of a node need that it cannot write to their place: they are copied there."""
-    most = 0
-    for step in graph.steps:
-        if not _takes_memory(graph, step.node):
-            sizes = [graph.tensors[number].size_bytes for number in step.creates]
-            most = max(most, sum(-(-size // _ROUNDING) * _ROUNDING for size in sizes))
-    return most
+    """The most that results of nodes need at a time that are not written to their place at once."""
+    own = [
+        0 if _takes_memory(graph, step.node) else _rounded_bytes(graph, step.creates) for step in graph.steps
+    ]
+    return max([*own, *(held + own[rank + 1] for rank, held in _held_bytes(graph).items())], default=0)
+
+
+def pool_bytes(graph: KernelGraph, workspaces: Sequence[int]) -> int:
+    """The most that nodes need at a time beside the tensors' places, ``workspaces`` being those of each.
+
+    While something is handed over, nodes of the forward pass may be run again.
+    """
+    again = max(
+        (w for w, step in zip(workspaces, graph.steps, strict=True) if step.phase is Phase.FORWARD), default=0
+    )
+    held = _held_bytes(graph).items()
+    return max([*workspaces, *(size + max(again, workspaces[rank + 1]) for rank, size in held)], default=0)
+
+
+def _held_bytes(graph: KernelGraph) -> dict[int, int]:
+    """By rank: what a node hands over to the next one."""
+    return {rank: _rounded_bytes(graph, numbers) for rank, numbers in handed_over(graph).items()}
+
+
+def _rounded_bytes(graph: KernelGraph, numbers: Iterable[int]) -> int:
+    return sum(-(-graph.tensors[number].size_bytes // _ROUNDING) * _ROUNDING for number in numbers)
 
 
 def _takes_memory(graph: KernelGraph, node: fx.Node) -> bool:
@@ -74,7 +118,8 @@ def run_into(
 ) -> list[Tensor]:
     """Call ``target``; returns the tensors among its results, those with a place lying there.
 
-    ``places`` has one entry for each such tensor; ``None``: it stays where the operator puts it.
+    ``places`` has one entry for each such tensor; ``None``: it stays where the operator puts it, as one does
+    whose place allows it if that is no other way to look at it.
     """
     if len(places) == 1 and places[0] is not None and _product_into(target, args, kwargs, places[0]):
         return [places[0].value]

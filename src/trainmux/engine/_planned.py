@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from trainmux.engine._into import run_into
+from trainmux.engine._into import handed_over, run_into
 from trainmux.engine._lanes import Lanes
 from trainmux.errors import BudgetError, PlanError, first_line
 from trainmux.ir import (
@@ -35,7 +35,7 @@ from trainmux.ir import (
     Wait,
 )
 from trainmux.lowering import Place
-from trainmux.profiling import KernelGraph, Location, locations_of
+from trainmux.profiling import KernelGraph, Location, PassingPlace, locations_of
 from trainmux.runtime import deterministic_algorithms
 
 Key = tuple[int, int]
@@ -98,10 +98,15 @@ def host_offsets(program: Program, graphs: Sequence[KernelGraph]) -> tuple[dict[
 
 @dataclass
 class _Walk:
-    """One walk through a part: where each tensor lies now; ``aside`` are values on another device."""
+    """One walk through a part: where each tensor lies now.
+
+    ``aside`` are values on another device, ``handed`` the bytes of what a node hands over to the next one
+    without ever putting it in its place, by branch.
+    """
 
     where: dict[Key, int]
     aside: dict[tuple[int, int, fx.Node], list[Tensor]] = field(default_factory=dict)
+    handed: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
 
 
 class PlannedProgram:
@@ -134,7 +139,8 @@ class PlannedProgram:
         )
         self._deterministic = deterministic
         self._poisons = poisons
-        self._parts = {id(part): _Timetable(part) for part in (*self._all_parts(), *segments)}
+        handed = [handed_over(graph) for graph in graphs]
+        self._parts = {id(part): _Timetable(part, handed) for part in (*self._all_parts(), *segments)}
         self._statics = self._static_offsets()
         self._swapped_statics = self._find_swapped_statics()
         self._aside: dict[tuple[int, int, fx.Node], list[Tensor]] = {}
@@ -226,7 +232,8 @@ class PlannedProgram:
                     with lanes.on(Lane.COMPUTE, position):
                         for branch in self._branches:
                             with lanes.branch(branch):
-                                self._compute(walk, sub_array, node, branch)
+                                stays = timetable.hands_over.get(position, frozenset())
+                                self._compute(walk, sub_array, node, branch, stays)
                     lanes.issued(Lane.COMPUTE, position)
                 case Recompute(sub_array, node, keeps):
                     created = {t: taken[sub_array, t] for t in self.graphs[sub_array].steps[node].creates}
@@ -261,17 +268,28 @@ class PlannedProgram:
                     lanes.wait(lane, on)
                     lanes.issued(lane, position)
 
-    def _compute(self, walk: _Walk, sub_array: int, rank: int, branch: int) -> None:
-        created = {t: walk.where[sub_array, t] for t in self.graphs[sub_array].steps[rank].creates}
-        self._run_node(walk, sub_array, rank, created, branch)
+    def _compute(self, walk: _Walk, sub_array: int, rank: int, branch: int, stays: frozenset[int]) -> None:
+        step = self.graphs[sub_array].steps[rank]
+        created = {t: walk.where[sub_array, t] for t in step.creates}
+        self._run_node(walk, sub_array, rank, created, branch, stays)
+        for tensor in step.reads:
+            walk.handed.pop(((sub_array, tensor), branch), None)
         for position in self._writers[sub_array].get(rank, ()):
             location = self.graphs[sub_array].outputs[position]
-            value = self._look(walk.where, sub_array, location, branch)
+            value = self._look(walk, sub_array, location, branch)
             self._results[sub_array][position][branch].copy_(value)
 
     def _run_node(
-        self, walk: _Walk, sub_array: int, rank: int, created: Mapping[int, int], branch: int
+        self,
+        walk: _Walk,
+        sub_array: int,
+        rank: int,
+        created: Mapping[int, int],
+        branch: int,
+        stays: frozenset[int] = frozenset(),
     ) -> None:
+        """Run a node with what it creates at the offsets ``created``; results in ``stays`` may stay where the
+        operator has put them."""
         graph = self.graphs[sub_array]
         step = graph.steps[rank]
         node = step.node
@@ -284,19 +302,23 @@ class PlannedProgram:
                     return item
                 if item.device != self.memory.slab.device:
                     return next(aside)
-                return self._look(walk.where, sub_array, item, branch)
+                return self._look(walk, sub_array, item, branch)
 
             return pytree.tree_map(real, graph.values[source])
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
         target: Any = self._modules[sub_array][str(node.target)] if node.op == "call_module" else node.target
         places = [
-            self._place((sub_array, location.tensor), created[location.tensor], location, branch)
+            self._place(sub_array, created[location.tensor], location, branch, location.tensor in stays)
             if location.tensor in created and location.device == self.memory.slab.device
             else None
             for location in self._places_of[sub_array][rank]
         ]
         results = run_into(target, args, kwargs, places)
+        for number, place, result in zip(step.results, places, results, strict=True):
+            if isinstance(place, PassingPlace) and result is not place.value:
+                size = graph.tensors[number].size_bytes
+                walk.handed[(sub_array, number), branch] = _bytes_of(result)[:size]
         self._keep_aside(walk, sub_array, branch, node, results)
 
     def _keep_aside(
@@ -337,13 +359,15 @@ class PlannedProgram:
 
     # ---- memory ------------------------------------------------------------------------------------
 
-    def _look(self, where: Mapping[Key, int], sub_array: int, location: Location, branch: int) -> Tensor:
+    def _look(self, walk: _Walk, sub_array: int, location: Location, branch: int) -> Tensor:
         key = (sub_array, location.tensor)
-        return location.look(self._device_bytes(key, where[key], branch))
+        handed = walk.handed.get((key, branch))
+        memory = self._device_bytes(key, walk.where[key], branch) if handed is None else handed
+        return location.look(memory)
 
-    def _place(self, key: Key, offset: int, location: Location, branch: int) -> Place:
-        memory = self._device_bytes(key, offset, branch)
-        return Place(memory, location.look(memory))
+    def _place(self, sub_array: int, offset: int, location: Location, branch: int, may_stay: bool) -> Place:
+        memory = self._device_bytes((sub_array, location.tensor), offset, branch)
+        return (PassingPlace if may_stay else Place)(memory, location.look(memory))
 
     def _device_bytes(self, key: Key, offset: int, branch: int = 0) -> Tensor:
         """A tensor of one branch, in the branch's share of the slab: as far into it as all are into all."""
@@ -385,9 +409,13 @@ class PlannedProgram:
 
 
 class _Timetable:
-    """Of one part: where tensors lie when it begins, what each instruction takes, who is waited for."""
+    """Of one part: where tensors lie when it begins, what each instruction takes, who is waited for.
 
-    def __init__(self, part: Part) -> None:
+    ``hands_over`` has, by position, which of what nodes may hand over, as ``handed`` says of each sub-array,
+    they do: where only recomputed nodes of the same sub-array come before the one that it is for.
+    """
+
+    def __init__(self, part: Part, handed: Sequence[Mapping[int, frozenset[int]]]) -> None:
         self.there: dict[Key, int] = {}
         self.takes: dict[int, dict[Key, int]] = {}
         for tenancy in part.tenancies:
@@ -397,6 +425,29 @@ class _Timetable:
             taken = self.there if tenancy.begin < 0 else self.takes.setdefault(tenancy.begin, {})
             taken[key] = tenancy.offset
         self.awaited = frozenset(i.on for i in part.instructions if isinstance(i, Wait))
+        self.hands_over = _hand_overs(part, handed)
+
+
+def _hand_overs(part: Part, handed: Sequence[Mapping[int, frozenset[int]]]) -> dict[int, frozenset[int]]:
+    """By position of a node: the tensors that it hands over to the next node in this part."""
+    found: dict[int, frozenset[int]] = {}
+    position, owner, expected = -1, -1, -1  # of the node before, and the rank that comes next
+    for number, instruction in enumerate(part.instructions):
+        if isinstance(instruction, Compute):
+            if (instruction.sub_array, instruction.node) == (owner, expected):
+                found[position] = handed[owner].get(expected - 1, frozenset())
+            position, owner, expected = number, instruction.sub_array, instruction.node + 1
+        elif isinstance(instruction, Recompute):
+            owner = owner if instruction.sub_array == owner else -1
+        elif isinstance(instruction, Offload | Free) and instruction.sub_array == owner:
+            owner = -1 if instruction.tensor in handed[owner].get(expected - 1, ()) else owner
+    return found
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 def _rows_of(memory: Tensor, num_branches: int) -> int:

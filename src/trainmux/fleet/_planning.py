@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainmux.engine import StepProgram, first_rows, kernel_settings, run_into
+from trainmux.engine import StepProgram, first_rows, handed_over, kernel_settings, pool_bytes, run_into
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
@@ -332,7 +332,8 @@ class FleetPlanner:
             arguments = self._arguments(index, program, width)
             found = self._measured(graph, arguments, width, fingerprint, facts, branches)
             self._cache.put(found)
-        self._scratch[found.fingerprint] = max(node.workspace_bytes for node in found.nodes)
+        workspaces = [node.workspace_bytes for node in found.nodes]
+        self._scratch[found.fingerprint] = pool_bytes(graph, workspaces)
         # Workspaces are not in the slab: one scratch pool beside it serves them all in turn.
         nodes = tuple(replace(node, workspace_bytes=0) for node in found.nodes)
         return replace(found, nodes=nodes)
@@ -365,6 +366,7 @@ class FleetPlanner:
                     fingerprint=fingerprint,
                     facts=facts,
                     into=run_into,
+                    handed_over=handed_over(graph),
                     branches=branches,
                     tell=functools.partial(self._tell_measuring, width),
                 )

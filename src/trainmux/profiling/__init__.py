@@ -19,6 +19,7 @@ from trainmux.profiling._kernels import (
 )
 from trainmux.profiling._link import LinkRates, probe_link
 from trainmux.profiling._measured import MEASUREMENT_VERSION, fits, measure_profile
+from trainmux.profiling._passing import PassingPlace
 from trainmux.profiling._widths import WidthProfiles, same_but_for_origin
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "KernelTensor",
     "LinkRates",
     "Location",
+    "PassingPlace",
     "ProfileCache",
     "WidthProfiles",
     "analytic_profile",

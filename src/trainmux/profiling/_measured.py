@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,7 @@ from trainmux.profiling._link import BesideKernels, LinkRates, probe_link, probe
 from trainmux.profiling._pass import Into, Pass, last_uses_of_created
 from trainmux.runtime import borrowed_stream, capturing, warm_matrix_libraries
 
-MEASUREMENT_VERSION = 5
+MEASUREMENT_VERSION = 6
 """Raised when what is measured, or how, is no longer what kept profiles have."""
 
 NUM_PASSES = 3
@@ -66,21 +66,23 @@ def measure_profile(
     fingerprint: str,
     facts: DeviceFacts,
     into: Into,
+    handed_over: Mapping[int, frozenset[int]],
     branches: Sequence[int] = (),
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
     """Run the graph node by node with ``arguments``; ``tell`` hears of each node that is done.
 
-    ``into`` calls a node's operator with memory for its results. On a CUDA device steps are measured side by
+    ``into`` calls a node's operator with memory for its results; those in ``handed_over``, by rank, need not
+    come to lie there. On a CUDA device steps are measured side by
     side, too, as many at a time as each of ``branches`` says, where there is room.
     """
     device = arguments[0].device
     link = probe_link(device)
     swaps = device.type != "cuda" or not fits(graph, device)
+    begin = partial(Pass, graph, arguments, into, handed_over)
     with _own_stream(device):
-        samples = _measured_nodes(graph, partial(Pass, graph, arguments, into, swaps=swaps), device, tell)
+        samples = _measured_nodes(graph, partial(begin, swaps=swaps), device, tell)
         alone = [sample.seconds for sample in samples]
-        begin = partial(Pass, graph, arguments, into)
         replayed = None if swaps else _replayed(graph, begin, device, link)
         beside = () if replayed is None else _beside(graph, begin, device, branches)
     slowdown = 1.0
@@ -146,7 +148,7 @@ def _measured_nodes(
         chosen = {ranks[number % len(ranks)] for ranks in groups} if number > 0 else set()
         run = begin()
         for rank, step in enumerate(graph.steps):
-            run.prepare(step)
+            run.prepare(rank, step)
             if rank in chosen:
                 taken = clock.measure(partial(run.run, step), samples[rank].head_start_seconds)
                 samples[rank].add(taken)

@@ -13,19 +13,30 @@ from trainmux.errors import PlanError
 from trainmux.ir import ByteClass, Phase
 from trainmux.lowering import Place
 from trainmux.profiling._kernels import KernelGraph, KernelStep, Location, locations_of
+from trainmux.profiling._passing import PassingPlace
 
 Into = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[Place | None]], list[Tensor]]
 """Calls an operator; returns the tensors among its results, those with a place lying there."""
 
 
 class Pass:
-    """Runs nodes in their order; with ``swaps``, feature maps are away between forward and backward."""
+    """Runs nodes in their order; with ``swaps``, feature maps are away between forward and backward.
+
+    ``handed_over`` has, by rank, tensors that may stay where the node's operator puts them.
+    """
 
     def __init__(
-        self, graph: KernelGraph, arguments: Sequence[Tensor], into: Into, *, swaps: bool = False
+        self,
+        graph: KernelGraph,
+        arguments: Sequence[Tensor],
+        into: Into,
+        handed_over: Mapping[int, frozenset[int]],
+        *,
+        swaps: bool = False,
     ) -> None:
         self._graph = graph
         self._into = into
+        self._handed_over = handed_over
         self._swaps = swaps
         self._values: dict[fx.Node, Any] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -49,12 +60,12 @@ class Pass:
     def run_all(self) -> None:
         """Every node, one after another."""
         for rank, step in enumerate(self._graph.steps):
-            self.prepare(step)
+            self.prepare(rank, step)
             self.run(step)
             self.release(rank, step)
         self.close()
 
-    def prepare(self, step: KernelStep) -> None:
+    def prepare(self, rank: int, step: KernelStep) -> None:
         """Bring back what a node reads, and make room for what it creates."""
         for number in (*step.reads, *step.changes):
             host = self._host.pop(number, None)
@@ -73,7 +84,8 @@ class Pass:
                 size = self._graph.tensors[number].size_bytes
                 rooms[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
                 self._storages[number] = rooms[number].untyped_storage()
-            self._places.append(Place(rooms[number], location.look(rooms[number])))
+            kind = PassingPlace if number in self._handed_over.get(rank, ()) else Place
+            self._places.append(kind(rooms[number], location.look(rooms[number])))
 
     def run(self, step: KernelStep) -> None:
         """A node that was prepared."""
@@ -87,7 +99,7 @@ class Pass:
                 "profile the program that was traced"
             )
         for number, result in zip(step.results, results, strict=True):
-            if number in step.creates and number not in self._storages:
+            if number in step.creates:
                 self._storages[number] = result.untyped_storage()
         left = iter(results)
         self._values[step.node] = pytree.tree_map(

@@ -16,7 +16,7 @@ from profiled import kernels_of, leave_uncompiled, program_of
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from trainmux.engine import run_into
+from trainmux.engine import handed_over, run_into
 from trainmux.errors import ConfigError
 from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile
 from trainmux.profiling import (
@@ -50,7 +50,16 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(graph: KernelGraph, arguments: list[Tensor], **options: Any) -> Profile:
     """A profile of two members, nodes run as the engine runs them."""
-    return measure_profile(graph, arguments, width=2, fingerprint="f", facts=FACTS, into=run_into, **options)
+    return measure_profile(
+        graph,
+        arguments,
+        width=2,
+        fingerprint="f",
+        facts=FACTS,
+        into=run_into,
+        handed_over=handed_over(graph),
+        **options,
+    )
 
 
 @pytest.mark.parametrize("lowering", ["aten", "inductor"])
@@ -77,7 +86,7 @@ def test_the_values_are_those_of_the_program(name: str, lowering: str) -> None:
     with torch.no_grad():
         expected = program.module(*arguments)
     graph = kernels_of(program)
-    run = Pass(graph, arguments, run_into, swaps=True)
+    run = Pass(graph, arguments, run_into, handed_over(graph), swaps=True)
     (output,) = graph.module.graph.find_nodes(op="output")
     kept = set(output.all_input_nodes)
     run._last_use = {
@@ -85,7 +94,7 @@ def test_the_values_are_those_of_the_program(name: str, lowering: str) -> None:
     }
     num_away = 0
     for rank, step in enumerate(graph.steps):
-        run.prepare(step)
+        run.prepare(rank, step)
         run.run(step)
         run.release(rank, step)
         num_away = max(num_away, len(run._host))
@@ -102,9 +111,9 @@ def test_a_step_larger_than_the_device_can_be_measured(name: str) -> None:
     graph = kernels_of(program)
 
     def peak(*, swaps: bool) -> int:
-        run, most = Pass(graph, arguments, run_into, swaps=swaps), 0
+        run, most = Pass(graph, arguments, run_into, handed_over(graph), swaps=swaps), 0
         for rank, step in enumerate(graph.steps):
-            run.prepare(step)
+            run.prepare(rank, step)
             run.run(step)
             held = {storage._cdata: storage.nbytes() for storage in run._storages.values()}
             given = {argument.untyped_storage()._cdata for argument in arguments}
