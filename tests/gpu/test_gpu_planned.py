@@ -6,12 +6,11 @@ Every decision by itself, over ATen's kernels, is in `test_gpu_planned_switches`
 from __future__ import annotations
 
 import functools
-import math
 from pathlib import Path
 
 import pytest
 import torch
-from planned import Case, State, differences, train_plain, train_planned
+from planned import Case, State, differences, tightest, train_plain, train_planned
 from planned_on_gpu import planned_of
 from settled import settle
 from torch import nn
@@ -60,13 +59,7 @@ def program_of(name: str, way: str) -> Program:
     smallest = candidates.smallest() if share == 0 else None
     if smallest is not None:
         return smallest.program
-    saved = candidates.plain().slab_bytes - candidates.least_bytes
-    for step in range(20):
-        limit = candidates.least_bytes + int(min(1.0, share + step * 0.05) * saved)
-        found = candidates.best(limit, math.inf)
-        if found is not None:
-            return found.program
-    raise AssertionError("expected a limit that the policy can keep to")
+    return tightest(candidates, share).program
 
 
 # ---- the same bits --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from trainmux.fleet._planned_beside import read_step
 from trainmux.fleet._planned_groups import PlannedGroups, PlannedSteps
 from trainmux.ir import Multiplexing, Profile, Program
 from trainmux.profiling import DEVICES, analytic_profile, side_by_side
-from trainmux.scheduling._candidates import Arrangement, Candidates
+from trainmux.scheduling._candidates import Arrangement, Candidate, Candidates
 from trainmux.scheduling.policies import policy_named
 from trainmux.workloads import SMALL
 
@@ -89,6 +90,17 @@ class Case:
         own = PlannedSteps(self.steps, self.graphs, program, self.num_branches)
         config = self.fleet._config
         return PlannedGroups(None, self.groups(), "own", own, config, **options)  # type: ignore[arg-type]
+
+
+def tightest(candidates: Candidates, share: float) -> Candidate:
+    """What a policy makes of a share of the slab, or of the next larger one that it can keep to."""
+    way = candidates.plain().slab_bytes - candidates.least_bytes
+    for step in range(20):
+        limit = candidates.least_bytes + int(min(1.0, share + step * 0.05) * way)
+        found = candidates.best(limit, math.inf)
+        if found is not None:
+            return found
+    raise AssertionError("expected a limit that the policy can keep to")
 
 
 State = dict[str, Tensor]

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import pytest
 import torch
-from planned import Case, differences, expected_of, small_case, train_plain, train_planned
+from planned import Case, differences, expected_of, small_case, tightest, train_plain, train_planned
 
 from trainmux.fleet import _build
 from trainmux.fusion.strategies import _skeleton
 from trainmux.ir import Multiplexing, Offload, Recompute
 from trainmux.runtime import _storage, stacked_strides
-from trainmux.scheduling._candidates import Candidate, Candidates
 
 NUM_STEPS = 3
 TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
-
-
-def tightest(candidates: Candidates, share: float) -> Candidate:
-    """What a policy makes of a share of the slab, or of the next larger one that it can keep to."""
-    way = candidates.plain().slab_bytes - candidates.least_bytes
-    for step in range(20):
-        limit = candidates.least_bytes + int(min(1.0, share + step * 0.05) * way)
-        found = candidates.best(limit, math.inf)
-        if found is not None:
-            return found
-    raise AssertionError("expected a limit that the policy can keep to")
 
 
 @pytest.mark.parametrize(

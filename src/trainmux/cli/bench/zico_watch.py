@@ -16,10 +16,12 @@ import torch
 import trainmux as tm
 
 from .job import BenchError
-from .zico_jobs import LEAST_STEPS, used_bytes
+from .zico_jobs import used_bytes
 
 _WARM_SHARE = 0.4
 """Of the time of a budget that is not counted: profiling, and the ramp of the budget."""
+_LEAST_COUNTED = 64
+"""Iterations of each job, however long they take: one more or less, at a window's ends, is to be 2% at most."""
 _SECONDS_BETWEEN_LOOKS = 20e-3
 _SECONDS_BETWEEN_SAMPLES = 4e-4
 _MAX_START_SECONDS = 120.0
@@ -103,7 +105,7 @@ class Watch(threading.Thread):
         before = results_before.jobs.values()
         self._most_bytes = 0
         first, since = self._steps(), time.perf_counter()
-        least = [steps + LEAST_STEPS for steps in first]
+        least = [steps + _LEAST_COUNTED for steps in first]
         last, now = self._until(least, (1 - _WARM_SHARE) * self._wanted_seconds)
         results_after = self._colocation.results()
         after = results_after.jobs.values()
