@@ -21,7 +21,7 @@ from .zico_jobs import used_bytes
 _WARM_SHARE = 0.4
 """Of the time of a budget that is not counted: profiling, and the ramp of the budget."""
 _LEAST_COUNTED = 64
-"""Iterations of each job, however long they take: one more or less, at a window's ends, is to be 2% at most."""
+"""Iterations of each job, however long they take: one more or less at a window's ends is 2% at most."""
 _SECONDS_BETWEEN_LOOKS = 20e-3
 _SECONDS_BETWEEN_SAMPLES = 4e-4
 _MAX_START_SECONDS = 120.0
