@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
@@ -105,6 +105,22 @@ class Bench:
             row["reserved_bytes"] = torch.cuda.memory_reserved()
             row["segments"] = segments()
         return row
+
+    def measured_whole(
+        self,
+        num_partitions: int,
+        keep: Callable[[dict[str, Any]], None],
+        kept: tuple[tm.Plan | None, dict[str, Any]] = (None, {}),
+    ) -> tm.Plan:
+        """The plan that nothing constrains, as it was ``kept`` or made now, and its row."""
+        plan, how = kept
+        if plan is None:
+            plan, row = self.plan(None, "none", num_partitions)
+        else:
+            row = {**described(plan), **how}
+            self.fleet.use(plan)
+        keep({"share": WHOLE, **row, **self.measure()})
+        return plan
 
     def watch(self, plan: tm.Plan) -> dict[str, Any]:
         """One step as it was predicted and as it ran: busy lanes, and the nodes that differ most."""
@@ -235,9 +251,11 @@ def cells(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     Bytes are those that the device has in use, less what it had beside torch's before the first plan: the
     context and the kernels' code.
     """
-    alone = rows[0]
+    alone = without_plan(rows)
     context = alone.get("device_bytes", 0) - alone.get("reserved_bytes", 0)
-    for row in rows[1:]:
+    for row in rows:
+        if row is alone:
+            continue
         if "error" in row:
             yield (row["share"], row["policy"], "nothing fits", *[""] * (len(COLUMNS) - 3))
             continue
@@ -248,13 +266,18 @@ def cells(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             row["policy"],
             sub_arrays(row),
             f"{row['step_ms']:.2f}",
-            f"{row['step_ms'] / alone['step_ms']:.3f}",
+            f"{row['step_ms'] / alone['step_ms']:.3f}" if alone else "",
             f"{row['step_ms'] / row['bound_ms']:.3f}",
             f"{row['step_ms'] / row['predicted_ms']:.3f}",
             f"{held / 2**30:.2f}",
             f"{held / row['budget_bytes']:.3f}",
             f"{measured['hidden_copy_ms'] / copied:.2f}" if copied else "",
         )
+
+
+def without_plan(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of the fleet without a plan; empty where there was no time for it."""
+    return next((row for row in rows if "share" not in row), {})
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -277,7 +300,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         "seen on the lanes.",
     ]
     for result in results:
-        alone = result["rows"][0]
+        alone = without_plan(result["rows"])
         lines += [
             "",
             f"## {result['num_members']} × {result['workload']}, {result['precision']}, {result['device']}",
@@ -349,16 +372,18 @@ def main() -> None:
     if options.ask:
         write_question(bench.fleet, options.partitions, options.ask)
         return
-    keep(bench.measure())
-    kept = read_answer(options.plans, WHOLE, "none") if options.plans else (None, {})
-    if kept[0] is None:
-        whole, row = bench.plan(None, "none", options.partitions)
+    # Streams keep workspaces of the matrix libraries once they have been used, and plans that were made
+    # elsewhere do not count those: what uses the fewest streams goes first then, what has no plan last.
+    if options.plans:
+        question = read_question(options.plans)
+        static, peak = question["static_bytes"], question["peak_bytes"]
+        wanted = sorted(wanted_of(options, static, peak), key=lambda row: _num_branches(options.plans, row))
     else:
-        whole, row = kept[0], {**described(kept[0]), **kept[1]}
-        bench.fleet.use(whole)
-    keep({"share": WHOLE, **row, **bench.measure()})
-    static = result["static_bytes"] = static_bytes(whole)
-    wanted = wanted_of(options, static, whole.peak_bytes)
+        keep(bench.measure())
+        whole = bench.measured_whole(options.partitions, keep)
+        static, peak = static_bytes(whole), whole.peak_bytes
+        wanted = wanted_of(options, static, peak)
+    result["static_bytes"] = static
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.plans
         if folder is None and options.processes:
@@ -385,7 +410,17 @@ def main() -> None:
                 keep({**row, "watched": bench.watch(plan)} if options.watch else row)
             except tm.errors.TrainmuxError as error:
                 keep({**row, "error": str(error)})
+    if options.plans:
+        bench.measured_whole(options.partitions, keep, read_answer(options.plans, WHOLE, "none"))
+        bench.fleet.use(None)
+        keep(bench.measure())
     print(table(rows), flush=True)
+
+
+def _num_branches(folder: Path, wanted: Wanted) -> int:
+    share, _, policy = wanted
+    plan, _ = read_answer(folder, share, policy)
+    return 0 if plan is None else plan.record.num_branches
 
 
 def wanted_of(options: argparse.Namespace, static: int, peak: int) -> list[Wanted]:

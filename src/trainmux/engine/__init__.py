@@ -2,7 +2,7 @@
 
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.engine._cuda_graphs import CudaGraphEngine
-from trainmux.engine._into import handed_over, pool_bytes, run_into, scratch_bytes
+from trainmux.engine._into import handed_over, measured_scratch_bytes, run_into, scratch_bytes
 from trainmux.engine._lanes import HostLanes, WatchedLanes
 from trainmux.engine._planned import Memory, PlannedProgram
 from trainmux.engine._planned_engine import PlannedEngine
@@ -42,7 +42,7 @@ __all__ = [
     "handed_over",
     "in_sub_arrays",
     "kernel_settings",
-    "pool_bytes",
+    "measured_scratch_bytes",
     "run_into",
     "scratch_bytes",
 ]

@@ -18,7 +18,7 @@ def ready_places(
     """For each parameter, the place in the graph behind which only its update reads it or its gradient."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     last_read = dict.fromkeys(parameters, 0)
-    memory = _memory_of(graph)
+    memory = memory_of(graph)
     for node in graph.nodes:
         for source in node.all_input_nodes:
             if memory[source] in last_read:
@@ -31,7 +31,7 @@ def ready_places(
 
 def with_memory_alone(graph: fx.Graph, gradients: Sequence[fx.Node]) -> list[bool]:
     """Which gradients share their memory with no other: the next one's norm may be taken after an update."""
-    memory = _memory_of(graph)
+    memory = memory_of(graph)
     owners = Counter(memory[gradient] for gradient in gradients)
     return [owners[memory[gradient]] == 1 for gradient in gradients]
 
@@ -45,7 +45,7 @@ def update_early(graph: fx.Graph) -> None:
 
     Within each phase nodes keep their order.
     """
-    memory = _memory_of(graph)
+    memory = memory_of(graph)
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     steps = [(node,) for node in nodes if node.meta["phase"] is not Phase.UPDATE]
     updates = [(node,) for node in nodes if node.meta["phase"] is Phase.UPDATE]
@@ -69,7 +69,7 @@ def update_early(graph: fx.Graph) -> None:
         last = node
 
 
-def _memory_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def memory_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each node the one whose memory it may look at, itself in the end."""
     memory: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -65,7 +65,7 @@ def scratch_bytes(graph: KernelGraph) -> int:
     return max([*own, *(held + own[rank + 1] for rank, held in _held_bytes(graph).items())], default=0)
 
 
-def pool_bytes(graph: KernelGraph, workspaces: Sequence[int]) -> int:
+def measured_scratch_bytes(graph: KernelGraph, workspaces: Sequence[int]) -> int:
     """The most that nodes need at a time beside the tensors' places, ``workspaces`` being those of each.
 
     While something is handed over, nodes of the forward pass may be run again.

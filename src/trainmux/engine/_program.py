@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from trainmux.engine._early import ready_places, update_early, with_memory_alone
+from trainmux.engine._late_masks import make_masks_late
 from trainmux.engine._row_gradients import as_row_gradient, erase_unread
 from trainmux.engine._tail import make_tail
 from trainmux.engine._update_settings import TailInputs, UpdateMode, UpdateSettings
@@ -278,6 +279,7 @@ def build_step(
     ]
     gradients = _append(graph, owner, split.backward, backward_inputs, Phase.BACKWARD, "backward")
     _describe(arguments, fused)
+    make_masks_late(graph)
 
     outputs = dict(_group_outputs(fused.outputs, results + gradients))
     updates_rows = updates_rows and settings.applies and not settings.accumulates

@@ -11,9 +11,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainmux.engine import StepProgram, first_rows, handed_over, kernel_settings, pool_bytes, run_into
+from trainmux.engine import (
+    StepProgram,
+    first_rows,
+    handed_over,
+    kernel_settings,
+    measured_scratch_bytes,
+    run_into,
+)
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
 from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._fixed_bytes import fixed_bytes, known_fixed_bytes
 from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
@@ -39,11 +47,6 @@ from trainmux.runtime import MATRIX_LIBRARIES_BYTES, no_collections, workspaces_
 from trainmux.scheduling import BudgetCost, Planner, PlanProgress, find_partitions, parse_budget
 from trainmux.scheduling import Group as PlannedGroup
 from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
-
-FIXED_BYTES = 128 << 20
-"""On a CUDA device, beside all tensors: the matrix libraries' workspaces for one stream (about 40 MiB), and
-what the driver takes for the graphs and the code of kernels that a plan is the first to run: 2 to 14 MiB for
-plans of two or three sub-arrays, 74 MiB for one with 3,400 nodes, 900 recomputations and 4,500 copies."""
 
 _FEW_PARTITIONS = 5
 """Partitions that are tried where nobody says how many and each takes long: its widths are compiled to be
@@ -122,11 +125,10 @@ class FleetPlanner:
 
     def _fixed_bytes(self) -> int:
         """What is reserved beside all tensors and what nodes need while they run."""
+        device = self._config.device
         if self._device is not None:
-            return FIXED_BYTES
-        if self._config.device.type != "cuda":
-            return 0
-        return FIXED_BYTES + sum(workspaces_bytes(self._config.device)[1:])  # of streams used before
+            return known_fixed_bytes(self._groups, self._examples)
+        return fixed_bytes(self._groups, self._examples, device) if device.type == "cuda" else 0
 
     def _has_large_graph(self) -> bool:
         return any(len(group.traced.module.graph.nodes) >= _LARGE_GRAPH for group in self._groups)
@@ -333,7 +335,7 @@ class FleetPlanner:
             found = self._measured(graph, arguments, width, fingerprint, facts, branches)
             self._cache.put(found)
         workspaces = [node.workspace_bytes for node in found.nodes]
-        self._scratch[found.fingerprint] = pool_bytes(graph, workspaces)
+        self._scratch[found.fingerprint] = measured_scratch_bytes(graph, workspaces)
         # Workspaces are not in the slab: one scratch pool beside it serves them all in turn.
         nodes = tuple(replace(node, workspace_bytes=0) for node in found.nodes)
         return replace(found, nodes=nodes)

@@ -15,7 +15,7 @@ from trainmux.runtime._gpu import (
 from trainmux.runtime._host import FolderFacts, HostFacts, look_at_folder, look_at_host
 from trainmux.runtime._interrupts import deferred_interrupts
 from trainmux.runtime._kept_files import source_version, user_cache_folder, write_whole
-from trainmux.runtime._landing import HostLeaf, Landing
+from trainmux.runtime._landing import NUM_LANDINGS, HostLeaf, Landing
 from trainmux.runtime._pools import limited_growth, pool_bytes
 from trainmux.runtime._random import (
     WORD_RANGE,
@@ -41,6 +41,7 @@ from trainmux.runtime._transfer import Transfers
 __all__ = [
     "ALIGNMENT_BYTES",
     "MATRIX_LIBRARIES_BYTES",
+    "NUM_LANDINGS",
     "WORD_RANGE",
     "AllocationEvent",
     "CudaFacts",

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from trainmux.runtime._ring import Event
 from trainmux.runtime._streams import borrow_stream
 
-NUM_BUFFERS = 2
+NUM_LANDINGS = 2
 # As the allocator gives it: which kernel reads a tensor may depend on its address.
 ALIGNMENT_BYTES = 512
 _MAX_LAYOUTS = 16
@@ -150,7 +150,7 @@ class Landing:
         nothing = torch.empty(0, dtype=torch.uint8)
         self._buffers = [
             _Buffer(self._lane.make_event(), self._lane.make_event(), nothing, nothing)
-            for _ in range(NUM_BUFFERS)
+            for _ in range(NUM_LANDINGS)
         ]
         self._last = 0
 

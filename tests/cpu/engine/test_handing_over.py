@@ -9,7 +9,7 @@ import torch
 from planned import differences, expected_of, small_case, tightest, train_planned
 from torch import Tensor
 
-from trainmux.engine import handed_over, pool_bytes, scratch_bytes
+from trainmux.engine import handed_over, measured_scratch_bytes, scratch_bytes
 from trainmux.engine._planned import _hand_overs
 from trainmux.ir import Compute, Free, Instruction, Lane, Multiplexing, Offload, Part, Phase, Recompute, Wait
 from trainmux.profiling import KernelGraph, PassingPlace
@@ -124,14 +124,14 @@ def test_a_pool_has_room_for_what_is_handed_over_beside_nodes_that_run_again() -
     }
     nothing = [0] * len(graph.steps)
     most = max(sizes.values())
-    assert pool_bytes(graph, nothing) == most
+    assert measured_scratch_bytes(graph, nothing) == most
     assert scratch_bytes(graph) >= most
     forward = next(rank for rank, step in enumerate(graph.steps) if step.phase is Phase.FORWARD)
-    assert pool_bytes(graph, [*nothing[:forward], 1000, *nothing[forward + 1 :]]) == most + 1000
+    assert measured_scratch_bytes(graph, [*nothing[:forward], 1000, *nothing[forward + 1 :]]) == most + 1000
     last = len(graph.steps) - 1
     assert last - 1 not in sizes  # nothing is handed over to the last one
-    assert pool_bytes(graph, [*nothing[:last], 1000]) == most
-    assert pool_bytes(graph, [*nothing[:last], most + 1]) == most + 1
+    assert measured_scratch_bytes(graph, [*nothing[:last], 1000]) == most
+    assert measured_scratch_bytes(graph, [*nothing[:last], most + 1]) == most + 1
     rank = max(sizes, key=sizes.__getitem__)
     behind = [*nothing[: rank + 1], 1000, *nothing[rank + 2 :]]
-    assert pool_bytes(graph, behind) == most + 1000
+    assert measured_scratch_bytes(graph, behind) == most + 1000

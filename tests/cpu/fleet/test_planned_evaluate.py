@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import trainmux as tm
 from trainmux.errors import BudgetError
+from trainmux.fleet._fixed_bytes import FIXED_BYTES
 from trainmux.fleet._planned_groups import PlannedForwards, PlannedGroups
-from trainmux.fleet._planning import FIXED_BYTES
 from trainmux.ir import Prefetch
 
 DEVICE = "a100-40gb"

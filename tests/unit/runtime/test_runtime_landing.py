@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainmux.runtime import HostLeaf, Landing
-from trainmux.runtime._landing import ALIGNMENT_BYTES, NUM_BUFFERS
+from trainmux.runtime._landing import ALIGNMENT_BYTES, NUM_LANDINGS
 
 CPU = torch.device("cpu")
 
@@ -188,7 +188,7 @@ def test_the_copy_does_not_wait_for_the_step_before() -> None:
     """While a step is in progress, the next batch lands completely."""
     lane = SimulatedLane(Device(0))
     landing = Landing(CPU, lane)  # type: ignore[arg-type]
-    *first, last = make_batches(NUM_BUFFERS + 1)
+    *first, last = make_batches(NUM_LANDINGS + 1)
     for batch in first:  # new memory waits for whoever had it before
         landing.land([leaf(tensor) for tensor in batch])
     lane.device.finish()
@@ -218,10 +218,10 @@ def test_the_host_does_not_wait_for_a_device_that_keeps_up() -> None:
 def test_buffers_are_kept_and_grow_only_when_they_must() -> None:
     lane = SimulatedLane(Device(0))
     train(lane, make_batches(20, sizes=(4, 2, 1, 3)))
-    assert len(lane.landing_bytes) == NUM_BUFFERS
+    assert len(lane.landing_bytes) == NUM_LANDINGS
     lane = SimulatedLane(Device(0))
     train(lane, make_batches(20, sizes=(1,) * 10 + (500,) * 10))
-    assert len(lane.landing_bytes) == 2 * NUM_BUFFERS
+    assert len(lane.landing_bytes) == 2 * NUM_LANDINGS
 
 
 def test_many_shapes_do_not_pile_up() -> None:
