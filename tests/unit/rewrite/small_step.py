@@ -12,10 +12,12 @@ from trainmux.ir import (
     Profile,
     ProfiledNode,
     ProfiledTensor,
+    Program,
     Recomputation,
     Schedule,
     Swap,
 )
+from trainmux.rewrite import draft, place
 
 BATCH, WEIGHT, MAP, MASK, TOP, LOSS, SLOPE, GRADIENT = range(8)
 LAYER, HEAD, LOSS_NODE, LOSS_BACKWARD, BACKWARD, UPDATE = range(6)
@@ -68,3 +70,8 @@ def schedule(
             order += [(s, rank) for rank in range(3, 6)]
             order += [((s + 1) % num_sub_arrays, rank) for rank in range(3)]
     return Schedule(multiplexing, tuple(order), tuple(swaps), tuple(recomputes))
+
+
+def plain(profiles: Sequence[Profile], plan: Schedule) -> Program:
+    """A schedule's program with a wait wherever a draft needs one, before any is found needless."""
+    return place(profiles, draft(profiles, plan))

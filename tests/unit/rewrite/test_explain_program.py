@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 
 import pytest
-from small_step import BACKWARD, HEAD, LAYER, MAP, MASK, STEP, schedule
+from small_step import BACKWARD, HEAD, LAYER, MAP, MASK, STEP, plain, schedule
 
 from trainmux.errors import PlanError
 from trainmux.ir import Multiplexing, Recomputation, Swap
@@ -17,7 +17,7 @@ SWAP = Swap(0, MASK, (0, LAYER), (0, HEAD), (0, BACKWARD))
 
 def test_the_text_of_a_small_program() -> None:
     again = Recomputation(0, MAP, (LAYER,), (0, BACKWARD))
-    program = rewrite([STEP], schedule(Multiplexing.TURNS, [SWAP], [again]))
+    program = plain([STEP], schedule(Multiplexing.TURNS, [SWAP], [again]))
     assert explain_program(program, [STEP]) == "\n".join(
         [
             "slab 7680 bytes, host copies 512 bytes",

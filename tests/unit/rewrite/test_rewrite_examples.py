@@ -18,6 +18,7 @@ from small_step import (
     TOP,
     UPDATE,
     WEIGHT,
+    plain,
     schedule,
 )
 
@@ -39,7 +40,7 @@ from trainmux.ir import (
     Wait,
     verify,
 )
-from trainmux.rewrite import UNPLACED, draft, rewrite
+from trainmux.rewrite import UNPLACED, draft
 from trainmux.simulate import peak_live_bytes, timeline
 
 TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
@@ -66,7 +67,7 @@ def program_of(
     swaps: list[Swap] | None = None,
     again: list[Recomputation] | None = None,
 ) -> Program:
-    program = rewrite([STEP], schedule(multiplexing, swaps or [], again or []))
+    program = plain([STEP], schedule(multiplexing, swaps or [], again or []))
     verify(program, [STEP], budget_bytes=program.slab_bytes)
     return program
 
@@ -359,7 +360,7 @@ def test_anchors_at_other_sub_arrays_find_the_nearest_node_in_prologue_and_epilo
         *((0, LOSS_BACKWARD), (1, LAYER), (0, BACKWARD), (0, UPDATE), (1, HEAD), (1, LOSS_NODE)),
         *((0, LAYER), (1, LOSS_BACKWARD), (0, HEAD), (0, LOSS_NODE), (1, BACKWARD), (1, UPDATE)),
     )
-    program = rewrite([STEP, STEP], Schedule(RING, order, (swap,), ()))
+    program = plain([STEP, STEP], Schedule(RING, order, (swap,), ()))
     verify(program, [STEP, STEP], budget_bytes=program.slab_bytes)
     assert list(program.prologue.instructions) == [
         *run(LAYER),
@@ -407,7 +408,7 @@ def test_swapped_static_tensors_of_a_ring_come_and_go_with_prologue_and_epilogue
 def test_a_draft_has_everything_but_places() -> None:
     swap = Swap(0, MASK, (0, LAYER), (0, HEAD), (0, BACKWARD))
     plan = schedule(RING, [swap])
-    rough, program = draft([STEP], plan), rewrite([STEP], plan)
+    rough, program = draft([STEP], plan), plain([STEP], plan)
     for name in ("prologue", "body", "epilogue"):
         unplaced, placed = getattr(rough, name), getattr(program, name)
         assert unplaced.instructions == placed.instructions

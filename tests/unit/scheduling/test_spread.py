@@ -8,7 +8,7 @@ import pytest
 from graphs import DEVICE, KIB, Shape, random_profile
 
 from trainmux.ir import ByteClass, Multiplexing, Phase, Profile, ProfiledNode, ProfiledTensor, verify
-from trainmux.rewrite import rewrite
+from trainmux.rewrite import draft, rewrite
 from trainmux.scheduling import Group, Planner, Task
 from trainmux.scheduling._lift import schedule_sub_arrays
 from trainmux.scheduling._policy import live_bytes, plain_order
@@ -49,7 +49,8 @@ def test_it_fits_is_alike_everywhere_and_can_be_carried_out(multiplexing: Multip
                     {each.tensor for each in decided if each.sub_array == number} for number in range(count)
                 ]
                 assert all(found == by_sub_array[0] for found in by_sub_array)
-            seconds = lane_times(program.body, task.profiles).seconds
+            seconds = lane_times(draft(task.profiles, schedule).body, task.profiles).seconds
+            assert lane_times(program.body, task.profiles).seconds <= seconds * (1 + 1e-12)
             assert spread_static(task, below=seconds * 0.999) is None
             again = spread_static(task, below=seconds * 1.01)
             assert again == schedule
