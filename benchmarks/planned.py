@@ -306,8 +306,13 @@ def page(results: Sequence[dict[str, Any]]) -> str:
             f"## {result['num_members']} × {result['workload']}, {result['precision']}, {result['device']}",
             "",
             f"{result['date'][:10]}, torch {result['torch']}: `{result['command']}`.",
-            f"Without a plan {alone['step_ms']:.2f} ms, {alone.get('reserved_bytes', 0) / 2**30:.2f} GiB; "
-            f"static memory {result['static_bytes'] / 2**30:.2f} GiB.",
+            (
+                f"Without a plan {alone['step_ms']:.2f} ms, "
+                f"{alone.get('reserved_bytes', 0) / 2**30:.2f} GiB; static"
+                if alone
+                else "Not measured without a plan; static"
+            )
+            + f" memory {result['static_bytes'] / 2**30:.2f} GiB.",
             *([result["note"]] if "note" in result else []),
             "",
             *(

@@ -42,6 +42,6 @@ def _can_be_late(node: fx.Node, memory: Mapping[fx.Node, fx.Node], kept: Set[fx.
     """Arguments of the step are left alone: an update may have changed one by then."""
     if node.target not in _COMPARISONS or node.meta["phase"] is not Phase.FORWARD:
         return False
-    compared = memory[node.args[0]]  # type: ignore[index]
+    compared = memory[node.all_input_nodes[0]]
     reads_late = [user.meta.get("phase") is Phase.BACKWARD for user in node.users]
     return compared in kept and compared.op == "call_function" and bool(reads_late) and all(reads_late)

@@ -36,7 +36,7 @@ from trainmux.ir import (
 )
 from trainmux.lowering import Place
 from trainmux.profiling import KernelGraph, Location, PassingPlace, locations_of
-from trainmux.runtime import deterministic_algorithms
+from trainmux.runtime import deterministic_algorithms, storage_bytes
 
 Key = tuple[int, int]
 """A sub-array and one of its tensors."""
@@ -318,7 +318,7 @@ class PlannedProgram:
         for number, place, result in zip(step.results, places, results, strict=True):
             if isinstance(place, PassingPlace) and result is not place.value:
                 size = graph.tensors[number].size_bytes
-                walk.handed[(sub_array, number), branch] = _bytes_of(result)[:size]
+                walk.handed[(sub_array, number), branch] = storage_bytes(result.untyped_storage())[:size]
         self._keep_aside(walk, sub_array, branch, node, results)
 
     def _keep_aside(
@@ -442,12 +442,6 @@ def _hand_overs(part: Part, handed: Sequence[Mapping[int, frozenset[int]]]) -> d
         elif isinstance(instruction, Offload | Free) and instruction.sub_array == owner:
             owner = -1 if instruction.tensor in handed[owner].get(expected - 1, ()) else owner
     return found
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 def _rows_of(memory: Tensor, num_branches: int) -> int:

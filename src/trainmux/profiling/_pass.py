@@ -14,6 +14,7 @@ from trainmux.ir import ByteClass, Phase
 from trainmux.lowering import Place
 from trainmux.profiling._kernels import KernelGraph, KernelStep, Location, locations_of
 from trainmux.profiling._passing import PassingPlace
+from trainmux.runtime import storage_bytes
 
 Into = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[Place | None]], list[Tensor]]
 """Calls an operator; returns the tensors among its results, those with a place lying there."""
@@ -72,7 +73,7 @@ class Pass:
             if host is not None:
                 storage = self._storages[number]
                 storage.resize_(host.numel())
-                _bytes_of(storage, self._device).copy_(host)
+                storage_bytes(storage).copy_(host)
         rooms: dict[int, Tensor] = {}
         self._places = []
         for location in locations_of(self._graph.values[step.node]):
@@ -116,7 +117,7 @@ class Pass:
             storage = self._storages.get(number)
             is_kept = self._graph.tensors[number].byte_class is ByteClass.FEATURE_MAP
             if is_kept and storage is not None and storage.nbytes() and storage.device == self._device:
-                self._host[number] = _bytes_of(storage, self._device).to("cpu", copy=True)
+                self._host[number] = storage_bytes(storage).to("cpu", copy=True)
                 storage.resize_(0)
 
     def close(self) -> None:
@@ -182,7 +183,3 @@ def _last_forward_uses(steps: Sequence[KernelStep]) -> dict[int, list[int]]:
     for number, rank in last.items():
         found.setdefault(rank, []).append(number)
     return found
-
-
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

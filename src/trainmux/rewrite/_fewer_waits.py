@@ -28,7 +28,6 @@ import numpy as np
 from trainmux.ir import (
     Compute,
     Free,
-    Instruction,
     Offload,
     Part,
     Prefetch,
@@ -37,7 +36,7 @@ from trainmux.ir import (
     Wait,
     lane_of,
 )
-from trainmux.rewrite._known import COMPUTE, IN, LANES, OUT, Known
+from trainmux.rewrite._lane_writer import COMPUTE, IN, LANES, OUT, LaneWriter
 from trainmux.rewrite._views import Key
 from trainmux.simulate import LaneTimes, lane_times
 
@@ -57,52 +56,53 @@ def fewer_waits(part: Part, profiles: Sequence[Profile]) -> Part:
     not slower."""
     if not any(isinstance(item, Wait) for item in part.instructions):
         return part
-    times = [lane_times(part, profiles, strain) for strain in _STRAINS]
-    for shares in _HELD_SHARES:
-        found = _Waits(part, profiles, times, shares).part()
-        if all(
+    old = _Old(part, profiles, [lane_times(part, profiles, strain) for strain in _STRAINS])
+    for shares in (*_HELD_SHARES, None):
+        # A copy that begins earlier may meet one of the other direction, and both take longer; and what a
+        # wait taught others that is gone now, they may have to wait for themselves.
+        found = _Waits(old, shares).part()
+        if len(found.instructions) <= len(part.instructions) and all(
             lane_times(found, profiles, strain).seconds <= before.seconds * (1 + tolerance)
-            for strain, before, tolerance in zip(_STRAINS, times, _TOLERANCES, strict=True)
+            for strain, before, tolerance in zip(_STRAINS, old.times, _TOLERANCES, strict=True)
         ):
             return found
-    # A copy that begins earlier may meet one of the other direction, and both take longer.
-    return _Waits(part, profiles, times, None).part()
+    return part
 
 
-class _Waits:
+class _Old:
+    """A part as it is, with its times, who needs which copy first, and who had which bytes."""
+
+    def __init__(self, part: Part, profiles: Sequence[Profile], times: Sequence[LaneTimes]) -> None:
+        self.part = part
+        self.profiles = profiles
+        self.times = times
+        self.needed_at = _first_needs(part, profiles)
+        self.tenants = _Tenants(part)
+
+
+class _Waits(LaneWriter):
     """The instructions of a part once more with waits found anew, copies held back for ``shares`` of their
     slack.
 
-    ``times`` are those of the part as it is. Without ``shares`` copies begin where they began, and wait for
-    all of compute before them, whatever it was.
+    Without ``shares`` copies begin where they began, and wait for all of compute before them, whatever it
+    was.
     """
 
-    def __init__(
-        self,
-        part: Part,
-        profiles: Sequence[Profile],
-        times: Sequence[LaneTimes],
-        shares: Mapping[int, float] | None,
-    ) -> None:
-        self._old = part
-        self._profiles = profiles
-        self._times = times
+    def __init__(self, old: _Old, shares: Mapping[int, float] | None) -> None:
+        super().__init__()
+        self._old = old
         self._shares = shares
-        self._needed_at = _first_needs(part, profiles)
         self._held: dict[int, list[int]] = {OUT: [], IN: []}
-        self._tenants = _Tenants(part)
-        self._known = Known()
-        self._instructions: list[Instruction] = []
         self._moved = {-1: -1}
         self._copies: dict[int, list[tuple[int, int]]] = {OUT: [], IN: []}
-        self._prefetches: dict[Key, int] = {}
-        self._offloads: dict[Key, int] = {}
         self._written: dict[Key, int] = {}
-        self._last_node = self._last_on_compute = -1
+        self._position = -1
+        """Of the old part's instruction that is being written."""
 
     def part(self) -> Part:
         """The part with the waits that it takes."""
-        for position, item in enumerate(self._old.instructions):
+        old = self._old.part
+        for position, item in enumerate(old.instructions):
             if isinstance(item, Wait):
                 continue
             for lane in self._held:
@@ -112,15 +112,15 @@ class _Waits:
             if lane in self._held:
                 self._held[lane].append(position)
             else:
-                self._put(position, item, lane)
+                self._put(position)
         for lane in self._held:
             self._begin_held(lane)
-        self._moved[len(self._old.instructions)] = len(self._instructions)
+        self._moved[len(old.instructions)] = len(self._instructions)
         return Part(
             tuple(self._instructions),
             tuple(
                 replace(each, begin=self._moved[each.begin], end=self._moved[each.end])
-                for each in self._old.tenancies
+                for each in old.tenancies
             ),
         )
 
@@ -129,17 +129,17 @@ class _Waits:
 
         They will wait for all of compute that is issued before them, and then for each other.
         """
-        held = self._held[lane]
+        held, needed_at = self._held[lane], self._old.needed_at
         if not held:
             return False
-        if self._shares is None or any(self._needed_at[copy] <= position for copy in held):
+        if self._shares is None or any(needed_at[copy] <= position for copy in held):
             return True
-        for times in self._times:
+        for times in self._old.times:
             end = times.ends[position]
             for copy in held:
                 end = max(end, times.starts[copy]) + times.ends[copy] - times.starts[copy]
-                needed_at = self._needed_at[copy]
-                until = times.starts[needed_at] if needed_at < len(times.starts) else times.seconds
+                need = needed_at[copy]
+                until = times.starts[need] if need < len(times.starts) else times.seconds
                 slack = max(0.0, until - times.ends[copy])
                 if end > times.ends[copy] + min(self._shares[lane] * slack, _MOST_HELD * times.seconds):
                     return True
@@ -147,79 +147,54 @@ class _Waits:
 
     def _begin_held(self, lane: int) -> None:
         for position in self._held[lane]:
-            self._put(position, self._old.instructions[position], lane)
+            self._put(position)
         self._held[lane].clear()
 
-    def _put(self, position: int, item: Instruction, lane: int) -> None:
+    def _put(self, position: int) -> None:
         """An instruction of the old part, with the waits that it takes."""
-        self._wait_for_all(position, item)
-        self._instructions.append(item)
-        new = self._moved[position] = self._known.append(lane)
-        self._note(position, item, lane, new)
-
-    def _wait_for_all(self, position: int, item: Instruction) -> None:
-        """All waits that an instruction of the old part takes."""
-        match item:
-            case Compute(sub_array, node) | Recompute(sub_array, node):
-                profiled = self._profiles[sub_array].nodes[node]
-                changes = [(sub_array, tensor) for tensor in profiled.changes]
-                reads = [(sub_array, tensor) for tensor in profiled.reads]
-                found = [self._prefetches.get(key, -1) for key in (*reads, *changes)]
-                self._compute_waits(position, (*found, *(self._offloads.get(key, -1) for key in changes)))
+        self._position = position
+        match self._old.part.instructions[position]:
+            case Compute() | Recompute() as item:
+                node = self._old.profiles[item.sub_array].nodes[item.node]
+                new = self._compute(item, node.reads, node.changes)
+                for tensor in (*node.creates, *node.changes):
+                    self._written[item.sub_array, tensor] = new
             case Free(sub_array, tensor):
-                key = (sub_array, tensor)
-                self._compute_waits(position, (self._prefetches.pop(key, -1), self._offloads.get(key, -1)))
+                new = self._free((sub_array, tensor))
             case Offload(sub_array, tensor):
-                key = (sub_array, tensor)
-                self._copy_waits(OUT, self._written.get(key, -1), self._last_node)
-                self._wait(OUT, self._prefetches.get(key, -1))
+                new = self._copy_out((sub_array, tensor))
+                self._copies[OUT].append((position, new))
             case Prefetch(sub_array, tensor):
-                last = self._tenants.last_end_before(position)
-                self._copy_waits(IN, self._moved[last], self._last_on_compute)
-                self._wait(IN, self._offloads.get((sub_array, tensor), -1))
+                new = self._copy_back((sub_array, tensor))
+                self._copies[IN].append((position, new))
+        self._moved[position] = new
 
-    def _note(self, position: int, item: Instruction, lane: int, new: int) -> None:
-        """An instruction of the old part is there, at ``new``."""
-        match item:
-            case Compute(sub_array, node) | Recompute(sub_array, node):
-                profiled = self._profiles[sub_array].nodes[node]
-                for tensor in (*profiled.creates, *profiled.changes):
-                    self._written[sub_array, tensor] = new
-                self._last_node = self._last_on_compute = new
-            case Free():
-                self._last_on_compute = new
-            case Offload(sub_array, tensor):
-                self._offloads[sub_array, tensor] = new
-            case Prefetch(sub_array, tensor):
-                self._prefetches[sub_array, tensor] = new
-        if lane in self._copies:
-            self._copies[lane].append((position, new))
-
-    def _copy_waits(self, lane: int, needed: int, latest: int) -> None:
-        """Let a lane of copies know that ``needed`` has ended, and then all of compute up to ``latest``."""
-        if self._shares is None or (needed >= 0 and not self._known.has_ended(lane, needed)):
-            self._wait(lane, latest)
-
-    def _compute_waits(self, position: int, needed: Iterable[int]) -> None:
-        """The latest is waited for first: it makes the others of its lane needless."""
+    def _wait_for_copies(self, needed: Iterable[int]) -> None:
         for on in sorted(needed, reverse=True):
             if on >= 0 and not self._known.has_ended(COMPUTE, on):
-                self._wait(COMPUTE, self._latest_ended(on, position))
+                self._wait(COMPUTE, self._latest_ended(on))
 
-    def _wait(self, lane: int, on: int) -> None:
-        if on < 0 or self._known.has_ended(lane, on):
-            return
-        self._known.learn(lane, on)
-        self._instructions.append(Wait(LANES[lane], on))
-        self._known.append(lane)
+    def _wait_for_maker(self, key: Key) -> None:
+        if self._shares is None or self._is_news(OUT, self._written.get(key, -1)):
+            super()._wait_for_maker(key)
 
-    def _latest_ended(self, needed: int, position: int) -> int:
-        """The last copy of a lane that has ended when ``needed`` must have, for the old part's instruction at
-        ``position``."""
+    def _wait_for_bytes(self) -> None:
+        last = self._moved[self._old.tenants.last_end_before(self._position)]
+        if self._shares is None or self._is_news(IN, last):
+            super()._wait_for_bytes()
+
+    def _is_news(self, lane: int, position: int) -> bool:
+        """Whether a lane does not know that an instruction, if there is one, has ended."""
+        return position >= 0 and not self._known.has_ended(lane, position)
+
+    def _latest_ended(self, needed: int) -> int:
+        """The last copy of a lane that has ended when ``needed`` must have."""
         copies = self._copies[self._known.lane_of(needed)]
         later = takewhile(lambda copy: copy[1] > needed, reversed(copies))
         ended = (
-            new for old, new in later if all(each.ends[old] <= each.starts[position] for each in self._times)
+            new
+            for old, new in later
+            if all(times.ends[old] <= times.starts[self._position] for times in self._old.times)
         )
         return next(ended, needed)
 
@@ -253,9 +228,8 @@ class _Tenants:
     """Who had which bytes of a part, and until when."""
 
     def __init__(self, part: Part) -> None:
-        rows = [(t.begin, t.end, t.offset, t.offset + t.size_bytes) for t in part.tenancies]
-        table = np.array(rows, dtype=np.int64).reshape(-1, 4)
-        self._begin, self._end, self._low, self._high = table.T
+        rows = [(t.end, t.offset, t.offset + t.size_bytes) for t in part.tenancies]
+        self._end, self._low, self._high = np.array(rows, dtype=np.int64).reshape(-1, 3).T
         self._own = {
             t.begin: (t.offset, t.offset + t.size_bytes)
             for t in part.tenancies

@@ -1,8 +1,6 @@
 """A settled row of actions as instructions in issue order, with every wait that is needed and no other.
 
-What each lane knows to have ended on the three lanes is carried along (`_known`). A wait is issued only for
-what its lane does not know yet, be it from an earlier wait, from its own order, or from what another lane
-that it waited for knew in turn.
+Waits are those of `_lane_writer`, which knows nothing of where bytes will lie.
 """
 
 from __future__ import annotations
@@ -11,16 +9,11 @@ from collections.abc import Iterable, Sequence
 
 from trainmux.ir import (
     Compute,
-    Free,
-    Instruction,
-    Offload,
     Part,
-    Prefetch,
     Recompute,
     Tenancy,
-    Wait,
 )
-from trainmux.rewrite._known import COMPUTE, IN, LANES, OUT, Known
+from trainmux.rewrite._lane_writer import LaneWriter
 from trainmux.rewrite._rows import Action, CopyBack, CopyOut, EndStep, Release, RunAgain, RunNode
 from trainmux.rewrite._stays import Settled
 from trainmux.rewrite._views import Key, StepView
@@ -34,16 +27,12 @@ def issue(row: Sequence[Action], settled: Settled, begin: Iterable[Key], views: 
     return _Issuer(views, begin).issue(row, settled)
 
 
-class _Issuer:
+class _Issuer(LaneWriter):
     def __init__(self, views: Sequence[StepView], begin: Iterable[Key]) -> None:
+        super().__init__()
         self._views = views
-        self._instructions: list[Instruction] = []
         self._tenancies: list[Tenancy] = []
         self._live: dict[Key, int] = dict.fromkeys(sorted(begin), -1)
-        self._known = Known()
-        self._last_node = self._last_on_compute = -1
-        self._offloads: dict[Key, int] = {}
-        self._prefetches: dict[Key, int] = {}
 
     def issue(self, row: Sequence[Action], settled: Settled) -> Part:
         for position, action in enumerate(row):
@@ -69,34 +58,10 @@ class _Issuer:
             self._note(key, taken_at, len(self._instructions))
         return Part(tuple(self._instructions), tuple(self._tenancies))
 
-    def _append(self, lane: int, instruction: Instruction) -> int:
-        self._instructions.append(instruction)
-        return self._known.append(lane)
-
-    def _wait(self, lane: int, on: int | None) -> None:
-        """Let ``lane`` know that the instruction at ``on`` has ended, if there is one and it does not yet."""
-        if on is None or on < 0 or self._known.has_ended(lane, on):
-            return
-        self._known.learn(lane, on)
-        self._append(lane, Wait(LANES[lane], on))
-
-    def _wait_for_inputs(self, sub_array: int, reads: Iterable[int], changes: Iterable[int] = ()) -> None:
-        """Let compute wait until what it reads is there, and what it changes is on the host if it must be.
-
-        The latest is waited for first: it makes the others of its lane needless.
-        """
-        if not self._prefetches and not self._offloads:
-            return
-        awaited = [self._prefetches.get((sub_array, tensor), -1) for tensor in (*reads, *changes)]
-        awaited += [self._offloads.get((sub_array, tensor), -1) for tensor in changes]
-        for on in sorted(awaited, reverse=True):
-            self._wait(COMPUTE, on)
-
     def _run(self, action: RunNode) -> None:
         sub_array = action.sub_array
         node = self._views[sub_array].profile.nodes[action.node]
-        self._wait_for_inputs(sub_array, node.reads, node.changes)
-        position = self._on_compute(Compute(sub_array, action.node))
+        position = self._compute(Compute(sub_array, action.node), node.reads, node.changes)
         for tensor in node.creates:
             self._live[sub_array, tensor] = position
         self._take_workspace(sub_array, node.workspace_bytes, position)
@@ -117,9 +82,9 @@ class _Issuer:
         for index, step in enumerate(recipe.steps):
             keeps = tuple(tensor for tensor in step.products if (sub_array, tensor) not in self._live)
             if keeps:
-                self._wait_for_inputs(sub_array, (*step.sources, *step.own))
                 node = self._views[sub_array].profile.nodes[step.node]
-                position = self._on_compute(Recompute(sub_array, step.node, keeps))
+                recompute = Recompute(sub_array, step.node, keeps)
+                position = self._compute(recompute, (*step.sources, *step.own))
                 for tensor in node.creates:
                     if tensor in keeps:
                         self._live[sub_array, tensor] = position
@@ -137,29 +102,13 @@ class _Issuer:
         assert record.tensor in own  # where it was before, it was dropped after its last use
         return left
 
-    def _copy_out(self, key: Key) -> None:
-        self._wait(OUT, self._last_node)
-        self._wait(OUT, self._prefetches.get(key))
-        self._offloads[key] = self._append(OUT, Offload(*key))
+    def _copy_back(self, key: Key) -> int:
+        position = self._live[key] = super()._copy_back(key)
+        return position
 
-    def _copy_back(self, key: Key) -> None:
-        """Fetch a tensor, when compute is done with whoever had the bytes and the host has the copy."""
-        self._wait(IN, self._last_on_compute)
-        self._wait(IN, self._offloads.get(key))
-        position = self._append(IN, Prefetch(*key))
-        self._prefetches[key] = position
-        self._live[key] = position
-
-    def _free(self, key: Key) -> None:
-        self._wait(COMPUTE, self._prefetches.pop(key, None))
-        self._wait(COMPUTE, self._offloads.get(key))
-        position = self._append(COMPUTE, Free(*key))
-        self._last_on_compute = position
+    def _free(self, key: Key) -> int:
+        position = super()._free(key)
         self._note(key, self._live.pop(key), position)
-
-    def _on_compute(self, instruction: Compute | Recompute) -> int:
-        position = self._append(COMPUTE, instruction)
-        self._last_node = self._last_on_compute = position
         return position
 
     def _take_workspace(self, sub_array: int, size_bytes: int, position: int) -> None:

@@ -25,7 +25,7 @@ from trainmux.runtime._random import (
     random_words_of_elements,
 )
 from trainmux.runtime._ring import HostFeed
-from trainmux.runtime._storage import ALIGNMENT_BYTES, stacked_strides, stacked_zeros
+from trainmux.runtime._storage import ALIGNMENT_BYTES, stacked_strides, stacked_zeros, storage_bytes
 from trainmux.runtime._streams import (
     MATRIX_LIBRARIES_BYTES,
     StreamOwner,
@@ -79,6 +79,7 @@ __all__ = [
     "source_version",
     "stacked_strides",
     "stacked_zeros",
+    "storage_bytes",
     "user_cache_folder",
     "warm_matrix_libraries",
     "workspaces_bytes",

@@ -33,3 +33,8 @@ def stacked_zeros(width: int, shape: Sequence[int], dtype: torch.dtype, device: 
     strides = stacked_strides(shape, dtype, device)
     flat = torch.zeros(width * strides[0], dtype=dtype, device=device)
     return flat.as_strided((width, *shape), strides)
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> Tensor:
+    """All of a storage, as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

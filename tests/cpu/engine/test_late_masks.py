@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import fx
@@ -17,8 +20,8 @@ from trainmux.workloads import SMALL
 aten = torch.ops.aten
 
 
-def node(graph: fx.Graph, phase: Phase, target: object, *args: object) -> fx.Node:
-    made = graph.call_function(target, args)  # type: ignore[arg-type]
+def node(graph: fx.Graph, phase: Phase, target: Callable[..., Any], *args: Any) -> fx.Node:
+    made = graph.call_function(target, args)
     made.meta["phase"] = phase
     return made
 
