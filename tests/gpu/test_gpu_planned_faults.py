@@ -176,6 +176,20 @@ def test_a_fleet_without_its_plan_gives_its_memory_back() -> None:
     assert torch.cuda.memory_allocated() <= before + 16 * MIB
 
 
+def test_a_left_plans_slab_is_the_devices_again() -> None:
+    """Not torch's: the fleet's state would take a part of it, and the rest could be given to nobody."""
+    fleet = fleet_of()
+    settle()
+    before = torch.cuda.memory_reserved()
+    fleet.plan(policy="none")
+    fleet.step(batch(0))
+    under_plan = torch.cuda.memory_reserved()
+    fleet.use(None)
+    after = torch.cuda.memory_reserved()
+    assert after <= before + 64 * MIB  # workspaces of the streams that were used stay
+    assert under_plan >= before + 128 * MIB
+
+
 def test_interrupts_at_any_time_change_nothing() -> None:
     planned, in_peace = fleet_of(), fleet_of()
     for fleet in (planned, in_peace):

@@ -1,6 +1,6 @@
 """Independent jobs share one device and one memory arena (Zico): what decides, and what runs it on a CPU."""
 
-from trainmux.colocate._actions import Action, Enqueue, Idle, JobReport, Remap
+from trainmux.colocate._actions import Action, Enqueue, Idle, Remap
 from trainmux.colocate._colocation import Colocation, colocate
 from trainmux.colocate._constants import ScroogeConstants
 from trainmux.colocate._demand import (
@@ -14,6 +14,7 @@ from trainmux.colocate._demand import (
     demand_of_iteration,
 )
 from trainmux.colocate._in_flight import CANDIDATE_LIMITS, choose_in_flight_limit
+from trainmux.colocate._job import JobReport
 from trainmux.colocate._lane import SegmentRef
 from trainmux.colocate._layout import (
     ArenaLayout,

@@ -1,8 +1,7 @@
-"""What the scheduler tells whoever drives the device, and what it reports of a job."""
+"""What the scheduler tells whoever drives the device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainmux.colocate._lane import SegmentRef
@@ -34,18 +33,3 @@ class Idle(NamedTuple):
 
 
 Action = Enqueue | Remap | Idle
-
-
-@dataclass(frozen=True)
-class JobReport:
-    """How a job fared: iterations run, how long they were shifted in all and last, how often it stalled."""
-
-    name: str
-    num_iterations: int
-    total_shift_seconds: float
-    last_shift_seconds: float
-    num_mispredicted: int
-    solo_seconds: tuple[float, ...]
-    """What each segment takes alone, as far as was learned."""
-    shared_seconds: tuple[float, ...]
-    """What each segment takes beside the other jobs, as far as was learned."""

@@ -33,7 +33,7 @@ from trainmux.runtime import deferred_interrupts
 from trainmux.scheduling.budget import in_words
 
 if TYPE_CHECKING:
-    from trainmux.colocate._actions import JobReport
+    from trainmux.colocate._job import JobReport
     from trainmux.colocate._work import StepOutcome
 
 
@@ -300,6 +300,8 @@ class Colocation:
             for lane, lane_name in enumerate(tenant.lane_names):
                 with self._device.lane(lane_name):
                     tenant.settle(lane, self._device.memory_of(lane_name), self._device.now())
+            for demand in tenant.demands:
+                self._scheduler.keep_less(demand.name, demand.local_bytes)
         except BudgetError as error:
             forget_locals(error)  # graphs and their pool among them
             self._give_more(name)

@@ -27,6 +27,7 @@ from trainmux.engine import HostLanes, Memory, PlannedProgram
 from trainmux.errors import BatchError, BudgetError
 from trainmux.fleet import Fleet
 from trainmux.fleet._in_pieces import GroupPiece
+from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 from trainmux.scheduling.budget import in_words
 
 _MAX_VARIANTS = 8
@@ -36,6 +37,9 @@ _BESIDE_BYTES = 128 << 20
 
 _CONVOLUTION_BYTES = 256 << 20
 """The same for workspaces of a job's convolutions, whose algorithms are chosen among those that fit."""
+
+_SPARE_BYTES = 32 << 20
+"""Of what was asked for the kernels of a job, left to other steps than the one that was captured first."""
 
 _NUM_LANDING_PLACES = 2
 
@@ -144,6 +148,8 @@ class FusedWork:
         self._graphs: SegmentGraphs | None = None
         self._more_bytes = 0
         """What it asked for beside its area after it had been found too little."""
+        self._kept_bytes: int | None = None
+        """What its kernels keep beside the area, once they were captured."""
         self._graphs_bytes = self._seen_graph_bytes = GRAPHS_BYTES
         """What is kept for graphs themselves, and what they were seen to take."""
         self._runners: OrderedDict[tuple[int, Hashable], _Runner] = OrderedDict()
@@ -187,7 +193,13 @@ class FusedWork:
 
     @property
     def _kernel_bytes(self) -> int:
-        """Of that, on a CUDA device, what its kernels may take."""
+        """Of that, on a CUDA device, what its kernels may take.
+
+        To begin with much of that is for what nobody knows: workspaces of compiled regions and of
+        convolutions, and pieces that torch's allocator cannot use while a step is rehearsed.
+        """
+        if self._kept_bytes is not None:
+            return self._kept_bytes
         has_convolutions = any(kernels.has_convolutions for kernels in self._job.kernels.values())
         allowance = _BESIDE_BYTES + _CONVOLUTION_BYTES * has_convolutions
         return self._more_bytes + self._scratch_bytes + allowance
@@ -259,6 +271,16 @@ class FusedWork:
             for index, piece in job.own.items():
                 self._runners[index, piece.variant].capture(piece)
             self._check_graphs(self._graphs)
+            self._keep_less(self._graphs)
+
+    def _keep_less(self, graphs: SegmentGraphs) -> None:
+        """The usual step is captured: what it did not take is for others, but for a little.
+
+        Other steps take less, as their batches are no larger, and use the same memory.
+        """
+        taken = max(self._scratch_bytes, graphs.pool_bytes) + MATRIX_LIBRARIES_BYTES
+        self._kept_bytes = min(self._kernel_bytes, taken + _SPARE_BYTES)
+        graphs.keep_to(self._kept_bytes)
 
     def _check_graphs(self, graphs: SegmentGraphs) -> None:
         if graphs.graph_bytes > self._graphs_bytes:
@@ -330,6 +352,7 @@ class FusedWork:
         """Let go of the lane's memory; with the first lane, the fleet gets storage of its own again, and its
         members their weights."""
         self._begun, self._ahead = {}, None
+        self._kept_bytes = None
         self._runners.clear()
         if self._graphs is not None:
             self._graphs.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainmux.colocate._demand import JobDemand
@@ -12,6 +13,21 @@ from trainmux.colocate._trend import Trend
 
 if TYPE_CHECKING:
     from trainmux.colocate._micro_batches import MicroBatchOrder
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """How a job fared: iterations run, how long they were shifted in all and last, how often it stalled."""
+
+    name: str
+    num_iterations: int
+    total_shift_seconds: float
+    last_shift_seconds: float
+    num_mispredicted: int
+    solo_seconds: tuple[float, ...]
+    """What each segment takes alone, as far as was learned."""
+    shared_seconds: tuple[float, ...]
+    """What each segment takes beside the other jobs, as far as was learned."""
 
 
 class JobState:
@@ -78,6 +94,18 @@ class JobState:
     @property
     def name(self) -> str:
         return self.demand.name
+
+    def report(self) -> JobReport:
+        """How it fares."""
+        return JobReport(
+            self.name,
+            self.num_ended,
+            self.total_shift_seconds,
+            self.shift_seconds,
+            self.num_mispredicted,
+            tuple(self.solo_seconds),
+            tuple(self.trend.seconds),
+        )
 
     @property
     def has_more(self) -> bool:

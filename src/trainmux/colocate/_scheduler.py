@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from trainmux.colocate._actions import Action, Enqueue, Idle, JobReport, Remap
+from trainmux.colocate._actions import Action, Enqueue, Idle, Remap
 from trainmux.colocate._arena import Arena
 from trainmux.colocate._constants import ScroogeConstants
 from trainmux.colocate._demand import JobDemand
 from trainmux.colocate._health import GainMeter
-from trainmux.colocate._job import JobState
+from trainmux.colocate._job import JobReport, JobState
 from trainmux.colocate._lane import Gate, Lane, SegmentRef
 from trainmux.colocate._layout import ChooseLayout, Layout, check_demands, check_layout, layout_by_rule
 from trainmux.colocate._micro_batches import tie_lanes
@@ -118,6 +119,15 @@ class ScroogeScheduler:
         self._wanted_budget = budget_bytes
         self._retarget()
 
+    def keep_less(self, name: str, local_bytes: int) -> None:
+        """A job turns out to need only so much of its own: arenas get the rest of what it asked for."""
+        demand = self._wanted.get(name)
+        if demand is not None and local_bytes < demand.local_bytes:
+            self._wanted[name] = demand = replace(demand, local_bytes=local_bytes)
+            if name in self._jobs:
+                self._jobs[name].demand = demand
+            self._retarget()
+
     # What the driver of the device asks and tells
 
     def next_action(self, now: float) -> Action:
@@ -207,7 +217,7 @@ class ScroogeScheduler:
                 f"expected the name of a job, one of {sorted({*self._jobs, *self._ended})}, but got "
                 f"{name!r}; a job has a report once it was let in"
             )
-        return _report(self._jobs[name])
+        return self._jobs[name].report()
 
     # Decisions
 
@@ -364,7 +374,7 @@ class ScroogeScheduler:
             self._num_to_profile -= state.needs_profiling
             if self._profiling is state:
                 self._profiling = None
-            self._ended[state.name] = _report(state)
+            self._ended[state.name] = state.report()
             self._wanted.pop(state.name, None)
             arena, lane = self._lane_of.pop(state.name)
             lane.jobs.remove(state)
@@ -481,15 +491,3 @@ def _is_turn_of_waiting(arena: Arena, other: Lane, job: JobState) -> bool:
     if arena.fits_all or other.asked_at is None or other.is_held:
         return False
     return _is_served_less(arena, other, job)
-
-
-def _report(job: JobState) -> JobReport:
-    return JobReport(
-        job.name,
-        job.num_ended,
-        job.total_shift_seconds,
-        job.shift_seconds,
-        job.num_mispredicted,
-        tuple(job.solo_seconds),
-        tuple(job.trend.seconds),
-    )

@@ -64,6 +64,10 @@ class SegmentGraphs:
         """What the graphs themselves have."""
         return self._room.graph_bytes
 
+    def keep_to(self, beside_bytes: int) -> None:
+        """From now on torch may reserve no more than that for it."""
+        self._beside_bytes = beside_bytes
+
     def empty_caches(self) -> None:
         """Give back what torch keeps of what was there before: it would be beside what the job takes."""
         torch.cuda.current_stream(self._device).synchronize()

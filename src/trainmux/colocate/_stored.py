@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainmux.colocate._actions import JobReport
 from trainmux.colocate._demand import JobDemand
+from trainmux.colocate._job import JobReport
 from trainmux.errors import PlanError
 
 _KIND = "lifespans"

@@ -12,12 +12,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from trainmux.colocate._actions import JobReport
 from trainmux.colocate._demand import JobDemand
 from trainmux.colocate._device import MemoryNeed
 from trainmux.colocate._eager_cuda import BesideOthers, EagerCudaWork
 from trainmux.colocate._eager_work import EagerWork
 from trainmux.colocate._fused_work import fused_lanes, runs_as_graphs
+from trainmux.colocate._job import JobReport
 from trainmux.colocate._result import JobResult, JobUsage
 from trainmux.colocate._user_job import Job, JobBatches
 from trainmux.colocate._work import StepOutcome, Work, forget_locals
@@ -189,6 +189,8 @@ class Tenant:
         """Let a lane in, after those before it: the job's state moves to the ``memory`` of the first."""
         self._works[lane].settle(memory)
         self._is_settled = lane == len(self._works) - 1
+        if self._is_settled:
+            self.demands = self._ask()  # what was asked for to settle may be more than it keeps
         self._let_in_at = self._ended_at = now
 
     def ask_for_more(self) -> None:

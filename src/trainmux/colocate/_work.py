@@ -47,7 +47,7 @@ class Work(Protocol):
         """Have heights in regions of that size; before it moves in for the first time."""
 
     def settle(self, memory: Memory) -> None:
-        """Move in: from now on all that it uses lies in ``memory``.
+        """Move in: from now on all that it uses lies in ``memory``. It may ``need`` less beside it then.
 
         Refused with `BudgetError`: work that needs more beside it than it asked for. After ``leave`` and
         ``ask_for_more`` it may try again.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainmux.errors import PlanError, TrainmuxWarning
@@ -26,7 +24,7 @@ from trainmux.fleet._planned_groups import (
 )
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.ir import MemoryUse, Timeline
-from trainmux.runtime import deferred_interrupts
+from trainmux.runtime import deferred_interrupts, release_cached
 from trainmux.scheduling import in_words
 from trainmux.tracing import BatchSpec, TracedGraph
 
@@ -176,9 +174,7 @@ class PlanKeeper:
             with deferred_interrupts():
                 for group in groups:
                     group.vacate()
-                if self._config.device.type == "cuda":
-                    gc.collect()  # what graphs held is free only when they are gone
-                    torch.cuda.empty_cache()
+                release_cached(self._config.device)
                 self._active = PlannedGroups(plan, split, variant, own, self._config)
         except BaseException:
             with deferred_interrupts():

@@ -25,7 +25,7 @@ from trainmux.fleet._slots import Slot, StackedState
 from trainmux.fleet._state_moves import copy_into_places, host_copies
 from trainmux.ir import MemoryUse, Program, Timeline
 from trainmux.profiling import KernelGraph
-from trainmux.runtime import Transfers, workspaces_bytes
+from trainmux.runtime import Transfers, release_cached, workspaces_bytes
 from trainmux.simulate import measured_timeline
 
 _MAX_VARIANTS = 4
@@ -318,11 +318,12 @@ class PlannedGroups:
             group.rebase(lambda tensor, copies=copies: copies[id(tensor)])  # type: ignore[misc]
 
     def _let_go(self) -> None:
-        """Drop the engines, their graphs and the slab."""
+        """Drop the engines, their graphs and the slab, and return their memory to the device."""
         self._engines.clear()
         if self._room is not None:
             self._room.drop_kept()
         self._slab = torch.zeros(0, dtype=torch.uint8)
+        release_cached(self._config.device)
 
     # ---- memory ------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from trainmux.runtime._host import FolderFacts, HostFacts, look_at_folder, look_
 from trainmux.runtime._interrupts import deferred_interrupts
 from trainmux.runtime._kept_files import source_version, user_cache_folder, write_whole
 from trainmux.runtime._landing import NUM_LANDINGS, HostLeaf, Landing
-from trainmux.runtime._pools import limited_growth, pool_bytes
+from trainmux.runtime._pools import limited_growth, pool_bytes, release_cached
 from trainmux.runtime._random import (
     WORD_RANGE,
     philox_blocks,
@@ -75,6 +75,7 @@ __all__ = [
     "random_words",
     "random_words_of_elements",
     "record_allocations",
+    "release_cached",
     "return_stream",
     "source_version",
     "stacked_strides",

@@ -6,10 +6,23 @@ Torch bounds only what the whole process reserves; with the present amount known
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+
+def release_cached(device: torch.device) -> None:
+    """Give back to ``device`` what nobody uses and torch would keep for later; nothing on a CPU.
+
+    Before other memory is asked for: of a kept segment even a small tensor may take a part, and the rest then
+    stays with torch however much is asked for elsewhere.
+    """
+    if device.type == "cuda":
+        gc.collect()  # what graphs held is free only when they are gone
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def pool_bytes(pool: torch.cuda.MemPool) -> int:

@@ -11,7 +11,8 @@ of them. Rungs are evenly spaced; where static tensors may be swapped too the wa
 lies half as far below what nothing decided needs as the one before. Steps serve only budgets between their
 own two rungs: those above never look at them. For this a step counts only if it is not quicker than the rung
 above it, or than those below that. (Where a policy does better with less memory, which happens, the better
-schedule is thus left out; a rung's own is never.)
+schedule is thus left out; a rung's own is never.) Between two steps there are fine steps, in the same way.
+For those static tensors are spread and nothing else is tried (`_spread`), which takes a tenth of the time.
 
 What is placed on a real slab may need more than the sum of live bytes. Then the policy is asked again for
 that much less, a few times. Placing takes long, so what is not quicker than the best there is stays unplaced;
@@ -20,6 +21,7 @@ for this a schedule counts only if asking for less did not make it much quicker.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable
@@ -27,8 +29,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from trainmux.errors import PlanError
-from trainmux.ir import Multiplexing, Part, Profile, Program, Schedule, SubArray
+from trainmux.ir import Part, Schedule
 from trainmux.rewrite import Draft, draft, place
+from trainmux.scheduling._arrangement import ROUNDING, Arrangement, Candidate
 from trainmux.scheduling._bound import least_seconds
 from trainmux.scheduling._lift import schedule_all_at_once, schedule_sub_arrays
 from trainmux.scheduling._policy import Infeasible, Task, plain_order
@@ -47,6 +50,8 @@ _LARGE_MARGIN = 1024
 _NUM_RUNGS, _HUGE_NUM_RUNGS = 6, 3
 _NUM_STEPS, _HUGE_NUM_STEPS = 4, 2
 """Steps from one rung to the next, the last of which is that rung."""
+_NUM_FINE_STEPS = 4
+"""Fine steps from one step to the next, the last of which is that step."""
 _MOST_GAIN, _LARGE_MOST_GAIN = 0.9, 0.99
 """Asking a policy for less may make a schedule quicker, by luck; to no less than this share of its time."""
 _LARGE_BODY = 1000
@@ -56,79 +61,10 @@ _HUGE_BODY, _MOST_NODES = 3000, 6000
 body is taken as it is. So the time for many members is bounded: they are in wider sub-arrays too."""
 SAME = 1e-10
 """Times that differ by less than this share are the same where it is asked what slower copies cost."""
-ROUNDING = 1e-9
-"""Times that differ by less than this share differ by the rounding of sums alone."""
 _STRAIN = 1.3
 """How much longer copies take where it is asked what a schedule would take if they did."""
 _STRAINS = (1.5, 1.25, 1.1)
 """How much longer they may take before compute waits for one: the first for which there is room."""
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """Members in sub-arrays, one profile each, and how these share the device.
-
-    ``beside_bytes`` are reserved beside the slab for what nodes need while they run.
-    """
-
-    sub_arrays: tuple[tuple[str, ...], ...]
-    profiles: tuple[Profile, ...]
-    multiplexing: Multiplexing
-    beside_bytes: int = 0
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return tuple(len(members) for members in self.sub_arrays)
-
-    @property
-    def in_words(self) -> str:
-        widths = "+".join(str(width) for width in self.widths[:8])
-        more = f"+... ({len(self.widths)} sub-arrays)" if len(self.widths) > 8 else ""
-        branches = " side by side" if self.num_branches > 1 else ""
-        return f"{widths}{more}{branches} {self.multiplexing.value}"
-
-    @property
-    def num_branches(self) -> int:
-        """On how many branches the members of each sub-array train; 1 where they are fused."""
-        return self.profiles[0].num_branches
-
-    def fingerprints(self) -> tuple[str, ...]:
-        """Those of the distinct profiles."""
-        return tuple(dict.fromkeys(profile.fingerprint for profile in self.profiles))
-
-    def partition(self) -> tuple[SubArray, ...]:
-        """The sub-arrays as a plan names them."""
-        known = self.fingerprints()
-        return tuple(
-            SubArray(members, known.index(profile.fingerprint))
-            for members, profile in zip(self.sub_arrays, self.profiles, strict=True)
-        )
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A schedule of an arrangement, placed and timed.
-
-    ``strained_seconds`` is what it takes where all copies are slower than predicted.
-    """
-
-    schedule: Schedule
-    program: Program
-    seconds: float
-    strained_seconds: float
-
-    @property
-    def is_calm(self) -> bool:
-        """Whether slower copies cost nothing."""
-        return self.strained_seconds <= self.seconds * (1 + ROUNDING)
-
-    def is_calmer_than(self, other: Candidate) -> bool:
-        """Whether slower copies cost less here, of two that take the same with copies as predicted."""
-        return self.strained_seconds < other.strained_seconds * (1 - ROUNDING)
-
-    @property
-    def slab_bytes(self) -> int:
-        return self.program.slab_bytes
 
 
 @dataclass(frozen=True)
@@ -162,6 +98,7 @@ class Candidates:
         body = FixedBody(task, plain_order(task.profiles, task.multiplexing), self._facts)
         self._plain_schedule = body.plain_schedule()
         self._swaps_static = isinstance(known.policy, Auto)
+        self._spreads = self._swaps_static and len(arrangement.profiles) > 1
         self._is_large = body.length >= _LARGE_BODY
         self._is_huge = is_huge = body.length >= _HUGE_BODY
         self.has_decisions = known.has_decisions and (
@@ -185,6 +122,7 @@ class Candidates:
         self._smallest_timed: _Timed | None = None
         self._first: dict[int, _Timed | None] = {}
         self._made: dict[int, Candidate | None] = {}
+        self._fine_made: dict[int, tuple[float, Candidate | None]] = {}
         self._first_needs: dict[int, int] = {}
         self._made_needs: dict[int, int] = {}
 
@@ -258,9 +196,13 @@ class Candidates:
         steps = [limit for limit in limits[above - self._num_steps + 1 : above] if limit <= available]
         if found is not None and found.seconds <= self.least_seconds * (1 + ROUNDING):
             return self._calmest(found, steps)
-        if not steps or self._is_ruled_out(steps[-1], found, to_beat):
-            return found
-        allowed: float | None = None
+        return self._of_fine_steps(self._of_steps(found, steps, above, to_beat), found, available, to_beat)
+
+    def _of_steps(
+        self, of_rungs: Candidate | None, steps: list[int], above: int, to_beat: float
+    ) -> Candidate | None:
+        """A step that is quicker than ``of_rungs``, the best of those; ``above`` numbers the next rung."""
+        found, allowed = of_rungs, None
         for limit in reversed(steps):
             if self._is_ruled_out(limit, found, to_beat):
                 break
@@ -268,9 +210,35 @@ class Candidates:
             if step is None or step is found:
                 continue
             if allowed is None:
-                allowed = self._allowed(found, limits, above)
+                allowed = self._allowed(of_rungs, above)
             if step.seconds >= allowed * (1 - ROUNDING):
                 found = step
+        return found
+
+    def _of_fine_steps(
+        self, found: Candidate | None, of_rungs: Candidate | None, available: int, to_beat: float
+    ) -> Candidate | None:
+        """A fine step that is quicker than ``found``, the best of rungs and steps."""
+        if not self._spreads or available >= self.plain_bytes:
+            return found
+        limits = [*self.limits(), self.plain_bytes]
+        number = bisect.bisect_right(limits, available)
+        low, high = limits[number - 1 : number + 1]
+        offered = None
+        for step in range(_NUM_FINE_STEPS - 1, 0, -1):
+            limit = low + (high - low) * step // _NUM_FINE_STEPS
+            if limit > available:
+                continue
+            if self._is_ruled_out(limit, found, to_beat):
+                break
+            quickest = to_beat if found is None else min(to_beat, found.seconds)
+            fine = self._fine(limit, quickest)
+            if fine is None or fine.seconds >= quickest:
+                continue
+            if offered is None:
+                offered = self._offered(of_rungs, number)
+            if fine.seconds >= offered * (1 - ROUNDING):
+                found = fine
         return found
 
     def _calmest(self, found: Candidate, steps: list[int]) -> Candidate:
@@ -289,13 +257,28 @@ class Candidates:
                 calmest = step
         return calmest
 
-    def _allowed(self, found: Candidate | None, limits: list[int], above: int) -> float:
+    def _allowed(self, of_rungs: Candidate | None, above: int) -> float:
         """What a step between two rungs may not be quicker than."""
+        limits = self.limits()
         if above >= len(limits):
             return self.least_seconds
         higher = self._within(limits[above])
-        known = [each.seconds for each in (found, higher) if each is not None]
+        known = [each.seconds for each in (of_rungs, higher) if each is not None]
         return min(known, default=math.inf)
+
+    def _offered(self, of_rungs: Candidate | None, number: int) -> float:
+        """What the limit of that number gives to budgets from there on: a fine step may not be quicker.
+
+        A step that does not count gives nothing to anybody.
+        """
+        limits = self.limits()
+        if number >= len(limits):
+            return self.least_seconds
+        made = self._within(limits[number])
+        seconds = math.inf if made is None else made.seconds
+        above = -(-number // self._num_steps) * self._num_steps
+        counts = number == above or seconds >= self._allowed(of_rungs, above) * (1 - ROUNDING)
+        return seconds if counts else math.inf
 
     def _is_ruled_out(self, limit_bytes: int, found: Candidate | None, to_beat: float) -> bool:
         """Whether nothing within a limit, or a lower one, can be quicker than what there is."""
@@ -354,7 +337,32 @@ class Candidates:
             self.least_need = need if self.least_need is None else min(self.least_need, need)
 
     def _make(self, limit_bytes: int) -> Candidate | None:
-        first = timed = self._unplaced(limit_bytes)
+        def again(tightened: int) -> _Timed | None:
+            return self._scheduled(tightened, limit_bytes, self._made_needs)
+
+        return self._fitted(limit_bytes, self._unplaced(limit_bytes), again)
+
+    def _fine(self, limit_bytes: int, below: float) -> Candidate | None:
+        """With static tensors spread, placed and tightened; where that takes less than ``below`` seconds."""
+        asked, made = self._fine_made.get(limit_bytes, (0.0, None))
+        if made is None and below > asked:
+
+            def spread(limit: int) -> _Timed | None:
+                schedule = spread_static(self._task(limit), below)
+                try:
+                    return None if schedule is None else self._hurried(self._timed(schedule), limit)
+                except PlanError:
+                    return None
+
+            made = self._fitted(limit_bytes, spread(limit_bytes), spread)
+            self._fine_made[limit_bytes] = (below, made)
+        return made
+
+    def _fitted(
+        self, limit_bytes: int, first: _Timed | None, again: Callable[[int], _Timed | None]
+    ) -> Candidate | None:
+        """``first`` placed, or what is made ``again`` of lower limits until that fits."""
+        timed = first
         tightened = limit_bytes
         margin = limit_bytes // _LARGE_MARGIN if self._is_large else 0
         for times in (*self._tightenings, 0):
@@ -366,7 +374,7 @@ class Candidates:
                 is_found = candidate.seconds >= first.seconds * self._most_gain
                 return self.with_slack(candidate, limit_bytes) if is_found else None
             tightened -= times * (candidate.slab_bytes - limit_bytes + margin)
-            timed = self._scheduled(tightened, limit_bytes, self._made_needs) if times else None
+            timed = again(tightened) if times else None
         return None
 
     def with_slack(self, candidate: Candidate, limit_bytes: int) -> Candidate:
@@ -414,7 +422,7 @@ class Candidates:
         best: _Timed | None = None
         lacking: list[int] = []
         ways: list[Callable[[Task, _Timed | None], Schedule | None]] = [self._each_by_itself]
-        if self._swaps_static and len(task.profiles) > 1:
+        if self._spreads:
             ways += [self._spread, self._all_at_once]
         for make in ways:
             try:

@@ -14,7 +14,8 @@ from dataclasses import replace
 from trainmux.errors import BudgetError
 from trainmux.ir import Multiplexing, Profile, Program, verify
 from trainmux.rewrite import fewer_waits
-from trainmux.scheduling._candidates import Arrangement, Candidates
+from trainmux.scheduling._arrangement import Arrangement
+from trainmux.scheduling._candidates import Candidates
 from trainmux.scheduling.budget import in_words
 from trainmux.scheduling.policies import policy_named
 

@@ -18,7 +18,8 @@ from functools import partial
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.ir import Attempt, Multiplexing, Plan, Profile, verify
 from trainmux.rewrite import rewrite
-from trainmux.scheduling._candidates import ROUNDING, SAME, Arrangement, Candidate, Candidates
+from trainmux.scheduling._arrangement import ROUNDING, Arrangement, Candidate
+from trainmux.scheduling._candidates import SAME, Candidates
 from trainmux.scheduling.budget import in_words
 from trainmux.scheduling.partition import MAX_PARTITIONS, Group, Partition, find_partitions
 from trainmux.scheduling.policies import policy_named

@@ -24,13 +24,16 @@ from trainmux.scheduling.policies._gaps import Choice, Gap, find_gaps
 from trainmux.scheduling.policies._layout import Demand, Layout, demand, lay_out
 from trainmux.scheduling.policies._relieve import LinkPrice, Reliever
 
-_RECOMPUTED_SHARES = (0.0, 0.15, 0.3, 0.45)
-"""Of what a sub-array's feature maps need at their peak, how much less that is to be."""
+_NUM_SHARES, _MOST_RECOMPUTED = 56, 0.7
+"""Of what a sub-array's feature maps need at their peak, how much less that is to be: so many shares, evenly
+spaced. Some is cheap to make again, and what comes next costs several times as much."""
+_NUM_ROUNDS = 1000
+"""In which a sub-array by itself is relieved: in most of them it gives up one tensor."""
 _NUM_BISECTIONS = 7
 _MORE = (1.0, 1.1, 1.2, 1.35, 1.5, 2.0)
 """How many times the least share that fits is on the host: with room to spare copies back begin early."""
-_MAX_WORSE = 2
-"""So many in a row that are slower than the best end that search."""
+_MAX_WORSE, _MAX_WORSE_SHARES = 2, 4
+"""So many in a row that are slower than the best end the search for what is on the host, and all of it."""
 _CLOSE = 1 + 1e-9
 
 
@@ -38,11 +41,17 @@ def spread_static(task: Task, below: float = math.inf) -> Schedule | None:
     """The quickest such schedule that was found; ``None`` where none takes less than ``below`` seconds."""
     spread = _Spread(task)
     best: Layout | None = None
-    for share in _RECOMPUTED_SHARES:
-        for layout, seconds in spread.layouts(share, below):
-            if seconds < below:
-                best, below = layout, seconds
-        if below <= spread.least_seconds * _CLOSE:
+    quickest, num_worse = math.inf, 0
+    for base in spread.recomputed():
+        found = list(spread.layouts(base, below))
+        if not found:
+            continue
+        layout, seconds = min(found, key=lambda pair: pair[1])
+        if seconds < below:
+            best, below = layout, seconds
+        num_worse = 0 if seconds < quickest else num_worse + 1
+        quickest = min(quickest, seconds)
+        if num_worse == _MAX_WORSE_SHARES or below <= spread.least_seconds * _CLOSE:
             break
     return best.schedule("idle while others have their turns") if best is not None else None
 
@@ -56,10 +65,11 @@ class _Spread:
         self._rows = _static_rows(self._body, self._gaps)
         self.least_seconds = float(self._body.starts[-1])
 
-    def layouts(self, recomputed_share: float, below: float) -> Iterator[tuple[Layout, float]]:
-        """With more and more on the host, and what each takes; none where it is no less than ``below``."""
-        base = self._recomputed(recomputed_share)
-        if base is None or not self._rows:
+    def layouts(self, base: Sequence[Choice], below: float) -> Iterator[tuple[Layout, float]]:
+        """With more and more on the host beside the choices of ``base``, and what each takes; none where it
+        is no less than ``below``.
+        """
+        if not self._rows:
             return
         most = self._demand(base, 1.0)
         if most is None or most.peak_bytes > self._task.limit_bytes:
@@ -97,12 +107,20 @@ class _Spread:
                 choices[number] = Choice.SWAP
         return demand(self._body, self._gaps, choices)
 
-    def _recomputed(self, share: float) -> list[Choice] | None:
-        """The same feature maps made again in all sub-arrays of a profile; ``None`` where they cannot be."""
-        found = [_alone(facts).recomputed(share) for facts in self._body.all_facts]
-        if any(own is None for own in found):
-            return None
-        return [(found[gap.sub_array] or {}).get((gap.tensor, gap.last), Choice.KEEP) for gap in self._gaps]
+    def recomputed(self) -> Iterator[list[Choice]]:
+        """More and more feature maps made again, the same in all sub-arrays of a profile."""
+        last: list[Choice] = []
+        for number in range(_NUM_SHARES + 1):
+            share = number / _NUM_SHARES * _MOST_RECOMPUTED
+            found = [_alone(facts).recomputed(share) for facts in self._body.all_facts]
+            if any(own is None for own in found):
+                return
+            choices = [
+                (found[gap.sub_array] or {}).get((gap.tensor, gap.last), Choice.KEEP) for gap in self._gaps
+            ]
+            if choices != last:
+                yield choices
+            last = choices
 
 
 class _Alone:
@@ -112,9 +130,8 @@ class _Alone:
         task = Task((facts.profile,), Multiplexing.TURNS, limit_bytes=0, host_bytes=0)
         body = FixedBody(task, plain_order(task.profiles, task.multiplexing), [facts])
         self._gaps = find_gaps([facts], with_static=False)
-        self._path = Reliever(self._gaps, [True] * len(self._gaps), may_swap=False).path(
-            body, LinkPrice(math.inf)
-        )
+        reliever = Reliever(self._gaps, [True] * len(self._gaps), may_swap=False, num_rounds=_NUM_ROUNDS)
+        self._path = reliever.path(body, LinkPrice(math.inf))
         self._static_bytes = static_bytes([facts]).total
         self._peak_bytes = int(body.needed().max())
 

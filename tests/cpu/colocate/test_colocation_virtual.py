@@ -29,10 +29,12 @@ from torch import Tensor
 import trainmux as tm
 from trainmux.colocate import EVERY_KERNEL, _memory_facts
 from trainmux.colocate import smallest_budget as smallest_of
+from trainmux.colocate._fused_work import _BESIDE_BYTES, _SPARE_BYTES
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES
 from trainmux.errors import BatchError, BudgetError, ConfigError, PlanError
 from trainmux.fleet._batches import BatchFeed
 from trainmux.fleet._group import Group
+from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's shared memory files")
 
@@ -315,10 +317,40 @@ def test_a_job_whose_graphs_take_more_than_usual_gets_it(monkeypatch: pytest.Mon
     before = colocation.results()["a"].local_bytes
     result = colocation.run()
     assert result.failed == ()
-    assert result["a"].local_bytes == before + taken
+    not_needed = _BESIDE_BYTES - MATRIX_LIBRARIES_BYTES - _SPARE_BYTES
+    assert result["a"].local_bytes == before + taken - not_needed
     losses, state = trained(page_fleet(0), page_batches(0), 2)
     assert torch.equal(result["a"].losses, losses)
     assert_same_state(state_of(fleet), state, "a")
+
+
+def test_what_a_job_does_not_need_in_the_end_is_for_all() -> None:
+    """In a budget for one peak at a time: once both are captured there is room for both peaks."""
+    fleets = [page_fleet(number) for number in (0, 1)]
+    arenas: list[int] = []
+
+    def look(step: tm.JobStep) -> None:
+        arenas.append(step.colocation._device.laid_out()[0])  # type: ignore[attr-defined]
+
+    jobs = [
+        tm.Job(str(number), fleet=fleet, loader=page_batches(number), steps=3, callbacks=[look])
+        for number, fleet in enumerate(fleets)
+    ]
+    colocation = tm.colocate(jobs, "4GiB")
+    asked = {name: row.local_bytes for name, row in colocation.results().jobs.items()}
+    peaks = [peak for tenant in colocation._tenants.values() for peak in tenant.peaks]
+    least = smallest_budget(colocation)
+    assert least == sum(asked.values()) + max(peaks)
+    colocation.set_budget(least)
+    result = colocation.run()
+    assert result.failed == ()
+    assert arenas[-1] == sum(peaks) > max(peaks)
+    for number, fleet in enumerate(fleets):
+        row = result[str(number)]
+        assert row.local_bytes == asked[str(number)] - _BESIDE_BYTES + MATRIX_LIBRARIES_BYTES + _SPARE_BYTES
+        losses, state = trained(page_fleet(number), page_batches(number), 3)
+        assert torch.equal(row.losses, losses)
+        assert_same_state(state_of(fleet), state, str(number))
 
 
 def test_a_job_whose_graphs_do_not_fit_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,32 @@ def test_the_budget_moves_from_70_to_50_and_back() -> None:
     assert run.idle_seconds == 0.0
 
 
+def test_what_a_job_does_not_keep_goes_to_the_arena() -> None:
+    jobs = [wave(name, 40, steps=20, local=28, fingerprint="same") for name in "ab"]
+    scheduler = ScroogeScheduler(jobs, GPU)
+    gpu = gpu_of(scheduler, jobs)
+    gpu.at(5.0, lambda now: scheduler.keep_less("a", 10))
+    gpu.at(10.0, lambda now: scheduler.keep_less("b", 15))
+    gpu.at(11.0, lambda now: scheduler.keep_less("b", 18))  # more than it keeps: nothing is taken back
+    gpu.at(12.0, lambda now: scheduler.keep_less("c", 1))
+    run = gpu.run()
+    capacities = [sum(arena.capacity_bytes for arena in remap.layout.arenas) for _, remap in run.remaps]
+    assert capacities[:3] == [44, 62, 75]
+    assert all(remap.budget_bytes == GPU for _, remap in run.remaps)
+    assert run.remaps[1][0] - 5.0 <= 1.0  # when the job at the top is between two iterations
+    assert run.idle_seconds == 0.0
+    waited = [wait for end, wait in waits(run, "a") if end < 5]
+    later = [wait for end, wait in waits(run, "a") if 12 < end < run.ended_at - 3]
+    assert max(later) < max(waited)
+    # One more job fits now than what was asked for left room for.
+    scheduler = ScroogeScheduler(jobs, GPU)
+    third = wave("c", 40, local=21)
+    with pytest.raises(BudgetError):
+        scheduler.add(third)
+    scheduler.keep_less("a", 10)
+    scheduler.add(third)
+
+
 def test_memory_enough_without_shift_is_as_good_as_more() -> None:
     """Section 7.3: what needs no TimeShift at 70% does not get faster with more memory."""
     ends = []

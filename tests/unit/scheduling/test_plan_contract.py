@@ -142,13 +142,14 @@ def test_auto_works_below_static_memory() -> None:
     prove(search.plan(smallest), seed)
 
 
-@pytest.mark.parametrize(("policy", "kinds"), [("mutwo", 2), ("capuchin", 2), ("auto", 1)])
-def test_mutants_of_planned_programs_are_killed(policy: str, kinds: int) -> None:
+@pytest.mark.parametrize("policy", ["mutwo", "capuchin", "auto"])
+def test_mutants_of_planned_programs_are_killed(policy: str) -> None:
     """Each for its own reason; a wait or a copy that is dropped, wherever it was not redundant."""
     seed, num_members = 6, 2
     search = planner(seed, num_members, policy)
     plan = search.plan(int(search.smallest_bytes() * 1.02))
-    assert bool(plan.swaps) + bool(plan.recomputes) == kinds
+    assert plan.swaps
+    assert plan.recomputes
     profiles = [profile(seed, len(sub_array.members)) for sub_array in plan.partition]
     program = rewrite(profiles, plan.schedule)
     budget = program.slab_bytes

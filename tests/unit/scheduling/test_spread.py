@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,8 @@ from graphs import DEVICE, KIB, Shape, random_profile
 
 from trainmux.ir import ByteClass, Multiplexing, Phase, Profile, ProfiledNode, ProfiledTensor, verify
 from trainmux.rewrite import draft, rewrite
-from trainmux.scheduling import Group, Planner, Task
+from trainmux.scheduling import Group, Planner, Task, _candidates, _spread
+from trainmux.scheduling._candidates import Candidates
 from trainmux.scheduling._lift import schedule_sub_arrays
 from trainmux.scheduling._policy import live_bytes, plain_order
 from trainmux.scheduling._spread import spread_static
@@ -137,6 +139,50 @@ def test_the_planner_takes_it() -> None:
     assert any(
         profile.tensors[swap.tensor].byte_class is ByteClass.OPTIMIZER_STATE for swap in record.schedule.swaps
     )
+
+
+def test_maps_are_made_again_no_more_than_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few shares are too many maps or too much for the link."""
+    task = task_of(member(24), 4, Multiplexing.RING, 0.2)
+
+    def seconds() -> float:
+        schedule = spread_static(task)
+        assert schedule is not None
+        return lane_times(rewrite(task.profiles, schedule).body, task.profiles).seconds
+
+    finely = seconds()
+    monkeypatch.setattr(_spread, "_NUM_SHARES", 4)
+    assert finely < 0.98 * seconds()
+
+
+def test_memory_between_two_limits_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The more of it, the less time; without fine steps it is that of the limit below."""
+    profile = member()
+
+    def single_members() -> Candidates:
+        planner = Planner(
+            [Group("0", tuple(f"member {number}" for number in range(8)))],
+            profile_of=lambda group, width: _wide(profile, width),
+            max_partitions=2,
+        )
+        return next(each for each in planner._all if each.arrangement.widths == (1,) * 8)
+
+    def found(candidates: Candidates, available: int) -> float:
+        best = candidates.best(available, math.inf)
+        assert best is not None
+        assert best.slab_bytes <= available
+        return best.seconds
+
+    fine = single_members()
+    low, high = fine.limits()[2:4]
+    budgets = [low + (high - low) * tenths // 10 for tenths in (0, 3, 6, 9, 10)]
+    times = [found(fine, budget) for budget in budgets]
+    assert times == sorted(times, reverse=True)
+    assert times[3] < 0.85 * times[0]
+    assert len(set(times)) == len(times)
+    monkeypatch.setattr(_candidates, "_NUM_FINE_STEPS", 1)
+    coarse = single_members()
+    assert {found(coarse, budget) for budget in budgets[:-1]} == {times[0]}
 
 
 def _wide(profile: Profile, width: int) -> Profile:

@@ -45,7 +45,7 @@ LINK_PRICES = (
 _PARTS = 20
 """Gaps whose length differs by less than one of so many parts of a step are alike."""
 
-_MAX_ROUNDS = 40
+_NUM_ROUNDS = 40
 """Rounds a relief should take; in larger bodies each gives up more tensors at once."""
 
 
@@ -128,11 +128,18 @@ class _Waiting:
 class Reliever:
     """Relieves bodies that share gaps. ``usable`` says which of them may be touched at all."""
 
-    def __init__(self, gaps: tuple[Gap, ...], usable: Sequence[bool], *, may_swap: bool = True) -> None:
+    def __init__(
+        self,
+        gaps: tuple[Gap, ...],
+        usable: Sequence[bool],
+        *,
+        may_swap: bool = True,
+        num_rounds: int = _NUM_ROUNDS,
+    ) -> None:
         self._gaps = gaps
         self._may_swap = may_swap
         self._usable: Bools = np.asarray(usable, dtype=np.bool_)
-        self._batch = max(1, len(gaps) // _MAX_ROUNDS)
+        self._batch = max(1, len(gaps) // num_rounds)
 
     def relieve(
         self,
