@@ -300,8 +300,7 @@ class Colocation:
             for lane, lane_name in enumerate(tenant.lane_names):
                 with self._device.lane(lane_name):
                     tenant.settle(lane, self._device.memory_of(lane_name), self._device.now())
-            for demand in tenant.demands:
-                self._scheduler.keep_less(demand.name, demand.local_bytes)
+            self._scheduler.keep_less({demand.name: demand.local_bytes for demand in tenant.demands})
         except BudgetError as error:
             forget_locals(error)  # graphs and their pool among them
             self._give_more(name)

@@ -119,13 +119,16 @@ class ScroogeScheduler:
         self._wanted_budget = budget_bytes
         self._retarget()
 
-    def keep_less(self, name: str, local_bytes: int) -> None:
-        """A job turns out to need only so much of its own: arenas get the rest of what it asked for."""
-        demand = self._wanted.get(name)
-        if demand is not None and local_bytes < demand.local_bytes:
-            self._wanted[name] = demand = replace(demand, local_bytes=local_bytes)
-            if name in self._jobs:
-                self._jobs[name].demand = demand
+    def keep_less(self, local_bytes: Mapping[str, int]) -> None:
+        """Jobs turn out to need only so much of their own: arenas get the rest of what they asked for."""
+        changed = False
+        for name, demand in self._wanted.items():
+            if local_bytes.get(name, demand.local_bytes) < demand.local_bytes:
+                self._wanted[name] = demand = replace(demand, local_bytes=local_bytes[name])
+                changed = True
+                if name in self._jobs:
+                    self._jobs[name].demand = demand
+        if changed:
             self._retarget()
 
     # What the driver of the device asks and tells

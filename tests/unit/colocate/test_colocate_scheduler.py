@@ -169,10 +169,10 @@ def test_what_a_job_does_not_keep_goes_to_the_arena() -> None:
     jobs = [wave(name, 40, steps=20, local=28, fingerprint="same") for name in "ab"]
     scheduler = ScroogeScheduler(jobs, GPU)
     gpu = gpu_of(scheduler, jobs)
-    gpu.at(5.0, lambda now: scheduler.keep_less("a", 10))
-    gpu.at(10.0, lambda now: scheduler.keep_less("b", 15))
-    gpu.at(11.0, lambda now: scheduler.keep_less("b", 18))  # more than it keeps: nothing is taken back
-    gpu.at(12.0, lambda now: scheduler.keep_less("c", 1))
+    gpu.at(5.0, lambda now: scheduler.keep_less({"a": 10}))
+    gpu.at(10.0, lambda now: scheduler.keep_less({"b": 15}))
+    gpu.at(11.0, lambda now: scheduler.keep_less({"b": 18}))  # more than it keeps: nothing is taken back
+    gpu.at(12.0, lambda now: scheduler.keep_less({"c": 1}))
     run = gpu.run()
     capacities = [sum(arena.capacity_bytes for arena in remap.layout.arenas) for _, remap in run.remaps]
     assert capacities[:3] == [44, 62, 75]
@@ -187,7 +187,7 @@ def test_what_a_job_does_not_keep_goes_to_the_arena() -> None:
     third = wave("c", 40, local=21)
     with pytest.raises(BudgetError):
         scheduler.add(third)
-    scheduler.keep_less("a", 10)
+    scheduler.keep_less({"a": 10})
     scheduler.add(third)
 
 
