@@ -27,33 +27,70 @@ from trainmux.scheduling.policies._relieve import LinkPrice, Reliever
 _NUM_SHARES, _MOST_RECOMPUTED = 56, 0.7
 """Of what a sub-array's feature maps need at their peak, how much less that is to be: so many shares, evenly
 spaced. Some is cheap to make again, and what comes next costs several times as much."""
+_STRIDES = (8, 4, 2, 1)
+"""How far apart shares are that are tried."""
 _NUM_ROUNDS = 1000
 """In which a sub-array by itself is relieved: in most of them it gives up one tensor."""
+_LARGE_BODY = 1000
+"""Nodes from which on not all shares are tried."""
 _NUM_BISECTIONS = 7
 _MORE = (1.0, 1.1, 1.2, 1.35, 1.5, 2.0)
 """How many times the least share that fits is on the host: with room to spare copies back begin early."""
-_MAX_WORSE, _MAX_WORSE_SHARES = 2, 4
-"""So many in a row that are slower than the best end the search for what is on the host, and all of it."""
+_MAX_WORSE = 2
+"""So many in a row that are slower than the best end a search."""
 _CLOSE = 1 + 1e-9
 
 
 def spread_static(task: Task, below: float = math.inf) -> Schedule | None:
-    """The quickest such schedule that was found; ``None`` where none takes less than ``below`` seconds."""
+    """The quickest such schedule that was found; ``None`` where none takes less than ``below`` seconds.
+
+    With more and more made again the link has less to do, and compute more: of large bodies shares far apart
+    are tried first, and then closer and closer ones around the best. Of small ones all are: there a share is
+    a tensor more or less, and the time goes up and down.
+    """
     spread = _Spread(task)
-    best: Layout | None = None
-    quickest, num_worse = math.inf, 0
-    for base in spread.recomputed():
-        found = list(spread.layouts(base, below))
-        if not found:
-            continue
-        layout, seconds = min(found, key=lambda pair: pair[1])
-        if seconds < below:
-            best, below = layout, seconds
-        num_worse = 0 if seconds < quickest else num_worse + 1
-        quickest = min(quickest, seconds)
-        if num_worse == _MAX_WORSE_SHARES or below <= spread.least_seconds * _CLOSE:
+    search = _Search(spread, below)
+    strides = _STRIDES if spread.is_large else _STRIDES[-1:]
+    for number in range(0, _NUM_SHARES + 1, strides[0]):
+        search.look_at(number)
+        if search.is_done or (spread.is_large and search.num_worse == _MAX_WORSE):
             break
+    for stride in strides[1:]:
+        middle = search.best_number
+        for number in (middle - stride, middle + stride):
+            if not search.is_done and 0 <= number <= _NUM_SHARES:
+                search.look_at(number)
+    best = search.best
     return best.schedule("idle while others have their turns") if best is not None else None
+
+
+class _Search:
+    """The best layout so far, of which share it is, and how many since were slower."""
+
+    def __init__(self, spread: _Spread, below: float) -> None:
+        self._spread = spread
+        self._below = below
+        self._seconds = math.inf
+        self.best: Layout | None = None
+        self.best_number = 0
+        self.num_worse = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._below <= self._spread.least_seconds * _CLOSE
+
+    def look_at(self, number: int) -> None:
+        """Make so many shares again."""
+        base = self._spread.recomputed(number / _NUM_SHARES * _MOST_RECOMPUTED)
+        found = list(self._spread.layouts(base, self._below)) if base is not None else []
+        if not found:
+            return
+        layout, seconds = min(found, key=lambda pair: pair[1])
+        if seconds < self._below:
+            self.best, self._below = layout, seconds
+        self.num_worse = 0 if seconds < self._seconds else self.num_worse + 1
+        if seconds < self._seconds:
+            self._seconds, self.best_number = seconds, number
 
 
 class _Spread:
@@ -64,6 +101,7 @@ class _Spread:
         self._gaps = find_gaps(facts, with_static=True)
         self._rows = _static_rows(self._body, self._gaps)
         self.least_seconds = float(self._body.starts[-1])
+        self.is_large = self._body.length >= _LARGE_BODY
 
     def layouts(self, base: Sequence[Choice], below: float) -> Iterator[tuple[Layout, float]]:
         """With more and more on the host beside the choices of ``base``, and what each takes; none where it
@@ -107,20 +145,12 @@ class _Spread:
                 choices[number] = Choice.SWAP
         return demand(self._body, self._gaps, choices)
 
-    def recomputed(self) -> Iterator[list[Choice]]:
-        """More and more feature maps made again, the same in all sub-arrays of a profile."""
-        last: list[Choice] = []
-        for number in range(_NUM_SHARES + 1):
-            share = number / _NUM_SHARES * _MOST_RECOMPUTED
-            found = [_alone(facts).recomputed(share) for facts in self._body.all_facts]
-            if any(own is None for own in found):
-                return
-            choices = [
-                (found[gap.sub_array] or {}).get((gap.tensor, gap.last), Choice.KEEP) for gap in self._gaps
-            ]
-            if choices != last:
-                yield choices
-            last = choices
+    def recomputed(self, share: float) -> list[Choice] | None:
+        """The same feature maps made again in all sub-arrays of a profile; ``None`` where they cannot be."""
+        found = [_alone(facts).recomputed(share) for facts in self._body.all_facts]
+        if any(own is None for own in found):
+            return None
+        return [(found[gap.sub_array] or {}).get((gap.tensor, gap.last), Choice.KEEP) for gap in self._gaps]
 
 
 class _Alone:
