@@ -186,7 +186,7 @@ def test_a_left_plans_slab_is_the_devices_again() -> None:
     under_plan = torch.cuda.memory_reserved()
     fleet.use(None)
     after = torch.cuda.memory_reserved()
-    assert after <= before + 112 * MIB  # workspaces of the streams that were used stay, and segments are whole
+    assert after <= before + 112 * MIB  # workspaces of used streams stay, and segments are whole
     assert under_plan >= before + 256 * MIB
 
 
