@@ -49,6 +49,12 @@ NUM_GUESTS = 8
 
 
 @pytest.fixture(autouse=True)
+def _jobs_keep_what_they_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is more than the arenas of such small jobs: nothing would be tight."""
+    monkeypatch.setattr(_fused_work, "_SPARE_BYTES", 1 << 40)
+
+
+@pytest.fixture(autouse=True)
 def _without_workspaces() -> Iterator[None]:
     settle(clears_workspaces=True)
     yield

@@ -274,13 +274,13 @@ class Colocation:
         for name in self._inside.keys() - named:
             self._move_out(name)
         needs = {name: tenant.need(lane) for name, (tenant, lane) in lanes.items()}
+        newcomers = sorted(named - self._inside.keys())
         try:
             self._device.arrange(action.layout, needs)
         except BudgetError as error:
-            newcomers = named - self._inside.keys()
             if not newcomers:
                 raise
-            for name in sorted(newcomers):
+            for name in newcomers:
                 self._turn_away(name, error)
             return  # a layout without them comes next
         reserved = self._device.reserved_bytes
@@ -290,8 +290,9 @@ class Colocation:
                 f"{in_words(reserved)}; the scheduler must keep to the budget"
             )
         self._peak_bytes = max(self._peak_bytes, reserved)
-        for name in sorted(named - self._inside.keys()):
+        for name in newcomers:
             self._move_in(name)
+        self._keep_less([self._inside[name] for name in newcomers if name in self._inside])
 
     def _move_in(self, name: str) -> None:
         """A job's state moves to the device's layout; what goes wrong there ends this job alone."""
@@ -300,13 +301,21 @@ class Colocation:
             for lane, lane_name in enumerate(tenant.lane_names):
                 with self._device.lane(lane_name):
                     tenant.settle(lane, self._device.memory_of(lane_name), self._device.now())
-            self._scheduler.keep_less({demand.name: demand.local_bytes for demand in tenant.demands})
         except BudgetError as error:
             forget_locals(error)  # graphs and their pool among them
             self._give_more(name)
         except Exception as error:
             tenant.fail(error)
             self._let_go(tenant, at_once=True)
+
+    def _keep_less(self, newcomers: list[Tenant]) -> None:
+        """What jobs asked for and do not need, now that they have settled, is for arenas, if it is there."""
+        settled = [tenant for tenant in newcomers if tenant.error is None]
+        needs = {name: one.need(lane) for one in settled for lane, name in enumerate(one.lane_names)}
+        before = self._device.reserved_bytes
+        self._device.keep_less(needs)
+        if before - self._device.reserved_bytes <= self._device.free_bytes:
+            self._scheduler.keep_less({name: need.local_bytes for name, need in needs.items()})
 
     def _turn_away(self, name: str, error: BudgetError) -> None:
         """A job for which the device has no memory, whatever the budget says, ends before it begins."""

@@ -114,6 +114,10 @@ class CudaDevice:
         )
         return areas + sum(block.size_bytes for blocks in self._arenas.values() for block in blocks)
 
+    @property
+    def free_bytes(self) -> float:
+        return torch.cuda.mem_get_info(self.device)[0]
+
     def laid_out(self) -> tuple[int, dict[str, MemoryNeed]]:
         """The bytes of all arenas, and what each job was given."""
         arenas = sum(block.size_bytes for blocks in self._arenas.values() for block in blocks)
@@ -152,6 +156,10 @@ class CudaDevice:
                     self._tenancies[name] = self._let_in(needs[name])
                 self._tenancies[name].need = needs[name]  # what it takes beside its area may be more now
                 self._map(self._tenancies[name], self._wanted(blocks, name in row.top, needs[name]))
+
+    def keep_less(self, needs: Mapping[str, MemoryNeed]) -> None:
+        for name, need in needs.items():
+            self._tenancies[name].need = need
 
     def _shrink(self, layout: Layout) -> list[PhysicalBlock]:
         """Take regions out of arenas that have too many or are gone; a base keeps those it sees."""

@@ -101,6 +101,10 @@ class ColocationDevice(Protocol):
     def reserved_bytes(self) -> int:
         """What is laid out now: every job's own bytes, and the arenas."""
 
+    @property
+    def free_bytes(self) -> float:
+        """What could be laid out beside it."""
+
     def now(self) -> float:
         """The clock of ``Ended``, in seconds."""
 
@@ -109,6 +113,9 @@ class ColocationDevice(Protocol):
 
         Areas of jobs that are not in ``layout`` any more are given back.
         """
+
+    def keep_less(self, needs: Mapping[str, MemoryNeed]) -> None:
+        """Jobs that are laid out need no more than that, of what is beside their areas."""
 
     def memory_of(self, job: str) -> Memory:
         """The addresses of a job that is laid out: its own area from 0 on, and behind it its end of the

@@ -276,8 +276,11 @@ class FusedWork:
     def _keep_less(self, graphs: SegmentGraphs) -> None:
         """The usual step is captured: what it did not take is for others, but for a little.
 
-        Other steps take less, as their batches are no larger, and use the same memory.
+        Other steps take less, as their batches are no larger, and use the same memory. Not so where only the
+        usual one is compiled: what others do through ATen needs a place for every result.
         """
+        if self._pieces.compiles_usual_only:
+            return
         taken = max(self._scratch_bytes, graphs.pool_bytes) + MATRIX_LIBRARIES_BYTES
         self._kept_bytes = min(self._kernel_bytes, taken + _SPARE_BYTES)
         graphs.keep_to(self._kept_bytes)

@@ -7,6 +7,7 @@ shrinks. So a new budget moves no job's bytes.
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 from collections import OrderedDict, deque
@@ -80,8 +81,15 @@ class HostDevice:
         local = sum(need.local_bytes for need in self._needs.values())
         return local + sum(arena.capacity_bytes for arena in self._arenas.values())
 
+    @property
+    def free_bytes(self) -> float:
+        return math.inf
+
     def now(self) -> float:
         return self._clock()
+
+    def keep_less(self, needs: Mapping[str, MemoryNeed]) -> None:
+        self._needs.update(needs)
 
     def arrange(self, layout: Layout, needs: Mapping[str, MemoryNeed]) -> None:
         names = {name for row in layout.arenas for name in row.names}

@@ -130,6 +130,13 @@ class FleetInPieces:
         return self.fleet._config.deterministic
 
     @property
+    def compiles_usual_only(self) -> bool:
+        """Whether steps on other batches than the usual ones may run through ATen, unlike those."""
+        lowering = self.fleet._config.lowering
+        is_wide = any(group.width > 1 for group in self.groups)
+        return lowering == "auto" or (lowering == "inductor" and is_wide)
+
+    @property
     def accumulate(self) -> int:
         """Every so many steps update."""
         return self.fleet._config.accumulate

@@ -21,7 +21,6 @@ def release_cached(device: torch.device) -> None:
     """
     if device.type == "cuda":
         gc.collect()  # what graphs held is free only when they are gone
-        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 

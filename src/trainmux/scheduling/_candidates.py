@@ -122,7 +122,8 @@ class Candidates:
         self._smallest_timed: _Timed | None = None
         self._first: dict[int, _Timed | None] = {}
         self._made: dict[int, Candidate | None] = {}
-        self._fine_made: dict[int, tuple[float, Candidate | None]] = {}
+        self._fine_first: dict[int, _Timed | None] = {}
+        self._fine_made: dict[int, Candidate | None] = {}
         self._first_needs: dict[int, int] = {}
         self._made_needs: dict[int, int] = {}
 
@@ -219,10 +220,11 @@ class Candidates:
         self, found: Candidate | None, of_rungs: Candidate | None, available: int, to_beat: float
     ) -> Candidate | None:
         """A fine step that is quicker than ``found``, the best of rungs and steps."""
-        if not self._spreads or available >= self.plain_bytes:
+        if not self._spreads:
             return found
         limits = [*self.limits(), self.plain_bytes]
-        number = bisect.bisect_right(limits, available)
+        # Where live bytes would fit with nothing decided, but not on a slab, the last interval still serves.
+        number = min(bisect.bisect_right(limits, available), len(limits) - 1)
         low, high = limits[number - 1 : number + 1]
         offered = None
         for step in range(_NUM_FINE_STEPS - 1, 0, -1):
@@ -232,7 +234,10 @@ class Candidates:
             if self._is_ruled_out(limit, found, to_beat):
                 break
             quickest = to_beat if found is None else min(to_beat, found.seconds)
-            fine = self._fine(limit, quickest)
+            first = self._fine_unplaced(limit)
+            if first is None or first.seconds * self._most_gain >= quickest:
+                continue
+            fine = self._fine(limit)
             if fine is None or fine.seconds >= quickest:
                 continue
             if offered is None:
@@ -342,21 +347,25 @@ class Candidates:
 
         return self._fitted(limit_bytes, self._unplaced(limit_bytes), again)
 
-    def _fine(self, limit_bytes: int, below: float) -> Candidate | None:
-        """With static tensors spread, placed and tightened; where that takes less than ``below`` seconds."""
-        asked, made = self._fine_made.get(limit_bytes, (0.0, None))
-        if made is None and below > asked:
+    def _fine_unplaced(self, limit_bytes: int) -> _Timed | None:
+        """With static tensors spread, before it is known what that needs on a slab."""
+        if limit_bytes not in self._fine_first:
+            self._fine_first[limit_bytes] = self._spread_alone(limit_bytes)
+        return self._fine_first[limit_bytes]
 
-            def spread(limit: int) -> _Timed | None:
-                schedule = spread_static(self._task(limit), below)
-                try:
-                    return None if schedule is None else self._hurried(self._timed(schedule), limit)
-                except PlanError:
-                    return None
+    def _fine(self, limit_bytes: int) -> Candidate | None:
+        """The same placed and tightened."""
+        if limit_bytes not in self._fine_made:
+            first = self._fine_unplaced(limit_bytes)
+            self._fine_made[limit_bytes] = self._fitted(limit_bytes, first, self._spread_alone)
+        return self._fine_made[limit_bytes]
 
-            made = self._fitted(limit_bytes, spread(limit_bytes), spread)
-            self._fine_made[limit_bytes] = (below, made)
-        return made
+    def _spread_alone(self, limit_bytes: int) -> _Timed | None:
+        schedule = spread_static(self._task(limit_bytes))
+        try:
+            return None if schedule is None else self._hurried(self._timed(schedule), limit_bytes)
+        except PlanError:
+            return None
 
     def _fitted(
         self, limit_bytes: int, first: _Timed | None, again: Callable[[int], _Timed | None]

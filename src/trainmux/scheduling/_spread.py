@@ -31,7 +31,7 @@ _STRIDES = (8, 4, 2, 1)
 """How far apart shares are that are tried."""
 _NUM_ROUNDS = 1000
 """In which a sub-array by itself is relieved: in most of them it gives up one tensor."""
-_LARGE_BODY = 1000
+_LARGE_BODY = 300
 """Nodes from which on not all shares are tried."""
 _NUM_BISECTIONS = 7
 _MORE = (1.0, 1.1, 1.2, 1.35, 1.5, 2.0)
@@ -70,6 +70,7 @@ class _Search:
     def __init__(self, spread: _Spread, below: float) -> None:
         self._spread = spread
         self._below = below
+        self._seen: set[tuple[Choice, ...]] = set()
         self._seconds = math.inf
         self.best: Layout | None = None
         self.best_number = 0
@@ -82,15 +83,19 @@ class _Search:
     def look_at(self, number: int) -> None:
         """Make so many shares again."""
         base = self._spread.recomputed(number / _NUM_SHARES * _MOST_RECOMPUTED)
-        found = list(self._spread.layouts(base, self._below)) if base is not None else []
+        if base is None or tuple(base) in self._seen:
+            return
+        self._seen.add(tuple(base))
+        found = list(self._spread.layouts(base, self._below))
         if not found:
             return
         layout, seconds = min(found, key=lambda pair: pair[1])
         if seconds < self._below:
             self.best, self._below = layout, seconds
-        self.num_worse = 0 if seconds < self._seconds else self.num_worse + 1
         if seconds < self._seconds:
-            self._seconds, self.best_number = seconds, number
+            self._seconds, self.best_number, self.num_worse = seconds, number, 0
+        elif seconds > self._seconds * _CLOSE:
+            self.num_worse += 1
 
 
 class _Spread:

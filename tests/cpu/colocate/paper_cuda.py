@@ -263,6 +263,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[SystemDriver, PaperAllocat
         "current_stream": _stream,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
+        "mem_get_info": lambda device=None: (
+            system.capacity_bytes - system.held_bytes,
+            system.capacity_bytes,
+        ),
         "MemPool": lambda: PaperPool(allocator),
         "use_mem_pool": allocator.use,
         "memory_reserved": lambda device=None: allocator.reserved_bytes,

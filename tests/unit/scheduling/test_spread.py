@@ -11,11 +11,12 @@ from graphs import DEVICE, KIB, Shape, random_profile
 from trainmux.ir import ByteClass, Multiplexing, Phase, Profile, ProfiledNode, ProfiledTensor, verify
 from trainmux.rewrite import draft, rewrite
 from trainmux.scheduling import Group, Planner, Task, _candidates, _spread
+from trainmux.scheduling._arrangement import Arrangement
 from trainmux.scheduling._candidates import Candidates
 from trainmux.scheduling._lift import schedule_sub_arrays
 from trainmux.scheduling._policy import live_bytes, plain_order
 from trainmux.scheduling._spread import spread_static
-from trainmux.scheduling.policies import Auto
+from trainmux.scheduling.policies import Auto, policy_named
 from trainmux.simulate import lane_times, peak_live_bytes
 
 SHAPE = Shape(num_layers=4, constant=0.3, frozen=0.3, unrepeatable=0.0, optimizer_states=2)
@@ -183,6 +184,56 @@ def test_memory_between_two_limits_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(_candidates, "_NUM_FINE_STEPS", 1)
     coarse = single_members()
     assert {found(coarse, budget) for budget in budgets[:-1]} == {times[0]}
+
+
+@pytest.mark.parametrize("seed", [4, 11, 30])
+def test_more_memory_is_never_slower_whoever_asked_before(seed: int) -> None:
+    """Around every limit and where a body's live bytes fit but its slab does not; up, down and by itself."""
+    shape = Shape(num_layers=4, odd_sizes=True, optimizer_states=2, max_parameter_kib=64)
+    profile = random_profile(seed, 1, shape)
+    arrangement = Arrangement((("a",), ("b",)), (profile, profile), Multiplexing.TURNS)
+
+    def fresh() -> Candidates:
+        return Candidates(arrangement, policy_named("auto", seed=0, evaluations=3), 1 << 50)
+
+    def found(candidates: Candidates, available: int) -> float:
+        best = candidates.best(available, math.inf)
+        return math.inf if best is None else best.seconds
+
+    limits = fresh().limits()
+    slab = fresh().plain().slab_bytes
+    budgets = {limit + more for limit in limits[2::3] for more in (0, (limits[3] - limits[2]) // 2)}
+    budgets |= {fresh().plain_bytes - 1, fresh().plain_bytes, slab - 1, slab}
+    up, down = fresh(), fresh()
+    rising = {budget: found(up, budget) for budget in sorted(budgets)}
+    falling = {budget: found(down, budget) for budget in sorted(budgets, reverse=True)}
+    assert rising == falling
+    assert list(rising.values()) == sorted(rising.values(), reverse=True)
+    for budget in sorted(budgets)[::3]:
+        assert found(fresh(), budget) == rising[budget]
+
+
+def test_of_large_bodies_shares_around_the_best_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As quick as with all shares, or nearly, in a part of the time."""
+    task = task_of(member(24), 4, Multiplexing.RING, 0.35)
+    tried: list[int] = []
+    look_at = _spread._Search.look_at
+
+    def noting(search: _spread._Search, number: int) -> None:
+        tried.append(number)
+        look_at(search, number)
+
+    monkeypatch.setattr(_spread._Search, "look_at", noting)
+    times = []
+    for large in (0, 1 << 30):
+        monkeypatch.setattr(_spread, "_LARGE_BODY", large)
+        schedule = spread_static(task)
+        assert schedule is not None
+        times.append(lane_times(rewrite(task.profiles, schedule).body, task.profiles).seconds)
+        tried.append(-1)
+    assert times[0] <= 1.05 * times[1]
+    assert tried.index(-1) <= 15
+    assert len(tried) - tried.index(-1) > 50
 
 
 def _wide(profile: Profile, width: int) -> Profile:
