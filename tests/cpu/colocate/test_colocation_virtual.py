@@ -41,8 +41,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs L
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> SystemDriver:
-    """Jobs keep what they asked for: it is much more than arenas here, and nothing would be tight."""
-    monkeypatch.setattr(_fused_work, "_SPARE_BYTES", 1 << 40)
     return install(monkeypatch)[0]
 
 
