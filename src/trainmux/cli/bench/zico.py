@@ -5,6 +5,7 @@ Every way trains the same two jobs for some seconds; `zico_jobs` says what is co
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 
 import trainmux as tm
-from trainmux.runtime import release_cached
 
 from .job import BenchError
 from .zico_cases import machine_bytes
@@ -27,6 +27,7 @@ from .zico_jobs import (
     ZicoOptions,
     endless_jobs,
     is_lost,
+    release_cached,
     searched_convolutions,
     sizes_of,
     train_for,
@@ -204,6 +205,7 @@ class PairBench:
             way = stays[len(stayed)].way if stays else "co-located"
             failures.append(Failure.of(self.names, way, error))
         del colocation
+        gc.collect()
         release_cached(self._device)
         # The fleets have their own tensors again, which they had not while they were co-located.
         outside = used_bytes(self._device) - sum(job.state_bytes for job in self.jobs)

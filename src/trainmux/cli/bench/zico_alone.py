@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import trainmux as tm
-from trainmux.runtime import release_cached
 
 from .job import BenchError
-from .zico_jobs import BenchJob, Failure, ZicoOptions, endless_jobs, sizes_of
+from .zico_jobs import BenchJob, Failure, ZicoOptions, endless_jobs, release_cached, sizes_of
 from .zico_watch import Stay, run_watched
 
 TRACKING = {"All": 0, "Fine-grained": 8 << 20, "Coarse-grained": 256 << 20}
@@ -55,6 +55,7 @@ def _rates(colocation: tm.Colocation, excess: float | None, options: ZicoOptions
         return [Stay("", whole if excess is None else max(least, int(whole / excess)))]
 
     watched = run_watched(colocation, choose, options.seconds, options.where)
+    gc.collect()
     release_cached(options.where)
     if watched.error is not None:
         raise BenchError(f"{type(watched.error).__name__}: {watched.error}") from watched.error

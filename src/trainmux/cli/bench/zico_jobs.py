@@ -211,6 +211,13 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def release_cached(device: torch.device) -> None:
+    """Give back to the device what torch keeps for later."""
+    wait_for(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def used_bytes(device: torch.device) -> int:
     """What is in use on the device, by anybody; 0 on a CPU."""
     if device.type != "cuda":

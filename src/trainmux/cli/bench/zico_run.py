@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import time
@@ -11,8 +12,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from trainmux.runtime import release_cached
 
 from .environment import describe
 from .job import BenchError
@@ -35,6 +34,7 @@ from .zico_jobs import (
     WayResult,
     ZicoOptions,
     is_lost,
+    release_cached,
 )
 from .zico_memory import host_view, memory_record, simulated_pair
 from .zico_plan import FORMAT, ZicoPlan, command_line, read_results, table
@@ -309,6 +309,7 @@ class _Run:
         self._document["running"] = {"names": list(names), "way": way}
         self.save()
         try:
+            gc.collect()
             release_cached(self._options.where)
             yield
         except DeviceLostError:
