@@ -24,7 +24,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -197,54 +197,44 @@ class Candidates:
         steps = [limit for limit in limits[above - self._num_steps + 1 : above] if limit <= available]
         if found is not None and found.seconds <= self.least_seconds * (1 + ROUNDING):
             return self._calmest(found, steps)
-        return self._of_fine_steps(self._of_steps(found, steps, above, to_beat), found, available, to_beat)
+        of_rungs = found
+        found = self._of_steps(found, steps, lambda: self._allowed(of_rungs, above), to_beat)
+        # Where live bytes would fit with nothing decided, but not on a slab, the last interval still serves.
+        next_limit = bisect.bisect_right(limits, available)
+        fine = [limit for limit in self._fine_steps(next_limit) if limit <= available]
+        return self._of_steps(
+            found, fine, lambda: self._offered(of_rungs, next_limit, above), to_beat, is_fine=True
+        )
 
     def _of_steps(
-        self, of_rungs: Candidate | None, steps: list[int], above: int, to_beat: float
+        self,
+        found: Candidate | None,
+        steps: Sequence[int],
+        allowed: Callable[[], float],
+        to_beat: float,
+        *,
+        is_fine: bool = False,
     ) -> Candidate | None:
-        """A step that is quicker than ``of_rungs``, the best of those; ``above`` numbers the next rung."""
-        found, allowed = of_rungs, None
+        """A step that is quicker than ``found`` where there is one, and not quicker than ``allowed``."""
+        least: float | None = None
         for limit in reversed(steps):
             if self._is_ruled_out(limit, found, to_beat):
                 break
-            step = self._quicker(found, limit, to_beat)
+            step = self._quicker(found, limit, to_beat, is_fine=is_fine)
             if step is None or step is found:
                 continue
-            if allowed is None:
-                allowed = self._allowed(of_rungs, above)
-            if step.seconds >= allowed * (1 - ROUNDING):
+            if least is None:
+                least = allowed()
+            if step.seconds >= least * (1 - ROUNDING):
                 found = step
         return found
 
-    def _of_fine_steps(
-        self, found: Candidate | None, of_rungs: Candidate | None, available: int, to_beat: float
-    ) -> Candidate | None:
-        """A fine step that is quicker than ``found``, the best of rungs and steps."""
+    def _fine_steps(self, next_limit: int) -> list[int]:
+        """Those below the limit of that number."""
         if not self._spreads:
-            return found
-        limits = [*self.limits(), self.plain_bytes]
-        # Where live bytes would fit with nothing decided, but not on a slab, the last interval still serves.
-        number = min(bisect.bisect_right(limits, available), len(limits) - 1)
-        low, high = limits[number - 1 : number + 1]
-        offered = None
-        for step in range(_NUM_FINE_STEPS - 1, 0, -1):
-            limit = low + (high - low) * step // _NUM_FINE_STEPS
-            if limit > available:
-                continue
-            if self._is_ruled_out(limit, found, to_beat):
-                break
-            quickest = to_beat if found is None else min(to_beat, found.seconds)
-            first = self._fine_unplaced(limit)
-            if first is None or first.seconds * self._most_gain >= quickest:
-                continue
-            fine = self._fine(limit)
-            if fine is None or fine.seconds >= quickest:
-                continue
-            if offered is None:
-                offered = self._offered(of_rungs, number)
-            if fine.seconds >= offered * (1 - ROUNDING):
-                found = fine
-        return found
+            return []
+        low, high = [*self.limits(), self.plain_bytes][next_limit - 1 : next_limit + 1]
+        return [low + (high - low) * step // _NUM_FINE_STEPS for step in range(1, _NUM_FINE_STEPS)]
 
     def _calmest(self, found: Candidate, steps: list[int]) -> Candidate:
         """The one that slower copies cost the least, of those that take no longer than their nodes.
@@ -271,17 +261,16 @@ class Candidates:
         known = [each.seconds for each in (of_rungs, higher) if each is not None]
         return min(known, default=math.inf)
 
-    def _offered(self, of_rungs: Candidate | None, number: int) -> float:
+    def _offered(self, of_rungs: Candidate | None, number: int, above: int) -> float:
         """What the limit of that number gives to budgets from there on: a fine step may not be quicker.
 
-        A step that does not count gives nothing to anybody.
+        A step that does not count gives nothing to anybody; ``above`` is the number of the next rung.
         """
         limits = self.limits()
         if number >= len(limits):
             return self.least_seconds
         made = self._within(limits[number])
         seconds = math.inf if made is None else made.seconds
-        above = -(-number // self._num_steps) * self._num_steps
         counts = number == above or seconds >= self._allowed(of_rungs, above) * (1 - ROUNDING)
         return seconds if counts else math.inf
 
@@ -291,13 +280,16 @@ class Candidates:
         bound = self.bound(limit_bytes)
         return bound == math.inf or bound * (1 + ROUNDING) >= quickest
 
-    def _quicker(self, found: Candidate | None, limit_bytes: int, to_beat: float) -> Candidate | None:
+    def _quicker(
+        self, found: Candidate | None, limit_bytes: int, to_beat: float, *, is_fine: bool = False
+    ) -> Candidate | None:
         """What there is for a limit where that is quicker than ``found``; placed only if it can be."""
-        first = self._unplaced(limit_bytes)
+        unplaced, within = (self._fine_unplaced, self._fine) if is_fine else (self._unplaced, self._within)
+        first = unplaced(limit_bytes)
         quickest = to_beat if found is None else min(to_beat, found.seconds)
         if first is None or first.seconds * self._most_gain >= quickest:
             return found
-        made = self._within(limit_bytes)
+        made = within(limit_bytes)
         return made if made is not None and (found is None or made.seconds < found.seconds) else found
 
     def plain(self) -> Candidate:

@@ -29,6 +29,7 @@ from torch import Tensor
 import trainmux as tm
 from trainmux.colocate import EVERY_KERNEL, _fused_work, _memory_facts
 from trainmux.colocate import smallest_budget as smallest_of
+from trainmux.colocate._cuda_device import CudaDevice
 from trainmux.colocate._fused_work import _BESIDE_BYTES, _SPARE_BYTES
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES
 from trainmux.errors import BatchError, BudgetError, ConfigError, PlanError
@@ -334,7 +335,9 @@ def test_what_a_job_does_not_need_in_the_end_is_for_all(
     arenas: list[int] = []
 
     def look(step: tm.JobStep) -> None:
-        arenas.append(step.colocation._device.laid_out()[0])  # type: ignore[attr-defined]
+        device = step.colocation._device
+        assert isinstance(device, CudaDevice)
+        arenas.append(device.laid_out()[0])
 
     jobs = [
         tm.Job(str(number), fleet=fleet, loader=page_batches(number), steps=3, callbacks=[look])
