@@ -17,7 +17,14 @@ from torch import Tensor, fx
 from trainmux.errors import ConfigError, TrainmuxWarning
 from trainmux.lowering import _inductor
 from trainmux.lowering._given_memory import GivenMemory, Place
-from trainmux.lowering._known import is_known, recall, remember, stored_key
+from trainmux.lowering._known import (
+    is_known,
+    recall,
+    recall_choices,
+    remember,
+    remember_choices,
+    stored_key,
+)
 from trainmux.lowering._payload import to_payload
 from trainmux.lowering._regions import RegionGraph
 from trainmux.lowering._workers import compile_in_workers
@@ -41,6 +48,8 @@ class Kernel:
 
     def __init__(self, key: str, region: RegionGraph) -> None:
         self.key = key
+        self.stored_key = ""
+        """What its code and choices are stored under, once that is known."""
         self.failure = ""
         self.is_claimed = False
         self._region: RegionGraph | None = region
@@ -72,12 +81,18 @@ class Kernel:
             return plain
         if self._has_run:
             return self._run_compiled(self._compiled, tensors, places)
+        variants = _inductor.Variants(self._compiled)
+        known = recall_choices(self.stored_key) if self.stored_key else {}
+        variants.take(known)
         # The first time, code may choose among its variants, which imports parts of the compiler: torch warns
         # about itself then, and where warnings are errors, nothing would run.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             results = self._run_compiled(self._compiled, tensors, places)
         self._has_run = True
+        made = variants.made()
+        if made and self.stored_key:
+            remember_choices(self.stored_key, {**known, **made})
         return results
 
     def _run_compiled(
@@ -157,8 +172,9 @@ class KernelCache:
         waiting = [kernel for kernel in kernels if not kernel.is_settled]
         keys = self._stored_keys(waiting)
         for kernel in waiting:
+            kernel.stored_key = keys[kernel.key]
             with self._settings(combines=kernel.combines):
-                kernel.load(recall(keys[kernel.key]))
+                kernel.load(recall(kernel.stored_key))
         waiting = [kernel for kernel in waiting if not kernel.is_settled]
         self.fill(waiting)()
         # One after another: Inductor's settings are those of the process, and its threads trip over them.
@@ -170,7 +186,7 @@ class KernelCache:
                     kernel.compile_again()
             code = kernel.code()
             if code:
-                remember(keys[kernel.key], code)
+                remember(kernel.stored_key, code)
         failed = [kernel for kernel in waiting if kernel.failure]
         if failed:
             warnings.warn(

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainmux.lowering._inductor import generated_module
+
 _ALLOCATORS = ("empty_strided_cpu", "empty_strided_cuda")
 
 Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
@@ -60,7 +62,8 @@ class GivenMemory:
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
-        self._globals = _globals_of(compiled)
+        module = generated_module(compiled)
+        self._globals = module if any(name in module for name in _ALLOCATORS) else None
         self._output_at: dict[int, int] | None = None
 
     def run(self, tensors: list[Tensor], places: Sequence[Place | None]) -> Sequence[Tensor]:
@@ -119,13 +122,3 @@ def _allocating(module: dict[str, Any], allocate: Callable[..., Tensor]) -> Iter
         yield
     finally:
         module.update(originals)
-
-
-def _globals_of(compiled: Any) -> dict[str, Any] | None:
-    """The module that the generated code lives in; ``None`` for code of another kind."""
-    function = getattr(compiled, "current_callable", None)
-    function = getattr(function, "__func__", function)
-    found = getattr(function, "__globals__", None)
-    if not isinstance(found, dict) or not any(name in found for name in _ALLOCATORS):
-        return None
-    return found

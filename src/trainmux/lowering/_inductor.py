@@ -240,6 +240,52 @@ def load_code(code: bytes) -> LoadedCode:
     return LoadedCode(graph.current_callable)
 
 
+def generated_module(compiled: Any) -> dict[str, Any]:
+    """The names of the module that generated code lives in; empty for code of another kind."""
+    function = getattr(compiled, "current_callable", None)
+    function = getattr(function, "__func__", function)
+    found = getattr(function, "__globals__", None)
+    return found if isinstance(found, dict) else {}
+
+
+class Variants:
+    """Kernels in generated code that are there in several variants, the quickest of which is found out when
+    they are first called.
+
+    Inductor keeps the choice between configurations of its own list on disk, but not the one between a
+    reduction and the same in smaller blocks, which it adds when it sees how many registers the first one
+    takes: each process would measure these again.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self._open = {
+            name: kernel
+            for name, kernel in generated_module(compiled).items()
+            if isinstance(getattr(kernel, "launchers", None), list) and len(kernel.launchers) > 1
+        }
+
+    def take(self, choices: Mapping[str, str]) -> None:
+        """Choose as was chosen before; what is not known among the variants stays open."""
+        for name, kernel in list(self._open.items()):
+            chosen = [each for each in kernel.launchers if _in_words(each.config) == choices.get(name)]
+            if chosen:
+                kernel.launchers = chosen[:1]
+                del self._open[name]
+
+    def made(self) -> dict[str, str]:
+        """What has been chosen since, by kernel."""
+        return {
+            name: _in_words(kernel.launchers[0].config)
+            for name, kernel in self._open.items()
+            if len(kernel.launchers) == 1
+        }
+
+
+def _in_words(config: Any) -> str:
+    sizes = sorted(config.kwargs.items())
+    return repr((sizes, config.num_warps, config.num_stages))
+
+
 _SELDOM_USED = {
     "extern_kernels": "from torch._inductor.select_algorithm import extern_kernels\n",
     "align": "from torch._inductor.codegen.memory_planning import _align as align\n",

@@ -1,4 +1,4 @@
-"""The code of kernels on disk, found by the region they were compiled from.
+"""The code of kernels on disk, found by the region they were compiled from, and which variants are quickest.
 
 Inductor has a cache of its own, but to look into it a region must be traced and hashed as Inductor does it,
 which takes longer than loading. What is read here was written by this package into the user's own cache
@@ -9,6 +9,8 @@ folder: it is trusted as compiled code is. A key is of everything that decides a
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,24 +27,43 @@ def stored_key(region: str, surroundings: str) -> str:
 
 def is_known(key: str) -> bool:
     """Whether the code of a kernel lies on disk."""
-    return _path(key).exists()
+    return _path(key, "kernel").exists()
 
 
 def recall(key: str) -> bytes:
     """The code of a kernel; empty where there is none, or not all of it."""
-    try:
-        data = _path(key).read_bytes()
-    except OSError:
-        return b""
-    digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    return code if hashlib.sha256(code).digest() == digest else b""
+    return _read(_path(key, "kernel"))
 
 
 def remember(key: str, code: bytes) -> None:
     """Keep the code of a kernel; a full or read-only disk only costs the next start its time."""
+    _write(_path(key, "kernel"), code)
+
+
+def recall_choices(key: str) -> dict[str, str]:
+    """Which variants of a kernel's parts were the quickest when it first ran; empty where none are known."""
+    data = _read(_path(key, "choices"))
+    return dict(json.loads(data)) if data else {}
+
+
+def remember_choices(key: str, choices: Mapping[str, str]) -> None:
+    """Keep them beside the kernel's code."""
+    _write(_path(key, "choices"), json.dumps(dict(choices)).encode())
+
+
+def _read(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return b""
+    digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    return content if hashlib.sha256(content).digest() == digest else b""
+
+
+def _write(path: Path, content: bytes) -> None:
     with suppress(OSError):
-        write_whole(_path(key), hashlib.sha256(code).digest() + code)
+        write_whole(path, hashlib.sha256(content).digest() + content)
 
 
-def _path(key: str) -> Path:
-    return cache_folder() / "trainmux" / f"{key}.kernel"
+def _path(key: str, ending: str) -> Path:
+    return cache_folder() / "trainmux" / f"{key}.{ending}"

@@ -33,8 +33,10 @@ def task_of(profile: Profile, count: int, multiplexing: Multiplexing, share: flo
 
 @pytest.mark.parametrize("multiplexing", list(Multiplexing))
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_it_fits_is_alike_everywhere_and_can_be_carried_out(multiplexing: Multiplexing, count: int) -> None:
-    num_found = num_recomputing = 0
+def test_it_fits_is_alike_in_all_but_the_last_and_can_be_carried_out(
+    multiplexing: Multiplexing, count: int
+) -> None:
+    num_found = num_recomputing = num_less = 0
     for seed in range(6):
         profile = random_profile(seed, 1, SHAPE)
         for share in (0.5, 0.7, 0.9):
@@ -47,18 +49,22 @@ def test_it_fits_is_alike_everywhere_and_can_be_carried_out(multiplexing: Multip
             program = rewrite(task.profiles, schedule)
             assert peak_live_bytes(program.body) <= task.limit_bytes
             verify(program, task.profiles, budget_bytes=program.slab_bytes)
-            for decided in (schedule.swaps, schedule.recomputes):
-                by_sub_array = [
-                    {each.tensor for each in decided if each.sub_array == number} for number in range(count)
-                ]
-                assert all(found == by_sub_array[0] for found in by_sub_array)
+            away, again = (
+                [{each.tensor for each in decided if each.sub_array == number} for number in range(count)]
+                for decided in (schedule.swaps, schedule.recomputes)
+            )
+            assert all(found == again[0] for found in again)
+            assert all(found == away[0] for found in away[:-1])
+            first, last = (sum(profile.tensors[tensor].size_bytes for tensor in away[n]) for n in (0, -1))
+            assert last <= first
+            num_less += last < first
             seconds = lane_times(draft(task.profiles, schedule).body, task.profiles).seconds
             assert lane_times(program.body, task.profiles).seconds <= seconds * (1 + 1e-12)
             assert spread_static(task, below=seconds * 0.999) is None
-            again = spread_static(task, below=seconds * 1.01)
-            assert again == schedule
+            assert spread_static(task, below=seconds * 1.01) == schedule
     assert num_found >= 4
     assert num_recomputing >= 1
+    assert 0 < num_less < num_found
 
 
 def test_nothing_where_all_static_tensors_away_are_not_enough() -> None:
@@ -232,8 +238,8 @@ def test_of_large_bodies_shares_around_the_best_are_tried(monkeypatch: pytest.Mo
         times.append(lane_times(rewrite(task.profiles, schedule).body, task.profiles).seconds)
         tried.append(-1)
     assert times[0] <= 1.05 * times[1]
-    assert tried.index(-1) <= 15
-    assert len(tried) - tried.index(-1) > 50
+    assert tried.index(-1) <= 25
+    assert len(tried) - tried.index(-1) > 100
 
 
 def _wide(profile: Profile, width: int) -> Profile:
