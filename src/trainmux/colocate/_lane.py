@@ -118,11 +118,13 @@ class Lane:
     def takes_another(self, job: JobState, segment: int) -> bool:
         """Whether ``segment`` of ``job`` may be in flight besides what is.
 
-        An update at the end, which needs nothing of the arena, goes on top of the limit: it may be short, and
-        what begins behind it at the other end has to be launched in time.
+        The limit is there so that memory is not taken too early. Once an iteration only gives memory back,
+        nothing is left to be decided: all of it goes at once, so that neither this lane nor one that begins
+        behind it waits for the host. Not while the limit is looked for.
         """
-        is_update = 0 < segment == job.num_segments - 1 and not job.heights[segment]
-        return len(self.in_flight) < job.in_flight_limit + is_update
+        if len(self.in_flight) < job.in_flight_limit:
+            return True
+        return segment > 0 and self.is_falling and not job.needs_profiling
 
     def gate(self, job: JobState, segment: int, other: Lane, capacity_bytes: int) -> Gate | None:
         """How ``segment`` of ``job`` may be enqueued here next; ``None`` if it must not be now."""

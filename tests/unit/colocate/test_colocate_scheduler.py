@@ -56,6 +56,14 @@ def wave(
     return JobDemand(name, fingerprint or name, 1, local, segments, steps, share, is_measured)
 
 
+def rises(demand: JobDemand, segment: int) -> bool:
+    """Whether an iteration needs more from a segment on than it holds before it."""
+    if segment == 0:
+        return True
+    needed = max(each.height_bytes for each in demand.segments[segment:])
+    return needed > demand.segments[segment - 1].hold_bytes
+
+
 def gpu_of(
     scheduler: ScroogeScheduler,
     demands: list[JobDemand],
@@ -394,17 +402,21 @@ def test_a_job_that_waits_is_not_passed_over(num_jobs: int, room: int) -> None:
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_no_more_segments_are_in_flight_than_allowed(limit: int) -> None:
+    """As long as an iteration takes memory; what only gives it back goes at once."""
     jobs = [wave("a", 30, steps=3), wave("b", 30, steps=3)]
     scheduler = ScroogeScheduler(jobs, GPU, in_flight_limits={"a": limit, "b": 2})
     in_flight: Counter[str] = Counter()
     most: Counter[str] = Counter()
+    most_falling: Counter[str] = Counter()
     ask, tell = scheduler.next_action, scheduler.complete
 
     def count(now: float):  # type: ignore[no-untyped-def]
         action = ask(now)
         if isinstance(action, Enqueue):
-            in_flight[action.ref.job] += 1
-            most[action.ref.job] = max(most[action.ref.job], in_flight[action.ref.job])
+            name = action.ref.job
+            in_flight[name] += 1
+            by_name = most if rises(jobs["ab".index(name)], action.ref.segment) else most_falling
+            by_name[name] = max(by_name[name], in_flight[name])
         return action
 
     def uncount(ref: SegmentRef, started_at: float, ended_at: float) -> None:
@@ -414,6 +426,9 @@ def test_no_more_segments_are_in_flight_than_allowed(limit: int) -> None:
     scheduler.next_action, scheduler.complete = count, uncount  # type: ignore[method-assign]
     gpu_of(scheduler, jobs).run()
     assert most == {"a": limit, "b": 2}
+    num_falling = sum(not rises(jobs[0], segment) for segment in range(20))
+    assert num_falling == 12
+    assert min(most_falling.values()) >= num_falling
 
 
 def test_a_job_joins_and_leaves_while_others_run() -> None:
@@ -536,9 +551,10 @@ def test_demands_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
 def most_in_flight(latency: float, steps: int, **options: Any) -> int:
     """Run a job alone where the host takes ``latency`` seconds to answer an end, in segments of 0.05 s.
 
-    Returns how many segments were in flight at once in the last iteration.
+    Returns how many segments were in flight at once in the last iteration, as long as it took memory.
     """
-    scheduler = ScroogeScheduler([wave("a", 30, steps=steps, is_measured=False)], GPU, **options)
+    job = wave("a", 30, steps=steps, is_measured=False)
+    scheduler = ScroogeScheduler([job], GPU, **options)
     queue: deque[tuple[SegmentRef, float]] = deque()
     now = last_end = 0.0
     most = 0
@@ -546,7 +562,7 @@ def most_in_flight(latency: float, steps: int, **options: Any) -> int:
         action = scheduler.next_action(now)
         if isinstance(action, Enqueue):
             queue.append((action.ref, now))
-            if action.ref.iteration == steps - 1:
+            if action.ref.iteration == steps - 1 and rises(job, action.ref.segment):
                 most = max(most, sum(ref.iteration == steps - 1 for ref, _ in queue))
         elif isinstance(action, Idle) and queue:
             ref, enqueued_at = queue.popleft()

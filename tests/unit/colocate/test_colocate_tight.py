@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from colocate_cases import Case, violations
@@ -65,13 +66,15 @@ def test_equal_jobs_share_an_arena_of_one_peak(jitter: float, least: float) -> N
     assert tight > least * unlimited
 
 
-def test_an_update_is_in_flight_on_top_of_the_limit() -> None:
-    """It holds nothing, and may be so short that the host could not launch in time what begins behind it."""
-    segments = (Segment(1, 8, 8, 1.0), Segment(1, 8, 8, 1.0), Segment(1, 8, 0, 1.0), Segment(1, 0, 0, 0.1))
+def test_what_only_gives_memory_back_is_enqueued_at_once() -> None:
+    """Segments may be so short that the host could not launch in time what begins behind them."""
+    heights = (2, 4, 8, 8, 4, 0)
+    holds = (*(min(two) for two in pairwise(heights)), 0)
+    segments = tuple(Segment(1, *row, 1.0) for row in zip(heights, holds, strict=True))
     scheduler = ScroogeScheduler([JobDemand("a", "a", 1, 0, segments, is_measured=True)], 10)
     enqueued: list[SegmentRef] = []
     in_flight = []
-    for ended in (None, *(SegmentRef("a", 0, number) for number in range(3))):
+    for ended in (None, *(SegmentRef("a", 0, number) for number in range(5))):
         if ended is not None:
             scheduler.complete(ended, float(ended.segment), ended.segment + 1.0)
         while not isinstance(action := scheduler.next_action(len(in_flight)), Idle):
@@ -79,7 +82,9 @@ def test_an_update_is_in_flight_on_top_of_the_limit() -> None:
         in_flight.append([(ref.iteration, ref.segment) for ref in enqueued[len(in_flight) :]])
     assert in_flight == [
         [(0, 0), (0, 1)],
-        [(0, 1), (0, 2), (0, 3)],
-        [(0, 2), (0, 3)],
-        [(0, 3), (1, 0)],
+        [(0, number) for number in range(1, 6)],
+        [(0, number) for number in range(2, 6)],
+        [(0, 3), (0, 4), (0, 5)],
+        [(0, 4), (0, 5)],
+        [(0, 5), (1, 0)],
     ]
