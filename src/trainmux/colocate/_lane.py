@@ -115,16 +115,24 @@ class Lane:
                 chosen = job
         return chosen
 
-    def takes_another(self, job: JobState, segment: int) -> bool:
+    @property
+    def most_bytes(self) -> int:
+        """The most height that any iteration here needs."""
+        return max((job.trend.need_from[0] for job in self.jobs), default=0)
+
+    def takes_another(self, job: JobState, segment: int, other: Lane, capacity_bytes: int) -> bool:
         """Whether ``segment`` of ``job`` may be in flight besides what is.
 
-        The limit is there so that memory is not taken too early. Once an iteration only gives memory back,
-        nothing is left to be decided: all of it goes at once, so that neither this lane nor one that begins
-        behind it waits for the host. Not while the limit is looked for.
+        The limit is there so that memory is not taken too early. Where an iteration only gives memory back
+        from here on, or there is room for all that both lanes ever need, nothing is left to be decided: the
+        rest of it goes at once, so that neither this lane nor one that begins behind it waits for the host.
+        Not while the limit is looked for.
         """
         if len(self.in_flight) < job.in_flight_limit:
             return True
-        return segment > 0 and self.is_falling and not job.needs_profiling
+        if segment == 0 or job.needs_profiling:
+            return False
+        return self.is_falling or self.most_bytes + other.most_bytes <= capacity_bytes
 
     def gate(self, job: JobState, segment: int, other: Lane, capacity_bytes: int) -> Gate | None:
         """How ``segment`` of ``job`` may be enqueued here next; ``None`` if it must not be now."""

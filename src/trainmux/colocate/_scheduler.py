@@ -141,7 +141,9 @@ class ScroogeScheduler:
         ready: list[tuple[Lane, Lane, JobState, Gate]] = []
         for arena, lane, other in self._sides:
             job = lane.job
-            if job is None or not lane.takes_another(job, lane.next_segment):
+            if job is None:
+                continue
+            if not lane.takes_another(job, lane.next_segment, other, arena.capacity_bytes):
                 continue
             if job.order is not None and job.order.behind(job, lane.next_segment) is None:
                 continue
@@ -234,7 +236,7 @@ class ScroogeScheduler:
             job = lane.next_job()
             if job is None or job.is_being_watched:
                 continue
-            if lane.takes_another(job, 0):
+            if lane.takes_another(job, 0, other, arena.capacity_bytes):
                 waiting.append((job.service, len(waiting), arena, lane, other, job))
         for _, _, arena, lane, other, job in sorted(waiting):
             behind = self._may_begin(arena, lane, other, job, now)

@@ -11,17 +11,16 @@ from colocate_cases import Case, violations
 from trainmux.colocate import (
     Allocation,
     Contention,
-    Enqueue,
-    Idle,
     Iteration,
     JobDemand,
-    ScroogeScheduler,
     Segment,
     SegmentRef,
     TensorClass,
     demand_of_iteration,
     smallest_budget,
 )
+from trainmux.colocate._job import JobState
+from trainmux.colocate._lane import Lane
 
 
 def equal_jobs(num_layers: int = 24, size: int = 4 << 20) -> list[JobDemand]:
@@ -66,25 +65,43 @@ def test_equal_jobs_share_an_arena_of_one_peak(jitter: float, least: float) -> N
     assert tight > least * unlimited
 
 
-def test_what_only_gives_memory_back_is_enqueued_at_once() -> None:
-    """Segments may be so short that the host could not launch in time what begins behind them."""
-    heights = (2, 4, 8, 8, 4, 0)
+def lane_of(name: str, heights: tuple[int, ...]) -> tuple[Lane, JobState]:
     holds = (*(min(two) for two in pairwise(heights)), 0)
     segments = tuple(Segment(1, *row, 1.0) for row in zip(heights, holds, strict=True))
-    scheduler = ScroogeScheduler([JobDemand("a", "a", 1, 0, segments, is_measured=True)], 10)
-    enqueued: list[SegmentRef] = []
-    in_flight = []
-    for ended in (None, *(SegmentRef("a", 0, number) for number in range(5))):
-        if ended is not None:
-            scheduler.complete(ended, float(ended.segment), ended.segment + 1.0)
-        while not isinstance(action := scheduler.next_action(len(in_flight)), Idle):
-            enqueued += [action.ref] if isinstance(action, Enqueue) else []
-        in_flight.append([(ref.iteration, ref.segment) for ref in enqueued[len(in_flight) :]])
-    assert in_flight == [
-        [(0, 0), (0, 1)],
-        [(0, number) for number in range(1, 6)],
-        [(0, number) for number in range(2, 6)],
-        [(0, 3), (0, 4), (0, 5)],
-        [(0, 4), (0, 5)],
-        [(0, 5), (1, 0)],
-    ]
+    job = JobState(JobDemand(name, name, 1, 0, segments, is_measured=True), in_flight_limit=2)
+    lane = Lane(0.0)
+    lane.jobs.append(job)
+    return lane, job
+
+
+def taken_at_once(lane: Lane, job: JobState, other: Lane, capacity_bytes: int) -> list[int]:
+    """For each number of complete segments, how many are in flight."""
+    counts = []
+    for _ in job.heights:
+        while lane.next_segment < job.num_segments and (
+            lane.takes_another(job, lane.next_segment, other, capacity_bytes)
+        ):
+            lane.push(job, lane.next_segment, SegmentRef(job.demand.name, 0, lane.next_segment), 0.0)
+        counts.append(len(lane.in_flight))
+        lane.in_flight.popleft()
+    return counts
+
+
+def test_what_only_gives_memory_back_is_enqueued_at_once() -> None:
+    """Segments may be so short that the host could not launch in time what begins behind them."""
+    lane, job = lane_of("a", (2, 4, 8, 8, 4, 0))
+    other, _ = lane_of("b", (8,))
+    assert taken_at_once(lane, job, other, 10) == [2, 5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(("capacity", "first"), [(15, 2), (16, 6)])
+def test_all_of_an_iteration_is_enqueued_at_once_where_nobody_ever_waits(capacity: int, first: int) -> None:
+    lane, job = lane_of("a", (2, 4, 8, 8, 4, 0))
+    other, _ = lane_of("b", (1, 8, 3))
+    assert taken_at_once(lane, job, other, capacity)[0] == first
+
+
+def test_the_limit_holds_while_it_is_looked_for() -> None:
+    lane, job = lane_of("a", (2, 4, 8, 8, 4, 0))
+    job.needs_profiling = True
+    assert taken_at_once(lane, job, Lane(0.0), 10) == [2, 2, 2, 2, 2, 1]
