@@ -353,18 +353,14 @@ class Colocation:
     def _run_segment(self, ref: SegmentRef) -> None:
         """What the device runs for a segment."""
         tenant, lane = self._lanes[ref.job]
-        needed = tenant.demands[lane].segments[ref.segment]
-        if tenant.runs(lane, ref.iteration):
-            tenant.heights[lane] = needed.height_bytes
-            used = sum(one.held_bytes for one in self._inside.values())
-            self._used_bytes = max(self._used_bytes, used)
+        needed, runs = tenant.demands[lane].segments[ref.segment], tenant.runs(lane, ref.iteration)
+        tenant.began(lane, *((needed.height_bytes, needed.hold_bytes) if runs else (0, 0)))
         try:
             outcome = tenant.run(lane, ref.iteration, ref.segment)
         except Exception as error:
             # Now: further segments may be enqueued before the end of this one is told.
             tenant.fail_in(lane, ref.iteration, error)
             raise
-        tenant.heights[lane] = needed.hold_bytes if tenant.runs(lane, ref.iteration) else 0
         if outcome is not None:
             self._outcomes[ref] = outcome
 
@@ -372,6 +368,8 @@ class Colocation:
         """Tell the scheduler of a segment, and the job's callbacks of an iteration."""
         ref = ended.ref
         tenant, lane = self._lanes[ref.job]
+        self._used_bytes = max(self._used_bytes, sum(one.held_bytes for one in self._inside.values()))
+        tenant.ended(lane)
         if ended.error is not None:
             tenant.fail_in(lane, ref.iteration, ended.error)
         if tenant.is_over:

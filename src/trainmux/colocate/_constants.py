@@ -21,7 +21,8 @@ class ScroogeConstants:
     ramp_steps: int = 4
     """Raises from the first budget to the whole arena, each after a round of iterations without a stall."""
     in_flight_limit: int = 2
-    """Segments of one job that are enqueued and not complete: one runs, one is ready behind it."""
+    """Segments of one job that are enqueued and not complete as long as somebody may wait for its memory: one
+    runs, one is ready behind it."""
     feedback_weight: float = 0.5
     """How much of a lifespan is the last iteration's; the rest is what was believed before it."""
     stall_share: float = 0.05

@@ -20,6 +20,9 @@ from typing import NamedTuple
 from trainmux.colocate._job import JobState
 from trainmux.colocate._trend import Remainder, Trend
 
+_MOST_IN_FLIGHT = 16
+"""Segments of a lane, in any case: a row of launches should not keep the host from everything else."""
+
 
 class SegmentRef(NamedTuple):
     """A segment of one iteration of a job; iterations and segments count from 0."""
@@ -115,24 +118,23 @@ class Lane:
                 chosen = job
         return chosen
 
-    @property
-    def most_bytes(self) -> int:
-        """The most height that any iteration here needs."""
-        return max((job.trend.need_from[0] for job in self.jobs), default=0)
+    def takes_another(self, job: JobState) -> bool:
+        """Whether a segment of ``job`` may be in flight besides what is, within the limit.
 
-    def takes_another(self, job: JobState, segment: int, other: Lane, capacity_bytes: int) -> bool:
-        """Whether ``segment`` of ``job`` may be in flight besides what is.
-
-        The limit is there so that memory is not taken too early. Where an iteration only gives memory back
-        from here on, or there is room for all that both lanes ever need, nothing is left to be decided: the
-        rest of it goes at once, so that neither this lane nor one that begins behind it waits for the host.
-        Not while the limit is looked for.
+        The limit is there so that memory is not taken too early.
         """
-        if len(self.in_flight) < job.in_flight_limit:
-            return True
-        if segment == 0 or job.needs_profiling:
+        return len(self.in_flight) < job.in_flight_limit
+
+    def takes_more(self, job: JobState, *, fits_all: bool) -> bool:
+        """Whether the next segment of the begun iteration may be in flight beyond the limit.
+
+        Where it only gives memory back from here on, or there is room for all that both lanes ever need,
+        nothing is left to be decided. What is in flight then bridges the time in which the host is busy with
+        others, for this lane and for one that begins behind it. Not while the limit is looked for.
+        """
+        if job.needs_profiling or len(self.in_flight) >= _MOST_IN_FLIGHT:
             return False
-        return self.is_falling or self.most_bytes + other.most_bytes <= capacity_bytes
+        return fits_all or self.is_falling
 
     def gate(self, job: JobState, segment: int, other: Lane, capacity_bytes: int) -> Gate | None:
         """How ``segment`` of ``job`` may be enqueued here next; ``None`` if it must not be now."""

@@ -139,21 +139,23 @@ class ScroogeScheduler:
         if self._target is not None and self._change_layout(now):
             return Remap(self.layout, self.budget_bytes)
         ready: list[tuple[Lane, Lane, JobState, Gate]] = []
+        further: list[tuple[Lane, Lane, JobState, Gate]] = []
         for arena, lane, other in self._sides:
             job = lane.job
-            if job is None:
-                continue
-            if not lane.takes_another(job, lane.next_segment, other, arena.capacity_bytes):
+            if job is None or not (lane.takes_another(job) or lane.takes_more(job, fits_all=arena.fits_all)):
                 continue
             if job.order is not None and job.order.behind(job, lane.next_segment) is None:
                 continue
             gate = lane.gate(job, lane.next_segment, other, arena.capacity_bytes)
             if gate is not None:
-                ready.append((lane, other, job, gate))
+                (ready if lane.takes_another(job) else further).append((lane, other, job, gate))
             elif not other.is_falling:
                 lane.is_gated = True
         if not ready:
-            return self._begin_iteration(now)
+            action = self._begin_iteration(now)
+            if not further or not isinstance(action, Idle):
+                return action
+            ready = further
         # The lane that runs dry first goes first.
         first = ready[0] if len(ready) == 1 else min(ready, key=lambda row: row[0].tail_at(now))
         lane, other, job, gate = first
@@ -236,7 +238,7 @@ class ScroogeScheduler:
             job = lane.next_job()
             if job is None or job.is_being_watched:
                 continue
-            if lane.takes_another(job, 0, other, arena.capacity_bytes):
+            if lane.takes_another(job):
                 waiting.append((job.service, len(waiting), arena, lane, other, job))
         for _, _, arena, lane, other, job in sorted(waiting):
             behind = self._may_begin(arena, lane, other, job, now)

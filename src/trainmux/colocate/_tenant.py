@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,6 +112,7 @@ class Tenant:
         self.lane_names: tuple[str, ...] = tuple(demand.name for demand in self.demands)
         self.heights = [0] * len(self.demands)
         """What each lane holds of the arena."""
+        self._on_their_way: list[deque[tuple[int, int]]] = [deque() for _ in self.demands]
 
     def _ask(self) -> tuple[JobDemand, ...]:
         demands = [work.demand(self.name, steps=self.steps, share=self._share) for work in self._works]
@@ -137,6 +139,21 @@ class Tenant:
     def need(self, lane: int) -> MemoryNeed:
         """The memory that has to be given to a lane."""
         return self._works[lane].need
+
+    def began(self, lane: int, height_bytes: int, hold_bytes: int) -> None:
+        """A segment is on its way: it needs its height once those before it have ended, and holds less
+        behind its end.
+        """
+        self._on_their_way[lane].append((height_bytes, hold_bytes))
+        if len(self._on_their_way[lane]) == 1:
+            self.heights[lane] = height_bytes
+
+    def ended(self, lane: int) -> None:
+        """The first of a lane's segments on their way has ended."""
+        if self._on_their_way[lane]:
+            _, self.heights[lane] = self._on_their_way[lane].popleft()
+        if self._on_their_way[lane]:
+            self.heights[lane] = self._on_their_way[lane][0][0]
 
     @property
     def held_bytes(self) -> int:
@@ -213,6 +230,8 @@ class Tenant:
         self.stop()
         self._ahead = None
         self.heights = [0] * len(self.heights)
+        for lane in self._on_their_way:
+            lane.clear()
         if self.error is not None:
             forget_locals(self.error)
         try:

@@ -82,17 +82,19 @@ class Kernel:
         if self._has_run:
             return self._run_compiled(self._compiled, tensors, places)
         variants = _inductor.Variants(self._compiled)
-        known = recall_choices(self.stored_key) if self.stored_key else {}
+        known = recall_choices(self.stored_key) if variants.are_open and self.stored_key else {}
         variants.take(known)
         # The first time, code may choose among its variants, which imports parts of the compiler: torch warns
         # about itself then, and where warnings are errors, nothing would run.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            results = self._run_compiled(self._compiled, tensors, places)
+            try:
+                results = self._run_compiled(self._compiled, tensors, places)
+            finally:  # what was chosen before a failure is not open any more
+                made = variants.made()
+                if made and self.stored_key:
+                    remember_choices(self.stored_key, {**known, **made})
         self._has_run = True
-        made = variants.made()
-        if made and self.stored_key:
-            remember_choices(self.stored_key, {**known, **made})
         return results
 
     def _run_compiled(

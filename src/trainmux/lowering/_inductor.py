@@ -1,7 +1,7 @@
 """Every private API of torch's Inductor that lowering needs, in one place (torch 2.11 to 2.13).
 
-Nothing else in the package imports these names; ``tests/cpu/lowering/test_inductor.py`` holds each of
-them to what we rely on.
+Nothing else in the package imports these names; ``tests/cpu/lowering/test_inductor.py`` and
+``test_variants.py`` hold each of them to what we rely on.
 """
 
 from __future__ import annotations
@@ -263,6 +263,10 @@ class Variants:
             for name, kernel in generated_module(compiled).items()
             if isinstance(getattr(kernel, "launchers", None), list) and len(kernel.launchers) > 1
         }
+
+    @property
+    def are_open(self) -> bool:
+        return bool(self._open)
 
     def take(self, choices: Mapping[str, str]) -> None:
         """Choose as was chosen before; what is not known among the variants stays open."""

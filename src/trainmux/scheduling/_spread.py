@@ -78,7 +78,7 @@ def _look_around(search: _Search, around: int | None) -> None:
         if search.is_done or (search.is_large and search.num_worse == _MAX_WORSE):
             break
     for stride in strides[1:]:
-        middle = search.best_number or 0
+        middle = search.best_number if search.best_number is not None else around or 0
         for number in (middle - stride, middle + stride):
             if not search.is_done and 0 <= number <= _NUM_SHARES:
                 search.look_at(number)
@@ -236,11 +236,19 @@ def _static_rows(body: FixedBody, gaps: Sequence[Gap]) -> list[list[int]]:
 
 
 def _filled(gaps: Sequence[Gap], row: Sequence[int], share: float) -> list[int]:
-    """Gaps of a row that come closest to a share of its bytes, those in front if they can be."""
+    """Gaps of a row that come closest to a share of its bytes, those in front if they can be; small ones only
+    where all large ones are taken.
+    """
     wanted = share * sum(gaps[number].size_bytes for number in row)
     taken = []
+    skips_large = False
     for number in row:
-        if gaps[number].size_bytes <= wanted * _CLOSE:
+        size = gaps[number].size_bytes
+        if skips_large and size < _SMALL_BYTES:
+            break
+        if size <= wanted * _CLOSE:
             taken.append(number)
-            wanted -= gaps[number].size_bytes
+            wanted -= size
+        else:
+            skips_large = skips_large or size >= _SMALL_BYTES
     return taken

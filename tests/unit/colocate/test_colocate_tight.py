@@ -11,8 +11,11 @@ from colocate_cases import Case, violations
 from trainmux.colocate import (
     Allocation,
     Contention,
+    Enqueue,
+    Idle,
     Iteration,
     JobDemand,
+    ScroogeScheduler,
     Segment,
     SegmentRef,
     TensorClass,
@@ -74,12 +77,12 @@ def lane_of(name: str, heights: tuple[int, ...]) -> tuple[Lane, JobState]:
     return lane, job
 
 
-def taken_at_once(lane: Lane, job: JobState, other: Lane, capacity_bytes: int) -> list[int]:
+def taken_at_once(lane: Lane, job: JobState, *, fits_all: bool = False) -> list[int]:
     """For each number of complete segments, how many are in flight."""
     counts = []
     for _ in job.heights:
         while lane.next_segment < job.num_segments and (
-            lane.takes_another(job, lane.next_segment, other, capacity_bytes)
+            lane.takes_another(job) or lane.takes_more(job, fits_all=fits_all)
         ):
             lane.push(job, lane.next_segment, SegmentRef(job.demand.name, 0, lane.next_segment), 0.0)
         counts.append(len(lane.in_flight))
@@ -89,19 +92,29 @@ def taken_at_once(lane: Lane, job: JobState, other: Lane, capacity_bytes: int) -
 
 def test_what_only_gives_memory_back_is_enqueued_at_once() -> None:
     """Segments may be so short that the host could not launch in time what begins behind them."""
-    lane, job = lane_of("a", (2, 4, 8, 8, 4, 0))
-    other, _ = lane_of("b", (8,))
-    assert taken_at_once(lane, job, other, 10) == [2, 5, 4, 3, 2, 1]
+    assert taken_at_once(*lane_of("a", (2, 4, 8, 8, 4, 0))) == [2, 5, 4, 3, 2, 1]
 
 
-@pytest.mark.parametrize(("capacity", "first"), [(15, 2), (16, 6)])
-def test_all_of_an_iteration_is_enqueued_at_once_where_nobody_ever_waits(capacity: int, first: int) -> None:
-    lane, job = lane_of("a", (2, 4, 8, 8, 4, 0))
-    other, _ = lane_of("b", (1, 8, 3))
-    assert taken_at_once(lane, job, other, capacity)[0] == first
+@pytest.mark.parametrize(("num_segments", "first"), [(6, 6), (16, 16), (40, 16)])
+def test_where_both_peaks_fit_an_iteration_is_enqueued_at_once(num_segments: int, first: int) -> None:
+    """But no more than a host launches in a moment."""
+    heights = (*tuple(range(1, num_segments)), 0)
+    assert taken_at_once(*lane_of("a", heights), fits_all=True)[0] == first
+    assert taken_at_once(*lane_of("a", heights))[0] == 2
 
 
 def test_the_limit_holds_while_it_is_looked_for() -> None:
     lane, job = lane_of("a", (2, 4, 8, 8, 4, 0))
     job.needs_profiling = True
-    assert taken_at_once(lane, job, Lane(0.0), 10) == [2, 2, 2, 2, 2, 1]
+    assert taken_at_once(lane, job, fits_all=True) == [2, 2, 2, 2, 2, 1]
+
+
+def test_nothing_within_a_limit_waits_for_what_is_beyond_one() -> None:
+    """Two jobs for which there is room: each has its two segments before either has a third."""
+    lanes = [lane_of(name, (*tuple(range(1, 9)), 0))[1].demand for name in "ab"]
+    scheduler = ScroogeScheduler(lanes, 100)
+    enqueued = []
+    while not isinstance(action := scheduler.next_action(0.0), Idle):
+        enqueued += [action.ref.job] if isinstance(action, Enqueue) else []
+    assert sorted(enqueued[:4]) == ["a", "a", "b", "b"]
+    assert sorted(enqueued) == ["a"] * 9 + ["b"] * 9

@@ -13,10 +13,13 @@ from trainmux.rewrite import draft, rewrite
 from trainmux.scheduling import Group, Planner, Task, _candidates, _spread
 from trainmux.scheduling._arrangement import Arrangement
 from trainmux.scheduling._candidates import Candidates
+from trainmux.scheduling._facts import facts_of
 from trainmux.scheduling._lift import schedule_sub_arrays
 from trainmux.scheduling._policy import live_bytes, plain_order
 from trainmux.scheduling._spread import spread_static
 from trainmux.scheduling.policies import Auto, policy_named
+from trainmux.scheduling.policies._body import FixedBody
+from trainmux.scheduling.policies._gaps import find_gaps
 from trainmux.simulate import lane_times, peak_live_bytes
 
 SHAPE = Shape(num_layers=4, constant=0.3, frozen=0.3, unrepeatable=0.0, optimizer_states=2)
@@ -65,6 +68,27 @@ def test_it_fits_is_alike_in_all_but_the_last_and_can_be_carried_out(
     assert num_found >= 4
     assert num_recomputing >= 1
     assert 0 < num_less < num_found
+
+
+def test_small_tensors_are_away_only_where_all_large_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are many of them, and copies of few bytes are slow."""
+    profile = member()
+    sizes = {tensor.size_bytes for tensor in profile.tensors if tensor.byte_class.is_static}
+    assert sizes == {KIB, 20 * KIB, 40 * KIB}
+    monkeypatch.setattr(_spread, "_SMALL_BYTES", 30 * KIB)
+    facts = [facts_of(profile)]
+    gaps = find_gaps(facts, with_static=True)
+    task = Task((profile,), Multiplexing.TURNS, 0, 1 << 50)
+    body = FixedBody(task, plain_order(task.profiles, task.multiplexing), facts)
+    (row,) = _spread._static_rows(body, gaps)
+    num_large = sum(gap.is_static and gap.size_bytes == 40 * KIB for gap in gaps)
+    seen = set()
+    for share in range(21):
+        away = [gaps[number].size_bytes for number in _spread._filled(gaps, row, share / 20)]
+        num_small = sum(size < 30 * KIB for size in away)
+        assert not num_small or len(away) - num_small == num_large
+        seen.add((bool(away), bool(num_small)))
+    assert seen == {(False, False), (True, False), (True, True)}
 
 
 def test_nothing_where_all_static_tensors_away_are_not_enough() -> None:
