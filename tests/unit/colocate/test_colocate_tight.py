@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from itertools import pairwise
 
 import pytest
@@ -24,6 +25,7 @@ from trainmux.colocate import (
 )
 from trainmux.colocate._job import JobState
 from trainmux.colocate._lane import Lane
+from trainmux.colocate._tenant import Tenant
 
 
 def equal_jobs(num_layers: int = 24, size: int = 4 << 20) -> list[JobDemand]:
@@ -118,3 +120,20 @@ def test_nothing_within_a_limit_waits_for_what_is_beyond_one() -> None:
         enqueued += [action.ref.job] if isinstance(action, Enqueue) else []
     assert sorted(enqueued[:4]) == ["a", "a", "b", "b"]
     assert sorted(enqueued) == ["a"] * 9 + ["b"] * 9
+
+
+def test_a_job_holds_what_its_running_segment_needs() -> None:
+    """However many are on their way behind it."""
+    tenant = object.__new__(Tenant)
+    tenant.heights, tenant._on_their_way = [0, 7], [deque(), deque()]
+    held = []
+    for height, hold in ((2, 2), (8, 4), (4, 0)):
+        tenant.began(0, height, hold)
+        held.append(tenant.heights[0])
+    for _ in range(4):
+        tenant.ended(0)
+        held.append(tenant.heights[0])
+    assert held == [2, 2, 2, 8, 4, 0, 0]
+    tenant.began(0, 3, 1)
+    tenant.ended(0)
+    assert tenant.heights == [1, 7]

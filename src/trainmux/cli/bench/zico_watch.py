@@ -162,7 +162,7 @@ class Watch(threading.Thread):
         return {"in_force_after_seconds": in_force_after, "longest_gap_seconds": longest}
 
     def _samples(self, seconds: float) -> list[list[float]]:
-        """Seconds and what each job holds: as the host enqueues, which is a segment or two ahead."""
+        """Seconds and what each job holds, by what runs as far as the host knows."""
         begin = time.perf_counter()
         rows: list[list[float]] = []
         while len(rows) < _MAX_SAMPLES and (not rows or rows[-1][0] < seconds):
