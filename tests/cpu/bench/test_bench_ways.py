@@ -92,6 +92,37 @@ def test_vmap_gives_norms_fp32_where_autocast_fails_and_says_so() -> None:
         assert torch.equal(value, expected)
 
 
+@pytest.mark.usefixtures("no_graphs")
+def test_compiled_vmap_does_without_cudnns_attention_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", allowed.append)
+    capture = stacked.capture
+
+    def capture_without_cudnn(function: Callable[[], Tensor], device: torch.device) -> Any:
+        if not allowed:
+            raise RuntimeError("the mask is too small\nand more")
+        return capture(function, device)
+
+    monkeypatch.setattr(stacked, "capture", capture_without_cudnn)
+    setup, data = measure.make_setup(job(), WIDTH, CPU)
+    prepared = stacked.prepare_captured(setup)
+    assert allowed == [False]
+    assert prepared.notes == (f"{stacked.NO_CUDNN_ATTENTION} (torch: the mask is too small)",)
+    first, second = (prepared.step(data[0]).clone() for _ in range(2))
+    assert (second != first).all()
+
+
+@pytest.mark.usefixtures("no_graphs")
+def test_compiled_vmap_out_of_memory_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(function: Callable[[], Tensor], device: torch.device) -> Any:
+        raise torch.OutOfMemoryError("nothing left")
+
+    monkeypatch.setattr(stacked, "capture", capture)
+    setup, _ = measure.make_setup(job(), WIDTH, CPU)
+    with pytest.raises(torch.OutOfMemoryError, match="nothing left"):
+        stacked.prepare_captured(setup)
+
+
 def has_bf16_lstm() -> bool:
     """Whether torch has one for this processor: for ARM without bf16 it has not."""
     try:

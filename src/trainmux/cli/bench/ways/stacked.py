@@ -21,6 +21,7 @@ from ._capture import capture
 from ._stacked_adamw import make_state, update_foreach, update_plain
 
 NORMS_IN_FP32 = "vmap fails on the model's normalisation layers under autocast: they compute in fp32"
+NO_CUDNN_ATTENTION = "compiled, it fails with cuDNN's attention: other kernels compute that"
 
 
 class _WithLoss(nn.Module):
@@ -103,14 +104,26 @@ def prepare_captured(setup: Setup) -> Prepared:
     """The whole step, update included, by ``torch.compile``, then captured as one CUDA graph."""
     stack, train = make_compiled_step(setup)
     static = StaticBatch(setup.example, setup.device)
-    graph, losses = capture(lambda: train(static.tree), setup.device)
+    notes = stack.notes
+    failed = ""
+    try:
+        graph, losses = capture(lambda: train(static.tree), setup.device)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        failed = str(error).strip().splitlines()[0]
+    if failed:  # not while the error is at hand, which holds on to tensors
+        torch.backends.cuda.enable_cudnn_sdp(False)  # for this process, which measures nothing else
+        torch.compiler.reset()
+        graph, losses = capture(lambda: train(static.tree), setup.device)
+        notes += (f"{NO_CUDNN_ATTENTION} (torch: {failed})",)
 
     def step(batch: Any) -> Tensor:
         static.load(batch)
         graph.replay()
         return losses
 
-    return Prepared(step, len(setup.models), stack.notes)
+    return Prepared(step, len(setup.models), notes)
 
 
 def make_compiled_step(setup: Setup, backend: str = "inductor") -> tuple[_Stack, Callable[[Any], Tensor]]:
