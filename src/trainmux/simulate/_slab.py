@@ -20,14 +20,15 @@ from trainmux.errors import ConfigError
 from trainmux.simulate._rules import round_up
 
 _MAX_PLACEMENTS = 24_000
-"""Tenants that are placed in all tries together: bounds the time, about 40 µs each."""
+"""Tenants that are placed in all tries together: bounds the time, 40 to 80 µs each."""
 _MIN_TRIES, _MAX_TRIES = 1, 24
 _GOOD_ENOUGH = 1000
 """No further try when the slab exceeds the bytes in use at once by less than one part in this many."""
 _ROWS_PER_STRETCH, _MAX_STRETCHES = 64, 256
 """How finely time is divided to find what shares time with a tenant."""
-_LONG_SHARE = 8
-"""A tenant that is there for more than one part in this many of the time is there for long."""
+_NEAR_SHARE = 8
+"""Where more than one part in this many of all rows are near a tenant, all of them are looked at: they are
+sorted by offset already."""
 
 _Spans = tuple[tuple[int, int], ...]
 _Array = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -157,7 +158,7 @@ class _Placed:
     """What is placed already, one row per span.
 
     Rows are kept by stretches of time: most tenants are there for a short time only and need not be compared
-    with those of all others. For those that are there for long, all rows are kept by offset too.
+    with those of all others. For those that are there for longer, all rows are kept by offset too.
     """
 
     def __init__(self, num_rows: int, first: int, last: int) -> None:
@@ -172,15 +173,16 @@ class _Placed:
     def lowest_offset(self, spans: _Spans, size: int) -> int:
         """That of the smallest gap of ``size`` bytes between the rows that share time with ``spans``."""
         stretches = dict.fromkeys(stretch for span in spans for stretch in self._stretches(*span))
-        is_long = len(stretches) > len(self._rows) // _LONG_SHARE
-        if is_long:
+        num_near = sum(self._rows[stretch].count for stretch in stretches)
+        looks_at_all = num_near * _NEAR_SHARE > self._num_rows
+        if looks_at_all:
             near = self._by_offset[: self._num_rows]
         else:  # some rows come several times, which does no harm
             near = np.concatenate([self._rows[stretch].numbers() for stretch in stretches])
         meets = near[_meets(self._starts[near], self._ends[near], spans)]
         if not meets.size:
             return 0
-        if not is_long:
+        if not looks_at_all:
             meets = meets[self._bottoms[meets].argsort()]
         return _best_gap(self._bottoms[meets], self._tops[meets], size)
 
@@ -206,16 +208,16 @@ class _Rows:
 
     def __init__(self) -> None:
         self._numbers = np.empty(64, np.int64)
-        self._count = 0
+        self.count = 0
 
     def append(self, row: int) -> None:
-        if self._count == len(self._numbers):
+        if self.count == len(self._numbers):
             self._numbers = np.concatenate([self._numbers, np.empty_like(self._numbers)])
-        self._numbers[self._count] = row
-        self._count += 1
+        self._numbers[self.count] = row
+        self.count += 1
 
     def numbers(self) -> _Array:
-        return self._numbers[: self._count]
+        return self._numbers[: self.count]
 
 
 def _meets(starts: _Array, ends: _Array, spans: _Spans) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
