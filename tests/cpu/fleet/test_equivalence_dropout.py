@@ -25,6 +25,8 @@ from torch import Tensor, nn
 import trainmux as tm
 from trainmux.workloads import SMALL
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_a_member_trains_the_same_at_any_width_in_any_slot_and_after_restore(

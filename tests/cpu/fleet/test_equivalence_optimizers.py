@@ -13,6 +13,8 @@ from torch import nn
 
 from trainmux.workloads import SMALL
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 NUM_MEMBERS = 4
 NUM_STEPS = 20
 MODELS = ("mlp", "cnn")

@@ -18,6 +18,8 @@ from trainmux.ir import Multiplexing, to_json, verify
 from trainmux.lowering import KernelCache
 from trainmux.workloads import SMALL
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 DEVICE = tm.Device("toy", 1 << 30, 1 << 32, 8, 1e12, 1e12, 1e11, 1e10, 1e10)
 
 

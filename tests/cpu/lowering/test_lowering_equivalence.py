@@ -15,6 +15,8 @@ from lowering_tools import (
     trained,
 )
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 BOUNDS = {"fp32": 1e-5, "fp64": 1e-10}
 # ATen's kernel for the gradient of hardsigmoid has one sixth in single precision, even for fp64.
 LOOSER = {"mobilenet": 1e-8}
