@@ -19,6 +19,7 @@ SHORT: dict[str, Workload] = {
     "lstm": replace(SMALL["lstm"], batch=_short_language_batch),
     "lstm_with_dropout": replace(SMALL["lstm_with_dropout"], batch=_short_language_batch),
     "gpt2": replace(SMALL["gpt2"], build=seeded(tiny_gpt2, num_layers=1)),
+    "transformer": replace(SMALL["transformer"], build=seeded(TransformerClassifier, num_layers=1)),
     "transformer_with_dropout": replace(
         SMALL["transformer_with_dropout"], build=seeded(TransformerClassifier, dropout=0.2, num_layers=1)
     ),

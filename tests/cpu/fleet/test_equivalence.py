@@ -47,7 +47,7 @@ def test_members_with_batches_of_their_own_equal_training_one_by_one(name: str) 
     check_fp64(
         models_of(workload, NUM_MEMBERS),
         workload.loss,
-        [batches_of(workload, NUM_STEPS, seed=1000 * number) for number in range(NUM_MEMBERS)],
+        [batches_of(workload, FEW_STEPS, seed=1000 * number) for number in range(NUM_MEMBERS)],
         data="per_member",
         looser=LOOSER.get(name),
     )

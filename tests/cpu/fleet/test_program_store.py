@@ -21,7 +21,13 @@ from trainmux.workloads import SMALL, Workload
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
-NAMES = ["mlp", "cnn_with_dropout", "transformer_with_dropout", "dlrm", "gpt2"]
+NAMES = [
+    "mlp",
+    "cnn_with_dropout",
+    "transformer_with_dropout",
+    "dlrm",
+    pytest.param("gpt2", marks=pytest.mark.extensive),
+]
 
 
 @pytest.fixture(autouse=True)
