@@ -12,10 +12,10 @@ import torch
 from trainmux.engine import _units
 from trainmux.fleet import _build, _in_pieces, _planned_beside, _planning, _program_store, _traces
 from trainmux.fleet._signature import function_signature, model_signature
-from trainmux.fusion import _fuse
 from trainmux.profiling import KernelGraph, LinkRates, _measured
 
-_MOST_KEPT = 64
+_MOST_KEPT = 24
+"""Every graph module is a class of its own, and torch's tracer is the slower the more of them there are."""
 
 
 class _Kept:
@@ -33,17 +33,16 @@ class _Kept:
         return self._values[key]
 
 
-_kept_traces, _kept_pieces, _kept_steps, _kept_kernels, _kept_rates = (_Kept() for _ in range(5))
+_kept_traces, _kept_steps, _kept_kernels, _kept_rates = (_Kept() for _ in range(4))
 
 
 @pytest.fixture
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fleets take the traces of earlier tests, by signature as they do within a fleet.
 
-    What was written for one operator at some width is written again for another fleet, as it is within one.
-    For tests of what becomes of a fused graph, not of tracing or fusing.
+    For tests of what becomes of a trace, not of tracing.
     """
-    trace, fuser = _traces.TraceCache._get, _fuse._Fuser.__init__
+    trace = _traces.TraceCache._get
 
     def get(
         cache: _traces.TraceCache, purpose: str, name: str, model: Any, fn: Any, batch: Any, how: Any
@@ -54,14 +53,7 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return found
 
-    def with_known_pieces(self: Any, module: Any, width: int, choosing: Any, writer: Any) -> None:
-        fuser(self, module, width, choosing, writer)
-        if choosing.times is None:
-            key = (id(module), width, tuple(sorted(choosing.strategies.items())), choosing.compiles)
-            _, writer._pieces = _kept_pieces.get(key, lambda: (module, writer._pieces))
-
     monkeypatch.setattr(_traces.TraceCache, "_get", get)
-    monkeypatch.setattr(_fuse._Fuser, "__init__", with_known_pieces)
 
 
 @pytest.fixture

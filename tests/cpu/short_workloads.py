@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import torch
 
-from trainmux.workloads import SMALL, TokenBatch, TransformerClassifier, Workload, tiny_gpt2
+from trainmux.workloads import (
+    SMALL,
+    TokenBatch,
+    TransformerClassifier,
+    Workload,
+    tiny_bert_mlm,
+    tiny_bert_nsp,
+    tiny_gpt2,
+    tiny_vit,
+)
 from trainmux.workloads.seeding import seeded
 
 
@@ -15,13 +24,19 @@ def _short_language_batch(seed: int, dtype: torch.dtype) -> TokenBatch:
     return TokenBatch(batch.tokens[:, :3].contiguous(), batch.targets[:, :3].contiguous())
 
 
+_ONE_LAYER = {
+    "transformer": seeded(TransformerClassifier, num_layers=1),
+    "transformer_with_dropout": seeded(TransformerClassifier, dropout=0.2, num_layers=1),
+    "bert_mlm": seeded(tiny_bert_mlm, num_layers=1),
+    "bert_mlm_with_dropout": seeded(tiny_bert_mlm, dropout=0.2, num_layers=1),
+    "bert_nsp": seeded(tiny_bert_nsp, num_layers=1),
+    "gpt2": seeded(tiny_gpt2, num_layers=1),
+    "vit": seeded(tiny_vit, num_layers=1),
+}
+_THREE_TOKENS = ("lstm", "lstm_untied", "lstm_with_dropout")
+
 SHORT: dict[str, Workload] = {
-    "lstm": replace(SMALL["lstm"], batch=_short_language_batch),
-    "lstm_with_dropout": replace(SMALL["lstm_with_dropout"], batch=_short_language_batch),
-    "gpt2": replace(SMALL["gpt2"], build=seeded(tiny_gpt2, num_layers=1)),
-    "transformer": replace(SMALL["transformer"], build=seeded(TransformerClassifier, num_layers=1)),
-    "transformer_with_dropout": replace(
-        SMALL["transformer_with_dropout"], build=seeded(TransformerClassifier, dropout=0.2, num_layers=1)
-    ),
+    **{name: replace(SMALL[name], build=build) for name, build in _ONE_LAYER.items()},
+    **{name: replace(SMALL[name], batch=_short_language_batch) for name in _THREE_TOKENS},
 }
 """By the registry's names."""

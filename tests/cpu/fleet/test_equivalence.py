@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from equivalence import LOOSER, PLAIN, batches_of, check_fp64, models_of
+from short_workloads import SHORT
 
-from trainmux.workloads import SMALL
+from trainmux.workloads import SMALL, Workload
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -17,13 +18,12 @@ LONG = ("mlp", "cnn", "residual", "transformer", "dlrm")
 """One of each kind, and batch norm: differences that grow have all steps to show."""
 
 
-def check(name: str, num_steps: int) -> None:
-    workload = SMALL[name]
+def check(workload: Workload, num_steps: int) -> None:
     check_fp64(
         models_of(workload, NUM_MEMBERS),
         workload.loss,
         batches_of(workload, num_steps),
-        looser=LOOSER.get(name),
+        looser=LOOSER.get(workload.name),
     )
 
 
@@ -32,12 +32,12 @@ def check(name: str, num_steps: int) -> None:
     [name if name in LONG else pytest.param(name, marks=pytest.mark.extensive) for name in PLAIN],
 )
 def test_fifty_steps_of_six_members_equal_training_one_by_one(name: str) -> None:
-    check(name, NUM_STEPS)
+    check(SMALL[name], NUM_STEPS)
 
 
 @pytest.mark.parametrize("name", [name for name in PLAIN if name not in LONG])
 def test_fifteen_steps_of_six_members_equal_training_one_by_one(name: str) -> None:
-    check(name, FEW_STEPS)
+    check(SHORT.get(name, SMALL[name]), FEW_STEPS)
 
 
 # Batch norm, a mask that differs between members, and ragged bags in a dataclass.

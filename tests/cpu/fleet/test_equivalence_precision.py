@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from equivalence import PLAIN, PRECISIONS, check_precision
+from short_workloads import SHORT
 from torch import Tensor, nn
 
 from trainmux.workloads import SMALL, Workload
@@ -31,7 +32,8 @@ RELATIVES = ("bottleneck", "mobilenet", "lstm_untied", "lstm_translation", "dlrm
     ],
 )
 def test_the_error_of_a_step_is_at_most_three_times_that_of_plain_torch(name: str, precision: str) -> None:
-    check_precision(SMALL[name], precision)
+    is_long = name in ("lstm", "lstm_untied")  # eight steps of equal cells
+    check_precision(SHORT[name] if is_long else SMALL[name], precision)
 
 
 class Recurrent(nn.Module):

@@ -35,7 +35,7 @@ def test_cutting_a_program_changes_nothing(name: str, precision: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_a_lowered_program_computes_what_the_one_on_aten_does(name: str) -> None:
     case = example(name, "fp64")
-    assert_close(case.run(case.lowered.module), case.run(case.on_aten), LOOSER.get(name, BOUNDS["fp64"]))
+    assert_close(case.run(case.lowered.module), case.run(case.on_aten()), LOOSER.get(name, BOUNDS["fp64"]))
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn_with_dropout", "transformer_with_dropout"])
