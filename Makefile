@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint test-gpu bench clean distclean
+.PHONY: help env demo test test-extensive lint test-gpu bench clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -26,6 +26,9 @@ demo: $(INSTALLED) ## train a sweep of sixteen small CNNs as one fleet, and comp
 
 test: lint ## lint, type check, unit and CPU tests
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest tests/unit tests/cpu -n 2 --dist worksteal
+
+test-extensive: $(INSTALLED) ## further combinations, which make test leaves out
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest tests/unit tests/cpu -n 2 --dist worksteal -m extensive
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(PY) -m ruff check .

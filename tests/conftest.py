@@ -15,6 +15,7 @@ import torch
 from trainmux.fleet import _program_store
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+_MAX_GRAPH_CLASSES = 1000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,6 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+def pytest_runtest_logfinish() -> None:
+    # Each graph module is a class of its own, which lives until cycles are looked for; torch's tracer changes
+    # their common base class, and takes five times as long where there are some thousands of them.
+    if len(torch.fx.GraphModule.__subclasses__()) > _MAX_GRAPH_CLASSES:
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

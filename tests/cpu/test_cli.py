@@ -179,7 +179,7 @@ def test_the_best_member_is_saved_with_its_settings(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_demo_trains_both_ways_and_saves_the_best(tmp_path: Path) -> None:
     console = Console(quiet=True)
-    rows = demo.run_demo(device="cpu", epochs=2, out=tmp_path, console=console)
+    rows = demo.run_demo(device="cpu", epochs=1, out=tmp_path, console=console)
     assert len(rows) == 16
     assert all(abs(placed.fused.loss - placed.alone.loss) < 0.1 for placed in rows)
     best = json.loads((tmp_path / "best.json").read_text(encoding="utf-8"))

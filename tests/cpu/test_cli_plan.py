@@ -19,6 +19,8 @@ from trainmux.cli._app import app
 from trainmux.errors import BudgetError, ConfigError
 from trainmux.lowering import KernelCache
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

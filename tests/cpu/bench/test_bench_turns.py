@@ -7,13 +7,15 @@ import sys
 import threading
 from pathlib import Path
 
+from trainmux.cli.bench import turns as turns_module
 from trainmux.cli.bench.record import read_records
 from trainmux.cli.bench.runner import Options, _chunks, _jobs, run
 from trainmux.cli.bench.turns import GO, READY, Turns
 
-WAITS = """
-import sys, time
-from trainmux.cli.bench.turns import wait_for_turn
+# By its path: to import the package takes seconds, and what waits here needs none of it.
+WAITS = f"""
+import runpy, sys, time
+wait_for_turn = runpy.run_path({turns_module.__file__!r})["wait_for_turn"]
 folder, log = sys.argv[1:]
 wait_for_turn(folder)
 with open(log, "a") as file:

@@ -43,6 +43,8 @@ from trainmux.cli.bench.zico_watch import Stay
 from trainmux.colocate._fused_work import FusedWork
 from trainmux.errors import BudgetError
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 OPTIONS = ZicoOptions("cpu", "aten", "fp32", 0.05)
 PAIR = ("small:mlp", "small:mlp")
 

@@ -41,6 +41,8 @@ from trainmux.colocate._tenant import Tenant
 from trainmux.engine import Memory
 from trainmux.errors import BudgetError
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 SHORT_LIVED = 21
 """Of fleets that other tests do not use again."""
 

@@ -26,7 +26,7 @@ STEPS = 3
 NAMES = ("mlp", "transformer_with_dropout", "residual", "lstm")
 
 
-def test_pairs_and_triples_at_every_budget(tmp_path: Path) -> None:
+def test_pairs_and_triples_at_every_budget(built_once: None, tmp_path: Path) -> None:
     """One test, because the fleets take most of the time and every case can have the same ones."""
     fleets = {name: small_fleet(name) for name in NAMES}
     expected: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}

@@ -24,6 +24,8 @@ import trainmux as tm
 from trainmux.colocate import EVERY_KERNEL
 from trainmux.errors import BatchError, BudgetError, ConfigError
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 PLANNED, GROWN = 8, 9
 """Fleets that other tests do not use again."""
 

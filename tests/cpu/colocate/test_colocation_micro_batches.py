@@ -37,6 +37,8 @@ from trainmux.colocate import smallest_budget as smallest_of
 from trainmux.colocate._fused_work import FusedWork
 from trainmux.errors import BatchError, ConfigError
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 SECOND_LANE = " (lane 2)"
 
 

@@ -34,6 +34,8 @@ from trainmux.colocate import EVERY_KERNEL, JobDemand
 from trainmux.colocate._device import MemoryNeed
 from trainmux.colocate._fused_work import fused_lanes
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 def test_a_model_is_trained_in_its_own_objects() -> None:
     job, other = model_job("a", 0, steps=4), tiny_job("b", 1, steps=2)

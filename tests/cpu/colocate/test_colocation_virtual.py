@@ -37,7 +37,10 @@ from trainmux.fleet._batches import BatchFeed
 from trainmux.fleet._group import Group
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's shared memory files")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's shared memory files"),
+    pytest.mark.usefixtures("built_once"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ import trainmux as tm
 from trainmux.errors import BudgetError, ConfigError
 from trainmux.workloads import SMALL, mlp
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 def fleet_of(name: str, seed: int = 0) -> tuple[tm.Fleet, object]:
     workload = SMALL[name]

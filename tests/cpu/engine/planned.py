@@ -19,14 +19,13 @@ from trainmux.ir import Multiplexing, Profile, Program
 from trainmux.profiling import DEVICES, analytic_profile, side_by_side
 from trainmux.scheduling._candidates import Arrangement, Candidate, Candidates
 from trainmux.scheduling.policies import policy_named
-from trainmux.workloads import SMALL
+from trainmux.workloads import SMALL, Workload
 
 HOST_BYTES = 1 << 34
 
 
-def make_fleet(name: str, num_members: int, **options: Any) -> tm.Fleet:
+def make_fleet(workload: Workload, num_members: int, **options: Any) -> tm.Fleet:
     """Members whose first moment is the gradient of their last step, for gradients to be compared too."""
-    workload = SMALL[name]
     members = []
     for number in range(num_members):
         model = workload.build(number).train()
@@ -39,16 +38,23 @@ def make_fleet(name: str, num_members: int, **options: Any) -> tm.Fleet:
 class Case:
     """A workload's members in sub-arrays of given widths, with everything that is made once.
 
-    With ``num_branches`` the members of each sub-array train side by side on so many of them.
+    With ``num_branches`` the members of each sub-array train side by side on so many of them. ``workload`` is
+    the one to train where it is not the registry's own of this name.
     """
 
     def __init__(
-        self, name: str, widths: Sequence[int], kernels: str = "aten", num_branches: int = 1, **options: Any
+        self,
+        name: str,
+        widths: Sequence[int],
+        kernels: str = "aten",
+        num_branches: int = 1,
+        workload: Workload | None = None,
+        **options: Any,
     ) -> None:
-        self.name = name
+        self._workload = workload or SMALL[name]
         self.widths = tuple(widths)
         self.num_branches = num_branches
-        self.fleet = make_fleet(name, sum(widths), **options)
+        self.fleet = make_fleet(self._workload, sum(widths), **options)
         self._group: Group = self.fleet._groups[0]
         of_branch = [width // num_branches for width in widths]
         built = {width: self._group.sub_array_program(width, kernels=kernels) for width in set(of_branch)}
@@ -82,7 +88,7 @@ class Case:
 
     def batch(self, number: int) -> list[Tensor]:
         flat = self.fleet._feed.for_groups(
-            SMALL[self.name].batch(number, torch.float32), {}, self.fleet._groups, self.fleet.names
+            self._workload.batch(number, torch.float32), {}, self.fleet._groups, self.fleet.names
         )[id(self._group)]
         return [leaf.to(self.fleet._config.device) for leaf in flat.leaves]
 
@@ -171,10 +177,18 @@ def differences(found: Sequence[State], expected: Sequence[State]) -> list[str]:
 
 
 @functools.cache
-def small_case(name: str, widths: tuple[int, ...], kernels: str = "aten") -> Case:
-    return Case(name, widths, kernels)
+def small_case(
+    name: str, widths: tuple[int, ...], kernels: str = "aten", workload: Workload | None = None
+) -> Case:
+    return Case(name, widths, kernels, workload=workload)
 
 
 @functools.cache
-def expected_of(name: str, widths: tuple[int, ...], num_steps: int, kernels: str = "aten") -> list[State]:
-    return train_plain(small_case(name, widths, kernels), num_steps)
+def expected_of(
+    name: str,
+    widths: tuple[int, ...],
+    num_steps: int,
+    kernels: str = "aten",
+    workload: Workload | None = None,
+) -> list[State]:
+    return train_plain(small_case(name, widths, kernels, workload), num_steps)

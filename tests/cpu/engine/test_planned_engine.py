@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from planned import Case, differences, expected_of, small_case, tightest, train_plain, train_planned
+from short_workloads import SHORT
 
 from trainmux.fleet import _build
 from trainmux.fusion.strategies import _skeleton
@@ -17,6 +18,7 @@ NUM_STEPS = 3
 TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
 
 
+@pytest.mark.usefixtures("built_once")
 @pytest.mark.parametrize(
     ("name", "widths", "policy", "multiplexing", "share"),
     [
@@ -24,7 +26,7 @@ TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
         ("mlp", (1, 1, 1), "mutwo", RING, 1.0),
         ("transformer_with_dropout", (2,), "swap_only", TURNS, 0.6),
         ("transformer_with_dropout", (2,), "recompute_only", TURNS, 0.6),
-        ("transformer_with_dropout", (1, 1), "auto", RING, 0.3),
+        ("residual", (1, 1), "auto", RING, 0.3),
         ("residual", (2,), "auto", TURNS, 0.3),
         ("lstm_with_dropout", (1, 1), "mutwo", RING, 1.0),
     ],
@@ -32,15 +34,17 @@ TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
 def test_a_planned_program_computes_the_same_bits(
     name: str, widths: tuple[int, ...], policy: str, multiplexing: Multiplexing, share: float
 ) -> None:
-    case = small_case(name, widths)
+    case = small_case(name, widths, workload=SHORT.get(name))
     found = tightest(case.candidates(policy, multiplexing), share)
     instructions = found.program.body.instructions
     if share < 1:
         assert any(isinstance(i, Offload | Recompute) for i in instructions), "expected something to test"
     planned = case.planned(found.program, poisons=True)
-    assert differences(train_planned(case, planned, NUM_STEPS), expected_of(name, widths, NUM_STEPS)) == []
+    expected = expected_of(name, widths, NUM_STEPS, workload=SHORT.get(name))
+    assert differences(train_planned(case, planned, NUM_STEPS), expected) == []
 
 
+@pytest.mark.usefixtures("built_once")
 @pytest.mark.parametrize(
     ("name", "widths", "num_branches", "policy", "multiplexing", "share"),
     [
@@ -58,7 +62,7 @@ def test_members_side_by_side_compute_the_bits_of_members_alone(
     multiplexing: Multiplexing,
     share: float,
 ) -> None:
-    case = Case(name, widths, num_branches=num_branches)
+    case = Case(name, widths, num_branches=num_branches, workload=SHORT.get(name))
     found = tightest(case.candidates(policy, multiplexing), share)
     if share < 1:
         instructions = found.program.body.instructions
@@ -69,10 +73,10 @@ def test_members_side_by_side_compute_the_bits_of_members_alone(
 
 @pytest.mark.parametrize("name", ["mlp", "transformer_with_dropout"])
 def test_losses_of_regions_come_with_their_own_step(name: str) -> None:
-    case = small_case(name, (1, 1), "lowered")
+    case = small_case(name, (1, 1), "lowered", SHORT.get(name))
     found = case.candidates("mutwo", RING).plain()
     trained = train_planned(case, case.planned(found.program, poisons=True), NUM_STEPS)
-    assert differences(trained, expected_of(name, (1, 1), NUM_STEPS, "lowered")) == []
+    assert differences(trained, expected_of(name, (1, 1), NUM_STEPS, "lowered", SHORT.get(name))) == []
 
 
 def test_layouts_are_those_of_a_step_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 from equivalence import check_bits
+from short_workloads import SHORT
 
 from trainmux.workloads import SMALL
+
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 MODELS = ("cnn_with_dropout", "lstm", "transformer_with_dropout", "dlrm")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_repeat_and_do_not_depend_on_the_other_members(name: str) -> None:
-    check_bits(SMALL[name])
+    check_bits(SHORT.get(name, SMALL[name]))
 
 
 def test_bits_repeat_and_do_not_depend_on_the_other_members_in_bf16() -> None:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from equivalence import check_fp64
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 NUM_MEMBERS = 3
 NUM_STEPS = 10
 CHANNELS = 4

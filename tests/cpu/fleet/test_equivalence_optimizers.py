@@ -13,9 +13,10 @@ from torch import nn
 
 from trainmux.workloads import SMALL
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 NUM_MEMBERS = 4
 NUM_STEPS = 20
-MODELS = ("mlp", "cnn")
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,18 @@ RULES = (
         lambda n: {"lr": 0.5 + 0.5 * n, "rho": 0.8 + 0.05 * n, "eps": 1e-6, "weight_decay": 0.01 * n},
     ),
 )
-every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
 
-@every_rule
-@pytest.mark.parametrize("name", MODELS)
+def every_rule(*with_cnn: str) -> pytest.MarkDecorator:
+    """Every rule over an MLP; over a CNN by default those named, as a rule knows no kinds of layers."""
+    cases = [pytest.param("mlp", rule, id=f"mlp-{rule.name}") for rule in RULES]
+    for rule in RULES:
+        marks = [] if rule.name in with_cnn else [pytest.mark.extensive]
+        cases.append(pytest.param("cnn", rule, id=f"cnn-{rule.name}", marks=marks))
+    return pytest.mark.parametrize(("name", "rule"), cases)
+
+
+@every_rule("sgd-nesterov", "adamw-amsgrad", "rmsprop")
 def test_optimizer_equals_its_own_in_plain_torch(name: str, rule: Rule) -> None:
     workload = SMALL[name]
     check_fp64(
@@ -98,8 +106,7 @@ def test_optimizer_equals_its_own_in_plain_torch(name: str, rule: Rule) -> None:
     )
 
 
-@every_rule
-@pytest.mark.parametrize("name", MODELS)
+@every_rule("sgd-momentum", "adam-amsgrad", "adagrad")
 def test_two_parameter_groups_keep_their_own_settings(name: str, rule: Rule) -> None:
     workload = SMALL[name]
 

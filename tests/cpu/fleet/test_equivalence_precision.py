@@ -7,17 +7,33 @@ from functools import partial
 import pytest
 import torch
 from equivalence import PLAIN, PRECISIONS, check_precision
+from short_workloads import SHORT
 from torch import Tensor, nn
 
 from trainmux.workloads import SMALL, Workload
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
-@every_precision
-@pytest.mark.parametrize("name", PLAIN)
+RELATIVES = ("bottleneck", "mobilenet", "lstm_untied", "lstm_translation", "dlrm_joint", "bert_nsp", "vit")
+"""Models that have a near relative among the others: in single precision one of each kind is enough."""
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(name, precision, marks=pytest.mark.extensive)
+        if precision == "fp32" and name in RELATIVES
+        else (name, precision)
+        for name in PLAIN
+        for precision in PRECISIONS
+    ],
+)
 def test_the_error_of_a_step_is_at_most_three_times_that_of_plain_torch(name: str, precision: str) -> None:
-    check_precision(SMALL[name], precision)
+    is_long = name in ("lstm", "lstm_untied")  # eight steps of equal cells
+    check_precision(SHORT[name] if is_long else SMALL[name], precision)
 
 
 class Recurrent(nn.Module):
@@ -28,7 +44,7 @@ class Recurrent(nn.Module):
 
     def __init__(self, cell: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.layer = cell(4, 6, num_layers=2, bidirectional=True, batch_first=True)
+        self.layer = cell(4, 6, bidirectional=True, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layer(x)[0]
@@ -42,7 +58,7 @@ def _build(cell: type[nn.RNNBase], seed: int) -> nn.Module:
 
 
 def _series(seed: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def _mean_square(model: nn.Module, batch: Tensor) -> Tensor:

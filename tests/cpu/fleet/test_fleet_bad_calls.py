@@ -36,6 +36,8 @@ from trainmux.errors import (
     TrainmuxError,
 )
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 Batch = dict[str, Any]
 
 

@@ -30,6 +30,8 @@ from trainmux import Fleet, Member
 from trainmux.errors import CheckpointError
 from trainmux.training import write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 Make = Callable[[int], Member]
 
 

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from trainmux import Fleet, Member
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 LOADER = [BATCHES[5], BATCHES[6], vectors(90, size=2)]  # the last one is short
 
 

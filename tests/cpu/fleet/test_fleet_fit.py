@@ -37,6 +37,8 @@ from trainmux.engine import ReferenceEngine
 from trainmux.errors import BatchError, TrainmuxWarning
 from trainmux.training import FitState
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 LOADER = BATCHES[:3]
 VALIDATION = [BATCHES[8], BATCHES[9]]
 

@@ -20,6 +20,8 @@ from fleet_cases import (
 
 from trainmux import Fleet, Member
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 def member(kind: str, i: int) -> Member:
     model = mlp(i)

@@ -28,6 +28,8 @@ from trainmux import Fleet, Member
 from trainmux.engine import ForwardProgram, StepProgram
 from trainmux.errors import OptimizerError
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 Write = Callable[[Member, int], None]
 
 

@@ -15,6 +15,8 @@ from trainmux.errors import BudgetError, PlanError, TrainmuxWarning
 from trainmux.fleet._planned_groups import PlannedGroups
 from trainmux.ir import Multiplexing
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 @pytest.fixture(autouse=True)
 def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

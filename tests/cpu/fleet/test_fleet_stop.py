@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 from trainmux import Fleet, Member
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 def pair_of_fleets(make: Callable[[int], Member]) -> tuple[Fleet, Fleet]:
     """Two fleets of three that do the same until someone interferes with one of them."""

@@ -14,6 +14,8 @@ import trainmux as tm
 from trainmux.engine import _units
 from trainmux.errors import BudgetError, ConfigError
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 MODES = ("deferred", "bucketed", "immediate")
 
 

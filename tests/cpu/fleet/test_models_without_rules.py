@@ -185,7 +185,7 @@ class Case:
 
 CASES = {
     "unet": Case(UNet, _regress, _targets(2, 3, 8, 8)),
-    "recurrent": Case(Recurrent, _classify, _labelled(4, 6, 8)),
+    "recurrent": Case(Recurrent, _classify, _labelled(4, 3, 8)),
     "routed": Case(Routed, _classify, _labelled(6, 8)),
     "gaussian_process": Case(
         GaussianProcess, _likelihood, lambda: (torch.randn(6, 3, dtype=F64), torch.randn(6, dtype=F64))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from short_workloads import SHORT
 
 import trainmux as tm
 from trainmux.errors import BudgetError, ConfigError, PlanError
@@ -17,6 +18,8 @@ from trainmux.fleet._fixed_bytes import FIXED_BYTES
 from trainmux.ir import Multiplexing, to_json, verify
 from trainmux.lowering import KernelCache
 from trainmux.workloads import SMALL
+
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 DEVICE = tm.Device("toy", 1 << 30, 1 << 32, 8, 1e12, 1e12, 1e11, 1e10, 1e10)
 
@@ -37,7 +40,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: Path) -> 
 def fleet_of(
     name: str = "transformer", num_members: int = 2, *, lr: float = 1e-3, **options: Any
 ) -> tm.Fleet:
-    workload = SMALL[name]
+    workload = SHORT.get(name, SMALL[name])
     models = [workload.build(number).train() for number in range(num_members)]
     members = [
         tm.Member(model, torch.optim.AdamW(model.parameters(), lr=lr), name=f"m{number}", seed=number)

@@ -19,6 +19,8 @@ from trainmux.profiling import ProfileCache
 from trainmux.scheduling import Planner
 from trainmux.workloads import SMALL
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 DEVICE = tm.Device("toy", 1 << 30, 1 << 32, 8, 1e12, 1e12, 1e11, 1e10, 1e10)
 
 

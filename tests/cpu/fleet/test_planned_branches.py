@@ -18,6 +18,8 @@ from trainmux.fleet import _planning
 from trainmux.ir import Free, Multiplexing, Profile, Wait
 from trainmux.profiling import side_by_side
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 @pytest.fixture(autouse=True)
 def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from trainmux.fleet._fixed_bytes import FIXED_BYTES
 from trainmux.fleet._planned_groups import PlannedForwards, PlannedGroups
 from trainmux.ir import Prefetch
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 DEVICE = "a100-40gb"
 """Plans are worked out for it: measuring takes longer, and may have another outcome each time."""
 

@@ -17,6 +17,8 @@ from trainmux.engine import _planned
 from trainmux.errors import BudgetError, TrainmuxError
 from trainmux.fleet import _plan_keeper, _planned_groups, _planning
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -15,6 +15,8 @@ from lowering_tools import (
     trained,
 )
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 BOUNDS = {"fp32": 1e-5, "fp64": 1e-10}
 # ATen's kernel for the gradient of hardsigmoid has one sixth in single precision, even for fp64.
 LOOSER = {"mobilenet": 1e-8}
@@ -33,7 +35,7 @@ def test_cutting_a_program_changes_nothing(name: str, precision: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_a_lowered_program_computes_what_the_one_on_aten_does(name: str) -> None:
     case = example(name, "fp64")
-    assert_close(case.run(case.lowered.module), case.run(case.on_aten), LOOSER.get(name, BOUNDS["fp64"]))
+    assert_close(case.run(case.lowered.module), case.run(case.on_aten()), LOOSER.get(name, BOUNDS["fp64"]))
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn_with_dropout", "transformer_with_dropout"])

@@ -19,6 +19,8 @@ from trainmux.lowering._payload import from_payload, to_payload
 from trainmux.profiling import read_kernels
 from trainmux.workloads import SMALL, Workload
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 Optimizer = Callable[[nn.Module, int], torch.optim.Optimizer]
 
 NAMES = ("mlp", "cnn_with_dropout", "transformer_with_dropout", "dlrm", "lstm")

@@ -17,6 +17,8 @@ from trainmux.profiling import KernelGraph, analytic_profile, find_device, read_
 from trainmux.rewrite import rewrite
 from trainmux.tracing import make_fx, static_fake_mode
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 NAMES = ["mlp", "cnn_with_dropout", "transformer_with_dropout", "dlrm"]
 
 

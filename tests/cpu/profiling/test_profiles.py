@@ -39,6 +39,8 @@ from trainmux.profiling._link import pieces_beside, slower_of
 from trainmux.profiling._measured import NUM_PASSES, NodeSamples, Sample, _HostClock
 from trainmux.profiling._pass import Pass
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 FACTS = DeviceFacts("here", 1 << 30, 1 << 30)
 DEEP = "transformer_with_dropout"
 

@@ -117,7 +117,7 @@ def test_slack_costs_neither_time_nor_bytes(policy: str, monkeypatch: pytest.Mon
     """Of random graphs: proved, as quick as predicted, and with slower copies quicker in the sum."""
     shapes = [((2,), False)] if policy in ("capuchin", "swap_only") else [((1, 1), True)]
     without, with_it = [], []
-    for seed in range(12 if policy == "capuchin" else 8):
+    for seed in range(12 if policy == "capuchin" else 5):
         for widths, ring in shapes:
             for share in (0.5, 0.8):
                 found = candidate(seed, widths, ring, policy, share)
@@ -165,21 +165,21 @@ def test_schedules_with_slack_are_programs(ring: bool) -> None:
     assert num_changed > 12
 
 
-def test_time_does_not_rise_with_the_budget_where_there_is_slack() -> None:
+@pytest.mark.parametrize("seed", [3, pytest.param(14, marks=pytest.mark.extensive)])
+def test_time_does_not_rise_with_the_budget_where_there_is_slack(seed: int) -> None:
     """Slack makes use of the whole budget, when plans have been compared already."""
-    for seed in (3, 14):
-        profiles = {width: random_profile(seed, width, Shape(num_layers=3)) for width in (1, 2, 3)}
-        planner = Planner(
-            [Group("g", ("m0", "m1", "m2"))],
-            profile_of=lambda group, width, known=profiles: known[width],
-            evaluations=6,
-        )
-        low, high = planner.smallest_bytes(), planner.plan(1 << 40).peak_bytes
-        previous = math.inf
-        for step in range(17):
-            plan = planner.plan(low + (high - low) * step // 16)
-            assert plan.step_seconds <= previous * (1 + 1e-9), (seed, step)
-            previous = min(previous, plan.step_seconds)
+    profiles = {width: random_profile(seed, width, Shape(num_layers=3)) for width in (1, 2, 3)}
+    planner = Planner(
+        [Group("g", ("m0", "m1", "m2"))],
+        profile_of=lambda group, width: profiles[width],
+        evaluations=6,
+    )
+    low, high = planner.smallest_bytes(), planner.plan(1 << 40).peak_bytes
+    previous = math.inf
+    for step in range(17):
+        plan = planner.plan(low + (high - low) * step // 16)
+        assert plan.step_seconds <= previous * (1 + 1e-9), step
+        previous = min(previous, plan.step_seconds)
 
 
 def made(seconds: float, strained_seconds: float) -> Candidate:

@@ -216,7 +216,7 @@ def test_memory_between_two_limits_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     assert {found(coarse, budget) for budget in budgets[:-1]} == {times[0]}
 
 
-@pytest.mark.parametrize("seed", [4, 11, 30])
+@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.extensive) for seed in (11, 30))])
 def test_more_memory_is_never_slower_whoever_asked_before(seed: int) -> None:
     """Around every limit and where a body's live bytes fit but its slab does not; up, down and by itself."""
     shape = Shape(num_layers=4, odd_sizes=True, optimizer_states=2, max_parameter_kib=64)

@@ -1,0 +1,106 @@
+"""What tests on the CPU share: traces and steps that are made once for all tests which only use them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+
+from trainmux.engine import _units
+from trainmux.fleet import _build, _in_pieces, _planned_beside, _planning, _program_store, _traces
+from trainmux.fleet._signature import function_signature, model_signature
+from trainmux.profiling import KernelGraph, LinkRates, _measured
+
+_MOST_KEPT = 24
+"""Every graph module is a class of its own, and torch's tracer is the slower the more of them there are."""
+
+
+class _Kept:
+    """Least recently used values by key, for as long as the tests run."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._values:
+            self._values[key] = make()
+        self._values.move_to_end(key)
+        while len(self._values) > _MOST_KEPT:
+            self._values.popitem(last=False)
+        return self._values[key]
+
+
+_kept_traces, _kept_steps, _kept_kernels, _kept_rates = (_Kept() for _ in range(4))
+
+
+@pytest.fixture
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fleets take the traces of earlier tests, by signature as they do within a fleet.
+
+    For tests of what becomes of a trace, not of tracing.
+    """
+    trace = _traces.TraceCache._get
+
+    def get(
+        cache: _traces.TraceCache, purpose: str, name: str, model: Any, fn: Any, batch: Any, how: Any
+    ) -> _traces.Trace:
+        key = (purpose, model_signature(model), function_signature(fn), batch.spec, cache._settings)
+        found: _traces.Trace = _kept_traces.get(
+            key, lambda: trace(cache, purpose, name, model, fn, batch, how)
+        )
+        return found
+
+    monkeypatch.setattr(_traces.TraceCache, "_get", get)
+
+
+@pytest.fixture
+def built_once(
+    traced_once: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Fleets take the steps of earlier tests, by all that a stored step is found by; traces too.
+
+    For tests of what is done with steps, not of how they are made: none that patches or counts what makes
+    them. How quickly memory is copied is measured once.
+    """
+    builder = _build.ProgramBuilder
+    step, aten_step = builder.step, builder.aten_step
+
+    def once(original: Callable[..., Any], self: Any, given: tuple[Any, ...], stacked_batch: bool) -> Any:
+        def make() -> Any:
+            return original(self, *given, stacked_batch=stacked_batch)
+
+        config = self._config
+        if config.measures or (original is step and config.lowering != "aten"):
+            return make()
+        units = (_units.SMALL, _units.MOST_TOGETHER, _units.MAX_BUCKET)
+        decisive = (original.__name__, *given[1:], stacked_batch, config, self._shared, units)
+        return _kept_steps.get(_program_store.step_key(given[0], *decisive), make)
+
+    def step_once(self: Any, *given: Any, stacked_batch: bool) -> Any:
+        return once(step, self, given, stacked_batch)
+
+    def aten_step_once(self: Any, *given: Any, stacked_batch: bool) -> Any:
+        return once(aten_step, self, given, stacked_batch)
+
+    monkeypatch.setattr(builder, "step", step_once)
+    monkeypatch.setattr(builder, "aten_step", aten_step_once)
+    folder = tmp_path_factory.getbasetemp() / "steps of all tests"
+    monkeypatch.setattr(_program_store, "cache_folder", lambda: folder)
+
+    read, probe = _planned_beside.read_step, _measured.probe_link
+
+    def read_once(program: Any) -> KernelGraph:
+        # The program is kept with its kernels: its address is not given away again.
+        _, found = _kept_kernels.get(id(program), lambda: (program, read(program)))
+        return found
+
+    def probe_once(device: torch.device) -> LinkRates:
+        found: LinkRates = _kept_rates.get(device, lambda: probe(device))
+        return found
+
+    for module in (_planning, _in_pieces, _planned_beside):
+        monkeypatch.setattr(module, "read_step", read_once)
+    monkeypatch.setattr(_measured, "probe_link", probe_once)

@@ -1,0 +1,42 @@
+"""The registry's deeper workloads with one layer or a short sequence: every operator, few of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from trainmux.workloads import (
+    SMALL,
+    TokenBatch,
+    TransformerClassifier,
+    Workload,
+    tiny_bert_mlm,
+    tiny_bert_nsp,
+    tiny_gpt2,
+    tiny_vit,
+)
+from trainmux.workloads.seeding import seeded
+
+
+def _short_language_batch(seed: int, dtype: torch.dtype) -> TokenBatch:
+    batch = SMALL["lstm"].batch(seed, dtype)
+    return TokenBatch(batch.tokens[:, :3].contiguous(), batch.targets[:, :3].contiguous())
+
+
+_ONE_LAYER = {
+    "transformer": seeded(TransformerClassifier, num_layers=1),
+    "transformer_with_dropout": seeded(TransformerClassifier, dropout=0.2, num_layers=1),
+    "bert_mlm": seeded(tiny_bert_mlm, num_layers=1),
+    "bert_mlm_with_dropout": seeded(tiny_bert_mlm, dropout=0.2, num_layers=1),
+    "bert_nsp": seeded(tiny_bert_nsp, num_layers=1),
+    "gpt2": seeded(tiny_gpt2, num_layers=1),
+    "vit": seeded(tiny_vit, num_layers=1),
+}
+_THREE_TOKENS = ("lstm", "lstm_untied", "lstm_with_dropout")
+
+SHORT: dict[str, Workload] = {
+    **{name: replace(SMALL[name], build=build) for name, build in _ONE_LAYER.items()},
+    **{name: replace(SMALL[name], batch=_short_language_batch) for name in _THREE_TOKENS},
+}
+"""By the registry's names."""
