@@ -44,7 +44,7 @@ class Recurrent(nn.Module):
 
     def __init__(self, cell: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.layer = cell(4, 6, bidirectional=True, batch_first=True)
+        self.layer = cell(4, 6, num_layers=2, bidirectional=True, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layer(x)[0]
