@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from trainmux.cli.bench.job import Job
 from trainmux.cli.bench.measure import make_setup
 from trainmux.cli.bench.timing import seconds_of, time_blocks
 from trainmux.cli.bench.ways import stacked
+from trainmux.cli.bench.ways._capture import capture
 
 CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 NUM_BLOCKS = 5
@@ -78,8 +80,9 @@ class Listing(TorchDispatchMode):
     ) -> Any:
         if func in CONVOLUTIONS:
             arguments = tree_map_only(Tensor, _shape, args)
-            call, count = self.counts.get(repr((func, arguments)), (Call(func, arguments), 0))
-            self.counts[repr((func, arguments))] = (call, count + 1)
+            call = Call(func, arguments)
+            _, count = self.counts.get(repr(call), (call, 0))
+            self.counts[repr(call)] = (call, count + 1)
         return func(*args, **(kwargs or {}))
 
 
@@ -97,30 +100,17 @@ def seconds_of_call(call: Call, device: torch.device) -> float:
 
     arguments = tree_map_only(Shape, make, call.arguments)
 
-    def function() -> None:
-        call.operator(*arguments)
-
-    run, calls_per_run = _repeated(function, device)
-    return statistics.median(seconds_of(run, device) / calls_per_run for _ in range(NUM_BLOCKS))
-
-
-def _repeated(function: Callable[[], None], device: torch.device) -> tuple[Callable[[], None], int]:
-    if device.type != "cuda":
-        function()
-        return function, 1
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        for _ in range(2):  # the first one tries algorithms
-            function()
-    stream.synchronize()
-    once = seconds_of(function, device)
-    number = max(1, min(20, round(2e-3 / once)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    def run(number: int = 1) -> Any:
         for _ in range(number):
-            function()
+            call.operator(*arguments)
+
+    run()  # the first one tries algorithms
+    if device.type != "cuda":
+        return statistics.median(seconds_of(run, device) for _ in range(NUM_BLOCKS))
+    number = max(1, min(20, round(2e-3 / seconds_of(run, device))))
+    graph, _ = capture(partial(run, number), device)
     graph.replay()
-    return graph.replay, number
+    return statistics.median(seconds_of(graph.replay, device) for _ in range(NUM_BLOCKS)) / number
 
 
 def measure(name: str, num_members: int, device: torch.device) -> dict[str, Any]:
@@ -142,11 +132,12 @@ def measure(name: str, num_members: int, device: torch.device) -> dict[str, Any]
     for call, count in listing.counts.values():
         known: dict[str, float] = {}
         seconds = {}
-        for layout in LAYOUTS:
-            laid_out = tree_map_only(Shape, LAYOUTS[layout], call.arguments)
-            if repr(laid_out) not in known:
-                known[repr(laid_out)] = seconds_of_call(Call(call.operator, laid_out), device)
-            seconds[layout] = known[repr(laid_out)]
+        for layout, in_layout in LAYOUTS.items():
+            laid_out = Call(call.operator, tree_map_only(Shape, in_layout, call.arguments))
+            key = repr(laid_out)
+            if key not in known:
+                known[key] = seconds_of_call(laid_out, device)
+            seconds[layout] = known[key]
         rows.append({"call": repr(call), "count": count, "seconds": seconds})
     totals = {
         layout: 1e3 * sum(row["count"] * row["seconds"][layout] for row in rows) / num_members

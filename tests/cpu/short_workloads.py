@@ -1,4 +1,4 @@
-"""The registry's deeper workloads with one layer or a short sequence: every operator, few of each."""
+"""The registry's workloads, deep ones with one layer or a short sequence: every operator, few of each."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ _ONE_LAYER = {
 _THREE_TOKENS = ("lstm", "lstm_untied", "lstm_with_dropout")
 
 SHORT: dict[str, Workload] = {
+    **SMALL,
     **{name: replace(SMALL[name], build=build) for name, build in _ONE_LAYER.items()},
     **{name: replace(SMALL[name], batch=_short_language_batch) for name in _THREE_TOKENS},
 }

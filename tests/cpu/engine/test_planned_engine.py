@@ -34,13 +34,13 @@ TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
 def test_a_planned_program_computes_the_same_bits(
     name: str, widths: tuple[int, ...], policy: str, multiplexing: Multiplexing, share: float
 ) -> None:
-    case = small_case(name, widths, workload=SHORT.get(name))
+    case = small_case(name, widths, workload=SHORT[name])
     found = tightest(case.candidates(policy, multiplexing), share)
     instructions = found.program.body.instructions
     if share < 1:
         assert any(isinstance(i, Offload | Recompute) for i in instructions), "expected something to test"
     planned = case.planned(found.program, poisons=True)
-    expected = expected_of(name, widths, NUM_STEPS, workload=SHORT.get(name))
+    expected = expected_of(name, widths, NUM_STEPS, workload=SHORT[name])
     assert differences(train_planned(case, planned, NUM_STEPS), expected) == []
 
 
@@ -62,7 +62,7 @@ def test_members_side_by_side_compute_the_bits_of_members_alone(
     multiplexing: Multiplexing,
     share: float,
 ) -> None:
-    case = Case(name, widths, num_branches=num_branches, workload=SHORT.get(name))
+    case = Case(name, widths, num_branches=num_branches, workload=SHORT[name])
     found = tightest(case.candidates(policy, multiplexing), share)
     if share < 1:
         instructions = found.program.body.instructions
@@ -73,10 +73,10 @@ def test_members_side_by_side_compute_the_bits_of_members_alone(
 
 @pytest.mark.parametrize("name", ["mlp", "transformer_with_dropout"])
 def test_losses_of_regions_come_with_their_own_step(name: str) -> None:
-    case = small_case(name, (1, 1), "lowered", SHORT.get(name))
+    case = small_case(name, (1, 1), "lowered", SHORT[name])
     found = case.candidates("mutwo", RING).plain()
     trained = train_planned(case, case.planned(found.program, poisons=True), NUM_STEPS)
-    assert differences(trained, expected_of(name, (1, 1), NUM_STEPS, "lowered", SHORT.get(name))) == []
+    assert differences(trained, expected_of(name, (1, 1), NUM_STEPS, "lowered", SHORT[name])) == []
 
 
 def test_layouts_are_those_of_a_step_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ MODELS = ("cnn_with_dropout", "lstm", "transformer_with_dropout", "dlrm")
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_repeat_and_do_not_depend_on_the_other_members(name: str) -> None:
-    check_bits(SHORT.get(name, SMALL[name]))
+    check_bits(SHORT[name])
 
 
 def test_bits_repeat_and_do_not_depend_on_the_other_members_in_bf16() -> None:

@@ -24,7 +24,6 @@ from short_workloads import SHORT
 from torch import Tensor, nn
 
 import trainmux as tm
-from trainmux.workloads import SMALL
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("built_once")
 def test_a_member_trains_the_same_at_any_width_in_any_slot_and_after_restore(
     name: str, tmp_path: Path
 ) -> None:
-    check_dropout(SHORT.get(name, SMALL[name]), tmp_path / "checkpoint")
+    check_dropout(SHORT[name], tmp_path / "checkpoint")
 
 
 class Recurrent(nn.Module):

@@ -40,7 +40,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: Path) -> 
 def fleet_of(
     name: str = "transformer", num_members: int = 2, *, lr: float = 1e-3, **options: Any
 ) -> tm.Fleet:
-    workload = SHORT.get(name, SMALL[name])
+    workload = SHORT[name]
     models = [workload.build(number).train() for number in range(num_members)]
     members = [
         tm.Member(model, torch.optim.AdamW(model.parameters(), lr=lr), name=f"m{number}", seed=number)

@@ -17,7 +17,6 @@ import trainmux as tm
 import trainmux.fleet._build as build_module
 import trainmux.fleet._program_store as store_module
 from trainmux.lowering import KernelCache
-from trainmux.workloads import SMALL, Workload
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -59,12 +58,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def workload_of(name: str) -> Workload:
-    return SHORT.get(name, SMALL[name])
-
-
 def fleet_of(name: str, num_members: int = 2, **options: Any) -> tm.Fleet:
-    workload = workload_of(name)
+    workload = SHORT[name]
     models = [workload.build(number).train() for number in range(num_members)]
     members = [
         tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-3), name=str(number), seed=number)
@@ -74,7 +69,7 @@ def fleet_of(name: str, num_members: int = 2, **options: Any) -> tm.Fleet:
 
 
 def losses(name: str, fleet: tm.Fleet) -> Tensor:
-    return torch.stack([fleet.step(workload_of(name).batch(step, torch.float32)) for step in range(3)])
+    return torch.stack([fleet.step(SHORT[name].batch(step, torch.float32)) for step in range(3)])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -547,12 +548,12 @@ def test_demands_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
         replace(wave("a", 10), **changes)  # type: ignore[arg-type]
 
 
-def limit_found(latency: float, steps: int) -> int:
+def limit_found(latency: float, steps: int, **options: Any) -> int:
     """Run a job alone where the host takes ``latency`` seconds to answer an end, in segments of 0.05 s.
 
     Returns how many segments of its last iteration may be in flight as long as it takes memory.
     """
-    scheduler = ScroogeScheduler([wave("a", 30, steps=steps, is_measured=False)], GPU)
+    scheduler = ScroogeScheduler([wave("a", 30, steps=steps, is_measured=False)], GPU, **options)
     limit = 0
     queue: deque[tuple[SegmentRef, float]] = deque()
     now = last_end = 0.0
@@ -573,6 +574,7 @@ def limit_found(latency: float, steps: int) -> int:
 def test_a_slow_host_keeps_more_segments_in_flight() -> None:
     assert limit_found(0.0, 4) == 2
     assert limit_found(0.12, 6) == 4  # three more segments run while the host answers
+    assert limit_found(0.12, 6, in_flight_limits={"a": 2}) == 2  # somebody knows better
 
 
 def test_a_limit_that_does_not_help_is_not_taken() -> None:

@@ -79,7 +79,7 @@ class _Stack:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or not _compute_norms_in_fp32(self._skeleton):
                 raise
-            notes = (f"{NORMS_IN_FP32} (torch: {str(error).strip().splitlines()[0]})",)
+            notes = (_because(NORMS_IN_FP32, error),)
         if notes:  # not while the error is at hand, which holds on to tensors
             self._of(parameters, buffers, batch)
         if self._device.type == "cuda":  # others may be building beside this
@@ -104,26 +104,24 @@ def prepare_captured(setup: Setup) -> Prepared:
     """The whole step, update included, by ``torch.compile``, then captured as one CUDA graph."""
     stack, train = make_compiled_step(setup)
     static = StaticBatch(setup.example, setup.device)
-    notes = stack.notes
-    failed = ""
+    notes: tuple[str, ...] = ()
     try:
         graph, losses = capture(lambda: train(static.tree), setup.device)
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        failed = str(error).strip().splitlines()[0]
-    if failed:  # not while the error is at hand, which holds on to tensors
+        notes = (_because(NO_CUDNN_ATTENTION, error),)
+    if notes:  # not while the error is at hand, which holds on to tensors
         torch.backends.cuda.enable_cudnn_sdp(False)  # for this process, which measures nothing else
         torch.compiler.reset()
         graph, losses = capture(lambda: train(static.tree), setup.device)
-        notes += (f"{NO_CUDNN_ATTENTION} (torch: {failed})",)
 
     def step(batch: Any) -> Tensor:
         static.load(batch)
         graph.replay()
         return losses
 
-    return Prepared(step, len(setup.models), notes)
+    return Prepared(step, len(setup.models), stack.notes + notes)
 
 
 def make_compiled_step(setup: Setup, backend: str = "inductor") -> tuple[_Stack, Callable[[Any], Tensor]]:
@@ -137,6 +135,12 @@ def make_compiled_step(setup: Setup, backend: str = "inductor") -> tuple[_Stack,
         return losses
 
     return stack, torch.compile(train, dynamic=False, backend=backend)
+
+
+def _because(note: str, error: RuntimeError) -> str:
+    """A note with the first line of what torch said."""
+    said = str(error).strip() or type(error).__name__
+    return f"{note} (torch: {said.splitlines()[0]})"
 
 
 def _held(value: Tensor, device: torch.device) -> Tensor:
