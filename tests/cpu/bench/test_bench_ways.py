@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,9 +94,13 @@ def test_vmap_gives_norms_fp32_where_autocast_fails_and_says_so() -> None:
 
 
 @pytest.mark.usefixtures("no_graphs")
-def test_compiled_vmap_does_without_cudnns_attention_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_vmap_does_without_cudnns_attention_where_it_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     allowed: list[bool] = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", allowed.append)
+    folder = str(tmp_path / "compiled")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
     capture = stacked.capture
 
     def capture_without_cudnn(function: Callable[[], Tensor], device: torch.device) -> Any:
@@ -107,6 +112,7 @@ def test_compiled_vmap_does_without_cudnns_attention_where_it_fails(monkeypatch:
     setup, data = measure.make_setup(job(), WIDTH, CPU)
     prepared = stacked.prepare_captured(setup)
     assert allowed == [False]
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] != folder  # code that was compiled with it is not found
     assert prepared.notes == (f"{stacked.NO_CUDNN_ATTENTION} (torch: the mask is too small)",)
     first, second = (prepared.step(data[0]).clone() for _ in range(2))
     assert (second != first).all()

@@ -8,7 +8,9 @@ and captured as a CUDA graph.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from ._stacked_adamw import make_state, update_foreach, update_plain
 
 NORMS_IN_FP32 = "vmap fails on the model's normalisation layers under autocast: they compute in fp32"
 NO_CUDNN_ATTENTION = "compiled, it fails with cuDNN's attention: other kernels compute that"
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class _WithLoss(nn.Module):
@@ -112,8 +115,7 @@ def prepare_captured(setup: Setup) -> Prepared:
             raise
         notes = (_because(NO_CUDNN_ATTENTION, error),)
     if notes:  # not while the error is at hand, which holds on to tensors
-        torch.backends.cuda.enable_cudnn_sdp(False)  # for this process, which measures nothing else
-        torch.compiler.reset()
+        _do_without_cudnn_attention()
         graph, losses = capture(lambda: train(static.tree), setup.device)
 
     def step(batch: Any) -> Tensor:
@@ -135,6 +137,17 @@ def make_compiled_step(setup: Setup, backend: str = "inductor") -> tuple[_Stack,
         return losses
 
     return stack, torch.compile(train, dynamic=False, backend=backend)
+
+
+def _do_without_cudnn_attention() -> None:
+    """From here on, in this process, which measures nothing else.
+
+    torch finds compiled code on disk by what was compiled, not by what kernels were allowed then: it is given
+    another folder.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.compiler.reset()
+    os.environ[_COMPILED] = os.environ[_COMPILED] + "-again" if _COMPILED in os.environ else mkdtemp()
 
 
 def _because(note: str, error: RuntimeError) -> str:
