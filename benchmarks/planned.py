@@ -267,7 +267,7 @@ def cells(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
             sub_arrays(row),
             f"{row['step_ms']:.2f}",
             f"{row['step_ms'] / alone['step_ms']:.3f}" if alone else "",
-            f"{row['step_ms'] / row['bound_ms']:.3f}",
+            f"{row['step_ms'] / max(row['bound_ms'], row.get('fluid_bound_ms', 0.0)):.3f}",
             f"{row['step_ms'] / row['predicted_ms']:.3f}",
             f"{held / 2**30:.2f}",
             f"{held / row['budget_bytes']:.3f}",
@@ -297,7 +297,8 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         "each plan: its step; that step by the fleet's without a plan, by the bound from compute, needed",
         "recomputation and link, and by what was predicted; the bytes that the device has in use (less",
         "context and kernels' code) and those by the budget; the share of copy time that ran beside compute,",
-        "seen on the lanes.",
+        "seen on the lanes. The bound is `plan.bound_seconds`, or for plans that were made ahead that of a",
+        "linear program over time for the plan's order (`tests/unit/scheduling/fluid.py`) if it is higher.",
     ]
     for result in results:
         alone = without_plan(result["rows"])

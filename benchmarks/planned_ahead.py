@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.ir import Profile, load, save
 from trainmux.profiling import known_branches, side_by_side
 from trainmux.scheduling import Group, Planner, find_partitions
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "scheduling"))
 
 Wanted = tuple[str, int, str]
 """What a budget is called, its bytes, and a policy."""
@@ -76,6 +79,17 @@ def read_answer(folder: Path, share: str, policy: str) -> tuple[tm.Plan | None, 
     return (None if "error" in said else tm.Plan.load(path)), said
 
 
+def fluid_bound_ms(plan: tm.Plan) -> float:
+    """What no decisions for the plan's order take less than, by linear programming (scipy)."""
+    from fluid import fluid_seconds
+
+    record = plan.record
+    profiles = [plan.profiles[sub_array.profile] for sub_array in record.partition]
+    schedule = record.schedule
+    limit = record.budget_bytes - record.fixed_bytes
+    return 1e3 * fluid_seconds(profiles, schedule.multiplexing, schedule.order, limit)
+
+
 def static_bytes(plan: tm.Plan) -> int:
     """What the plan's members hold between steps."""
     return sum(
@@ -113,11 +127,13 @@ def _make(given: tuple[Path, Wanted]) -> str:
             max_partitions=question["num_partitions"],
         )
         record = planner.plan(budget)
+        said["planning_s"] = time.perf_counter() - begin
         by_name = {profile.fingerprint: profile for profile in (*profiles.values(), *branched.values())}
-        tm.Plan(record, [by_name[name] for name in record.profiles]).save(_place(folder, share, policy))
+        plan = tm.Plan(record, [by_name[name] for name in record.profiles])
+        plan.save(_place(folder, share, policy))
+        said["fluid_bound_ms"] = fluid_bound_ms(plan)
     except Exception as error:  # the others go on
-        said = {"error": str(error)}
-    said["planning_s"] = time.perf_counter() - begin
+        said = {"error": str(error), "planning_s": time.perf_counter() - begin}
     _place(folder, share, policy).with_suffix(".said.json").write_text(json.dumps(said))
     return f"{share} {policy}: {said.get('error', 'planned')}, {said['planning_s']:.0f} s"
 

@@ -1,9 +1,10 @@
 """Where swaps are released and fetched back, for given decisions: as late and as early as memory allows.
 
-Offloads run in the order of the last uses. A tensor's bytes are given back when its copy has ended, or
-earlier where memory demands it: compute waits there. Prefetches run in the order of their deadlines; each is
-issued as soon as the lane is free and there is memory for it until it is used. Taking memory early for the
-one that is due first never holds up one that is due later, as that could not have been copied before it.
+Offloads run in the order of the last uses. A tensor's bytes are given back when its copy has ended. Where
+memory demands it earlier, compute waits for the copies that end first. Prefetches run in the order of their
+deadlines; each is issued as soon as the lane is free and there is memory for it until it is used. Taking
+memory early for the one that is due first never holds up one that is due later, as that could not have been
+copied before it.
 
 What must be on the device in any case decides whether the decisions fit at all; the rest is slack. Times
 here are those of copies alone on the link and serve to place copies. How long a schedule takes is said by
@@ -12,12 +13,13 @@ here are those of copies alone on the link and serve to place copies. How long a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from trainmux.ir import Recomputation, Schedule, Swap
+from trainmux.ir import ProfiledTensor, Recomputation, Schedule, Swap
 from trainmux.scheduling.policies._body import FixedBody, Floats, Ints
 from trainmux.scheduling.policies._gaps import Choice, Derivation, Derived, Gap
 
@@ -195,29 +197,65 @@ class _Placing:
         self.out_ends: dict[int, float] = {}
 
     def releases(self, swaps: Sequence[WantedSwap]) -> dict[int, int]:
-        """For each swapped gap the position before which its bytes are given back."""
-        curve, turns, length = self.curve, self.turns, self.body.length
-        free_from = 0.0
-        released = {}
-        for swap in sorted(swaps, key=lambda swap: (swap.out, swap.gap)):
-            gap, last, due = self.gaps[swap.gap], swap.out, swap.deadline
-            record = self.body.task.profiles[gap.sub_array].tensors[gap.tensor]
-            end = max(free_from, float(turns[last + 1]))
-            if swap.copies_out:
-                end += record.swap_out_seconds
-                free_from = end
-            self.out_ends[swap.gap] = end
-            stop = due if due > last else length
-            release = min(max(last + 1, int(np.searchsorted(turns[:-1], end))), stop)
-            over = curve[last + 1 : release] > self.limit - gap.size_bytes
-            if over.any():
-                release = last + 1 + int(over.argmax())
-                wait = end - float(turns[release])
-                if wait > 0:
-                    turns[release:] += wait
-            curve[last + 1 : release] += gap.size_bytes
-            released[swap.gap] = release
+        """For each swapped gap the position before which its bytes are given back.
+
+        Where memory is short, those give theirs back whose copies end first: compute waits for as few copies
+        as it can, and what is copied behind them stays for longer.
+        """
+        length = self.body.length
+        curve, turns = self.curve.tolist(), self.turns.tolist()
+        in_order = sorted(swaps, key=lambda swap: (swap.out, swap.gap))
+        due: dict[int, list[int]] = {}
+        for swap in in_order:
+            if swap.deadline > swap.out:
+                due.setdefault(swap.deadline, []).append(swap.gap)
+        coming, leaving = deque(in_order), deque[int]()
+        released: dict[int, int] = {}
+        waits: dict[int, float] = {}
+        free_from = waited = 0.0
+        held_bytes = position = 0
+
+        def release(number: int) -> None:
+            nonlocal held_bytes
+            released[number] = position
+            held_bytes -= self.gaps[number].size_bytes
+
+        while coming or leaving:
+            position = position + 1 if leaving else max(position, coming[0].out) + 1
+            while coming and coming[0].out < position:
+                swap = coming.popleft()
+                end = max(free_from, turns[position] + waited)
+                if swap.copies_out:
+                    end += self._record(swap).swap_out_seconds
+                    free_from = end
+                self.out_ends[swap.gap] = end
+                leaving.append(swap.gap)
+                held_bytes += self.gaps[swap.gap].size_bytes
+            if position == length:
+                break
+            for number in due.get(position, ()):
+                if number not in released:
+                    release(number)
+            while leaving:
+                if leaving[0] not in released:
+                    wait = self.out_ends[leaving[0]] - turns[position] - waited
+                    if wait > 0:
+                        if curve[position] + held_bytes <= self.limit:
+                            break
+                        waits[position] = waits.get(position, 0.0) + wait
+                        waited += wait
+                    release(leaving[0])
+                leaving.popleft()
+        for position, wait in waits.items():
+            self.turns[position:] += wait
+        for swap in in_order:
+            until = released.setdefault(swap.gap, length)
+            self.curve[swap.out + 1 : until] += self.gaps[swap.gap].size_bytes
         return released
+
+    def _record(self, swap: WantedSwap) -> ProfiledTensor:
+        gap = self.gaps[swap.gap]
+        return self.body.task.profiles[gap.sub_array].tensors[gap.tensor]
 
     def prefetches(
         self, swaps: Sequence[WantedSwap], released: dict[int, int], late: bool
@@ -246,8 +284,7 @@ class _Placing:
             start = max(free_from, float(turns[back]))
             if in_this_pass:
                 start = max(start, self.out_ends[swap.gap])
-            record = self.body.task.profiles[gap.sub_array].tensors[gap.tensor]
-            free_from = start + record.swap_in_seconds
+            free_from = start + self._record(swap).swap_in_seconds
             issued = max(issued, min(back, due))
             ready = float(turns[due]) + float(self.recompute_seconds[due]) + stalls.get(due, 0.0)
             if free_from > ready:
@@ -261,9 +298,7 @@ class _Placing:
         starts = {}
         limit = float(self.turns[-1])
         for swap in reversed(by_deadline):
-            gap = self.gaps[swap.gap]
-            record = self.body.task.profiles[gap.sub_array].tensors[gap.tensor]
-            limit = min(limit, float(self.turns[swap.deadline])) - record.swap_in_seconds
+            limit = min(limit, float(self.turns[swap.deadline])) - self._record(swap).swap_in_seconds
             starts[swap.gap] = limit
         return starts
 
