@@ -7,8 +7,9 @@ memory early for the one that is due first never holds up one that is due later,
 copied before it.
 
 What must be on the device in any case decides whether the decisions fit at all; the rest is slack. Times
-here are those of copies alone on the link and serve to place copies. How long a schedule takes is said by
-`_clock`.
+here serve to place copies: those to the host as if the link were always busy both ways, for compute waits
+where bytes are given back though nobody needs them yet; those back as if it never were. How long a schedule
+takes is said by `_clock`.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ class _Placing:
                 swap = coming.popleft()
                 end = max(free_from, turns[position] + waited)
                 if swap.copies_out:
-                    end += self._record(swap).swap_out_seconds
+                    end += self._record(swap).swap_out_duplex_seconds
                     free_from = end
                 self.out_ends[swap.gap] = end
                 leaving.append(swap.gap)
