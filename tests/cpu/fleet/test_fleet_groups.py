@@ -34,6 +34,8 @@ import trainmux.fleet._build as build_module
 from trainmux import Fleet, Member
 from trainmux.errors import BatchError, FusionError, TrainmuxWarning
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 def groups_of(fleet: Fleet) -> list[tuple[str, ...]]:
     return [group.members for group in fleet.summary()]
