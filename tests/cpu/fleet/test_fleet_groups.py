@@ -358,7 +358,7 @@ def test_tensors_of_another_dtype_are_another_group() -> None:
 
 
 @pytest.fixture
-def unfusable(monkeypatch: pytest.MonkeyPatch) -> None:
+def unfusable(built_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretends that no graph can be fused to more than one member."""
     original = build_module.fuse
 
