@@ -15,7 +15,7 @@ import torch
 from trainmux.fleet import _program_store
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-_MAX_GRAPH_CLASSES = 1000
+_MAX_GRAPH_CLASSES = 4000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,9 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
 
 
+def pytest_collection_finish() -> None:
+    # What is imported by now stays: no need to look for cycles in it again and again.
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_logfinish() -> None:
-    # Each graph module is a class of its own, which lives until cycles are looked for; torch's tracer changes
-    # their common base class, and takes five times as long where there are some thousands of them.
+    # Each graph module is a class of its own, which lives until cycles are looked for.
     if len(torch.fx.GraphModule.__subclasses__()) > _MAX_GRAPH_CLASSES:
         gc.collect()
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from trainmux.engine import _units
 from trainmux.fleet import _build, _in_pieces, _planned_beside, _planning, _program_store, _traces
 from trainmux.fleet._signature import function_signature, model_signature
+from trainmux.fusion import FusedGraph, fuse
 from trainmux.profiling import KernelGraph, LinkRates, _measured
+from trainmux.tracing import TracedGraph, graph_module
 
-_MOST_KEPT = 24
-"""Every graph module is a class of its own, and torch's tracer is the slower the more of them there are."""
+_MOST_KEPT = 64
 
 
 class _Kept:
@@ -33,25 +36,53 @@ class _Kept:
         return self._values[key]
 
 
-_kept_traces, _kept_steps, _kept_kernels, _kept_rates = (_Kept() for _ in range(4))
+_kept_traces, _kept_fused, _kept_steps, _kept_kernels, _kept_rates = (_Kept() for _ in range(5))
+_TRACERS = (_traces.trace_joint, _traces.trace_forward)
+
+
+def _fuse_once(
+    traced: TracedGraph,
+    width: int,
+    batched: Sequence[bool],
+    *,
+    times: Any,
+    decompositions: Any,
+    **options: Any,
+) -> FusedGraph:
+    """A copy of what was fused of this trace before, in the same way: steps are made out of it in place."""
+
+    def make() -> tuple[TracedGraph, FusedGraph]:
+        # The trace is kept with what was fused: its address is not given away again.
+        given = {"times": times, "decompositions": decompositions, **options}
+        return traced, fuse(traced, width, batched, **given)
+
+    if times is not None:
+        return make()[1]
+    key = (id(traced), width, tuple(batched), decompositions is None, repr(options))
+    _, found = _kept_fused.get(key, make)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(found.module.graph, {}))
+    return replace(found, module=graph_module(found.module, graph))
 
 
 @pytest.fixture
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fleets take the traces of earlier tests, by signature as they do within a fleet.
+    """Fleets take the traces of earlier tests, by signature as they do within a fleet, and what was fused.
 
-    For tests of what becomes of a trace, not of tracing.
+    For tests of what becomes of a fused graph, not of tracing. What a test puts in the place of a tracer or
+    of ``fuse`` is used.
     """
-    trace = _traces.TraceCache._get
+    monkeypatch.setattr(_build, "fuse", _fuse_once)
+    get_anew = _traces.TraceCache._get
 
     def get(
         cache: _traces.TraceCache, purpose: str, name: str, model: Any, fn: Any, batch: Any, how: Any
     ) -> _traces.Trace:
-        key = (purpose, model_signature(model), function_signature(fn), batch.spec, cache._settings)
-        found: _traces.Trace = _kept_traces.get(
-            key, lambda: trace(cache, purpose, name, model, fn, batch, how)
-        )
-        return found
+        def trace_once(model: Any, fn: Any, batch: Any, settings: Any) -> Any:
+            key = (purpose, model_signature(model), function_signature(fn), batch.spec, settings)
+            return _kept_traces.get(key, lambda: how(model, fn, batch, settings))
+
+        return get_anew(cache, purpose, name, model, fn, batch, trace_once if how in _TRACERS else how)
 
     monkeypatch.setattr(_traces.TraceCache, "_get", get)
 
@@ -62,8 +93,8 @@ def built_once(
 ) -> None:
     """Fleets take the steps of earlier tests, by all that a stored step is found by; traces too.
 
-    For tests of what is done with steps, not of how they are made: none that patches or counts what makes
-    them. How quickly memory is copied is measured once.
+    For tests of what is done with steps, not of how they are made: none that patches what makes them, but for
+    tracers and ``fuse``, whose stand-ins are used. How quickly memory is copied is measured once.
     """
     builder = _build.ProgramBuilder
     step, aten_step = builder.step, builder.aten_step
@@ -73,7 +104,8 @@ def built_once(
             return original(self, *given, stacked_batch=stacked_batch)
 
         config = self._config
-        if config.measures or (original is step and config.lowering != "aten"):
+        is_patched = _build.fuse is not _fuse_once
+        if is_patched or config.measures or (original is step and config.lowering != "aten"):
             return make()
         units = (_units.SMALL, _units.MOST_TOGETHER, _units.MAX_BUCKET)
         decisive = (original.__name__, *given[1:], stacked_batch, config, self._shared, units)

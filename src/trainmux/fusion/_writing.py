@@ -21,7 +21,7 @@ from trainmux.tracing import (
     graph_constant,
     graph_module,
     inherit_meta,
-    make_fx,
+    make_piece,
     output_nodes,
 )
 
@@ -130,7 +130,7 @@ class GraphWriter:
 
         with self._mode:
             examples = [_stand_in(written.fake) for written in sources.values()]
-            module = make_fx(run, decomposition_table=self._decompositions)(*examples)
+            module = make_piece(run, decomposition_table=self._decompositions)(*examples)
         leaves, spec, said = found
         stacked = tuple(is_stacked(leaf) if _is_tensor(leaf) else None for leaf in leaves)
         others = tuple(leaf for leaf in leaves if not _is_tensor(leaf))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 from trainmux.ir import Part, Tenancy
 from trainmux.rewrite._views import Key
-from trainmux.simulate import Tenant, pack
+from trainmux.simulate import Slab, Tenant, pack
+
+_MOST_SLABS = 64
 
 
 def place_parts(
@@ -84,10 +87,16 @@ def _offsets(
         bottom += -(-sizes[number] // alignment) * alignment
     rest = sorted(set(range(len(sizes))) - set(always))
     tenants = [Tenant(sizes[number], tuple(spans[number])) for number in rest]
-    packed = pack(tenants, alignment, enough_bytes=enough_bytes - bottom)
+    packed = _packed(tuple(tenants), alignment, enough_bytes - bottom)
     for number, offset in zip(rest, packed.offsets, strict=True):
         offsets[number] = bottom + offset
     return offsets
+
+
+@lru_cache(maxsize=_MOST_SLABS)
+def _packed(tenants: tuple[Tenant, ...], alignment: int, enough_bytes: int) -> Slab:
+    """A planner asks again for what it placed for another budget: the last slabs are kept."""
+    return pack(tenants, alignment, enough_bytes=enough_bytes)
 
 
 def _covers(spans: Sequence[tuple[int, int]], begin: int, end: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from trainmux.tracing._torch_private import FakeTensorMode, copy_node, make_fx
+from trainmux.tracing._torch_private import FakeTensorMode, copy_node, make_piece
 
 aten = torch.ops.aten
 
@@ -108,7 +108,7 @@ def replace_node(node: fx.Node, fn: Callable[..., Any], args: tuple[Any, ...], m
         return fn(*pytree.tree_unflatten(filled, spec))
 
     with mode:
-        part = make_fx(flat)(*[source.meta["val"] for source in sources])
+        part = make_piece(flat)(*[source.meta["val"] for source in sources])
     graph = node.graph
     copied: dict[fx.Node, Any] = {}
     remaining = iter(sources)

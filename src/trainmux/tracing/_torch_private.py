@@ -6,9 +6,10 @@ each of them to what we rely on.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx import _symbolic_trace
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
@@ -47,6 +49,7 @@ __all__ = [
     "last_node",
     "layer_parameters",
     "make_fx",
+    "make_piece",
     "min_cut",
     "native_composite",
     "nodes_after",
@@ -76,10 +79,34 @@ def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., fx.Gr
     trace = _make_fx(function, **options)
 
     def traced(*examples: Any) -> fx.GraphModule:
-        with _use_lazy_graph_module(True):
+        with _use_lazy_graph_module(True), mock.patch.object(_symbolic_trace, "_new_patcher", _no_patches):
             return trace(*examples)
 
     return traced
+
+
+def make_piece(function: Callable[..., Any], **options: Any) -> Callable[..., fx.GraphModule]:
+    """``make_fx`` for operators alone, without code of a user: nodes do not say what called them."""
+    return make_fx(function, _disable_torch_fn_metadata_mode=True, **options)
+
+
+class _NoPatches(_symbolic_trace._Patcher):
+    def patch(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def patch_method(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def visit_once(self, thing: object) -> bool:
+        return False
+
+
+@contextmanager
+def _no_patches() -> Iterator[_NoPatches]:
+    """Stands for torch's switch of ``Module.__call__`` and others, which nothing here needs.
+
+    This tracer looks at operators, and has modules and wrapped functions do what they do anyway; to change
+    the base of thousands of classes takes longer than to trace an operator.
+    """
+    yield _NoPatches()
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
@@ -110,13 +137,53 @@ def functionalized(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def recorded_frames(wanted: Callable[[str], bool]) -> AbstractContextManager[Any]:
-    """While active, nodes record the frames of files that are ``wanted``; torch keeps ``forward`` only."""
+@contextmanager
+def recorded_frames(wanted: Callable[[str], bool]) -> Iterator[None]:
+    """While active, nodes record the frames of files that are ``wanted``; torch keeps ``forward`` only.
 
-    def keep(self: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
-        return traceback.StackSummary.from_list([frame for frame in frames if wanted(frame.filename)])
+    Many nodes have one line's frames, which are written once, and only those that are wanted.
+    """
+    is_wanted: dict[str, bool] = {}
+    known: dict[tuple[tuple[str, int, str], ...], _Frames] = {}
 
-    return mock.patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", keep)
+    class Captured:
+        @staticmethod
+        def extract() -> type[Captured]:
+            return Captured
+
+        @staticmethod
+        def summary() -> _Frames:
+            found: list[tuple[str, int, str]] = []
+            for frame, line in traceback.walk_stack(sys._getframe(1)):
+                file = frame.f_code.co_filename
+                if file not in is_wanted:
+                    is_wanted[file] = wanted(file)
+                if is_wanted[file]:
+                    found.append((file, line, frame.f_code.co_name))
+            key = tuple(reversed(found))
+            if key not in known:
+                known[key] = _Frames(traceback.FrameSummary(*frame) for frame in key)
+            return known[key]
+
+    def keep(self: Any, frames: _Frames) -> _Frames:
+        return frames
+
+    with (
+        mock.patch.object(fx.proxy, "CapturedTraceback", Captured),
+        mock.patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", keep),
+    ):
+        yield
+
+
+class _Frames(traceback.StackSummary):
+    """Frames that are written down once."""
+
+    _lines: list[str] | None = None
+
+    def format(self, **options: Any) -> list[str]:
+        if self._lines is None:
+            self._lines = super().format(**options)
+        return self._lines
 
 
 def _no_effects(op: Any) -> bool:

@@ -13,11 +13,13 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 MODELS = ("cnn_with_dropout", "lstm", "transformer_with_dropout", "dlrm")
 
 
+@pytest.mark.usefixtures("built_once")
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_repeat_and_do_not_depend_on_the_other_members(name: str) -> None:
     check_bits(SHORT[name])
 
 
+@pytest.mark.usefixtures("built_once")
 def test_bits_repeat_and_do_not_depend_on_the_other_members_in_bf16() -> None:
     check_bits(SMALL["cnn"], precision="bf16")
 

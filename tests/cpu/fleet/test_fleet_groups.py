@@ -34,6 +34,8 @@ import trainmux.fleet._build as build_module
 from trainmux import Fleet, Member
 from trainmux.errors import BatchError, FusionError, TrainmuxWarning
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 def groups_of(fleet: Fleet) -> list[tuple[str, ...]]:
     return [group.members for group in fleet.summary()]
@@ -356,7 +358,7 @@ def test_tensors_of_another_dtype_are_another_group() -> None:
 
 
 @pytest.fixture
-def unfusable(monkeypatch: pytest.MonkeyPatch) -> None:
+def unfusable(built_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretends that no graph can be fused to more than one member."""
     original = build_module.fuse
 

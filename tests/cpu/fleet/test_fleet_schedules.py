@@ -25,6 +25,8 @@ from torch.optim import lr_scheduler
 from trainmux import Fleet, Member
 from trainmux.errors import MemberError
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 Optimizer = torch.optim.Optimizer
 
 

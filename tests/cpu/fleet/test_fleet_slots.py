@@ -32,6 +32,8 @@ from torch import Tensor, nn
 
 from trainmux import Fleet, Member
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 def members(num: int, make: Callable[[int], Member] = adam_member) -> list[Member]:
     return [make(i) for i in range(num)]

@@ -35,6 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainmux.fleet._group as group_module
 from trainmux import Fleet, Member
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 # ---- clipping ------------------------------------------------------------------------------------------
 
 CLIPS: list[dict[str, float]] = [

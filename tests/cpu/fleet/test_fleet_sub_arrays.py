@@ -29,6 +29,8 @@ from fleet_cases import (
 from trainmux import Fleet, Member
 from trainmux.engine._sub_arrays import SubArrays
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 NUM_MEMBERS = 4
 
 

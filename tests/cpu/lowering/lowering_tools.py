@@ -61,9 +61,14 @@ class UncompiledCache(KernelCache):
         return lambda: None
 
 
+@functools.cache
+def _uncompiled(deterministic: bool) -> UncompiledCache:
+    return UncompiledCache(deterministic=deterministic)
+
+
 def leave_uncompiled(patch: pytest.MonkeyPatch) -> None:
-    """Fleets lower their programs from here on, but compile nothing."""
-    patch.setattr(build_module, "_kernels", functools.cache(lambda _deterministic: UncompiledCache()))
+    """Fleets lower their programs from here on, but compile nothing; equal regions of all tests are one."""
+    patch.setattr(build_module, "_kernels", _uncompiled)
 
 
 def compile_afresh(patch: pytest.MonkeyPatch) -> None:

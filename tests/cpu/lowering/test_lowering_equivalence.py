@@ -47,7 +47,10 @@ def test_a_lowered_fleet_trains_like_one_on_aten(name: str, monkeypatch: pytest.
 
 
 @pytest.mark.slow  # the first kernel of a machine takes twenty seconds, each other one or two
-@pytest.mark.parametrize("name", ["cnn_with_dropout", "transformer_with_dropout", "dlrm"])
+@pytest.mark.parametrize(
+    "name",
+    ["cnn_with_dropout", "dlrm", pytest.param("transformer_with_dropout", marks=pytest.mark.extensive)],
+)
 def test_a_compiled_fleet_trains_like_one_on_aten(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout too: masks are drawn in compiled code, and a single other one would show."""
     compile_afresh(monkeypatch)

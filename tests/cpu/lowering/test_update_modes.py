@@ -100,7 +100,9 @@ def test_every_precision_trains_to_the_same_bits(precision: str, monkeypatch: py
         assert_same(outcome(workload, "inductor", update, precision=precision), expected)
 
 
-@pytest.mark.parametrize("name", ["nesterov", "adamw with amsgrad"])
+@pytest.mark.parametrize(
+    "name", ["adamw with amsgrad", pytest.param("nesterov", marks=pytest.mark.extensive)]
+)
 def test_compiled_updates_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_afresh(monkeypatch)
     monkeypatch.setattr(lowering_tools, "optimizer_of", OPTIMIZERS[name])

@@ -115,6 +115,56 @@ def test_nodes_carry_their_values_and_the_line_in_forward_that_made_them() -> No
             assert node.meta["val"].shape == (2,)
 
 
+def test_modules_are_traced_as_torch_does_without_a_change_to_their_class() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4))
+    call, getattribute = nn.Module.__call__, nn.Module.__getattr__
+    seen: list[bool] = []
+
+    def run(x: Tensor) -> Tensor:
+        seen.append(nn.Module.__call__ is call and nn.Module.__getattr__ is getattribute)
+        out: Tensor = model(x)
+        return out
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, 3)
+        ours, torchs = make_fx(run)(x), private._make_fx(run)(x)
+    assert seen == [True, False]
+    assert ours.code == torchs.code
+
+
+def test_a_piece_is_what_torch_traces_but_for_what_called_it() -> None:
+    def run(x: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(x.reshape(4)) + 1
+
+    with FakeTensorMode():
+        x = torch.empty(2, 2)
+        piece, whole = private.make_piece(run)(x), make_fx(run)(x)
+    assert piece.code == whole.code
+    for node, other in zip(piece.graph.nodes, whole.graph.nodes, strict=True):
+        assert set(other.meta) - set(node.meta) <= {"torch_fn"}
+
+
+def test_recorded_frames_are_those_of_the_stack_in_files_that_are_wanted() -> None:
+    def inner(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x.sin()
+        return x
+
+    def run(x: Tensor) -> Tensor:
+        return inner(x).cos()
+
+    with private.recorded_frames(lambda file: file == __file__):
+        module = traced(run, torch.ones(2), record_stack_traces=True)
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    first, second, last = (node.meta["stack_trace"] for node in calls)
+    assert first == second
+    files = [line.split('"')[1] for line in first.splitlines() if line.strip().startswith("File")]
+    assert set(files) == {__file__}
+    assert first.endswith("in inner\n    x = x.sin()")
+    assert last.endswith("in run\n    return inner(x).cos()")
+    assert first.count("in run") == 1
+
+
 @pytest.mark.parametrize("packet", _DECOMPOSE, ids=str)
 def test_the_decompositions_we_ask_for_exist(packet: Any) -> None:
     table = torch._decomp.get_decompositions((packet,))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 from small_step import (
     BACKWARD,
     BATCH,
@@ -40,8 +43,8 @@ from trainmux.ir import (
     Wait,
     verify,
 )
-from trainmux.rewrite import UNPLACED, draft
-from trainmux.simulate import peak_live_bytes, timeline
+from trainmux.rewrite import UNPLACED, _place, draft
+from trainmux.simulate import Slab, Tenant, pack, peak_live_bytes, timeline
 
 TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
 
@@ -104,6 +107,23 @@ def test_every_byte_has_a_place_and_static_ones_the_same_throughout() -> None:
     # With mask, map, top, loss and slope at once; the slab rounds each up to 512 bytes.
     assert peak_live_bytes(program.body) == 512 + 1024 + 2048 + 512 + 1024 + 4 + 2048
     assert program.slab_bytes == 512 + 1024 + 2048 + 512 + 1024 + 512 + 2048
+
+
+def test_what_was_placed_before_is_not_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+
+    def counted(tenants: Sequence[Tenant], alignment: int, *, enough_bytes: int) -> Slab:
+        packed.append(len(tenants))
+        return pack(tenants, alignment, enough_bytes=enough_bytes)
+
+    monkeypatch.setattr(_place, "pack", counted)
+    _place._packed.cache_clear()
+    first = program_of()
+    assert program_of() == first
+    assert len(packed) == 1
+    swapped = program_of(swaps=[Swap(0, MASK, (0, LAYER), (0, HEAD), (0, BACKWARD))])
+    assert swapped.body.tenancies != first.body.tenancies
+    assert len(packed) == 2
 
 
 def test_a_swap_has_its_five_waits_where_they_are_needed() -> None:
