@@ -7,6 +7,7 @@ each of them to what we rely on.
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -79,15 +80,32 @@ def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., fx.Gr
     trace = _make_fx(function, **options)
 
     def traced(*examples: Any) -> fx.GraphModule:
-        with _use_lazy_graph_module(True), mock.patch.object(_symbolic_trace, "_new_patcher", _no_patches):
+        with _use_lazy_graph_module(True):
             return trace(*examples)
 
     return traced
 
 
 def make_piece(function: Callable[..., Any], **options: Any) -> Callable[..., fx.GraphModule]:
-    """``make_fx`` for operators alone, without code of a user: nodes do not say what called them."""
-    return make_fx(function, _disable_torch_fn_metadata_mode=True, **options)
+    """``make_fx`` for operators alone, no code of a user: nodes do not say what called them."""
+    trace = make_fx(function, _disable_torch_fn_metadata_mode=True, **options)
+
+    def traced(*examples: Any) -> fx.GraphModule:
+        before, _thread.traces_a_piece = _thread.traces_a_piece, True
+        try:
+            return trace(*examples)
+        finally:
+            _thread.traces_a_piece = before
+
+    return traced
+
+
+class _Thread(threading.local):
+    traces_a_piece = False
+
+
+_thread = _Thread()
+_new_patcher = _symbolic_trace._new_patcher
 
 
 class _NoPatches(_symbolic_trace._Patcher):
@@ -100,13 +118,19 @@ class _NoPatches(_symbolic_trace._Patcher):
 
 
 @contextmanager
-def _no_patches() -> Iterator[_NoPatches]:
-    """Stands for torch's switch of ``Module.__call__`` and others, which nothing here needs.
+def _patcher_of_thread() -> Iterator[_symbolic_trace._Patcher]:
+    """While torch traces, it switches ``Module.__call__`` and others, for all threads.
 
-    This tracer looks at operators, and has modules and wrapped functions do what they do anyway; to change
-    the base of thousands of classes takes longer than to trace an operator.
+    A piece calls no modules, and to change the base of thousands of classes takes longer than to trace it.
     """
-    yield _NoPatches()
+    if _thread.traces_a_piece:
+        yield _NoPatches()
+    else:
+        with _new_patcher() as patcher:
+            yield patcher
+
+
+_symbolic_trace._new_patcher = _patcher_of_thread
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:

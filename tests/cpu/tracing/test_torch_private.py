@@ -5,6 +5,7 @@ If a new torch release breaks one of these, this file says which, before anythin
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,21 +116,41 @@ def test_nodes_carry_their_values_and_the_line_in_forward_that_made_them() -> No
             assert node.meta["val"].shape == (2,)
 
 
-def test_modules_are_traced_as_torch_does_without_a_change_to_their_class() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4))
-    call, getattribute = nn.Module.__call__, nn.Module.__getattr__
-    seen: list[bool] = []
+def test_a_piece_leaves_the_class_of_modules_alone_and_other_traces_switch_it() -> None:
+    """Also while another thread traces a piece: torch's own tracer of modules needs the switch."""
+    call = nn.Module.__call__
+
+    def switches(trace: Callable[..., Any]) -> bool:
+        seen: list[bool] = []
+
+        def run(x: Tensor) -> Tensor:
+            seen.append(nn.Module.__call__ is not call)
+            return x.sin()
+
+        with FakeTensorMode():
+            trace(run)(torch.empty(2))
+        return seen[0]
+
+    assert switches(make_fx)
+    assert not switches(private.make_piece)
+    in_another_thread: list[list[str]] = []
+
+    def trace_modules() -> None:
+        symbolic = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        in_another_thread.append([node.op for node in symbolic.graph.nodes])
 
     def run(x: Tensor) -> Tensor:
-        seen.append(nn.Module.__call__ is call and nn.Module.__getattr__ is getattribute)
-        out: Tensor = model(x)
-        return out
+        thread = threading.Thread(target=trace_modules)
+        thread.start()
+        thread.join()
+        return x.sin()
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        x = torch.empty(2, 3)
-        ours, torchs = make_fx(run)(x), private._make_fx(run)(x)
-    assert seen == [True, False]
-    assert ours.code == torchs.code
+    with FakeTensorMode():
+        piece = private.make_piece(run)(torch.empty(2))
+    assert in_another_thread == [["placeholder", "call_module", "call_module", "output"]]
+    assert targets(piece) == [aten.sin.default]
+    assert nn.Module.__call__ is call
+    assert switches(make_fx)
 
 
 def test_a_piece_is_what_torch_traces_but_for_what_called_it() -> None:
