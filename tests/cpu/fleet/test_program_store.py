@@ -72,7 +72,15 @@ def losses(name: str, fleet: tm.Fleet) -> Tensor:
     return torch.stack([fleet.step(SHORT[name].batch(step, torch.float32)) for step in range(3)])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("mlp", "transformer_with_dropout")
+        else pytest.param(name, marks=pytest.mark.extensive)
+        for name in NAMES
+    ],
+)
 def test_a_stored_step_computes_the_same(name: str, counted: list[str]) -> None:
     first = fleet_of(name)
     expected = losses(name, first)

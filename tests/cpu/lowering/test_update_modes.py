@@ -91,7 +91,7 @@ def test_every_optimizer_trains_to_the_same_bits(name: str, monkeypatch: pytest.
             assert_same(outcome(workload, lowering, update), expected)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp64", marks=pytest.mark.extensive)])
 def test_every_precision_trains_to_the_same_bits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_uncompiled(monkeypatch)
     workload = TINY["cnn_with_dropout"]

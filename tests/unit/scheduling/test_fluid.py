@@ -27,7 +27,7 @@ TIGHT = 1 + 1e-6
 )
 def test_nothing_is_quicker_in_the_same_order(count: int, multiplexing: Multiplexing) -> None:
     num_found = num_above_nodes = 0
-    for seed in range(10):
+    for seed in range(4):
         profile = random_profile(seed, 1, Shape(num_layers=4, optimizer_states=2))
         profiles = (profile,) * count
         nodes = count * sum(node.seconds for node in profile.nodes)
@@ -47,7 +47,7 @@ def test_nothing_is_quicker_in_the_same_order(count: int, multiplexing: Multiple
                 assert bound <= taken * TIGHT, (seed, share)
                 num_found += 1
                 num_above_nodes += bound > nodes * TIGHT
-    assert num_found >= 20
+    assert num_found >= 8
     assert num_above_nodes >= num_found // 4
 
 
