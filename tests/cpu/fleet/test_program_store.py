@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 
 NAMES = [
     "mlp",
-    "cnn_with_dropout",
     "transformer_with_dropout",
-    "dlrm",
+    pytest.param("cnn_with_dropout", marks=pytest.mark.extensive),
+    pytest.param("dlrm", marks=pytest.mark.extensive),
     pytest.param("gpt2", marks=pytest.mark.extensive),
 ]
 
@@ -72,15 +72,7 @@ def losses(name: str, fleet: tm.Fleet) -> Tensor:
     return torch.stack([fleet.step(SHORT[name].batch(step, torch.float32)) for step in range(3)])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        if name in ("mlp", "transformer_with_dropout")
-        else pytest.param(name, marks=pytest.mark.extensive)
-        for name in NAMES
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_stored_step_computes_the_same(name: str, counted: list[str]) -> None:
     first = fleet_of(name)
     expected = losses(name, first)
