@@ -83,11 +83,9 @@ def fluid_bound_ms(plan: tm.Plan) -> float:
     """What no decisions for the plan's order take less than, by linear programming (scipy)."""
     from fluid import fluid_seconds
 
-    record = plan.record
-    profiles = [plan.profiles[sub_array.profile] for sub_array in record.partition]
-    schedule = record.schedule
-    limit = record.budget_bytes - record.fixed_bytes
-    return 1e3 * fluid_seconds(profiles, schedule.multiplexing, schedule.order, limit)
+    schedule = plan.record.schedule
+    limit = plan.budget_bytes - plan.record.fixed_bytes
+    return 1e3 * fluid_seconds(plan._profile_of_each(), schedule.multiplexing, schedule.order, limit)
 
 
 def static_bytes(plan: tm.Plan) -> int:
@@ -131,9 +129,13 @@ def _make(given: tuple[Path, Wanted]) -> str:
         by_name = {profile.fingerprint: profile for profile in (*profiles.values(), *branched.values())}
         plan = tm.Plan(record, [by_name[name] for name in record.profiles])
         plan.save(_place(folder, share, policy))
-        said["fluid_bound_ms"] = fluid_bound_ms(plan)
     except Exception as error:  # the others go on
         said = {"error": str(error), "planning_s": time.perf_counter() - begin}
+    else:
+        try:
+            said["fluid_bound_ms"] = fluid_bound_ms(plan)
+        except Exception as error:  # a plan is one without this bound too
+            said["fluid_bound_error"] = str(error)
     _place(folder, share, policy).with_suffix(".said.json").write_text(json.dumps(said))
     return f"{share} {policy}: {said.get('error', 'planned')}, {said['planning_s']:.0f} s"
 

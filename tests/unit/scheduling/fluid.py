@@ -46,34 +46,6 @@ def fluid_seconds(
 
 
 @dataclass
-class _Model:
-    """Variables from 0 on with their costs, and rows."""
-
-    costs: list[float] = field(default_factory=list)
-    most: _Rows = field(default_factory=lambda: _Rows())
-    equal: _Rows = field(default_factory=lambda: _Rows())
-
-    def variable(self, cost: float = 0.0) -> int:
-        self.costs.append(cost)
-        return len(self.costs) - 1
-
-    def solve(self) -> float | None:
-        count = len(self.costs)
-        result = linprog(
-            self.costs,
-            self.most.matrix(count),
-            self.most.values,
-            self.equal.matrix(count),
-            self.equal.values or None,
-            method="highs",
-        )
-        if result.status == 2:
-            return None
-        assert result.status == 0, result.message
-        return float(result.fun)
-
-
-@dataclass
 class _Rows:
     """Σ coefficient · variable against a value, row by row."""
 
@@ -94,6 +66,34 @@ class _Rows:
             return None
         shape = (len(self.values), num_columns)
         return csr_matrix((self.coefficients, (self.rows, self.columns)), shape=shape)
+
+
+@dataclass
+class _Model:
+    """Variables from 0 on with their costs, and rows."""
+
+    costs: list[float] = field(default_factory=list)
+    most: _Rows = field(default_factory=_Rows)
+    equal: _Rows = field(default_factory=_Rows)
+
+    def variable(self, cost: float = 0.0) -> int:
+        self.costs.append(cost)
+        return len(self.costs) - 1
+
+    def solve(self) -> float | None:
+        count = len(self.costs)
+        result = linprog(
+            self.costs,
+            self.most.matrix(count),
+            self.most.values,
+            self.equal.matrix(count),
+            self.equal.values or None,
+            method="highs",
+        )
+        if result.status == 2:
+            return None
+        assert result.status == 0, result.message
+        return float(result.fun)
 
 
 class _Flow:

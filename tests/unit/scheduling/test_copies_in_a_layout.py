@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from graphs import DEVICE, KIB, random_profile
+from graphs import DEVICE, KIB
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_relief import body_of
 
 from trainmux.ir import ByteClass, Multiplexing, Phase, Profile, ProfiledNode, ProfiledTensor
 from trainmux.rewrite import rewrite
@@ -79,15 +80,14 @@ def test_a_layout_is_within_its_limit_and_takes_what_it_says(
 ) -> None:
     if num_sub_arrays == 1:
         multiplexing = Multiplexing.TURNS
-    task = Task((random_profile(seed),) * num_sub_arrays, multiplexing, 0, 1 << 50)
-    body = FixedBody(task, plain_order(task.profiles, multiplexing))
-    gaps = find_gaps(body.all_facts, with_static=True)
+    body, gaps = body_of(seed, num_sub_arrays, multiplexing)
+    profiles = body.task.profiles
     choices = [Choice.SWAP if (number + seed) % 4 else Choice.KEEP for number in range(len(gaps))]
     needs = demand(body, gaps, choices)
     assert needs is not None
     limit = needs.peak_bytes + int(share * max(0, int(body.needed().max()) - needs.peak_bytes))
     layout = lay_out(body, gaps, needs, limit, late=late)
     assert layout is not None
-    program = rewrite(task.profiles, layout.schedule(""))
+    program = rewrite(profiles, layout.schedule(""))
     assert peak_live_bytes(program.body) <= limit
-    assert lane_times(program.body, task.profiles).seconds <= seconds_of(layout) * (1 + 1e-9)
+    assert lane_times(program.body, profiles).seconds <= seconds_of(layout) * (1 + 1e-9)
