@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from planned_ahead import Wanted, answer, read_answer, read_question, static_bytes, write_question
+from planned_trace import traced_lanes
 
 import trainmux as tm
 from trainmux.cli.bench.cases import find_case
@@ -148,6 +149,17 @@ class Bench:
         ]
         return row
 
+    def trace(self) -> dict[str, Any]:
+        """Lanes of steps that follow upon each other as in training."""
+
+        def train() -> None:
+            for number in range(STEPS_PER_BLOCK):
+                self.fleet.step(self.batches[number % NUM_BATCHES])
+
+        train()
+        self.wait()
+        return traced_lanes(train, STEPS_PER_BLOCK)
+
     def plan(self, budget: int | None, policy: str, num_partitions: int) -> tuple[tm.Plan, dict[str, Any]]:
         begin = time.perf_counter()
         plan = self.fleet.plan(budget, policy, max_partitions=num_partitions)
@@ -259,7 +271,7 @@ def cells(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         if "error" in row:
             yield (row["share"], row["policy"], "nothing fits", *[""] * (len(COLUMNS) - 3))
             continue
-        measured = row.get("watched", {}).get("measured", {})
+        measured = row.get("replayed") or row.get("watched", {}).get("measured", {})
         copied, held = measured.get("copy_ms", 0), row.get("device_bytes", 0) - context
         yield (
             row["share"],
@@ -297,8 +309,10 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         "each plan: its step; that step by the fleet's without a plan, by the bound from compute, needed",
         "recomputation and link, and by what was predicted; the bytes that the device has in use (less",
         "context and kernels' code) and those by the budget; the share of copy time that ran beside compute,",
-        "seen on the lanes. The bound is `plan.bound_seconds`, or for plans that were made ahead that of a",
-        "linear program over time for the plan's order (`tests/unit/scheduling/fluid.py`) if it is higher.",
+        "seen on the lanes of replayed steps, or in older results of one that is run instruction by",
+        "instruction, which is slower. The bound is `plan.bound_seconds`, or for plans that were made ahead",
+        "that of a linear program over time for the plan's order (`tests/unit/scheduling/fluid.py`) if it is",
+        "higher: since 2026-11-17 with compute that is slower beside copies, as it is in plans.",
     ]
     for result in results:
         alone = without_plan(result["rows"])
@@ -335,6 +349,7 @@ def main() -> None:
     parser.add_argument("--policies", default="none,capuchin,mutwo,auto")
     parser.add_argument("--partitions", type=int, default=3)
     parser.add_argument("--watch", action="store_true", help="also when each instruction ran")
+    parser.add_argument("--trace", default="", help="budgets with which, at last, lanes of replays are seen")
     parser.add_argument("--limit-seconds", type=float, default=1e9, help="begin no row after so long")
     parser.add_argument("--processes", type=int, default=0, help="plan so many rows at a time beforehand")
     apart = parser.add_mutually_exclusive_group()
@@ -368,11 +383,14 @@ def main() -> None:
         "rows": rows,
     }
 
+    def write() -> None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
         show(row)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write()
 
     bench = Bench(options.workload, options.members, options.device, options.precision, options.batch_size)
     if options.ask:
@@ -390,6 +408,7 @@ def main() -> None:
         static, peak = static_bytes(whole), whole.peak_bytes
         wanted = wanted_of(options, static, peak)
     result["static_bytes"] = static
+    to_trace: list[tuple[tm.Plan, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.plans
         if folder is None and options.processes:
@@ -414,12 +433,20 @@ def main() -> None:
                     bench.fleet.use(plan)
                 row |= {**how, **bench.measure()}
                 keep({**row, "watched": bench.watch(plan)} if options.watch else row)
+                if share in options.trace.split(","):
+                    to_trace.append((plan, rows[-1]))
             except tm.errors.TrainmuxError as error:
                 keep({**row, "error": str(error)})
     if options.plans:
         bench.measured_whole(options.partitions, keep, read_answer(options.plans, WHOLE, "none"))
         bench.fleet.use(None)
         keep(bench.measure())
+        if options.trace:
+            rows[-1]["replayed"] = bench.trace()
+    for plan, row in to_trace:  # the profiler takes memory of its own: not before all of that is measured
+        bench.fleet.use(plan)
+        row["replayed"] = bench.trace()
+    write()
     print(table(rows), flush=True)
 
 

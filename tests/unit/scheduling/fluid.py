@@ -4,9 +4,9 @@
 swapped in part and recomputed in part, its copies may be cut into pieces, and a piece is away as soon as the
 bin begins in which it is copied out, and not back before the bin ends in which it comes. What is left of the
 planner's cost model: each direction of the link has so many seconds in a bin as compute takes there, waits
-and recomputations included; both at once go slower; copies are over when a body ends; a recomputation runs
-all that it takes at least, before the next use; and at the node of each bin that needs the most, what is on
-the device is within the limit.
+and recomputations included; both at once go slower, and compute goes slower beside them; copies are over when
+a body ends; a recomputation runs all that it takes at least, before the next use; and at the node of each bin
+that needs the most, what is on the device is within the limit.
 
 So no decisions for that order are quicker. Another order may be.
 """
@@ -114,6 +114,9 @@ class _Flow:
         self.model = _Model()
         self.waits = [self.model.variable(1.0) for _ in range(self.num_bins)]
         self.repeats = [self.model.variable(1.0) for _ in range(self.num_bins)]
+        self.slowed = [self.model.variable(1.0) for _ in range(self.num_bins)]
+        slowdown = min(profile.slowdown_by_copies for profile in body.task.profiles)
+        self.lost_beside = 1 - 1 / slowdown
         self.again = self._terms_by_bin()
         self.copies = {lane: self._terms_by_bin() for lane in _LANES}
         self.relief = self._terms_by_bin()
@@ -205,13 +208,20 @@ class _Flow:
             model.equal.add(terms, 0.0)
 
     def _add_lanes(self, number: int) -> None:
-        """What the link can copy while a bin lasts."""
+        """What the link can copy while a bin lasts, and how much longer that makes compute.
+
+        A copy is beside compute unless that waits.
+        """
         self.model.most.add([*self.again[number], (-1.0, self.repeats[number])], 0.0)
-        lasts: Terms = [(-1.0, self.waits[number]), (-1.0, self.repeats[number])]
+        lasts: Terms = [(-1.0, longer[number]) for longer in (self.waits, self.repeats, self.slowed)]
         lost = (1 - self.quickest_beside) / self.quickest_beside if self.quickest_beside else 0.0
         for lane, other in (_LANES, _LANES[::-1]):
             beside = [(lost * coefficient, piece) for coefficient, piece in self.copies[other][number]]
-            self.model.most.add([*self.copies[lane][number], *beside, *lasts], self.busy[number])
+            copying = [*self.copies[lane][number], *beside]
+            self.model.most.add([*copying, *lasts], self.busy[number])
+            slowing = [*copying, (-1.0, self.waits[number])]
+            slow = [(self.lost_beside * coefficient, variable) for coefficient, variable in slowing]
+            self.model.most.add([*slow, (-1.0, self.slowed[number])], 0.0)
 
     def _record(self, gap: Gap) -> ProfiledTensor:
         return self.body.task.profiles[gap.sub_array].tensors[gap.tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -29,7 +30,7 @@ def test_nothing_is_quicker_in_the_same_order(count: int, multiplexing: Multiple
     num_found = num_above_nodes = 0
     for seed in range(4):
         profile = random_profile(seed, 1, Shape(num_layers=4, optimizer_states=2))
-        profiles = (profile,) * count
+        profiles = (replace(profile, slowdown_by_copies=1 + 0.2 * (seed % 2)),) * count
         nodes = count * sum(node.seconds for node in profile.nodes)
         plain = Task(profiles, multiplexing, 0, 1 << 50)
         high = max(live_bytes(plain, plain_order(profiles, multiplexing)))
@@ -75,6 +76,18 @@ def test_what_has_to_leave_before_a_node_is_waited_for(spare_kib: int, at_least_
     limit = (1 + 100 + spare_kib) * 1024
     seconds = fluid_seconds([profile], Multiplexing.TURNS, order, limit)
     assert seconds * 1e3 == pytest.approx(len(profile.nodes) + at_least_ms, abs=1.0)
+
+
+def test_compute_that_copies_slow_down_takes_longer() -> None:
+    """The room lacks one map of 40 KiB, which is copied out and back; that takes 4 ms each way."""
+    profile = three_maps()
+    order = plain_order([profile], Multiplexing.TURNS)
+    alone, slowed = (
+        fluid_seconds([replace(profile, slowdown_by_copies=slow)], Multiplexing.TURNS, order, 181 * 1024)
+        for slow in (1.0, 1.25)
+    )
+    assert alone * 1e3 == pytest.approx(len(profile.nodes), abs=0.1)
+    assert (slowed - alone) * 1e3 == pytest.approx(0.2 * 8, rel=0.3)
 
 
 def test_what_cannot_fit_takes_forever_and_more_room_never_takes_longer() -> None:
