@@ -38,8 +38,8 @@ def write_question(fleet: tm.Fleet, num_partitions: int, folder: Path) -> None:
     search = find_partitions([len(group.members) for group in groups], max_partitions=num_partitions)
     for index in range(len(groups)):  # a plan that was kept has measured nothing
         for width in sorted({width for partition in search.partitions for width in partition.widths[index]}):
-            for num_branches in known_branches(planner.profile(index, width)):
-                planner.branched(index, num_branches)
+            for numbers in _numbers_beside(planner.profile(index, width)):
+                planner.branched(index, *numbers)
     folder.mkdir(parents=True, exist_ok=True)
     for profile in planner._profiles.values():
         save(folder / f"{profile.fingerprint}.profile.json", profile)
@@ -98,6 +98,12 @@ def static_bytes(plan: tm.Plan) -> int:
     )
 
 
+def _numbers_beside(profile: Profile) -> list[tuple[int, int]]:
+    """Of how many members on how many branches it is known what they take."""
+    known = known_branches(profile)
+    return [(members, branches) for branches in known for members in (1, *known) if members <= branches]
+
+
 def _make(given: tuple[Path, Wanted]) -> str:
     torch.set_num_threads(1)
     folder, (share, budget, policy) = given
@@ -105,10 +111,10 @@ def _make(given: tuple[Path, Wanted]) -> str:
     profiles: dict[tuple[str, int], Profile] = {}
     for index, width, fingerprint in question["profiles"]:
         profiles[str(index), width] = load(folder / f"{fingerprint}.profile.json", Profile)
-    branched: dict[tuple[str, int], Profile] = {
-        (name, number): side_by_side(profile, number)
+    branched: dict[tuple[str, int, int], Profile] = {
+        (name, *numbers): side_by_side(profile, numbers[1], numbers[0])
         for (name, width), profile in profiles.items()
-        for number in known_branches(profile)
+        for numbers in _numbers_beside(profile)
         if width == 1
     }
     begin = time.perf_counter()
@@ -117,7 +123,7 @@ def _make(given: tuple[Path, Wanted]) -> str:
         planner = Planner(
             [Group(name, tuple(members)) for name, members in question["groups"]],
             profile_of=lambda group, width: profiles[group.name, width],
-            branched_of=lambda group, number: branched.get((group.name, number)),
+            branched_of=lambda group, *numbers: branched.get((group.name, *numbers)),
             policy=policy,
             fixed_bytes=question["fixed_bytes"],
             beside_of=lambda profile: int(question["beside_bytes"].get(profile.fingerprint, 0)),

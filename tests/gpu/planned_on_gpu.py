@@ -16,11 +16,11 @@ from trainmux.ir import Multiplexing, Program
 NAMES = ("mlp", "cnn_with_dropout", "transformer_with_dropout", "lstm_with_dropout")
 NUM_STEPS = 20
 WAYS = {
-    # One array; the paper's pair; a ring of three; a pair whose members train side by side.
+    # One array; the paper's pair; a ring of three; a ring whose members train side by side, one with fewer.
     "turns": ((2,), Multiplexing.TURNS, 1),
     "pair": ((1, 1), Multiplexing.RING, 1),
     "ring": ((1, 1, 1), Multiplexing.RING, 1),
-    "beside": ((2, 2), Multiplexing.RING, 2),
+    "beside": ((2, 2, 1), Multiplexing.RING, 2),
 }
 
 
@@ -53,6 +53,6 @@ def program_of(name: str, way: str, *, swaps: bool, recomputes: bool, with_stati
 
 def planned_of(case: Case, program: Program, *, captured: bool, **options: Any) -> PlannedGroups:
     """The case's groups under a program: enqueued instruction by instruction, or as CUDA graphs."""
-    own = PlannedSteps(case.steps, case.graphs, program, case.num_branches)
+    own = PlannedSteps(case.steps, case.graphs, program, case.branches)
     config = replace(case.fleet._config, engine="cuda_graphs" if captured else "reference")
     return PlannedGroups(None, case.groups(), "own", own, config, **options)  # type: ignore[arg-type]

@@ -6,7 +6,8 @@ it, views included. On a CPU the instructions run in the order in which they are
 three streams, by hand or captured.
 
 Members of a sub-array that train side by side (`profiling.side_by_side`) have a kernel graph for one branch.
-Every instruction is done for each branch, in the branch's share of both slabs.
+Every instruction is done for each branch that its sub-array has a member on, in the branch's share of both
+slabs.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class PlannedProgram:
 
     ``segments`` are further parts over the same tensors, of which a step may be made too. ``poisons`` fills
     freed bytes with ones, which are NaN for every floating type, so that a use after a free shows. There are
-    as many branches as the ``lanes`` have.
+    as many branches as the ``lanes`` have; ``branches`` are how many each sub-array uses, if not all.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class PlannedProgram:
         memory: Memory,
         lanes: Lanes,
         *,
+        branches: Sequence[int] | None = None,
         segments: Sequence[Part] = (),
         deterministic: bool = False,
         poisons: bool = False,
@@ -132,7 +134,8 @@ class PlannedProgram:
         self.graphs = tuple(graphs)
         self.memory = memory
         self._lanes = lanes
-        self._branches = range(lanes.num_branches)
+        self._num_branches = lanes.num_branches
+        self._branches = [range(number) for number in branches or [lanes.num_branches] * len(graphs)]
         self._branch_bytes, self._host_branch_bytes = (
             _rows_of(memory.slab, lanes.num_branches),
             _rows_of(memory.host, lanes.num_branches),
@@ -140,7 +143,9 @@ class PlannedProgram:
         self._deterministic = deterministic
         self._poisons = poisons
         handed = [handed_over(graph) for graph in graphs]
-        self._parts = {id(part): _Timetable(part, handed) for part in (*self._all_parts(), *segments)}
+        self._parts = {
+            id(part): _Timetable(part, handed, lanes.num_branches) for part in (*self._all_parts(), *segments)
+        }
         self._statics = self._static_offsets()
         self._swapped_statics = self._find_swapped_statics()
         self._aside: dict[tuple[int, int, fx.Node], list[Tensor]] = {}
@@ -162,22 +167,23 @@ class PlannedProgram:
         key = (sub_array, location.tensor)
         if key in self._statics:
             first = location.look(self._device_bytes(key, self._statics[key]))
-            return self._of_all(first, self._branch_bytes, axis)
+            return self._of_all(sub_array, first, self._branch_bytes, axis)
         if key in self.memory.host_offsets:
             first = location.look(self._host_bytes(key))
-            return self._of_all(first, self._host_branch_bytes, axis)
+            return self._of_all(sub_array, first, self._host_branch_bytes, axis)
         name = self.graphs[sub_array].tensors[location.tensor].name
         raise PlanError(f"expected {name} to be on the device or the host between steps, got neither")
 
-    def _of_all(self, first: Tensor, apart_bytes: int, axis: int | None) -> Tensor:
-        """The same value of all branches, out of that of the first."""
-        if len(self._branches) == 1:
+    def _of_all(self, sub_array: int, first: Tensor, apart_bytes: int, axis: int | None) -> Tensor:
+        """The same value of all of a sub-array's branches, out of that of the first."""
+        num_branches = len(self._branches[sub_array])
+        if num_branches == 1:
             return first
         apart = apart_bytes // first.element_size()
         shape, strides = list(first.shape), list(first.stride())
         if axis is None:
             shape, strides, axis = [1, *shape], [0, *strides], 0
-        shape[axis], strides[axis] = len(self._branches), apart
+        shape[axis], strides[axis] = num_branches, apart
         return first.as_strided(shape, strides, first.storage_offset())
 
     def results(self, sub_array: int) -> tuple[Tensor, ...]:
@@ -230,7 +236,7 @@ class PlannedProgram:
                         with lanes.together():
                             before[sub_array, node]()
                     with lanes.on(Lane.COMPUTE, position):
-                        for branch in self._branches:
+                        for branch in self._branches[sub_array]:
                             with lanes.branch(branch):
                                 stays = timetable.hands_over.get(position, frozenset())
                                 self._compute(walk, sub_array, node, branch, stays)
@@ -238,7 +244,7 @@ class PlannedProgram:
                 case Recompute(sub_array, node, keeps):
                     created = {t: taken[sub_array, t] for t in self.graphs[sub_array].steps[node].creates}
                     with lanes.on(Lane.COMPUTE, position):
-                        for branch in self._branches:
+                        for branch in self._branches[sub_array]:
                             with lanes.branch(branch):
                                 self._run_node(walk, sub_array, node, created, branch)
                     walk.where.update({(sub_array, tensor): created[tensor] for tensor in keeps})
@@ -246,21 +252,21 @@ class PlannedProgram:
                 case Offload(sub_array, tensor):
                     key = (sub_array, tensor)
                     with lanes.on(Lane.OUT, position):
-                        for branch in self._branches:
+                        for branch in self._branches[sub_array]:
                             source = self._device_bytes(key, walk.where[key], branch)
                             self._host_bytes(key, branch).copy_(source, non_blocking=True)
                     lanes.issued(Lane.OUT, position)
                 case Prefetch(sub_array, tensor):
                     key = (sub_array, tensor)
                     with lanes.on(Lane.IN, position):
-                        for branch in self._branches:
+                        for branch in self._branches[sub_array]:
                             target = self._device_bytes(key, taken[key], branch)
                             target.copy_(self._host_bytes(key, branch), non_blocking=True)
                     walk.where.update(taken)
                     lanes.issued(Lane.IN, position)
                 case Free(sub_array, tensor):
                     offset = walk.where.pop((sub_array, tensor))
-                    for branch in self._branches if self._poisons else ():
+                    for branch in self._branches[sub_array] if self._poisons else ():
                         with lanes.branch(branch):
                             self._device_bytes((sub_array, tensor), offset, branch).fill_(0xFF)
                     lanes.issued(Lane.COMPUTE, position)
@@ -349,7 +355,7 @@ class PlannedProgram:
         moved = []
         for key in self._swapped_statics:
             home, now = self._statics.get(key), walk.where.get(key)
-            for branch in self._branches if now != home else ():
+            for branch in self._branches[key[0]] if now != home else ():
                 on_host = self._host_bytes(key, branch)
                 source = on_host if now is None else self._device_bytes(key, now, branch)
                 target = on_host if home is None else self._device_bytes(key, home, branch)
@@ -371,7 +377,7 @@ class PlannedProgram:
 
     def _device_bytes(self, key: Key, offset: int, branch: int = 0) -> Tensor:
         """A tensor of one branch, in the branch's share of the slab: as far into it as all are into all."""
-        begin = branch * self._branch_bytes + offset // len(self._branches)
+        begin = branch * self._branch_bytes + offset // self._num_branches
         return self.memory.at(begin, self.graphs[key[0]].tensors[key[1]].size_bytes)
 
     def _host_bytes(self, key: Key, branch: int = 0) -> Tensor:
@@ -382,7 +388,7 @@ class PlannedProgram:
         """Each result of all branches, one behind another."""
         return [
             torch.zeros(
-                (len(self._branches), *location.shape),
+                (len(self._branches[sub_array]), *location.shape),
                 dtype=location.dtype,
                 device=self.memory.slab.device,
             )
@@ -415,13 +421,20 @@ class _Timetable:
     they do: where only recomputed nodes of the same sub-array come before the one that it is for.
     """
 
-    def __init__(self, part: Part, handed: Sequence[Mapping[int, frozenset[int]]]) -> None:
+    def __init__(
+        self, part: Part, handed: Sequence[Mapping[int, frozenset[int]]], num_branches: int = 1
+    ) -> None:
         self.there: dict[Key, int] = {}
         self.takes: dict[int, dict[Key, int]] = {}
         for tenancy in part.tenancies:
             if tenancy.tensor < 0:
                 continue
             key = (tenancy.sub_array, tenancy.tensor)
+            if tenancy.offset % (num_branches * ALIGNMENT):
+                raise PlanError(
+                    f"expected tensors at multiples of {ALIGNMENT} bytes on each of {num_branches} branches, "
+                    f"got {key} at {tenancy.offset}; plan again"
+                )
             taken = self.there if tenancy.begin < 0 else self.takes.setdefault(tenancy.begin, {})
             taken[key] = tenancy.offset
         self.awaited = frozenset(i.on for i in part.instructions if isinstance(i, Wait))

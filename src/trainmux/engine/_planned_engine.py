@@ -32,11 +32,11 @@ from trainmux.runtime import borrowed_stream, capturing
 class PlannedEngine:
     """Runs one planned program over the memory given to it.
 
-    ``steps`` has the work of each sub-array, ``graphs`` its kernels; with ``num_branches`` they are those of
-    one of its branches. With a ``room`` parts are captured there and replayed as CUDA graphs; without one, on
-    a CPU, and where a part cannot be captured, every instruction is enqueued by the host. Branches are the
-    streams of ``like``, an engine with as many that does not run meanwhile: each stream has workspaces of the
-    matrix libraries. ``poisons`` is for tests.
+    ``steps`` has the work of each sub-array, ``graphs`` its kernels. Where ``branches`` says on how many each
+    sub-array's members train, they are those of one of them. With a ``room`` parts are captured there and
+    replayed as CUDA graphs; without one, on a CPU, and where a part cannot be captured, every instruction is
+    enqueued by the host. Branches are the streams of ``like``, an engine with as many that does not run
+    meanwhile: each stream has workspaces of the matrix libraries. ``poisons`` is for tests.
     """
 
     def __init__(
@@ -46,17 +46,25 @@ class PlannedEngine:
         graphs: Sequence[KernelGraph],
         memory: Memory,
         *,
-        num_branches: int = 1,
+        branches: Sequence[int] | None = None,
         like: PlannedEngine | None = None,
         deterministic: bool = False,
         room: CaptureRoom | None = None,
         poisons: bool = False,
     ) -> None:
         self._device = memory.slab.device
-        self._lanes = _lanes_on(self._device, num_branches, like)
+        branches = branches or [1] * len(steps)
+        self._lanes = _lanes_on(self._device, max(branches), like)
         self._planned = PlannedProgram(
-            program, graphs, memory, self._lanes, deterministic=deterministic, poisons=poisons
+            program,
+            graphs,
+            memory,
+            self._lanes,
+            branches=branches,
+            deterministic=deterministic,
+            poisons=poisons,
         )
+        self._branches = tuple(branches)
         self._deterministic = deterministic
         self._steps = tuple(steps)
         self._axes = [member_axes(step) for step in steps]
@@ -155,7 +163,7 @@ class PlannedEngine:
         found = {}
         for position in self._steps[0].positions_fed_anew():
             like = self.argument(0, position)
-            is_shared = self._lanes.num_branches > 1 and self._axes[0][position] is None
+            is_shared = self._branches[0] > 1 and self._axes[0][position] is None
             found[position] = torch.zeros_like(like[0] if is_shared else like)
         return found
 

@@ -121,7 +121,7 @@ def _is_kept(profile: Profile, profiles: ProfileCache) -> bool:
         return False
     nodes = tuple(replace(node, workspace_bytes=0) for node in kept.nodes)
     ways = (kept, replace(kept, nodes=nodes))
-    return any(profile == side_by_side(way, profile.num_branches) for way in ways)
+    return any(profile == side_by_side(way, profile.num_branches, profile.width) for way in ways)
 
 
 def _source_version() -> str:

@@ -16,7 +16,15 @@ from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._planned_groups import PlannedForwards, PlannedSteps
 from trainmux.ir import Profile
-from trainmux.profiling import DEVICES, KernelGraph, analytic_profile, read_kernels, side_by_side
+from trainmux.profiling import (
+    DEVICES,
+    KernelGraph,
+    analytic_profile,
+    branch_width,
+    read_kernels,
+    side_by_side,
+    used_branches,
+)
 from trainmux.scheduling import fit_program
 from trainmux.tracing import TracedGraph
 
@@ -57,7 +65,7 @@ def _steps(
     steps, graphs, profiles = [], [], []
     for group, traced, stacked in wanted:
         step = group.sub_array_program(
-            group.width // num_branches,
+            branch_width(group.width, num_branches),
             kernels=kernels if traced is group.traced else "aten",
             traced=traced,
             stacked_batch=stacked,
@@ -68,7 +76,7 @@ def _steps(
         graphs.append(read_step(step))
         profiles.append(_roughly(graphs[-1], group, num_branches))
     program = fit_program(profiles, _available_bytes(plan), host_bytes)
-    return PlannedSteps(tuple(steps), tuple(graphs), program, num_branches)
+    return PlannedSteps(tuple(steps), tuple(graphs), program, _used(wanted, num_branches))
 
 
 def forwards_beside(plan: Plan, wanted: Sequence[Wanted], host_bytes: int) -> PlannedForwards:
@@ -96,19 +104,24 @@ def _forwards(
     num_branches = plan.record.num_branches
     forwards, graphs, profiles = [], [], []
     for group, traced, stacked in wanted:
-        width = group.width // num_branches
+        width = branch_width(group.width, num_branches)
         forward = group.planned_forward(traced, width, stacked_batch=stacked, carries_state=carries_state)
         forwards.append(forward)
         graphs.append(read_step(forward))
         profiles.append(_roughly(graphs[-1], group, num_branches))
     program = fit_program(profiles, _available_bytes(plan), host_bytes, plainly=carries_state)
-    return PlannedForwards(tuple(forwards), tuple(graphs), program, num_branches)
+    return PlannedForwards(tuple(forwards), tuple(graphs), program, _used(wanted, num_branches))
+
+
+def _used(wanted: Sequence[Wanted], num_branches: int) -> tuple[int, ...]:
+    return used_branches([group.width for group, _, _ in wanted], num_branches)
 
 
 def _roughly(graph: KernelGraph, group: Group, num_branches: int) -> Profile:
     half = group.config.precision == "bf16"
-    profile = analytic_profile(graph, group.width // num_branches, DEVICES[_ROUGHLY], half=half)
-    return side_by_side(profile, num_branches)
+    width = branch_width(group.width, num_branches)
+    profile = analytic_profile(graph, width, DEVICES[_ROUGHLY], half=half)
+    return side_by_side(profile, num_branches, group.width)
 
 
 def _available_bytes(plan: Plan) -> int:

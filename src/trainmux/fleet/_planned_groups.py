@@ -37,13 +37,14 @@ _MAX_GRAPHS = 24
 class PlannedSteps:
     """The steps of all sub-arrays, their kernels, and the program that runs them.
 
-    With several branches, on each of which one member trains, steps and kernels are those of one of them.
+    Where members train side by side, steps and kernels are those of one branch, and ``branches`` are how many
+    each sub-array has a member on.
     """
 
     steps: tuple[StepProgram, ...]
     graphs: tuple[KernelGraph, ...]
     program: Program
-    num_branches: int = 1
+    branches: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class PlannedForwards:
     steps: tuple[ForwardProgram, ...]
     graphs: tuple[KernelGraph, ...]
     program: Program
-    num_branches: int = 1
+    branches: tuple[int, ...]
 
 
 Planned = PlannedSteps | PlannedForwards
@@ -329,13 +330,13 @@ class PlannedGroups:
 
     def _new_engine(self, steps: Planned) -> PlannedEngine:
         like = next((engine for _, engine in self._engines.values()), None)
-        memory = Memory.over(self._slab, steps.program, steps.graphs, steps.num_branches)
+        memory = Memory.over(self._slab, steps.program, steps.graphs, max(steps.branches))
         return PlannedEngine(
             steps.program,
             steps.steps,
             steps.graphs,
             memory,
-            num_branches=steps.num_branches,
+            branches=steps.branches,
             like=like,
             deterministic=self._config.deterministic,
             room=self._room,

@@ -36,12 +36,15 @@ from trainmux.profiling import (
     WidthProfiles,
     analytic_profile,
     beside_fingerprint,
+    branch_width,
+    branches_to_measure,
     find_device,
     fits,
     known_branches,
     measure_profile,
     same_but_for_origin,
     side_by_side,
+    used_branches,
 )
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES, no_collections, workspaces_bytes
 from trainmux.scheduling import BudgetCost, Planner, PlanProgress, find_partitions, parse_budget
@@ -54,9 +57,6 @@ measured, or a member's graph is large."""
 
 _LARGE_GRAPH = 1000
 """Nodes of a member's traced graph from which on it is large."""
-
-_BRANCHES = (2, 4)
-"""How many members side by side are measured: four are what a fleet without a plan has."""
 
 Progress = Callable[[PlanProgress], None]
 
@@ -96,7 +96,7 @@ class FleetPlanner:
         self._plans = PlanCache()
         self._by_width: dict[int, WidthProfiles] = {}
         self._profiles: dict[tuple[int, int], Profile] = {}
-        self._branched: dict[tuple[int, int], Profile] = {}
+        self._branched: dict[tuple[int, int, int], Profile] = {}
         self._scratch: dict[str, int] = {}
         self._read: dict[tuple[int, int, str], tuple[KernelGraph, StepProgram]] = {}
         self._progress: Progress | None = None
@@ -170,7 +170,7 @@ class FleetPlanner:
         planner = Planner(
             planned,
             profile_of=lambda group, width: self.profile(int(group.name), width),
-            branched_of=lambda group, number: self.branched(int(group.name), number),
+            branched_of=lambda group, *numbers: self.branched(int(group.name), *numbers),
             policy=request.policy,
             fixed_bytes=request.reserve_bytes + self._fixed_bytes(),
             beside_of=lambda profile: self._scratch.get(profile.fingerprint, 0) if on_gpu else 0,
@@ -204,21 +204,22 @@ class FleetPlanner:
             known = self._profiles[index, width] = self._make_profile(index, width)
         return known
 
-    def branched(self, index: int, num_branches: int) -> Profile | None:
+    def branched(self, index: int, num_members: int, num_branches: int) -> Profile | None:
         """The profile of so many of a group's members side by side, where one alone was measured beside
         others; each branch needs its own scratch, and workspaces of the matrix libraries."""
-        known = self._branched.get((index, num_branches))
+        key = (index, num_members, num_branches)
+        known = self._branched.get(key)
         if known is not None:
             return known
         alone = self.profile(index, 1)
-        if num_branches not in known_branches(alone):
+        if num_members not in (1, *known_branches(alone)):
             return None
-        found = self._branched[index, num_branches] = side_by_side(alone, num_branches)
+        found = self._branched[key] = side_by_side(alone, num_branches, num_members)
         device = self._config.device
         counted = sum(workspaces_bytes(device)[1:]) if device.type == "cuda" else 0
         workspaces = max(0, (num_branches - 1) * MATRIX_LIBRARIES_BYTES - counted)
         scratch = self._scratch.get(alone.fingerprint, 0)
-        self._scratch[found.fingerprint] = num_branches * scratch + workspaces
+        self._scratch[found.fingerprint] = num_members * scratch + workspaces
         return found
 
     def check(self, plan: Plan, names: Sequence[str]) -> None:
@@ -236,10 +237,10 @@ class FleetPlanner:
         for sub_array in plan.partition:
             profile = plan.profiles[sub_array.profile]
             _check_branches(plan, sub_array, profile)
-            width = len(sub_array.members) // profile.num_branches
+            width = branch_width(len(sub_array.members), profile.num_branches)
             graph, _ = self._kernels(self._owner_of(sub_array), width, self._kernels_of(plan))
             expected = self._fingerprint(graph, width, profile.device)
-            expected = beside_fingerprint(expected, profile.num_branches)
+            expected = beside_fingerprint(expected, profile.num_branches, profile.width)
             if profile.fingerprint not in (expected, self._analytic_fingerprint(graph, profile)):
                 self._plans.forget(plan)
                 raise PlanError(
@@ -258,14 +259,15 @@ class FleetPlanner:
         """The steps of the plan's sub-arrays and their kernels, ready to run; a stale plan is refused."""
         self._check_kernels(plan)
         num_branches = plan.record.num_branches
+        widths = [len(sub_array.members) for sub_array in plan.partition]
         found = [
             self._kernels(
-                self._owner_of(sub_array), len(sub_array.members) // num_branches, self._kernels_of(plan)
+                self._owner_of(sub_array), branch_width(width, num_branches), self._kernels_of(plan)
             )
-            for sub_array in plan.partition
+            for sub_array, width in zip(plan.partition, widths, strict=True)
         ]
         steps, graphs = tuple(step for _, step in found), tuple(graph for graph, _ in found)
-        return PlannedSteps(steps, graphs, plan.program, num_branches)
+        return PlannedSteps(steps, graphs, plan.program, used_branches(widths, num_branches))
 
     def example_spec(self, sub_array: SubArray) -> BatchSpec:
         """Of the batch that a sub-array's members were planned with."""
@@ -329,7 +331,7 @@ class FleetPlanner:
         facts = self._facts
         fingerprint = self._fingerprint(graph, width, facts)
         found = self._cache.get(fingerprint)
-        branches = tuple(number for number in _BRANCHES if number <= group.width) if width == 1 else ()
+        branches = branches_to_measure(group.width) if width == 1 else ()
         if found is None or self._lacks_branches(found, branches, graph):
             arguments = self._arguments(index, program, width)
             found = self._measured(graph, arguments, width, fingerprint, facts, branches)
@@ -480,7 +482,7 @@ class FleetPlanner:
 def _check_branches(plan: Plan, sub_array: SubArray, profile: Profile) -> None:
     """Refuse a plan whose records do not agree on which members train side by side."""
     number, width = plan.record.num_branches, len(sub_array.members)
-    if profile.num_branches != number or profile.width != width or number not in (1, width):
+    if profile.num_branches != number or profile.width != width or 1 < number < width:
         raise PlanError(
             f"expected {number} branches with one member each, or members that are fused, got a profile of "
             f"{profile.width} on {profile.num_branches} for {width}; plan again"

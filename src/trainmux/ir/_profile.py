@@ -105,7 +105,8 @@ class Profile:
     side, and the seconds until all have ended, where that was measured.
 
     With ``num_branches`` above 1 the members are not fused: each trains on a branch of its own, all branches
-    at the same time, and every number is that of all together (`profiling.side_by_side`).
+    at the same time, and every number is that of all together (`profiling.side_by_side`). There may be fewer
+    members than branches; bytes are those of all branches then, too.
     """
 
     fingerprint: str

@@ -3,9 +3,12 @@
 from trainmux.profiling._analytic import analytic_profile
 from trainmux.profiling._branches import (
     beside_fingerprint,
+    branch_width,
+    branches_to_measure,
     fingerprint_of_one,
     known_branches,
     side_by_side,
+    used_branches,
 )
 from trainmux.profiling._cache import ProfileCache
 from trainmux.profiling._devices import DEVICES, Device, find_device
@@ -36,6 +39,8 @@ __all__ = [
     "WidthProfiles",
     "analytic_profile",
     "beside_fingerprint",
+    "branch_width",
+    "branches_to_measure",
     "find_device",
     "fingerprint_of_one",
     "fits",
@@ -46,4 +51,5 @@ __all__ = [
     "read_kernels",
     "same_but_for_origin",
     "side_by_side",
+    "used_branches",
 ]

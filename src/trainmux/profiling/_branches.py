@@ -4,10 +4,13 @@ Where fusion does not pay, as with large convolutions, members on parallel branc
 same. For planning they are one sub-array: a tensor of it is the tensors of all branches, a node the nodes of
 all. Each branch has a share of the memory to itself, at the same offsets as the others, so branches need not
 wait for each other: what a program may do to a sub-array's bytes it may do to each branch's share of them.
+Where members cannot be shared out evenly, some sub-arrays have fewer than there are branches, and leave the
+memory of the last ones unused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from trainmux.ir import ALIGNMENT, Profile, ProfiledTensor
@@ -16,27 +19,37 @@ _BESIDE = "-beside-"
 """Between a fingerprint and how many of its steps there are at the same time."""
 
 
+def branches_to_measure(num_members: int) -> tuple[int, ...]:
+    """How many members at a time to measure side by side: up to four, as a fleet without a plan has them;
+    three only where pairs leave one over, or threes none.
+    """
+    uses_three = num_members % 2 == 1 or num_members % 3 == 0
+    return tuple(number for number in (2, 3, 4) if number <= num_members and (number != 3 or uses_three))
+
+
 def known_branches(profile: Profile) -> tuple[int, ...]:
     """Numbers of branches of which it is known how long they take."""
     return tuple(number for number, _ in profile.seconds_beside)
 
 
-def side_by_side(profile: Profile, num_branches: int) -> Profile:
-    """The profile of ``num_branches`` members at the same time, out of that of one; the same for one branch.
+def side_by_side(profile: Profile, num_branches: int, num_members: int | None = None) -> Profile:
+    """The profile of members at the same time, out of that of one; the same for one branch.
 
-    Nodes take what their step takes longer in company than alone, all alike. Where that was not measured,
-    branches gain nothing: they take as long as one after another.
+    There are as many ``num_members`` as branches, or fewer. Nodes take what their step takes longer in
+    company than alone, all alike. Where that was not measured, branches gain nothing: they take as long as
+    one after another.
     """
     if num_branches == 1:
         return profile
+    num_members = num_branches if num_members is None else num_members
     alone = sum(node.seconds for node in profile.nodes)
-    together = dict(profile.seconds_beside).get(num_branches, num_branches * alone)
+    together = {1: alone, **dict(profile.seconds_beside)}.get(num_members, num_members * alone)
     stretch = together / alone if alone > 0 else 1.0
     return replace(
         profile,
-        fingerprint=beside_fingerprint(profile.fingerprint, num_branches),
-        width=num_branches,
-        tensors=tuple(_of_all(tensor, num_branches) for tensor in profile.tensors),
+        fingerprint=beside_fingerprint(profile.fingerprint, num_branches, num_members),
+        width=num_members,
+        tensors=tuple(_of_all(tensor, num_branches, num_members) for tensor in profile.tensors),
         nodes=tuple(
             replace(
                 node,
@@ -50,25 +63,38 @@ def side_by_side(profile: Profile, num_branches: int) -> Profile:
     )
 
 
-def beside_fingerprint(fingerprint: str, num_branches: int) -> str:
-    """That of so many steps side by side, out of that of one; the same for one."""
-    return fingerprint if num_branches == 1 else f"{fingerprint}{_BESIDE}{num_branches}"
+def branch_width(num_members: int, num_branches: int) -> int:
+    """How many of a sub-array's members are fused: all of them, or one on each branch."""
+    return 1 if num_branches > 1 else num_members
+
+
+def used_branches(widths: Sequence[int], num_branches: int) -> tuple[int, ...]:
+    """How many branches the members of each sub-array train on."""
+    return tuple(width if num_branches > 1 else 1 for width in widths)
+
+
+def beside_fingerprint(fingerprint: str, num_branches: int, num_members: int) -> str:
+    """That of so many members side by side, out of that of one; the same for one branch."""
+    if num_branches == 1:
+        return fingerprint
+    fewer = "" if num_members == num_branches else f"-with-{num_members}"
+    return f"{fingerprint}{_BESIDE}{num_branches}{fewer}"
 
 
 def fingerprint_of_one(profile: Profile) -> str:
     """That of the profile of which this one has several side by side, or its own."""
-    return profile.fingerprint.removesuffix(f"{_BESIDE}{profile.num_branches}")
+    return profile.fingerprint.removesuffix(beside_fingerprint("", profile.num_branches, profile.width))
 
 
-def _of_all(tensor: ProfiledTensor, num_branches: int) -> ProfiledTensor:
-    """A tensor of every branch; each branch's is copied by itself."""
+def _of_all(tensor: ProfiledTensor, num_branches: int, num_members: int) -> ProfiledTensor:
+    """A tensor of every branch; each member's is copied by itself."""
     return replace(
         tensor,
         size_bytes=num_branches * _rounded(tensor.size_bytes),
-        swap_out_seconds=num_branches * tensor.swap_out_seconds,
-        swap_in_seconds=num_branches * tensor.swap_in_seconds,
-        swap_out_duplex_seconds=num_branches * tensor.swap_out_duplex_seconds,
-        swap_in_duplex_seconds=num_branches * tensor.swap_in_duplex_seconds,
+        swap_out_seconds=num_members * tensor.swap_out_seconds,
+        swap_in_seconds=num_members * tensor.swap_in_seconds,
+        swap_out_duplex_seconds=num_members * tensor.swap_out_duplex_seconds,
+        swap_in_duplex_seconds=num_members * tensor.swap_in_duplex_seconds,
     )
 
 

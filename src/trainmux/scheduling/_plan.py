@@ -34,8 +34,11 @@ _PROFILING = "profiling"
 ProfileOf = Callable[[Group, int], Profile]
 """The profile of a group's members fused to a width."""
 
-BranchedOf = Callable[[Group, int], Profile | None]
-"""The profile of so many of a group's members side by side, each on its own branch, where that is known."""
+BranchedOf = Callable[[Group, int, int], Profile | None]
+"""The profile of so many of a group's members side by side, on so many branches, where that is known."""
+
+_MOST_UNUSED = 1 / 4
+"""Places on branches that have no member, for each member: fewer than that, for they take memory."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,9 @@ Progress = Callable[[PlanProgress], None]
 class Planner:
     """Plans for several budgets, sharing profiles and everything that does not depend on the budget.
 
-    ``profile_of`` is called once for each group and width; sub-arrays of one width, of which ``branched_of``
-    has a profile for every group, are tried that way too. ``fixed_bytes`` are reserved beside the slab, and
-    what ``beside_of`` says for the profile that needs the most: nodes of all sub-arrays run one by one.
+    ``profile_of`` is called once for each group and width; sub-arrays of about one width, all of which
+    ``branched_of`` has a profile for, are tried that way too. ``fixed_bytes`` are reserved beside the slab,
+    and what ``beside_of`` says for the profile that needs the most: nodes of all sub-arrays run one by one.
     ``host_bytes`` bound copies on the host (``None``: what the profiles' device allows). ``evaluations`` and
     ``seed`` are for policies that search. The same arguments give the same plans.
 
@@ -82,7 +85,7 @@ class Planner:
         groups: Sequence[Group],
         *,
         profile_of: ProfileOf,
-        branched_of: BranchedOf = lambda group, num_branches: None,
+        branched_of: BranchedOf = lambda group, num_members, num_branches: None,
         policy: str = "auto",
         fixed_bytes: int = 0,
         beside_of: Callable[[Profile], int] = lambda profile: 0,
@@ -442,13 +445,22 @@ def _branched(
 ) -> dict[tuple[int, int], Profile]:
     """Profiles of the partition's sub-arrays with their members side by side; none where one is not known.
 
-    All sub-arrays have the same number of branches, which share the slab's memory between them.
+    All sub-arrays have the same number of branches, which share the slab's memory between them: as many as
+    the widest has members. Narrower ones leave some of it unused, so there may be few of those, and none
+    where members can be shared out evenly: what is in between was not found to gain for the time it takes.
     """
-    widths = {width for of_group in partition.widths for width in of_group}
-    if len(widths) > 1 or 1 in widths:
+    widths = [width for of_group in partition.widths for width in of_group]
+    num_branches = max(widths)
+    num_unused = sum(num_branches - width for width in widths)
+    if num_branches == 1 or num_unused >= _MOST_UNUSED * sum(widths):
         return {}
-    (width,) = widths
-    found = {(number, width): branched_of(group, width) for number, group in enumerate(groups)}
+    if num_unused and sum(widths) % 2 == 0:
+        return {}
+    found = {
+        (number, width): branched_of(group, width, num_branches)
+        for number, (group, of_group) in enumerate(zip(groups, partition.widths, strict=True))
+        for width in of_group
+    }
     known = {key: profile for key, profile in found.items() if profile is not None}
     return known if len(known) == len(found) else {}
 

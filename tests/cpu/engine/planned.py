@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from trainmux.fleet._group import Group
 from trainmux.fleet._planned_beside import read_step
 from trainmux.fleet._planned_groups import PlannedGroups, PlannedSteps
 from trainmux.ir import Multiplexing, Profile, Program
-from trainmux.profiling import DEVICES, analytic_profile, side_by_side
+from trainmux.profiling import DEVICES, analytic_profile, branch_width, side_by_side, used_branches
 from trainmux.scheduling._candidates import Arrangement, Candidate, Candidates
 from trainmux.scheduling.policies import policy_named
 from trainmux.workloads import SMALL, Workload
@@ -38,8 +39,9 @@ def make_fleet(workload: Workload, num_members: int, **options: Any) -> tm.Fleet
 class Case:
     """A workload's members in sub-arrays of given widths, with everything that is made once.
 
-    With ``num_branches`` the members of each sub-array train side by side on so many of them. ``workload`` is
-    the one to train where it is not the registry's own of this name.
+    With ``num_branches`` the members of each sub-array train side by side on so many of them, or on the first
+    ones where they are fewer. ``workload`` is the one to train where it is not the registry's own of this
+    name.
     """
 
     def __init__(
@@ -53,10 +55,10 @@ class Case:
     ) -> None:
         self._workload = workload or SMALL[name]
         self.widths = tuple(widths)
-        self.num_branches = num_branches
+        self.branches = used_branches(widths, num_branches)
         self.fleet = make_fleet(self._workload, sum(widths), **options)
         self._group: Group = self.fleet._groups[0]
-        of_branch = [width // num_branches for width in widths]
+        of_branch = [branch_width(width, num_branches) for width in widths]
         built = {width: self._group.sub_array_program(width, kernels=kernels) for width in set(of_branch)}
         read = {width: read_step(step) for width, step in built.items()}
         self.steps = tuple(built[width] for width in of_branch)
@@ -65,7 +67,8 @@ class Case:
             analytic_profile(read[width], width, DEVICES["a100-40gb"], half=False) for width in of_branch
         ]
         self.profiles: tuple[Profile, ...] = tuple(
-            side_by_side(profile, num_branches) for profile in profiles
+            side_by_side(profile, num_branches, width)
+            for profile, width in zip(profiles, widths, strict=True)
         )
 
     def candidates(self, policy: str, multiplexing: Multiplexing) -> Candidates:
@@ -76,10 +79,11 @@ class Case:
     def groups(self, *, of_branches: bool = False) -> list[Group]:
         """One for each sub-array, or for each of its branches."""
         found, row = [], 0
-        by = self.num_branches if of_branches else 1
-        for width in (width // by for width in self.widths for _ in range(by)):
-            found.append(self._group.taken(list(range(row, row + width))))
-            row += width
+        parts = self.branches if of_branches else [1] * len(self.widths)
+        for width, count in zip(self.widths, parts, strict=True):
+            for _ in range(count):
+                found.append(self._group.taken(list(range(row, row + width // count))))
+                row += width // count
         device = self.fleet._config.device
         for group in found:
             group.slots = [None if slot is None else replace(slot) for slot in group.slots]
@@ -93,7 +97,7 @@ class Case:
         return [leaf.to(self.fleet._config.device) for leaf in flat.leaves]
 
     def planned(self, program: Program, **options: Any) -> PlannedGroups:
-        own = PlannedSteps(self.steps, self.graphs, program, self.num_branches)
+        own = PlannedSteps(self.steps, self.graphs, program, self.branches)
         config = self.fleet._config
         return PlannedGroups(None, self.groups(), "own", own, config, **options)  # type: ignore[arg-type]
 
@@ -148,21 +152,21 @@ def train_planned(case: Case, planned: PlannedGroups, num_steps: int) -> list[St
 def train_plain(case: Case, num_steps: int) -> list[State]:
     """The same sub-arrays, one by one, node by node; each branch for itself."""
     groups = case.groups(of_branches=True)
-    steps = [step for step in case.steps for _ in range(case.num_branches)]
+    steps = [step for step, count in zip(case.steps, case.branches, strict=True) for _ in range(count)]
     losses: list[list[Tensor]] = []
     for number in range(num_steps):
         for group, step in zip(groups, steps, strict=True):
             group.variant()
             group.step(step, case.batch(number))
         losses.append([group.last["loss"].cpu() for group in groups])
-    return joined(with_losses(state_of(groups), losses), case.num_branches)
+    return joined(with_losses(state_of(groups), losses), case.branches)
 
 
-def joined(states: Sequence[State], count: int) -> list[State]:
+def joined(states: Sequence[State], counts: Sequence[int]) -> list[State]:
     """States of so many sub-arrays, one behind another, as that of one which has all of their members."""
     return [
-        {name: torch.cat([state[name] for state in states[at : at + count]]) for name in states[at]}
-        for at in range(0, len(states), count)
+        {name: torch.cat([state[name] for state in states[end - count : end]]) for name in states[end - 1]}
+        for count, end in zip(counts, accumulate(counts), strict=True)
     ]
 
 

@@ -52,6 +52,8 @@ def test_a_planned_program_computes_the_same_bits(
         ("mlp", (4,), 4, "none", TURNS, 1.0),
         ("transformer_with_dropout", (2, 2), 2, "auto", RING, 0.3),
         ("residual", (3,), 3, "auto", TURNS, 0.3),
+        ("mlp", (3, 2), 3, "none", TURNS, 1.0),
+        ("transformer_with_dropout", (2, 2, 1), 2, "auto", RING, 0.3),
     ],
 )
 def test_members_side_by_side_compute_the_bits_of_members_alone(

@@ -16,7 +16,7 @@ import trainmux as tm
 from trainmux.errors import PlanError
 from trainmux.fleet import _planning
 from trainmux.ir import Free, Multiplexing, Profile, Wait
-from trainmux.profiling import side_by_side
+from trainmux.profiling import fingerprint_of_one, side_by_side
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
@@ -82,6 +82,52 @@ def test_everything_a_member_may_want_works_side_by_side() -> None:
     assert planned.stopped() == plain.stopped()
     for a, b in zip(*map(parameters, fleets), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def uneven_and_plain(**options: Any) -> tuple[tm.Fleet, tm.Fleet]:
+    """Five members on three branches, two of them on two only; and one by one without a plan."""
+    planned, plain = fleet_of(5, **options), fleet_of(5, **options, width=1)
+    plan = planned.plan(policy="mutwo", max_partitions=5)
+    assert plan.record.num_branches == 3
+    assert [len(part.members) for part in plan.partition] == [3, 2]
+    return planned, plain
+
+
+def test_members_that_cannot_be_shared_out_evenly(tmp_path: Path) -> None:
+    fleets = uneven_and_plain(accumulate=2)
+    planned, plain = fleets
+    for number in range(5):
+        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
+    assert planned.evaluate([batch(7)]) == plain.evaluate([batch(7)])
+    planned.save(tmp_path / "saved")
+    planned.step(batch(5))
+    for fleet in fleets:
+        fleet.restore(tmp_path / "saved")
+    for number in range(3):
+        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
+    assert same(planned, plain)
+    for fleet in fleets:
+        fleet.stop("m0")
+        fleet.replace("m4", member(7))
+    for number, size in enumerate((None, None, 3, None)):
+        torch.testing.assert_close(*[fleet.step(batch(number, size)) for fleet in fleets])
+    for a, b in zip(*map(parameters, fleets), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_plan_with_an_uneven_sub_array_is_kept_and_read_again(tmp_path: Path) -> None:
+    first, _ = uneven_and_plain()
+    plan = first._plans._wanted
+    assert plan is not None
+    plan.save(tmp_path / "plan.json")
+    other = fleet_of(5)
+    other.use(tm.Plan.load(tmp_path / "plan.json"))
+    told: list[str] = []
+    first.plan(policy="mutwo", max_partitions=5, progress=lambda step: told.append(step.current))
+    assert told == ["a plan that was kept"]
+    for number in range(2):
+        assert torch.equal(first.step(batch(number)), other.step(batch(number)))
+    assert same(first, other)
 
 
 def test_state_stays_where_it_is_between_micro_batches() -> None:
@@ -188,3 +234,13 @@ def test_a_profile_side_by_side_is_that_of_all_branches() -> None:
     assert sum(node.seconds for node in side_by_side(alone, 3).nodes) == pytest.approx(3 * taken)
     assert all(tensor.size_bytes % (3 * 512) == 0 for tensor in both.tensors)
     assert all(a.size_bytes >= 3 * b.size_bytes for a, b in zip(both.tensors, known.tensors, strict=True))
+    fewer = side_by_side(replace(known, seconds_beside=((2, 1.5 * taken), (3, 2 * taken))), 3, 2)
+    assert (fewer.width, fewer.num_branches) == (2, 3)
+    assert sum(node.seconds for node in fewer.nodes) == pytest.approx(1.5 * taken)
+    assert [tensor.size_bytes for tensor in fewer.tensors] == [tensor.size_bytes for tensor in both.tensors]
+    for a, b in zip(fewer.tensors, known.tensors, strict=True):
+        assert a.swap_in_seconds == pytest.approx(2 * b.swap_in_seconds)
+    assert sum(node.seconds for node in side_by_side(known, 3, 1).nodes) == pytest.approx(taken)
+    names = {profile.fingerprint for profile in (alone, both, fewer, side_by_side(known, 2))}
+    assert len(names) == 4
+    assert {fingerprint_of_one(profile) for profile in (alone, both, fewer)} == {alone.fingerprint}
