@@ -42,6 +42,9 @@ class Shape:
     duplex_slowdown: float = 1.1
 
 
+USUAL = Shape()
+
+
 @dataclass
 class _Draft:
     """A step being written. Tensors and nodes are lists of fields until classes are known."""
@@ -76,7 +79,7 @@ class _Draft:
         )
 
 
-def random_profile(seed: int, width: int = 1, shape: Shape = Shape()) -> Profile:  # noqa: B008
+def random_profile(seed: int, width: int = 1, shape: Shape = USUAL) -> Profile:
     """The step of a random model at a width: tensors grow with it, times grow by less."""
     rng = random.Random(f"{seed}")
     draft = _write(rng, random.Random(f"{seed} unchanged"), shape)
