@@ -101,7 +101,8 @@ class GainMeter:
     """Solo seconds of work per second while jobs share the device; turns for all where that is a loss.
 
     Work counts when a segment ends, so a short stretch looks better or worse than it is by a segment or two,
-    and turns last for long. So what is lost is added up, and only counts when it is more than that. Seconds
+    and turns last for long. So what is lost is added up, and only counts when it is more than that: more than
+    a part of a round, and than the longest segment, which may be under way. Seconds
     in which nothing runs count: where the host is what jobs wait for, sharing may lose to turns. But turns
     have such seconds too. Once they have been tried, what they gave is what sharing must give. And once in a
     while the host is away for many segments' time, with garbage to collect or memory to lay out anew: that
@@ -163,7 +164,8 @@ class GainMeter:
         if seconds >= _ROUNDS_OF_A_WINDOW * round_seconds:
             self.gain = (self._work_seconds - self._window_work) / seconds
             self._window_work, self._window_seconds = self._work_seconds, self._seconds
-        if self._lost_seconds > self._rounds_to_lose * round_seconds:
+        to_lose = max(self._rounds_to_lose * round_seconds, self._longest_seconds)
+        if self._lost_seconds > to_lose:
             self.gain = self._work_seconds / self._seconds
             self.restart()
             self.turns.fall_back(now, round_seconds)

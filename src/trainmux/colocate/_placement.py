@@ -4,7 +4,10 @@ Feature maps are all live when the forward pass ends, so a plain stack of them i
 be. Their order decides how soon memory comes back: what is used last in the backward pass lies at the base,
 so that the stack shrinks from its top while the backward pass runs. The *height* at a kernel is the top of
 the highest live feature map. Two jobs whose stacks grow from opposite ends of one arena need height plus
-height, no more; holes below a height stay unused.
+height, no more; holes below a height stay unused. So a tensor that is there early and used for the last time
+early in the backward pass, a weight of the last layer in another precision, say, would have the height of
+all that comes after it from the first kernels on: those that are small against the hole below them lie at
+the base instead, where they cost their own size for a while.
 
 A *region* is a contiguous piece of the arena. Heights are whole regions: 64 MB by default, less for jobs that
 would have only a few of them; 512 KB or single tensors as the paper's ablations (Table 2).
@@ -12,7 +15,8 @@ would have only a few of them; 512 KB or single tensors as the paper's ablations
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,6 +30,9 @@ PER_TENSOR = ALIGNMENT_BYTES
 """As a region size: heights follow tensors, rounded up to the alignment alone."""
 
 
+_HOLE_RATIOS = (math.inf, 64, 16, 4)
+"""So many times its own size must the hole below a feature map be for it to lie at the base: the quickest to
+give memory back of these is taken."""
 _LEAST_REGIONS = 32
 """A job's height should have as many steps; where it has fewer, jobs wait for memory that nobody uses."""
 _MOST_REGIONS = 2048
@@ -152,10 +159,45 @@ def stack_feature_maps(
         ]
         return min(both, key=lambda stack: _area(stack, iteration.kernel_seconds))
     rows = iteration.feature_maps
-    if order is StackOrder.LAST_BACKWARD_USE:
-        sequence = sorted(range(len(rows)), key=lambda i: (-rows[i].last_used_by, rows[i].allocated_by, i))
-    else:
+    if order is StackOrder.ALLOCATION:
         sequence = sorted(range(len(rows)), key=lambda i: (rows[i].allocated_by, -rows[i].last_used_by, i))
+        return _stacked(iteration, sequence, region_bytes)
+    sequence = sorted(range(len(rows)), key=lambda i: (-rows[i].last_used_by, rows[i].allocated_by, i))
+    holes = _holes_below(rows, sequence)
+    found: dict[tuple[int, ...], Stack] = {}
+    for ratio in _HOLE_RATIOS:
+        lowest = [i for i in sequence if holes[i] > ratio * rows[i].size_bytes]
+        if tuple(lowest) not in found:
+            at_base = set(lowest)
+            others = [i for i in sequence if i not in at_base]
+            found[tuple(lowest)] = _stacked(iteration, [*lowest, *others], region_bytes)
+    return min(found.values(), key=lambda stack: _area(stack, iteration.kernel_seconds))
+
+
+def _holes_below(rows: Sequence[Allocation], sequence: Sequence[int]) -> list[int]:
+    """Of each feature map, the bytes that lie below it, in this sequence, and are not taken when it is."""
+    holes = [0] * len(rows)
+    size = 2 + max((row.allocated_by for row in rows), default=0)
+    taken = [0] * size  # bytes below by the rank that takes them, as a tree of sums
+    below = 0
+    for i in sequence:
+        place = rows[i].allocated_by + 1
+        earlier, node = 0, place
+        while node:
+            earlier += taken[node]
+            node &= node - 1
+        holes[i] = below - earlier
+        below += rows[i].size_bytes
+        node = place
+        while node < size:
+            taken[node] += rows[i].size_bytes
+            node += node & -node
+    return holes
+
+
+def _stacked(iteration: Iteration, sequence: Sequence[int], region_bytes: int) -> Stack:
+    """The feature maps one above another."""
+    rows = iteration.feature_maps
     offsets, top = [0] * len(rows), 0
     for i in sequence:
         offsets[i] = top

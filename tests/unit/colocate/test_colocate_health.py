@@ -83,19 +83,21 @@ def test_a_short_segment_behind_a_long_one_does_not_hide_a_loss(round_seconds: f
     assert meter.turns.num_fall_backs > 0
 
 
-def run_back_to_back(meter: GainMeter, solo_seconds: float, count: int, *, gap: float = 0.0) -> None:
-    """So many iterations of one segment, each a second on the device, two jobs in turn."""
+def run_back_to_back(
+    meter: GainMeter, solo_seconds: float, count: int, *, gap: float = 0.0, round_seconds: float = 2.0
+) -> None:
+    """So many iterations of one segment, each a second on the device, jobs in turn."""
     start = meter._last_end or 0.0
     for number in range(count):
         begin = start + number * (1.0 + gap)
         meter.segment_ended(solo_seconds, begin + 1.0)
-        meter.iteration_ended(begin + 1.0, 2.0, 2)
+        meter.iteration_ended(begin + 1.0, round_seconds, 2)
 
 
 def test_work_per_second_decides_for_the_device() -> None:
     for solo_seconds, loses in ((1.2, False), (1.0, False), (0.9, True)):
         meter = GainMeter(CONSTANTS)
-        run_back_to_back(meter, solo_seconds, 12)
+        run_back_to_back(meter, solo_seconds, 16)
         assert meter.turns.are_on is loses
         assert meter.gain is not None
         assert abs(meter.gain - solo_seconds) < 1e-9
@@ -115,15 +117,16 @@ def test_where_the_host_is_slow_sharing_must_be_as_good_as_turns() -> None:
     assert meter.must_be == CONSTANTS.least_gain
 
 
-def test_what_is_lost_adds_up_until_it_is_a_quarter_of_a_round() -> None:
-    meter = GainMeter(CONSTANTS)
+def test_what_is_lost_adds_up_until_it_is_a_quarter_of_a_round_or_a_segment() -> None:
     lost_each = CONSTANTS.least_gain - 0.9
-    enough = math.ceil(CONSTANTS.rounds_to_lose * 2.0 / lost_each)
-    run_back_to_back(meter, 0.9, enough)  # the first one only starts the clock
-    assert not meter.turns.are_on
-    meter = GainMeter(CONSTANTS)
-    run_back_to_back(meter, 0.9, enough + 2)
-    assert meter.turns.num_fall_backs == 1
+    for round_seconds, to_lose in ((2.0, 0.9), (8.0, CONSTANTS.rounds_to_lose * 8.0)):
+        enough = math.ceil(to_lose / lost_each)
+        meter = GainMeter(CONSTANTS)
+        run_back_to_back(meter, 0.9, enough, round_seconds=round_seconds)  # the first one starts the clock
+        assert not meter.turns.are_on
+        meter = GainMeter(CONSTANTS)
+        run_back_to_back(meter, 0.9, enough + 2, round_seconds=round_seconds)
+        assert meter.turns.num_fall_backs == 1
 
 
 @given(st.integers(1, 10_000), st.integers(4, 40), st.integers(4, 40), st.floats(1.0, 1.4))
@@ -145,6 +148,22 @@ def test_pieces_of_work_that_end_at_odd_times_are_not_a_loss(
         if is_last:
             meter.iteration_ended(ended_at, 2.0, 2)
     assert meter.turns.num_fall_backs == 0
+
+
+@pytest.mark.parametrize(("gain", "loses"), [(1.14, False), (0.85, True)])
+def test_a_long_segment_is_no_loss_while_it_runs(gain: float, loses: bool) -> None:
+    """One job's iteration is two segments of 9, the other's ten of 0.3; each runs at half of the gain."""
+    meter = GainMeter(CONSTANTS)
+    ends = sorted(
+        [(number * 9.0, 9.0) for number in range(1, 30)] + [(number * 0.3, 0.3) for number in range(1, 900)]
+    )
+    fell_back = False
+    for number, (begin, seconds) in enumerate(ends):
+        now = begin * 2 / gain
+        meter.segment_ended(seconds, now)
+        if seconds == 9.0 or number % 10 == 0:
+            fell_back = fell_back or meter.iteration_ended(now, 21.0, 2)
+    assert fell_back is loses
 
 
 def test_turns_are_short_again_once_sharing_has_worked() -> None:

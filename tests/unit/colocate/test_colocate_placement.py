@@ -25,7 +25,7 @@ from trainmux.colocate import (
     demand_of_iteration,
     stack_feature_maps,
 )
-from trainmux.colocate._placement import region_bytes_for
+from trainmux.colocate._placement import _holes_below, region_bytes_for
 from trainmux.errors import ConfigError
 
 MIB = 1 << 20
@@ -69,6 +69,41 @@ def test_regions_hold_many_small_tensors_and_tensors_may_span_regions() -> None:
     assert [height // (40 * MIB) for height in fine.kernel_heights] == [1, 2, 3, 3, 2, 1]
     single = stack_feature_maps(iteration, region_bytes=PER_TENSOR)
     assert [region.size_bytes for region in single.regions()] == [40 * MIB] * 3
+
+
+def test_a_small_tensor_of_the_first_kernels_is_not_the_top_of_all() -> None:
+    """A bias of the last layer in another precision: there from the first kernel on, used first on the way
+    back."""
+    plain = three_layers(size=60 * MIB)
+    bias = feature_map("bias", 1280, 0, 3)
+    iteration = Iteration("biased", plain.kernel_seconds, (*plain.feature_maps, bias))
+    stack = stack_feature_maps(iteration, region_bytes=PER_TENSOR)
+    assert stack.offsets[-1] == 0
+    assert stack.extent_bytes == 3 * 60 * MIB + 1536
+    assert [height - 1536 for height in stack.kernel_heights] == [
+        number * 60 * MIB for number in (1, 2, 3, 3, 2, 1)
+    ]
+    coarse = stack_feature_maps(iteration, region_bytes=SMALL_REGION_BYTES)
+    assert [height // (60 * MIB) for height in coarse.kernel_heights] == [1, 2, 3, 3, 2, 1]
+
+
+def test_a_large_tensor_of_the_first_kernels_is_left_where_its_memory_comes_back() -> None:
+    plain = three_layers()
+    large = feature_map("large", 128 * MIB, 0, 3)
+    stack = stack_feature_maps(Iteration("large", plain.kernel_seconds, (*plain.feature_maps, large)))
+    assert stack.offsets[-1] == 2 * 64 * MIB
+    assert stack.offsets[2] == 4 * 64 * MIB
+
+
+@given(rows=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.integers(0, 9)), max_size=30))
+def test_the_hole_below_a_tensor_is_what_is_not_taken_yet(rows: list[tuple[int, int, int]]) -> None:
+    maps = [feature_map(str(i), size, first, first + more) for i, (size, first, more) in enumerate(rows)]
+    sequence = sorted(range(len(maps)), key=lambda i: (-maps[i].last_used_by, i))
+    holes = _holes_below(maps, sequence)
+    for place, i in enumerate(sequence):
+        below = [maps[j] for j in sequence[:place]]
+        later = [row.size_bytes for row in below if row.allocated_by > maps[i].allocated_by]
+        assert holes[i] == sum(later)
 
 
 def test_the_order_of_a_skip_is_a_choice() -> None:
