@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-def planned_trace() -> Any:
-    path = Path(__file__).parents[3] / "benchmarks" / "planned_trace.py"
-    spec = importlib.util.spec_from_file_location("planned_trace", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from benchmark_scripts import benchmark_script
 
 
 def event(category: str, name: str, begin: float, seconds: float) -> dict[str, Any]:
@@ -24,7 +13,7 @@ def event(category: str, name: str, begin: float, seconds: float) -> dict[str, A
 
 
 def test_lanes_of_two_steps() -> None:
-    found = planned_trace().lanes_of(
+    found = benchmark_script("planned_trace").lanes_of(
         [
             event("kernel", "product", 0, 1000),
             event("kernel", "sum", 500, 1000),  # on another branch
@@ -55,7 +44,7 @@ def test_lanes_of_two_steps() -> None:
 
 
 def test_nothing_is_known_where_no_kernel_was_seen() -> None:
-    trace = planned_trace()
+    trace = benchmark_script("planned_trace")
     assert trace.lanes_of([event("cpu_op", "aten::mm", 0, 10)], 1) == {}
     ran = []
     assert trace.traced_lanes(lambda: ran.append(1), 1) == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_scripts import benchmark_script
 from typer.testing import CliRunner
 
 from trainmux.cli._app import app
@@ -362,23 +362,13 @@ def test_a_failure_is_not_longer_than_a_paragraph() -> None:
     assert FORMAT == 2
 
 
-def zico_script() -> Any:
-    path = Path(__file__).parents[3] / "benchmarks" / "zico.py"
-    spec = importlib.util.spec_from_file_location("zico_script", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
 @pytest.mark.parametrize(
     ("statuses", "num_starts", "status"), [([0], 1, 0), ([3, -11, 0], 3, 0), ([2], 1, 2), ([3] * 9, 4, 3)]
 )
 def test_the_script_goes_on_behind_a_lost_process(
     statuses: list[int], num_starts: int, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = zico_script()
+    script = benchmark_script("zico")
     calls: list[list[str]] = []
 
     def start(command: list[str], timeout: float) -> subprocess.CompletedProcess[bytes]:
@@ -396,7 +386,7 @@ def test_the_script_goes_on_behind_a_lost_process(
 
 
 def test_the_script_compiles_every_model_once_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = zico_script()
+    script = benchmark_script("zico")
     built: list[list[str]] = []
     ran: list[list[str]] = []
 
