@@ -27,7 +27,7 @@ def traced_lanes(train: Callable[[], None], num_steps: int) -> dict[str, Any]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         train()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
