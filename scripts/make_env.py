@@ -54,17 +54,9 @@ def torch_attempts(gpu: bool, index: str, system: str) -> list[list[str]]:
 def pip_error(python: Path, arguments: list[str]) -> str:
     """Run ``pip install``; give its last error line, or nothing if it succeeded.
 
-    pip neither asks for anything nor says where it looks: an index may be private. Nor does it compile all of
-    torch ahead, which takes longer than the rest: modules are compiled when they are first imported.
+    pip neither asks for anything nor says where it looks: an index may be private.
     """
-    options = [
-        "--quiet",
-        "--no-input",
-        "--no-compile",
-        "--disable-pip-version-check",
-        "--progress-bar",
-        "off",
-    ]
+    options = ["--quiet", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
     command = [str(python), "-m", "pip", "install", *options, *arguments]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode == 0:
