@@ -78,8 +78,6 @@ def test_compute_waits_for_the_copies_that_end_first(spare_kib: int, waited_ms: 
 def test_a_layout_is_within_its_limit_and_takes_what_it_says(
     seed: int, num_sub_arrays: int, multiplexing: Multiplexing, share: float, late: bool
 ) -> None:
-    if num_sub_arrays == 1:
-        multiplexing = Multiplexing.TURNS
     body, gaps = body_of(seed, num_sub_arrays, multiplexing)
     profiles = body.task.profiles
     choices = [Choice.SWAP if (number + seed) % 4 else Choice.KEEP for number in range(len(gaps))]

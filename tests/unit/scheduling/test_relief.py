@@ -17,6 +17,9 @@ PLENTY = 1 << 40
 
 
 def body_of(seed: int, num_sub_arrays: int, multiplexing: Multiplexing) -> tuple[FixedBody, tuple[Gap, ...]]:
+    """Of a random profile; a single sub-array takes turns with nobody, whatever is asked for."""
+    if num_sub_arrays == 1:
+        multiplexing = Multiplexing.TURNS
     task = Task((random_profile(seed),) * num_sub_arrays, multiplexing, PLENTY, PLENTY, 0.0)
     body = FixedBody(task, plain_order(task.profiles, multiplexing))
     return body, find_gaps(body.all_facts, with_static=True)
@@ -39,8 +42,6 @@ def peak_bytes(body: FixedBody, gaps: tuple[Gap, ...], choices: tuple[Choice, ..
 def test_what_is_left_fits_and_is_needed(
     seed: int, num_sub_arrays: int, multiplexing: Multiplexing, share: float, recomputes: bool
 ) -> None:
-    if num_sub_arrays == 1:
-        multiplexing = Multiplexing.TURNS
     body, gaps = body_of(seed, num_sub_arrays, multiplexing)
     choices = tuple(
         Choice.RECOMPUTE if recomputes and gap.can_recompute and number % 3 == 0 else Choice.SWAP
