@@ -22,13 +22,14 @@ from colocation_cases import (
 )
 from held_memory import MemoryWatch
 from settled import settle
-from torch import Tensor
+from torch import Tensor, nn
 from wide_jobs import (
     BATCH_SIZE,
     MIB,
     REGION,
     assert_wide_as_alone,
     cuda,
+    mean_square,
     warm_up,
     wide_batches,
     wide_fleet,
@@ -36,7 +37,7 @@ from wide_jobs import (
 )
 
 import trainmux as tm
-from trainmux.colocate import ArenaLayout, Layout, _fused_work
+from trainmux.colocate import ArenaLayout, Layout, _fused_job, _fused_work
 from trainmux.colocate._cuda_device import CudaDevice
 from trainmux.colocate._device import Ended, MemoryNeed
 from trainmux.colocate._lane import SegmentRef
@@ -297,6 +298,53 @@ def test_the_device_never_holds_more_than_the_budget(has_stepped: bool) -> None:
     if not has_stepped:
         assert_wide_as_alone(result, jobs[0], 0)
         assert_wide_as_alone(result, jobs[1], 1)
+
+
+def test_jobs_that_are_cut_anew_keep_bits_and_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured once more when they were found to take another time than their cuts were chosen for."""
+
+    def tracking_bytes(layout: Any, device: Any, seconds: float) -> int:
+        return 1 << 40 if seconds == layout.estimated_seconds else 4 * MIB
+
+    monkeypatch.setattr(_fused_job, "tracking_bytes_for", tracking_bytes)
+    monkeypatch.setattr(_fused_job, "_MISJUDGED", 1.0)  # whatever it was, it was wrong
+    warm_up()
+    settle(clears_workspaces=True)
+    watch = MemoryWatch()
+    jobs = [wide_job("a", 0, 12), wide_job("b", 1, 12)]
+    colocation = tm.colocate(
+        jobs, "20GiB", region_bytes=REGION, callbacks=[lambda event: watch.look(event.colocation)]
+    )
+    before = [len(tenant.demands[0].segments) for tenant in colocation._tenants.values()]
+    budget = smallest_budget(colocation) + 5 * REGION
+    colocation.set_budget(budget)
+    result = colocation.run()
+    assert [repr(job.error) for job in result.jobs.values() if job.error] == []
+    assert max(watch.held) <= budget, watch.report(budget)
+    for seed, (job, few) in enumerate(zip(jobs, before, strict=True)):
+        assert result[job.name].num_segments > 4 * few
+        assert_wide_as_alone(result, job, seed)
+
+
+def test_segments_last_as_long_as_meant() -> None:
+    """Of convolutions too, whose times are underestimated before they have run."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = [
+            layer
+            for _ in range(12)
+            for layer in (nn.Conv2d(48, 48, 3, padding=1), nn.BatchNorm2d(48), nn.ReLU())
+        ]
+        model = nn.Sequential(nn.Conv2d(3, 48, 1), *layers)
+    batch = torch.randn(128, 3, 56, 56, generator=torch.Generator().manual_seed(0))
+    member = tm.Member(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    fleet = tm.Fleet([member], mean_square, batch, device="cuda", lowering="aten")
+    colocation = tm.colocate([tm.Job("convolutions", fleet=fleet, loader=[batch], steps=6)], "60GiB")
+    result = colocation.run()
+    assert [repr(job.error) for job in result.jobs.values() if job.error] == []
+    seconds = colocation._scheduler.report("convolutions").solo_seconds
+    mean = sum(seconds) / len(seconds)
+    assert 100e-6 < mean < 600e-6, f"{len(seconds)} segments of {1e6 * mean:.0f} us"
 
 
 def test_the_budget_changes_without_a_capture() -> None:

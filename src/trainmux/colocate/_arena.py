@@ -64,6 +64,23 @@ class Arena:
         self.health.turns.end()
         self.learn()
 
+    def is_served_less(self, other: Lane, job: JobState) -> bool:
+        """Whether the job that comes next at the ``other`` end was served less than ``job``, by more than
+        patience and leeway."""
+        peer = other.next_job()
+        return peer is not None and self.leeway * peer.service + self.patience_seconds < job.service
+
+    def is_turn_of_waiting(self, other: Lane, job: JobState) -> bool:
+        """Whether a job at the ``other`` end waits for memory and was served less: it begins when the end of
+        ``job`` is empty.
+
+        Otherwise one iteration of ``job`` could follow upon another, and the one that waits be asked only
+        amid their peaks.
+        """
+        if self.fits_all or other.asked_at is None or other.is_held:
+            return False
+        return self.is_served_less(other, job)
+
     def learn(self) -> None:
         """Work out anew what decisions need and what only changes when an iteration ends."""
         peaks = [

@@ -292,7 +292,7 @@ class Colocation:
         self._peak_bytes = max(self._peak_bytes, reserved)
         for name in newcomers:
             self._move_in(name)
-        self._keep_less([self._inside[name] for name in newcomers if name in self._inside])
+        self._tell_of([self._inside[name] for name in newcomers if name in self._inside])
 
     def _move_in(self, name: str) -> None:
         """A job's state moves to the device's layout; what goes wrong there ends this job alone."""
@@ -308,9 +308,11 @@ class Colocation:
             tenant.fail(error)
             self._let_go(tenant, at_once=True)
 
-    def _keep_less(self, newcomers: list[Tenant]) -> None:
-        """What jobs asked for and do not need, now that they have settled, is for arenas, if it is there."""
+    def _tell_of(self, newcomers: list[Tenant]) -> None:
+        """Jobs have settled, and may be cut otherwise than they asked for. What they asked for and do not
+        need is for arenas, if it is there."""
         settled = [tenant for tenant in newcomers if tenant.error is None]
+        self._scheduler.cut_anew(*[demand for tenant in settled for demand in tenant.demands])
         needs = {name: one.need(lane) for one in settled for lane, name in enumerate(one.lane_names)}
         before = self._device.reserved_bytes
         self._device.keep_less(needs)

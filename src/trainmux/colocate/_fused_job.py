@@ -16,6 +16,7 @@ cut: up to it iterations may run at once, from it on they run in their order.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,9 @@ from trainmux.fleet import Fleet
 from trainmux.fleet._in_pieces import FleetInPieces, GroupPiece
 from trainmux.scheduling.budget import in_words
 from trainmux.tracing import flatten_batch
+
+_MISJUDGED = 1.5
+"""A step that takes so many times as long as its cuts were chosen for, or as much less, is cut anew."""
 
 
 def bytes_of_batch(batch: Any) -> int:
@@ -102,15 +106,33 @@ class FusedJob:
     def lay_out(self, region_bytes: int) -> None:
         """Place and cut the usual steps, in regions of that size; not once a lane has moved in."""
         self.region_bytes = region_bytes
-        layouts = {
+        self._layouts = {
             index: lay_out_step(kernels, self._statics, region_bytes=region_bytes)
             for index, kernels in self.kernels.items()
         }
-        self.area_bytes = round_up(max(layout.area_end for layout in layouts.values()), self._unit_bytes)
+        ends = [layout.area_end for layout in self._layouts.values()]
+        self.area_bytes = round_up(max(ends), self._unit_bytes)
+        self._cut_all({index: layout.estimated_seconds for index, layout in self._layouts.items()})
+
+    def cut_anew(self, seconds: Mapping[int, float]) -> bool:
+        """The groups' usual steps were found to take so long: cut them for that, where it is much else.
+
+        Returns whether they are cut otherwise now; everything stays in its place.
+        """
+        ratios = [taken / self._seconds[index] for index, taken in seconds.items()]
+        if all(1 / _MISJUDGED <= ratio <= _MISJUDGED for ratio in ratios):
+            return False
+        cuts = [plan.cuts for plan in self.plans.values()]
+        self._cut_all(seconds)
+        return cuts != [plan.cuts for plan in self.plans.values()]
+
+    def _cut_all(self, seconds: Mapping[int, float]) -> None:
+        self._seconds = dict(seconds)
+        """How long each group's usual step takes, as far as is known."""
         self.plans: dict[int, GroupPlan] = {}
         first = 0
-        for index, layout in layouts.items():
-            self.plans[index] = self._cut(layout, first)
+        for index, layout in self._layouts.items():
+            self.plans[index] = self._cut(layout, seconds[index], first)
             first += len(self.plans[index].segments)
         self.turn_of = [
             (index, number) for index, plan in self.plans.items() for number in range(len(plan.segments))
@@ -141,17 +163,17 @@ class FusedJob:
                         self._statics.take(key, kernels.graph.tensors[number].size_bytes)
         return shared_bytes
 
-    def _cut(self, layout: StepLayout, first: int) -> GroupPlan:
+    def _cut(self, layout: StepLayout, seconds: float, first: int) -> GroupPlan:
         tracked = self._tracking_bytes
         if tracked is None:
-            tracked = tracking_bytes_for(layout, self.pieces.device)
+            tracked = tracking_bytes_for(layout, self.pieces.device, seconds)
         cuts = cuts_of(layout, tracked)
         # Behind the first group's order, everything has one.
         rank = first_ordered_rank(layout.kernels) if self.num_lanes > 1 and first == 0 else 0
         if rank:
             cuts = tuple(sorted({*cuts, rank}))
         num_free = sum(cut <= rank for cut in cuts)
-        return GroupPlan(cuts, segments_of(layout, cuts), first, num_free)
+        return GroupPlan(cuts, segments_of(layout, cuts, seconds), first, num_free)
 
     # ---- what it asks for ---------------------------------------------------------------------------
 

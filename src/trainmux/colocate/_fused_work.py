@@ -73,10 +73,11 @@ class _Runner:
         elif part.instructions:
             self.planned.run(part)
 
-    def capture(self, piece: GroupPiece) -> None:
+    def capture(self, piece: GroupPiece) -> float:
         """Capture every segment, on inputs that are real and with no member active: nothing changes.
 
-        Accumulators, which take in what inactive members compute, are put back.
+        Accumulators, which take in what inactive members compute, are put back. Returns how many seconds a
+        replay takes.
         """
         assert self.graphs is not None
         step, graph = self.placed.kernels.step, self.placed.kernels.graph
@@ -89,6 +90,7 @@ class _Runner:
             self.planned.between_steps(0, graph.inputs[position]).zero_()
         try:
             self.graphs.capture_all()
+            return self.graphs.replay_seconds()
         finally:
             for total, before in zip(totals, kept, strict=True):
                 total.copy_(before)
@@ -253,25 +255,50 @@ class FusedWork:
             assert job.memory is not None
             own_bytes = job.own_area_bytes(self._index)
             self._memory = LaneMemory(job.memory, memory, job.shared_bytes, job.area_bytes, own_bytes)
+        if self._is_cuda and self._index == 0:
+            self._pieces.rest()  # first: the job's graphs can have the stream, with its workspaces
+        self._make_runners()
+        if self._index == 0:
+            for index, piece in job.own.items():
+                self._runners[index, piece.variant].take_over(piece)
+        if not self._is_cuda:
+            return
+        seconds = self._capture()
+        # Other lanes come later, and are cut as the first one is.
+        if self._index == 0 and job.cut_anew(seconds):
+            self._close_graphs()
+            self._make_runners()
+            self._capture()
+        assert self._graphs is not None
+        self._check_graphs(self._graphs)
+        self._keep_less(self._graphs)
+
+    def _make_runners(self) -> None:
+        """The usual steps as they are cut now, none of them captured."""
         if self._is_cuda:
-            if self._index == 0:
-                self._pieces.rest()  # first: the job's graphs can have the stream, with its workspaces
             self._graphs = SegmentGraphs(
                 self._pieces.device,
                 deterministic=self._pieces.is_deterministic,
                 beside_bytes=self._kernel_bytes,
                 graphs_bytes=self._graphs_bytes,
             )
-        for index, piece in job.own.items():
-            runner = self._runners[index, piece.variant] = self._runner(index, job.kernels[index])
-            if self._index == 0:
-                runner.take_over(piece)
+        for index, piece in self._job.own.items():
+            self._runners[index, piece.variant] = self._runner(index, self._job.kernels[index])
+
+    def _capture(self) -> dict[int, float]:
+        """Capture the usual steps; how long each group's takes."""
+        assert self._graphs is not None
+        self._graphs.empty_caches()
+        own = self._job.own.items()
+        return {index: self._runners[index, piece.variant].capture(piece) for index, piece in own}
+
+    def _close_graphs(self) -> None:
+        """Let go of all that was captured, and of its memory."""
+        self._runners.clear()
         if self._graphs is not None:
-            self._graphs.empty_caches()
-            for index, piece in job.own.items():
-                self._runners[index, piece.variant].capture(piece)
-            self._check_graphs(self._graphs)
-            self._keep_less(self._graphs)
+            self._graphs.close()
+            self._graphs = None
+            torch.cuda.empty_cache()  # whoever comes next may need the room
 
     def _keep_less(self, graphs: SegmentGraphs) -> None:
         """The usual step is captured: what it did not take is for others, but for a little.
@@ -356,11 +383,7 @@ class FusedWork:
         members their weights."""
         self._begun, self._ahead = {}, None
         self._kept_bytes = None
-        self._runners.clear()
-        if self._graphs is not None:
-            self._graphs.close()
-            self._graphs = None
-            torch.cuda.empty_cache()  # the fleet's storage may need the room
+        self._close_graphs()
         if self._index == 0:
             job = self._job
             if self._memory is not None:

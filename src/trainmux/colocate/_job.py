@@ -60,16 +60,11 @@ class JobState:
     )
 
     def __init__(self, demand: JobDemand, in_flight_limit: int) -> None:
-        self.demand = demand
         self.order: MicroBatchOrder | None = None
         """Of the lanes of a job whose micro-batches run side by side, this one among them."""
         self.in_flight_limit = in_flight_limit
         self.sweep: InFlightSweep | None = InFlightSweep(in_flight_limit)
-        self.heights = [segment.height_bytes for segment in demand.segments]
-        self.holds = [segment.hold_bytes for segment in demand.segments]
-        self.num_segments = len(demand.segments)
-        self.trend = Trend(demand)
-        self.learn_solo([segment.solo_seconds for segment in demand.segments])
+        self.cut_as(demand)
         self.needs_profiling = not demand.is_measured
         self.is_leaving = False
         self.num_begun = 0
@@ -90,6 +85,17 @@ class JobState:
         self.observed: list[float] = []
         self.runs_alone: deque[bool] = deque()
         """Of the iterations that are begun and not ended: whether nothing else may run beside them."""
+
+    def cut_as(self, demand: JobDemand) -> None:
+        """Take the segments of ``demand``; before the job's first iteration."""
+        self.demand = demand
+        self.heights = [segment.height_bytes for segment in demand.segments]
+        self.holds = [segment.hold_bytes for segment in demand.segments]
+        self.num_segments = len(demand.segments)
+        self.trend = Trend(demand)
+        self.learn_solo([segment.solo_seconds for segment in demand.segments])
+        if self.order is not None:
+            self.order.cut_anew()
 
     @property
     def name(self) -> str:

@@ -40,13 +40,17 @@ class MicroBatchOrder:
 
     def __init__(self, states: Sequence[JobState]) -> None:
         self.states = tuple(states)
-        first = states[0].demand.micro_batches
-        assert first is not None
-        self._first = first
-        self._last_segment = states[0].num_segments - 1
         self.num_begun = 0
         self._num_enqueued = 0
         """Micro-batches of which every segment is enqueued."""
+        self.cut_anew()
+
+    def cut_anew(self) -> None:
+        """The lanes have other segments now; none of them has begun."""
+        first = self.states[0].demand.micro_batches
+        assert first is not None
+        self._first = first
+        self._last_segment = self.states[0].num_segments - 1
 
     def is_next(self, job: JobState) -> bool:
         """Whether the micro-batch that comes next is one of ``job``'s and may begin."""

@@ -131,6 +131,22 @@ class ScroogeScheduler:
         if changed:
             self._retarget()
 
+    def cut_anew(self, *demands: JobDemand) -> None:
+        """Jobs that were let in have other segments, after all; what they keep to themselves is as before.
+
+        Refused with `PlanError`: jobs that are not there, that have begun, or whose peaks are higher now.
+        """
+        for demand in demands:
+            job = self._jobs.get(demand.name) if demand.name in self._wanted else None
+            if job is None or job.num_begun or demand.peak_bytes > job.demand.peak_bytes:
+                raise PlanError(
+                    f"expected job {demand.name!r} to be let in, not to have begun and not to need more, but "
+                    "it is not so; remove it and add it as it is now"
+                )
+            self._wanted[demand.name] = replace(demand, local_bytes=job.demand.local_bytes)
+            job.cut_as(self._wanted[demand.name])
+            self._lane_of[demand.name][0].learn()
+
     # What the driver of the device asks and tells
 
     def next_action(self, now: float) -> Action:
@@ -273,7 +289,7 @@ class ScroogeScheduler:
                 return None
             return tuple(side.in_flight[-1].ref for side in others if side.in_flight)
         if other.is_idle:
-            return None if _is_turn_of_waiting(arena, other, job) else ()
+            return None if arena.is_turn_of_waiting(other, job) else ()
         if arena.health.turns.are_on:
             return None if other.job is not None else (other.in_flight[-1].ref,)
         if lane.asked_at is not None and now < lane.retry_at and lane.seen_epoch == other.epoch:
@@ -294,7 +310,7 @@ class ScroogeScheduler:
         """The least TimeShift for an iteration of ``job`` that asks now; ``None`` if it is a peer's turn."""
         if arena.fits_all:
             return 0.0
-        if _is_served_less(arena, other, job):
+        if arena.is_served_less(other, job):
             return None
         soft_budget = arena.soft_budget_bytes
         free_at = lane.free_at(now)
@@ -481,20 +497,3 @@ class ScroogeScheduler:
         """Turns begin, with whoever is asked first."""
         self.num_fall_backs += 1
         self._forget_debts()
-
-
-def _is_served_less(arena: Arena, other: Lane, job: JobState) -> bool:
-    """Whether the job that comes next at the other end was served less, by more than patience and leeway."""
-    peer = other.next_job()
-    return peer is not None and arena.leeway * peer.service + arena.patience_seconds < job.service
-
-
-def _is_turn_of_waiting(arena: Arena, other: Lane, job: JobState) -> bool:
-    """Whether a job at the other end waits for memory and was served less: it begins when this end is empty.
-
-    Otherwise one iteration of ``job`` could follow upon another, and the one that waits be asked only amid
-    their peaks.
-    """
-    if arena.fits_all or other.asked_at is None or other.is_held:
-        return False
-    return _is_served_less(arena, other, job)

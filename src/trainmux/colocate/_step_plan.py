@@ -144,6 +144,11 @@ class StepLayout:
     transient: frozenset[int]
     area_end: int
 
+    @property
+    def estimated_seconds(self) -> float:
+        """How long the step takes, as far as can be known before it has run."""
+        return max(sum(self.kernels.iteration.kernel_seconds), 1e-9)
+
 
 def lay_out_step(kernels: StepKernels, statics: StaticArea, *, region_bytes: int) -> StepLayout:
     """Places for all tensors of a step, above those that last."""
@@ -232,12 +237,13 @@ def _part(
     return Part(tuple(instructions), tuple(tenancies))
 
 
-def segments_of(layout: StepLayout, cuts: Sequence[int]) -> tuple[Segment, ...]:
-    """What the scheduler has to know of a step in pieces."""
-    stack, seconds = layout.stack, layout.kernels.iteration.kernel_seconds
+def segments_of(layout: StepLayout, cuts: Sequence[int], seconds: float) -> tuple[Segment, ...]:
+    """What the scheduler has to know of a step in pieces that takes so long in all."""
+    stack, estimates = layout.stack, layout.kernels.iteration.kernel_seconds
+    slowness = seconds / layout.estimated_seconds
     found, first = [], 0
     for end in cuts:
-        taken = max(sum(seconds[first:end]), 1e-9)
+        taken = max(slowness * sum(estimates[first:end]), 1e-9)
         height = max(stack.kernel_heights[first:end])
         found.append(Segment(end - first, height, stack.holds[end - 1], taken))
         first = end
@@ -249,13 +255,14 @@ def cuts_of(layout: StepLayout, tracking_bytes: int) -> tuple[int, ...]:
     return cut_segments(layout.kernels.iteration, tracking_bytes)
 
 
-def tracking_bytes_for(layout: StepLayout, device: torch.device) -> int:
-    """The paper's 8 MB; on a CUDA device as much more as lets a segment last until the next is launched."""
+def tracking_bytes_for(layout: StepLayout, device: torch.device, seconds: float) -> int:
+    """The paper's 8 MB; on a CUDA device as much more as lets a segment last until the next is launched, of
+    a step that takes so long."""
     if device.type != "cuda":
         return FINE_TRACKING_BYTES
     iteration = layout.kernels.iteration
     changed = 2 * sum(row.size_bytes for row in iteration.feature_maps)  # allocated, and released
-    num_segments = max(1, int(sum(iteration.kernel_seconds) / _SEGMENT_SECONDS))
+    num_segments = max(1, int(seconds / _SEGMENT_SECONDS))
     return max(FINE_TRACKING_BYTES, changed // num_segments)
 
 

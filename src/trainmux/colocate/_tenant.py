@@ -103,7 +103,6 @@ class Tenant:
             )
             self._is_eager = self._works[0].is_eager
             self.demands = self._ask()
-            self._num_segments = len(self.demands[0].segments)
         except TrainmuxError:
             raise
         except Exception as error:
@@ -118,6 +117,7 @@ class Tenant:
         demands = [work.demand(self.name, steps=self.steps, share=self._share) for work in self._works]
         self._local_bytes = sum(demand.local_bytes for demand in demands)
         self._peak_bytes = sum(demand.peak_bytes for demand in demands)
+        self._num_segments = len(demands[0].segments)
         return tuple(replace(demand, is_watched=self._is_watched) for demand in demands)
 
     @property
@@ -207,7 +207,7 @@ class Tenant:
         self._works[lane].settle(memory)
         self._is_settled = lane == len(self._works) - 1
         if self._is_settled:
-            self.demands = self._ask()  # what was asked for to settle may be more than it keeps
+            self.demands = self._ask()  # it may keep less than it asked for, and be cut otherwise
         self._let_in_at = self._ended_at = now
 
     def ask_for_more(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ from paper_cuda import DEVICE, PAGE, PaperRoom, SystemDriver, install
 from torch import Tensor
 
 import trainmux as tm
-from trainmux.colocate import EVERY_KERNEL, _fused_work, _memory_facts
+from trainmux.colocate import EVERY_KERNEL, _fused_job, _fused_work, _memory_facts, _segment_graphs
 from trainmux.colocate import smallest_budget as smallest_of
 from trainmux.colocate._cuda_device import CudaDevice
 from trainmux.colocate._fused_work import _BESIDE_BYTES, _SPARE_BYTES
-from trainmux.colocate._segment_graphs import GRAPHS_BYTES
+from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentSet
 from trainmux.errors import BatchError, BudgetError, ConfigError, PlanError
 from trainmux.fleet._batches import BatchFeed
 from trainmux.fleet._group import Group
@@ -123,6 +124,64 @@ def test_regions_are_exchanged_under_running_jobs(driver: SystemDriver) -> None:
         losses, state = trained(page_fleet(number), page_batches(number), 9)
         assert torch.equal(result[str(number)].losses, losses)
         assert_same_state(state_of(fleet), state, str(number))
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_a_step_that_was_misjudged_is_cut_anew(num_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts are chosen for what kernels take on an H200; a step that took otherwise is captured once more."""
+    asked: list[float] = []
+
+    def tracking_bytes(layout: Any, device: Any, seconds: float) -> int:
+        asked.append(seconds)
+        return 1 << 40 if seconds == layout.estimated_seconds else EVERY_KERNEL
+
+    monkeypatch.setattr(_fused_job, "tracking_bytes_for", tracking_bytes)
+    options: dict[str, Any] = {"accumulate": 4} if num_lanes > 1 else {}
+    lanes: dict[str, Any] = {"concurrent_micro_batches": num_lanes} if num_lanes > 1 else {}
+    fleets = [page_fleet(0, **options), page_fleet(1)]
+    jobs = [tm.Job(str(n), fleet=fleet, loader=page_batches(n), steps=8) for n, fleet in enumerate(fleets)]
+    jobs[0] = replace(jobs[0], **lanes)
+    colocation = tm.colocate(jobs, "4GiB", poisons=True)
+    before = [len(tenant.demands[0].segments) for tenant in colocation._tenants.values()]
+    colocation.set_budget(smallest_budget(colocation))
+    captured: list[dict[str, int]] = []
+    run_segment = colocation._run_segment
+
+    def watched(ref: Any) -> None:
+        captured.append(captures_of(colocation))
+        run_segment(ref)
+
+    monkeypatch.setattr(colocation, "_run_segment", watched)
+    result = colocation.run()
+    assert result.failed == ()
+    for number, fleet in enumerate(fleets):
+        own = result[str(number)]
+        assert own.num_segments > 4 * before[number]
+        assert captured[-1].get(str(number), own.num_segments) >= own.num_segments
+        losses, state = trained(
+            page_fleet(number, **(options if number == 0 else {})), page_batches(number), 8
+        )
+        assert torch.equal(own.losses, losses)
+        assert_same_state(state_of(fleet), state, str(number))
+    assert len(asked) >= 4  # estimated, and measured
+
+
+def test_a_step_as_long_as_estimated_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(self: SegmentSet) -> float:
+        return 1.4 * estimated
+
+    monkeypatch.setattr(SegmentSet, "replay_seconds", seconds)
+    made: list[PaperRoom] = []
+    monkeypatch.setattr(
+        _segment_graphs,
+        "CaptureRoom",
+        lambda *rest, **more: made.append(PaperRoom(*rest, **more)) or made[-1],
+    )
+    colocation = tm.colocate([tm.Job("0", fleet=page_fleet(0), loader=page_batches(0), steps=1)], "4GiB")
+    (layout,) = colocation._tenants["0"]._works[0]._job._layouts.values()  # type: ignore[attr-defined]
+    estimated = layout.estimated_seconds
+    assert colocation.run().failed == ()
+    assert len(made) == 1
 
 
 def test_other_steps_run_once_and_are_captured_then() -> None:

@@ -16,6 +16,7 @@ from trainmux.colocate import (
     Enqueue,
     Idle,
     JobDemand,
+    Remap,
     Run,
     ScroogeConstants,
     ScroogeScheduler,
@@ -197,6 +198,33 @@ def test_what_a_job_does_not_keep_goes_to_the_arena() -> None:
         scheduler.add(third)
     scheduler.keep_less({"a": 10})
     scheduler.add(third)
+
+
+def test_a_job_may_be_cut_anew_before_it_begins() -> None:
+    asked = [wave("a", 60, is_measured=False, num_segments=4), wave("b", 60, 2.0, is_measured=False)]
+    scheduler = ScroogeScheduler(asked, GPU)
+    assert isinstance(scheduler.next_action(0.0), Remap)
+    finer = wave("a", 60, is_measured=False, num_segments=30, local=7)  # what it keeps is another matter
+    with pytest.raises(PlanError, match=r"job 'c' to be let in"):
+        scheduler.cut_anew(wave("c", 10))
+    with pytest.raises(PlanError, match=r"not to need more"):
+        scheduler.cut_anew(wave("a", 61))
+    scheduler.cut_anew(finer, asked[1])
+    jobs = [finer, asked[1]]
+    gpu = gpu_of(scheduler, jobs)
+
+    def too_late(now: float) -> None:
+        with pytest.raises(PlanError, match=r"not to have begun"):
+            scheduler.cut_anew(asked[0])
+
+    gpu.at(4.0, too_late)
+    run = gpu.run()
+    assert {row.ref.segment for row in run.executed if row.ref.job == "a"} == set(range(30))
+    assert len(scheduler.report("a").solo_seconds) == 30
+    assert scheduler.report("a").num_iterations == 10
+    # From then on it is as if it had been cut so from the beginning.
+    same = gpu_of(ScroogeScheduler([replace(finer, local_bytes=0), asked[1]], GPU), jobs).run()
+    assert run.executed == same.executed
 
 
 def test_memory_enough_without_shift_is_as_good_as_more() -> None:
