@@ -38,7 +38,7 @@ def build(words: list[str], seconds: float) -> None:
     given = argparse.ArgumentParser(allow_abbrev=False)
     given.add_argument("--pairs")
     given.add_argument("--figures")
-    given.add_argument("--read", action="store_true")
+    given.add_argument("--read", action="append")
     ours, words = given.parse_known_args(words)
     try:
         pairs = [] if ours.read else parse_pairs(ours.pairs)

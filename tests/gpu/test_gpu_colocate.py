@@ -340,11 +340,14 @@ def test_segments_last_as_long_as_meant() -> None:
     member = tm.Member(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     fleet = tm.Fleet([member], mean_square, batch, device="cuda", lowering="aten")
     colocation = tm.colocate([tm.Job("convolutions", fleet=fleet, loader=[batch], steps=6)], "60GiB")
+    before = len(colocation._tenants["convolutions"].demands[0].segments)
     result = colocation.run()
     assert [repr(job.error) for job in result.jobs.values() if job.error] == []
     seconds = colocation._scheduler.report("convolutions").solo_seconds
     mean = sum(seconds) / len(seconds)
-    assert 100e-6 < mean < 600e-6, f"{len(seconds)} segments of {1e6 * mean:.0f} us"
+    # A kernel takes up to 700 us here, and is a segment at least.
+    assert 100e-6 < mean < 900e-6, f"{len(seconds)} segments of {1e6 * mean:.0f} us, {before} by estimate"
+    assert len(seconds) > before
 
 
 def test_the_budget_changes_without_a_capture() -> None:
@@ -425,7 +428,7 @@ def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(_fused_work, "SegmentGraphs", first_gets_nothing)
     jobs = [wide_job("a", 0, 4), wide_job("b", 1, 4)]
     settle(clears_workspaces=True)
-    result = tm.colocate(jobs, "20GiB", region_bytes=REGION).run()
+    result = tm.colocate(jobs, "20GiB", tracking_bytes=4 * MIB, region_bytes=REGION).run()
     assert result.failed == ()
     assert len(limits) == 3
     assert limits[2] > limits[0]

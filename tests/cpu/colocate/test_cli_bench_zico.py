@@ -222,7 +222,7 @@ def test_an_mps_daemon_is_private_and_leaves_nothing_behind(
         (["--excesses", "1.5,0.5"], "expected numbers above 1"),
         (["--excesses", "much"], "expected numbers above 1"),
         (["--parts", "pairs,pictures"], "expected some of pairs, memory"),
-        (["--read"], "expected results of bench zico"),
+        (["--read", "none.json"], "expected results of bench zico"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], said: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from trainmux.cli._app import app
 from trainmux.cli.bench.zico_draw import Bar, Curve, Mark, bars, curves, stacked
 from trainmux.cli.bench.zico_figures import figures
 from trainmux.cli.bench.zico_memory import quantiles, thinned
+from trainmux.cli.bench.zico_merge import merge
 from trainmux.cli.bench.zico_page import write_page
 from trainmux.cli.bench.zico_results import Figure, Results
 
@@ -204,11 +205,45 @@ def test_a_page_has_every_figure_and_its_pictures(gpu_results: dict[str, Any], t
 def test_the_command_draws_a_file_without_measuring(gpu_results: dict[str, Any], tmp_path: Path) -> None:
     out, page = tmp_path / "zico.json", tmp_path / "page.md"
     out.write_text(json.dumps(gpu_results))
-    words = ["bench", "zico", "--read", "--device", "cpu", "--out", str(out), "--figures", str(page)]
+    words = ["bench", "zico", "--read", str(out), "--device", "cpu", "--figures", str(page)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert "Produced on: some GPU" in page.read_text(encoding="utf-8")
     assert json.loads(out.read_text()) == gpu_results
+
+
+def test_files_of_several_runs_are_one_page(gpu_results: dict[str, Any], tmp_path: Path) -> None:
+    """What the last run has is taken, but for pairs that it has only begun."""
+    later = copy.deepcopy(gpu_results)
+    later |= {"command": "the second", "date": "tomorrow", "seconds": 5.0, "left_out": [], "failed": []}
+    later["cases"], later["memory"], later["simulated"] = {"rhn": "another"}, {}, []
+    both, begun = ["rhn", "rhn"], list(gpu_results["pairs"][0]["names"])
+    sizes = {"solo_ms": [1.0, 1.0], "local_bytes": [1, 1], "peak_bytes": [2, 2]}
+    later["pairs"] = [
+        {
+            "names": ["bert", "bert"],
+            **sizes,
+            "ways": [way("temporal", 1.0), way("co-located, all memory", 1.1)],
+        },
+        {"names": begun, **sizes, "ways": [way("temporal", 1.0)]},
+        {"names": both, **sizes, "ways": [way("temporal", 1.0)]},
+    ]
+    merged = merge([gpu_results, later])
+    pairs = {tuple(pair["names"]): pair for pair in merged["pairs"]}
+    assert pairs[tuple(begun)] == gpu_results["pairs"][0]
+    assert pairs["rhn", "rhn"] == later["pairs"][2]  # nobody else has it
+    assert pairs["bert", "bert"] == later["pairs"][0]
+    assert merged["left_out"] == []  # it was left out in the first run alone
+    assert merged["failed"] == gpu_results["failed"]
+    assert merged["memory"] == gpu_results["memory"]
+    assert merged["cases"] == {**gpu_results["cases"], "rhn": "another"}
+    assert merged["date"] == f"{gpu_results['date']} to tomorrow"
+    assert merged["seconds"] == gpu_results["seconds"] + 5.0
+    text = write_page(merged, tmp_path / "page.md")[0].read_text(encoding="utf-8")
+    assert f"{gpu_results['command']}\nthe second" in text
+    elsewhere = {**later, "environment": {**later["environment"], "device": "another GPU"}}
+    with pytest.raises(ValueError, match="expected results of one device, got some of some GPU"):
+        merge([gpu_results, elsewhere])
 
 
 def test_a_failed_part_is_left_out_with_its_error(memory_results: dict[str, Any]) -> None:

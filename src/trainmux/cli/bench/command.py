@@ -143,13 +143,15 @@ def zico(
         Path | None, typer.Option(help="Write the paper's figures as a Markdown page here, SVGs beside it.")
     ] = None,
     read: Annotated[
-        bool, typer.Option(help="Measure nothing: the figures are of the file as it is.")
-    ] = False,
+        list[Path] | None,
+        typer.Option(help="Measure nothing: the figures are of these files; later ones win."),
+    ] = None,
 ) -> None:
     """Measure two jobs on one device: in turn, at once, and co-located within budgets."""
     import torch
 
     from .zico_jobs import ZicoOptions
+    from .zico_merge import merge
     from .zico_page import write_page
     from .zico_plan import ZicoPlan, default_pairs, parse_excesses, parse_pairs, parse_parts, read_results
     from .zico_run import DeviceLostError, run_zico
@@ -158,7 +160,7 @@ def zico(
         raise typer.BadParameter("torch sees no CUDA device here; use cpu or auto", param_hint="--device")
     on_cuda = device is DeviceChoice.CUDA or (device is DeviceChoice.AUTO and torch.cuda.is_available())
     if read:
-        document = _checked(read_results, out, "--out")
+        document = _checked(merge, [_checked(read_results, path, "--read") for path in read], "--read")
     else:
         plan = ZicoPlan(
             _checked(parse_pairs, pairs, "--pairs") if pairs else default_pairs(),
