@@ -121,6 +121,10 @@ def colocate(
     budget: Annotated[
         str | None, typer.Option(help='Bytes for all jobs: "20GiB", "70%", ...', show_default="all there is")
     ] = None,
+    profiles: Annotated[
+        Path | None,
+        typer.Option(help="Folder for what is learned of the jobs: next time they need not run alone first."),
+    ] = None,
 ) -> None:
     """Train independent jobs side by side on one device, within one byte budget.
 
@@ -129,7 +133,7 @@ def colocate(
     from trainmux.cli.colocate import UnknownJobError, run_colocate
 
     try:
-        result = run_colocate(jobs, budget)
+        result = run_colocate(jobs, budget, profiles)
     except UnknownJobError as error:
         raise typer.BadParameter(str(error), param_hint="JOBS") from None
     raise typer.Exit(1 if result.failed else 0)

@@ -24,10 +24,12 @@ class UnknownJobError(ValueError):
     """A job was named that cannot be found."""
 
 
-def run_colocate(names: Sequence[str], budget: str | None) -> tm.ColocationResult:
+def run_colocate(
+    names: Sequence[str], budget: str | None, profiles: Path | None = None
+) -> tm.ColocationResult:
     """Train the jobs named as FILE:NAME; prints how they fare meanwhile and what came of them."""
     jobs = [load_job(name) for name in names]
-    colocation = tm.colocate(jobs, budget)
+    colocation = tm.colocate(jobs, budget, profiles=profiles)
     with _Screen(colocation) if sys.stdout.isatty() else _Lines(colocation):
         result = colocation.run()
     for job in result.jobs.values():

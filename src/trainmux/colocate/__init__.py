@@ -1,7 +1,8 @@
 """Independent jobs share one device and one memory arena (Zico): what decides, and what runs it on a CPU."""
 
 from trainmux.colocate._actions import Action, Enqueue, Idle, Remap
-from trainmux.colocate._colocation import Colocation, colocate
+from trainmux.colocate._colocate import colocate
+from trainmux.colocate._colocation import Colocation
 from trainmux.colocate._constants import ScroogeConstants
 from trainmux.colocate._demand import (
     COARSE_TRACKING_BYTES,
@@ -38,7 +39,13 @@ from trainmux.colocate._placement import (
 from trainmux.colocate._result import ColocationResult, JobResult, JobUsage
 from trainmux.colocate._scheduler import ScroogeScheduler
 from trainmux.colocate._simulated_gpu import Contention, Executed, Run, SimulatedGpu, choose_layout
-from trainmux.colocate._stored import StoredLifespans, lifespans_of, load_lifespans, save_lifespans
+from trainmux.colocate._stored import (
+    LifespanFolder,
+    StoredLifespans,
+    lifespans_of,
+    load_lifespans,
+    save_lifespans,
+)
 from trainmux.colocate._tensors import (
     Allocation,
     Iteration,
@@ -79,6 +86,7 @@ __all__ = [
     "JobUsage",
     "Layout",
     "Lifespan",
+    "LifespanFolder",
     "MicroBatchLane",
     "ObservedAllocation",
     "Region",

@@ -8,6 +8,7 @@ the others go on with the numbers that they would have alone.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,10 +24,17 @@ from trainmux.colocate._layout import Layout
 from trainmux.colocate._result import ColocationResult, JobUsage
 from trainmux.colocate._scheduler import ScroogeScheduler
 from trainmux.colocate._simulated_gpu import choose_layout
+from trainmux.colocate._stored import LifespanFolder
 from trainmux.colocate._tenant import Tenant
 from trainmux.colocate._turns import Turns, prompt_threads
 from trainmux.colocate._user_job import Job, JobCallback, JobStep, check_jobs
-from trainmux.colocate._where import budget_in_bytes, default_region_bytes, make_device, region_bytes_on
+from trainmux.colocate._where import (
+    budget_in_bytes,
+    default_region_bytes,
+    make_device,
+    name_of,
+    region_bytes_on,
+)
 from trainmux.colocate._work import forget_locals
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.runtime import deferred_interrupts
@@ -56,10 +64,12 @@ class Colocation:
         region_bytes: int | None,
         constants: ScroogeConstants | None,
         callbacks: Sequence[JobCallback],
+        profiles: str | os.PathLike[str] | None,
         poisons: bool,
     ) -> None:
         check_jobs(jobs)
         self._where = jobs[0].where
+        self._profiles = None if profiles is None else LifespanFolder(profiles, name_of(self._where))
         self._tracking_bytes = tracking_bytes
         self._region_bytes = default_region_bytes(self._where) if region_bytes is None else region_bytes
         self._poisons = poisons
@@ -345,7 +355,7 @@ class Colocation:
         self._tell(tenant, leaves=True)
         self._leave_further_lanes(tenant)
         with self._device.lane(name):
-            tenant.leave()
+            tenant.leave(self._reports(tenant))
 
     def _leave_further_lanes(self, tenant: Tenant) -> None:
         for lane in range(len(tenant.lane_names) - 1, 0, -1):
@@ -433,6 +443,7 @@ class Colocation:
             beside_others=beside_others,
             is_watched=may_be_ahead and has_callbacks,
             looks_ahead=not has_callbacks,
+            profiles=self._profiles,
         )
 
     def _choose_regions(self) -> None:
@@ -464,37 +475,3 @@ class Colocation:
             return [self._scheduler.report(name) for name in tenant.lane_names]
         except ConfigError:
             return []  # it was never let in
-
-
-def colocate(
-    jobs: Sequence[Job],
-    budget: int | str | None = None,
-    *,
-    tracking_bytes: int | None = None,
-    region_bytes: int | None = None,
-    constants: ScroogeConstants | None = None,
-    callbacks: Sequence[JobCallback] = (),
-    poisons: bool = False,
-) -> Colocation:
-    """Put jobs side by side on one device, never past ``budget`` bytes; ``run()`` trains them.
-
-    ``budget`` is in bytes, or text such as "24GiB" or "70%"; ``None`` is all that is free. A job's
-    iteration is cut into segments wherever ``tracking_bytes`` of feature maps have been allocated or
-    released: 8 MB on a CPU, and on a CUDA device as much as keeps segments from being shorter than their
-    launch. Memory changes hands in regions of ``region_bytes``: on a CUDA device 64 MB, or less where one of
-    ``jobs`` would have only a few; single tensors on a CPU. ``callbacks`` see every iteration of every job.
-    ``constants`` are the scheduler's; ``poisons`` fills freed memory with NaN, for tests.
-
-    Everything is traced, and on a CUDA device compiled, here. Refused with a typed error: no jobs, two of one
-    name or one fleet, jobs on several devices, a job that trainmux cannot train; with `BudgetError`, which
-    has the smallest workable budget: jobs that do not fit even in turns.
-    """
-    return Colocation(
-        list(jobs),
-        budget,
-        tracking_bytes=tracking_bytes,
-        region_bytes=region_bytes,
-        constants=constants,
-        callbacks=callbacks,
-        poisons=poisons,
-    )

@@ -74,7 +74,8 @@ class JobDemand:
     iteration is needed. An iteration of a job that ``is_watched`` begins when the last one was told to have
     ended: somebody looks at the job in between. ``compute_demand`` is the part of the device that the job
     keeps busy by itself; only planning for three or more jobs uses it. Lanes of one job have
-    ``micro_batches``; they come and go together.
+    ``micro_batches``; they come and go together. ``in_flight_limit`` segments are kept in flight where that
+    is known already; else it is looked for while the job is profiled.
     """
 
     name: str
@@ -88,6 +89,7 @@ class JobDemand:
     is_watched: bool = False
     compute_demand: float = 1 / PAIR_GAIN
     micro_batches: MicroBatchLane | None = None
+    in_flight_limit: int | None = None
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].hold_bytes:
@@ -113,6 +115,11 @@ class JobDemand:
             raise ConfigError(
                 f"job {self.name!r} must have a share above 0 and a compute demand in (0, 1], but got "
                 f"{self.share} and {self.compute_demand}; 1.0 is an ordinary share"
+            )
+        if self.in_flight_limit is not None and self.in_flight_limit < 1:
+            raise ConfigError(
+                f"job {self.name!r} must keep 1 segment or more in flight, but got {self.in_flight_limit}; "
+                "leave it out to have it looked for"
             )
         if self.local_bytes < 0 or (self.steps is not None and self.steps < 1):
             raise ConfigError(

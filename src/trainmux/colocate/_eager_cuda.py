@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -61,6 +61,7 @@ class EagerCudaWork:
     """
 
     is_eager = True
+    step_seconds = ()
 
     def __init__(
         self,
@@ -124,6 +125,9 @@ class EagerCudaWork:
         self._most_bytes += self._most_bytes // _EXTRA_SHARE + _EXTRA_BYTES
 
     # ---- running ------------------------------------------------------------------------------------
+
+    def cut_for(self, step_seconds: Sequence[float]) -> None:
+        """It is one segment."""
 
     def use_regions(self, region_bytes: int) -> None:
         """It has nothing of the arena."""

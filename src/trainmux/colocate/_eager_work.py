@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class EagerWork:
     """
 
     is_eager = True
+    step_seconds = ()
 
     def __init__(
         self,
@@ -69,6 +70,9 @@ class EagerWork:
             share=share,
             is_one_segment=True,
         )
+
+    def cut_for(self, step_seconds: Sequence[float]) -> None:
+        """It is one segment."""
 
     def use_regions(self, region_bytes: int) -> None:
         """It reserves whole regions."""

@@ -16,7 +16,7 @@ cut: up to it iterations may run at once, from it on they run in their order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,16 @@ class FusedJob:
         ends = [layout.area_end for layout in self._layouts.values()]
         self.area_bytes = round_up(max(ends), self._unit_bytes)
         self._cut_all({index: layout.estimated_seconds for index, layout in self._layouts.items()})
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """What each group's usual step takes, as far as it is cut for it."""
+        return tuple(self._seconds.values())
+
+    def cut_for(self, step_seconds: Sequence[float]) -> None:
+        """Cut the usual steps for times that are known, if they are of as many groups."""
+        if len(step_seconds) == len(self._layouts):
+            self._cut_all(dict(zip(self._layouts, step_seconds, strict=True)))
 
     def cut_anew(self, seconds: Mapping[int, float]) -> bool:
         """The groups' usual steps were found to take so long: cut them for that, where it is much else.

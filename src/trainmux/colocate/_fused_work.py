@@ -7,7 +7,7 @@ One `FusedWork` is one lane of a job (`_fused_job`). On a CUDA device segments a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -235,6 +235,14 @@ class FusedWork:
             share=share / self._job.num_lanes,
             micro_batches=lane,
         )
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        return self._job.step_seconds
+
+    def cut_for(self, step_seconds: Sequence[float]) -> None:
+        """All lanes of a job are cut alike."""
+        self._job.cut_for(step_seconds)
 
     def use_regions(self, region_bytes: int) -> None:
         """All lanes of a job have one layout."""

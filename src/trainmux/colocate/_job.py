@@ -28,6 +28,10 @@ class JobReport:
     """What each segment takes alone, as far as was learned."""
     shared_seconds: tuple[float, ...]
     """What each segment takes beside the other jobs, as far as was learned."""
+    in_flight_limit: int
+    """How many segments are kept in flight while somebody may wait for the job's memory."""
+    is_measured: bool
+    """Whether these were measured: in a profiling iteration, or before."""
 
 
 class JobState:
@@ -62,8 +66,8 @@ class JobState:
     def __init__(self, demand: JobDemand, in_flight_limit: int) -> None:
         self.order: MicroBatchOrder | None = None
         """Of the lanes of a job whose micro-batches run side by side, this one among them."""
-        self.in_flight_limit = in_flight_limit
-        self.sweep: InFlightSweep | None = InFlightSweep(in_flight_limit)
+        self.in_flight_limit = demand.in_flight_limit or in_flight_limit
+        self.sweep = None if demand.in_flight_limit else InFlightSweep(in_flight_limit)
         self.cut_as(demand)
         self.needs_profiling = not demand.is_measured
         self.is_leaving = False
@@ -111,6 +115,8 @@ class JobState:
             self.num_mispredicted,
             tuple(self.solo_seconds),
             tuple(self.trend.seconds),
+            self.in_flight_limit,
+            not self.needs_profiling,
         )
 
     @property
@@ -137,11 +143,6 @@ class JobState:
     @property
     def is_done(self) -> bool:
         return not self.has_more and self.num_ended == self.num_begun
-
-    def fix_limit(self, in_flight_limit: int) -> None:
-        """Keep so many segments in flight, without looking for a better number."""
-        self.in_flight_limit = in_flight_limit
-        self.sweep = None
 
     def sweep_limit(self) -> bool:
         """After an iteration that ran alone: take the next limit to try, or the one that is found.

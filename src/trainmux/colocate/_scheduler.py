@@ -37,8 +37,8 @@ from trainmux.errors import ConfigError, PlanError
 class ScroogeScheduler:
     """Schedules ``demands`` within ``budget_bytes``; jobs and budget may change while it runs.
 
-    ``choose_layout`` decides who shares an arena with whom. ``in_flight_limits`` are numbers of segments by
-    job, where a sweep found them. Refused as by `check_demands`: jobs that cannot be scheduled together.
+    ``choose_layout`` decides who shares an arena with whom. Refused as by `check_demands`: jobs that cannot
+    be scheduled together.
     """
 
     def __init__(
@@ -49,11 +49,9 @@ class ScroogeScheduler:
         now: float = 0.0,
         constants: ScroogeConstants | None = None,
         choose_layout: ChooseLayout = layout_by_rule,
-        in_flight_limits: Mapping[str, int] | None = None,
     ) -> None:
         self._constants = constants or ScroogeConstants()
         self._choose_layout = choose_layout
-        self._limits = dict(in_flight_limits or {})
         self._jobs: dict[str, JobState] = {}
         self._ended: dict[str, JobReport] = {}
         self._arenas: list[Arena] = []
@@ -145,6 +143,8 @@ class ScroogeScheduler:
                 )
             self._wanted[demand.name] = replace(demand, local_bytes=job.demand.local_bytes)
             job.cut_as(self._wanted[demand.name])
+            self._num_to_profile += (not demand.is_measured) - job.needs_profiling
+            job.needs_profiling = not demand.is_measured
             self._lane_of[demand.name][0].learn()
 
     # What the driver of the device asks and tells
@@ -432,8 +432,6 @@ class ScroogeScheduler:
         for demand in self._wanted.values():
             if demand.name not in self._jobs:
                 job = JobState(demand, self._constants.in_flight_limit)
-                if demand.job in self._limits:
-                    job.fix_limit(self._limits[demand.job])
                 self._jobs[demand.name] = job
                 self._num_to_profile += not demand.is_measured
                 if demand.micro_batches is not None:

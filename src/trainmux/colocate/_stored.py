@@ -1,7 +1,7 @@
 """What was learned of a job, in a file: with it, the job needs no profiling iteration (§5.3, note 1).
 
-The file names what it was measured on: the job's fingerprint and the heights of its segments. For a job that
-is cut or placed in another way, or with a damaged file, it is refused.
+The file names what it was measured on: the device, the job's fingerprint and the heights of its segments. For
+a job that is cut or placed in another way, or with a damaged file, it is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import math
 import os
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,19 +21,34 @@ from trainmux.colocate._job import JobReport
 from trainmux.errors import PlanError
 
 _KIND = "lifespans"
-_VERSION = 1
-_FIELDS = ("fingerprint", "region_bytes", "heights", "solo_seconds", "shared_seconds")
+_VERSION = 2
+_FIELDS = (
+    "device",
+    "fingerprint",
+    "region_bytes",
+    "step_seconds",
+    "heights",
+    "solo_seconds",
+    "shared_seconds",
+    "in_flight_limit",
+)
 
 
 @dataclass(frozen=True)
 class StoredLifespans:
-    """Times of a job's segments, alone and beside others, and what says which job they are of."""
+    """Times of a job's segments, alone and beside others, and what says which job they are of.
 
+    ``step_seconds`` are the times that it was cut for. ``in_flight_limit`` is what a sweep found.
+    """
+
+    device: str
     fingerprint: str
     region_bytes: int
+    step_seconds: tuple[float, ...]
     heights: tuple[int, ...]
     solo_seconds: tuple[float, ...]
     shared_seconds: tuple[float, ...]
+    in_flight_limit: int
 
     def apply(self, demand: JobDemand) -> JobDemand:
         """``demand`` with the times that were measured.
@@ -55,18 +71,53 @@ class StoredLifespans:
                 f"expected lifespans of job {demand.name!r} with its heights, but they differ; profile "
                 "the job again"
             )
-        return demand.with_solo_seconds(self.solo_seconds)
+        return replace(demand.with_solo_seconds(self.solo_seconds), in_flight_limit=self.in_flight_limit)
 
 
-def lifespans_of(demand: JobDemand, report: JobReport) -> StoredLifespans:
-    """What a scheduler's report says of a job, to be kept."""
+def lifespans_of(
+    demand: JobDemand, report: JobReport, *, device: str, step_seconds: Sequence[float] = ()
+) -> StoredLifespans:
+    """What a scheduler's report says of a job on ``device``, to be kept."""
     return StoredLifespans(
+        device,
         demand.fingerprint,
         demand.region_bytes,
+        tuple(step_seconds),
         tuple(segment.height_bytes for segment in demand.segments),
         report.solo_seconds,
         report.shared_seconds,
+        report.in_flight_limit,
     )
+
+
+class LifespanFolder:
+    """Files with lifespans of jobs on one device. The folder is made when something is put there."""
+
+    def __init__(self, folder: str | os.PathLike[str], device: str) -> None:
+        self._folder = Path(folder)
+        self._device = device
+
+    def get(self, demand: JobDemand) -> StoredLifespans | None:
+        """What was learned of such a job in regions of that size, however it was cut; ``None`` where nothing
+        was, or nothing that can be read."""
+        try:
+            found = load_lifespans(self._path(demand))
+        except PlanError:
+            return None
+        return found if found.device == self._device else None
+
+    def put(self, demand: JobDemand, report: JobReport, step_seconds: Sequence[float]) -> None:
+        """Keep what was learned. Where it cannot be written, the job is profiled again next time."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            kept = lifespans_of(demand, report, device=self._device, step_seconds=step_seconds)
+            save_lifespans(self._path(demand), kept)
+        except (OSError, PlanError):
+            return
+
+    def _path(self, demand: JobDemand) -> Path:
+        key = json.dumps([self._device, demand.fingerprint, demand.region_bytes])
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.{_KIND}.json"
 
 
 def save_lifespans(path: str | os.PathLike[str], lifespans: StoredLifespans) -> None:
@@ -124,18 +175,26 @@ def load_lifespans(path: str | os.PathLike[str]) -> StoredLifespans:
 
 def _decode(content: dict[str, Any], refuse: Any) -> StoredLifespans:
     heights, solo, shared = (content[name] for name in ("heights", "solo_seconds", "shared_seconds"))
-    if type(content["fingerprint"]) is not str or type(content["region_bytes"]) is not int:
-        refuse("its fingerprint or region size is of another type")
+    steps = content["step_seconds"]
+    if any(type(content[name]) is not str for name in ("device", "fingerprint")):
+        refuse("its device or fingerprint is no text")
+    if type(content["region_bytes"]) is not int or type(content["in_flight_limit"]) is not int:
+        refuse("its region size or limit is no whole number")
+    if content["in_flight_limit"] < 1:
+        refuse("its limit is less than 1")
     if not isinstance(heights, list) or not all(type(height) is int for height in heights):
         refuse("its heights are not whole numbers")
-    for rows in (solo, shared):
-        if not isinstance(rows, list) or len(rows) != len(heights):
-            refuse("it has not one time for each segment")
-        if not all(type(taken) in (int, float) and math.isfinite(taken) and taken > 0 for taken in rows):
+    if any(not isinstance(rows, list) or len(rows) != len(heights) for rows in (solo, shared)):
+        refuse("it has not one time for each segment")
+    for rows in (solo, shared, steps):
+        if not isinstance(rows, list) or not all(
+            type(taken) in (int, float) and math.isfinite(taken) and taken > 0 for taken in rows
+        ):
             refuse("its times are not above 0")
-    return StoredLifespans(
-        content["fingerprint"], content["region_bytes"], tuple(heights), tuple(solo), tuple(shared)
-    )
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+    }
+    return StoredLifespans(**values)
 
 
 def _checksum(content: dict[str, Any]) -> str:

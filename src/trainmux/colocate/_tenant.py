@@ -20,6 +20,7 @@ from trainmux.colocate._eager_work import EagerWork
 from trainmux.colocate._fused_work import fused_lanes, runs_as_graphs
 from trainmux.colocate._job import JobReport
 from trainmux.colocate._result import JobResult, JobUsage
+from trainmux.colocate._stored import LifespanFolder
 from trainmux.colocate._user_job import Job, JobBatches
 from trainmux.colocate._work import StepOutcome, Work, forget_locals
 from trainmux.engine import Memory
@@ -27,6 +28,7 @@ from trainmux.errors import (
     ConfigError,
     FusionError,
     OptimizerError,
+    PlanError,
     TraceError,
     TrainmuxError,
     TrainmuxWarning,
@@ -48,7 +50,7 @@ class _Ahead:
 class Tenant:
     """A job that has been looked at and can be scheduled; ``is_watched`` as of `JobDemand`,
     ``beside_others`` as of `EagerCudaWork`. With ``looks_ahead`` its next batch may be taken before the
-    iteration begins.
+    iteration begins. What was learned of it is kept in ``profiles``, and used if it was there already.
 
     It has one lane, or several that run its micro-batches in turns: iteration ``i`` of lane ``l`` of ``n`` is
     number ``i * n + l``. What trainmux refuses about a job is raised here. What the job's own code raises,
@@ -65,10 +67,12 @@ class Tenant:
         beside_others: BesideOthers,
         is_watched: bool = False,
         looks_ahead: bool = False,
+        profiles: LifespanFolder | None = None,
     ) -> None:
         self.name, self.steps, self.callbacks = job.name, job.steps, tuple(job.callbacks)
         self._share = float(job.share)
         self._is_watched, self._looks_ahead = is_watched, looks_ahead
+        self._profiles = profiles
         self.error: Exception | None = None
         self._end: int | None = None
         """The number from which on no iteration runs, though the scheduler may still wait for segments."""
@@ -114,11 +118,21 @@ class Tenant:
         self._on_their_way: list[deque[tuple[int, int]]] = [deque() for _ in self.demands]
 
     def _ask(self) -> tuple[JobDemand, ...]:
-        demands = [work.demand(self.name, steps=self.steps, share=self._share) for work in self._works]
+        demands = self._demands()
+        known = None if self._profiles is None else self._profiles.get(demands[0])
+        if known is not None:
+            if not self._is_settled:
+                self._works[0].cut_for(known.step_seconds)
+                demands = self._demands()
+            with contextlib.suppress(PlanError):  # it is cut otherwise, and has to be profiled
+                demands = [known.apply(demand) for demand in demands]
         self._local_bytes = sum(demand.local_bytes for demand in demands)
         self._peak_bytes = sum(demand.peak_bytes for demand in demands)
         self._num_segments = len(demands[0].segments)
         return tuple(replace(demand, is_watched=self._is_watched) for demand in demands)
+
+    def _demands(self) -> list[JobDemand]:
+        return [work.demand(self.name, steps=self.steps, share=self._share) for work in self._works]
 
     @property
     def _work(self) -> Work | None:
@@ -221,11 +235,13 @@ class Tenant:
         """A further lane goes, before the job does."""
         self._works[lane].leave()
 
-    def leave(self) -> None:
+    def leave(self, reports: Sequence[JobReport] = ()) -> None:
         """The job goes; what is wrong with its own objects is taken down as its error.
 
-        What it worked with is let go of, so that many jobs may come and go.
+        What it worked with is let go of, so that many jobs may come and go. ``reports`` are as of `result`.
         """
+        if self._profiles is not None and reports and reports[0].is_measured and self._works[0].step_seconds:
+            self._profiles.put(self.demands[0], reports[0], self._works[0].step_seconds)
         self._is_settled = False
         self.stop()
         self._ahead = None

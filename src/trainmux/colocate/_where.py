@@ -35,6 +35,12 @@ def make_device(where: torch.device, region_bytes: int, *, poisons: bool) -> Col
     return HostDevice(poisons=poisons)
 
 
+def name_of(where: torch.device) -> str:
+    """What times that were measured there are times of."""
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
+    return f"{name}, torch {torch.__version__}"
+
+
 def budget_in_bytes(budget: int | str | None, where: torch.device) -> int:
     """``None`` is all that is free on a CUDA device, and on a CPU all that the host has."""
     if where.type == "cuda" and torch.cuda.is_available():

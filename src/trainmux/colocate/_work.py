@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +42,13 @@ class Work(Protocol):
 
     def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
         """What it asks of the scheduler."""
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """The times that its segments are cut for; none of work that is not cut."""
+
+    def cut_for(self, step_seconds: Sequence[float]) -> None:
+        """Be cut for these times, which it had in another run; before it moves in."""
 
     def use_regions(self, region_bytes: int) -> None:
         """Have heights in regions of that size; before it moves in for the first time."""

@@ -43,11 +43,13 @@ def jobs(tmp_path: Path) -> Path:
 
 
 def test_jobs_are_trained_and_summed_up(jobs: Path) -> None:
-    result = CliRunner().invoke(app, ["colocate", f"{jobs}:job", f"{jobs}:make", "--budget", "1GiB"])
+    words = ["--budget", "1GiB", "--profiles", str(jobs.parent / "profiles")]
+    result = CliRunner().invoke(app, ["colocate", f"{jobs}:job", f"{jobs}:make", *words])
     assert result.exit_code == 0, result.output
     assert "ready: 3 steps" in result.output
     assert "made: 3 steps" in result.output
     assert "of 1.0 GiB laid out" in result.output
+    assert len(list((jobs.parent / "profiles").glob("*.lifespans.json"))) == 1  # the two are alike
 
 
 def test_a_job_that_failed_gives_status_1(jobs: Path) -> None:

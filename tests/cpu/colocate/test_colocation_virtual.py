@@ -171,17 +171,70 @@ def test_a_step_as_long_as_estimated_is_captured_once(monkeypatch: pytest.Monkey
         return 1.4 * estimated
 
     monkeypatch.setattr(SegmentSet, "replay_seconds", seconds)
-    made: list[PaperRoom] = []
-    monkeypatch.setattr(
-        _segment_graphs,
-        "CaptureRoom",
-        lambda *rest, **more: made.append(PaperRoom(*rest, **more)) or made[-1],
-    )
+    made = rooms_made(monkeypatch)
     colocation = tm.colocate([tm.Job("0", fleet=page_fleet(0), loader=page_batches(0), steps=1)], "4GiB")
     (layout,) = colocation._tenants["0"]._works[0]._job._layouts.values()  # type: ignore[attr-defined]
     estimated = layout.estimated_seconds
     assert colocation.run().failed == ()
     assert len(made) == 1
+
+
+def rooms_made(monkeypatch: pytest.MonkeyPatch) -> list[PaperRoom]:
+    """Fills with what graphs are captured in: one for each capture of a job's step."""
+    made: list[PaperRoom] = []
+
+    def make(*arguments: Any, **options: Any) -> PaperRoom:
+        made.append(PaperRoom(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(_segment_graphs, "CaptureRoom", make)
+    return made
+
+
+def test_what_was_learned_of_a_job_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is cut as it was, captured once, and runs beside the other from its first iteration on."""
+    monkeypatch.setattr(
+        _fused_job,
+        "tracking_bytes_for",
+        lambda layout, device, seconds: EVERY_KERNEL if seconds > 0.5 else 1 << 40,
+    )
+    made = rooms_made(monkeypatch)
+    slowness = 1.0
+
+    def run() -> tuple[tm.ColocationResult, list[bool], int]:
+        made.clear()
+        fleets = [page_fleet(seed) for seed in (0, 1)]
+        jobs = [
+            tm.Job(str(n), fleet=fleet, loader=page_batches(n), steps=5) for n, fleet in enumerate(fleets)
+        ]
+        monkeypatch.setattr(SegmentSet, "replay_seconds", lambda self: slowness)
+        colocation = tm.colocate(jobs, "4GiB", profiles=tmp_path / "profiles")
+        known = [tenant.demands[0].is_measured for tenant in colocation._tenants.values()]
+        result = colocation.run()
+        assert result.failed == ()
+        for number, fleet in enumerate(fleets):
+            losses, state = trained(page_fleet(number), page_batches(number), 5)
+            assert torch.equal(result[str(number)].losses, losses)
+            assert_same_state(state_of(fleet), state, str(number))
+        return result, known, len(made)
+
+    first, known, num_captured = run()
+    assert (known, num_captured) == ([False, False], 4)
+    again, known, num_captured = run()
+    assert (known, num_captured) == ([True, True], 2)
+    assert [job.num_segments for job in again.jobs.values()] == [
+        job.num_segments for job in first.jobs.values()
+    ]
+    slowness = 1e-3  # the device is much faster now: jobs are cut anew, and profiled
+    changed, known, num_captured = run()
+    assert (known, num_captured) == ([True, True], 4)
+    assert changed["0"].num_segments < first["0"].num_segments
+    again, known, num_captured = run()
+    assert (known, num_captured) == ([True, True], 2)
+    assert again["0"].num_segments == changed["0"].num_segments
+    for path in (tmp_path / "profiles").iterdir():
+        path.write_text("{}")
+    assert run()[1] == [False, False]
 
 
 def test_other_steps_run_once_and_are_captured_then() -> None:

@@ -7,7 +7,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -209,7 +208,8 @@ def test_a_job_may_be_cut_anew_before_it_begins() -> None:
         scheduler.cut_anew(wave("c", 10))
     with pytest.raises(PlanError, match=r"not to need more"):
         scheduler.cut_anew(wave("a", 61))
-    scheduler.cut_anew(finer, asked[1])
+    scheduler.cut_anew(replace(finer, is_measured=True), asked[1])
+    scheduler.cut_anew(finer)  # after all, it has to be profiled
     jobs = [finer, asked[1]]
     gpu = gpu_of(scheduler, jobs)
 
@@ -431,8 +431,11 @@ def test_a_job_that_waits_is_not_passed_over(num_jobs: int, room: int) -> None:
 @pytest.mark.parametrize("limit", [1, 3])
 def test_no_more_segments_are_in_flight_than_allowed(limit: int) -> None:
     """As long as an iteration takes memory; what only gives it back goes at once."""
-    jobs = [wave("a", 60, steps=3), wave("b", 60, steps=3)]
-    scheduler = ScroogeScheduler(jobs, GPU, in_flight_limits={"a": limit, "b": 2})
+    jobs = [
+        replace(wave("a", 60, steps=3), in_flight_limit=limit),
+        replace(wave("b", 60, steps=3), in_flight_limit=2),
+    ]
+    scheduler = ScroogeScheduler(jobs, GPU)
     in_flight: Counter[str] = Counter()
     most: Counter[str] = Counter()
     most_falling: Counter[str] = Counter()
@@ -569,6 +572,7 @@ def test_constants_out_of_range_are_refused(changes: dict[str, float]) -> None:
         {"steps": 0},
         {"local_bytes": -1},
         {"compute_demand": 1.5},
+        {"in_flight_limit": 0},
     ],
 )
 def test_demands_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
@@ -576,12 +580,13 @@ def test_demands_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
         replace(wave("a", 10), **changes)  # type: ignore[arg-type]
 
 
-def limit_found(latency: float, steps: int, **options: Any) -> int:
+def limit_found(latency: float, steps: int, known: int | None = None) -> int:
     """Run a job alone where the host takes ``latency`` seconds to answer an end, in segments of 0.05 s.
 
     Returns how many segments of its last iteration may be in flight as long as it takes memory.
     """
-    scheduler = ScroogeScheduler([wave("a", 30, steps=steps, is_measured=False)], GPU, **options)
+    job = replace(wave("a", 30, steps=steps, is_measured=False), in_flight_limit=known)
+    scheduler = ScroogeScheduler([job], GPU)
     limit = 0
     queue: deque[tuple[SegmentRef, float]] = deque()
     now = last_end = 0.0
@@ -602,7 +607,7 @@ def limit_found(latency: float, steps: int, **options: Any) -> int:
 def test_a_slow_host_keeps_more_segments_in_flight() -> None:
     assert limit_found(0.0, 4) == 2
     assert limit_found(0.12, 6) == 4  # three more segments run while the host answers
-    assert limit_found(0.12, 6, in_flight_limits={"a": 2}) == 2  # somebody knows better
+    assert limit_found(0.12, 6, known=2) == 2  # somebody knows better
 
 
 def test_a_limit_that_does_not_help_is_not_taken() -> None:

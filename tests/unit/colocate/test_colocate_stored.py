@@ -11,6 +11,7 @@ import pytest
 from trainmux.colocate import (
     JobDemand,
     JobReport,
+    LifespanFolder,
     Segment,
     StoredLifespans,
     choose_in_flight_limit,
@@ -21,15 +22,20 @@ from trainmux.colocate import (
 from trainmux.errors import ConfigError, PlanError
 
 DEMAND = JobDemand("job", "abc", 1, 0, (Segment(1, 5, 2, 1.0), Segment(1, 2, 0, 1.0)))
-REPORT = JobReport("job", 3, 0.0, 0.0, 0, (0.1, 1 / 3), (0.2, 0.5))
+REPORT = JobReport("job", 3, 0.0, 0.0, 0, (0.1, 1 / 3), (0.2, 0.5), 4, is_measured=True)
+
+
+def kept_lifespans() -> StoredLifespans:
+    return lifespans_of(DEMAND, REPORT, device="some GPU", step_seconds=[0.4])
 
 
 def test_what_was_learned_comes_back_exactly(tmp_path: Path) -> None:
-    kept = lifespans_of(DEMAND, REPORT)
+    kept = kept_lifespans()
     save_lifespans(tmp_path / "job.json", kept)
     assert load_lifespans(tmp_path / "job.json") == kept
     known = kept.apply(DEMAND)
     assert known.is_measured
+    assert known.in_flight_limit == 4
     assert [segment.solo_seconds for segment in known.segments] == [0.1, 1 / 3]
     assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
 
@@ -44,12 +50,12 @@ def test_what_was_learned_comes_back_exactly(tmp_path: Path) -> None:
 )
 def test_lifespans_of_another_job_are_refused(other: JobDemand) -> None:
     with pytest.raises(PlanError, match="profile the job again"):
-        lifespans_of(DEMAND, REPORT).apply(other)
+        kept_lifespans().apply(other)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
-    save_lifespans(path, lifespans_of(DEMAND, REPORT))
+    save_lifespans(path, kept_lifespans())
     text = path.read_text()
     for damaged in (text[:-20], text.replace("0.1", "0.2"), text.replace("lifespans", "plan"), "[]", ""):
         path.write_text(damaged)
@@ -58,21 +64,52 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="No such file"):
         load_lifespans(tmp_path / "none.json")
     with pytest.raises(PlanError, match="expected to write"):
-        save_lifespans(tmp_path / "no" / "folder.json", lifespans_of(DEMAND, REPORT))
+        save_lifespans(tmp_path / "no" / "folder.json", kept_lifespans())
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("heights", [1.5, 2]), ("solo_seconds", [1.0]), ("shared_seconds", [1.0, -1.0]), ("fingerprint", 7)],
+    [
+        ("heights", [1.5, 2]),
+        ("solo_seconds", [1.0]),
+        ("shared_seconds", [1.0, -1.0]),
+        ("step_seconds", "1"),
+        ("step_seconds", [0.0]),
+        ("fingerprint", 7),
+        ("device", None),
+        ("in_flight_limit", 0),
+        ("in_flight_limit", 2.0),
+    ],
 )
 def test_whole_files_of_the_wrong_types_are_refused(tmp_path: Path, field: str, value: object) -> None:
     path = tmp_path / "job.json"
-    kept = lifespans_of(DEMAND, REPORT)
+    kept = kept_lifespans()
     changed = StoredLifespans(**{**kept.__dict__, field: value})
     save_lifespans(path, changed)
     assert json.loads(path.read_text())["lifespans"][field] == value
     with pytest.raises(PlanError, match="profile the job again"):
         load_lifespans(path)
+
+
+def test_a_folder_has_what_was_learned_of_jobs_on_its_device(tmp_path: Path) -> None:
+    folder = LifespanFolder(tmp_path / "new" / "one", "some GPU")
+    assert folder.get(DEMAND) is None
+    folder.put(DEMAND, REPORT, [0.4])
+    assert folder.get(DEMAND) == kept_lifespans()
+    assert LifespanFolder(tmp_path / "new" / "one", "another").get(DEMAND) is None
+    assert folder.get(replace(DEMAND, fingerprint="abd")) is None
+    one_cut = replace(DEMAND, segments=(Segment(2, 5, 0, 1.0),))
+    assert folder.get(one_cut) == kept_lifespans()  # which says how to cut it
+    (file,) = (tmp_path / "new" / "one").iterdir()
+    file.write_text(file.read_text()[:-30])
+    assert folder.get(DEMAND) is None
+    folder.put(DEMAND, REPORT, [0.4])
+    assert folder.get(DEMAND) == kept_lifespans()
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    LifespanFolder(in_the_way, "some GPU").put(
+        DEMAND, REPORT, [0.4]
+    )  # the job is profiled again, that is all
 
 
 def test_the_lowest_limit_that_costs_nothing_is_taken() -> None:
