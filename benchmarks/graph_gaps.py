@@ -4,8 +4,8 @@
 
 Each row is a graph of so many kernels one behind the other, with something beside them on two further lanes:
 nothing, small kernels, copies to and from pinned memory. Of each, what a kernel takes in the mean. *sleep*
-touches no memory, *scale* reads and writes some that the device's cache holds. "Waited for": compute waits for
-each of them, one stretch of kernels later; where it has ended by then, only the wait itself is left.
+touches no memory, *scale* reads and writes some that the device's cache holds. "Waited for": compute waits
+for each of them, one stretch of kernels later; where it has ended by then, only the wait itself is left.
 """
 
 from __future__ import annotations
