@@ -8,6 +8,7 @@ everywhere and can be fused.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,25 @@ def _batch_norm(
     return aten.native_batch_norm(  # type: ignore[no-any-return]
         input, weight, bias, running_mean, running_var, training, momentum, eps
     )[0]
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """Layer norm with affine parameters wider than its input, as autocast has it on a CPU: in their dtype.
+
+    Torch's kernel does so too, and rounds its result alone. Fused, the affine part is an operator of its
+    own, and a kernel without it rounds the normalised numbers, and mean and scale for the backward pass.
+    """
+    given = [each.dtype for each in (weight, bias) if each is not None]
+    wide = functools.reduce(torch.promote_types, given, input.dtype)
+    out = aten.native_layer_norm(input.to(wide), normalized_shape, weight, bias, eps)[0]
+    return out.to(input.dtype)  # type: ignore[no-any-return]
 
 
 def _attention(
@@ -294,6 +314,7 @@ def _shaped_like(final: Any, state: Any) -> Any:
 
 _TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.batch_norm.default: _batch_norm,
+    aten.layer_norm.default: _layer_norm,
     aten.scaled_dot_product_attention.default: _attention,
     aten.embedding_bag.padding_idx: _embedding_bag,
     aten.embedding_bag.default: _embedding_bag,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from equivalence import PLAIN, PRECISIONS, check_precision
+from equivalence import PLAIN, PRECISIONS, check_precision, clone, train_alone, train_fused
 from short_workloads import SHORT
 from torch import Tensor, nn
 
+import trainmux as tm
 from trainmux.workloads import SMALL, Workload
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -63,10 +65,10 @@ class Recurrent(nn.Module):
         return out
 
 
-def _build(cell: type[nn.RNNBase], seed: int) -> nn.Module:
+def _build(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Recurrent(cell)
+        return make()
 
 
 def _series(seed: int, dtype: torch.dtype) -> Tensor:
@@ -85,4 +87,38 @@ def test_recurrent_layers_straight_over_the_batch(
     if precision == "bf16":  # oneDNN has no such LSTM for some processors, and torch may ask it all the same
         request.addfinalizer(partial(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled()))
         torch._C._set_mkldnn_enabled(False)
-    check_precision(Workload(cell.__name__, partial(_build, cell), _mean_square, _series), precision)
+    check_precision(
+        Workload(cell.__name__, partial(_build, partial(Recurrent, cell)), _mean_square, _series), precision
+    )
+
+
+class NormOfHalves(nn.Module):
+    """Layer norm with parameters in single precision over numbers in half precision, as autocast has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(8.0 + torch.rand(16))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm((x + self.shift).bfloat16())
+        return out
+
+
+def _weighted_sum(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x)
+    assert out.dtype == torch.bfloat16
+    return (out.float() * x.cos()).sum()
+
+
+def test_layer_norm_of_halves_keeps_its_statistics_in_single_precision() -> None:
+    models = [_build(NormOfHalves, seed) for seed in range(3)]
+    batch = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0))
+    twins = [clone(model) for model in models]
+    members = [tm.Member(twin, torch.optim.SGD(twin.parameters(), lr=1.0)) for twin in twins]
+    fused = train_fused(tm.Fleet(members, _weighted_sum, batch, lowering="aten"), [batch])
+    for model, outcome in zip(models, fused, strict=True):
+        before = model.shift.detach().clone()
+        train_alone(model, torch.optim.SGD(model.parameters(), lr=1.0), _weighted_sum, [batch])
+        update, wanted = outcome.tensors["shift"] - before, model.shift.detach() - before
+        assert (update - wanted).norm() <= 1e-3 * wanted.norm()
