@@ -28,9 +28,9 @@ def colocate(
     released: 8 MB on a CPU, and on a CUDA device as much as keeps segments from being shorter than their
     launch. Memory changes hands in regions of ``region_bytes``: on a CUDA device 64 MB, or less where one of
     ``jobs`` would have only a few; single tensors on a CPU. ``callbacks`` see every iteration of every job.
-    What is learned of a job's times is kept in the folder ``profiles``, where one is named; a job like it
-    needs no iteration to itself then, on this device and with this torch. ``constants`` are the scheduler's;
-    ``poisons`` fills freed memory with NaN, for tests.
+    What is learned of a job's times is kept in the folder ``profiles``, where one is named; a job like it, in
+    regions of the same size, needs no iteration to itself then, on this device and with this torch. (Eager
+    jobs do.) ``constants`` are the scheduler's; ``poisons`` fills freed memory with NaN, for tests.
 
     Everything is traced, and on a CUDA device compiled, here. Refused with a typed error: no jobs, two of one
     name or one fleet, jobs on several devices, a job that trainmux cannot train; with `BudgetError`, which

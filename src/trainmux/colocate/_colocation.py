@@ -321,7 +321,8 @@ class Colocation:
     def _tell_of(self, newcomers: list[Tenant]) -> None:
         """Jobs have settled, and may be cut otherwise than they asked for. What they asked for and do not
         need is for arenas, if it is there."""
-        settled = [tenant for tenant in newcomers if tenant.error is None]
+        wanted = self._scheduler.names
+        settled = [one for one in newcomers if one.error is None and one.name in wanted]
         self._scheduler.cut_anew(*[demand for tenant in settled for demand in tenant.demands])
         needs = {name: one.need(lane) for one in settled for lane, name in enumerate(one.lane_names)}
         before = self._device.reserved_bytes

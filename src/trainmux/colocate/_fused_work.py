@@ -271,14 +271,15 @@ class FusedWork:
                 self._runners[index, piece.variant].take_over(piece)
         if not self._is_cuda:
             return
-        seconds = self._capture()
+        seconds, graph_bytes = self._capture(), self.graph_bytes
         # Other lanes come later, and are cut as the first one is.
         if self._index == 0 and job.cut_anew(seconds):
             self._close_graphs()
             self._make_runners()
             self._capture()
+            graph_bytes = max(graph_bytes, self.graph_bytes)  # the driver may have kept what those had
         assert self._graphs is not None
-        self._check_graphs(self._graphs)
+        self._check_graphs(graph_bytes)
         self._keep_less(self._graphs)
 
     def _make_runners(self) -> None:
@@ -320,12 +321,12 @@ class FusedWork:
         self._kept_bytes = min(self._kernel_bytes, taken + _SPARE_BYTES)
         graphs.keep_to(self._kept_bytes)
 
-    def _check_graphs(self, graphs: SegmentGraphs) -> None:
-        if graphs.graph_bytes > self._graphs_bytes:
-            self._seen_graph_bytes = graphs.graph_bytes
+    def _check_graphs(self, graph_bytes: int) -> None:
+        if graph_bytes > self._graphs_bytes:
+            self._seen_graph_bytes = graph_bytes
             raise BudgetError(
                 f"expected the job's graphs themselves to take at most {in_words(self._graphs_bytes)}, but "
-                f"they take {in_words(graphs.graph_bytes)}; raise tracking_bytes, for fewer of them"
+                f"they take {in_words(graph_bytes)}; raise tracking_bytes, for fewer of them"
             )
 
     def ask_for_more(self) -> None:

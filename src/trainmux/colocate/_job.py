@@ -66,9 +66,8 @@ class JobState:
     def __init__(self, demand: JobDemand, in_flight_limit: int) -> None:
         self.order: MicroBatchOrder | None = None
         """Of the lanes of a job whose micro-batches run side by side, this one among them."""
-        self.in_flight_limit = demand.in_flight_limit or in_flight_limit
-        self.sweep = None if demand.in_flight_limit else InFlightSweep(in_flight_limit)
         self.cut_as(demand)
+        self.look_for_limit(in_flight_limit)
         self.needs_profiling = not demand.is_measured
         self.is_leaving = False
         self.num_begun = 0
@@ -100,6 +99,14 @@ class JobState:
         self.learn_solo([segment.solo_seconds for segment in demand.segments])
         if self.order is not None:
             self.order.cut_anew()
+
+    def look_for_limit(self, in_flight_limit: int) -> None:
+        """Keep so many segments in flight until it is found how many are needed, unless that is known."""
+        known = self.demand.in_flight_limit
+        self.in_flight_limit = known or in_flight_limit
+        self.sweep = None if known else InFlightSweep(in_flight_limit)
+        for lane in self.lanes:
+            lane.sweep = self.sweep
 
     @property
     def name(self) -> str:

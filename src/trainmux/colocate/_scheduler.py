@@ -130,9 +130,11 @@ class ScroogeScheduler:
             self._retarget()
 
     def cut_anew(self, *demands: JobDemand) -> None:
-        """Jobs that were let in have other segments, after all; what they keep to themselves is as before.
+        """Jobs that were let in have other segments, after all; what they keep to themselves, and who shares
+        with whom, is as before.
 
         Refused with `PlanError`: jobs that are not there, that have begun, or whose peaks are higher now.
+        Those named before such a one are cut.
         """
         for demand in demands:
             job = self._jobs.get(demand.name) if demand.name in self._wanted else None
@@ -145,6 +147,7 @@ class ScroogeScheduler:
             job.cut_as(self._wanted[demand.name])
             self._num_to_profile += (not demand.is_measured) - job.needs_profiling
             job.needs_profiling = not demand.is_measured
+            job.look_for_limit(self._constants.in_flight_limit)
             self._lane_of[demand.name][0].learn()
 
     # What the driver of the device asks and tells

@@ -7,8 +7,8 @@ a job that is cut or placed in another way, or with a damaged file, it is refuse
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import math
 import os
 import secrets
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainmux.colocate._demand import JobDemand
+from trainmux.colocate._in_flight import CANDIDATE_LIMITS
 from trainmux.colocate._job import JobReport
 from trainmux.errors import PlanError
 
@@ -27,11 +28,14 @@ _FIELDS = (
     "fingerprint",
     "region_bytes",
     "step_seconds",
+    "num_kernels",
     "heights",
     "solo_seconds",
     "shared_seconds",
     "in_flight_limit",
 )
+
+_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e6
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class StoredLifespans:
     fingerprint: str
     region_bytes: int
     step_seconds: tuple[float, ...]
+    num_kernels: tuple[int, ...]
     heights: tuple[int, ...]
     solo_seconds: tuple[float, ...]
     shared_seconds: tuple[float, ...]
@@ -55,21 +60,22 @@ class StoredLifespans:
 
         Refused with `PlanError`: lifespans of another job, or of the same job cut otherwise.
         """
+        cuts = tuple(segment.num_kernels for segment in demand.segments)
         heights = tuple(segment.height_bytes for segment in demand.segments)
         for what, expected, got in (
             ("fingerprint", demand.fingerprint, self.fingerprint),
             ("region size", demand.region_bytes, self.region_bytes),
-            ("number of segments", len(heights), len(self.heights)),
+            ("number of segments", len(cuts), len(self.num_kernels)),
         ):
             if expected != got:
                 raise PlanError(
                     f"expected lifespans of job {demand.name!r} with the {what} {expected!r}, but got "
                     f"{got!r}; profile the job again"
                 )
-        if heights != self.heights:
+        if (cuts, heights) != (self.num_kernels, self.heights):
             raise PlanError(
-                f"expected lifespans of job {demand.name!r} with its heights, but they differ; profile "
-                "the job again"
+                f"expected lifespans of job {demand.name!r} with its cuts and heights, but they differ; "
+                "profile the job again"
             )
         return replace(demand.with_solo_seconds(self.solo_seconds), in_flight_limit=self.in_flight_limit)
 
@@ -83,9 +89,10 @@ def lifespans_of(
         demand.fingerprint,
         demand.region_bytes,
         tuple(step_seconds),
+        tuple(segment.num_kernels for segment in demand.segments),
         tuple(segment.height_bytes for segment in demand.segments),
-        report.solo_seconds,
-        report.shared_seconds,
+        tuple(max(taken, _LEAST_SECONDS) for taken in report.solo_seconds),
+        tuple(max(taken, _LEAST_SECONDS) for taken in report.shared_seconds),
         report.in_flight_limit,
     )
 
@@ -101,10 +108,9 @@ class LifespanFolder:
         """What was learned of such a job in regions of that size, however it was cut; ``None`` where nothing
         was, or nothing that can be read."""
         try:
-            found = load_lifespans(self._path(demand))
+            return load_lifespans(self._path(demand))
         except PlanError:
             return None
-        return found if found.device == self._device else None
 
     def put(self, demand: JobDemand, report: JobReport, step_seconds: Sequence[float]) -> None:
         """Keep what was learned. Where it cannot be written, the job is profiled again next time."""
@@ -116,7 +122,8 @@ class LifespanFolder:
             return
 
     def _path(self, demand: JobDemand) -> Path:
-        key = json.dumps([self._device, demand.fingerprint, demand.region_bytes])
+        num_lanes = 1 if demand.micro_batches is None else demand.micro_batches.num_lanes
+        key = json.dumps([self._device, demand.fingerprint, demand.region_bytes, num_lanes])
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()}.{_KIND}.json"
 
 
@@ -174,23 +181,23 @@ def load_lifespans(path: str | os.PathLike[str]) -> StoredLifespans:
 
 
 def _decode(content: dict[str, Any], refuse: Any) -> StoredLifespans:
-    heights, solo, shared = (content[name] for name in ("heights", "solo_seconds", "shared_seconds"))
-    steps = content["step_seconds"]
+    whole = [content[name] for name in ("num_kernels", "heights")]
+    times = [content[name] for name in ("solo_seconds", "shared_seconds", "step_seconds")]
     if any(type(content[name]) is not str for name in ("device", "fingerprint")):
         refuse("its device or fingerprint is no text")
     if type(content["region_bytes"]) is not int or type(content["in_flight_limit"]) is not int:
         refuse("its region size or limit is no whole number")
-    if content["in_flight_limit"] < 1:
-        refuse("its limit is less than 1")
-    if not isinstance(heights, list) or not all(type(height) is int for height in heights):
-        refuse("its heights are not whole numbers")
-    if any(not isinstance(rows, list) or len(rows) != len(heights) for rows in (solo, shared)):
+    if not 1 <= content["in_flight_limit"] <= CANDIDATE_LIMITS[-1]:
+        refuse("its limit is out of range")
+    if not all(isinstance(rows, list) for rows in (*whole, *times)):
+        refuse("it has single values where there should be rows")
+    if len({len(rows) for rows in (*whole, *times[:2])}) > 1:
         refuse("it has not one time for each segment")
-    for rows in (solo, shared, steps):
-        if not isinstance(rows, list) or not all(
-            type(taken) in (int, float) and math.isfinite(taken) and taken > 0 for taken in rows
-        ):
-            refuse("its times are not above 0")
+    if not all(type(value) is int for rows in whole for value in rows):
+        refuse("its kernels and heights are not whole numbers")
+    for taken in itertools.chain(*times):
+        if type(taken) not in (int, float) or not _LEAST_SECONDS <= taken <= _MOST_SECONDS:
+            refuse("its times are out of range")
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
     }

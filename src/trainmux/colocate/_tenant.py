@@ -83,7 +83,7 @@ class Tenant:
         self._metrics: Mapping[str, Any] = {}
         self._let_in_at: float | None = None
         self._ended_at = 0.0
-        self._is_settled = False
+        self._has_moved_in = self._is_settled = False
         self._ahead: _Ahead | None = None
         """What its next iteration begins with, where that is known before it begins."""
         self._num_launched = 0
@@ -121,11 +121,13 @@ class Tenant:
         demands = self._demands()
         known = None if self._profiles is None else self._profiles.get(demands[0])
         if known is not None:
-            if not self._is_settled:
+            if not self._has_moved_in:
                 self._works[0].cut_for(known.step_seconds)
                 demands = self._demands()
-            with contextlib.suppress(PlanError):  # it is cut otherwise, and has to be profiled
-                demands = [known.apply(demand) for demand in demands]
+            # Where it was found to take another time since, or is cut otherwise, it has to be profiled.
+            if self._works[0].step_seconds == known.step_seconds:
+                with contextlib.suppress(PlanError):
+                    demands = [known.apply(demand) for demand in demands]
         self._local_bytes = sum(demand.local_bytes for demand in demands)
         self._peak_bytes = sum(demand.peak_bytes for demand in demands)
         self._num_segments = len(demands[0].segments)
@@ -218,6 +220,7 @@ class Tenant:
 
     def settle(self, lane: int, memory: Memory, now: float) -> None:
         """Let a lane in, after those before it: the job's state moves to the ``memory`` of the first."""
+        self._has_moved_in = True
         self._works[lane].settle(memory)
         self._is_settled = lane == len(self._works) - 1
         if self._is_settled:
@@ -240,8 +243,9 @@ class Tenant:
 
         What it worked with is let go of, so that many jobs may come and go. ``reports`` are as of `result`.
         """
-        if self._profiles is not None and reports and reports[0].is_measured and self._works[0].step_seconds:
-            self._profiles.put(self.demands[0], reports[0], self._works[0].step_seconds)
+        step_seconds = self._works[0].step_seconds
+        if self._profiles is not None and self.num_steps and step_seconds and reports[0].is_measured:
+            self._profiles.put(self.demands[0], reports[0], step_seconds)
         self._is_settled = False
         self.stop()
         self._ahead = None

@@ -24,7 +24,7 @@ from colocation_cases import (
     tiny_model,
     tiny_optimizer,
 )
-from paper_cuda import DEVICE, PAGE, PaperRoom, SystemDriver, install
+from paper_cuda import DEVICE, PAGE, PaperGraph, PaperRoom, SystemDriver, _gone, install
 from torch import Tensor
 
 import trainmux as tm
@@ -32,6 +32,7 @@ from trainmux.colocate import EVERY_KERNEL, _fused_job, _fused_work, _memory_fac
 from trainmux.colocate import smallest_budget as smallest_of
 from trainmux.colocate._cuda_device import CudaDevice
 from trainmux.colocate._fused_work import _BESIDE_BYTES, _SPARE_BYTES
+from trainmux.colocate._in_flight import InFlightSweep
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentSet
 from trainmux.errors import BatchError, BudgetError, ConfigError, PlanError
 from trainmux.fleet._batches import BatchFeed
@@ -205,7 +206,7 @@ def test_what_was_learned_of_a_job_is_used_again(tmp_path: Path, monkeypatch: py
         made.clear()
         fleets = [page_fleet(seed) for seed in (0, 1)]
         jobs = [
-            tm.Job(str(n), fleet=fleet, loader=page_batches(n), steps=5) for n, fleet in enumerate(fleets)
+            tm.Job(str(n), fleet=fleet, loader=page_batches(n), steps=6) for n, fleet in enumerate(fleets)
         ]
         monkeypatch.setattr(SegmentSet, "replay_seconds", lambda self: slowness)
         colocation = tm.colocate(jobs, "4GiB", profiles=tmp_path / "profiles")
@@ -213,7 +214,7 @@ def test_what_was_learned_of_a_job_is_used_again(tmp_path: Path, monkeypatch: py
         result = colocation.run()
         assert result.failed == ()
         for number, fleet in enumerate(fleets):
-            losses, state = trained(page_fleet(number), page_batches(number), 5)
+            losses, state = trained(page_fleet(number), page_batches(number), 6)
             assert torch.equal(result[str(number)].losses, losses)
             assert_same_state(state_of(fleet), state, str(number))
         return result, known, len(made)
@@ -235,6 +236,103 @@ def test_what_was_learned_of_a_job_is_used_again(tmp_path: Path, monkeypatch: py
     for path in (tmp_path / "profiles").iterdir():
         path.write_text("{}")
     assert run()[1] == [False, False]
+
+
+def test_a_step_is_captured_anew_when_the_first_graphs_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And sums that a fleet brings along are as they were, however often its step was replayed."""
+    monkeypatch.setattr(
+        _fused_job,
+        "tracking_bytes_for",
+        lambda layout, device, seconds: 1 << 40 if seconds == layout.estimated_seconds else EVERY_KERNEL,
+    )
+    captured: list[PaperGraph] = []
+    still_there: list[int] = []
+    capture_all = PaperRoom.capture_all
+
+    def capturing(room: PaperRoom, *arguments: Any) -> list[PaperGraph]:
+        still_there.append(sum(graph.replay is not _gone for graph in captured))
+        made = capture_all(room, *arguments)
+        captured.extend(made)
+        return made
+
+    monkeypatch.setattr(PaperRoom, "capture_all", capturing)
+    fleets = [page_fleet(0, accumulate=4) for _ in range(2)]
+    batches = page_batches(0)
+    for fleet in fleets:
+        fleet.step(batches[0])
+    result = tm.colocate([tm.Job("a", fleet=fleets[0], loader=batches, steps=6)], "4GiB").run()
+    assert result.failed == ()
+    assert still_there[:2] == [0, 0]
+    losses, state = trained(fleets[1], batches, 6)
+    assert torch.equal(result["a"].losses, losses)
+    assert_same_state(state_of(fleets[0]), state, "a")
+
+
+def test_old_times_are_not_kept_where_cuts_stay_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 1.0
+    monkeypatch.setattr(SegmentSet, "replay_seconds", lambda self: seconds)
+
+    def profiled() -> list[bool]:
+        """Of the job, whether its times were known when it was made, and once it had been captured."""
+        jobs = [tm.Job("0", fleet=page_fleet(0), loader=page_batches(0), steps=6)]
+        colocation = tm.colocate(jobs, "4GiB", tracking_bytes=EVERY_KERNEL, profiles=tmp_path)
+        known = [colocation._tenants["0"].demands[0].is_measured]
+        cut_anew = colocation._scheduler.cut_anew
+
+        def noting(*demands: Any) -> None:
+            known.extend(demand.is_measured for demand in demands)
+            cut_anew(*demands)
+
+        monkeypatch.setattr(colocation._scheduler, "cut_anew", noting)
+        assert colocation.run().failed == ()
+        return known
+
+    assert profiled() == [False, False]
+    assert profiled() == [True, True]
+    seconds = 100.0
+    assert profiled() == [True, False]
+    assert profiled() == [True, True]
+
+
+def test_nothing_is_kept_of_a_job_that_was_not_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tm.Job("0", fleet=page_fleet(0), loader=page_batches(0), steps=2)
+    monkeypatch.setattr(InFlightSweep, "iteration_ended", lambda self, observed, gap_seconds: False)
+    assert tm.colocate([job], "4GiB", profiles=tmp_path / "profiles").run()["0"].num_steps == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_newcomer_may_be_removed_while_it_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a callback that is told of another job's last micro-batches when that leaves."""
+
+    def remove(event: tm.JobStep) -> None:
+        if event.step == 6 and event.job == "0":
+            event.colocation.remove("1")
+
+    job = tm.Job(
+        "0",
+        fleet=page_fleet(0, accumulate=4),
+        loader=page_batches(0),
+        steps=6,
+        concurrent_micro_batches=2,
+        callbacks=[remove],
+    )
+    others = [tm.Job(str(n), fleet=page_fleet(n), loader=page_batches(n), steps=30) for n in (2, 1)]
+    colocation = tm.colocate([job, others[0]], "4GiB")
+    run_segment = colocation._run_segment
+
+    def adding(ref: Any) -> None:
+        if "lane 2" in ref.job and ref.iteration == 2 and ref.segment == 0:
+            colocation.add(others[1])
+        run_segment(ref)
+
+    monkeypatch.setattr(colocation, "_run_segment", adding)
+    result = colocation.run()
+    assert result.failed == ()
+    assert [result[name].num_steps for name in "021"] == [6, 30, 0]
 
 
 def test_other_steps_run_once_and_are_captured_then() -> None:

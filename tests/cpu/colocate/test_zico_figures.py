@@ -234,6 +234,28 @@ def test_files_of_several_runs_are_one_page(gpu_results: dict[str, Any], tmp_pat
     assert pairs["rhn", "rhn"] == later["pairs"][2]  # nobody else has it
     assert pairs["bert", "bert"] == later["pairs"][0]
     assert merged["left_out"] == []  # it was left out in the first run alone
+    names = list(gpu_results["memory"])[:1]
+    lost = {
+        "failed": [
+            {"names": ["bert"], "way": "build", "error": "mended"},
+            {"names": names, "way": "memory", "error": "mended"},
+            {"names": names, "way": "host_view", "error": "holds"},
+            {"names": ["bert", "bert"], "way": "co-located", "error": "mended"},
+            {"names": ["bert", "bert"], "way": "MPS, graphs", "error": "holds"},
+        ],
+        "left_out": [
+            "bert+bert",
+            "bert+bert, temporal",
+            "bert+bert, memory",
+            f"{names[0]}, tracking",
+            "rhn+rhn",
+        ],
+    }
+    told = merge(
+        [{**gpu_results, **lost, "host_view": {}, "tracking": {}}, {**later, "host_view": {}, "tracking": {}}]
+    )
+    assert [row["error"] for row in told["failed"]] == ["holds", "holds"]
+    assert told["left_out"] == ["bert+bert, memory", f"{names[0]}, tracking", "rhn+rhn"]
     assert merged["failed"] == gpu_results["failed"]
     assert merged["memory"] == gpu_results["memory"]
     assert merged["cases"] == {**gpu_results["cases"], "rhn": "another"}
@@ -244,6 +266,9 @@ def test_files_of_several_runs_are_one_page(gpu_results: dict[str, Any], tmp_pat
     elsewhere = {**later, "environment": {**later["environment"], "device": "another GPU"}}
     with pytest.raises(ValueError, match="expected results of one device, got some of some GPU"):
         merge([gpu_results, elsewhere])
+    otherwise = {**later, "settings": {**later["settings"], "precision": "fp64"}}
+    with pytest.raises(ValueError, match="expected results of one precision"):
+        merge([gpu_results, otherwise])
 
 
 def test_a_failed_part_is_left_out_with_its_error(memory_results: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from trainmux.colocate import (
     Enqueue,
     Idle,
     JobDemand,
+    MicroBatchLane,
     Remap,
     Run,
     ScroogeConstants,
@@ -218,6 +219,7 @@ def test_a_job_may_be_cut_anew_before_it_begins() -> None:
             scheduler.cut_anew(asked[0])
 
     gpu.at(4.0, too_late)
+    assert scheduler.reserved_bytes == GPU  # nothing of its own, as before
     run = gpu.run()
     assert {row.ref.segment for row in run.executed if row.ref.job == "a"} == set(range(30))
     assert len(scheduler.report("a").solo_seconds) == 30
@@ -225,6 +227,39 @@ def test_a_job_may_be_cut_anew_before_it_begins() -> None:
     # From then on it is as if it had been cut so from the beginning.
     same = gpu_of(ScroogeScheduler([replace(finer, local_bytes=0), asked[1]], GPU), jobs).run()
     assert run.executed == same.executed
+
+
+def two_lanes(num_segments: int, first_ordered: int, *, is_measured: bool) -> list[JobDemand]:
+    one = wave("a", 60, steps=5, is_measured=is_measured, num_segments=num_segments)
+    lanes = [MicroBatchLane("a", index, 2, 4, first_ordered) for index in range(2)]
+    return [
+        replace(one, name=name, micro_batches=lane) for name, lane in zip(("a", "a 2"), lanes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("budget", [GPU, 60, 90])
+@pytest.mark.parametrize("was_measured", [False, True])
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_lanes_that_are_cut_anew_run_as_if_cut_so_at_first(
+    budget: int, was_measured: bool, is_measured: bool
+) -> None:
+    beside = wave("b", 30, 2.0, is_measured=False)
+    scheduler = ScroogeScheduler([*two_lanes(4, 2, is_measured=was_measured), beside], budget)
+    assert isinstance(scheduler.next_action(0.0), Remap)
+    jobs = [*two_lanes(30, 17, is_measured=is_measured), beside]
+    scheduler.cut_anew(*jobs[:2])
+    run = gpu_of(scheduler, jobs).run()
+    assert run.executed == gpu_of(ScroogeScheduler(jobs, budget), jobs).run().executed
+
+
+def test_the_limit_in_flight_is_that_of_the_new_cuts() -> None:
+    coarse, fine = (wave("a", 60, num_segments=number, is_measured=False) for number in (4, 30))
+    for before, after, limit in ((1, None, 2), (None, 8, 8), (4, 1, 1)):
+        scheduler = ScroogeScheduler([replace(coarse, in_flight_limit=before)], GPU)
+        scheduler.next_action(0.0)
+        scheduler.cut_anew(replace(fine, in_flight_limit=after))
+        assert scheduler.report("a").in_flight_limit == limit
+        assert (scheduler._jobs["a"].sweep is None) == (after is not None)
 
 
 def test_memory_enough_without_shift_is_as_good_as_more() -> None:

@@ -12,6 +12,7 @@ from trainmux.colocate import (
     JobDemand,
     JobReport,
     LifespanFolder,
+    MicroBatchLane,
     Segment,
     StoredLifespans,
     choose_in_flight_limit,
@@ -46,6 +47,7 @@ def test_what_was_learned_comes_back_exactly(tmp_path: Path) -> None:
         replace(DEMAND, fingerprint="abd"),
         replace(DEMAND, region_bytes=1, segments=(Segment(1, 5, 0, 1.0),)),
         replace(DEMAND, segments=(Segment(1, 6, 2, 1.0), Segment(1, 2, 0, 1.0))),
+        replace(DEMAND, segments=(Segment(2, 5, 2, 1.0), Segment(1, 2, 0, 1.0))),
     ],
 )
 def test_lifespans_of_another_job_are_refused(other: JobDemand) -> None:
@@ -77,7 +79,11 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         ("step_seconds", [0.0]),
         ("fingerprint", 7),
         ("device", None),
+        ("solo_seconds", [10**400, 1.0]),
+        ("step_seconds", [1e300]),
+        ("num_kernels", [1, 1, 1]),
         ("in_flight_limit", 0),
+        ("in_flight_limit", 10**6),
         ("in_flight_limit", 2.0),
     ],
 )
@@ -91,6 +97,12 @@ def test_whole_files_of_the_wrong_types_are_refused(tmp_path: Path, field: str, 
         load_lifespans(path)
 
 
+def test_a_segment_that_took_no_time_can_be_kept(tmp_path: Path) -> None:
+    report = replace(REPORT, solo_seconds=(0.0, 1.0))
+    save_lifespans(tmp_path / "job.json", lifespans_of(DEMAND, report, device="some GPU"))
+    assert load_lifespans(tmp_path / "job.json").solo_seconds[0] > 0
+
+
 def test_a_folder_has_what_was_learned_of_jobs_on_its_device(tmp_path: Path) -> None:
     folder = LifespanFolder(tmp_path / "new" / "one", "some GPU")
     assert folder.get(DEMAND) is None
@@ -98,6 +110,7 @@ def test_a_folder_has_what_was_learned_of_jobs_on_its_device(tmp_path: Path) -> 
     assert folder.get(DEMAND) == kept_lifespans()
     assert LifespanFolder(tmp_path / "new" / "one", "another").get(DEMAND) is None
     assert folder.get(replace(DEMAND, fingerprint="abd")) is None
+    assert folder.get(replace(DEMAND, micro_batches=MicroBatchLane("job", 0, 2, 4, 1))) is None
     one_cut = replace(DEMAND, segments=(Segment(2, 5, 0, 1.0),))
     assert folder.get(one_cut) == kept_lifespans()  # which says how to cut it
     (file,) = (tmp_path / "new" / "one").iterdir()
