@@ -17,7 +17,7 @@ from benchmark_scripts import benchmark_script
 from typer.testing import CliRunner
 
 from trainmux.cli._app import app
-from trainmux.cli.bench import zico_processes, zico_run
+from trainmux.cli.bench import zico_processes, zico_run, zico_watch
 from trainmux.cli.bench.job import BenchError
 from trainmux.cli.bench.ways.processes import CONTROL, mps_daemon
 from trainmux.cli.bench.zico import CHANGES, PairBench, budgets_of
@@ -47,6 +47,12 @@ pytestmark = pytest.mark.usefixtures("built_once")
 
 OPTIONS = ZicoOptions("cpu", "aten", "fp32", 0.05)
 PAIR = ("small:mlp", "small:mlp")
+
+
+@pytest.fixture(autouse=True)
+def _few_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted here, not timed."""
+    monkeypatch.setattr(zico_watch, "_LEAST_COUNTED", 8)
 
 
 def invoke(out: Path, *words: str) -> Any:
