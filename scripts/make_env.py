@@ -54,9 +54,17 @@ def torch_attempts(gpu: bool, index: str, system: str) -> list[list[str]]:
 def pip_error(python: Path, arguments: list[str]) -> str:
     """Run ``pip install``; give its last error line, or nothing if it succeeded.
 
-    pip neither asks for anything nor says where it looks: an index may be private.
+    pip neither asks for anything nor says where it looks: an index may be private. Nor does it compile
+    modules, which it does on one core: see `compile_modules`.
     """
-    options = ["--quiet", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+    options = [
+        "--quiet",
+        "--no-input",
+        "--no-compile",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+    ]
     command = [str(python), "-m", "pip", "install", *options, *arguments]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode == 0:
@@ -96,6 +104,15 @@ def install_torch(python: Path, gpu: bool) -> None:
     )
 
 
+def compile_modules(python: Path) -> None:
+    """Compile what was installed, on all cores: where nothing may write bytecode later, every process would
+    compile torch anew. Files that are no Python for this version, which packages may have, stay as they are.
+    """
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    found = subprocess.run([str(python), "-c", where], capture_output=True, text=True, check=True)
+    subprocess.run([str(python), "-m", "compileall", "-qq", "-j", "0", found.stdout.strip()])
+
+
 def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit("usage: make_env.py FOLDER")
@@ -108,6 +125,7 @@ def main() -> None:
     error = pip_error(python, ["--editable", ".[dev]"])
     if error:
         raise SystemExit(f"trainmux could not be installed ({error})")
+    compile_modules(python)
 
 
 if __name__ == "__main__":
