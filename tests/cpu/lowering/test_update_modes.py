@@ -69,7 +69,13 @@ def outcome(workload: Workload, lowering: str, update: str, **options: Any) -> d
     return trained(workload, fleet_of(workload, lowering, update=update, **options), 2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.extensive] if name == "transformer_with_dropout" else [])
+        for name in NAMES
+    ],
+)
 def test_every_workload_trains_to_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_uncompiled(monkeypatch)
     workload = TINY[name]
