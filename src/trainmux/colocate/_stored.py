@@ -83,7 +83,12 @@ class StoredLifespans:
 def lifespans_of(
     demand: JobDemand, report: JobReport, *, device: str, step_seconds: Sequence[float] = ()
 ) -> StoredLifespans:
-    """What a scheduler's report says of a job on ``device``, to be kept."""
+    """What a scheduler's report says of a job on ``device``, to be kept.
+
+    Its first iteration, which ran alone, may have been slower than all others: a segment is not taken to last
+    longer alone than beside others.
+    """
+    pairs = zip(report.solo_seconds, report.shared_seconds, strict=True)
     return StoredLifespans(
         device,
         demand.fingerprint,
@@ -91,7 +96,7 @@ def lifespans_of(
         tuple(step_seconds),
         tuple(segment.num_kernels for segment in demand.segments),
         tuple(segment.height_bytes for segment in demand.segments),
-        tuple(max(taken, _LEAST_SECONDS) for taken in report.solo_seconds),
+        tuple(max(min(alone, beside), _LEAST_SECONDS) for alone, beside in pairs),
         tuple(max(taken, _LEAST_SECONDS) for taken in report.shared_seconds),
         report.in_flight_limit,
     )

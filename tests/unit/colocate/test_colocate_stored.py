@@ -97,6 +97,11 @@ def test_whole_files_of_the_wrong_types_are_refused(tmp_path: Path, field: str, 
         load_lifespans(path)
 
 
+def test_a_slow_first_iteration_is_not_kept() -> None:
+    slow = replace(REPORT, solo_seconds=(7.0, 1 / 3))
+    assert lifespans_of(DEMAND, slow, device="some GPU").solo_seconds == (0.2, 1 / 3)
+
+
 def test_a_segment_that_took_no_time_can_be_kept(tmp_path: Path) -> None:
     report = replace(REPORT, solo_seconds=(0.0, 1.0))
     save_lifespans(tmp_path / "job.json", lifespans_of(DEMAND, report, device="some GPU"))
