@@ -14,12 +14,16 @@ import argparse
 import datetime
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from trainmux.cli.bench.environment import describe
+from trainmux.cli.bench.timing import seconds_of
+
+DEVICE = torch.device("cuda")
 MIB = 1 << 20
 NUM_KERNELS = 4000
 NUM_SPLIT = 8
@@ -103,28 +107,25 @@ class Bench:
 
     def microseconds(self, kind: str, beside: Beside) -> float:
         """Of a kernel, in one graph of all."""
-        graph = self.capture(kind, NUM_KERNELS, beside)
-        return median_ms(graph.replay) / NUM_KERNELS * 1e3
+        return microseconds_of([self.capture(kind, NUM_KERNELS, beside)])
 
     def microseconds_split(self, kind: str) -> float:
         """The same in several graphs, with nothing beside them."""
         nothing = Beside("nothing")
-        graphs = [self.capture(kind, NUM_KERNELS // NUM_SPLIT, nothing) for _ in range(NUM_SPLIT)]
-        return median_ms(lambda: [graph.replay() for graph in graphs]) / NUM_KERNELS * 1e3
+        return microseconds_of(
+            [self.capture(kind, NUM_KERNELS // NUM_SPLIT, nothing) for _ in range(NUM_SPLIT)]
+        )
 
 
-def median_ms(run: Callable[[], object]) -> float:
-    run()
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(NUM_REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end))
-    return statistics.median(found)
+def microseconds_of(graphs: Sequence[torch.cuda.CUDAGraph]) -> float:
+    """Of a kernel: the median of a few replays, after one that warms up."""
+
+    def replay() -> None:
+        for graph in graphs:
+            graph.replay()
+
+    replay()
+    return statistics.median(seconds_of(replay, DEVICE) for _ in range(NUM_REPEATS)) / NUM_KERNELS * 1e6
 
 
 def main() -> None:
@@ -151,8 +152,7 @@ def main() -> None:
         document = {
             "command": "python benchmarks/graph_gaps.py",
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(),
+            "environment": describe("cuda"),
             "num_kernels": NUM_KERNELS,
             "rows": rows,
         }

@@ -108,9 +108,8 @@ def compile_modules(python: Path) -> None:
     """Compile what was installed, on all cores: where nothing may write bytecode later, every process would
     compile torch anew. Files that are no Python for this version, which packages may have, stay as they are.
     """
-    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    found = subprocess.run([str(python), "-c", where], capture_output=True, text=True, check=True)
-    subprocess.run([str(python), "-m", "compileall", "-qq", "-j", "0", found.stdout.strip()])
+    installed = python.parents[1] / "lib"
+    subprocess.run([str(python), "-m", "compileall", "-qq", "-j", "0", str(installed)])
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainmux.colocate._placement import REGION_BYTES, StackOrder, stack_feature_maps
+from trainmux.colocate._placement import REGION_BYTES, Stack, StackOrder, stack_feature_maps
 from trainmux.colocate._tensors import Iteration
 from trainmux.errors import ConfigError, PlanError
 
@@ -183,27 +183,29 @@ def demand_of_iteration(
     cuts = cut_segments(iteration, tracking_bytes)
     if is_one_segment:
         cuts = (len(iteration.kernel_seconds),)
-    segments, first = [], 0
-    for end in cuts:
-        segments.append(
-            Segment(
-                end - first,
-                max(stack.kernel_heights[first:end]),
-                stack.holds[end - 1],
-                max(sum(iteration.kernel_seconds[first:end]), 1e-9),
-            )
-        )
-        first = end
     return JobDemand(
         name=name,
         fingerprint=iteration.fingerprint,
         region_bytes=region_bytes,
         local_bytes=iteration.local_bytes() if local_bytes is None else local_bytes,
-        segments=tuple(segments),
+        segments=segments_between(cuts, stack, iteration.kernel_seconds),
         steps=steps,
         share=share,
         is_measured=is_measured,
     )
+
+
+def segments_between(
+    cuts: Sequence[int], stack: Stack, kernel_seconds: Sequence[float], *, slowness: float = 1.0
+) -> tuple[Segment, ...]:
+    """Kernels in pieces that end after the ranks in ``cuts``, each taking ``slowness`` times its seconds."""
+    found, first = [], 0
+    for end in cuts:
+        taken = max(slowness * sum(kernel_seconds[first:end]), 1e-9)
+        height = max(stack.kernel_heights[first:end])
+        found.append(Segment(end - first, height, stack.holds[end - 1], taken))
+        first = end
+    return tuple(found)
 
 
 def cut_segments(iteration: Iteration, tracking_bytes: int) -> tuple[int, ...]:

@@ -66,9 +66,7 @@ class JobState:
     def __init__(self, demand: JobDemand, in_flight_limit: int) -> None:
         self.order: MicroBatchOrder | None = None
         """Of the lanes of a job whose micro-batches run side by side, this one among them."""
-        self.cut_as(demand)
-        self.look_for_limit(in_flight_limit)
-        self.needs_profiling = not demand.is_measured
+        self.cut_as(demand, in_flight_limit)
         self.is_leaving = False
         self.num_begun = 0
         self.num_ended = 0
@@ -89,20 +87,20 @@ class JobState:
         self.runs_alone: deque[bool] = deque()
         """Of the iterations that are begun and not ended: whether nothing else may run beside them."""
 
-    def cut_as(self, demand: JobDemand) -> None:
-        """Take the segments of ``demand``; before the job's first iteration."""
+    def cut_as(self, demand: JobDemand, in_flight_limit: int) -> None:
+        """Take the segments of ``demand`` and what is known of them; before the job's first iteration.
+
+        ``in_flight_limit`` segments are kept in flight until it is found how many are needed, unless that is
+        known.
+        """
         self.demand = demand
         self.heights = [segment.height_bytes for segment in demand.segments]
         self.holds = [segment.hold_bytes for segment in demand.segments]
         self.num_segments = len(demand.segments)
         self.trend = Trend(demand)
         self.learn_solo([segment.solo_seconds for segment in demand.segments])
-        if self.order is not None:
-            self.order.cut_anew()
-
-    def look_for_limit(self, in_flight_limit: int) -> None:
-        """Keep so many segments in flight until it is found how many are needed, unless that is known."""
-        known = self.demand.in_flight_limit
+        self.needs_profiling = not demand.is_measured
+        known = demand.in_flight_limit
         self.in_flight_limit = known or in_flight_limit
         self.sweep = None if known else InFlightSweep(in_flight_limit)
         for lane in self.lanes:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from trainmux.colocate._lane import SegmentRef
 
 if TYPE_CHECKING:
+    from trainmux.colocate._demand import MicroBatchLane
     from trainmux.colocate._job import JobState
 
 
@@ -43,14 +44,17 @@ class MicroBatchOrder:
         self.num_begun = 0
         self._num_enqueued = 0
         """Micro-batches of which every segment is enqueued."""
-        self.cut_anew()
 
-    def cut_anew(self) -> None:
-        """The lanes have other segments now; none of them has begun."""
+    @property
+    def _first(self) -> MicroBatchLane:
+        """The first lane, as it is cut now."""
         first = self.states[0].demand.micro_batches
         assert first is not None
-        self._first = first
-        self._last_segment = self.states[0].num_segments - 1
+        return first
+
+    @property
+    def _last_segment(self) -> int:
+        return self.states[0].num_segments - 1
 
     def is_next(self, job: JobState) -> bool:
         """Whether the micro-batch that comes next is one of ``job``'s and may begin."""

@@ -144,10 +144,9 @@ class ScroogeScheduler:
                     "it is not so; remove it and add it as it is now"
                 )
             self._wanted[demand.name] = replace(demand, local_bytes=job.demand.local_bytes)
-            job.cut_as(self._wanted[demand.name])
-            self._num_to_profile += (not demand.is_measured) - job.needs_profiling
-            job.needs_profiling = not demand.is_measured
-            job.look_for_limit(self._constants.in_flight_limit)
+            self._num_to_profile -= job.needs_profiling
+            job.cut_as(self._wanted[demand.name], self._constants.in_flight_limit)
+            self._num_to_profile += job.needs_profiling
             self._lane_of[demand.name][0].learn()
 
     # What the driver of the device asks and tells

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainmux.colocate._demand import FINE_TRACKING_BYTES, Segment, cut_segments
+from trainmux.colocate._demand import FINE_TRACKING_BYTES, Segment, cut_segments, segments_between
 from trainmux.colocate._placement import ALIGNMENT_BYTES, Stack, round_up, stack_feature_maps
 from trainmux.colocate._tensors import Iteration, TensorClass, iteration_of_profile
 from trainmux.engine import StepProgram, scratch_bytes
@@ -239,15 +239,8 @@ def _part(
 
 def segments_of(layout: StepLayout, cuts: Sequence[int], seconds: float) -> tuple[Segment, ...]:
     """What the scheduler has to know of a step in pieces that takes so long in all."""
-    stack, estimates = layout.stack, layout.kernels.iteration.kernel_seconds
-    slowness = seconds / layout.estimated_seconds
-    found, first = [], 0
-    for end in cuts:
-        taken = max(slowness * sum(estimates[first:end]), 1e-9)
-        height = max(stack.kernel_heights[first:end])
-        found.append(Segment(end - first, height, stack.holds[end - 1], taken))
-        first = end
-    return tuple(found)
+    estimates, slowness = layout.kernels.iteration.kernel_seconds, seconds / layout.estimated_seconds
+    return segments_between(cuts, layout.stack, estimates, slowness=slowness)
 
 
 def cuts_of(layout: StepLayout, tracking_bytes: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from trainmux.colocate._host_device import HostDevice
 from trainmux.colocate._placement import PER_TENSOR, region_bytes_for
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.errors import BudgetError
-from trainmux.runtime import look_at_host
+from trainmux.runtime import device_name, look_at_host
 from trainmux.scheduling.budget import parse_budget
 
 
@@ -37,8 +37,7 @@ def make_device(where: torch.device, region_bytes: int, *, poisons: bool) -> Col
 
 def name_of(where: torch.device) -> str:
     """What times that were measured there are times of."""
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
-    return f"{name}, torch {torch.__version__}"
+    return f"{device_name(where)}, torch {torch.__version__}"
 
 
 def budget_in_bytes(budget: int | str | None, where: torch.device) -> int:

@@ -20,7 +20,7 @@ import torch
 from trainmux.engine import StepProgram, UpdateSettings
 from trainmux.ir import FusionRecord, GraphInput
 from trainmux.lowering import KernelCache, Lowered, cache_folder, from_bytes, to_bytes
-from trainmux.runtime import source_version, write_whole
+from trainmux.runtime import device_name, source_version, write_whole
 from trainmux.tracing import TracedGraph, graph_constant
 
 _ROOMS = ("engine", "fusion", "lowering", "optim", "runtime", "tracing", "fleet", "ir")
@@ -59,10 +59,6 @@ def step_key(traced: TracedGraph, *decisive: Any) -> str:
     everything = (traced.inputs, traced.outputs, *decisive, torch.__version__, named, _source_version())
     digest.update(_canonical(everything).encode())
     return digest.hexdigest()
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def store(key: str, step: StoredStep) -> None:

@@ -14,7 +14,7 @@ from trainmux.runtime._gpu import (
 )
 from trainmux.runtime._host import FolderFacts, HostFacts, look_at_folder, look_at_host
 from trainmux.runtime._interrupts import deferred_interrupts
-from trainmux.runtime._kept_files import source_version, user_cache_folder, write_whole
+from trainmux.runtime._kept_files import device_name, source_version, user_cache_folder, write_whole
 from trainmux.runtime._landing import NUM_LANDINGS, HostLeaf, Landing
 from trainmux.runtime._pools import limited_growth, pool_bytes, release_cached
 from trainmux.runtime._random import (
@@ -61,6 +61,7 @@ __all__ = [
     "capturing",
     "deferred_interrupts",
     "deterministic_algorithms",
+    "device_name",
     "limited_growth",
     "look_at_cuda",
     "look_at_folder",

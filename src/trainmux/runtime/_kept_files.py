@@ -1,4 +1,4 @@
-"""What is kept on disk from one start to the next: where, how it is written, and which source it is of."""
+"""What is kept on disk from one start to the next: where, how it is written, of which source and device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+import torch
 
 
 def user_cache_folder(name: str, variable: str) -> Path:
@@ -31,6 +33,11 @@ def write_whole(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 os.unlink(file.name)
             raise
+
+
+def device_name(device: torch.device) -> str:
+    """What is kept of one device and not used on another is told apart by it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 @functools.cache

@@ -65,8 +65,8 @@ def _layer_norm(
     """
     given = [each.dtype for each in (weight, bias) if each is not None]
     wide = functools.reduce(torch.promote_types, given, input.dtype)
-    out = aten.native_layer_norm(input.to(wide), normalized_shape, weight, bias, eps)[0]
-    return out.to(input.dtype)  # type: ignore[no-any-return]
+    out: Tensor = aten.native_layer_norm(input.to(wide), normalized_shape, weight, bias, eps)[0]
+    return out.to(input.dtype)
 
 
 def _attention(

@@ -127,6 +127,11 @@ def test_regions_are_exchanged_under_running_jobs(driver: SystemDriver) -> None:
         assert_same_state(state_of(fleet), state, str(number))
 
 
+def finer_once_measured(layout: Any, device: Any, seconds: float) -> int:
+    """In the place of `tracking_bytes_for`: a step in one piece, until it was found what it takes."""
+    return 1 << 40 if seconds == layout.estimated_seconds else EVERY_KERNEL
+
+
 @pytest.mark.parametrize("num_lanes", [1, 2])
 def test_a_step_that_was_misjudged_is_cut_anew(num_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts are chosen for what kernels take on an H200; a step that took otherwise is captured once more."""
@@ -134,7 +139,7 @@ def test_a_step_that_was_misjudged_is_cut_anew(num_lanes: int, monkeypatch: pyte
 
     def tracking_bytes(layout: Any, device: Any, seconds: float) -> int:
         asked.append(seconds)
-        return 1 << 40 if seconds == layout.estimated_seconds else EVERY_KERNEL
+        return finer_once_measured(layout, device, seconds)
 
     monkeypatch.setattr(_fused_job, "tracking_bytes_for", tracking_bytes)
     options: dict[str, Any] = {"accumulate": 4} if num_lanes > 1 else {}
@@ -174,8 +179,7 @@ def test_a_step_as_long_as_estimated_is_captured_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(SegmentSet, "replay_seconds", seconds)
     made = rooms_made(monkeypatch)
     colocation = tm.colocate([tm.Job("0", fleet=page_fleet(0), loader=page_batches(0), steps=1)], "4GiB")
-    (layout,) = colocation._tenants["0"]._works[0]._job._layouts.values()  # type: ignore[attr-defined]
-    estimated = layout.estimated_seconds
+    (estimated,) = colocation._tenants["0"]._works[0].step_seconds
     assert colocation.run().failed == ()
     assert len(made) == 1
 
@@ -240,11 +244,7 @@ def test_what_was_learned_of_a_job_is_used_again(tmp_path: Path, monkeypatch: py
 
 def test_a_step_is_captured_anew_when_the_first_graphs_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """And sums that a fleet brings along are as they were, however often its step was replayed."""
-    monkeypatch.setattr(
-        _fused_job,
-        "tracking_bytes_for",
-        lambda layout, device, seconds: 1 << 40 if seconds == layout.estimated_seconds else EVERY_KERNEL,
-    )
+    monkeypatch.setattr(_fused_job, "tracking_bytes_for", finer_once_measured)
     captured: list[PaperGraph] = []
     still_there: list[int] = []
     capture_all = PaperRoom.capture_all

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainmux.runtime import source_version, user_cache_folder, write_whole
+from trainmux.runtime import device_name, source_version, user_cache_folder, write_whole
 
 _VARIABLE = "TRAINMUX_STRATEGY_DIR"
 
@@ -55,7 +55,7 @@ def default_folder() -> Path:
 def _header(device: torch.device) -> dict[str, Any]:
     is_cuda = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        "device": device_name(device),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version() if is_cuda else None,
         "source": _source_version(),
