@@ -50,7 +50,7 @@ def test_a_step_that_does_not_fit_is_measured_with_feature_maps_away(
         most_away, most_made = max(most_away, away), max(most_made, away + there)
 
     monkeypatch.setattr(Pass, "release", counted)
-    monkeypatch.setattr(_measured, "_fits", lambda graph, device: False)
+    monkeypatch.setattr(_measured, "fits", lambda graph, device: False)
     fleet, other = fleet_of(name), fleet_of(name)
     plan = fleet.plan(None, "none")
     fleet.use(None)
@@ -92,3 +92,12 @@ def test_the_link_is_measured_beside_kernels() -> None:
     assert beside.link.handover_seconds == idle.handover_seconds
     assert 1.0 <= beside.slowdown < 2.0
     assert num_loads == 9
+
+
+@pytest.mark.parametrize("name", ["transformer_with_dropout", "cnn_with_dropout"])
+def test_what_it_costs_to_meet_copies_is_measured(name: str) -> None:
+    """Small kernels pay for it: some microseconds, and less than a step."""
+    profiles = fleet_of(name).plan(None, "none").profiles
+    for profile in profiles:
+        step = sum(node.seconds for node in profile.nodes)
+        assert 0.2e-6 < profile.meeting_seconds < min(1e-4, step)

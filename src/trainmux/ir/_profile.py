@@ -102,7 +102,8 @@ class Profile:
     ``source`` is ``"measured"`` or ``"analytic"``; ``fingerprint`` names graph, width, device and versions:
     two profiles with the same one are interchangeable. While tensors are copied, nodes take
     ``slowdown_by_copies`` times their seconds. ``seconds_beside`` are pairs: so many of these steps side by
-    side, and the seconds until all have ended, where that was measured.
+    side, and the seconds until all have ended, where that was measured. A node that waits for a copy takes
+    ``meeting_seconds`` longer, however long ago the copy ended, and so does one that a copy waits for.
 
     With ``num_branches`` above 1 the members are not fused: each trains on a branch of its own, all branches
     at the same time, and every number is that of all together (`profiling.side_by_side`). There may be fewer
@@ -118,3 +119,4 @@ class Profile:
     slowdown_by_copies: float = 1.0
     seconds_beside: tuple[tuple[int, float], ...] = ()
     num_branches: int = 1
+    meeting_seconds: float = 0.0

@@ -13,7 +13,8 @@ One with so many kernels that the wait was too short is measured behind a longer
 A node alone takes a little longer than among others in a CUDA graph: it begins late, and finds caches cold.
 Where the whole step fits on the device it is captured and replayed too, and nodes are shortened by what they
 take together beyond that, the same for each. Beside these replays the link is measured: copies that run
-while kernels do are slower than alone, and so are the kernels.
+while kernels do are slower than alone, and so are the kernels. And the step is replayed with small copies
+that wait for some of its nodes, and for which others wait: each such meeting costs.
 
 Nodes that change parameters run once in each pass, like all others: the arguments must be such that a step
 changes nothing (no member active).
@@ -36,10 +37,11 @@ from trainmux.profiling._alike import alike
 from trainmux.profiling._clocks import enqueue_replays, median_of, replays, wall_seconds
 from trainmux.profiling._kernels import KernelGraph
 from trainmux.profiling._link import BesideKernels, LinkRates, probe_link, probe_link_beside
+from trainmux.profiling._meetings import Meetings, meeting_seconds
 from trainmux.profiling._pass import Into, Pass, last_uses_of_created
 from trainmux.runtime import borrowed_stream, capturing, warm_matrix_libraries
 
-MEASUREMENT_VERSION = 6
+MEASUREMENT_VERSION = 7
 """Raised when what is measured, or how, is no longer what kept profiles have."""
 
 NUM_PASSES = 3
@@ -85,9 +87,10 @@ def measure_profile(
         alone = [sample.seconds for sample in samples]
         replayed = None if swaps else _replayed(graph, begin, device, link)
         beside = () if replayed is None else _beside(graph, begin, device, branches)
-    slowdown = 1.0
+    slowdown, meeting = 1.0, 0.0
     if replayed is not None:
         link, slowdown = replayed.beside.link, replayed.beside.slowdown
+        meeting = replayed.meeting_seconds
         alone = in_step_seconds(alone, replayed.seconds)
     nodes = tuple(
         ProfiledNode(
@@ -114,7 +117,17 @@ def measure_profile(
         )
         for tensor in graph.tensors
     )
-    return Profile(fingerprint, "measured", width, facts, tensors, nodes, slowdown, beside)
+    return Profile(
+        fingerprint,
+        "measured",
+        width,
+        facts,
+        tensors,
+        nodes,
+        slowdown,
+        beside,
+        meeting_seconds=meeting,
+    )
 
 
 @contextmanager
@@ -236,6 +249,7 @@ class _Replayed:
 
     seconds: float
     beside: BesideKernels
+    meeting_seconds: float
 
 
 def _replayed(
@@ -245,19 +259,25 @@ def _replayed(
     torch.cuda.empty_cache()
     if not fits(graph, device):
         return None
-    captured = torch.cuda.CUDAGraph()
+    captured, meeting = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    meetings = Meetings(len(graph.steps), device)
+    pool = torch.cuda.MemPool()  # one for both, which never run at the same time
+    stream = torch.cuda.current_stream(device)
     try:
-        with capturing(captured, torch.cuda.current_stream(device)):
+        with capturing(captured, stream, pool):
             begin().run_all()
+        with capturing(meeting, stream, pool):
+            begin().run_all(meetings)
+            meetings.close()
     except RuntimeError:  # out of memory is one, too
         torch.cuda.synchronize(device)
         return None
-    taken = _sustained_seconds(captured)
+    taken, met = _sustained_seconds(captured), _sustained_seconds(meeting)
     count = max(1, int(_BESIDE_SECONDS / taken))
     beside = probe_link_beside(partial(enqueue_replays, captured, count), count * taken, idle, device)
-    del captured
+    del captured, meeting, pool
     torch.cuda.empty_cache()
-    return _Replayed(taken, beside)
+    return _Replayed(taken, beside, meeting_seconds(taken, met, meetings.number))
 
 
 def _sustained_seconds(captured: torch.cuda.CUDAGraph) -> float:

@@ -58,12 +58,13 @@ class Pass:
         self._last_forward = _last_forward_uses(graph.steps)
         self._ending = last_uses_of_created(graph.steps)
 
-    def run_all(self) -> None:
-        """Every node, one after another."""
+    def run_all(self, behind: Callable[[int], None] = lambda rank: None) -> None:
+        """Every node, one after another; ``behind`` is called with the rank of each that was enqueued."""
         for rank, step in enumerate(self._graph.steps):
             self.prepare(rank, step)
             self.run(step)
             self.release(rank, step)
+            behind(rank)
         self.close()
 
     def prepare(self, rank: int, step: KernelStep) -> None:

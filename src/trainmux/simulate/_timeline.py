@@ -101,4 +101,31 @@ def _run(part: Part, profiles: Sequence[Profile], strain: float = 1.0) -> tuple[
         alone.append(seconds)
         duplex.append(slow)
         waits.append(on)
+    if any(profile.meeting_seconds for profile in profiles):
+        for position in _meetings(part, lanes, waits):
+            profile = profiles[part.instructions[position].sub_array]  # type: ignore[union-attr]
+            alone[position] += profile.meeting_seconds
+            duplex[position] += profile.meeting_seconds
     return lanes, run_lanes(lanes, alone, duplex, waits)
+
+
+def _meetings(part: Part, lanes: Sequence[int], waits: Sequence[int]) -> list[int]:
+    """Where nodes are that wait for copies, and those that copies wait for: twice for a node that is both."""
+    waiting: list[int] = []
+    waited_for: set[int] = set()
+    latest: list[int] = []
+    node, waits_for_copies = -1, False
+    for position, instruction in enumerate(part.instructions):
+        on = waits[position]
+        if isinstance(instruction, Compute | Recompute):
+            node = position
+            if waits_for_copies:
+                waiting.append(position)
+                waits_for_copies = False
+        elif 0 <= on < position and (lanes[position] == COMPUTE) != (lanes[on] == COMPUTE):
+            if lanes[position] == COMPUTE:
+                waits_for_copies = True
+            elif latest[on] >= 0:
+                waited_for.add(latest[on])
+        latest.append(node)
+    return [*waiting, *waited_for]

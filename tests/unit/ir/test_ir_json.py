@@ -125,7 +125,7 @@ def test_infinite_and_undefined_numbers_come_back() -> None:
 def test_what_was_written_before_a_field_was_there_has_its_default() -> None:
     profile = replace(two_layers(), slowdown_by_copies=1.0)
     document = json.loads(to_json(profile))
-    for name in ("slowdown_by_copies", "seconds_beside", "num_branches"):
+    for name in ("slowdown_by_copies", "seconds_beside", "num_branches", "meeting_seconds"):
         del document["profile"][name]
     document["sha256"] = _checksum("profile", document["profile"])
     assert from_json(json.dumps(document), Profile) == profile
@@ -154,7 +154,7 @@ def test_the_text_is_readable_and_compact() -> None:
     assert lines[0].startswith('{"trainmux": "profile", "version": 1, "sha256": "')
     rows = [line.strip() for line in lines if line.strip().startswith('["')]
     assert rows[-1] == '["up_w1", "update", [13], [], [1, 3], 0.001, 8, true]]},'
-    assert lines[-1].strip() == '"num_branches": 1}}'
+    assert lines[-1].strip() == '"meeting_seconds": 0.0}}'
     program = to_json(recompute_from_swapped().program)
     assert '\n   ["Wait", "compute", 0],\n' in program
     assert '\n   ["Recompute", 0, 0, [5]],\n' in program

@@ -270,6 +270,48 @@ def test_half_of_a_node_beside_a_copy() -> None:
     assert lane_times(Part((Offload(0, 0), FIVE), ()), [PROFILE]).ends == [4.0, 5.0]
 
 
+def test_nodes_that_meet_copies_take_longer() -> None:
+    """A copy waits for the first node, the last one for the copy; both are a quarter of a second longer,
+    beside copies too."""
+    met = replace(PROFILE, meeting_seconds=0.25)
+    instructions = (TWO, Wait(Lane.OUT, 0), Offload(0, 1), FIVE, Wait(Lane.COMPUTE, 2), ONE)
+    assert lane_times(Part(instructions, ()), [PROFILE]).ends == [2.0, 2.0, 3.0, 7.0, 7.0, 8.0]
+    assert lane_times(Part(instructions, ()), [met]).ends == [2.25, 2.25, 3.25, 7.25, 7.25, 8.5]
+    # Where the copy takes longer than what runs beside it, compute waits for it, and then begins.
+    instructions = (TWO, Wait(Lane.OUT, 0), Offload(0, 0), ONE, Wait(Lane.COMPUTE, 2), ONE)
+    assert lane_times(Part(instructions, ()), [met]).ends == [2.25, 2.25, 6.25, 3.25, 6.25, 7.5]
+    instructions = (Offload(0, 1), Wait(Lane.COMPUTE, 0), Offload(0, 0), ONE)
+    slowed = replace(met, slowdown_by_copies=2.0)
+    assert lane_times(Part(instructions, ()), [met]).ends == [1.0, 1.0, 5.0, 2.25]
+    assert lane_times(Part(instructions, ()), [slowed]).ends == [1.0, 1.0, 5.0, 3.25]
+
+
+def test_where_lanes_meet() -> None:
+    """Once for all copies that wait for a node, for the node before where they wait for bytes given back, and
+    once for all copies that a node waits for; not where nothing of the other lane is waited for."""
+
+    def longer(*instructions: Instruction) -> list[int]:
+        """By node: how many times a meeting's seconds it takes longer."""
+        met = replace(PROFILE, meeting_seconds=100.0)
+        part = Part(instructions, ())
+        before, after = (lane_times(part, [profile]) for profile in (PROFILE, met))
+        return [
+            round((after.ends[at] - after.starts[at] - before.ends[at] + before.starts[at]) / 100)
+            for at, item in enumerate(instructions)
+            if isinstance(item, Compute | Recompute)
+        ]
+
+    two_copies = (Wait(Lane.OUT, 0), Offload(0, 0), Wait(Lane.IN, 0), Prefetch(0, 1))
+    assert longer(ONE, *two_copies, TWO) == [1, 0]
+    assert longer(ONE, *two_copies, Wait(Lane.COMPUTE, 2), Wait(Lane.COMPUTE, 4), TWO, FIVE) == [1, 1, 0]
+    freed = (ONE, Free(0, 0), Wait(Lane.IN, 1), Prefetch(0, 1))
+    assert longer(*freed, Wait(Lane.COMPUTE, 3), Recompute(0, 1, ())) == [1, 1]
+    assert longer(Free(0, 0), Wait(Lane.IN, 0), Prefetch(0, 1), ONE) == [0]
+    assert longer(Offload(0, 0), Wait(Lane.IN, 0), Prefetch(0, 0), ONE) == [0]
+    both = (Offload(0, 0), Wait(Lane.COMPUTE, 0), ONE, Wait(Lane.OUT, 2), Offload(0, 1), TWO)
+    assert longer(*both) == [2, 0]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6))
 def test_without_copies_only_the_nodes_are_left(seed: int) -> None:
