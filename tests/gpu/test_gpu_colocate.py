@@ -350,6 +350,37 @@ def test_segments_last_as_long_as_meant() -> None:
     assert len(seconds) > before
 
 
+def test_jobs_that_are_known_begin_beside_each_other(tmp_path: Path) -> None:
+    """What was learned of a job is kept in a folder: the next like it needs no iteration to itself."""
+    warm_up()
+    settle(clears_workspaces=True)
+
+    def run() -> tuple[list[bool], list[int]]:
+        """Of each job, whether it was known before it ran, and into how many segments it was cut."""
+        watch = MemoryWatch()
+        jobs = [wide_job("a", 0, 12), wide_job("b", 1, 12)]
+        colocation = tm.colocate(
+            jobs,
+            "20GiB",
+            region_bytes=REGION,
+            profiles=tmp_path / "profiles",
+            callbacks=[lambda event: watch.look(event.colocation)],
+        )
+        known = [tenant.demands[0].is_measured for tenant in colocation._tenants.values()]
+        budget = smallest_budget(colocation) + 5 * REGION
+        colocation.set_budget(budget)
+        result = colocation.run()
+        assert [repr(job.error) for job in result.jobs.values() if job.error] == []
+        assert max(watch.held) <= budget, watch.report(budget)
+        for seed, job in enumerate(jobs):
+            assert_wide_as_alone(result, job, seed)
+        return known, [job.num_segments for job in result.jobs.values()]
+
+    known, segments = run()
+    assert known == [False, False]
+    assert run() == ([True, True], segments)
+
+
 def test_the_budget_changes_without_a_capture() -> None:
     """Down to where jobs take turns, and up again."""
     warm_up()

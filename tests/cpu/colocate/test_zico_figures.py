@@ -248,14 +248,21 @@ def test_files_of_several_runs_are_one_page(gpu_results: dict[str, Any], tmp_pat
             "bert+bert, temporal",
             "bert+bert, memory",
             f"{names[0]}, tracking",
+            f"{names[0]}, host view",
             "rhn+rhn",
         ],
     }
+    seen = merge(
+        [{**gpu_results, **lost}, {**later, "host_view": {names[0]: {"samples": []}}, "tracking": {}}]
+    )
+    assert [row["way"] for row in seen["failed"]] == ["MPS, graphs"]
+    assert f"{names[0]}, host view" not in seen["left_out"]
     told = merge(
         [{**gpu_results, **lost, "host_view": {}, "tracking": {}}, {**later, "host_view": {}, "tracking": {}}]
     )
     assert [row["error"] for row in told["failed"]] == ["holds", "holds"]
-    assert told["left_out"] == ["bert+bert, memory", f"{names[0]}, tracking", "rhn+rhn"]
+    missing = [f"{names[0]}, {part}" for part in ("tracking", "host view")]
+    assert told["left_out"] == ["bert+bert, memory", *missing, "rhn+rhn"]
     assert merged["failed"] == gpu_results["failed"]
     assert merged["memory"] == gpu_results["memory"]
     assert merged["cases"] == {**gpu_results["cases"], "rhn": "another"}

@@ -69,7 +69,7 @@ def _has(document: Mapping[str, Any], names: Sequence[str], way: str) -> bool:
     if way in _AS_A_WHOLE:
         return any(_is_whole(pair) for pair in pairs if len(names) == 1 or pair["names"] == list(names))
     if len(names) == 1:
-        return names[0] in document.get(way.partition(", ")[0], ())
+        return names[0] in document.get(way.partition(", ")[0].replace(" ", "_"), ())
     if way == "memory":
         return any(row["names"] == list(names) for row in document["simulated"])
     return any(row["way"] == way for pair in pairs if pair["names"] == list(names) for row in pair["ways"])

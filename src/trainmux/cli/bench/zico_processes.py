@@ -1,8 +1,8 @@
 """Each job of a pair in a process of its own, on one device: by the driver's turns, or under MPS.
 
 The paper's MPS baseline is also run with more memory than the device has, by unified memory. That is left
-out: managed memory beyond what is free on the card pages through the host, and may take the whole machine
-with it; and without it a process that finds no memory fails. Processes are measured where both have room.
+out: a program that asks for more managed memory than is free on the card can hang the GPU, not only itself;
+and without it a process that finds no memory fails. Processes are measured where both have room.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EAGER, GRAPHS = "eager", "graphs"
 KINDS = (EAGER, GRAPHS)
 OVERSUBSCRIBED = (
     "MPS with more memory than the card has is left out: it takes managed memory beyond what is free, which "
-    "pages through the host; without it, a process that finds no memory fails"
+    "can hang the GPU; without it, a process that finds no memory fails"
 )
 
 _START_SECONDS = 300.0
