@@ -455,8 +455,9 @@ class Candidates:
         return schedule_all_at_once(self.known.policy.schedule, task) if best is None else None
 
     def _timed(self, schedule: Schedule) -> _Timed:
-        made = draft(self.arrangement.profiles, schedule)
-        return _Timed(schedule, made, lane_times(made.body, self.arrangement.profiles).seconds)
+        profiles = self.arrangement.profiles
+        made = draft(profiles, schedule)
+        return _Timed(schedule, made, lane_times(made.body, profiles, counts_meetings=False).seconds)
 
     def _task(self, limit_bytes: int) -> Task:
         arrangement = self.arrangement
@@ -470,8 +471,9 @@ class Candidates:
 
     def _placed(self, timed: _Timed, *, enough_bytes: int = 0) -> Candidate:
         """With offsets. A slab that is ``enough_bytes`` is not made smaller; `rewrite` would do so."""
-        program = place(self.arrangement.profiles, timed.draft, enough_bytes=enough_bytes)
+        profiles = self.arrangement.profiles
+        program = place(profiles, timed.draft, enough_bytes=enough_bytes)
         strained = timed.seconds
         if timed.schedule.swaps:
-            strained = lane_times(program.body, self.arrangement.profiles, _STRAIN).seconds
+            strained = lane_times(program.body, profiles, _STRAIN, counts_meetings=False).seconds
         return Candidate(timed.schedule, program, timed.seconds, strained)

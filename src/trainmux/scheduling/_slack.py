@@ -54,7 +54,7 @@ class _Slack:
         self._profiles = profiles
         self._limit = limit_bytes
         self._strain = strain
-        self._times = lane_times(body, profiles)
+        self._times = lane_times(body, profiles, counts_meetings=False)
         self._computes = [i for i, each in enumerate(body.instructions) if isinstance(each, Compute)]
         self._starts = [self._times.starts[index] for index in self._computes]
         self._positions = {node: position for position, node in enumerate(schedule.order)}

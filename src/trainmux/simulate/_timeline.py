@@ -53,15 +53,20 @@ def timeline(part: Part, profiles: Sequence[Profile], source: str = "predicted")
     )
 
 
-def lane_times(part: Part, profiles: Sequence[Profile], strain: float = 1.0) -> LaneTimes:
+def lane_times(
+    part: Part, profiles: Sequence[Profile], strain: float = 1.0, *, counts_meetings: bool = True
+) -> LaneTimes:
     """The times of `timeline` without spans and memory, for planners that try many parts.
 
-    With ``strain``, copies take so many times what the profiles say.
+    With ``strain``, copies take so many times what the profiles say. A draft has several times as many waits
+    as the program that is made of it: for a draft meetings are not to be counted.
     """
-    return _run(part, profiles, strain)[1]
+    return _run(part, profiles, strain, counts_meetings=counts_meetings)[1]
 
 
-def _run(part: Part, profiles: Sequence[Profile], strain: float = 1.0) -> tuple[list[int], LaneTimes]:
+def _run(
+    part: Part, profiles: Sequence[Profile], strain: float = 1.0, *, counts_meetings: bool = True
+) -> tuple[list[int], LaneTimes]:
     lanes: list[int] = []
     alone: list[float] = []
     duplex: list[float] = []
@@ -101,7 +106,7 @@ def _run(part: Part, profiles: Sequence[Profile], strain: float = 1.0) -> tuple[
         alone.append(seconds)
         duplex.append(slow)
         waits.append(on)
-    if any(profile.meeting_seconds for profile in profiles):
+    if counts_meetings and any(profile.meeting_seconds for profile in profiles):
         for position in _meetings(part, lanes, waits):
             profile = profiles[part.instructions[position].sub_array]  # type: ignore[union-attr]
             alone[position] += profile.meeting_seconds

@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 from graphs import DEVICE, KIB, Shape, random_profile
 
-from trainmux.ir import ByteClass, Multiplexing, Phase, Profile, ProfiledNode, ProfiledTensor, verify
+from trainmux.ir import (
+    ByteClass,
+    Multiplexing,
+    Phase,
+    Plan,
+    Profile,
+    ProfiledNode,
+    ProfiledTensor,
+    Wait,
+    verify,
+)
 from trainmux.rewrite import draft, rewrite
 from trainmux.scheduling import Group, Planner, Task, _candidates, _spread
 from trainmux.scheduling._arrangement import Arrangement
@@ -155,21 +165,38 @@ def test_eight_members_near_static_memory_take_hardly_longer_than_their_nodes() 
     assert spread < 1.03 * least
 
 
-def test_the_planner_takes_it() -> None:
-    profile = member()
+def plan_of(profile: Profile, num_members: int, max_partitions: int) -> Plan:
+    """Of single members, or of wider arrays, a little above static memory."""
     planner = Planner(
-        [Group("0", tuple(f"member {number}" for number in range(8)))],
+        [Group("0", tuple(f"member {number}" for number in range(num_members)))],
         profile_of=lambda group, width: profile if width == 1 else _wide(profile, width),
         policy="auto",
-        max_partitions=5,
+        max_partitions=max_partitions,
     )
-    static = 8 * sum(tensor.size_bytes for tensor in profile.tensors if tensor.byte_class.is_static)
-    record = planner.plan(static + 100 * KIB)
+    static = sum(tensor.size_bytes for tensor in profile.tensors if tensor.byte_class.is_static)
+    return planner.plan(num_members * static + 100 * KIB)
+
+
+def test_the_planner_takes_it() -> None:
+    profile = member()
+    record = plan_of(profile, 8, 5)
     least = 8 * sum(node.seconds for node in profile.nodes)
     assert record.step_seconds < 1.1 * least
     assert any(
         profile.tensors[swap.tensor].byte_class is ByteClass.OPTIMIZER_STATE for swap in record.schedule.swaps
     )
+
+
+def test_what_meetings_cost_is_predicted_and_decides_nothing() -> None:
+    """A draft has more of them than the program has."""
+    profile = member(4)
+    meeting = replace(profile, meeting_seconds=min(node.seconds for node in profile.nodes) / 2)
+    without, met = (plan_of(each, 3, 2) for each in (profile, meeting))
+    assert without.schedule == met.schedule
+    widths = [len(sub_array.members) for sub_array in met.partition]
+    body = rewrite([_wide(meeting, width) for width in widths], met.schedule).body
+    most = sum(isinstance(item, Wait) for item in body.instructions) * meeting.meeting_seconds
+    assert without.step_seconds < met.step_seconds <= without.step_seconds + most
 
 
 def test_maps_are_made_again_no_more_than_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
