@@ -179,9 +179,9 @@ def plan_of(profile: Profile, num_members: int, max_partitions: int) -> Plan:
 
 def test_the_planner_takes_it() -> None:
     profile = member()
-    record = plan_of(profile, 8, 5)
+    record = plan_of(profile, 8, 2)
     least = 8 * sum(node.seconds for node in profile.nodes)
-    assert record.step_seconds < 1.1 * least
+    assert record.step_seconds < 1.02 * least
     assert any(
         profile.tensors[swap.tensor].byte_class is ByteClass.OPTIMIZER_STATE for swap in record.schedule.swaps
     )
@@ -240,7 +240,7 @@ def test_memory_between_two_limits_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(set(times)) == len(times)
     monkeypatch.setattr(_candidates, "_NUM_FINE_STEPS", 1)
     coarse = single_members()
-    assert {found(coarse, budget) for budget in budgets[:-1]} == {times[0]}
+    assert {found(coarse, budget) for budget in (budgets[0], budgets[3])} == {times[0]}
 
 
 @pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.extensive) for seed in (11, 30))])
