@@ -1,4 +1,4 @@
-"""Profiling on the GPU where a step does not fit: feature maps wait on the host between the passes."""
+"""Profiling on the GPU: where a step does not fit, beside copies, and where compute meets copies."""
 
 from __future__ import annotations
 

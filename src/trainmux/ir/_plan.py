@@ -77,6 +77,7 @@ class Schedule:
 class Attempt:
     """A partition that was tried: what it would cost, and why it was not taken (empty: it was).
 
+    Times are those by which partitions are compared: without what nodes take longer that meet copies.
     ``num_branches`` above 1: the members of a sub-array are not fused, but train side by side.
     """
 

@@ -106,8 +106,9 @@ class Profile:
     ``meeting_seconds`` longer, however long ago the copy ended, and so does one that a copy waits for.
 
     With ``num_branches`` above 1 the members are not fused: each trains on a branch of its own, all branches
-    at the same time, and every number is that of all together (`profiling.side_by_side`). There may be fewer
-    members than branches; bytes are those of all branches then, too.
+    at the same time, and every number is that of all together (`profiling.side_by_side`), but for
+    ``meeting_seconds``, which are those of one. There may be fewer members than branches; bytes are those of
+    all branches then, too.
     """
 
     fingerprint: str

@@ -87,10 +87,10 @@ def measure_profile(
         alone = [sample.seconds for sample in samples]
         replayed = None if swaps else _replayed(graph, begin, device, link)
         beside = () if replayed is None else _beside(graph, begin, device, branches)
-    slowdown, meeting = 1.0, 0.0
+    slowdown, met = 1.0, 0.0
     if replayed is not None:
         link, slowdown = replayed.beside.link, replayed.beside.slowdown
-        meeting = replayed.meeting_seconds
+        met = replayed.meeting_seconds
         alone = in_step_seconds(alone, replayed.seconds)
     nodes = tuple(
         ProfiledNode(
@@ -126,7 +126,7 @@ def measure_profile(
         nodes,
         slowdown,
         beside,
-        meeting_seconds=meeting,
+        meeting_seconds=met,
     )
 
 
@@ -259,25 +259,45 @@ def _replayed(
     torch.cuda.empty_cache()
     if not fits(graph, device):
         return None
-    captured, meeting = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    meetings = Meetings(len(graph.steps), device)
-    pool = torch.cuda.MemPool()  # one for both, which never run at the same time
-    stream = torch.cuda.current_stream(device)
+    captured = torch.cuda.CUDAGraph()
+    pool = torch.cuda.MemPool()
     try:
-        with capturing(captured, stream, pool):
+        with capturing(captured, torch.cuda.current_stream(device), pool):
             begin().run_all()
-        with capturing(meeting, stream, pool):
-            begin().run_all(meetings)
-            meetings.close()
     except RuntimeError:  # out of memory is one, too
         torch.cuda.synchronize(device)
         return None
-    taken, met = _sustained_seconds(captured), _sustained_seconds(meeting)
+    taken = _sustained_seconds(captured)
+    met = _meeting_seconds(graph, begin, device, taken, pool)
     count = max(1, int(_BESIDE_SECONDS / taken))
     beside = probe_link_beside(partial(enqueue_replays, captured, count), count * taken, idle, device)
-    del captured, meeting, pool
+    del captured, pool
     torch.cuda.empty_cache()
-    return _Replayed(taken, beside, meeting_seconds(taken, met, meetings.number))
+    return _Replayed(taken, beside, met)
+
+
+def _meeting_seconds(
+    graph: KernelGraph,
+    begin: Callable[[], Pass],
+    device: torch.device,
+    without: float,
+    pool: torch.cuda.MemPool,
+) -> float:
+    """What a meeting costs the step, which takes so long ``without``; 0 where it cannot be known.
+
+    In the ``pool`` of the graph without them, which does not run meanwhile.
+    """
+    captured = torch.cuda.CUDAGraph()
+    try:
+        meetings = Meetings(len(graph.steps), device)
+        if not meetings.number:
+            return 0.0
+        with capturing(captured, torch.cuda.current_stream(device), pool), meetings:
+            begin().run_all(meetings)
+    except RuntimeError:
+        torch.cuda.synchronize(device)
+        return 0.0
+    return meeting_seconds(without, _sustained_seconds(captured), meetings.number)
 
 
 def _sustained_seconds(captured: torch.cuda.CUDAGraph) -> float:

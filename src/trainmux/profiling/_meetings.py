@@ -18,12 +18,13 @@ _NUM_BYTES = 1024
 
 
 def meeting_places(num_nodes: int) -> tuple[range, range]:
-    """Ranks of the nodes that a copy waits for, and those behind which compute waits for a copy.
+    """Ranks of the nodes that a copy waits for, and of those behind which compute waits for that copy.
 
-    The latter are in the middle between two of the former.
+    The latter are in the middle between two of the former. Of a step of a few nodes there are none.
     """
     every = max(_FEWEST_NODES, -(-num_nodes // _MOST_COPIES))
-    return range(every - 1, num_nodes, every), range(every + every // 2 - 1, num_nodes - 1, every)
+    waits = range(every + every // 2 - 1, num_nodes - 1, every)
+    return range(every - 1, every - 1 + every * len(waits), every), waits
 
 
 def meeting_seconds(without: float, taken: float, number: int) -> float:
@@ -32,7 +33,10 @@ def meeting_seconds(without: float, taken: float, number: int) -> float:
 
 
 class Meetings:
-    """Called behind each node of a step that is captured: begins copies, and waits for them."""
+    """Called behind each node of a step that is captured: begins copies, and waits for them.
+
+    As a context, around that step: however it ends, the lane of the copies ends with it.
+    """
 
     def __init__(self, num_nodes: int, device: torch.device) -> None:
         self._copies, self._waits = meeting_places(num_nodes)
@@ -44,6 +48,13 @@ class Meetings:
         self._there = torch.zeros(_NUM_BYTES, dtype=torch.uint8, device=device)
         self._host = torch.zeros(_NUM_BYTES, dtype=torch.uint8, pin_memory=True)
 
+    def __enter__(self) -> Meetings:
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+
     def __call__(self, rank: int) -> None:
         main = torch.cuda.current_stream(self._device)
         if rank in self._copies:
@@ -52,8 +63,3 @@ class Meetings:
                 self._host.copy_(self._there, non_blocking=True)
         if rank in self._waits:
             main.wait_stream(self._side)
-
-    def close(self) -> None:
-        """The step ends when the last copy has."""
-        if self._copies:
-            torch.cuda.current_stream(self._device).wait_stream(self._side)

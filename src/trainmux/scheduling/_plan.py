@@ -4,8 +4,9 @@ Every partition is tried in every way that the policy knows, beginning with the 
 nothing decided. An arrangement is left out only where it is certain that it cannot be quicker than what was
 found: by the time of its nodes, or by what its limit forces it to copy and recompute (`_bound`). Whatever is
 left out so would not have been chosen, so the guarantee of `_candidates` holds: time never rises as the
-budget rises (by more than the rounding of sums, one part in 10⁹). Of arrangements that take the same, as all
-do that hide their copies, the one is chosen that loses the least if copies are slower than predicted.
+budget rises (by more than the rounding of sums, one part in 10⁹). That is the time by which drafts are
+compared; what it costs to meet copies is in a plan's predictions only. Of arrangements that take the same, as
+all do that hide their copies, the one is chosen that loses the least if copies are slower than predicted.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class Planner:
             if found is not None:
                 beside, search.to_beat = found
         if beside is not None:
-            attempts = self._attempts(search.notes, beside.step_seconds, None)
+            attempts = self._attempts(search.notes, search.to_beat.seconds, None)
             plan = replace(beside, policy=self.policy, attempts=(*beside.attempts, *attempts))
             return plan, search.to_beat
         if search.best is None:
@@ -270,7 +271,7 @@ class Planner:
                 why,
                 arrangement.num_branches,
             )
-        times = timeline(candidate.program.body, arrangement.profiles)
+        times = timeline(candidate.program.body, arrangement.profiles, counts_meetings=False)
         if not is_chosen:
             why = f"takes {candidate.seconds / best_seconds:.3f} times as long"
         return Attempt(

@@ -24,13 +24,17 @@ from trainmux.simulate._memory import memory
 _LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN)
 
 
-def timeline(part: Part, profiles: Sequence[Profile], source: str = "predicted") -> Timeline:
+def timeline(
+    part: Part, profiles: Sequence[Profile], source: str = "predicted", *, counts_meetings: bool = True
+) -> Timeline:
     """One pass through ``part``: every node and copy with its start and end, and the memory meanwhile.
 
-    ``profiles`` has one profile per sub-array. Refused with `PlanError`: instructions that name nothing in
-    the profiles, and a wait for an instruction that is not issued before it.
+    ``profiles`` has one profile per sub-array. A draft has several times as many waits as the program that is
+    made of it: for a draft, what nodes take longer that meet copies is not to be counted. Refused with
+    `PlanError`: instructions that name nothing in the profiles, and a wait for an instruction that is not
+    issued before it.
     """
-    lanes, times = _run(part, profiles)
+    lanes, times = _run(part, profiles, counts_meetings=counts_meetings)
     starts, ends = times.starts, times.ends
     recompute_seconds = 0.0
     spans = []
@@ -58,8 +62,7 @@ def lane_times(
 ) -> LaneTimes:
     """The times of `timeline` without spans and memory, for planners that try many parts.
 
-    With ``strain``, copies take so many times what the profiles say. A draft has several times as many waits
-    as the program that is made of it: for a draft meetings are not to be counted.
+    With ``strain``, copies take so many times what the profiles say.
     """
     return _run(part, profiles, strain, counts_meetings=counts_meetings)[1]
 
@@ -107,30 +110,32 @@ def _run(
         duplex.append(slow)
         waits.append(on)
     if counts_meetings and any(profile.meeting_seconds for profile in profiles):
-        for position in _meetings(part, lanes, waits):
-            profile = profiles[part.instructions[position].sub_array]  # type: ignore[union-attr]
-            alone[position] += profile.meeting_seconds
-            duplex[position] += profile.meeting_seconds
+        for position, sub_array in _meetings(part, lanes, waits):
+            alone[position] += profiles[sub_array].meeting_seconds
+            duplex[position] += profiles[sub_array].meeting_seconds
     return lanes, run_lanes(lanes, alone, duplex, waits)
 
 
-def _meetings(part: Part, lanes: Sequence[int], waits: Sequence[int]) -> list[int]:
-    """Where nodes are that wait for copies, and those that copies wait for: twice for a node that is both."""
-    waiting: list[int] = []
-    waited_for: set[int] = set()
-    latest: list[int] = []
-    node, waits_for_copies = -1, False
+def _meetings(part: Part, lanes: Sequence[int], waits: Sequence[int]) -> list[tuple[int, int]]:
+    """Positions and sub-arrays of nodes that wait for copies, and of those that copies wait for; a node that
+    is both is there twice."""
+    waiting: list[tuple[int, int]] = []
+    waited_for: set[tuple[int, int]] = set()
+    latest: list[tuple[int, int] | None] = []
+    node: tuple[int, int] | None = None
+    waits_for_copies = False
     for position, instruction in enumerate(part.instructions):
         on = waits[position]
         if isinstance(instruction, Compute | Recompute):
-            node = position
+            node = (position, instruction.sub_array)
             if waits_for_copies:
-                waiting.append(position)
+                waiting.append(node)
                 waits_for_copies = False
         elif 0 <= on < position and (lanes[position] == COMPUTE) != (lanes[on] == COMPUTE):
+            before = latest[on]
             if lanes[position] == COMPUTE:
                 waits_for_copies = True
-            elif latest[on] >= 0:
-                waited_for.add(latest[on])
+            elif before is not None:
+                waited_for.add(before)
         latest.append(node)
     return [*waiting, *waited_for]

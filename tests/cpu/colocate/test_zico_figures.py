@@ -187,6 +187,25 @@ def test_pairs_stand_beside_the_papers_claims(gpu_results: dict[str, Any]) -> No
     assert found["Figure 3"].table[1] == ("1", "10", "40", "75%")
 
 
+def test_pairs_with_other_budgets_and_ways_share_a_table(gpu_results: dict[str, Any]) -> None:
+    """Budgets stand in their order, whichever pair has them, and what nobody measured is said of whom."""
+    first = gpu_results["pairs"][0]
+    others = [
+        colocated("co-located, 1.3x", 1.2, 90 * MIB),
+        colocated("co-located, 1.5x", 1.1, 80 * MIB),
+        colocated("co-located, 11 GiB", 1.1, 11 << 30),
+        colocated("co-located, 1.8x", 1.0, 70 * MIB),
+    ]
+    gpu_results["pairs"].append({**first, "names": ["rhn", "gnmt"], "ways": [way("temporal", 1.0), *others]})
+    gpu_results["failed"] = []
+    figures = by_name(gpu_results)
+    tight = [heading for heading in figures["Figure 8"].table[0] if heading.startswith("co-located")]
+    assert tight == [f"co-located, {budget}" for budget in ("1.3x", "1.5x", "1.8x", "11 GiB")]
+    said = "Two processes and MPS were not measured for these pairs (`--processes`)."
+    assert said in figures["Figure 5"].notes
+    assert said not in figures["Figure 8"].notes
+
+
 def test_a_page_has_every_figure_and_its_pictures(gpu_results: dict[str, Any], tmp_path: Path) -> None:
     written = write_page(gpu_results, tmp_path / "figures.md")
     text = written[0].read_text(encoding="utf-8")
@@ -267,6 +286,7 @@ def test_files_of_several_runs_are_one_page(gpu_results: dict[str, Any], tmp_pat
     assert merged["memory"] == gpu_results["memory"]
     assert merged["cases"] == {**gpu_results["cases"], "rhn": "another"}
     assert merged["date"] == f"{gpu_results['date']} to tomorrow"
+    assert merge([later, gpu_results])["date"] == merged["date"]
     assert merged["seconds"] == gpu_results["seconds"] + 5.0
     text = write_page(merged, tmp_path / "page.md")[0].read_text(encoding="utf-8")
     assert f"{gpu_results['command']}\nthe second" in text

@@ -36,6 +36,7 @@ def merge(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _joined(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
+    dates = [*one["date"].split(" to "), two["date"]]
     pairs = {tuple(pair["names"]): pair for pair in one["pairs"]}
     for pair in two["pairs"]:
         names = tuple(pair["names"])
@@ -50,7 +51,7 @@ def _joined(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
         "failed": [*one["failed"], *two["failed"]],
         "left_out": [*one["left_out"], *two["left_out"]],
         "command": f"{one['command']}\n{two['command']}",
-        "date": f"{one['date'].split(' to ')[0]} to {two['date']}",
+        "date": f"{min(dates)} to {max(dates)}",
         "environment": two["environment"],
         "settings": _settings([document for document in (one, two) if document["pairs"]] or [two]),
         "seconds": one["seconds"] + two["seconds"],

@@ -6,8 +6,8 @@ three more: static tensors that are idle may be swapped too, so that budgets nea
 a recomputed tensor may be made early and kept for others; prefetches and releases lie wherever memory and
 lanes let compute wait the least.
 
-A plan by ``auto`` is never slower than one by another policy: the planner has those too and takes the best
-(`_plan`). As places to begin they were tried and brought nothing.
+A plan by ``auto`` is never slower than one by another policy, what it costs to meet copies aside: the planner
+has those too and takes the best (`_plan`). As places to begin they were tried and brought nothing.
 """
 
 from __future__ import annotations
