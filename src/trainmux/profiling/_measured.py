@@ -260,44 +260,38 @@ def _replayed(
     if not fits(graph, device):
         return None
     captured = torch.cuda.CUDAGraph()
-    pool = torch.cuda.MemPool()
     try:
-        with capturing(captured, torch.cuda.current_stream(device), pool):
+        with capturing(captured, torch.cuda.current_stream(device)):
             begin().run_all()
     except RuntimeError:  # out of memory is one, too
         torch.cuda.synchronize(device)
         return None
     taken = _sustained_seconds(captured)
-    met = _meeting_seconds(graph, begin, device, taken, pool)
     count = max(1, int(_BESIDE_SECONDS / taken))
     beside = probe_link_beside(partial(enqueue_replays, captured, count), count * taken, idle, device)
-    del captured, pool
+    del captured
     torch.cuda.empty_cache()
-    return _Replayed(taken, beside, met)
+    return _Replayed(taken, beside, _meeting_seconds(graph, begin, device, taken))
 
 
 def _meeting_seconds(
-    graph: KernelGraph,
-    begin: Callable[[], Pass],
-    device: torch.device,
-    without: float,
-    pool: torch.cuda.MemPool,
+    graph: KernelGraph, begin: Callable[[], Pass], device: torch.device, without: float
 ) -> float:
-    """What a meeting costs the step, which takes so long ``without``; 0 where it cannot be known.
-
-    In the ``pool`` of the graph without them, which does not run meanwhile.
-    """
+    """What a meeting costs the step, which takes so long ``without``; 0 where it cannot be known."""
     captured = torch.cuda.CUDAGraph()
     try:
         meetings = Meetings(len(graph.steps), device)
         if not meetings.number:
             return 0.0
-        with capturing(captured, torch.cuda.current_stream(device), pool), meetings:
+        with capturing(captured, torch.cuda.current_stream(device)), meetings:
             begin().run_all(meetings)
     except RuntimeError:
         torch.cuda.synchronize(device)
         return 0.0
-    return meeting_seconds(without, _sustained_seconds(captured), meetings.number)
+    found = meeting_seconds(without, _sustained_seconds(captured), meetings.number)
+    del captured
+    torch.cuda.empty_cache()
+    return found
 
 
 def _sustained_seconds(captured: torch.cuda.CUDAGraph) -> float:
