@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from planned import Bench
@@ -67,17 +68,12 @@ def less(way: str) -> Iterator[None]:
         if lane is not Lane.COMPUTE:
             wait(self, lane, position)
 
-    changed: dict[str, Callable[..., Any]] = {}
-    if way in (FEW_BYTES, NEITHER):
-        changed["on"] = few_on
-    if way in (NO_WAITS, NEITHER):
-        changed["wait"] = no_wait
-    for name, function in changed.items():
-        setattr(StreamLanes, name, function)
-    try:
+    with ExitStack() as changed:
+        if way in (FEW_BYTES, NEITHER):
+            changed.enter_context(patch.object(StreamLanes, "on", few_on))
+        if way in (NO_WAITS, NEITHER):
+            changed.enter_context(patch.object(StreamLanes, "wait", no_wait))
         yield
-    finally:
-        StreamLanes.on, StreamLanes.wait = on, wait  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ is held up.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import takewhile
 
 import numpy as np
@@ -33,6 +32,7 @@ from trainmux.ir import (
     Prefetch,
     Profile,
     Recompute,
+    Tenancy,
     Wait,
     lane_of,
 )
@@ -141,11 +141,19 @@ class _Waits(LaneWriter):
                 self._put(position)
         for lane in self._held:
             self._begin_held(lane)
-        self._moved[len(old.instructions)] = len(self._instructions)
+        moved = self._moved
+        moved[len(old.instructions)] = len(self._instructions)
         return Part(
             tuple(self._instructions),
             tuple(
-                replace(each, begin=self._moved[each.begin], end=self._moved[each.end])
+                Tenancy(
+                    each.sub_array,
+                    each.tensor,
+                    moved[each.begin],
+                    moved[each.end],
+                    each.offset,
+                    each.size_bytes,
+                )
                 for each in old.tenancies
             ),
         )

@@ -45,10 +45,9 @@ TINY: dict[str, Workload] = {
 }
 """The registry's workloads, the deeper ones with one layer or a short sequence."""
 
-CASES: list[Any] = [(name, "fp64") for name in TINY if name != "mobilenet"]
+CASES: list[Any] = [(name, "fp64") for name in TINY]
 CASES += [(name, "bf16") for name in ("cnn_with_dropout", "transformer_with_dropout")]
-_FURTHER = (("mlp", "bf16"), ("gpt2", "bf16"), ("mobilenet", "fp64"))
-CASES += [pytest.param(*case, marks=pytest.mark.extensive) for case in _FURTHER]
+CASES += [pytest.param(name, "bf16", marks=pytest.mark.extensive) for name in ("mlp", "gpt2")]
 """Workload and precision; fp32 lies between the two, and end-to-end tests run it."""
 
 

@@ -240,7 +240,7 @@ def test_memory_between_two_limits_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(set(times)) == len(times)
     monkeypatch.setattr(_candidates, "_NUM_FINE_STEPS", 1)
     coarse = single_members()
-    assert {found(coarse, budget) for budget in (budgets[0], budgets[3])} == {times[0]}
+    assert {found(coarse, budget) for budget in budgets[:-1]} == {times[0]}
 
 
 @pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.extensive) for seed in (11, 30))])
