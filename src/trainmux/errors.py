@@ -11,6 +11,10 @@ class MemberError(TrainmuxError, ValueError):
     """A member, or the set of members, cannot be trained as given."""
 
 
+class MemberChangedError(MemberError):
+    """A member was changed while in the fleet, in a way that the fleet does not follow by itself."""
+
+
 class OptimizerError(MemberError):
     """An optimizer is not supported, or its settings or state are not usable."""
 

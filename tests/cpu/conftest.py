@@ -13,10 +13,9 @@ from torch import fx
 
 from trainmux.engine import _units
 from trainmux.fleet import _build, _in_pieces, _planned_beside, _planning, _program_store, _traces
-from trainmux.fleet._signature import function_signature, model_signature
 from trainmux.fusion import FusedGraph, fuse
 from trainmux.profiling import KernelGraph, LinkRates, _measured
-from trainmux.tracing import TracedGraph, graph_module
+from trainmux.tracing import Reach, TracedGraph, graph_module
 
 _MOST_KEPT = 64
 
@@ -79,7 +78,7 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         cache: _traces.TraceCache, purpose: str, name: str, model: Any, fn: Any, batch: Any, how: Any
     ) -> _traces.Trace:
         def trace_once(model: Any, fn: Any, batch: Any, settings: Any) -> Any:
-            key = (purpose, model_signature(model), function_signature(fn), batch.spec, settings)
+            key = (purpose, Reach(model, fn).signature, batch.spec, settings)
             return _kept_traces.get(key, lambda: how(model, fn, batch, settings))
 
         return get_anew(cache, purpose, name, model, fn, batch, trace_once if how in _TRACERS else how)

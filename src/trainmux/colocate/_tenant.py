@@ -27,7 +27,7 @@ from trainmux.engine import Memory
 from trainmux.errors import (
     ConfigError,
     FusionError,
-    OptimizerError,
+    MemberError,
     PlanError,
     TraceError,
     TrainmuxError,
@@ -405,7 +405,7 @@ def _make_works(
     example = batches.first()
     try:
         fleet = job.make_fleet(example)
-    except (TraceError, FusionError, OptimizerError) as error:
+    except (TraceError, FusionError, MemberError) as error:
         reason = str(error)  # not the error itself: it holds what was traced
     else:
         return fused_lanes(

@@ -23,9 +23,12 @@ from trainmux.fleet._newcomer import Newcomer, describe_newcomer
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_keeper import MAX_EMPTY_SHARE, PlanKeeper, prepare_step, request_like
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
+from trainmux.fleet._refresh import carry_over, kept_edits, take_edits
 from trainmux.fleet._schedules import end_epoch, step_schedulers
+from trainmux.fleet._slots import Slot
 from trainmux.fleet._summary import summarise
 from trainmux.fleet._traces import Trace, TraceCache
+from trainmux.fleet._watch import Edits, FleetWatch, MemberWatch
 from trainmux.ir import GroupSummary, Timeline
 from trainmux.profiling import Device
 from trainmux.reporting import format_fusion
@@ -88,6 +91,7 @@ class Fleet:
         self._gather: Gather | None = None
         self._num_steps = 0
         self._plans = PlanKeeper(self._config, self._planner)
+        self._watch = FleetWatch(self._computes_alike)
         members = list(members)
         names = unique_names(members)
         self._feed = BatchFeed(self._config, example_batch, len(members))
@@ -128,6 +132,7 @@ class Fleet:
         not finite is frozen before its weights or buffers change (but see ``update``); ``stopped()`` tells.
         """
         self._require_members()
+        self._watch.at_step(self._groups)
         self._arrange_groups()
         feeds = self._feed.for_groups(batch, overrides or {}, self._groups, self._names)
         applies = (self._num_steps + 1) % self._config.accumulate == 0
@@ -204,6 +209,7 @@ class Fleet:
         plan it stays within the plan's budget, or is refused with ``BudgetError``.
         """
         self._require_members()
+        self._watch.check(self._places(), ignores_mode=True)
         self._groups, self._gather = self._plans.at_step(self._groups), None
         self._plans.finish()
         evaluate = self._plans.evaluate if self._plans.is_active else evaluate_groups
@@ -274,12 +280,51 @@ class Fleet:
         self._names.append(name)
         self._gather = None
 
+    def refresh(self, name: str | None = None) -> None:
+        """Take over what was changed about a member: its code and attributes, its optimizer, edited values.
+
+        Without a name, about all of them. What nobody edited stays as it was trained. A member that computes
+        something else now moves to a group where it fits. What cannot be trained is refused, and the fleet
+        goes on as before. Afterwards the members' own objects are as after ``sync``.
+        """
+        self._plans.finish()
+        names = self._names if name is None else [name]
+        for one in names:
+            self._describe(self._slot(one).member, one, self._names.index(one))  # refused before any changes
+        moving: dict[GroupKey, list[tuple[Newcomer, Edits]]] = {}
+        for one in names:
+            group, row = self._find(one)
+            slot = self._slot(one)
+            edits = slot.watch.edits()
+            group.check_export(row)
+            with kept_edits(slot.member, edits):
+                group.export(row)
+            plan = self._describe(slot.member, one, self._names.index(one))
+            if plan.key == group.key:
+                take_edits(group, row, plan, edits)
+            else:
+                moving.setdefault(plan.key, []).append((plan, edits))
+        if moving and self._plans.is_active:
+            self._leave_plan()
+        for together in moving.values():
+            places = [self._find(plan.name) for plan, _ in together]
+            if len(together) == 1:
+                self._place(together[0][0])
+            else:
+                self._groups += self._make_groups([plan for plan, _ in together])
+            for (plan, edits), (group, row) in zip(together, places, strict=True):
+                carry_over(group, row, *self._find(plan.name, plan.watch), edits)
+                group.clear(row)
+        self._gather = None
+        self._watch.handed_out()
+
     def sync(self) -> None:
         """Write weights, buffers and optimizer state back into the members' own objects."""
         self._plans.finish()
         for group in self._groups:
             for row, _ in group.members:
                 group.check_export(row)
+        self._watch.warn(self._places(), "it trained on without it, and edited values are overwritten")
         for group in self._groups:
             for row, _ in group.members:
                 group.export(row)
@@ -347,6 +392,7 @@ class Fleet:
 
     def end_epoch(self, monitored: Mapping[str, Mapping[str, float]]) -> None:
         """Step the schedules that advance by epoch; ``monitored`` has what plateau schedules look at."""
+        self._watch.check(self._places())
         end_epoch(self._groups, monitored)
 
     # ---- checkpoints -------------------------------------------------------------------------------
@@ -354,6 +400,7 @@ class Fleet:
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write all members' weights, optimizer and schedule state and counters to a directory."""
         self._plans.finish()
+        self._watch.warn(self._places(), "what is saved was trained without it")
         tensors, document = fleet_document(self._groups, self._names, self._num_steps, self._config)
         write_checkpoint(path, tensors, {**document, "extra": dict(extra or {})})
 
@@ -396,10 +443,26 @@ class Fleet:
             trace = group.traces[example.spec] = self._traces.joint_for_group(slots, losses, example)
         return trace
 
-    def _find(self, name: str) -> tuple[Group, int]:
+    def _slot(self, name: str) -> Slot:
+        group, row = self._find(name)
+        slot = group.slots[row]
+        assert slot is not None
+        return slot
+
+    def _places(self) -> list[tuple[Group, Slot]]:
+        return [(group, slot) for group in self._groups for _, slot in group.members]
+
+    def _computes_alike(self, group: Group, slot: Slot) -> bool:
+        """Whether a member as it is now has the graph of its group."""
+        example = self._feed.example_for(slot.member, self._names.index(slot.name))
+        trace = self._traces.joint(slot.name, slot.member.model, self._loss_of(slot.member), example)
+        return trace.key == group.key.graph
+
+    def _find(self, name: str, watch: MemberWatch | None = None) -> tuple[Group, int]:
+        """Where a member is; with ``watch`` the place that has it, of two while it moves."""
         for group in self._groups:
             for row, slot in group.members:
-                if slot.name == name:
+                if slot.name == name and watch in (None, slot.watch):
                     return group, row
         raise MemberError(
             f"expected the name of a member, got {name!r}; it was dropped or never there (members: "
@@ -431,7 +494,7 @@ class Fleet:
         group.traces[plans[0].example.spec] = plans[0].trace
         group.allocate([plan.member for plan in plans])
         for row, plan in enumerate(plans):
-            group.load(row, plan.member, plan.name, plan.optimizer, plan.signature)
+            group.load(row, plan.member, plan.name, plan.optimizer, plan.watch)
         return group
 
     def _prepare(self, group: Group, plan: Newcomer) -> None:
@@ -463,7 +526,7 @@ class Fleet:
             group.unshare()
         row = group.free_row()
         assert row is not None
-        group.load(row, plan.member, plan.name, plan.optimizer, plan.signature)
+        group.load(row, plan.member, plan.name, plan.optimizer, plan.watch)
 
     def _grow(self, group: Group, plan: Newcomer) -> bool:
         """One slot more; false, with a warning, where the group cannot be fused at that width."""
@@ -482,6 +545,7 @@ class Fleet:
         slot = group.slots[row]
         assert slot is not None
         group.check_export(row)
+        self._watch.warn([(group, slot)], "it leaves without it, and edited values are overwritten")
         group.export(row)
         group.clear(row)
         return slot.member

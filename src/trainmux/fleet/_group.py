@@ -19,6 +19,7 @@ from trainmux.fleet._numbers import GroupNumbers
 from trainmux.fleet._slots import Slot, StackedState, check_shapes, named_tensors, same_values
 from trainmux.fleet._snapshot import OptimizerSnapshot
 from trainmux.fleet._traces import Trace
+from trainmux.fleet._watch import MemberWatch
 from trainmux.ir import FusionRecord, InputKind, MemoryUse, OutputKind
 from trainmux.optim import OptimizerStructure, state_names, write_state
 from trainmux.runtime import Transfers, stacked_zeros
@@ -194,7 +195,7 @@ class Group:
         return next((row for row, slot in enumerate(self.slots) if slot is None), None)
 
     def load(
-        self, row: int, member: Member, name: str, optimizer: OptimizerSnapshot, signature: Hashable
+        self, row: int, member: Member, name: str, optimizer: OptimizerSnapshot, watch: MemberWatch
     ) -> None:
         """Copy a member's weights, buffers and optimizer state into a row."""
         member.name = name
@@ -215,7 +216,7 @@ class Group:
             self.state.updates[row].fill_(0)
             self.state.seeds[row].fill_(member.random_key)
         self.slots[row] = Slot(
-            member, name, optimizer.structure, signature, optimizer.steps, counter=member.num_draws
+            member, name, optimizer.structure, watch, optimizer.steps, counter=member.num_draws
         )
         self.last = {}
         self.forget_fed()
@@ -257,11 +258,13 @@ class Group:
                 pairs += write_state(
                     slot.member.optimizer,
                     index,
+                    group,
                     parameters[position].tensor,
                     values,
                     slot.base_steps[index] + done,
                 )
         self._transfers.copy(pairs)
+        slot.watch.settle()
 
     def stop(self, row: int, reason: str) -> None:
         """No more changes to a row; the member stays in it."""

@@ -164,6 +164,7 @@ class FleetInPieces:
                 "before the job begins, or replace() one"
             )
         fleet._require_members()
+        fleet._watch.at_step(fleet._groups)
         feeds = fleet._feed.for_groups(batch, {}, groups, fleet.names)
         if applies is None:
             applies = (fleet.num_steps + num_ahead + 1) % fleet._config.accumulate == 0

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 from trainmux.errors import MemberError
 from trainmux.fleet._batches import BatchFeed
 from trainmux.fleet._group import GroupKey
 from trainmux.fleet._member import Member
-from trainmux.fleet._signature import model_signature
 from trainmux.fleet._snapshot import OptimizerSnapshot, snapshot_optimizer
 from trainmux.fleet._traces import Trace, TraceCache
+from trainmux.fleet._watch import MemberWatch
 from trainmux.optim import describe
-from trainmux.tracing import FlatBatch, LossFunction, unique_buffers, unique_parameters
+from trainmux.tracing import FlatBatch, LossFunction, Reach, unique_buffers, unique_parameters
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Newcomer:
     key: GroupKey
     trace: Trace
     example: FlatBatch
-    signature: Hashable
+    watch: MemberWatch
 
 
 def describe_newcomer(
@@ -48,6 +47,22 @@ def describe_newcomer(
     structure = describe(member.optimizer, [item.tensor for item in parameters], member=name)
     example = feed.example_for(member, position)
     trace = traces.joint(name, member.model, loss, example)
+    reach = Reach(member.model, loss)
+    _refuse_shared_memory(name, reach, trace)
     key = GroupKey(trace.key, structure, member.example_batch is not None)
     snapshot = snapshot_optimizer(member, name, structure, trace.graph)
-    return Newcomer(member, name, snapshot, key, trace, example, model_signature(member.model))
+    watch = MemberWatch(member, name, loss, structure, reach)
+    return Newcomer(member, name, snapshot, key, trace, example, watch)
+
+
+def _refuse_shared_memory(name: str, reach: Reach, trace: Trace) -> None:
+    """Refuse tensors that change and share bytes with another: each would have a copy of its own."""
+    names, changing = list(reach.named), {output.name for output in trace.graph.outputs}
+    for first, second in reach.memory.shared():
+        one, other = names[first], names[second]
+        if not changing.isdisjoint((one, other)):
+            raise MemberError(
+                f"member {name!r}: expected parameters and buffers in memory of their own, got {one} and "
+                f"{other} in the same bytes; tie the parameter itself (a.weight = b.weight), or make the "
+                "view where it is used"
+            )

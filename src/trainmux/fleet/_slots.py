@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from trainmux.fleet._member import Member
 from trainmux.optim import OptimizerStructure
 from trainmux.runtime import stacked_zeros
 from trainmux.tracing import unique_buffers, unique_parameters
+
+if TYPE_CHECKING:
+    from trainmux.fleet._watch import MemberWatch
 
 CopyPairs = Callable[[Sequence[tuple[Tensor, Tensor]]], None]
 """Copies (destination, source) pairs."""
@@ -24,14 +28,13 @@ class Slot:
 
     ``base_steps`` are the updates that each parameter group had behind it on arrival; ``num_updates``
     those enqueued since (a member that froze on the device did fewer); ``counter`` the micro-batches seen,
-    which number the random draws; ``signature`` is the model's on arrival, by which it is found out whether
-    its owner has changed it since.
+    which number the random draws; ``watch`` finds out whether its owner has changed it since.
     """
 
     member: Member
     name: str
     structure: OptimizerStructure
-    signature: Hashable
+    watch: MemberWatch
     base_steps: tuple[int, ...]
     num_updates: int = 0
     counter: int = 0

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from trainmux.errors import MemberError, TrainmuxError
-from trainmux.fleet._signature import function_signature, graph_key, model_signature
+from trainmux.fleet._signature import graph_key
 from trainmux.fleet._slots import Slot
 from trainmux.tracing import (
     FlatBatch,
     LossFunction,
+    Reach,
     TracedGraph,
     TraceSettings,
     trace_forward,
@@ -45,15 +46,11 @@ class TraceCache:
     def joint_for_group(
         self, slots: Sequence[Slot], losses: Sequence[LossFunction], batch: FlatBatch
     ) -> Trace:
-        """The trace that members of one group share for a batch of another shape.
-
-        Members whose model was changed by its owner since it joined are passed over.
-        """
+        """The trace that members of one group share for a batch of another shape."""
         found: dict[str, Trace] = {}
         for slot, loss in zip(slots, losses, strict=True):
-            if model_signature(slot.member.model) == slot.signature:
-                trace = self.joint(slot.name, slot.member.model, loss, batch)
-                found[trace.key] = trace
+            trace = self.joint(slot.name, slot.member.model, loss, batch)
+            found[trace.key] = trace
         if len(found) != 1:
             names = ", ".join(slot.name for slot in slots)
             raise MemberError(
@@ -75,7 +72,7 @@ class TraceCache:
         batch: FlatBatch,
         trace: Callable[..., TracedGraph],
     ) -> Trace:
-        key = (purpose, model_signature(model), function_signature(fn), batch.spec)
+        key = (purpose, Reach(model, fn).signature, batch.spec)
         if key in self._traces:
             self._traces.move_to_end(key)
             return self._traces[key]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trainmux.errors import OptimizerError
 from trainmux.optim._base import Family
@@ -26,6 +28,7 @@ def describe(
     """
     family = family_of(optimizer, where=f"Member {member!r}: ")
     _check_values(family, optimizer, member)
+    _refuse_own_code(optimizer, member)
     position = {id(param): index for index, param in enumerate(params)}
     seen: set[int] = set()
     groups = []
@@ -49,6 +52,11 @@ def describe(
                     f"{where}: expected every parameter once, got parameter {index} a second time. Name it "
                     "in one param group only."
                 )
+            if param._post_accumulate_grad_hooks:
+                raise OptimizerError(
+                    f"{where}: expected no post-accumulate-grad hooks, got some on parameter {index}. "
+                    f"{_WITHOUT}"
+                )
             if param.dtype not in _DTYPES:
                 raise OptimizerError(
                     f"{where}: expected parameters of dtype float64, float32, bfloat16 or float16, got "
@@ -58,6 +66,33 @@ def describe(
             indices.append(index)
         groups.append(GroupStructure(family.kind, flags_of(family, group), tuple(indices)))
     return OptimizerStructure(tuple(groups))
+
+
+_WITHOUT = (
+    "The fused update runs no code of yours: change gradients by a hook on the parameter (register_hook), or "
+    "train this member outside the fleet."
+)
+
+
+def _refuse_own_code(optimizer: torch.optim.Optimizer, member: str) -> None:
+    """Refuse hooks around ``step``, and a ``step`` that is not torch's; schedulers may have wrapped it."""
+    hooks = (
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    )
+    if hooks:
+        raise OptimizerError(
+            f"Member {member!r}: expected an optimizer without step hooks, got {len(hooks)} (the first is "
+            f"{getattr(hooks[0], '__qualname__', hooks[0])!r}). {_WITHOUT}"
+        )
+    step = inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step))
+    if not str(getattr(step, "__module__", "")).startswith("torch.optim."):
+        raise OptimizerError(
+            f"Member {member!r}: expected the step method of {type(optimizer).__name__}, got "
+            f"{getattr(step, '__qualname__', step)!r} in its place. {_WITHOUT}"
+        )
 
 
 def check_hyperparameters(optimizer: torch.optim.Optimizer, *, member: str) -> None:

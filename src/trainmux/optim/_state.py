@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import OptimizerError
-from trainmux.optim._base import Rule
 from trainmux.optim._registry import family_of, flags_of, rule_for
 from trainmux.optim._settings import Settings
 from trainmux.optim._structure import GroupStructure, OptimizerStructure
@@ -29,7 +28,8 @@ def read_state(
     would fill it with. SGD keeps no count, so its steps are 1 where there is a momentum buffer and 0
     elsewhere. Refuses a state tensor whose shape is not the parameter's.
     """
-    rule, _ = _rule_and_settings(optimizer, group_index)
+    family = family_of(optimizer)
+    rule = rule_for(family.kind, flags_of(family, optimizer.param_groups[group_index]))
     stored: Mapping[str, Any] = optimizer.state.get(param, {})
     state: dict[str, Tensor | float] = {}
     for name in rule.state_names:
@@ -79,19 +79,21 @@ def read_steps(
 def write_state(
     optimizer: torch.optim.Optimizer,
     group_index: int,
+    group: GroupStructure,
     param: Tensor,
     state: Mapping[str, Tensor],
     steps: int,
 ) -> list[tuple[Tensor, Tensor]]:
     """Replaces the state of ``param`` so that plain torch continues after ``steps`` steps.
 
-    ``state`` has a tensor of the parameter's shape for every name of the group's ``state_names``. The state
+    ``group`` is what it was trained by, and ``state`` has a tensor of the parameter's shape for every name of
+    its ``state_names``. The state
     becomes fresh tensors with the parameter's dtype, device and memory format; filling them is left to the
     caller: (fresh tensor, its value) pairs are returned, so that many can be copied at once. With no steps
     taken, the state is what torch has before the first step: nothing, and for Adagrad its accumulator.
     Refuses a missing name and a shape that is not the parameter's.
     """
-    rule, settings = _rule_and_settings(optimizer, group_index)
+    rule, settings = rule_for(group.kind, group.flags), optimizer.param_groups[group_index]
     if not rule.state_names:
         return []
     if steps == 0 and not rule.has_state_before_first_step:
@@ -110,12 +112,6 @@ def write_state(
         fresh[name] = torch.empty_like(param.detach(), memory_format=torch.preserve_format)
     optimizer.state[param] = fresh
     return [(fresh[name], state[name].detach()) for name in rule.state_names]
-
-
-def _rule_and_settings(optimizer: torch.optim.Optimizer, group_index: int) -> tuple[Rule, Settings]:
-    settings = optimizer.param_groups[group_index]
-    family = family_of(optimizer)
-    return rule_for(family.kind, flags_of(family, settings)), settings
 
 
 def _step_tensor(settings: Settings, param: Tensor, steps: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from trainmux.tracing._cleanup import graph_constant, inherit_meta, output_nodes
 from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
+from trainmux.tracing._reach import Holder, Items, Reach, same_items, tensor_digest
 from trainmux.tracing._source import node_location
 from trainmux.tracing._split import SplitGraph, split_joint
 from trainmux.tracing._substitute import NamedTensor, unique_buffers, unique_parameters
@@ -25,9 +26,12 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FlatBatch",
+    "Holder",
+    "Items",
     "LeafSpec",
     "LossFunction",
     "NamedTensor",
+    "Reach",
     "SplitGraph",
     "TraceSettings",
     "TracedGraph",
@@ -43,8 +47,10 @@ __all__ = [
     "node_location",
     "nodes_after",
     "output_nodes",
+    "same_items",
     "split_joint",
     "static_fake_mode",
+    "tensor_digest",
     "trace_forward",
     "trace_joint",
     "tracer_graph",

@@ -12,26 +12,36 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from trainmux.errors import LossError, TraceError, TrainmuxError
+from trainmux.errors import LossError, TraceError, TrainmuxError, TrainmuxWarning
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
 from trainmux.runtime import deterministic_algorithms
-from trainmux.tracing._cleanup import output_nodes, simplify, source_of
+from trainmux.tracing._cleanup import graph_constant, output_nodes, simplify, source_of
 from trainmux.tracing._composites import own_composites
 from trainmux.tracing._constant_masks import drop_constant_masks
+from trainmux.tracing._effects import (
+    first_call_error,
+    lasting,
+    random_error,
+    same_results,
+    state_error,
+    watched_lines,
+)
 from trainmux.tracing._linalg import failures_make_loss_nan
 from trainmux.tracing._randomness import draw_from_counters, own_generator_error
+from trainmux.tracing._reach import Items, RandomState, Reach
 from trainmux.tracing._source import innermost_user_frame, is_user_file, node_location
-from trainmux.tracing._substitute import Substitution, unique_buffers, unique_parameters
+from trainmux.tracing._substitute import Change, Substitution, unique_buffers, unique_parameters
 from trainmux.tracing._torch_private import (
     DATA_DEPENDENT_ERRORS,
     CheckpointPolicy,
+    ConstantChangedError,
     FakeTensorMode,
     checkpoint_regions,
     functionalized,
@@ -105,72 +115,40 @@ def trace_forward(
     model: nn.Module, metric_fn: LossFunction, batch: FlatBatch, settings: TraceSettings
 ) -> TracedGraph:
     """Trace ``metric_fn(model, batch) -> tensor | {name: tensor}`` without gradients, in evaluation mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    before = Reach(model)
     try:
+        model.eval()
+        if dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys() != before.named.keys():
+            raise TraceError(
+                "eval() gives the model other parameters or buffers; expected the same ones in both modes: "
+                "keep what it needs for evaluation in a plain attribute, or compute it in forward"
+            )
         return _trace(model, metric_fn, batch, settings, training=False)
     finally:
-        for module, mode in modes:
-            module.training = mode
+        before.restore()
 
 
 def _trace(
     model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, *, training: bool
 ) -> TracedGraph:
-    parameters, buffers = unique_parameters(model), unique_buffers(model)
-    substitution = Substitution(model)
-    names = _Names()
-    trainable = [named.tensor.requires_grad and training for named in parameters]
-    num_parameters, num_buffers, num_leaves = len(parameters), len(buffers), len(batch.tensors)
-    buffer_names = tuple(named.name for named in buffers)
-
-    def step(*flat: Tensor) -> list[Any]:
-        given = list(flat[:num_parameters])
-        held = list(flat[num_parameters : num_parameters + num_buffers])
-        leaves = list(flat[num_parameters + num_buffers :][:num_leaves])
-        tangent = flat[-1]
-        used = [
-            tensor.detach().requires_grad_(True) if learns else tensor
-            for tensor, learns in zip(given, trainable, strict=True)
-        ]
-        replacements = {
-            id(named.tensor): tensor
-            for named, tensor in zip((*parameters, *buffers), (*used, *held), strict=True)
-        }
-        with substitution.active(replacements), _autocast(settings), _grad(training):
-            result = fn(model, batch.rebuild(leaves))
-            new_buffers = substitution.current(buffer_names)
-        if not training:
-            return _as_metrics(result, names)
-        loss, metrics = _as_loss(result, names)
-        learning = [tensor for tensor, learns in zip(used, trainable, strict=True) if learns]
-        gradients = torch.autograd.grad(
-            loss, learning, tangent.to(loss.dtype).reshape(loss.shape), allow_unused=True
-        )
-        learning_names = [named.name for named, learns in zip(parameters, trainable, strict=True) if learns]
-        names.used_parameters = [
-            name for name, grad in zip(learning_names, gradients, strict=True) if grad is not None
-        ]
-        kept = [grad for grad in gradients if grad is not None]
-        if not kept:
-            raise LossError(_INDEPENDENT)
-        # The parameters go out too: a placeholder that comes back as itself was not changed.
-        return [loss.detach().reshape(()), *metrics, *new_buffers, *kept, *used]
-
+    call = _Call(model, fn, batch, settings, training)
+    names = call.names
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     scalar = torch.empty((), dtype=torch.float64)  # a third must be a third in any loss's dtype
     counter = torch.empty((), dtype=torch.int64)
-    originals = [named.tensor for named in (*parameters, *buffers)] + list(batch.tensors)
+    originals = [*call.reach.own, *batch.tensors]
     fakes = [_fake(mode, tensor, settings) for tensor in (*originals, counter, counter, scalar)]
     with deterministic_algorithms(settings.deterministic):
-        module = _run_tracer(step, fakes, mode, names)
+        module = _run_tracer(call.once, fakes, mode, names)
+        _refuse_effects(call, module, fakes, mode)
     failures_make_loss_nan(module, mode)
-    draw_from_counters(module, num_parameters + num_buffers + num_leaves, mode)
+    draw_from_counters(module, len(originals), mode)
+    _refuse_own_constants(module, call)
     drop_constant_masks(module)
 
     kinds = (
-        [(InputKind.PARAMETER, named.name) for named in parameters]
-        + [(InputKind.BUFFER, named.name) for named in buffers]
+        [(InputKind.PARAMETER, named.name) for named in call.parameters]
+        + [(InputKind.BUFFER, named.name) for named in call.buffers]
         + [(InputKind.BATCH, leaf.path) for leaf in batch.spec.leaves]
         + [(InputKind.SEED, "seed"), (InputKind.COUNTER, "counter"), (InputKind.TANGENT, "tangent")]
     )
@@ -179,16 +157,144 @@ def _trace(
         for (kind, name), fake in zip(kinds, fakes, strict=True)
     )
     metric_outputs = [GraphOutput(OutputKind.METRIC, name) for name in names.metrics]
-    buffer_outputs = [GraphOutput(OutputKind.BUFFER, name) for name in buffer_names]
+    buffer_outputs = [GraphOutput(OutputKind.BUFFER, named.name) for named in call.buffers]
     if not training:
         simplify(module, range(len(metric_outputs)))
         return TracedGraph(module, inputs, tuple(metric_outputs))
     gradient_outputs = [GraphOutput(OutputKind.GRADIENT, name) for name in names.used_parameters]
     outputs = [GraphOutput(OutputKind.LOSS, "loss"), *metric_outputs, *buffer_outputs, *gradient_outputs]
-    _refuse_changed_parameters(module, [named.name for named in parameters])
+    _refuse_changed_parameters(module, [named.name for named in call.parameters])
     kept = _without_unchanged_buffers(module, outputs)
     simplify(module, kept)
     return TracedGraph(module, inputs, tuple(outputs[position] for position in kept))
+
+
+class _Call:
+    """A member's code, to be run on stand-ins for its tensors and its batch."""
+
+    def __init__(
+        self, model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, training: bool
+    ) -> None:
+        self._model, self._fn, self._batch, self._settings = model, fn, batch, settings
+        self._training = training
+        self.parameters, self.buffers = unique_parameters(model), unique_buffers(model)
+        self.substitution = Substitution(model, fn)
+        self.reach = self.substitution.reach
+        self.names = _Names()
+        self.after: list[list[Items]] = []
+        """What holders held after each call."""
+        self._learns = [named.tensor.requires_grad and training for named in self.parameters]
+
+    def once(self, *flat: Tensor) -> list[Any]:
+        """What one call gives, as the graph returns it."""
+        self.after = []
+        return self._run(flat)
+
+    def twice(self, *flat: Tensor) -> list[Any]:
+        """What a second call gives: ``flat`` has the arguments of both."""
+        self.after = []
+        half = len(flat) // 2
+        self._run(flat[:half])
+        return self._run(flat[half:], self.after[0])
+
+    def _run(self, flat: Sequence[Tensor], contents: Sequence[Items] | None = None) -> list[Any]:
+        num_parameters, num_own = len(self.parameters), len(self.reach.own)
+        used = [
+            tensor.detach().requires_grad_(True) if learns else tensor
+            for tensor, learns in zip(flat[:num_parameters], self._learns, strict=True)
+        ]
+        held = list(flat[num_parameters:num_own])
+        leaves = list(flat[num_own:][: len(self._batch.tensors)])
+        with self.substitution.active([*used, *held], contents) as read:
+            try:
+                for named, tensor, learns in zip(self.parameters, used, self._learns, strict=True):
+                    for hook in (named.tensor._backward_hooks or {}).values() if learns else ():
+                        tensor.register_hook(hook)
+                with _autocast(self._settings), _grad(self._training):
+                    result = self._fn(self._model, self._batch.rebuild(leaves))
+                if not self._training:
+                    return _as_metrics(result, self.names)
+                # Hooks run now, and may look at the model, too.
+                loss, metrics = _as_loss(result, self.names)
+                gradients = self._gradients(loss, used, flat[-1])
+                new_buffers = self.substitution.current([named.name for named in self.buffers])
+            finally:
+                self.after.append(read())
+        # The parameters go out too: a placeholder that comes back as itself was not changed.
+        return [loss.detach().reshape(()), *metrics, *new_buffers, *gradients, *used]
+
+    def _gradients(self, loss: Tensor, used: Sequence[Tensor], tangent: Tensor) -> list[Tensor]:
+        learning = [
+            (named.name, tensor)
+            for named, tensor, learns in zip(self.parameters, used, self._learns, strict=True)
+            if learns
+        ]
+        found = torch.autograd.grad(
+            loss,
+            [tensor for _, tensor in learning],
+            tangent.to(loss.dtype).reshape(loss.shape),
+            allow_unused=True,
+        )
+        kept = {name: grad for (name, _), grad in zip(learning, found, strict=True) if grad is not None}
+        if not kept:
+            raise LossError(_INDEPENDENT)
+        self.names.used_parameters = list(kept)
+        return list(kept.values())
+
+
+def _refuse_effects(
+    call: _Call, module: fx.GraphModule, fakes: Sequence[Tensor], mode: FakeTensorMode
+) -> None:
+    """Refuse code that changes Python state, or draws random numbers of Python's or NumPy's."""
+    reach, changes = call.reach, call.substitution.changes
+    changed = changes(reach.contents, call.after[0])
+    if not changed:
+        return
+
+    def more_fakes() -> list[Tensor]:
+        with mode:
+            return [torch.empty_like(fake) for fake in fakes]
+
+    def line_of(change: Change) -> str | None:
+        with watched_lines(reach.holders[change.holder].read) as found, suppress(Exception):
+            _run_tracer(call.once, more_fakes(), mode, call.names)
+        return found[0] if found else None
+
+    for change in changed:
+        if isinstance(change.value, RandomState):
+            raise random_error(line_of(change))
+    again = _run_tracer(call.twice, [*more_fakes(), *fakes], mode, call.names)
+    first, second = call.after
+    changed_again = changes(first, second)
+    for change in lasting(reach, first, changed_again):
+        raise state_error(reach, change, line_of(change))
+    if not same_results(module, again):
+        error = state_error if changed_again else first_call_error
+        change = (changed_again or changed)[0]
+        raise error(reach, change, line_of(change))
+    stored = sorted({reach.path(change.holder, change.key) for change in changed_again})
+    if stored:
+        warnings.warn(
+            f"{', '.join(stored)}: set by every call of the loss function, but not by the steps of a fleet, "
+            "which run a graph; return what you want to see as a metric",
+            TrainmuxWarning,
+            stacklevel=2,
+        )
+
+
+def _refuse_own_constants(module: fx.GraphModule, call: _Call) -> None:
+    """Refuse a graph that has a parameter or buffer of the model as a constant, which would never change."""
+    own = (*call.parameters, *call.buffers)
+    for node in module.graph.find_nodes(op="get_attr"):
+        for number in call.reach.memory.overlapping(graph_constant(module, node)):
+            location = next((place for user in node.users if (place := node_location(user))), None)
+            where = f" at {location}" if location else ""
+            raise TraceError(
+                f"{own[number].name} is read{where} through an object that cannot be followed; expected it "
+                "to be read from the model, a container, a closure or a plain view: read the parameter or "
+                "buffer itself",
+                location=location,
+            )
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, settings: TraceSettings) -> Tensor:
@@ -288,6 +394,13 @@ def _trace_error(error: Exception) -> TraceError:
     location = innermost_user_frame(error.__traceback__)
     where = f" at {location}" if location else ""
     op = getattr(error, "func", None)
+    if isinstance(error, ConstantChangedError):
+        return TraceError(
+            f"{error}{where} changes a tensor in place that is not part of the model; expected only buffers "
+            "of the model to be changed: register the tensor as a buffer of the model, or make a new one",
+            op=str(error),
+            location=location,
+        )
     if refuses_generators(error):
         return own_generator_error(str(traced_operator(error)), location)
     if isinstance(error, DATA_DEPENDENT_ERRORS):

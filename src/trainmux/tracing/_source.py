@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -13,14 +15,29 @@ from torch import fx
 _TORCH_ROOT = str(Path(torch.__file__).parent)
 _OWN_ROOT = str(Path(__file__).parent.parent)
 _WORKLOADS = str(Path(__file__).parent.parent / "workloads")
+_STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
+@functools.cache
 def is_user_file(path: str) -> bool:
-    """Whether a source file is neither torch's nor ours (the example models count as a user's)."""
-    if path.startswith(("<", _TORCH_ROOT)):
+    """Whether a source file is none of Python's, torch's or ours (the example models count as a user's)."""
+    if path.startswith(("<", _TORCH_ROOT)) or _is_standard(path):
         return False
     return not path.startswith(_OWN_ROOT) or path.startswith(_WORKLOADS)
+
+
+@functools.cache
+def is_library_file(path: str) -> bool:
+    """Whether a source file belongs to Python, an installed package or us; what was typed in does not."""
+    if path.startswith("<"):
+        return path.startswith("<frozen")
+    return not is_user_file(path) or path.startswith(_INSTALLED)
+
+
+def _is_standard(path: str) -> bool:
+    return path.startswith(_STANDARD) and not path.startswith(_INSTALLED)
 
 
 def innermost_user_frame(tb: TracebackType | None) -> str | None:

@@ -42,6 +42,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "CheckpointPolicy",
+    "ConstantChangedError",
     "FakeTensor",
     "FakeTensorMode",
     "checkpoint_regions",
@@ -144,11 +145,28 @@ def static_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
 
 
+class ConstantChangedError(RuntimeError):
+    """Code changes a tensor in place that is neither an input nor made by the code."""
+
+
+class _WithoutConstantsChanged(FunctionalTensorMode):
+    """Torch would change the tensor itself, now and with every run of the graph."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema if isinstance(func, OpOverload) else None
+        if schema is not None and schema.is_mutable:
+            for argument, value in zip(schema.arguments, args, strict=False):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                if written and isinstance(value, Tensor) and not isinstance(value, FunctionalTensor):
+                    raise ConstantChangedError(str(func))
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
 def functionalized(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` with every mutation turned into a new value, as seen by a tracer outside of it."""
 
     def run(*args: Tensor) -> Any:
-        with FunctionalTensorMode():
+        with _WithoutConstantsChanged():
             wrapped = pytree.tree_map_only(Tensor, FunctionalTensor.to_functional, args)
             out = fn(*wrapped)
 

@@ -521,6 +521,7 @@ def test_a_setting_that_stops_one_group_stops_all() -> None:
     sgd.optimizer.param_groups[0]["momentum"] = 0.0
     with pytest.raises(OptimizerError, match="momentum"):
         fleet.step(batch(1))
+    sgd.optimizer.param_groups[0]["momentum"] = 0.9
     after = states_of(fleet)
     for name in fleet.names:
         assert_same(after[name], before[name])

@@ -17,9 +17,11 @@ SHAPES = ((3, 5), (7,), ())
 NUM_MEMBERS = 3
 
 
-def write_state(*arguments: Any) -> None:
+def write_state(optimizer: torch.optim.Optimizer, number: int, param: Any, rows: Any, steps: int) -> None:
     """What a fleet does on export, one tensor after another."""
-    for fresh, value in optim.write_state(*arguments):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    group = optim.describe(optimizer, params, member="m").groups[number]
+    for fresh, value in optim.write_state(optimizer, number, group, param, rows, steps):
         fresh.copy_(value)
 
 

@@ -16,9 +16,17 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from trainmux.fleet._signature import function_signature, graph_key, model_signature
+from trainmux.fleet._signature import graph_key
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
-from trainmux.tracing import TracedGraph
+from trainmux.tracing import Reach, TracedGraph
+
+
+def model_signature(model: nn.Module) -> Any:
+    return Reach(model).signature
+
+
+def function_signature(fn: Any) -> Any:
+    return Reach(None, fn).signature
 
 
 class Holder(nn.Module):
@@ -434,3 +442,110 @@ def test_graphs_have_equal_keys_when_they_compute_the_same() -> None:
     assert len(keys) == len(others)
     assert key not in keys
     assert graph_key(traced(lambda x: x * 2, constant=torch.ones(2))) in keys
+
+
+# ---- code inside code, globals, methods ----------------------------------------------------------------
+
+
+def test_comprehensions_and_inner_functions_count() -> None:
+    losses = [
+        lambda m, b: sum((p - q).square() for p, q in [(m, b)]),
+        lambda m, b: sum((p + q).square() for p, q in [(m, b)]),
+        lambda m, b: [(lambda x: x * 2)(p) for p in b],
+        lambda m, b: [(lambda x: x * 3)(p) for p in b],
+    ]
+    assert len({function_signature(loss) for loss in losses}) == 4
+
+
+SETTINGS = {"weight": 1.0, "parts": [1, 2]}
+
+
+def helper(x: float) -> float:
+    return x * FACTOR
+
+
+FACTOR = 1.0
+
+
+class Scaled(nn.Module):
+    gain = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.layer(x))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return helper(x) * self.gain * SETTINGS["weight"]
+
+    def unused(self) -> Any:
+        return UNUSED
+
+
+UNUSED = [1]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (SETTINGS, "weight", 2.0),
+        (SETTINGS, "parts", [1, 3]),
+        (globals(), "FACTOR", 2.0),
+        (globals(), "helper", lambda x: x),
+        (Scaled, "gain", 2.0),
+        (Scaled, "scaled", lambda self, x: x),
+        (Scaled, "forward", lambda self, x: x),
+    ],
+    ids=["dict", "list", "global", "function", "class attribute", "method", "forward"],
+)
+def test_what_a_method_mentions_counts(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any
+) -> None:
+    model = Scaled()
+    before = model_signature(model)
+    assert model_signature(model) == before
+    with monkeypatch.context() as patch:
+        if isinstance(owner, dict):
+            patch.setitem(owner, name, value)
+        else:
+            patch.setattr(owner, name, value)
+        assert model_signature(model) != before
+    assert model_signature(model) == before
+
+
+def test_what_no_code_mentions_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Scaled()
+    before = model_signature(model)
+    monkeypatch.setitem(globals(), "UNUSED", [2])
+    assert model_signature(model) == before
+
+
+def test_the_path_of_a_difference_is_what_a_user_would_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    def difference(change: Callable[[], object], *functions: Any) -> str:
+        before = Reach(model, *functions).signature
+        change()
+        return next(text for _, text in Reach(model, *functions).differences(before))
+
+    model = nn.Sequential(Scaled(), nn.Dropout(0.1))
+    weights = [0.5]
+    assert difference(lambda: setattr(model[1], "p", 0.2)) == "model.1.p (was 0.1, is 0.2)"
+    assert difference(lambda: weights.append(1.0), lambda m, b: weights) == "loss.weights"
+    assert difference(lambda: monkeypatch.setitem(SETTINGS, "weight", 3.0)).endswith(
+        "SETTINGS.weight (was 1.0, is 3.0)"
+    )
+    assert "requires_grad=False" in difference(lambda: model[0].requires_grad_(False))
+
+
+def test_a_walk_puts_everything_back() -> None:
+    model, notes = Scaled(), [1]
+    reach = Reach(model, lambda m, b: notes)
+    model.layer.extra = 1  # type: ignore[assignment]
+    del model.layer.bias
+    notes.append(2)
+    Scaled.gain = 5.0
+    reach.restore()
+    assert not hasattr(model.layer, "extra")
+    assert isinstance(model.layer.bias, nn.Parameter)
+    assert (notes, Scaled.gain) == ([1], 1.0)

@@ -1,0 +1,360 @@
+"""Notice what users change about members that are in a fleet.
+
+A fleet trains a graph and tensors of its own. What it reads anew with every step (learning rates and other
+numbers of optimizers, clipping limits, schedules) may change at any time. A change of anything else that
+decides the graph or the optimizer's structure, and an edit of weights or optimizer state, would be ignored:
+it is found here and reported, and ``Fleet.refresh`` takes it over.
+
+A thorough look takes longer than a step. A quick one compares the objects that containers hold with those
+they held before, in one pass over flat lists. Only where these differ, signatures are compared, and only
+where those differ, graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainmux.errors import MemberChangedError, OptimizerError, TrainmuxError, TrainmuxWarning
+from trainmux.fleet._member import Member
+from trainmux.fleet._slots import Slot, named_tensors
+from trainmux.optim import OptimizerStructure, describe
+from trainmux.tracing import Holder, Items, LossFunction, Reach, same_items, unique_parameters
+
+if TYPE_CHECKING:
+    from trainmux.fleet._group import Group
+
+EVERY_STEPS = 100
+"""A change is noticed after this many steps at the latest."""
+
+FIRST_STEPS = 16
+"""Every step is looked at, this many after the members were in the user's hands: then people edit."""
+
+_MARKS = tuple(
+    map(attrgetter, ("_version", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
+)
+"""How often a tensor was written to, and what decides what becomes of its gradient."""
+
+Places = Iterable[tuple["Group", Slot]]
+"""Members with the groups that they are in."""
+
+
+@dataclass(eq=False)
+class _Snapshot:
+    """Objects found in places where a change would matter, and those places; of one member, or of many."""
+
+    full: list[dict[Any, Any]] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    empty: list[dict[Any, Any]] = field(default_factory=list)
+    sets: list[set[Any]] = field(default_factory=list)
+    elements: list[set[Any]] = field(default_factory=list)
+    others: dict[Any, tuple[Holder, Items]] = field(default_factory=dict)
+    tensors: list[Tensor] = field(default_factory=list)
+    marks: tuple[list[Any], ...] = field(default_factory=lambda: tuple([] for _ in _MARKS))
+    entries: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
+
+    def add_containers(self, reach: Reach) -> None:
+        """Remember what the containers of a walk hold."""
+        for holder, items in zip(reach.holders, reach.contents, strict=True):
+            if not holder.can_change:
+                continue
+            if holder.mapping is not None:
+                if holder.mapping:
+                    self.full.append(holder.mapping)
+                    self.values += holder.mapping.values()
+                else:
+                    self.empty.append(holder.mapping)
+            elif type(holder.value) is set:
+                self.sets.append(holder.value)
+                self.elements.append(set(holder.value))
+            else:
+                self.others[id(holder.value), holder.label] = (holder, items)
+        own = {id(tensor) for tensor in reach.own}
+        held = (value for items in reach.contents for value in items.values() if isinstance(value, Tensor))
+        self.add_tensors({id(value): value for value in held if id(value) not in own}.values())
+
+    def add_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Remember how tensors are marked."""
+        found = list(tensors)
+        self.tensors += found
+        for known, mark in zip(self.marks, _MARKS, strict=True):
+            known += map(mark, found)
+
+    def is_current(self) -> bool:
+        """Whether all of it is as it was; false where that cannot be told at once."""
+        try:
+            return (
+                list(chain.from_iterable(map(dict.values, self.full))) == self.values
+                and not any(self.empty)
+                and self.sets == self.elements
+                and all(
+                    list(map(mark, self.tensors)) == known
+                    for known, mark in zip(self.marks, _MARKS, strict=True)
+                )
+                and all(read() == value for read, value in self.entries)
+                and all(same_items(holder.read(), items) for holder, items in self.others.values())
+            )
+        except Exception:  # arrays and tensors have no plain answer: signatures have
+            return False
+
+    @staticmethod
+    def merged(parts: Sequence[_Snapshot]) -> _Snapshot:
+        """One snapshot of all parts; what members share is in it once."""
+        whole = _Snapshot()
+        for part in parts:
+            for name in ("full", "values", "empty", "sets", "elements", "tensors", "entries"):
+                getattr(whole, name).extend(getattr(part, name))
+            whole.others.update(part.others)
+            for known, more in zip(whole.marks, part.marks, strict=True):
+                known += more
+        return whole
+
+
+@dataclass(frozen=True)
+class Edits:
+    """Names of a member's own tensors, and of those whose optimizer state, somebody else has written to."""
+
+    tensors: tuple[str, ...]
+    states: tuple[str, ...]
+
+
+class MemberWatch:
+    """What one member was like when the fleet last took over, or wrote back, its state."""
+
+    snapshot: _Snapshot
+    """For a quick look."""
+
+    def __init__(
+        self, member: Member, name: str, loss: LossFunction, structure: OptimizerStructure, reach: Reach
+    ) -> None:
+        self._member, self._name, self._loss, self._structure = member, name, loss, structure
+        self._parts = _parts(member)
+        self._take(reach)
+        self.settle()
+
+    def _take(self, reach: Reach) -> None:
+        self._signature = reach.signature
+        self._containers = _Snapshot()
+        self._containers.add_containers(reach)
+
+    def settle(self) -> None:
+        """Take the member's own tensors and optimizer state for unedited, as they are now."""
+        self._own = named_tensors(self._member)
+        self._sums = {name: _checksum(tensor) for name, tensor in self._own.items()}
+        self._states = {name: _state_of(self._member, tensor) for name, tensor in self._own.items()}
+        self._mark()
+
+    def _mark(self) -> None:
+        member = self._member
+        reads: list[Callable[[], Any]] = [
+            functools.partial(_parts, member),
+            functools.partial(_optimizer_parts, member.optimizer),
+        ]
+        reads += [_group_reader(group) for group in member.optimizer.param_groups]
+        marked = _Snapshot(entries=[(read, read()) for read in reads])
+        marked.add_tensors(self._own.values())
+        self.snapshot = _Snapshot.merged([self._containers, marked])
+
+    def changes(self, computes_alike: Callable[[], bool], *, ignores_mode: bool = False) -> Iterator[str]:
+        """What was changed that the fleet does not follow, in words; nothing where it makes no difference.
+
+        ``computes_alike`` traces the member as it is now and tells whether its graph is the one it trains by.
+        With ``ignores_mode`` modules may be in another mode (``train()``, ``eval()``).
+        """
+        member = self._member
+        for name, new, old in zip(_PARTS, _parts(member), self._parts, strict=True):
+            if new is not old and new != old:
+                yield f"member.{name}, which is another object"
+                return
+        try:
+            parameters = [item.tensor for item in unique_parameters(member.model)]
+            structure = describe(member.optimizer, parameters, member=self._name)
+        except OptimizerError as error:
+            yield f"the optimizer ({error})"
+            return
+        if structure != self._structure:
+            yield _structural_change(self._structure, structure)
+        reach = Reach(member.model, self._loss)
+        found: list[tuple[Any, str]] = []
+        if reach.signature != self._signature:
+            found = list(reach.differences(self._signature)) or [(None, "its code")]
+        if found and not (ignores_mode and all(key == "training" for key, _ in found)):
+            try:
+                alike = computes_alike()
+            except TrainmuxError as error:
+                yield f"{found[0][1]} ({error})"
+                return
+            if not alike:
+                yield found[0][1]
+            else:
+                self._take(reach)  # of no consequence for the graph
+        edited = list(self.edited_texts())
+        if not edited:
+            self._mark()  # written to and put back, or of no consequence
+        yield from edited
+
+    def edited_texts(self) -> Iterator[str]:
+        """Edits in words."""
+        edits = self.edits()
+        if edits.tensors:
+            yield f"the values of {_listed(edits.tensors)} (edited, loaded, or written by another fleet)"
+        if edits.states:
+            yield f"the optimizer's state of {_listed(edits.states)}"
+
+    def edits(self) -> Edits:
+        """What somebody else has written to."""
+        tensors = {name: tensor for name, tensor in named_tensors(self._member).items() if name in self._own}
+        states = {name: _state_of(self._member, tensor) for name, tensor in tensors.items()}
+        return Edits(
+            tuple(
+                name
+                for name, tensor in tensors.items()
+                if not torch.equal(self._sums[name], _checksum(tensor))
+            ),
+            tuple(name for name, state in states.items() if not _same_state(state, self._states[name])),
+        )
+
+
+_PARTS = ("model", "optimizer", "loss", "example_batch")
+
+
+def _parts(member: Member) -> tuple[Any, ...]:
+    return (member.model, member.optimizer, member.loss, id(member.example_batch))
+
+
+def _optimizer_parts(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Numbers that change when groups, state or hooks are added or replaced."""
+    return (
+        id(optimizer.state),
+        len(optimizer.state),
+        len(optimizer.param_groups),
+        len(optimizer._optimizer_step_pre_hooks),
+        len(optimizer._optimizer_step_post_hooks),
+    )
+
+
+def _group_reader(group: Mapping[str, Any]) -> Callable[[], Any]:
+    """What reads the parameters of a param group and its switches: all settings that are no numbers."""
+    names = [name for name, value in group.items() if value is None or isinstance(value, bool)]
+    read = itemgetter("params", *names)
+
+    def values() -> list[Any]:
+        params, *switches = read(group)
+        return [*params, *switches]
+
+    return values
+
+
+def _structural_change(old: OptimizerStructure, new: OptimizerStructure) -> str:
+    if len(old.groups) != len(new.groups):
+        return f"the optimizer's param groups (there were {len(old.groups)}, there are {len(new.groups)})"
+    for number, (was, now) in enumerate(zip(old.groups, new.groups, strict=True)):
+        for (flag, before), (_, after) in zip(was.flags, now.flags, strict=False):
+            if before != after:
+                return f"{flag} of the optimizer's param group {number} (used: {before}, now {after})"
+        if was.params != now.params:
+            return f"the parameters of the optimizer's param group {number}"
+    return "the optimizer's class"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A number that an edit of any element changes; it is not waited for."""
+    with torch.no_grad():
+        flat = tensor.detach().contiguous().reshape(-1)
+        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+
+
+_State = list[tuple[str, Any, int]]
+
+
+def _state_of(member: Member, tensor: Tensor) -> _State:
+    """Entries of a parameter's optimizer state, with the number of times each was written to."""
+    entries = member.optimizer.state.get(tensor, {})
+    return [
+        (name, value, value._version if isinstance(value, Tensor) else 0) for name, value in entries.items()
+    ]
+
+
+def _same_state(one: _State, other: _State) -> bool:
+    return len(one) == len(other) and all(
+        a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in zip(one, other, strict=True)
+    )
+
+
+class FleetWatch:
+    """Looks at all members of a fleet: often after they were in the user's hands, then rarely.
+
+    ``computes_alike(group, slot)`` traces a member as it is now and tells whether its graph is its group's.
+    """
+
+    def __init__(self, computes_alike: Callable[[Group, Slot], bool]) -> None:
+        self._computes_alike = computes_alike
+        self._num_steps = 0
+        self._parts: list[_Snapshot] = []
+        self._whole = _Snapshot()
+
+    def handed_out(self) -> None:
+        """Expect changes: members are in the user's hands now."""
+        self._num_steps = 0
+
+    def at_step(self, groups: Sequence[Group]) -> None:
+        """Refuse a step of members that have changed, where it is time to look."""
+        self._num_steps += 1
+        if self._num_steps > FIRST_STEPS and self._num_steps % EVERY_STEPS:
+            return
+        places = [(group, slot) for group in groups for _, slot in group.members]
+        parts = [slot.watch.snapshot for _, slot in places]
+        if parts != self._parts:
+            self._parts, self._whole = parts, _Snapshot.merged(parts)
+        if not self._whole.is_current():
+            self._refuse((place for place in places if not place[1].watch.snapshot.is_current()), False)
+
+    def check(self, places: Places, *, ignores_mode: bool = False) -> None:
+        """Refuse to go on with members that have changed, edits of values included."""
+        self._refuse(places, ignores_mode)
+        self.handed_out()
+
+    def warn(self, places: Places, what: str) -> None:
+        """Say of members that have changed that ``what`` happens all the same."""
+        for name, text in self._changes(places, ignores_mode=False):
+            warnings.warn(
+                f"member {name!r}: a change of {text}; {what}. Call fleet.refresh({name!r}) to take a change "
+                "over",
+                TrainmuxWarning,
+                stacklevel=4,
+            )
+        self.handed_out()
+
+    def _refuse(self, places: Places, ignores_mode: bool) -> None:
+        for name, text in self._changes(places, ignores_mode=ignores_mode):
+            raise MemberChangedError(
+                f"member {name!r}: expected it as the fleet took it over, got a change of {text}; the fleet "
+                "follows numbers of the optimizer, clipping and schedules by itself: call "
+                f"fleet.refresh({name!r}) to take anything else over, or undo it"
+            )
+
+    def _changes(self, places: Places, *, ignores_mode: bool) -> Iterator[tuple[str, str]]:
+        for group, slot in places:
+            if slot.watch.snapshot.is_current():
+                found = slot.watch.edited_texts()
+            else:
+                alike = functools.partial(self._computes_alike, group, slot)
+                found = slot.watch.changes(alike, ignores_mode=ignores_mode)
+            for text in found:
+                yield slot.name, text
