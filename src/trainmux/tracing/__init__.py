@@ -10,13 +10,13 @@ from trainmux.tracing._torch_private import (
     FakeTensorMode,
     copy_node,
     graph_module,
+    has_vmap_rule,
     last_node,
     make_fx,
     make_piece,
     nodes_after,
     static_fake_mode,
     tracer_graph,
-    vmap_without_loops,
 )
 from trainmux.tracing._tree import BatchSpec, FlatBatch, LeafSpec, check_batch, flatten_batch
 
@@ -36,6 +36,7 @@ __all__ = [
     "flatten_batch",
     "graph_constant",
     "graph_module",
+    "has_vmap_rule",
     "inherit_meta",
     "last_node",
     "make_fx",
@@ -50,5 +51,4 @@ __all__ = [
     "tracer_graph",
     "unique_buffers",
     "unique_parameters",
-    "vmap_without_loops",
 ]

@@ -10,7 +10,6 @@ fused afterwards (D1): the cost of tracing does not grow with the width.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from trainmux.errors import LossError, TraceError, TrainmuxError
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
-from trainmux.runtime import deterministic_algorithms
+from trainmux.runtime import deterministic_algorithms, ignored_warnings
 from trainmux.tracing._cleanup import output_nodes, simplify, source_of
 from trainmux.tracing._composites import own_composites
 from trainmux.tracing._constant_masks import drop_constant_masks
@@ -34,12 +33,12 @@ from trainmux.tracing._torch_private import (
     CheckpointPolicy,
     FakeTensorMode,
     checkpoint_regions,
+    frames_of,
     functionalized,
     make_fx,
-    recorded_frames,
     refuses_generators,
     traced_operator,
-    tracing_flags,
+    tracing_thread,
 )
 from trainmux.tracing._tree import FlatBatch
 
@@ -266,15 +265,14 @@ def _run_tracer(
             node.meta["ac_graph_id"] = names.regions
 
     table: Any = torch._decomp.get_decompositions(_DECOMPOSE)
-    tracer = make_fx(functionalized(step), decomposition_table=table, record_stack_traces=True)
+    frames = frames_of(is_user_file)
+    tracer = make_fx(functionalized(step), decomposition_table=table, user_frames=frames)
     try:
         with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
             # What torch says about its own fake kernels is not news to the user.
-            warnings.simplefilter("ignore")
+            stack.enter_context(ignored_warnings())
             stack.enter_context(mode)
-            stack.enter_context(tracing_flags())
-            stack.enter_context(recorded_frames(is_user_file))
+            stack.enter_context(tracing_thread())
             stack.enter_context(own_composites())
             stack.enter_context(checkpoint_regions(mark))
             return tracer(*fakes)
