@@ -11,7 +11,7 @@ fused afterwards (D1): the cost of tracing does not grow with the width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from trainmux.tracing._torch_private import (
     checkpoint_regions,
     frames_of,
     functionalized,
+    higher_order_operator,
     make_fx,
     refuses_generators,
     traced_operator,
@@ -54,6 +55,18 @@ _DECOMPOSE = (
     torch.ops.aten.select_backward,
     torch.ops.aten.native_batch_norm,
     torch.ops.aten.rrelu_with_noise_backward,
+)
+_PRODUCTS = frozenset(
+    (
+        torch.ops.aten.mm,
+        torch.ops.aten.addmm,
+        torch.ops.aten.bmm,
+        torch.ops.aten.baddbmm,
+        torch.ops.aten.mv,
+        torch.ops.aten.addmv,
+        torch.ops.aten.dot,
+        torch.ops.aten.convolution,
+    )
 )
 
 
@@ -97,7 +110,7 @@ def trace_joint(
     model: nn.Module, loss_fn: LossFunction, batch: FlatBatch, settings: TraceSettings
 ) -> TracedGraph:
     """Trace forward, backward and buffer updates of one member, or raise ``TraceError`` or ``LossError``."""
-    return _trace(model, loss_fn, batch, settings, training=True)
+    return _typed_trace(model, loss_fn, batch, settings, training=True)
 
 
 def trace_forward(
@@ -107,10 +120,22 @@ def trace_forward(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        return _trace(model, metric_fn, batch, settings, training=False)
+        return _typed_trace(model, metric_fn, batch, settings, training=False)
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _typed_trace(
+    model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, *, training: bool
+) -> TracedGraph:
+    """Whatever stops a trace becomes a typed error."""
+    try:
+        return _trace(model, fn, batch, settings, training=training)
+    except TrainmuxError:
+        raise
+    except Exception as error:
+        raise _trace_error(error) from error
 
 
 def _trace(
@@ -163,6 +188,7 @@ def _trace(
     fakes = [_fake(mode, tensor, settings) for tensor in (*originals, counter, counter, scalar)]
     with deterministic_algorithms(settings.deterministic):
         module = _run_tracer(step, fakes, mode, names)
+    _refuse_mixed_products(module, settings)
     failures_make_loss_nan(module, mode)
     draw_from_counters(module, num_parameters + num_buffers + num_leaves, mode)
     drop_constant_masks(module)
@@ -267,19 +293,9 @@ def _run_tracer(
     table: Any = torch._decomp.get_decompositions(_DECOMPOSE)
     frames = frames_of(is_user_file)
     tracer = make_fx(functionalized(step), decomposition_table=table, user_frames=frames)
-    try:
-        with ExitStack() as stack:
-            # What torch says about its own fake kernels is not news to the user.
-            stack.enter_context(ignored_warnings())
-            stack.enter_context(mode)
-            stack.enter_context(tracing_thread())
-            stack.enter_context(own_composites())
-            stack.enter_context(checkpoint_regions(mark))
-            return tracer(*fakes)
-    except TrainmuxError:
-        raise
-    except Exception as error:
-        raise _trace_error(error) from error
+    # What torch says about its own fake kernels is not news to the user.
+    with ignored_warnings(), mode, tracing_thread(), own_composites(), checkpoint_regions(mark):
+        return tracer(*fakes)
 
 
 def _trace_error(error: Exception) -> TraceError:
@@ -297,12 +313,39 @@ def _trace_error(error: Exception) -> TraceError:
             op=name,
             location=location,
         )
+    outer = higher_order_operator(error)
+    if outer is not None:
+        return TraceError(
+            f"{outer}{where}: expected operators on tensors, got one that takes functions; compute both "
+            "branches and choose with torch.where, or write the loop in Python",
+            op=outer,
+            location=location,
+        )
     return TraceError(
         f"tracing stopped{where}: {type(error).__name__}: {error}; the model must run on fake tensors: "
         "no NumPy, no Python values read from tensors, constants registered as buffers",
         op=None if op is None else str(op),
         location=location,
     )
+
+
+def _refuse_mixed_products(module: fx.GraphModule, settings: TraceSettings) -> None:
+    """Refuse products of two dtypes: fake tensors compute them, and no kernel does."""
+    held = settings.compute_dtype
+    note = "" if held is None else f" (the fleet holds everything floating in {held})"
+    for node in module.graph.nodes:
+        if node.op != "call_function" or getattr(node.target, "overloadpacket", None) not in _PRODUCTS:
+            continue
+        dtypes = {operand.meta["val"].dtype for operand in node.all_input_nodes}
+        if len(dtypes) > 1:
+            location = node_location(node)
+            where = f" at {location}" if location else ""
+            raise TraceError(
+                f"{node.target}{where}: expected operands of one dtype{note}, got "
+                f"{' and '.join(sorted(map(str, dtypes)))}; cast to the weight's own, x.to(weight.dtype)",
+                op=str(node.target),
+                location=location,
+            )
 
 
 def _refuse_changed_parameters(module: fx.GraphModule, names: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -13,12 +14,15 @@ from torch import fx
 _TORCH_ROOT = str(Path(torch.__file__).parent)
 _OWN_ROOT = str(Path(__file__).parent.parent)
 _WORKLOADS = str(Path(__file__).parent.parent / "workloads")
+_LIBRARY = sysconfig.get_path("stdlib")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 def is_user_file(path: str) -> bool:
-    """Whether a source file is neither torch's nor ours (the example models count as a user's)."""
+    """Whether a source file is neither torch's, Python's nor ours (the example models count as a user's)."""
     if path.startswith(("<", _TORCH_ROOT)):
+        return False
+    if path.startswith(_LIBRARY) and "site-packages" not in path:
         return False
     return not path.startswith(_OWN_ROOT) or path.startswith(_WORKLOADS)
 

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import config as functorch_config
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -51,6 +51,7 @@ __all__ = [
     "functionalized",
     "graph_module",
     "has_vmap_rule",
+    "higher_order_operator",
     "last_node",
     "layer_parameters",
     "make_fx",
@@ -270,6 +271,28 @@ def _no_effects(op: Any) -> bool:
     return False
 
 
+class _EagerWhileTracing:
+    """Torch's setting for compiled functions; the thread that traces runs what they were made of."""
+
+    def __init__(self, usual: Any) -> None:
+        self._usual = usual
+
+    def __getattr__(self, name: str) -> Any:
+        return "force_eager" if name == "stance" and _thread.is_tracing else getattr(self._usual, name)
+
+
+def _unchecked_while_tracing(usual: bool) -> property:
+    """``Distribution._validate_args``: a check reads values, which the thread that traces does not have."""
+
+    def read(distribution: Any) -> bool:
+        return not _thread.is_tracing and bool(distribution.__dict__.get("_validate_args", usual))
+
+    def write(distribution: Any, value: bool) -> None:
+        distribution.__dict__["_validate_args"] = value
+
+    return property(read, write)
+
+
 @contextmanager
 def tracing_thread() -> Iterator[None]:
     """While active, patches of torch act in this thread; no other one traces meanwhile.
@@ -278,6 +301,10 @@ def tracing_thread() -> Iterator[None]:
     dispatcher makes torch use its own decompositions of composite operators: recurrent layers become cell
     steps instead of a call into a vendor library.
     """
+    import torch._dynamo.eval_frame  # late: torch imports it for its first trace, which takes a while
+
+    distribution: Any = torch.distributions.Distribution
+    compiled: Any = torch._dynamo.eval_frame
     with ExitStack() as stack:
         stack.enter_context(process_lock)
         stack.callback(setattr, _thread, "is_tracing", _thread.is_tracing)
@@ -285,9 +312,16 @@ def tracing_thread() -> Iterator[None]:
         stack.enter_context(enable_python_dispatcher())
         # The backward pass of a CUDA device would run in a thread of torch's.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        flags = ((torch.compiler, "_is_compiling_flag"), (_symbolic_trace, "_is_fx_tracing_flag"))
-        for module, name in flags:
-            stack.enter_context(mock.patch.object(module, name, _InTracingThread()))
+        if torch.is_anomaly_enabled():  # for all threads; gradients' values would be read
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        patches: tuple[tuple[Any, str, Any], ...] = (
+            (torch.compiler, "_is_compiling_flag", _InTracingThread()),
+            (_symbolic_trace, "_is_fx_tracing_flag", _InTracingThread()),
+            (compiled, "_stance", _EagerWhileTracing(compiled._stance)),
+            (distribution, "_validate_args", _unchecked_while_tracing(distribution._validate_args)),
+        )
+        for owner, name, own in patches:
+            stack.enter_context(mock.patch.object(owner, name, own))
         # Checks of linear algebra would otherwise be threaded through the graph with tokens.
         stack.enter_context(replaced(torch._higher_order_ops.effects, has_effects=_no_effects))
         yield
@@ -367,6 +401,15 @@ def traced_operator(error: Exception) -> OpOverload | None:
         operator = frame.f_locals.get("func")
         found = operator if isinstance(operator, OpOverload) else found
     return found
+
+
+def higher_order_operator(error: Exception) -> str | None:
+    """The operator that takes functions (``torch.cond``, ``while_loop``) that was called when one came up."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        operator = frame.f_locals.get("self")
+        if isinstance(operator, HigherOrderOperator):
+            return f"torch.ops.higher_order.{operator.name()}"
+    return None
 
 
 def has_vmap_rule(op: OpOverload) -> bool:

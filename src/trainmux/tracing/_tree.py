@@ -69,6 +69,12 @@ def _flatten(value: Any, path: str, tensors: list[Tensor], leaves: list[LeafSpec
     if isinstance(value, np.ndarray):
         value = _from_numpy(value, path)
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_nested:
+            raise BatchError(
+                f"{path}: expected a dense tensor, got one with layout {value.layout}"
+                f"{' that is nested' if value.is_nested else ''}; convert it with .to_dense() or "
+                ".to_padded_tensor(0) in the loader"
+            )
         tensors.append(value)
         leaves.append(LeafSpec(path, tuple(value.shape), value.dtype))
         return "*", next

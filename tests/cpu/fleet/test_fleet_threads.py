@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.eval_frame
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
@@ -85,6 +86,7 @@ def patched_by_tracing() -> dict[str, Any]:
         (nn.RNNBase, ("flatten_parameters",)),
         (nn.Module, ("__call__", "__getattr__", "__setattr__")),
         (torch.compiler, ("_is_compiling_flag",)),
+        (torch._dynamo.eval_frame, ("_stance",)),
         (torch.utils.checkpoint, ("_checkpoint_without_reentrant_generator", "CheckpointFunction")),
         (torch.utils.checkpoint.CheckpointFunction, ("__dict__",)),
         (fx.proxy, ("CapturedTraceback",)),
