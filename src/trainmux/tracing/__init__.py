@@ -5,6 +5,7 @@ from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, tr
 from trainmux.tracing._source import node_location
 from trainmux.tracing._split import SplitGraph, split_joint
 from trainmux.tracing._substitute import NamedTensor, unique_buffers, unique_parameters
+from trainmux.tracing._text import Text
 from trainmux.tracing._torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -29,6 +30,7 @@ __all__ = [
     "LossFunction",
     "NamedTensor",
     "SplitGraph",
+    "Text",
     "TraceSettings",
     "TracedGraph",
     "check_batch",

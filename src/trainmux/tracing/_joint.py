@@ -49,6 +49,11 @@ _INDEPENDENT = (
     "expected a loss that depends on the model's parameters, got one that does not (no gradient reaches any "
     "of them); compute it from the model's output without detach() or no_grad()"
 )
+_REMEDY = "replace .item(), `if tensor`, nonzero or boolean indexing by torch.where or a fixed shape"
+_REMEDIES = {
+    "_pack_padded_sequence": "run the layer on the padded sequences and mask what comes after their ends",
+    "_ctc_loss": "compute the loss from padded tensors by torch.logsumexp, one time step after another",
+}
 _DECOMPOSE = (
     torch.ops.aten.native_dropout_backward,
     torch.ops.aten.slice_backward,
@@ -110,7 +115,7 @@ def trace_joint(
     model: nn.Module, loss_fn: LossFunction, batch: FlatBatch, settings: TraceSettings
 ) -> TracedGraph:
     """Trace forward, backward and buffer updates of one member, or raise ``TraceError`` or ``LossError``."""
-    return _typed_trace(model, loss_fn, batch, settings, training=True)
+    return _trace_as_read(model, loss_fn, batch, settings, training=True)
 
 
 def trace_forward(
@@ -120,10 +125,33 @@ def trace_forward(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        return _typed_trace(model, metric_fn, batch, settings, training=False)
+        return _trace_as_read(model, metric_fn, batch, settings, training=False)
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _trace_as_read(
+    model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, *, training: bool
+) -> TracedGraph:
+    """A trace that holds for any text in the batch, or, where that is read, for the text that it has."""
+    text = batch.text
+    text.was_hidden = text.was_noted = False
+    try:
+        traced = _typed_trace(model, fn, batch, settings, training=training)
+    except TrainmuxError:
+        if text.is_read or not text.was_hidden:
+            raise
+    else:
+        if not text.was_noted:
+            return traced
+    # Not every use is noted: where C wants a string, it just fails.
+    text.is_read = True
+    try:
+        return _typed_trace(model, fn, batch, settings, training=training)
+    except TrainmuxError:
+        text.is_read = False
+        raise
 
 
 def _typed_trace(
@@ -306,10 +334,10 @@ def _trace_error(error: Exception) -> TraceError:
         return own_generator_error(str(traced_operator(error)), location)
     if isinstance(error, DATA_DEPENDENT_ERRORS):
         name = str(op)
+        remedy = next((text for part, text in _REMEDIES.items() if part in name), _REMEDY)
         return TraceError(
             f"{name}{where}: the result or its shape depends on the values in a tensor, which a graph "
-            "cannot express; replace .item(), `if tensor`, nonzero or boolean indexing by torch.where or "
-            "a fixed shape",
+            f"cannot express; {remedy}",
             op=name,
             location=location,
         )

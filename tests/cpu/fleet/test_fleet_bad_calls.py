@@ -132,7 +132,7 @@ X, Y = vectors()
         (batch(x=[X]), ("batch['x']", "expected a tensor of torch.float64", "got none")),
         ((X, Y), ("batch['x']", "expected a tensor", "batch[0]")),
         (X, ("batch['x']", "got none", "['batch']")),
-        (batch(note="new"), ("expected the structure", "note", "'new'")),
+        (batch(note="new"), ("expected the structure", "note", "'note':text")),
     ],
     ids=[
         "none",
