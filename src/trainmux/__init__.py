@@ -3,6 +3,21 @@
 from trainmux import errors
 from trainmux.colocate import Colocation, ColocationResult, Job, JobResult, JobStep, JobUsage, colocate
 from trainmux.colocate._foresight import Foresight, IterationMemory, foresee, iteration_memory
+from trainmux.errors import (
+    BatchError,
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    FleetError,
+    FusionError,
+    LossError,
+    MemberError,
+    OptimizerError,
+    PlanError,
+    TraceError,
+    TrainmuxError,
+    TrainmuxWarning,
+)
 from trainmux.fleet import Fleet, MachineFacts, Member, Plan, inspect_machine
 from trainmux.profiling import DEVICES, Device
 from trainmux.training import Callback, CSVLog, EarlyStopping, EpochRecord, History
@@ -11,24 +26,37 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "DEVICES",
+    "BatchError",
+    "BudgetError",
     "CSVLog",
     "Callback",
+    "CheckpointError",
     "Colocation",
     "ColocationResult",
+    "ConfigError",
     "Device",
     "EarlyStopping",
     "EpochRecord",
     "Fleet",
+    "FleetError",
     "Foresight",
+    "FusionError",
     "History",
     "IterationMemory",
     "Job",
     "JobResult",
     "JobStep",
     "JobUsage",
+    "LossError",
     "MachineFacts",
     "Member",
+    "MemberError",
+    "OptimizerError",
     "Plan",
+    "PlanError",
+    "TraceError",
+    "TrainmuxError",
+    "TrainmuxWarning",
     "__version__",
     "colocate",
     "errors",

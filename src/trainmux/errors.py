@@ -7,6 +7,10 @@ class TrainmuxError(Exception):
     """Base of every error that trainmux raises on purpose."""
 
 
+class FleetError(TrainmuxError, RuntimeError):
+    """The fleet cannot do this in the state it is in."""
+
+
 class MemberError(TrainmuxError, ValueError):
     """A member, or the set of members, cannot be trained as given."""
 
@@ -72,7 +76,9 @@ class BudgetError(TrainmuxError, ValueError):
 
 
 class PlanError(TrainmuxError, ValueError):
-    """A plan, profile or program is damaged, belongs to another fleet, or would not run correctly."""
+    """A plan, profile or program is damaged, belongs to another fleet, would not run correctly, or cannot be
+    written.
+    """
 
 
 def first_line(error: BaseException) -> str:

@@ -24,10 +24,9 @@ class Prepared(Generic[T]):
 class Upgrade(Generic[T]):
     """Something better in the making, a part of it on a thread.
 
-    ``prepare`` and what it returns as ``finish`` run on the caller's thread, because they trace: torch's
-    switches for that are the process's own, and a second thread's tracing would break the user's code. Only
-    ``work``, which waits for other processes, runs beside it. A failure is said once; then there is no
-    upgrade.
+    ``prepare`` and what it returns as ``finish`` run on the caller's thread, because they trace, which only
+    one thread can do at a time. Only ``work``, which waits for other processes, runs beside it. A failure is
+    said once; then there is no upgrade.
     """
 
     def __init__(self, prepare: Callable[[], Prepared[T]]) -> None:

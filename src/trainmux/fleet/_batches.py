@@ -14,7 +14,7 @@ from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._member import Member
 from trainmux.runtime import HostLeaf, Landing
-from trainmux.tracing import FlatBatch, check_batch, flatten_batch
+from trainmux.tracing import FlatBatch, Text, check_batch, flatten_batch
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,24 @@ class BatchFeed:
     def __init__(self, config: FleetConfig, example_batch: Any, num_members: int) -> None:
         self._config = config
         self._landing = Landing(config.device) if config.device.type == "cuda" else None
-        self._example = None if example_batch is None else flatten_batch(example_batch)
+        self._text = Text()
+        self._example_batch = example_batch
+        self._flat_examples: dict[bool, FlatBatch] = {}
         if self._example is not None and config.data == "per_member":
             _check_rows(self._example, num_members)
+
+    @property
+    def _example(self) -> FlatBatch | None:
+        """The example batch; once its text was read, that is a part of it."""
+        if self._example_batch is None:
+            return None
+        is_read = self._text.is_read
+        if is_read not in self._flat_examples:
+            self._flat_examples[is_read] = self._flat(self._example_batch)
+        return self._flat_examples[is_read]
+
+    def _flat(self, batch: Any) -> FlatBatch:
+        return flatten_batch(batch, self._text)
 
     def stacks(self, member: Member) -> bool:
         """Whether a member's group is fed one batch per member."""
@@ -63,7 +78,7 @@ class BatchFeed:
     def example_for(self, member: Member, position: int) -> FlatBatch:
         """The example batch of one member, without a member axis."""
         if member.example_batch is not None:
-            return flatten_batch(member.example_batch)
+            return self._flat(member.example_batch)
         if self._example is None:
             raise BatchError(
                 f"expected an example batch for member {member.name!r}, got none; give "
@@ -115,13 +130,13 @@ class BatchFeed:
 
         In a fleet with ``data="per_member"`` the leaves may come with or without the member axis.
         """
-        flat = flatten_batch(batch)
+        flat = self._flat(batch)
         leaves = self._leaves(flat)
         feeds: dict[int, GroupFeed] = {}
         for group in groups:
             _, slot = group.members[0]
             own = slot.member.example_batch
-            expected = flatten_batch(own) if own is not None else self._example
+            expected = self._flat(own) if own is not None else self._example
             assert expected is not None
             stacked = self._config.data == "per_member" and own is None
             if stacked and _num_dims(flat) != _num_dims(expected):
@@ -137,7 +152,7 @@ class BatchFeed:
         if batch is None:
             raise BatchError("expected a batch, got None; pass what the loader yields")
         assert self._example is not None
-        flat = flatten_batch(batch)
+        flat = self._flat(batch)
         check_batch(self._example.spec, flat.spec)
         if self._config.data == "shared":
             return GroupFeed(flat, self._leaves(flat), False, False)
@@ -155,8 +170,8 @@ class BatchFeed:
                     f"overrides: expected a batch for member {slot.name!r}, which has an example_batch of "
                     f"its own, got none; call step(batch, overrides={{{slot.name!r}: ...}})"
                 )
-            flats[row] = flatten_batch(overrides[slot.name])
-            check_batch(flatten_batch(slot.member.example_batch).spec, flats[row].spec)
+            flats[row] = self._flat(overrides[slot.name])
+            check_batch(self._flat(slot.member.example_batch).spec, flats[row].spec)
         first = next(iter(flats.values()))
         for row, flat in flats.items():
             if flat.spec != first.spec:
@@ -201,6 +216,5 @@ def _check_rows(flat: FlatBatch, num_members: int) -> None:
 def _member_rows(flat: FlatBatch, row: int) -> FlatBatch:
     """One member's part of a batch with a member axis."""
     leaves = tuple(replace(leaf, shape=leaf.shape[1:]) for leaf in flat.spec.leaves)
-    return FlatBatch(
-        tuple(tensor[row] for tensor in flat.tensors), replace(flat.spec, leaves=leaves), flat.rebuild
-    )
+    tensors = tuple(tensor[row] for tensor in flat.tensors)
+    return replace(flat, tensors=tensors, spec=replace(flat.spec, leaves=leaves))

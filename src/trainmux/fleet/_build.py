@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import fx
@@ -20,6 +21,7 @@ from trainmux.engine import (
     forward_in_sub_arrays,
     in_sub_arrays,
 )
+from trainmux.errors import FusionError, TrainmuxError, first_line
 from trainmux.fleet._background import Prepared, Upgrade
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._program_store import StoredStep, load, step_key, store
@@ -36,10 +38,31 @@ from trainmux.lowering import (
 from trainmux.runtime import stacked_strides
 from trainmux.tracing import TracedGraph
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 @functools.cache
 def _kernels(deterministic: bool) -> KernelCache:
     return KernelCache(deterministic=deterministic)
+
+
+def _typed(build: Callable[P, T]) -> Callable[P, T]:
+    """Whatever stops the making of a step becomes a typed error, but for a lack of memory."""
+
+    @functools.wraps(build)
+    def built(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return build(*args, **kwargs)
+        except (TrainmuxError, Warning, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise FusionError(
+                f"expected a graph that can be fused and split, got {type(error).__name__}: "
+                f"{first_line(error)}; train this model in plain torch, and please report it"
+            ) from error
+
+    return built
 
 
 @dataclass(frozen=True)
@@ -64,6 +87,7 @@ class ProgramBuilder:
         self._shared = frozenset(shared)
         self._main = main
 
+    @_typed
     def step(
         self, traced: TracedGraph, width: int, settings: UpdateSettings, *, stacked_batch: bool
     ) -> BuiltStep:
@@ -99,6 +123,7 @@ class ProgramBuilder:
         built = _built(whole(program, "runs through ATen until its kernels are compiled"), fused)
         return replace(built, upgrade=Upgrade(prepare))
 
+    @_typed
     def lowered_step(
         self,
         traced: TracedGraph,
@@ -125,6 +150,7 @@ class ProgramBuilder:
         store(key, step)
         return step
 
+    @_typed
     def aten_step(
         self, traced: TracedGraph, width: int, settings: UpdateSettings, *, stacked_batch: bool
     ) -> StepProgram:
@@ -147,12 +173,14 @@ class ProgramBuilder:
         kernels = {kernel.key: kernel for step in steps for kernel in step.lowered.kernels}
         self._cache().compile(kernels.values())
 
+    @_typed
     def forward(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> ForwardProgram:
         """Metrics of ``width`` members."""
         array, branches = self._partition(traced, width, stacked_batch=stacked_batch)
         program = self._finished(build_forward(self._fuse_forward(traced, array, stacked_batch)))
         return forward_in_sub_arrays(program, width // array, branches)
 
+    @_typed
     def planned_forward(
         self, traced: TracedGraph, width: int, carried: UpdateSettings | None, *, stacked_batch: bool
     ) -> ForwardProgram:

@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainmux.errors import CheckpointError
+from trainmux.errors import CheckpointError, FleetError
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._slots import Slot
 
 _KIND = "trainmux fleet"
+
+
+def refuse_copy(fleet: object, protocol: object) -> str:
+    """Stands in the place of ``__reduce_ex__``, which ``copy`` and ``pickle`` call."""
+    raise FleetError(
+        "expected a fleet to stay where it is, got copy or pickle; write it with fleet.save() and restore() "
+        "it into another one, or call fleet.sync() and copy the members"
+    )
 
 
 def _rows(group: Group, row: int, prefix: str) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainmux.errors import ConfigError, FusionError, MemberError, TrainmuxWarning
 from trainmux.fleet._batches import BatchFeed
-from trainmux.fleet._checkpoint import fleet_document, has_other_constants, restore_fleet
+from trainmux.fleet._checkpoint import fleet_document, has_other_constants, refuse_copy, restore_fleet
 from trainmux.fleet._config import make_config
 from trainmux.fleet._evaluate import evaluate_fleet, evaluate_groups
 from trainmux.fleet._gather import Gather
@@ -364,8 +364,7 @@ class Fleet:
         ``PlanError`` where it is another fleet's, or stale.
         """
         if plan is None:
-            self._groups = self._plans.renounce(self._groups)
-            self._gather = None
+            self._groups, self._gather = self._plans.renounce(self._groups), None
             return
         self._planner(self._plans.whole(self._groups)).check(plan, self.names)
         self._plans.want(plan, request_like(plan))
@@ -396,6 +395,8 @@ class Fleet:
         end_epoch(self._groups, monitored)
 
     # ---- checkpoints -------------------------------------------------------------------------------
+
+    __reduce_ex__ = refuse_copy
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write all members' weights, optimizer and schedule state and counters to a directory."""
@@ -517,8 +518,7 @@ class Fleet:
 
     def _leave_plan(self) -> None:
         """The plan in use has no room for what comes; another one is made at the next step."""
-        self._groups = self._plans.leave(self._groups)
-        self._gather = None
+        self._groups, self._gather = self._plans.leave(self._groups), None
 
     def _put(self, group: Group, plan: Newcomer) -> None:
         """Load a member into a free row of its group."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from trainmux.errors import MemberError
 from trainmux.fleet._batches import BatchFeed
 from trainmux.fleet._group import GroupKey
@@ -13,6 +16,11 @@ from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.fleet._watch import MemberWatch
 from trainmux.optim import describe
 from trainmux.tracing import FlatBatch, LossFunction, Reach, unique_buffers, unique_parameters
+
+_UNFIT: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
+    ((torch.jit.ScriptModule,), "pass the module that it was made from"),
+    ((nn.DataParallel, nn.parallel.DistributedDataParallel), "pass what it wraps, model.module"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ def describe_newcomer(
     member: Member, name: str, position: int, loss: LossFunction, feed: BatchFeed, traces: TraceCache
 ) -> Newcomer:
     """Check and trace a member; typed errors say what is wrong with it."""
+    _refuse_unfit_parts(member.model, name)
     parameters = unique_parameters(member.model)
     devices = {str(item.tensor.device) for item in (*parameters, *unique_buffers(member.model))}
     if len(devices) > 1:
@@ -66,3 +75,25 @@ def _refuse_shared_memory(name: str, reach: Reach, trace: Trace) -> None:
                 f"{other} in the same bytes; tie the parameter itself (a.weight = b.weight), or make the "
                 "view where it is used"
             )
+
+
+def _refuse_unfit_parts(model: nn.Module, name: str) -> None:
+    """Refuse modules that run code of their own instead of Python's, and tensors that cannot be stacked."""
+    for path, module in model.named_modules():
+        where = f"member {name!r}, {path or 'the model'}"
+        for classes, remedy in _UNFIT:
+            if isinstance(module, classes):
+                raise MemberError(
+                    f"{where}: expected a module in plain Python, got {type(module).__name__}; {remedy}"
+                )
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if nn.parameter.is_lazy(tensor):
+                raise MemberError(
+                    f"{where}: expected initialised parameters, got {key!r} without a shape "
+                    f"({type(module).__name__}); run one batch through the model first"
+                )
+            if tensor is not None and (tensor.layout is not torch.strided or tensor.is_nested):
+                raise MemberError(
+                    f"{where}: expected dense parameters and buffers, got {key!r} with layout "
+                    f"{tensor.layout}; convert it with .to_dense()"
+                )

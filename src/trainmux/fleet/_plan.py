@@ -6,11 +6,12 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainmux.errors import PlanError
+from trainmux.errors import PlanError, first_line
 from trainmux.ir import (
     Attempt,
     Profile,
@@ -182,17 +183,31 @@ class Plan:
         return cls(record, profiles, curve)
 
 
+def require_plan(plan: object) -> None:
+    """Refuse what is no plan."""
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"expected a plan of fleet.plan() or Plan.load(), got {type(plan).__name__}; make or load one"
+        )
+
+
 def _checksum(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _write(path: str | os.PathLike[str], text: str) -> None:
     """Replace a file as a whole: who reads it never sees a part."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.part")
     try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(f".{target.name}.part")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            os.replace(beside, target)
+        finally:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+    except (OSError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"expected a file that can be written at {path!r}, got {first_line(error)}; choose another path"
+        ) from error

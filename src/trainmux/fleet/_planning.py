@@ -23,7 +23,7 @@ from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._fixed_bytes import fixed_bytes, known_fixed_bytes
 from trainmux.fleet._group import Group
-from trainmux.fleet._plan import Plan
+from trainmux.fleet._plan import Plan, require_plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
 from trainmux.fleet._planned_beside import forwards_beside, read_step, steps_beside
 from trainmux.fleet._planned_groups import PlannedForwards, PlannedSteps
@@ -224,6 +224,7 @@ class FleetPlanner:
 
     def check(self, plan: Plan, names: Sequence[str]) -> None:
         """Refuse a plan of another fleet, or one that has become stale."""
+        require_plan(plan)
         members = [name for sub_array in plan.partition for name in sub_array.members]
         if sorted(members) != sorted(names):
             raise PlanError(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from trainmux.errors import MemberError
 from trainmux.fleet._group import Group
 from trainmux.fleet._slots import Slot
+from trainmux.runtime import ignored_warnings
 
 
 def step_schedulers(groups: Sequence[Group]) -> None:
@@ -56,12 +56,9 @@ def _check_monitor(slot: Slot, values: Mapping[str, float] | None) -> None:
         )
 
 
-@contextmanager
-def _silenced() -> Iterator[None]:
+def _silenced() -> AbstractContextManager[None]:
     """A scheduler looks for calls of optimizer.step(), which never happen here, and warns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*lr_scheduler.step\\(\\).*")
-        yield
+    return ignored_warnings(".*lr_scheduler.step\\(\\).*")
 
 
 def _step(slot: Slot, *arguments: float) -> None:

@@ -20,7 +20,7 @@ from trainmux.errors import FusionError
 from trainmux.fusion._stacked import Context, Stacked, find_rule, is_stacked
 from trainmux.fusion.rules.pointwise import is_pointwise, pointwise
 from trainmux.fusion.strategies import OperatorTimes
-from trainmux.tracing import last_node, node_location, nodes_after, tracer_graph, vmap_without_loops
+from trainmux.tracing import has_vmap_rule, last_node, node_location, nodes_after, tracer_graph
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,9 @@ class OperatorFuser:
         return self._vmapped(node, op, args, kwargs)
 
     def _vmapped(self, node: fx.Node, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not has_vmap_rule(op):
+            self.how = ("loop", "torch.vmap has no rule for it")
+            return self._loop(node, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_stacked)
         positions = [i for i, leaf in enumerate(leaves) if is_stacked(leaf)]
 
@@ -103,13 +106,12 @@ class OperatorFuser:
         graph = tracer_graph()
         last = last_node(graph)
         try:
-            with vmap_without_loops():
-                results = iter(torch.vmap(member, randomness="error")(*[leaves[i].tensor for i in positions]))
+            results = iter(torch.vmap(member, randomness="error")(*[leaves[i].tensor for i in positions]))
         except Exception as error:
             for new in reversed(nodes_after(graph, last)):
                 graph.erase_node(new)
             reason = str(error).strip().splitlines()[0][:160] if str(error) else type(error).__name__
-            self.how = ("loop", f"torch.vmap has no rule for it ({reason})")
+            self.how = ("loop", f"torch.vmap cannot do it ({reason})")
             return self._loop(node, args, kwargs)
         result_spec, present = shape_of_result
         result = pytree.tree_unflatten(

@@ -28,7 +28,7 @@ from trainmux.lowering._known import (
 from trainmux.lowering._payload import to_payload
 from trainmux.lowering._regions import RegionGraph
 from trainmux.lowering._workers import compile_in_workers
-from trainmux.runtime import deterministic_algorithms
+from trainmux.runtime import deterministic_algorithms, ignored_warnings, process_lock
 from trainmux.tracing import FakeTensorMode
 
 _MAX_WORKERS = 12
@@ -74,22 +74,26 @@ class Kernel:
 
         ``places`` says where those others are wanted; where the code cannot be steered, they are elsewhere.
         """
-        if self._compiled is None:
-            if self._module is None:
-                self._module = self._traced()[0]
-            plain: Sequence[Tensor] = self._module(*tensors)
+        compiled, module = self._compiled, self._module
+        if compiled is None and module is None:
+            with process_lock:  # another thread may compile it just now
+                compiled = self._compiled
+                if compiled is None:
+                    module = self._module = self._traced()[0]
+        if compiled is None:
+            assert module is not None
+            plain: Sequence[Tensor] = module(*tensors)
             return plain
         if self._has_run:
-            return self._run_compiled(self._compiled, tensors, places)
-        variants = _inductor.Variants(self._compiled)
+            return self._run_compiled(compiled, tensors, places)
+        variants = _inductor.Variants(compiled)
         known = recall_choices(self.stored_key) if variants.are_open and self.stored_key else {}
         variants.take(known)
         # The first time, code may choose among its variants, which imports parts of the compiler: torch warns
         # about itself then, and where warnings are errors, nothing would run.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with ignored_warnings():
             try:
-                results = self._run_compiled(self._compiled, tensors, places)
+                results = self._run_compiled(compiled, tensors, places)
             finally:  # what was chosen before a failure is not open any more
                 made = variants.made()
                 if made and self.stored_key:

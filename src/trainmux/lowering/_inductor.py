@@ -15,9 +15,8 @@ import platform
 import re
 import shutil
 import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 
-from trainmux.runtime import random_words_of_elements, source_version
+from trainmux.runtime import ignored_warnings, process_lock, random_words_of_elements, source_version
 from trainmux.tracing import FakeTensorMode
 
 aten = torch.ops.aten
@@ -118,8 +117,9 @@ def cache_folder() -> Path:
     return Path(cache_dir())
 
 
-def settings(*, deterministic: bool, combines: bool) -> AbstractContextManager[Any]:
-    """Inductor's configuration for regions. Process-wide while active.
+@contextmanager
+def settings(*, deterministic: bool, combines: bool) -> Iterator[None]:
+    """Inductor's configuration for regions. Process-wide while active: one thread at a time.
 
     ``combines`` lets one kernel do the work of many small ones that have nothing to do with each other.
     """
@@ -132,8 +132,8 @@ def settings(*, deterministic: bool, combines: bool) -> AbstractContextManager[A
     }
     if deterministic and hasattr(config, "deterministic"):
         changes["deterministic"] = True
-    manager: AbstractContextManager[Any] = config.patch(changes)
-    return manager
+    with process_lock, config.patch(changes):
+        yield
 
 
 def surroundings() -> str:
@@ -216,12 +216,11 @@ def load_code(code: bytes) -> LoadedCode:
 
     May fail in any way on code that is damaged.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as in ``compile_graph``
+    with ignored_warnings():  # as in ``compile_graph``
         from torch._inductor import config
 
         # Nothing is to be compiled: no processes for it either, which the next import would start.
-        with config.patch(compile_threads=1):
+        with process_lock, config.patch(compile_threads=1):
             from torch._inductor.codecache import PyCodeCache
             from torch._inductor.output_code import CompiledFxGraphConstants
             from torch._inductor.triton_bundler import TritonBundler
@@ -310,9 +309,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor], mode: FakeTe
 
     ``inputs`` are fakes of ``mode``. The result takes the real tensors as a list, which it empties.
     """
-    with tracing(TracingContext(mode)), torch.no_grad(), warnings.catch_warnings():
-        # Torch warns about itself when it is imported; where warnings are errors, nothing would compile.
-        warnings.simplefilter("ignore")
+    # Torch warns about itself when it is imported; where warnings are errors, nothing would compile.
+    with tracing(TracingContext(mode)), torch.no_grad(), ignored_warnings():
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.utils import BoxedBool
 

@@ -17,6 +17,7 @@ from trainmux.runtime._interrupts import deferred_interrupts
 from trainmux.runtime._kept_files import device_name, source_version, user_cache_folder, write_whole
 from trainmux.runtime._landing import NUM_LANDINGS, HostLeaf, Landing
 from trainmux.runtime._pools import limited_growth, pool_bytes, release_cached
+from trainmux.runtime._process import ignored_warnings, process_lock
 from trainmux.runtime._random import (
     WORD_RANGE,
     philox_blocks,
@@ -62,6 +63,7 @@ __all__ = [
     "deferred_interrupts",
     "deterministic_algorithms",
     "device_name",
+    "ignored_warnings",
     "limited_growth",
     "look_at_cuda",
     "look_at_folder",
@@ -73,6 +75,7 @@ __all__ = [
     "philox_pairs",
     "pool_bytes",
     "probe_memory",
+    "process_lock",
     "random_words",
     "random_words_of_elements",
     "record_allocations",

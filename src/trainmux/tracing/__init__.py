@@ -6,18 +6,19 @@ from trainmux.tracing._reach import Holder, Items, Reach, same_items, tensor_dig
 from trainmux.tracing._source import node_location
 from trainmux.tracing._split import SplitGraph, split_joint
 from trainmux.tracing._substitute import NamedTensor, unique_buffers, unique_parameters
+from trainmux.tracing._text import Text
 from trainmux.tracing._torch_private import (
     FakeTensor,
     FakeTensorMode,
     copy_node,
     graph_module,
+    has_vmap_rule,
     last_node,
     make_fx,
     make_piece,
     nodes_after,
     static_fake_mode,
     tracer_graph,
-    vmap_without_loops,
 )
 from trainmux.tracing._tree import BatchSpec, FlatBatch, LeafSpec, check_batch, flatten_batch
 
@@ -33,6 +34,7 @@ __all__ = [
     "NamedTensor",
     "Reach",
     "SplitGraph",
+    "Text",
     "TraceSettings",
     "TracedGraph",
     "check_batch",
@@ -40,6 +42,7 @@ __all__ = [
     "flatten_batch",
     "graph_constant",
     "graph_module",
+    "has_vmap_rule",
     "inherit_meta",
     "last_node",
     "make_fx",
@@ -56,5 +59,4 @@ __all__ = [
     "tracer_graph",
     "unique_buffers",
     "unique_parameters",
-    "vmap_without_loops",
 ]

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +26,7 @@ from trainmux.tracing._torch_private import (
     native_composite,
     override_composites,
     recurrent_layers,
+    replaced,
 )
 
 aten = torch.ops.aten
@@ -253,6 +253,10 @@ def _cumulative_batch_norm(original: Callable[..., Tensor]) -> Callable[..., Ten
     return forward
 
 
+def _leave_parameters(layer: nn.Module) -> None:
+    """Not pack a recurrent layer's weights for a vendor library, which looks at their addresses."""
+
+
 def _lstm_cell(
     inputs: Tensor,
     hidden: Tensor,
@@ -327,10 +331,12 @@ def own_composites() -> Iterator[None]:
     with (
         override_composites(_TABLE),
         recurrent_layers(_lstm_cell, _stack_recurrent_layers),
-        mock.patch.object(_BatchNorm, "forward", _cumulative_batch_norm(_BatchNorm.forward)),
-        # Packs weights for a vendor library, which looks at their addresses.
-        mock.patch.object(nn.RNNBase, "flatten_parameters", return_value=None),
-        mock.patch.object(F, "embedding", _dense_embedding(F.embedding)),
-        mock.patch.object(F, "embedding_bag", _rectangular_embedding_bag(F.embedding_bag)),
+        replaced(_BatchNorm, forward=_cumulative_batch_norm(_BatchNorm.forward)),
+        replaced(nn.RNNBase, flatten_parameters=_leave_parameters),
+        replaced(
+            F,
+            embedding=_dense_embedding(F.embedding),
+            embedding_bag=_rectangular_embedding_bag(F.embedding_bag),
+        ),
     ):
         yield

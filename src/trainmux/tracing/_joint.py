@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from trainmux.errors import LossError, TraceError, TrainmuxError, TrainmuxWarning
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
-from trainmux.runtime import deterministic_algorithms
+from trainmux.runtime import deterministic_algorithms, ignored_warnings, process_lock
 from trainmux.tracing._cleanup import graph_constant, output_nodes, simplify, source_of
 from trainmux.tracing._composites import own_composites
 from trainmux.tracing._constant_masks import drop_constant_masks
@@ -44,12 +44,13 @@ from trainmux.tracing._torch_private import (
     ConstantChangedError,
     FakeTensorMode,
     checkpoint_regions,
+    frames_of,
     functionalized,
+    higher_order_operator,
     make_fx,
-    recorded_frames,
     refuses_generators,
     traced_operator,
-    tracing_flags,
+    tracing_thread,
 )
 from trainmux.tracing._tree import FlatBatch
 
@@ -59,12 +60,29 @@ _INDEPENDENT = (
     "expected a loss that depends on the model's parameters, got one that does not (no gradient reaches any "
     "of them); compute it from the model's output without detach() or no_grad()"
 )
+_REMEDY = "replace .item(), `if tensor`, nonzero or boolean indexing by torch.where or a fixed shape"
+_REMEDIES = {
+    "_pack_padded_sequence": "run the layer on the padded sequences and mask what comes after their ends",
+    "_ctc_loss": "compute the loss from padded tensors by torch.logsumexp, one time step after another",
+}
 _DECOMPOSE = (
     torch.ops.aten.native_dropout_backward,
     torch.ops.aten.slice_backward,
     torch.ops.aten.select_backward,
     torch.ops.aten.native_batch_norm,
     torch.ops.aten.rrelu_with_noise_backward,
+)
+_PRODUCTS = frozenset(
+    (
+        torch.ops.aten.mm,
+        torch.ops.aten.addmm,
+        torch.ops.aten.bmm,
+        torch.ops.aten.baddbmm,
+        torch.ops.aten.mv,
+        torch.ops.aten.addmv,
+        torch.ops.aten.dot,
+        torch.ops.aten.convolution,
+    )
 )
 
 
@@ -108,24 +126,57 @@ def trace_joint(
     model: nn.Module, loss_fn: LossFunction, batch: FlatBatch, settings: TraceSettings
 ) -> TracedGraph:
     """Trace forward, backward and buffer updates of one member, or raise ``TraceError`` or ``LossError``."""
-    return _trace(model, loss_fn, batch, settings, training=True)
+    with process_lock:
+        return _trace_as_read(model, loss_fn, batch, settings, training=True)
 
 
 def trace_forward(
     model: nn.Module, metric_fn: LossFunction, batch: FlatBatch, settings: TraceSettings
 ) -> TracedGraph:
     """Trace ``metric_fn(model, batch) -> tensor | {name: tensor}`` without gradients, in evaluation mode."""
-    before = Reach(model)
-    try:
+    with process_lock, Reach(model).restored() as before:
         model.eval()
         if dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys() != before.named.keys():
             raise TraceError(
                 "eval() gives the model other parameters or buffers; expected the same ones in both modes: "
                 "keep what it needs for evaluation in a plain attribute, or compute it in forward"
             )
-        return _trace(model, metric_fn, batch, settings, training=False)
-    finally:
-        before.restore()
+        return _trace_as_read(model, metric_fn, batch, settings, training=False)
+
+
+def _trace_as_read(
+    model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, *, training: bool
+) -> TracedGraph:
+    """A trace that holds for any text in the batch, or, where that is read, for the text that it has."""
+    text = batch.text
+    text.was_hidden = text.was_noted = False
+    try:
+        traced = _typed_trace(model, fn, batch, settings, training=training)
+    except TrainmuxError:
+        if text.is_read or not text.was_hidden:
+            raise
+    else:
+        if not text.was_noted:
+            return traced
+    # Not every use is noted: where C wants a string, it just fails.
+    text.is_read = True
+    try:
+        return _typed_trace(model, fn, batch, settings, training=training)
+    except TrainmuxError:
+        text.is_read = False
+        raise
+
+
+def _typed_trace(
+    model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, *, training: bool
+) -> TracedGraph:
+    """Whatever stops a trace becomes a typed error."""
+    try:
+        return _trace(model, fn, batch, settings, training=training)
+    except TrainmuxError:
+        raise
+    except Exception as error:
+        raise _trace_error(error) from error
 
 
 def _trace(
@@ -141,6 +192,7 @@ def _trace(
     with deterministic_algorithms(settings.deterministic):
         module = _run_tracer(call.once, fakes, mode, names)
         _refuse_effects(call, module, fakes, mode)
+    _refuse_mixed_products(module, settings)
     failures_make_loss_nan(module, mode)
     draw_from_counters(module, len(originals), mode)
     _refuse_own_constants(module, call)
@@ -372,22 +424,11 @@ def _run_tracer(
             node.meta["ac_graph_id"] = names.regions
 
     table: Any = torch._decomp.get_decompositions(_DECOMPOSE)
-    tracer = make_fx(functionalized(step), decomposition_table=table, record_stack_traces=True)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            # What torch says about its own fake kernels is not news to the user.
-            warnings.simplefilter("ignore")
-            stack.enter_context(mode)
-            stack.enter_context(tracing_flags())
-            stack.enter_context(recorded_frames(is_user_file))
-            stack.enter_context(own_composites())
-            stack.enter_context(checkpoint_regions(mark))
-            return tracer(*fakes)
-    except TrainmuxError:
-        raise
-    except Exception as error:
-        raise _trace_error(error) from error
+    frames = frames_of(is_user_file)
+    tracer = make_fx(functionalized(step), decomposition_table=table, user_frames=frames)
+    # What torch says about its own fake kernels is not news to the user.
+    with ignored_warnings(), mode, tracing_thread(), own_composites(), checkpoint_regions(mark):
+        return tracer(*fakes)
 
 
 def _trace_error(error: Exception) -> TraceError:
@@ -405,11 +446,19 @@ def _trace_error(error: Exception) -> TraceError:
         return own_generator_error(str(traced_operator(error)), location)
     if isinstance(error, DATA_DEPENDENT_ERRORS):
         name = str(op)
+        remedy = next((text for part, text in _REMEDIES.items() if part in name), _REMEDY)
         return TraceError(
             f"{name}{where}: the result or its shape depends on the values in a tensor, which a graph "
-            "cannot express; replace .item(), `if tensor`, nonzero or boolean indexing by torch.where or "
-            "a fixed shape",
+            f"cannot express; {remedy}",
             op=name,
+            location=location,
+        )
+    outer = higher_order_operator(error)
+    if outer is not None:
+        return TraceError(
+            f"{outer}{where}: expected operators on tensors, got one that takes functions; compute both "
+            "branches and choose with torch.where, or write the loop in Python",
+            op=outer,
             location=location,
         )
     return TraceError(
@@ -418,6 +467,25 @@ def _trace_error(error: Exception) -> TraceError:
         op=None if op is None else str(op),
         location=location,
     )
+
+
+def _refuse_mixed_products(module: fx.GraphModule, settings: TraceSettings) -> None:
+    """Refuse products of two dtypes: fake tensors compute them, and no kernel does."""
+    held = settings.compute_dtype
+    note = "" if held is None else f" (the fleet holds everything floating in {held})"
+    for node in module.graph.nodes:
+        if node.op != "call_function" or getattr(node.target, "overloadpacket", None) not in _PRODUCTS:
+            continue
+        dtypes = {operand.meta["val"].dtype for operand in node.all_input_nodes}
+        if len(dtypes) > 1:
+            location = node_location(node)
+            where = f" at {location}" if location else ""
+            raise TraceError(
+                f"{node.target}{where}: expected operands of one dtype{note}, got "
+                f"{' and '.join(sorted(map(str, dtypes)))}; cast to the weight's own, x.to(weight.dtype)",
+                op=str(node.target),
+                location=location,
+            )
 
 
 def _refuse_changed_parameters(module: fx.GraphModule, names: list[str]) -> None:

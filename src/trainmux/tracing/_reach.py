@@ -28,6 +28,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -478,6 +479,14 @@ class Reach:
         for holder, items in zip(self.holders, self.contents, strict=True):
             if not same_items(holder.read(), items):
                 holder.write(items)
+
+    @contextmanager
+    def restored(self) -> Iterator[Reach]:
+        """Put everything back afterwards."""
+        try:
+            yield self
+        finally:
+            self.restore()
 
     def stand_in(self, value: Any, replace: Callable[[int], Tensor], views: dict[int, Any]) -> Any:
         """``value`` with ``replace(number)`` in the place of the model's tensors, views of them included.

@@ -78,7 +78,7 @@ class Substitution:
                 for holder in self.reach.holders
             ]
 
-        try:
+        with self.reach.restored():
             for number, holder in enumerate(self.reach.holders):
                 before = self.reach.contents[number]
                 items = before if contents is None else contents[number]
@@ -91,8 +91,6 @@ class Substitution:
                 if not same_items(before, new):
                     holder.write(new)
             yield read
-        finally:
-            self.reach.restore()
 
     def changes(self, before: Sequence[Items], after: Sequence[Items]) -> list[Change]:
         """Entries that code has changed, but for new values of the model's own buffers."""

@@ -6,6 +6,7 @@ each of them to what we rely on.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import traceback
@@ -23,21 +24,22 @@ from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import config as functorch_config
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import _symbolic_trace
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _MakefxTracer, get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
+
+from trainmux.runtime import process_lock
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
@@ -46,8 +48,11 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "checkpoint_regions",
+    "frames_of",
     "functionalized",
     "graph_module",
+    "has_vmap_rule",
+    "higher_order_operator",
     "last_node",
     "layer_parameters",
     "make_fx",
@@ -56,14 +61,13 @@ __all__ = [
     "native_composite",
     "nodes_after",
     "override_composites",
-    "recorded_frames",
     "recurrent_layers",
     "refuses_generators",
+    "replaced",
     "static_fake_mode",
     "traced_operator",
     "tracer_graph",
-    "tracing_flags",
-    "vmap_without_loops",
+    "tracing_thread",
 ]
 
 DATA_DEPENDENT_ERRORS = (
@@ -73,70 +77,147 @@ DATA_DEPENDENT_ERRORS = (
 )
 
 
-def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., fx.GraphModule]:
-    """Torch's tracer. The module that it makes is written as Python when it is first called, if ever.
+class FakeTensorMode(_FakeTensorMode):
+    """Torch's mode, in one thread at a time: it changes how all threads make tensors of Python's numbers."""
 
-    Most graphs are only read and rewritten, and to write one with thousands of nodes takes a second.
+    def __enter__(self) -> Any:
+        process_lock.__enter__()
+        try:
+            return super().__enter__()
+        except BaseException:
+            process_lock.__exit__()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            process_lock.__exit__()
+
+
+class _Tracer(PythonKeyTracer):
+    """Torch's tracer, but for what it does to the process.
+
+    It patches ``nn.Module``, for modules that are to become nodes; here none is. To change the base of
+    thousands of classes takes longer than to trace a few operators, and other threads would notice.
     """
-    trace = _make_fx(function, **options)
+
+    user_frames: Callable[[], str] | None = None
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        self.root = torch.nn.Module()
+        self.graph = fx.Graph(tracer_cls=PythonKeyTracer)
+        self.tensor_attrs = {}
+        run, args = self.create_args_for_root(root, False, concrete_args)
+        self.create_node("output", "output", (self.create_arg(run(*args)),), {})
+        return self.graph
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        if self.user_frames is not None and not node.stack_trace:
+            node.stack_trace = self.user_frames()
+        return node
+
+
+class _MakeFx(_MakefxTracer):
+    def __init__(
+        self, decompositions: Any, user_frames: Callable[[], str] | None, *, names_functions: bool
+    ) -> None:
+        super().__init__(
+            decomposition_table=decompositions,
+            tracing_mode="real",
+            _allow_non_fake_inputs=False,
+            pre_dispatch=False,
+            record_module_stack=False,
+            _allow_fake_constant=False,
+            _error_on_data_dependent_ops=True,
+            _disable_torch_fn_metadata_mode=not names_functions,
+        )
+        self._user_frames = user_frames
+
+    def _construct_modes_with_fx_tracer(self, fx_tracer: Any) -> None:
+        self.fx_tracer = _Tracer()
+        self.fx_tracer.user_frames = self._user_frames
+        super()._construct_modes_with_fx_tracer(self.fx_tracer)
+
+
+def make_fx(
+    function: Callable[..., Any],
+    *,
+    decomposition_table: Any = None,
+    user_frames: Callable[[], str] | None = None,
+    names_functions: bool = True,
+) -> Callable[..., fx.GraphModule]:
+    """Torch's tracer; nodes keep what ``user_frames`` returns when they are made as where they come from.
+
+    The module that it makes is written as Python when it is first called, if ever: most graphs are only read
+    and rewritten, and to write one with thousands of nodes takes a second.
+    """
+    tracer = _MakeFx(decomposition_table, user_frames, names_functions=names_functions)
 
     def traced(*examples: Any) -> fx.GraphModule:
-        with _use_lazy_graph_module(True):
-            return trace(*examples)
+        with process_lock, _use_lazy_graph_module(True):
+            return tracer.trace(function, *examples)
 
     return traced
 
 
 def make_piece(function: Callable[..., Any], **options: Any) -> Callable[..., fx.GraphModule]:
     """``make_fx`` for operators alone, no code of a user: nodes do not say what called them."""
-    trace = make_fx(function, _disable_torch_fn_metadata_mode=True, **options)
-
-    def traced(*examples: Any) -> fx.GraphModule:
-        before, _thread.traces_a_piece = _thread.traces_a_piece, True
-        try:
-            return trace(*examples)
-        finally:
-            _thread.traces_a_piece = before
-
-    return traced
+    return make_fx(function, names_functions=False, **options)
 
 
 class _Thread(threading.local):
-    traces_a_piece = False
+    is_tracing = False
 
 
 _thread = _Thread()
-_new_patcher = _symbolic_trace._new_patcher
 
 
-class _NoPatches(_symbolic_trace._Patcher):
-    def patch(self, *args: Any, **kwargs: Any) -> None: ...
+class _InTracingThread:
+    """True in the thread that traces a user's code, false in others: in the place of a bool of torch's."""
 
-    def patch_method(self, *args: Any, **kwargs: Any) -> None: ...
+    def __bool__(self) -> bool:
+        return _thread.is_tracing
 
-    def visit_once(self, thing: object) -> bool:
-        return False
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    __ror__, __rand__ = __or__, __and__
+
+
+def while_tracing(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """``own`` in the thread that traces a user's code, ``original`` in others: they do not see a patch."""
+
+    @functools.wraps(original)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (own if _thread.is_tracing else original)(*args, **kwargs)
+
+    return chosen
 
 
 @contextmanager
-def _patcher_of_thread() -> Iterator[_symbolic_trace._Patcher]:
-    """While torch traces, it switches ``Module.__call__`` and others, for all threads.
-
-    A piece calls no modules, and to change the base of thousands of classes takes longer than to trace it.
-    """
-    if _thread.traces_a_piece:
-        yield _NoPatches()
-    else:
-        with _new_patcher() as patcher:
-            yield patcher
-
-
-_symbolic_trace._new_patcher = _patcher_of_thread
+def replaced(owner: Any, **own: Callable[..., Any]) -> Iterator[None]:
+    """While active, the thread that traces finds these functions as attributes of ``owner``."""
+    with ExitStack() as stack:
+        for name, function in own.items():
+            chosen = while_tracing(function, getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, chosen))
+        yield
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A module of ``graph``, with what it refers to from ``root``; it is written when it is first called."""
-    with _use_lazy_graph_module(True):
+    with process_lock, _use_lazy_graph_module(True):
         return _make_graph_module(root, graph)
 
 
@@ -179,74 +260,88 @@ def functionalized(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@contextmanager
-def recorded_frames(wanted: Callable[[str], bool]) -> Iterator[None]:
-    """While active, nodes record the frames of files that are ``wanted``; torch keeps ``forward`` only.
+def frames_of(wanted: Callable[[str], bool]) -> Callable[[], str]:
+    """A function that says which lines of files that are ``wanted`` are being run, the innermost one last.
 
-    Many nodes have one line's frames, which are written once, and only those that are wanted.
+    Many nodes have one line's frames, which are written once.
     """
     is_wanted: dict[str, bool] = {}
-    known: dict[tuple[tuple[str, int, str], ...], _Frames] = {}
+    known: dict[tuple[tuple[str, int, str], ...], str] = {}
 
-    class Captured:
-        @staticmethod
-        def extract() -> type[Captured]:
-            return Captured
+    def frames() -> str:
+        found: list[tuple[str, int, str]] = []
+        for frame, line in traceback.walk_stack(sys._getframe(1)):
+            file = frame.f_code.co_filename
+            if file not in is_wanted:
+                is_wanted[file] = wanted(file)
+            if is_wanted[file]:
+                found.append((file, line, frame.f_code.co_name))
+        key = tuple(reversed(found))
+        if key not in known:
+            summary = traceback.StackSummary.from_list([traceback.FrameSummary(*frame) for frame in key])
+            known[key] = "".join(summary.format()).strip()
+        return known[key]
 
-        @staticmethod
-        def summary() -> _Frames:
-            found: list[tuple[str, int, str]] = []
-            for frame, line in traceback.walk_stack(sys._getframe(1)):
-                file = frame.f_code.co_filename
-                if file not in is_wanted:
-                    is_wanted[file] = wanted(file)
-                if is_wanted[file]:
-                    found.append((file, line, frame.f_code.co_name))
-            key = tuple(reversed(found))
-            if key not in known:
-                known[key] = _Frames(traceback.FrameSummary(*frame) for frame in key)
-            return known[key]
-
-    def keep(self: Any, frames: _Frames) -> _Frames:
-        return frames
-
-    with (
-        mock.patch.object(fx.proxy, "CapturedTraceback", Captured),
-        mock.patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", keep),
-    ):
-        yield
-
-
-class _Frames(traceback.StackSummary):
-    """Frames that are written down once."""
-
-    _lines: list[str] | None = None
-
-    def format(self, **options: Any) -> list[str]:
-        if self._lines is None:
-            self._lines = super().format(**options)
-        return self._lines
+    return frames
 
 
 def _no_effects(op: Any) -> bool:
     return False
 
 
-@contextmanager
-def tracing_flags() -> Iterator[None]:
-    """Tell model code that looks for it (Hugging Face's mask builders do) that it is being traced.
+class _EagerWhileTracing:
+    """Torch's setting for compiled functions; the thread that traces runs what they were made of."""
 
-    The python dispatcher makes torch use its own decompositions of composite operators: recurrent
-    layers become cell steps instead of a call into a vendor library.
+    def __init__(self, usual: Any) -> None:
+        self._usual = usual
+
+    def __getattr__(self, name: str) -> Any:
+        return "force_eager" if name == "stance" and _thread.is_tracing else getattr(self._usual, name)
+
+
+def _unchecked_while_tracing(usual: bool) -> property:
+    """``Distribution._validate_args``: a check reads values, which the thread that traces does not have."""
+
+    def read(distribution: Any) -> bool:
+        return not _thread.is_tracing and bool(distribution.__dict__.get("_validate_args", usual))
+
+    def write(distribution: Any, value: bool) -> None:
+        distribution.__dict__["_validate_args"] = value
+
+    return property(read, write)
+
+
+@contextmanager
+def tracing_thread() -> Iterator[None]:
+    """While active, patches of torch act in this thread; no other one traces meanwhile.
+
+    Model code that looks for it (Hugging Face's mask builders do) is told that it is being traced. The python
+    dispatcher makes torch use its own decompositions of composite operators: recurrent layers become cell
+    steps instead of a call into a vendor library.
     """
+    import torch._dynamo.eval_frame  # late: torch imports it for its first trace, which takes a while
+
+    distribution: Any = torch.distributions.Distribution
+    compiled: Any = torch._dynamo.eval_frame
     with ExitStack() as stack:
+        stack.enter_context(process_lock)
+        stack.callback(setattr, _thread, "is_tracing", _thread.is_tracing)
+        _thread.is_tracing = True
         stack.enter_context(enable_python_dispatcher())
-        # torch.backends.mkldnn.flags would do, but warns about devices that are not there.
-        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
-        torch._C._set_mkldnn_enabled(False)
-        stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
+        # The backward pass of a CUDA device would run in a thread of torch's.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        if torch.is_anomaly_enabled():  # for all threads; gradients' values would be read
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        patches: tuple[tuple[Any, str, Any], ...] = (
+            (torch.compiler, "_is_compiling_flag", _InTracingThread()),
+            (_symbolic_trace, "_is_fx_tracing_flag", _InTracingThread()),
+            (compiled, "_stance", _EagerWhileTracing(compiled._stance)),
+            (distribution, "_validate_args", _unchecked_while_tracing(distribution._validate_args)),
+        )
+        for owner, name, own in patches:
+            stack.enter_context(mock.patch.object(owner, name, own))
         # Checks of linear algebra would otherwise be threaded through the graph with tokens.
-        stack.enter_context(mock.patch.object(torch._higher_order_ops.effects, "has_effects", _no_effects))
+        stack.enter_context(replaced(torch._higher_order_ops.effects, has_effects=_no_effects))
         yield
 
 
@@ -256,8 +351,9 @@ def override_composites(table: Mapping[OpOverload, Callable[..., Any]]) -> Itera
     key = DispatchKey.CompositeImplicitAutograd
     saved = {op: op.py_kernels.get(key) for op in table}
     try:
-        for op, implementation in table.items():
-            op.py_kernels[key] = implementation
+        for op, own in table.items():
+            usual = saved[op] or functools.partial(native_composite, op)
+            op.py_kernels[key] = while_tracing(own, usual)
             op._dispatch_cache.clear()
         yield
     finally:
@@ -274,10 +370,16 @@ def recurrent_layers(
     lstm_cell: Callable[..., tuple[Tensor, Tensor]], stack_layers: Callable[..., Any]
 ) -> Iterator[None]:
     """While active, torch's decomposition of recurrent layers uses these for a step and for the layers."""
-    decompositions = torch._decomp.decompositions
-    with (
-        mock.patch.object(decompositions, "lstm_cell", lstm_cell),
-        mock.patch.object(decompositions, "_rnn_helper", stack_layers),
+    decompositions: Any = torch._decomp.decompositions
+
+    def plain_layer(*args: Any) -> Any:
+        return decompositions.one_layer_lstm  # otherwise one of a vendor library where nothing is learned
+
+    with replaced(
+        decompositions,
+        lstm_cell=lstm_cell,
+        _rnn_helper=stack_layers,
+        select_one_layer_lstm_function=plain_layer,
     ):
         yield
 
@@ -319,16 +421,20 @@ def traced_operator(error: Exception) -> OpOverload | None:
     return found
 
 
-@contextmanager
-def vmap_without_loops() -> Iterator[None]:
-    """``torch.vmap`` raises where it would loop over an operator without a rule (it warns on stderr only)."""
-    functorch: Any = torch._C._functorch
-    was_enabled = functorch._is_vmap_fallback_enabled()
-    functorch._set_vmap_fallback_enabled(False)
-    try:
-        yield
-    finally:
-        functorch._set_vmap_fallback_enabled(was_enabled)
+def higher_order_operator(error: Exception) -> str | None:
+    """The operator that takes functions (``torch.cond``, ``while_loop``) that was called when one came up."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        operator = frame.f_locals.get("self")
+        if isinstance(operator, HigherOrderOperator):
+            return f"torch.ops.higher_order.{operator.name()}"
+    return None
+
+
+def has_vmap_rule(op: OpOverload) -> bool:
+    """Whether ``torch.vmap`` knows the operator; without a rule it loops, and says so on stderr only."""
+    has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+    layers = ("Batched", "BatchedDecomposition", "DynamicLayerFrontMode", "VmapMode")
+    return any(has_kernel(op.name(), f"FuncTorch{layer}") for layer in layers)
 
 
 def last_node(graph: fx.Graph) -> fx.Node:
@@ -379,16 +485,14 @@ def checkpoint_regions(on_region: Callable[[list[fx.Node]], None]) -> Iterator[N
         with region():
             yield
 
-    class PlainCheckpoint:
-        @staticmethod
-        def apply(run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            with region():
-                return run_function(*args)
+    def apply(run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        with region():
+            return run_function(*args)
 
     module = torch.utils.checkpoint
     with (
-        mock.patch.object(module, "_checkpoint_without_reentrant_generator", generator),
-        mock.patch.object(module, "CheckpointFunction", PlainCheckpoint),
+        replaced(module, _checkpoint_without_reentrant_generator=generator),
+        replaced(module.CheckpointFunction, apply=apply),
     ):
         yield
 
@@ -404,7 +508,7 @@ def min_cut(
     # It imports torch's compilers, which takes longer than all of this package: not before it is needed.
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    with functorch_config.patch(cse=True), _use_lazy_graph_module(True):
+    with process_lock, functorch_config.patch(cse=True), _use_lazy_graph_module(True):
         forward, backward = min_cut_rematerialization_partition(
             joint,
             None,

@@ -3,7 +3,7 @@
 A batch may be a tensor, a mapping, a sequence, a named tuple, a dataclass, or any nesting of them;
 mapping-like objects (``UserDict``, tokenizer outputs) and objects that only carry attributes count
 too. Everything that is not a tensor is a constant: part of the structure, so that two batches with
-different constants do not share a graph.
+different constants do not share a graph. Text is left out of it for as long as nobody reads it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import BatchError
+from trainmux.tracing._text import READ, Text, is_text
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,14 @@ class LeafSpec:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """Structure of a batch: hashable, equal for batches that can share a graph."""
+    """Structure of a batch: hashable, equal for batches that can share a graph.
+
+    ``structure`` is that of mappings in any order; ``order`` has theirs, for code that iterates over one.
+    """
 
     structure: str
     leaves: tuple[LeafSpec, ...]
+    order: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -45,14 +50,18 @@ class FlatBatch:
     tensors: tuple[Tensor, ...]
     spec: BatchSpec
     rebuild: Callable[[list[Tensor]], Any]
+    text: Text
 
 
-def flatten_batch(batch: Any) -> FlatBatch:
-    """Take ``batch`` apart; refuses one that holds no tensor."""
-    tensors: list[Tensor] = []
-    leaves: list[LeafSpec] = []
-    structure, build = _flatten(batch, "batch", tensors, leaves)
-    if not tensors:
+def flatten_batch(batch: Any, text: Text | None = None) -> FlatBatch:
+    """Take ``batch`` apart; refuses one that holds no tensor.
+
+    Batches that are to share a graph although their text differs have one ``text``.
+    """
+    text = text or READ
+    flat = _Flat(text)
+    structure, build = flat.take_apart(batch, "batch")
+    if not flat.tensors:
         raise BatchError(
             f"expected a batch that holds at least one tensor, got {type(batch).__name__} without any; "
             "return tensors (or a dict, tuple or dataclass of tensors) from the loader"
@@ -61,42 +70,63 @@ def flatten_batch(batch: Any) -> FlatBatch:
     def rebuild(values: list[Tensor]) -> Any:
         return build(iter(values))
 
-    return FlatBatch(tuple(tensors), BatchSpec(structure, tuple(leaves)), rebuild)
+    return FlatBatch(
+        tuple(flat.tensors), BatchSpec(structure, tuple(flat.leaves), tuple(flat.order)), rebuild, text
+    )
 
 
-def _flatten(value: Any, path: str, tensors: list[Tensor], leaves: list[LeafSpec]) -> tuple[str, Any]:
-    """Structure text and a builder ``iterator of tensors -> value`` for one sub-tree."""
-    if isinstance(value, np.ndarray):
-        value = _from_numpy(value, path)
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        leaves.append(LeafSpec(path, tuple(value.shape), value.dtype))
-        return "*", next
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, Mapping):
-        keys = list(value)
-        parts = [_flatten(value[key], f"{path}[{key!r}]", tensors, leaves) for key in keys]
-        builders = [build for _, build in parts]
-        text = ",".join(f"{key!r}:{part}" for key, (part, _) in zip(keys, parts, strict=True))
-        return f"{name}{{{text}}}", lambda it: _like_mapping(
-            value, dict(zip(keys, [build(it) for build in builders], strict=True))
-        )
-    if isinstance(value, (list, tuple)):
-        parts = [_flatten(item, f"{path}[{i}]", tensors, leaves) for i, item in enumerate(value)]
-        builders = [build for _, build in parts]
-        text = ",".join(part for part, _ in parts)
-        # A loader hands out lists where the data set has tuples: they count as the same.
-        label = "" if type(value) in (list, tuple) else name
-        return f"{label}[{text}]", lambda it: _like_sequence(value, [build(it) for build in builders])
-    fields = _attributes(value)
-    if fields is not None:
-        parts = [_flatten(item, f"{path}.{field}", tensors, leaves) for field, item in fields.items()]
-        builders = [build for _, build in parts]
-        text = ",".join(f"{field}:{part}" for field, (part, _) in zip(fields, parts, strict=True))
-        return f"{name}({text})", lambda it: _like_object(
-            value, dict(zip(fields, [build(it) for build in builders], strict=True))
-        )
-    return f"{name}={value!r}", lambda it: value
+class _Flat:
+    """Collects what a batch is made of."""
+
+    def __init__(self, text: Text) -> None:
+        self.tensors: list[Tensor] = []
+        self.leaves: list[LeafSpec] = []
+        self.order: list[tuple[Any, ...]] = []
+        self._text = text
+
+    def take_apart(self, value: Any, path: str) -> tuple[str, Any]:
+        """Structure text and a builder ``iterator of tensors -> value`` for one sub-tree."""
+        if isinstance(value, np.ndarray):
+            value = _from_numpy(value, path)
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided or value.is_nested:
+                raise BatchError(
+                    f"{path}: expected a dense tensor, got one with layout {value.layout}"
+                    f"{' that is nested' if value.is_nested else ''}; convert it with .to_dense() or "
+                    ".to_padded_tensor(0) in the loader"
+                )
+            self.tensors.append(value)
+            self.leaves.append(LeafSpec(path, tuple(value.shape), value.dtype))
+            return "*", next
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        if isinstance(value, Mapping):
+            keys = tuple(value)
+            parts = [self.take_apart(value[key], f"{path}[{key!r}]") for key in keys]
+            builders = [build for _, build in parts]
+            text = ",".join(sorted(f"{key!r}:{part}" for key, (part, _) in zip(keys, parts, strict=True)))
+            self.order.append(keys)
+            return f"{name}{{{text}}}", lambda it: _like_mapping(
+                value, dict(zip(keys, [build(it) for build in builders], strict=True))
+            )
+        if not self._text.is_read and is_text(value):
+            shown = self._text.shown
+            return "text", lambda it: shown(value)
+        if isinstance(value, (list, tuple)):
+            parts = [self.take_apart(item, f"{path}[{i}]") for i, item in enumerate(value)]
+            builders = [build for _, build in parts]
+            text = ",".join(part for part, _ in parts)
+            # A loader hands out lists where the data set has tuples: they count as the same.
+            label = "" if type(value) in (list, tuple) else name
+            return f"{label}[{text}]", lambda it: _like_sequence(value, [build(it) for build in builders])
+        fields = _attributes(value)
+        if fields is not None:
+            parts = [self.take_apart(item, f"{path}.{field}") for field, item in fields.items()]
+            builders = [build for _, build in parts]
+            text = ",".join(f"{field}:{part}" for field, (part, _) in zip(fields, parts, strict=True))
+            return f"{name}({text})", lambda it: _like_object(
+                value, dict(zip(fields, [build(it) for build in builders], strict=True))
+            )
+        return f"{name}={value!r}", lambda it: value
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +30,11 @@ from trainmux import Fleet, Member
 from trainmux.errors import (
     BatchError,
     CheckpointError,
+    FleetError,
     LossError,
     MemberError,
     OptimizerError,
+    PlanError,
     TraceError,
     TrainmuxError,
 )
@@ -129,7 +132,7 @@ X, Y = vectors()
         (batch(x=[X]), ("batch['x']", "expected a tensor of torch.float64", "got none")),
         ((X, Y), ("batch['x']", "expected a tensor", "batch[0]")),
         (X, ("batch['x']", "got none", "['batch']")),
-        (batch(note="new"), ("expected the structure", "note", "'new'")),
+        (batch(note="new"), ("expected the structure", "note", "'note':text")),
     ],
     ids=[
         "none",
@@ -493,6 +496,20 @@ def test_momentum_that_the_fleet_has_not(tmp_path: Path) -> None:
     assert_same(states_of(plain)["a"], before["a"])
     assert plain.members[0].optimizer.param_groups[0]["momentum"] == 0.0
     plain.step(batch())
+
+
+# ---- what a fleet is not for ---------------------------------------------------------------------------
+
+
+def test_a_fleet_is_not_copied(pair: Pair) -> None:
+    for call in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pair.refuses(FleetError, "fleet.save()", "sync() and copy the members"):
+            call(pair.fleet)
+
+
+def test_only_a_plan_is_used(pair: Pair) -> None:
+    with pair.refuses(PlanError, "expected a plan", "got str"):
+        pair.fleet.use("x")  # type: ignore[arg-type]
 
 
 # ---- numbers that go wrong later -----------------------------------------------------------------------

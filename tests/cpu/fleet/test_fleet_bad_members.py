@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ from trainmux import Fleet, Member
 from trainmux.errors import (
     BatchError,
     ConfigError,
+    FusionError,
     LossError,
     MemberError,
     OptimizerError,
     TraceError,
     TrainmuxError,
 )
+from trainmux.fleet import _build
+from trainmux.tracing import _joint
 
 SUPPORTED = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta")
 
@@ -245,6 +249,57 @@ def test_a_model_without_values() -> None:
     refused(MemberError, "'bad'", "meta", members=[bad])
 
 
+# ---- models that are no plain modules ------------------------------------------------------------------
+
+
+def _scripted(model: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would rather have no more of them
+        return torch.jit.script(model)  # type: ignore[no-any-return]
+
+
+def _jit_traced(model: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.trace(model, EXAMPLE[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "parts"),
+    [
+        (_scripted, ("the model", "RecursiveScriptModule", "made from")),
+        (_jit_traced, ("the model", "TopLevelTracedModule", "made from")),
+        (lambda model: nn.Sequential(_scripted(model), nn.Tanh()), ("'bad', 0:", "made from")),
+        (nn.DataParallel, ("the model", "DataParallel", "model.module")),
+    ],
+    ids=["script", "trace", "script inside", "DataParallel"],
+)
+def test_wrapped_models(wrap: Callable[[nn.Module], nn.Module], parts: tuple[str, ...]) -> None:
+    model = wrap(mlp())
+    expected = model(EXAMPLE[0])
+    bad = Member(model, torch.optim.SGD(model.parameters(), lr=0.1), "bad")
+    refused(MemberError, "'bad'", "plain Python", *parts, members=[sgd_member(0), bad])
+    assert torch.equal(model(EXAMPLE[0]), expected)
+
+
+def test_a_model_that_does_not_know_its_shapes_yet() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them experimental
+        model = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2)).double()
+    bad = Member(model, torch.optim.SGD(model.parameters(), lr=0.1), "bad")
+    with pytest.raises(MemberError, match=r"'bad', 1:.*'weight'.*LazyLinear.*run one batch"):
+        Fleet([bad], mse, EXAMPLE)
+    model(EXAMPLE[0])
+    Fleet([bad], mse, EXAMPLE).step(EXAMPLE)
+
+
+def test_a_buffer_that_is_not_dense() -> None:
+    bad = sgd_member(0, "bad")
+    bad.model.register_buffer("mask", torch.eye(3).to_sparse())
+    with pytest.raises(MemberError, match=r"'bad'.*dense.*'mask'.*sparse_coo.*to_dense"):
+        Fleet([bad], mse, EXAMPLE)
+
+
 # ---- loss functions ------------------------------------------------------------------------------------
 
 
@@ -386,6 +441,59 @@ def test_a_forward_that_fails() -> None:
     assert error.location == f"{__file__}:{line_with('reshaped here')} in loss"
 
 
+class _Chooses(_ReadsItem):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,))  # type: ignore[no-any-return]
+
+
+def test_operators_that_take_functions() -> None:
+    model = _Chooses()
+    bad = Member(model, torch.optim.SGD(model.parameters(), lr=0.1), "bad")
+    error = refused(TraceError, "higher_order.cond", "torch.where", members=[bad])
+    assert isinstance(error, TraceError)
+    assert error.location is not None
+    assert error.location.endswith("in forward")
+
+
+class _CastsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.float()).double()  # type: ignore[no-any-return]
+
+
+def test_a_model_that_casts_to_a_dtype_which_the_fleet_does_not_hold() -> None:
+    model = _CastsItself()
+    bad = Member(model, torch.optim.SGD(model.parameters(), lr=0.1), "bad")
+    parts = ("torch.float32 and torch.float64", "everything floating in torch.float64", "weight.dtype")
+    refused(TraceError, "addmm", *parts, members=[bad], precision="fp64")
+    assert torch.isfinite(Fleet([bad], mse, EXAMPLE).step(EXAMPLE)).all()
+
+
+@pytest.mark.parametrize("stage", ["build_step", "fuse"])
+def test_a_failure_of_our_own_is_typed_and_keeps_its_cause(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("Node x was invalid, but is output")
+
+    monkeypatch.setattr(_build, stage, fails)
+    error = refused(FusionError, "AssertionError: Node x was invalid", "report", members=[sgd_member(0)])
+    assert isinstance(error.__cause__, AssertionError)
+
+
+def test_a_failure_after_tracing_is_typed_and_keeps_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(_joint, "draw_from_counters", fails)
+    error = refused(TraceError, "AssertionError", members=[sgd_member(0)])
+    assert isinstance(error.__cause__, AssertionError)
+
+
 # ---- settings of the fleet -----------------------------------------------------------------------------
 
 
@@ -441,6 +549,26 @@ def test_no_example_batch() -> None:
 
 def test_example_batch_without_tensors() -> None:
     refused(BatchError, "at least one tensor", "got dict", members=[sgd_member(0)], example_batch={"x": 1})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (torch.eye(3).to_sparse(), "sparse_coo"),
+        (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), "nested"),
+    ],
+    ids=["sparse", "nested"],
+)
+def test_example_batch_that_is_not_dense(leaf: Tensor, text: str) -> None:
+    refused(
+        BatchError,
+        "batch[1]",
+        "dense",
+        text,
+        "to_dense",
+        members=[sgd_member(0)],
+        example_batch=(EXAMPLE, leaf),
+    )
 
 
 def test_example_batch_without_a_row_per_member() -> None:

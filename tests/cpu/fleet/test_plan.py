@@ -266,6 +266,15 @@ def test_a_plan_is_used_by_its_own_fleet_only(tmp_path: Path) -> None:
         fleet_of("mlp", precision="bf16").use(tm.Plan.load(path))
 
 
+@pytest.mark.parametrize("write", ["save", "report", "trace"])
+def test_a_place_that_cannot_be_written_to_is_refused(write: str, roomy: tm.Plan, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "plan", tmp_path, "bad\0name", None):
+        with pytest.raises(PlanError, match=r"expected a file that can be written .*choose another"):
+            getattr(roomy, write)(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_plan_shows_itself(roomy: tm.Plan, tmp_path: Path) -> None:
     assert "partitions tried" in roomy.explain()
     assert repr(roomy).startswith("<Plan auto: 1 sub-arrays")

@@ -139,7 +139,7 @@ def test_an_operator_that_nobody_knows_is_looped_over_with_a_reason_and_a_place(
         fused = check_fused(make_case(OPAQUE, 3, batched))
         (record,) = fused.records
         assert record.how == "loop"
-        assert record.fallback.startswith("torch.vmap has no rule for it (")
+        assert record.fallback == "torch.vmap has no rule for it"
         assert "\n" not in record.fallback
         assert record.locations == (f"{single_op.__code__.co_filename}:1 in forward",)
         calls = [node for node in fused.module.graph.nodes if node.target == OPAQUE.op]

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from trainmux.tracing import _torch_private as private
+from trainmux.tracing._composites import own_composites
 from trainmux.tracing._joint import _DECOMPOSE
 from trainmux.tracing._torch_private import CheckpointPolicy, FakeTensor, FakeTensorMode, make_fx
 
@@ -102,37 +103,20 @@ def test_real_constants_may_meet_fake_tensors_and_stay_real() -> None:
 # ---- make_fx ---------------------------------------------------------------------------------------------
 
 
-def test_nodes_carry_their_values_and_the_line_in_forward_that_made_them() -> None:
-    def forward(x: Tensor) -> Tensor:
-        return torch.sin(x) + 1
-
-    module = traced(forward, torch.ones(2), record_stack_traces=True)
+def test_nodes_carry_their_values() -> None:
+    module = traced(lambda x: torch.sin(x) + 1, torch.ones(2))
     for node in module.graph.nodes:
         if node.op == "call_function":
             assert isinstance(node.meta["val"], FakeTensor)
-            assert f'File "{__file__}"' in node.meta["stack_trace"]
-            assert "in forward" in node.meta["stack_trace"]
         if node.op == "placeholder":
             assert node.meta["val"].shape == (2,)
 
 
-def test_a_piece_leaves_the_class_of_modules_alone_and_other_traces_switch_it() -> None:
-    """Also while another thread traces a piece: torch's own tracer of modules needs the switch."""
+@pytest.mark.parametrize("trace", [make_fx, private.make_piece])
+def test_a_trace_leaves_modules_alone_and_says_so_to_nobody(trace: Callable[..., Any]) -> None:
+    """Torch's tracer of modules, which patches their class, may be at work in another thread."""
     call = nn.Module.__call__
-
-    def switches(trace: Callable[..., Any]) -> bool:
-        seen: list[bool] = []
-
-        def run(x: Tensor) -> Tensor:
-            seen.append(nn.Module.__call__ is not call)
-            return x.sin()
-
-        with FakeTensorMode():
-            trace(run)(torch.empty(2))
-        return seen[0]
-
-    assert switches(make_fx)
-    assert not switches(private.make_piece)
+    seen: list[bool] = []
     in_another_thread: list[list[str]] = []
 
     def trace_modules() -> None:
@@ -140,17 +124,18 @@ def test_a_piece_leaves_the_class_of_modules_alone_and_other_traces_switch_it() 
         in_another_thread.append([node.op for node in symbolic.graph.nodes])
 
     def run(x: Tensor) -> Tensor:
+        seen.append(nn.Module.__call__ is call and not fx._symbolic_trace._is_fx_tracing_flag)
         thread = threading.Thread(target=trace_modules)
         thread.start()
         thread.join()
-        return x.sin()
+        return nn.ReLU()(x)
 
     with FakeTensorMode():
-        piece = private.make_piece(run)(torch.empty(2))
+        module = trace(run)(torch.empty(2))
+    assert seen == [True]
     assert in_another_thread == [["placeholder", "call_module", "call_module", "output"]]
-    assert targets(piece) == [aten.sin.default]
+    assert targets(module) == [aten.relu.default]
     assert nn.Module.__call__ is call
-    assert switches(make_fx)
 
 
 def test_a_piece_is_what_torch_traces_but_for_what_called_it() -> None:
@@ -165,7 +150,7 @@ def test_a_piece_is_what_torch_traces_but_for_what_called_it() -> None:
         assert set(other.meta) - set(node.meta) <= {"torch_fn"}
 
 
-def test_recorded_frames_are_those_of_the_stack_in_files_that_are_wanted() -> None:
+def test_frames_are_those_of_the_stack_in_files_that_are_wanted() -> None:
     def inner(x: Tensor) -> Tensor:
         for _ in range(2):
             x = x.sin()
@@ -174,8 +159,7 @@ def test_recorded_frames_are_those_of_the_stack_in_files_that_are_wanted() -> No
     def run(x: Tensor) -> Tensor:
         return inner(x).cos()
 
-    with private.recorded_frames(lambda file: file == __file__):
-        module = traced(run, torch.ones(2), record_stack_traces=True)
+    module = traced(run, torch.ones(2), user_frames=private.frames_of(lambda file: file == __file__))
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     first, second, last = (node.meta["stack_trace"] for node in calls)
     assert first == second
@@ -251,10 +235,10 @@ def test_gradients_of_mutating_code_are_traced() -> None:
 
 def test_model_code_sees_that_it_is_traced_and_only_then() -> None:
     assert not torch.compiler.is_compiling()
-    with private.tracing_flags():
+    with private.tracing_thread():
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()
-    with pytest.raises(ValueError, match="inside"), private.tracing_flags():
+    with pytest.raises(ValueError, match="inside"), private.tracing_thread():
         raise ValueError("inside")
     assert not torch.compiler.is_compiling()
 
@@ -262,7 +246,7 @@ def test_model_code_sees_that_it_is_traced_and_only_then() -> None:
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_become_cell_steps(cell: type[nn.Module]) -> None:
     model = cell(3, 4, batch_first=True)
-    with private.tracing_flags():
+    with private.tracing_thread(), own_composites():
         module = traced(lambda x: model(x)[0], torch.ones(2, 5, 3))
     names = {str(target) for target in targets(module)}
     assert not any(word in name for name in names for word in ("lstm", "gru", "rnn", "mkldnn", "cudnn"))
@@ -275,7 +259,7 @@ ATTENTION = aten.scaled_dot_product_attention.default
 
 
 def attend(x: Tensor) -> Tensor:
-    with private.tracing_flags():
+    with private.tracing_thread():
         return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
 
@@ -388,24 +372,18 @@ def test_nodes_after_the_last_node_are_none() -> None:
 # ---- vmap ------------------------------------------------------------------------------------------------
 
 
-def counts_of(x: Tensor) -> Tensor:
-    return torch.vmap(lambda row: aten.histc.default(row, 4, 0.0, 1.0))(x)
-
-
-def test_vmap_says_so_where_it_would_loop() -> None:
-    x = torch.rand(3, 10)
-    with pytest.raises(RuntimeError, match="vmap fallback"), private.vmap_without_loops():
-        counts_of(x)
-    with private.vmap_without_loops():
-        assert torch.equal(torch.vmap(torch.sin)(x), x.sin())
-
-
-def test_vmap_loops_again_afterwards() -> None:
-    functorch: Any = torch._C._functorch
-    assert functorch._is_vmap_fallback_enabled()
-    with pytest.raises(ValueError, match="inside"), private.vmap_without_loops():
-        raise ValueError("inside")
-    assert functorch._is_vmap_fallback_enabled()
+@pytest.mark.parametrize(
+    ("op", "is_known"),
+    [
+        (aten.histc.default, False),
+        (aten.sin.default, True),
+        (aten.linear.default, True),
+        (aten.binary_cross_entropy_with_logits.default, True),
+        (aten.native_dropout_backward.default, True),
+    ],
+)
+def test_operators_that_vmap_would_loop_over_are_known(op: Any, is_known: bool) -> None:
+    assert private.has_vmap_rule(op) is is_known
 
 
 # ---- checkpoint regions ----------------------------------------------------------------------------------
@@ -413,7 +391,11 @@ def test_vmap_loops_again_afterwards() -> None:
 
 def region_targets(fn: Callable[[Tensor], Any], x: Tensor) -> tuple[list[list[Any]], fx.GraphModule]:
     regions: list[list[Any]] = []
-    with private.checkpoint_regions(lambda nodes: regions.append([node.target for node in nodes])):
+
+    def keep(nodes: list[fx.Node]) -> None:
+        regions.append([node.target for node in nodes])
+
+    with private.tracing_thread(), private.checkpoint_regions(keep):
         module = traced(fn, x)
     return regions, module
 

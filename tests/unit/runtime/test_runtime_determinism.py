@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from trainmux.runtime import deterministic_algorithms
+from trainmux.runtime import deterministic_algorithms, process_lock
 
 
 def switches() -> dict[str, bool]:
@@ -76,3 +78,46 @@ def test_disabled_does_not_switch_an_outer_one_off() -> None:
         with deterministic_algorithms(False):
             assert switches()["enabled"]
         assert switches()["enabled"]
+
+
+def test_threads_find_the_switches_as_they_asked_for_them() -> None:
+    wrong: list[str] = []
+
+    def ask(enabled: bool) -> None:
+        for _ in range(100):
+            with deterministic_algorithms(enabled):
+                for _ in range(3):
+                    if torch.are_deterministic_algorithms_enabled() != enabled:
+                        wrong.append(f"expected {enabled}")
+                    time.sleep(1e-5)
+
+    threads = [threading.Thread(target=ask, args=(number % 2 == 0,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_step_may_wait_for_the_lock_that_another_thread_switches_under() -> None:
+    """The other thread waits for steps to end, and this one's step for the lock: neither may wait forever."""
+    in_a_step, is_switched = threading.Event(), threading.Event()
+
+    def switch() -> None:
+        in_a_step.wait()
+        with deterministic_algorithms(True):
+            is_switched.set()
+
+    thread = threading.Thread(target=switch)
+    thread.start()
+    with deterministic_algorithms(False):
+        with process_lock:
+            in_a_step.set()
+            assert not is_switched.wait(0.02)
+        while not is_switched.is_set():
+            with process_lock:
+                pass
+        thread.join(10)
+    assert not thread.is_alive()
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,230 @@
+"""Fleets in several threads: each trains as it would alone, and torch is afterwards as it was before."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.eval_frame
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, fx, nn
+
+import trainmux as tm
+from trainmux.errors import TraceError
+
+aten = torch.ops.aten
+Batch = tuple[Tensor, Tensor]
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(10, 4, mode="sum", sparse=True)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.out(self.bags(indices))  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(3, 4, batch_first=True)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.cells(x)[0][:, -1])  # type: ignore[no-any-return]
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh(), nn.Linear(4, 2))
+
+
+def inputs(kind: Callable[[], nn.Module]) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    if kind is Bags:
+        return torch.randint(0, 10, (6, 3), generator=generator)
+    shape = (6, 2, 3) if kind is Recurrent else (6, 3)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def members(kind: Callable[[], nn.Module]) -> list[tm.Member]:
+    found = []
+    for seed in range(2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = kind().double()
+        found.append(tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1), name=f"m{seed}"))
+    return found
+
+
+def trained(group: list[tm.Member], x: Tensor) -> tuple[list[Tensor], dict[str, Any], list[Tensor]]:
+    batch = (x, torch.ones(len(x), 2, dtype=torch.float64))
+    fleet = tm.Fleet(group, loss=loss, example_batch=batch)
+    losses = [fleet.step(batch).clone() for _ in range(3)]
+    scores = fleet.evaluate([batch])
+    fleet.sync()
+    states = [value.clone() for member in group for value in member.model.state_dict().values()]
+    return losses, scores, states
+
+
+def patched_by_tracing() -> dict[str, Any]:
+    """Everything of torch's and Python's that a trace changes, by what it is now."""
+    decompositions: Any = torch._decomp.decompositions
+    owners: list[tuple[Any, tuple[str, ...]]] = [
+        (F, ("embedding", "embedding_bag")),
+        (nn.modules.batchnorm._BatchNorm, ("forward",)),
+        (nn.RNNBase, ("flatten_parameters",)),
+        (nn.Module, ("__call__", "__getattr__", "__setattr__")),
+        (torch.compiler, ("_is_compiling_flag",)),
+        (torch._dynamo.eval_frame, ("_stance",)),
+        (torch.utils.checkpoint, ("_checkpoint_without_reentrant_generator", "CheckpointFunction")),
+        (torch.utils.checkpoint.CheckpointFunction, ("__dict__",)),
+        (fx.proxy, ("CapturedTraceback",)),
+        (fx.proxy.TracerBase, ("_filter_traceback_frames", "create_node")),
+        (fx._symbolic_trace, ("_new_patcher", "_is_fx_tracing_flag", "CURRENT_PATCHER")),
+        (fx.experimental.proxy_tensor, ("_CURRENT_MAKE_FX_TRACER",)),
+        (fx._lazy_graph_module, ("_use_lazy_graph_module_flag",)),
+        (decompositions, ("lstm_cell", "_rnn_helper", "select_one_layer_lstm_function")),
+        (torch._higher_order_ops.effects, ("has_effects",)),
+        (torch.distributions.Distribution, ("_validate_args",)),
+    ]
+    found = {f"{owner}.{name}": getattr(owner, name, None) for owner, names in owners for name in names}
+    found = {name: dict(value) if "__dict__" in name else value for name, value in found.items()}
+    composites = ("batch_norm", "layer_norm", "scaled_dot_product_attention", "embedding_bag")
+    for packet in (getattr(aten, name) for name in composites):
+        for overload in packet.overloads():
+            found[f"{packet}.{overload}"] = dict(getattr(packet, overload).py_kernels)
+    functorch: Any = torch._C._functorch
+    found |= {
+        "mkldnn": torch._C._get_mkldnn_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "loops of vmap": functorch._is_vmap_fallback_enabled(),
+        "tensors of numbers": torch._C._only_lift_cpu_tensors(),
+        "filters": list(warnings.filters),
+    }
+    return found
+
+
+def in_threads(work: list[Callable[[], Any]]) -> list[Any]:
+    """What each returns, run at the same time; the first error of any is raised here."""
+    results: list[Any] = [None] * len(work)
+    together = threading.Barrier(len(work))
+
+    def run(position: int) -> None:
+        together.wait()
+        try:
+            results[position] = work[position]()
+        except BaseException as error:
+            results[position] = error
+
+    threads = [threading.Thread(target=run, args=(position,)) for position in range(len(work))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def test_fleets_train_in_several_threads_as_in_one() -> None:
+    kinds: list[Callable[[], nn.Module]] = [Bags, Recurrent, normed]
+    alone = [trained(members(kind), inputs(kind)) for kind in kinds]
+    groups = [members(kind) for kind in kinds]
+    before = patched_by_tracing()
+    beside = in_threads(
+        [
+            lambda group=group, kind=kind: trained(group, inputs(kind))  # type: ignore[misc]
+            for group, kind in zip(groups, kinds, strict=True)
+        ]
+    )
+    assert patched_by_tracing() == before
+    for (losses, scores, states), (other_losses, other_scores, other_states) in zip(
+        alone, beside, strict=True
+    ):
+        assert all(map(torch.equal, losses, other_losses))
+        assert scores == other_scores
+        assert all(map(torch.equal, states, other_states))
+
+
+def test_torch_is_as_before_after_a_trace_that_fails() -> None:
+    def fails(model: nn.Module, batch: Batch) -> Tensor:
+        raise ValueError("in the loss")
+
+    def attempt() -> None:
+        with pytest.raises(TraceError, match="in the loss"):
+            tm.Fleet(members(normed), loss=fails, example_batch=(inputs(normed), torch.ones(6, 2)))
+
+    before = patched_by_tracing()
+    in_threads([attempt, lambda: trained(members(Bags), inputs(Bags)), attempt])
+    assert patched_by_tracing() == before
+
+
+def test_plain_code_in_another_thread_does_not_notice_a_trace() -> None:
+    told: SimpleQueue[dict[str, Any]] = SimpleQueue()  # a dict would be put back as it was after the trace
+    calls = (nn.Module.__call__, nn.Module.__getattr__)
+
+    def plain() -> None:
+        seen: dict[str, Any] = {}
+        bag = nn.EmbeddingBag(10, 4, mode="sum", sparse=True)
+        bag(torch.tensor([[1, 2]])).sum().backward()
+        seen["sparse gradient"] = bag.weight.grad is not None and bag.weight.grad.is_sparse
+        norm = nn.BatchNorm1d(3, momentum=None)
+        norm(torch.randn(4, 3))
+        seen["plain batch norm"] = norm.num_batches_tracked is not None and bool(norm.num_batches_tracked)
+        seen["not compiling"] = torch.compiler.is_compiling() == False  # noqa: E712
+        seen["modules"] = (nn.Module.__call__, nn.Module.__getattr__) == calls
+        seen["library for products"] = torch._C._get_mkldnn_enabled()
+        x = torch.randn(3, requires_grad=True)
+        again = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
+        again.sum().backward()
+        seen["checkpoint"] = x.grad is not None and torch.equal(x.grad, x.detach().cos())
+        looped = torch.vmap(lambda row: aten.histc.default(row, 4, 0.0, 1.0))(torch.rand(2, 5))
+        seen["vmap"] = tuple(looped.shape) == (2, 4)
+        with pytest.raises(ValueError, match="scale"):
+            torch.distributions.Normal(0.0, -1.0)
+        with pytest.raises(UserWarning, match="heard"):
+            warnings.warn("heard", UserWarning, stacklevel=1)
+        told.put(seen)
+
+    def watched(model: nn.Module, batch: Batch) -> Tensor:
+        if told.empty():
+            in_threads([plain])
+        assert torch.compiler.is_compiling()
+        return loss(model, batch)
+
+    batch = (inputs(Bags), torch.ones(6, 2, dtype=torch.float64))
+    before = patched_by_tracing()
+    tm.Fleet(members(Bags), loss=watched, example_batch=batch)
+    seen = told.get()
+    assert all(seen.values()), seen
+    assert len(seen) == 7
+    assert patched_by_tracing() == before
+
+
+def test_a_deterministic_fleet_and_another_train_at_the_same_time() -> None:
+    batch = (inputs(normed), torch.ones(6, 2, dtype=torch.float64))
+    fleets = [
+        tm.Fleet(members(normed), loss=loss, example_batch=batch, deterministic=deterministic)
+        for deterministic in (True, False, True)
+    ]
+
+    def steps(fleet: tm.Fleet) -> list[Tensor]:
+        return [fleet.step(batch).clone() for _ in range(30)]
+
+    first, *others = in_threads([lambda fleet=fleet: steps(fleet) for fleet in fleets])  # type: ignore[misc]
+    for other in others:
+        assert all(map(torch.equal, first, other))
+    assert not torch.are_deterministic_algorithms_enabled()
