@@ -49,6 +49,7 @@ _INDEPENDENT = (
     "expected a loss that depends on the model's parameters, got one that does not (no gradient reaches any "
     "of them); compute it from the model's output without detach() or no_grad()"
 )
+_RESERVED = frozenset({"loss", "grad_norm", "finite"})
 _DECOMPOSE = (
     torch.ops.aten.native_dropout_backward,
     torch.ops.aten.slice_backward,
@@ -229,11 +230,13 @@ def _as_loss(result: Any, names: _Names) -> tuple[Tensor, list[Tensor]]:
         raise LossError(f"expected a floating-point loss, got {loss.dtype}; compute it from model outputs")
     if not loss.requires_grad:
         raise LossError(_INDEPENDENT)
+    _refuse_names(metrics, _RESERVED)
     return loss, _metric_values(metrics, names)
 
 
 def _as_metrics(result: Any, names: _Names) -> list[Tensor]:
     if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict):
+        _refuse_names(result[1], frozenset({"loss"}))
         result = {"loss": result[0], **result[1]}
     if isinstance(result, Tensor):
         result = {"loss": result}
@@ -243,6 +246,15 @@ def _as_metrics(result: Any, names: _Names) -> list[Tensor]:
             f"{type(result).__name__}; return {{name: scalar tensor}}"
         )
     return _metric_values(result, names)
+
+
+def _refuse_names(metrics: dict[str, Any], reserved: frozenset[str]) -> None:
+    taken = sorted(reserved.intersection(map(str, metrics)))
+    if taken:
+        raise LossError(
+            f"expected metrics with names other than {sorted(reserved)}, which the fleet gives itself, got "
+            f"{taken}; rename them"
+        )
 
 
 def _metric_values(metrics: dict[str, Any], names: _Names) -> list[Tensor]:
