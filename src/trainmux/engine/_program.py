@@ -135,7 +135,7 @@ class ForwardProgram:
     carried: UpdateSettings | None = None
 
     counts_draws = False
-    """Every run draws the same: an evaluation does not depend on when it is made."""
+    """Random draws are numbered by the batches of an evaluation, which does not depend on when it is made."""
 
     def state_keys(self) -> tuple[tuple[str, str], ...]:
         """Of the optimizer state that is carried."""

@@ -40,7 +40,7 @@ def evaluate_fleet(
     sums: dict[tuple[int, str], Tensor] = {}
     known: dict[tuple[int, BatchSpec], RowTraces] = {}
     num_samples = 0
-    for batch in loader:
+    for index, batch in enumerate(loader):
         feeds = feed.for_evaluation(batch, occupied, names)
         tensors = feed.tensors(feeds, occupied, names)
         parts = [feeds[id(group)] for group in occupied]
@@ -50,6 +50,8 @@ def evaluate_fleet(
             if place not in known:
                 known[place] = _forward_traces(group, traces, part.example, metric_fn, loss_of)
             found.append(known[place])
+        for group in occupied:
+            group.number_evaluation(index)
         size = 1
         results_of = evaluate(occupied, found, parts, tensors)
         for group, part, values in zip(occupied, parts, results_of, strict=True):

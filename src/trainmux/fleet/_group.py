@@ -68,9 +68,9 @@ class Group:
         self._neutral = torch.tensor(neutral, dtype=torch.float64, device=config.device).reshape(-1, 1)
 
     def _make_numbers(self) -> None:
-        """What the host feeds, at the width there is now, and the counters of an evaluation, which stay 0."""
+        """What the host feeds, at the width there is now, and the counters of an evaluation's draws."""
         self._numbers = GroupNumbers(self.key.structure, self.width, self.config.device)
-        self._no_draws = torch.zeros(self.width, dtype=torch.int64, device=self.config.device)
+        self._evaluation = torch.zeros(self.width, dtype=torch.int64, device=self.config.device)
 
     # ---- storage -----------------------------------------------------------------------------------
 
@@ -162,19 +162,18 @@ class Group:
         self.state = self.state.resized(self.width, list(range(self.width)), device, self._transfers.copy)
         self.state.shared = shared
         self._forget_programs()
-        self._held_arguments.clear()
 
     def rebase(self, change: Callable[[Tensor], Tensor]) -> None:
         """Put every tensor of the state where ``change`` says; programs made before are forgotten."""
         self.state = self.state.mapped(change)
         self._forget_programs()
-        self._held_arguments.clear()
 
     def _forget_programs(self) -> None:
         for program in self._programs.values():
             self._forget(program)
         self._programs.clear()
         self._upgrades.clear()
+        self._held_arguments.clear()
 
     def _forget(self, program: Program) -> None:
         self._engine.forget([program])
@@ -467,6 +466,10 @@ class Group:
         self.last = {"loss": loss, "grad_norm": norm, "finite": finite}
         self.last.update(zip(program.metrics, metrics, strict=True))
 
+    def number_evaluation(self, index: int) -> None:
+        """Draws for the batch ``index`` of an evaluation: below those of training, which count from 0."""
+        self._evaluation.fill_(-1 - index)
+
     def evaluate(
         self, traced: TracedGraph, key: Hashable, batch: Sequence[Tensor], *, stacked_batch: bool
     ) -> dict[str, Tensor]:
@@ -491,7 +494,7 @@ class Group:
 
     def held_arguments(self, program: Program) -> list[Tensor | None]:
         """The arguments of a program; ``None`` for each leaf of the batch."""
-        own = {"neutral": self._neutral, "tangent": self._tangent, "no_draws": self._no_draws}
+        own = {"neutral": self._neutral, "tangent": self._tangent, "evaluation": self._evaluation}
         return held_arguments(program, self.state, {**self._numbers.tensors, **own})
 
     def forget_fed(self) -> None:
