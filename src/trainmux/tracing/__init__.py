@@ -1,5 +1,6 @@
 """One member and a batch become a graph; a fused graph becomes forward and backward."""
 
+from trainmux.tracing._ambient import is_plain, plain_torch
 from trainmux.tracing._cleanup import graph_constant, inherit_meta, output_nodes
 from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
 from trainmux.tracing._source import node_location
@@ -37,12 +38,14 @@ __all__ = [
     "graph_constant",
     "graph_module",
     "inherit_meta",
+    "is_plain",
     "last_node",
     "make_fx",
     "make_piece",
     "node_location",
     "nodes_after",
     "output_nodes",
+    "plain_torch",
     "split_joint",
     "static_fake_mode",
     "trace_forward",

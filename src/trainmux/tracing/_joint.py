@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ class TraceSettings:
     autocast: torch.dtype | None
     compute_dtype: torch.dtype | None  # floating inputs are seen in this dtype; None keeps their own
     deterministic: bool = False  # torch picks its attention kernels by this, and it does so while tracing
+    default_device: torch.device | None = None  # of tensors that user code makes; None is the CPU
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def _trace(
             id(named.tensor): tensor
             for named, tensor in zip((*parameters, *buffers), (*used, *held), strict=True)
         }
-        with substitution.active(replacements), _autocast(settings), _grad(training):
+        with substitution.active(replacements), _autocast(settings), _grad(training), _device(settings):
             result = fn(model, batch.rebuild(leaves))
             new_buffers = substitution.current(buffer_names)
         if not training:
@@ -206,6 +207,10 @@ def _autocast(settings: TraceSettings) -> AbstractContextManager[Any]:
         return torch.autocast(settings.device.type, enabled=False)
     # The weight cache would hand a cast made in one place to another with a graph of its own.
     return torch.autocast(settings.device.type, dtype=settings.autocast, cache_enabled=False)
+
+
+def _device(settings: TraceSettings) -> AbstractContextManager[Any]:
+    return nullcontext() if settings.default_device is None else settings.default_device
 
 
 def _grad(training: bool) -> AbstractContextManager[Any]:

@@ -47,6 +47,7 @@ __all__ = [
     "checkpoint_regions",
     "functionalized",
     "graph_module",
+    "has_function_modes",
     "last_node",
     "layer_parameters",
     "make_fx",
@@ -137,6 +138,11 @@ def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A module of ``graph``, with what it refers to from ``root``; it is written when it is first called."""
     with _use_lazy_graph_module(True):
         return _make_graph_module(root, graph)
+
+
+def has_function_modes() -> bool:
+    """Whether calls of torch's functions are intercepted: a default device does that, too."""
+    return torch._C._len_torch_function_stack() > 0
 
 
 def static_fake_mode() -> FakeTensorMode:
