@@ -27,6 +27,10 @@ class ConfigError(TrainmuxError, ValueError):
     """A setting of the fleet (precision, device, data, ...) is unknown or contradicts another."""
 
 
+class FleetError(TrainmuxError, RuntimeError):
+    """The fleet cannot do this in the state it is in."""
+
+
 class CheckpointError(TrainmuxError):
     """A checkpoint cannot be written, is damaged, or does not fit the fleet."""
 

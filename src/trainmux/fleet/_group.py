@@ -436,12 +436,10 @@ class Group:
 
     # ---- running -----------------------------------------------------------------------------------
 
-    def step(self, program: StepProgram, batch: Sequence[Tensor]) -> None:
-        """One micro-batch for all active members, with what ``prepare`` read; ``last`` holds its results."""
+    def begin(self, program: StepProgram, batch: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Compute a micro-batch of all active members, with what ``prepare`` read; the result applies it."""
         self._numbers.push(self.members)
-        results = self._engine.run(program, self._arguments(program, batch))
-        self.count(program)
-        self.note(program, results)
+        return self._engine.begin(program, self._arguments(program, batch))
 
     def fed(self, program: StepProgram, batch: Sequence[Tensor]) -> dict[int, Tensor]:
         """What is new for a step, with what was read last, by position among its arguments."""

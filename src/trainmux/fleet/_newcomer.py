@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from trainmux.errors import MemberError
+from trainmux.errors import ConfigError, MemberError
 from trainmux.fleet._batches import BatchFeed
 from trainmux.fleet._group import GroupKey
 from trainmux.fleet._member import Member
@@ -27,6 +27,19 @@ class Newcomer:
     trace: Trace
     example: FlatBatch
     signature: Hashable
+
+
+def loss_of(member: Member, of_fleet: LossFunction | None) -> LossFunction:
+    """A member's own loss function, or else its fleet's; refuses what is none."""
+    loss = member.loss if member.loss is not None else of_fleet
+    if loss is None:
+        raise ConfigError(
+            f"expected a loss function for member {member.name!r}, got none; give Fleet(loss=...) or "
+            "Member(loss=...)"
+        )
+    if not callable(loss):
+        raise ConfigError(f"loss: expected a callable loss(model, batch), got {type(loss).__name__}")
+    return loss
 
 
 def describe_newcomer(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,8 +12,11 @@ from trainmux.fleet._group import Group
 from trainmux.fleet._slots import Slot
 
 
-def step_schedulers(groups: Sequence[Group]) -> None:
-    """Advance the schedules that count updates, of members that still train."""
+def end_update(groups: Sequence[Group]) -> None:
+    """Advance the schedules that count updates, of members that still train.
+
+    All advance, then the first error of a schedule is raised.
+    """
     due = [
         slot
         for group in groups
@@ -22,9 +24,7 @@ def step_schedulers(groups: Sequence[Group]) -> None:
         if slot.member.scheduler is not None and slot.active and not slot.member.steps_by_epoch
     ]
     if due:
-        with _silenced():
-            for slot in due:
-                _step(slot)
+        _step_all([(slot, ()) for slot in due])
 
 
 def end_epoch(groups: Sequence[Group], monitored: Mapping[str, Mapping[str, float]]) -> None:
@@ -32,18 +32,19 @@ def end_epoch(groups: Sequence[Group], monitored: Mapping[str, Mapping[str, floa
     for group in groups:
         for _, slot in group.members:
             _check_monitor(slot, monitored.get(slot.name))
-    with _silenced():
-        for group in groups:
-            for _, slot in group.members:
-                member = slot.member
-                if not slot.active or member.scheduler is None or not member.steps_by_epoch:
-                    continue
-                if not isinstance(member.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                    _step(slot)
-                    continue
-                values = monitored.get(slot.name)
-                if values is not None:
-                    _step(slot, values[member.scheduler_monitor])
+    due: list[tuple[Slot, tuple[float, ...]]] = []
+    for group in groups:
+        for _, slot in group.members:
+            member = slot.member
+            if not slot.active or member.scheduler is None or not member.steps_by_epoch:
+                continue
+            if not isinstance(member.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                due.append((slot, ()))
+                continue
+            values = monitored.get(slot.name)
+            if values is not None:
+                due.append((slot, (values[member.scheduler_monitor],)))
+    _step_all(due)
 
 
 def _check_monitor(slot: Slot, values: Mapping[str, float] | None) -> None:
@@ -56,17 +57,18 @@ def _check_monitor(slot: Slot, values: Mapping[str, float] | None) -> None:
         )
 
 
-@contextmanager
-def _silenced() -> Iterator[None]:
-    """A scheduler looks for calls of optimizer.step(), which never happen here, and warns."""
+def _step_all(due: Sequence[tuple[Slot, tuple[float, ...]]]) -> None:
+    """Step every schedule, each with its arguments; then raise the first error, with a note of who failed."""
+    first: Exception | None = None
     with warnings.catch_warnings():
+        # A scheduler looks for calls of optimizer.step(), which never happen here, and warns.
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step\\(\\).*")
-        yield
-
-
-def _step(slot: Slot, *arguments: float) -> None:
-    try:
-        slot.member.scheduler.step(*arguments)
-    except Exception as error:
-        error.add_note(f"in the scheduler of member {slot.name!r}")
-        raise
+        for slot, arguments in due:
+            try:
+                slot.member.scheduler.step(*arguments)
+            except Exception as error:
+                first = first or error
+                said = "" if first is error else f": {type(error).__name__}: {error}"
+                first.add_note(f"in the scheduler of member {slot.name!r}{said}")
+    if first is not None:
+        raise first
