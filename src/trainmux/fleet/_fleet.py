@@ -23,7 +23,7 @@ from trainmux.fleet._newcomer import Newcomer, describe_newcomer, loss_of
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_keeper import PlanKeeper, request_like, without_empty
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
-from trainmux.fleet._schedules import end_epoch, end_update
+from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._summary import reasons_stopped, summarise
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.ir import GroupSummary, Timeline
@@ -232,7 +232,10 @@ class Fleet:
 
     @door
     def drop(self, name: str) -> Member:
-        """Take a member out, with its weights and optimizer state written back; its slot is free."""
+        """Take a member out, with its weights and optimizer state written back; its slot is free.
+
+        Gradients accumulated for it since the last update are lost.
+        """
         self._plans.finish()
         member = self._take_out(*self._find(name))
         self._names.remove(name)
@@ -243,7 +246,7 @@ class Fleet:
     def replace(self, name: str, member: Member) -> Member:
         """Put ``member`` in the place of another, which comes back as from ``drop``.
 
-        No retracing where the new member fits the old one's group.
+        No retracing where the new member fits the old one's group. It starts as one that comes by ``add``.
         """
         self._plans.finish()
         position = self._names.index(name) if name in self._names else -1
@@ -260,17 +263,22 @@ class Fleet:
         else:
             self._place(plan)
             old = self._take_out(group, row)
+        await_update(self._groups, new_name, self._num_steps)
         self._names[position] = new_name
         self._gather = None
         return old
 
     @door
     def add(self, member: Member) -> None:
-        """Take in another member: into a free slot where there is one, else with one slot more."""
+        """Take in another member: into a free slot where there is one, else with one slot more.
+
+        With ``accumulate=n``, one that comes between two updates starts with the next n batches.
+        """
         self._plans.finish()
         name = name_of_newcomer(member, dict(zip(self._names, self.members, strict=True)))
         plan = self._describe(member, name, len(self._names))
         self._place(plan)
+        await_update(self._groups, name, self._num_steps)
         self._names.append(name)
         self._gather = None
 

@@ -266,8 +266,7 @@ class Group:
         """No more changes to a row; the member stays in it."""
         slot = self.slots[row]
         assert slot is not None
-        slot.active = False
-        slot.reason = reason
+        slot.active, slot.waits, slot.reason = False, False, reason
         self.forget_fed()
 
     # ---- programs ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Per-member learning-rate schedules."""
+"""Per-member learning-rate schedules, and who waits for an update."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from trainmux.fleet._group import Group
 from trainmux.fleet._slots import Slot
 
 
+def await_update(groups: Sequence[Group], newcomer: str, num_steps: int) -> None:
+    """Let a member that came between two updates begin with the next whole one: it would miss batches."""
+    for group in groups:
+        for _, slot in group.members:
+            if slot.name == newcomer and num_steps % group.config.accumulate:
+                slot.waits, slot.active = True, False
+                group.forget_fed()
+
+
 def end_update(groups: Sequence[Group]) -> None:
-    """Advance the schedules that count updates, of members that still train.
+    """Advance the schedules that count updates, of members that still train; those that waited begin to.
 
     All advance, then the first error of a schedule is raised.
     """
@@ -23,6 +32,12 @@ def end_update(groups: Sequence[Group]) -> None:
         for _, slot in group.members
         if slot.member.scheduler is not None and slot.active and not slot.member.steps_by_epoch
     ]
+    for group in groups:
+        waiting = [slot for _, slot in group.members if slot.waits] if group.config.accumulate > 1 else []
+        for slot in waiting:
+            slot.waits, slot.active = False, True
+        if waiting:
+            group.forget_fed()
     if due:
         _step_all([(slot, ()) for slot in due])
 
