@@ -10,12 +10,12 @@ from trainmux.engine._program import (
     FED_NUMBERS,
     TAIL_INPUTS,
     ForwardProgram,
-    ReferenceEngine,
     StepProgram,
     build_forward,
     build_planned_forward,
     build_step,
 )
+from trainmux.engine._reference import ReferenceEngine
 from trainmux.engine._sub_arrays import first_rows, forward_in_sub_arrays, in_sub_arrays
 from trainmux.engine._update_settings import UpdateMode, UpdateSettings
 

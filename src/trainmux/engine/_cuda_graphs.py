@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from trainmux.engine._capture_room import CaptureRoom
-from trainmux.engine._program import ForwardProgram, StepProgram, run_module
+from trainmux.engine._halves import Apply
+from trainmux.engine._program import ForwardProgram, StepProgram
+from trainmux.engine._reference import ReferenceEngine
 from trainmux.errors import BudgetError, TrainmuxWarning, first_line
 from trainmux.ir import MemoryUse
-from trainmux.runtime import deterministic_algorithms
 
 _MAX_RETIRED = 16
 
@@ -45,6 +46,11 @@ class _Captured:
             held[position] = self.arguments[position]
         return len(held) == len(self.arguments) and all(map(operator.is_, held, self.arguments))
 
+    def replay(self) -> list[Tensor]:
+        """One run on what was copied in; its results as new tensors."""
+        self.graph.replay()
+        return [output.clone() for output in self.outputs]
+
 
 class CudaGraphEngine:
     """Runs programs by replaying CUDA graphs, which share one memory pool and one stream to capture on.
@@ -61,6 +67,7 @@ class CudaGraphEngine:
     def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
         self._device = device
         self._deterministic = deterministic
+        self._by_node = ReferenceEngine(deterministic=deterministic)
         self._captured: dict[int, tuple[StepProgram | ForwardProgram, _Captured | None]] = {}
         self._retired: list[torch.cuda.CUDAGraph] = []
         self._made_room: CaptureRoom | None = None
@@ -82,15 +89,24 @@ class CudaGraphEngine:
 
     def run(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
         """One step; what it returns is new memory each time."""
+        return self.begin(program, arguments)()
+
+    def begin(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> Apply:
+        """Capture a program that is new and copy the batch in; the result runs the step."""
         with torch.no_grad(), torch.cuda.device(self._device):
             captured = self._find(program, arguments)
             if captured is None:
-                with deterministic_algorithms(self._deterministic):
-                    return run_module(program, arguments)
+                return self._on_device(self._by_node.begin(program, arguments))
             for position in captured.fed:
                 captured.arguments[position].copy_(arguments[position], non_blocking=True)
-            captured.graph.replay()
-            return [output.clone() for output in captured.outputs]
+            return captured.replay
+
+    def _on_device(self, apply: Apply) -> Apply:
+        def end() -> list[Tensor]:
+            with torch.cuda.device(self._device):
+                return apply()
+
+        return end
 
     def forget(self, programs: Sequence[StepProgram | ForwardProgram]) -> None:
         """Drop the graphs of programs that will not run again."""

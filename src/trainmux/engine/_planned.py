@@ -27,6 +27,7 @@ from trainmux.ir import (
     ALIGNMENT,
     Compute,
     Free,
+    Instruction,
     Lane,
     Offload,
     Part,
@@ -102,12 +103,13 @@ class _Walk:
     """One walk through a part: where each tensor lies now.
 
     ``aside`` are values on another device, ``handed`` the bytes of what a node hands over to the next one
-    without ever putting it in its place, by branch.
+    without ever putting it in its place, by branch; ``position`` is that of the instruction.
     """
 
     where: dict[Key, int]
     aside: dict[tuple[int, int, fx.Node], list[Tensor]] = field(default_factory=dict)
     handed: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
+    position: int = 0
 
 
 class PlannedProgram:
@@ -155,6 +157,8 @@ class PlannedProgram:
         ]
         self._results = [self._make_results(sub_array) for sub_array in range(len(graphs))]
         self._writers = [_last_writers(graph) for graph in graphs]
+        self.has_changed = False
+        """Whether a part that failed had begun to change tensors in place."""
 
     # ---- what lies where between steps --------------------------------------------------------------
 
@@ -205,6 +209,7 @@ class PlannedProgram:
         values that they have by then.
         """
         lanes = lanes or self._lanes
+        self.has_changed = False
         timetable = self._parts[id(part)]
         walk = _Walk(dict(timetable.there), self._aside)
         try:
@@ -215,7 +220,9 @@ class PlannedProgram:
             ):
                 self._issue(part, timetable, walk, before or {}, lanes)
         except BaseException:
-            self._bring_back(walk)
+            if not self._is_capturing():  # else nothing has run
+                self.has_changed = any(map(self._changes, part.instructions[: walk.position + 1]))
+                self._bring_back(walk)
             raise
 
     def _issue(
@@ -228,6 +235,7 @@ class PlannedProgram:
     ) -> None:
         """One instruction after another, in issue order."""
         for position, instruction in enumerate(part.instructions):
+            walk.position = position
             taken = timetable.takes.get(position, {})
             match instruction:
                 case Compute(sub_array, node):
@@ -273,6 +281,14 @@ class PlannedProgram:
                 case Wait(lane, on):
                     lanes.wait(lane, on)
                     lanes.issued(lane, position)
+
+    def _is_capturing(self) -> bool:
+        return self.memory.slab.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _changes(self, instruction: Instruction) -> bool:
+        if not isinstance(instruction, Compute):
+            return False
+        return bool(self.graphs[instruction.sub_array].steps[instruction.node].changes)
 
     def _compute(self, walk: _Walk, sub_array: int, rank: int, branch: int, stays: frozenset[int]) -> None:
         step = self.graphs[sub_array].steps[rank]
@@ -349,8 +365,6 @@ class PlannedProgram:
         """
         device = self.memory.slab.device
         if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return  # nothing has run
             torch.cuda.synchronize(device)
         moved = []
         for key in self._swapped_statics:

@@ -12,7 +12,8 @@ with no member active, which changes nothing: so there is one body, and one grap
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -70,6 +71,8 @@ class PlannedEngine:
         self._axes = [member_axes(step) for step in steps]
         self._is_ring = bool(program.prologue.instructions)
         self._in_flight = False
+        self.is_torn = False
+        """Whether a step has failed when something that lasts had changed, or was lost."""
         self._landing = self._make_landing() if self._is_ring else {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._room = room
@@ -127,11 +130,11 @@ class PlannedEngine:
             self._land()
             self._silence_first()
             self._run(self._planned.program.prologue)
-        self._in_flight = False  # a forward pass that was is lost where the body does not come to its end
-        if watched is None:
-            self._run(self._planned.program.body)
-        else:
-            self._run_watched(watched)
+        with self._changing():
+            if watched is None:
+                self._run(self._planned.program.body)
+            else:
+                self._run_watched(watched)
         self._in_flight = self._is_ring
         for total, before in kept:
             _put_back(total, before)
@@ -139,8 +142,8 @@ class PlannedEngine:
     def finish(self) -> None:
         """Run what is in flight to its end; what the host's memory is to hold is there on return."""
         if self._in_flight:
-            self._in_flight = False
-            _within_memory(self._device, lambda: self._run(self._planned.program.epilogue))
+            with self._changing():
+                _within_memory(self._device, lambda: self._run(self._planned.program.epilogue))
         if self._device.type == "cuda" and self._planned.memory.host_offsets:
             torch.cuda.synchronize(self._device)
 
@@ -185,9 +188,20 @@ class PlannedEngine:
     def _run(self, part: Part) -> None:
         graph = self._graphs.get(id(part))
         if graph is not None:
+            self._planned.has_changed = True  # nobody could tell how far it came
             graph.replay()
         else:
             self._enqueue(part)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Inside, state changes; a forward pass in flight is lost where this does not come to its end."""
+        loses, self._in_flight = self._in_flight, False
+        try:
+            yield
+        except BaseException:
+            self.is_torn |= loses or self._planned.has_changed
+            raise
 
     def _enqueue(self, part: Part, lanes: WatchedLanes | None = None) -> None:
         """Instruction by instruction; new inputs of a ring's first sub-array land before it begins anew."""

@@ -1,9 +1,8 @@
-"""A fused step as one graph, and the reference engine that runs it.
+"""A fused step as one graph.
 
 The program is forward, backward and tail in one line of nodes; values passed between them are freed at
 their last use. It changes parameters, buffers and optimizer state in place and returns losses and
-metrics. The reference engine calls it node by node through ATen, on any device: it is the oracle for
-every faster engine.
+metrics.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from trainmux.engine._early import ready_places, update_early, with_memory_alone
+from trainmux.engine._halves import Apply, Halves, InHalves
 from trainmux.engine._late_masks import make_masks_late
 from trainmux.engine._row_gradients import as_row_gradient, erase_unread
 from trainmux.engine._tail import make_tail
 from trainmux.engine._update_settings import TailInputs, UpdateMode, UpdateSettings
 from trainmux.fusion import FusedGraph
-from trainmux.ir import ByteClass, GraphInput, GraphOutput, InputKind, MemoryUse, OutputKind, Phase
-from trainmux.runtime import deterministic_algorithms
+from trainmux.ir import ByteClass, GraphInput, GraphOutput, InputKind, OutputKind, Phase
 from trainmux.tracing import (
     FakeTensor,
     FakeTensorMode,
@@ -91,17 +90,34 @@ class StepProgram:
 
     def fed_positions(self) -> list[int]:
         """Arguments whose tensors are others with every step: the batch. All others keep their address."""
-        return _batch_positions(self.inputs)
+        return list(self._fed)
 
     def positions_fed_anew(self) -> list[int]:
         """Arguments that get new values with every step: the batch, and the host's numbers."""
         return list(self._fed_anew)
 
     @functools.cached_property
+    def _fed(self) -> tuple[int, ...]:
+        """Found once: they are asked for with every step. So are the next ones."""
+        return tuple(_batch_positions(self.inputs))
+
+    @functools.cached_property
     def _fed_anew(self) -> tuple[int, ...]:
-        """Found once: they are asked for with every step."""
         counters = _counter_positions(self.inputs)
-        return (*self.fed_positions(), *counters, *(self.position_of(name) for name in FED_NUMBERS))
+        return (*self._fed, *counters, *(self.position_of(name) for name in FED_NUMBERS))
+
+    def begin(self, arguments: Sequence[Tensor]) -> Apply:
+        """Run up to the first change of anything that lasts; all of it later where it cannot be cut."""
+        if self._halves is None:
+            return lambda: self.module(*arguments)
+        return self._halves.begin(arguments)
+
+    @functools.cached_property
+    def _halves(self) -> InHalves | None:
+        module = self.module
+        if isinstance(module, fx.GraphModule):
+            return Halves(module)
+        return module if isinstance(module, InHalves) else None
 
     def byte_classes(self) -> list[ByteClass]:
         """What each argument is to a budget."""
@@ -135,7 +151,7 @@ class ForwardProgram:
     carried: UpdateSettings | None = None
 
     counts_draws = False
-    """Every run draws the same: an evaluation does not depend on when it is made."""
+    """Random draws are numbered by the batches of an evaluation, which does not depend on when it is made."""
 
     def state_keys(self) -> tuple[tuple[str, str], ...]:
         """Of the optimizer state that is carried."""
@@ -148,6 +164,11 @@ class ForwardProgram:
     def number_names(self) -> tuple[str, ...]:
         """Of the numbers that are carried."""
         return () if self.carried is None else HELD_NUMBERS
+
+    def begin(self, arguments: Sequence[Tensor]) -> Apply:
+        """Run all of it: nothing that lasts changes."""
+        results: list[Tensor] = self.module(*arguments)
+        return lambda: results
 
     def mask_positions(self) -> list[int]:
         """None: a run changes nothing that lasts."""
@@ -182,39 +203,6 @@ def _counter_positions(inputs: Sequence[GraphInput]) -> list[int]:
 
 def _batch_positions(inputs: Sequence[GraphInput]) -> list[int]:
     return [position for position, item in enumerate(inputs) if item.kind is InputKind.BATCH]
-
-
-def run_module(program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
-    """One call of the program's module.
-
-    Programs are made for batches that are contiguous. A result that is a view of the batch, whose memory is
-    not ours to keep, is copied.
-    """
-    arguments = list(arguments)
-    batch = set()
-    for position in program.fed_positions():
-        arguments[position] = arguments[position].contiguous()
-        batch.add(arguments[position].untyped_storage().data_ptr())
-    return [
-        output.clone() if output.untyped_storage().data_ptr() in batch else output
-        for output in program.module(*arguments)
-    ]
-
-
-class ReferenceEngine:
-    """Runs a program node by node."""
-
-    def __init__(self, *, deterministic: bool = False) -> None:
-        self._deterministic = deterministic
-        self.memory: MemoryUse | None = None
-
-    def run(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """One step; what it returns is new memory each time."""
-        with torch.no_grad(), deterministic_algorithms(self._deterministic):
-            return run_module(program, arguments)
-
-    def forget(self, programs: Sequence[StepProgram | ForwardProgram]) -> None:
-        """Nothing is kept between runs."""
 
 
 def build_forward(fused: FusedGraph) -> ForwardProgram:

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from trainmux.engine._halves import Apply, Halves
 from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.runtime import ALIGNMENT_BYTES
 
@@ -43,6 +44,7 @@ class SubArrays(nn.Module):
         self._num_arrays = num_arrays
         self._num_branches = min(num_branches, num_arrays)
         self._streams: list[torch.cuda.Stream] = []
+        self._halves: Halves | None = None
 
     def forward(self, *arguments: Tensor) -> list[Tensor]:
         device = arguments[0].device
@@ -50,6 +52,14 @@ class SubArrays(nn.Module):
             parts = [self._program(*self._slice(arguments, index)) for index in range(self._num_arrays)]
             return [torch.cat(column) for column in zip(*parts, strict=True)]
         return self._on_branches(arguments, device)
+
+    def begin(self, arguments: Sequence[Tensor]) -> Apply:
+        """Run all sub-arrays, one after another, up to their first change of an argument."""
+        if self._halves is None:
+            assert isinstance(self._program, fx.GraphModule)
+            self._halves = Halves(self._program)
+        ends = [self._halves.begin(self._slice(arguments, index)) for index in range(self._num_arrays)]
+        return lambda: [torch.cat(column) for column in zip(*(end() for end in ends), strict=True)]
 
     def _on_branches(self, arguments: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         while len(self._streams) < self._num_branches - 1:

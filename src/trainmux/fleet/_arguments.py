@@ -21,12 +21,12 @@ def held_arguments(
     """The arguments of a program; ``None`` for each leaf of the batch.
 
     ``numbers`` has those that the host feeds, and what is neither state nor fed: "neutral" settings, the
-    "tangent", and the counters of an evaluation, "no_draws".
+    "tangent", and the counters of an "evaluation".
     """
     own = {
         InputKind.BATCH: None,
         InputKind.SEED: state.seeds,
-        InputKind.COUNTER: numbers["counters" if program.counts_draws else "no_draws"],
+        InputKind.COUNTER: numbers["counters" if program.counts_draws else "evaluation"],
         InputKind.TANGENT: numbers["tangent"],
     }
     by_name = {**state.shared, **state.buffers, **state.parameters}

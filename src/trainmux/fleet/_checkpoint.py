@@ -57,6 +57,7 @@ def fleet_document(
                 "num_updates": slot.num_updates,
                 "base_steps": list(slot.base_steps),
                 "active": slot.active,
+                "waits": slot.waits,
                 "reason": slot.reason,
                 "optimizer": type(slot.member.optimizer).__name__,
                 "settings": [_settings(item) for item in slot.member.optimizer.param_groups],
@@ -113,6 +114,7 @@ def restore_fleet(
             slot.counter, slot.num_updates = record["counter"], record["num_updates"]
             slot.base_steps = tuple(record["base_steps"])
             slot.active, slot.reason = record["active"], record["reason"]
+            slot.waits = record.get("waits", False)
             for item, settings in zip(slot.member.optimizer.param_groups, record["settings"], strict=True):
                 item.update(settings)
             if record["scheduler"] is not None:

@@ -48,6 +48,10 @@ class FleetConfig:
     width: int | None = None
     branches: int | None = None
     update: UpdateMode = UpdateMode.DEFERRED
+    default_dtype: torch.dtype = torch.float32
+    """Torch's when the fleet was made: of tensors that user code makes, whenever it is traced."""
+    default_device: torch.device | None = None
+    """Torch's when the fleet was made, where it is of the fleet's own kind; ``None`` is the CPU."""
 
     def check_clipping(self, member: str, clip_norm: float | None) -> None:
         """Refuse a member that clips by norm where parameters change before the whole gradient is known."""
@@ -66,7 +70,7 @@ class FleetConfig:
     @property
     def trace_settings(self) -> TraceSettings:
         autocast, held = _PRECISIONS[self.precision]
-        return TraceSettings(self.device, autocast, held, self.deterministic)
+        return TraceSettings(self.device, autocast, held, self.deterministic, self.default_device)
 
     def make_engine(self) -> ReferenceEngine | CudaGraphEngine:
         """The engine for one group: graphs on a CUDA device unless told otherwise."""
@@ -135,7 +139,14 @@ def make_config(
         width,
         branches,
         UpdateMode(update),
+        torch.get_default_dtype(),
+        _default_device(found),
     )
+
+
+def _default_device(own: torch.device) -> torch.device | None:
+    found = torch.get_default_device()
+    return found if found.type == own.type != "cpu" else None
 
 
 def _resolved(given: Mapping[str, str], device: torch.device, *, deterministic: bool) -> dict[str, str]:

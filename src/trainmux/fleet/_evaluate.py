@@ -13,7 +13,7 @@ from trainmux.fleet._batches import BatchFeed, GroupFeed
 from trainmux.fleet._group import Group
 from trainmux.fleet._member import Member
 from trainmux.fleet._traces import Trace, TraceCache
-from trainmux.tracing import BatchSpec, FlatBatch, LossFunction
+from trainmux.tracing import BatchSpec, FlatBatch, LossFunction, plain_torch
 
 RowTraces = list[tuple[Trace, list[int]]]
 """The distinct traces of a group with the rows they are for: members that train alike may differ here."""
@@ -39,31 +39,30 @@ def evaluate_fleet(
     occupied = [group for group in groups if group.members]
     sums: dict[tuple[int, str], Tensor] = {}
     known: dict[tuple[int, BatchSpec], RowTraces] = {}
+    dtype = occupied[0].config.default_dtype
     num_samples = 0
-    for batch in loader:
-        feeds = feed.for_evaluation(batch, occupied, names)
-        tensors = feed.tensors(feeds, occupied, names)
-        parts = [feeds[id(group)] for group in occupied]
-        found = []
-        for group, part in zip(occupied, parts, strict=True):
-            place = (id(group), part.example.spec)
-            if place not in known:
-                known[place] = _forward_traces(group, traces, part.example, metric_fn, loss_of)
-            found.append(known[place])
-        size = 1
-        results_of = evaluate(occupied, found, parts, tensors)
-        for group, part, values in zip(occupied, parts, results_of, strict=True):
-            size = part.example.tensors[0].shape[0] if part.example.tensors[0].dim() else 1
-            for name, value in values.items():
-                if value.dim() != 1:
-                    raise LossError(
-                        f"metric {name!r}: expected a scalar per member, got shape {tuple(value.shape[1:])}; "
-                        "reduce it with .mean()"
-                    )
-                weighted = value.to(torch.float64) * size
-                key = (id(group), name)
-                sums[key] = sums[key] + weighted if key in sums else weighted
-        num_samples += size
+    for index, batch in enumerate(loader):
+        with plain_torch(dtype):
+            feeds = feed.for_evaluation(batch, occupied, names)
+            tensors = feed.tensors(feeds, occupied, names)
+            parts = [feeds[id(group)] for group in occupied]
+            found = []
+            for group, part in zip(occupied, parts, strict=True):
+                place = (id(group), part.example.spec)
+                if place not in known:
+                    known[place] = _forward_traces(group, traces, part.example, metric_fn, loss_of)
+                found.append(known[place])
+            for group in occupied:
+                group.number_evaluation(index)
+            size = 1
+            results_of = evaluate(occupied, found, parts, tensors)
+            for group, part, values in zip(occupied, parts, results_of, strict=True):
+                size = part.example.tensors[0].shape[0] if part.example.tensors[0].dim() else 1
+                for name, value in values.items():
+                    weighted = _checked(name, value).to(torch.float64) * size
+                    key = (id(group), name)
+                    sums[key] = sums[key] + weighted if key in sums else weighted
+            num_samples += size
     if num_samples == 0:
         raise BatchError("expected at least one batch to evaluate on, got an empty loader")
     results: dict[str, dict[str, float]] = {name: {} for name in names}
@@ -75,6 +74,15 @@ def evaluate_fleet(
             for row, slot in group.members:
                 results[slot.name][metric_name] = means[row]
     return results
+
+
+def _checked(name: str, value: Tensor) -> Tensor:
+    if value.dim() != 1:
+        raise LossError(
+            f"metric {name!r}: expected a scalar per member, got shape {tuple(value.shape[1:])}; reduce it "
+            "with .mean()"
+        )
+    return value
 
 
 def _forward_traces(

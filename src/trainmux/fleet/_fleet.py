@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainmux.errors import ConfigError, FusionError, MemberError, TrainmuxWarning
+from trainmux.errors import FusionError, MemberError
 from trainmux.fleet._batches import BatchFeed
 from trainmux.fleet._checkpoint import fleet_document, has_other_constants, refuse_copy, restore_fleet
 from trainmux.fleet._config import make_config
+from trainmux.fleet._doors import door, shielded, whole
 from trainmux.fleet._evaluate import evaluate_fleet, evaluate_groups
 from trainmux.fleet._gather import Gather
 from trainmux.fleet._group import Group, GroupKey
 from trainmux.fleet._member import Member
-from trainmux.fleet._names import name_of_newcomer, unique_names
-from trainmux.fleet._newcomer import Newcomer, describe_newcomer
+from trainmux.fleet._names import name_of_newcomer, unique_names, unknown_member
+from trainmux.fleet._newcomer import Newcomer, describe_newcomer, loss_of
 from trainmux.fleet._plan import Plan
-from trainmux.fleet._plan_keeper import MAX_EMPTY_SHARE, PlanKeeper, prepare_step, request_like
+from trainmux.fleet._plan_keeper import PlanKeeper, request_like, without_empty
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._refresh import carry_over, kept_edits, take_edits
-from trainmux.fleet._schedules import end_epoch, step_schedulers
+from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._slots import Slot
-from trainmux.fleet._summary import summarise
+from trainmux.fleet._summary import reasons_stopped, summarise
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.fleet._watch import Edits, FleetWatch, MemberWatch
 from trainmux.ir import GroupSummary, Timeline
@@ -34,8 +34,8 @@ from trainmux.profiling import Device
 from trainmux.reporting import format_fusion
 from trainmux.runtime import deferred_interrupts
 from trainmux.scheduling import PlanProgress
-from trainmux.tracing import FlatBatch, LossFunction
-from trainmux.training import Callback, History, fit, read_checkpoint, write_checkpoint
+from trainmux.tracing import FlatBatch, LossFunction, plain_torch
+from trainmux.training import Callback, History, fit, read_checkpoint, warn_user, write_checkpoint
 
 
 class Fleet:
@@ -87,24 +87,22 @@ class Fleet:
         self._loss = loss
         self._traces = TraceCache(self._config.trace_settings)
         self._groups: list[Group] = []
-        self._names: list[str] = []
         self._gather: Gather | None = None
         self._num_steps = 0
+        self._broken = ""  # why no more calls are taken: a step failed half-way
         self._plans = PlanKeeper(self._config, self._planner)
         self._watch = FleetWatch(self._computes_alike)
         members = list(members)
         names = unique_names(members)
         self._feed = BatchFeed(self._config, example_batch, len(members))
-        plans = [
-            self._describe(member, name, position)
-            for position, (member, name) in enumerate(zip(members, names, strict=True))
-        ]
         by_key: dict[GroupKey, list[Newcomer]] = {}
-        for plan in plans:
-            by_key.setdefault(plan.key, []).append(plan)
-        for group_plans in by_key.values():
-            self._groups += self._make_groups(group_plans)
-        self._names = names
+        with plain_torch(self._config.default_dtype):
+            for position, (member, name) in enumerate(zip(members, names, strict=True)):
+                plan = self._describe(member, name, position)
+                by_key.setdefault(plan.key, []).append(plan)
+            for group_plans in by_key.values():
+                self._groups += self._make_groups(group_plans)
+        self._names: list[str] = names
 
     # ---- training ----------------------------------------------------------------------------------
 
@@ -124,12 +122,14 @@ class Fleet:
         """Calls of ``step`` so far."""
         return self._num_steps
 
+    @door
     def step(self, batch: Any = None, overrides: Mapping[str, Any] | None = None) -> Tensor:
         """One training step of every member on ``batch``; losses in the order of ``names``.
 
         ``overrides`` holds the batches of members that were given an ``example_batch`` of their own, by
         name. The result is on the fleet's device: nothing waits for it. A member whose loss or gradient is
         not finite is frozen before its weights or buffers change (but see ``update``); ``stopped()`` tells.
+        A step that fails changes no member; where it has, ``FleetError`` says whom, until ``restore``.
         """
         self._require_members()
         self._watch.at_step(self._groups)
@@ -137,25 +137,27 @@ class Fleet:
         feeds = self._feed.for_groups(batch, overrides or {}, self._groups, self._names)
         applies = (self._num_steps + 1) % self._config.accumulate == 0
         traces = [self._trace_for(group, feeds[id(group)].example).graph for group in self._groups]
-        prepare = self._plans.prepare if self._plans.is_active else prepare_step
-        ready = prepare(self._groups, traces, [feeds[id(group)] for group in self._groups], applies=applies)
+        parts = [feeds[id(group)] for group in self._groups]
+        ready = self._plans.prepare(self._groups, traces, parts, applies=applies)
         tensors = self._feed.tensors(feeds, self._groups, self._names)
         # Only now, when nothing is left to be refused, does any group change; and then all of them do.
         with deferred_interrupts():
             ready(tensors)
             self._num_steps += 1
             if applies:
-                step_schedulers(self._groups)
+                end_update(self._groups)
         self._plans.hold_budget()
         losses: Tensor = self._ordered("loss")
         return losses
 
+    @shielded
     def wait_until_compiled(self) -> None:
         """With ``lowering="auto"``: return when the next step, if like one seen before, will run compiled."""
         for group in self._groups:
             group.wait_until_compiled()
 
     @property
+    @door
     def metrics(self) -> dict[str, Any]:
         """Of the last step, one row per member: the loss function's metrics, ``grad_norm`` and ``finite``.
 
@@ -199,6 +201,7 @@ class Fleet:
             member_loaders=member_loaders,
         )
 
+    @whole
     def evaluate(
         self, loader: Iterable[Any], metric_fn: LossFunction | None = None
     ) -> dict[str, dict[str, float]]:
@@ -206,12 +209,14 @@ class Fleet:
 
         ``metric_fn(model, batch)`` returns a scalar tensor or a dict of them; without one the fleet's loss
         is used. Values are means over samples: batches count by the size of their first dimension. Under a
-        plan it stays within the plan's budget, or is refused with ``BudgetError``.
+        plan it stays within the plan's budget, or is refused with ``BudgetError``. Random draws differ from
+        batch to batch and are the same ones in every call.
         """
-        self._require_members()
-        self._watch.check(self._places(), ignores_mode=True)
-        self._groups, self._gather = self._plans.at_step(self._groups), None
-        self._plans.finish()
+        with plain_torch(self._config.default_dtype):  # without the loader, which is the user's
+            self._require_members()
+            self._watch.check(self._places(), ignores_mode=True)
+            self._groups, self._gather = self._plans.at_step(self._groups), None
+            self._plans.finish()
         evaluate = self._plans.evaluate if self._plans.is_active else evaluate_groups
         return evaluate_fleet(
             evaluate, self._groups, self._names, self._traces, self._feed, loader, metric_fn, self._loss_of
@@ -224,33 +229,30 @@ class Fleet:
         group, row = self._find(name)
         group.stop(row, "stopped")
 
+    @door
     def stopped(self) -> dict[str, str]:
         """Members that train no more and why; waits for the device."""
         self._plans.finish()
-        found: dict[str, str] = {}
-        for group in self._groups:
-            alive, updates = group.state.alive.tolist(), group.state.updates.tolist()
-            for row, slot in group.members:
-                if not alive[row]:
-                    slot.reason = f"not finite at step {max(slot.base_steps, default=0) + updates[row] + 1}"
-                    found[slot.name] = slot.reason
-                elif slot.reason is not None:
-                    found[slot.name] = slot.reason
+        found = reasons_stopped(self._groups)
         return {name: found[name] for name in self._names if name in found}
 
+    @door
     def drop(self, name: str) -> Member:
-        """Take a member out, with its weights and optimizer state written back; its slot is free."""
+        """Take a member out, with its weights and optimizer state written back; its slot is free.
+
+        Gradients accumulated for it since the last update are lost.
+        """
         self._plans.finish()
-        group, row = self._find(name)
-        member = self._take_out(group, row)
+        member = self._take_out(*self._find(name))
         self._names.remove(name)
         self._gather = None
         return member
 
+    @door
     def replace(self, name: str, member: Member) -> Member:
         """Put ``member`` in the place of another, which comes back as from ``drop``.
 
-        No retracing where the new member fits the old one's group.
+        No retracing where the new member fits the old one's group. It starts as one that comes by ``add``.
         """
         self._plans.finish()
         position = self._names.index(name) if name in self._names else -1
@@ -267,19 +269,26 @@ class Fleet:
         else:
             self._place(plan)
             old = self._take_out(group, row)
+        await_update(self._groups, new_name, self._num_steps)
         self._names[position] = new_name
         self._gather = None
         return old
 
+    @door
     def add(self, member: Member) -> None:
-        """Take in another member: into a free slot where there is one, else with one slot more."""
+        """Take in another member: into a free slot where there is one, else with one slot more.
+
+        With ``accumulate=n``, one that comes between two updates starts with the next n batches.
+        """
         self._plans.finish()
         name = name_of_newcomer(member, dict(zip(self._names, self.members, strict=True)))
         plan = self._describe(member, name, len(self._names))
         self._place(plan)
+        await_update(self._groups, name, self._num_steps)
         self._names.append(name)
         self._gather = None
 
+    @door
     def refresh(self, name: str | None = None) -> None:
         """Take over what was changed about a member: its code and attributes, its optimizer, edited values.
 
@@ -318,6 +327,7 @@ class Fleet:
         self._gather = None
         self._watch.handed_out()
 
+    @door
     def sync(self) -> None:
         """Write weights, buffers and optimizer state back into the members' own objects."""
         self._plans.finish()
@@ -329,6 +339,7 @@ class Fleet:
             for row, _ in group.members:
                 group.export(row)
 
+    @door
     def plan(
         self,
         budget: int | str | None = None,
@@ -358,6 +369,7 @@ class Fleet:
         self._plans.want(plan, request)
         return plan
 
+    @door
     def use(self, plan: Plan | None) -> None:
         """Train by a plan from the next step on; ``None``: without one.
 
@@ -373,6 +385,7 @@ class Fleet:
         examples = [self._feed.example_for(group.members[0][1].member, 0) for group in groups]
         return FleetPlanner(groups, examples, self._config, device)
 
+    @door
     def watch(self, batch: Any = None, overrides: Mapping[str, Any] | None = None) -> Timeline:
         """A step by the plan in use, as ``step``; returns when each instruction ran.
 
@@ -389,6 +402,7 @@ class Fleet:
         """The same as records."""
         return summarise(self._groups, self._plans.memory)
 
+    @door
     def end_epoch(self, monitored: Mapping[str, Mapping[str, float]]) -> None:
         """Step the schedules that advance by epoch; ``monitored`` has what plateau schedules look at."""
         self._watch.check(self._places())
@@ -398,6 +412,7 @@ class Fleet:
 
     __reduce_ex__ = refuse_copy
 
+    @door
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write all members' weights, optimizer and schedule state and counters to a directory."""
         self._plans.finish()
@@ -405,13 +420,17 @@ class Fleet:
         tensors, document = fleet_document(self._groups, self._names, self._num_steps, self._config)
         write_checkpoint(path, tensors, {**document, "extra": dict(extra or {})})
 
+    @shielded
     def restore(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
         """Go back to a saved state; the fleet must have the same members. Returns what ``extra`` was."""
         tensors, document = read_checkpoint(path)
+        if self._broken:
+            self._groups, self._gather = self._plans.start_over(self._groups), None
         self._plans.finish()
         if self._plans.is_active and has_other_constants(self._groups, tensors, document):
             self._leave_plan()
         self._num_steps = restore_fleet(self._groups, self._names, self._config, tensors, document, path)
+        self._broken = ""
         return dict(document["extra"])
 
     # ---- inside ------------------------------------------------------------------------------------
@@ -426,15 +445,7 @@ class Fleet:
         return self._gather([group.last.get(key) for group in self._groups], self._groups)
 
     def _loss_of(self, member: Member) -> LossFunction:
-        loss = member.loss if member.loss is not None else self._loss
-        if loss is None:
-            raise ConfigError(
-                f"expected a loss function for member {member.name!r}, got none; give Fleet(loss=...) or "
-                "Member(loss=...)"
-            )
-        if not callable(loss):
-            raise ConfigError(f"loss: expected a callable loss(model, batch), got {type(loss).__name__}")
-        return loss
+        return loss_of(member, self._loss)
 
     def _trace_for(self, group: Group, example: FlatBatch) -> Trace:
         trace = group.traces.get(example.spec)
@@ -465,10 +476,7 @@ class Fleet:
             for row, slot in group.members:
                 if slot.name == name and watch in (None, slot.watch):
                     return group, row
-        raise MemberError(
-            f"expected the name of a member, got {name!r}; it was dropped or never there (members: "
-            f"{', '.join(self._names) or 'none'})"
-        )
+        raise unknown_member(name, self._names)
 
     def _describe(self, member: Member, name: str, position: int) -> Newcomer:
         self._config.check_clipping(name, member.clip_norm)
@@ -482,7 +490,7 @@ class Fleet:
         except FusionError as error:
             if len(plans) == 1:
                 raise
-            warnings.warn(f"{error}; its members train at width 1", TrainmuxWarning, stacklevel=3)
+            warn_user(f"{error}; its members train at width 1")
             singles = [self._new_group([plan]) for plan in plans]
             for single, plan in zip(singles, plans, strict=True):
                 single.unfused_because = str(error)
@@ -537,7 +545,7 @@ class Fleet:
         except FusionError as error:
             group.resize(width)
             group.unfused_because = str(error)
-            warnings.warn(f"{error}; its members train at width {width}", TrainmuxWarning, stacklevel=4)
+            warn_user(f"{error}; its members train at width {width}")
             return False
         return True
 
@@ -553,12 +561,7 @@ class Fleet:
     def _arrange_groups(self) -> None:
         """At a step's beginning: the plan's groups, or without one fewer slots where most are empty."""
         before = [(id(group), group.width) for group in self._groups]
-        self._groups = self._plans.at_step(self._groups)
-        if not self._plans.is_active:
-            self._groups = [group for group in self._groups if group.members]
-            for group in self._groups:
-                num_empty = group.width - len(group.members)
-                if num_empty > MAX_EMPTY_SHARE * group.width:
-                    group.resize(len(group.members))
+        groups = self._plans.at_step(self._groups)
+        self._groups = groups if self._plans.is_active else without_empty(groups)
         if before != [(id(group), group.width) for group in self._groups]:
             self._gather = None

@@ -69,9 +69,9 @@ class Group:
         self._neutral = torch.tensor(neutral, dtype=torch.float64, device=config.device).reshape(-1, 1)
 
     def _make_numbers(self) -> None:
-        """What the host feeds, at the width there is now, and the counters of an evaluation, which stay 0."""
+        """What the host feeds, at the width there is now, and the counters of an evaluation's draws."""
         self._numbers = GroupNumbers(self.key.structure, self.width, self.config.device)
-        self._no_draws = torch.zeros(self.width, dtype=torch.int64, device=self.config.device)
+        self._evaluation = torch.zeros(self.width, dtype=torch.int64, device=self.config.device)
 
     # ---- storage -----------------------------------------------------------------------------------
 
@@ -163,19 +163,18 @@ class Group:
         self.state = self.state.resized(self.width, list(range(self.width)), device, self._transfers.copy)
         self.state.shared = shared
         self._forget_programs()
-        self._held_arguments.clear()
 
     def rebase(self, change: Callable[[Tensor], Tensor]) -> None:
         """Put every tensor of the state where ``change`` says; programs made before are forgotten."""
         self.state = self.state.mapped(change)
         self._forget_programs()
-        self._held_arguments.clear()
 
     def _forget_programs(self) -> None:
         for program in self._programs.values():
             self._forget(program)
         self._programs.clear()
         self._upgrades.clear()
+        self._held_arguments.clear()
 
     def _forget(self, program: Program) -> None:
         self._engine.forget([program])
@@ -270,8 +269,7 @@ class Group:
         """No more changes to a row; the member stays in it."""
         slot = self.slots[row]
         assert slot is not None
-        slot.active = False
-        slot.reason = reason
+        slot.active, slot.waits, slot.reason = False, False, reason
         self.forget_fed()
 
     # ---- programs ----------------------------------------------------------------------------------
@@ -440,12 +438,10 @@ class Group:
 
     # ---- running -----------------------------------------------------------------------------------
 
-    def step(self, program: StepProgram, batch: Sequence[Tensor]) -> None:
-        """One micro-batch for all active members, with what ``prepare`` read; ``last`` holds its results."""
+    def begin(self, program: StepProgram, batch: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Compute a micro-batch of all active members, with what ``prepare`` read; the result applies it."""
         self._numbers.push(self.members)
-        results = self._engine.run(program, self._arguments(program, batch))
-        self.count(program)
-        self.note(program, results)
+        return self._engine.begin(program, self._arguments(program, batch))
 
     def fed(self, program: StepProgram, batch: Sequence[Tensor]) -> dict[int, Tensor]:
         """What is new for a step, with what was read last, by position among its arguments."""
@@ -469,6 +465,10 @@ class Group:
         loss, norm, finite, *metrics = results
         self.last = {"loss": loss, "grad_norm": norm, "finite": finite}
         self.last.update(zip(program.metrics, metrics, strict=True))
+
+    def number_evaluation(self, index: int) -> None:
+        """Draws for the batch ``index`` of an evaluation: below those of training, which count from 0."""
+        self._evaluation.fill_(-1 - index)
 
     def evaluate(
         self, traced: TracedGraph, key: Hashable, batch: Sequence[Tensor], *, stacked_batch: bool
@@ -494,7 +494,7 @@ class Group:
 
     def held_arguments(self, program: Program) -> list[Tensor | None]:
         """The arguments of a program; ``None`` for each leaf of the batch."""
-        own = {"neutral": self._neutral, "tangent": self._tangent, "no_draws": self._no_draws}
+        own = {"neutral": self._neutral, "tangent": self._tangent, "evaluation": self._evaluation}
         return held_arguments(program, self.state, {**self._numbers.tensors, **own})
 
     def forget_fed(self) -> None:

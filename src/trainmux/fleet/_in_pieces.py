@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from trainmux.engine import CudaGraphEngine, StepProgram
-from trainmux.errors import ConfigError
+from trainmux.errors import ConfigError, FleetError
 from trainmux.fleet._fleet import Fleet
 from trainmux.fleet._group import Group
 from trainmux.fleet._planned_beside import read_step
-from trainmux.fleet._schedules import step_schedulers
+from trainmux.fleet._schedules import end_update
 from trainmux.profiling import KernelGraph
-from trainmux.tracing import BatchSpec, TracedGraph
+from trainmux.tracing import BatchSpec, TracedGraph, plain_torch
 
 _MAX_KNOWN = 8
 _KNOWN: weakref.WeakKeyDictionary[Group, dict[Hashable, tuple[StepProgram, KernelGraph]]] = (
@@ -54,7 +54,8 @@ class GroupPiece:
         known = _KNOWN.setdefault(self.group, {})
         key = (self.variant, self.group.width, frozenset(self.group.state.shared))
         if key not in known:
-            step = self._step()
+            with plain_torch(self.group.config.default_dtype):
+                step = self._step()
             known[key] = (step, read_step(step))
             while len(known) > _MAX_KNOWN:
                 del known[next(iter(known))]
@@ -157,7 +158,13 @@ class FleetInPieces:
         ``applies`` says whether the step updates; left out, it is what comes next, behind ``num_ahead`` steps
         that have begun and not ended. Groups that have lost all members have no part in it.
         """
+        with plain_torch(self.fleet._config.default_dtype):
+            return self._begin(batch, applies, num_ahead)
+
+    def _begin(self, batch: Any, applies: bool | None, num_ahead: int) -> tuple[GroupPiece, ...]:
         fleet, groups = self.fleet, self.groups
+        if fleet._broken:
+            raise FleetError(fleet._broken)
         if list(groups) != fleet._groups or self._widths != [group.width for group in groups]:
             raise ConfigError(
                 "expected a fleet with the slots that it had when its job began, got others; add members "
@@ -201,7 +208,7 @@ class FleetInPieces:
         fleet = self.fleet
         fleet._num_steps += 1
         if pieces[0].applies:
-            step_schedulers(self.groups)
+            end_update(self.groups)
         losses: Tensor = fleet._ordered("loss")
         return losses
 

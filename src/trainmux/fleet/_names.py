@@ -72,3 +72,11 @@ def check_apart(name: str, member: Member, other_name: str, other: Member) -> No
             f"member {name!r}: expected parameters of its own, got some of member {other_name!r}; "
             "copy.deepcopy the model"
         )
+
+
+def unknown_member(name: object, names: Sequence[str]) -> MemberError:
+    """The error for a name that no member has."""
+    return MemberError(
+        f"expected the name of a member, got {name!r}; it was dropped or never there (members: "
+        f"{', '.join(names) or 'none'})"
+    )

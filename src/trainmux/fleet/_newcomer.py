@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainmux.errors import MemberError
+from trainmux.errors import ConfigError, MemberError
 from trainmux.fleet._batches import BatchFeed
 from trainmux.fleet._group import GroupKey
 from trainmux.fleet._member import Member
@@ -34,6 +34,19 @@ class Newcomer:
     trace: Trace
     example: FlatBatch
     watch: MemberWatch
+
+
+def loss_of(member: Member, of_fleet: LossFunction | None) -> LossFunction:
+    """A member's own loss function, or else its fleet's; refuses what is none."""
+    loss = member.loss if member.loss is not None else of_fleet
+    if loss is None:
+        raise ConfigError(
+            f"expected a loss function for member {member.name!r}, got none; give Fleet(loss=...) or "
+            "Member(loss=...)"
+        )
+    if not callable(loss):
+        raise ConfigError(f"loss: expected a callable loss(model, batch), got {type(loss).__name__}")
+    return loss
 
 
 def describe_newcomer(

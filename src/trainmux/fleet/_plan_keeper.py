@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from trainmux.errors import PlanError, TrainmuxWarning
+from trainmux.errors import PlanError
 from trainmux.fleet._batches import GroupFeed
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._evaluate import RowTraces, take_over
@@ -23,12 +23,14 @@ from trainmux.fleet._planned_groups import (
     split_groups,
 )
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
+from trainmux.fleet._whole_step import run_whole
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.runtime import deferred_interrupts, release_cached
 from trainmux.scheduling import in_words
 from trainmux.tracing import BatchSpec, TracedGraph
+from trainmux.training import warn_user
 
-MAX_EMPTY_SHARE = 0.5
+_MAX_EMPTY_SHARE = 0.5
 """A fleet of which more than this share of slots is empty gets fewer of them at the next step."""
 
 _MAX_TIGHTENINGS = 2
@@ -106,6 +108,13 @@ class PlanKeeper:
             self._is_left = True
             return join_groups(groups)
 
+    def start_over(self, groups: Sequence[Group]) -> list[Group]:
+        """Leave the plan in use, whose step has failed half-way; the next step uses it anew."""
+        if self._active is None:
+            return list(groups)
+        self._wanted = self._wanted or self._active.plan
+        return self.leave(groups)
+
     def whole(self, groups: Sequence[Group]) -> list[Group]:
         """Groups as they are without a plan, to look at: copies where a plan is in use."""
         return list(groups) if self._active is None else join_groups(groups)
@@ -139,11 +148,9 @@ class PlanKeeper:
         self._num_tightened += 1
         self._request = replace(request, reserve_bytes=request.reserve_bytes + excess + _SLACK_BYTES)
         self._is_over = True
-        warnings.warn(
+        warn_user(
             f"a step by the plan holds {in_words(excess)} more than its budget of "
-            f"{in_words(active.plan.budget_bytes)}; another plan is made at the next step",
-            TrainmuxWarning,
-            stacklevel=3,
+            f"{in_words(active.plan.budget_bytes)}; another plan is made at the next step"
         )
 
     def at_step(self, groups: Sequence[Group]) -> list[Group]:
@@ -152,7 +159,7 @@ class PlanKeeper:
             groups = self.leave(groups)
         self._is_over = False
         if self._is_left:
-            groups = rejoined(groups)
+            groups = [group for group in rejoined(groups) if group.members]
         if self._is_left and self._wanted is None and self._request is not None:
             self._wanted = self._make_planner(groups).plan(self._request)
         if self._wanted is not None:
@@ -201,9 +208,10 @@ class PlanKeeper:
         *,
         applies: bool,
     ) -> ReadyStep:
-        """A step of all groups by the plan, ready to run on batches like those of ``feeds``."""
+        """A step of all groups, by the plan if there is one, ready for batches like those of ``feeds``."""
         active = self._active
-        assert active is not None
+        if active is None:
+            return _prepare_without(groups, traced, feeds, applies=applies)
         stacked = [feed.stacked for feed in feeds]
         variant = _variant(groups, [feed.example.spec for feed in feeds], stacked, applies=applies)
         if not active.knows(variant):
@@ -255,7 +263,7 @@ class PlanKeeper:
             group.restack(self._config.device)
 
 
-def prepare_step(
+def _prepare_without(
     groups: Sequence[Group], traced: Sequence[TracedGraph], feeds: Sequence[GroupFeed], *, applies: bool
 ) -> ReadyStep:
     """A step of all groups without a plan, ready to run on batches like those of ``feeds``."""
@@ -264,11 +272,16 @@ def prepare_step(
         for group, graph, feed in zip(groups, traced, feeds, strict=True)
     ]
 
-    def run(batches: Mapping[int, Sequence[Tensor]]) -> None:
-        for group, program in jobs:
-            group.step(program, batches[id(group)])
+    return partial(run_whole, jobs)
 
-    return run
+
+def without_empty(groups: Sequence[Group]) -> list[Group]:
+    """The groups that have members; one whose slots are mostly empty has fewer of them now."""
+    found = [group for group in groups if group.members]
+    for group in found:
+        if group.width - len(group.members) > _MAX_EMPTY_SHARE * group.width:
+            group.resize(len(group.members))
+    return found
 
 
 def request_like(plan: Plan) -> PlanRequest:
@@ -288,4 +301,6 @@ def _variant(
 def _mostly_empty(groups: Sequence[Group]) -> bool:
     num_slots = sum(group.width for group in groups)
     num_members = sum(len(group.members) for group in groups)
-    return any(not group.members for group in groups) or num_slots - num_members > MAX_EMPTY_SHARE * num_slots
+    return (
+        any(not group.members for group in groups) or num_slots - num_members > _MAX_EMPTY_SHARE * num_slots
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._slots import Slot, StackedState
 from trainmux.fleet._state_moves import copy_into_places, host_copies
+from trainmux.fleet._whole_step import half_step
 from trainmux.ir import MemoryUse, Program, Timeline
 from trainmux.profiling import KernelGraph
 from trainmux.runtime import Transfers, release_cached, workspaces_bytes
@@ -253,7 +255,8 @@ class PlannedGroups:
         assert isinstance(steps, PlannedSteps)
         pairs = list(zip(self.groups, steps.steps, strict=True))
         fed = [group.fed(step, batches[id(group)]) for group, step in pairs]
-        results = engine.step(fed, self._watching)
+        with self._told_if_torn(engine):
+            results = engine.step(fed, self._watching)
         for (group, step), found in zip(pairs, results, strict=True):
             group.count(step)
             group.note(step, found)
@@ -282,10 +285,21 @@ class PlannedGroups:
         """Run what is in flight to its end; the first group's norms and masks become current."""
         steps, engine = self._engines[self._in_use]
         was_in_flight = engine.in_flight
-        engine.finish()
+        with self._told_if_torn(engine):
+            engine.finish()
         if was_in_flight:
             assert isinstance(steps, PlannedSteps)
             self.groups[0].note(steps.steps[0], engine.results(0))
+
+    @contextmanager
+    def _told_if_torn(self, engine: PlannedEngine) -> Iterator[None]:
+        """Inside, an error that leaves members between two steps becomes `HalfStepError`."""
+        try:
+            yield
+        except BaseException as error:
+            if engine.is_torn:
+                raise half_step(error, torn=self.groups) from error
+            raise
 
     def release(self) -> None:
         """Finish, and take the groups' state to the host's memory; all else goes."""

@@ -85,7 +85,7 @@ def carry_over(old: Group, old_row: int, new: Group, new_row: int, edits: Edits)
                 total[new_row].copy_(before.totals[name][old_row])
         after.alive[new_row].copy_(before.alive[old_row])
     was, now = _slot(old, old_row), _slot(new, new_row)
-    now.active, now.reason = was.active, was.reason
+    now.active, now.waits, now.reason = was.active, was.waits, was.reason
     new.forget_fed()
 
 

@@ -28,7 +28,8 @@ class Slot:
 
     ``base_steps`` are the updates that each parameter group had behind it on arrival; ``num_updates``
     those enqueued since (a member that froze on the device did fewer); ``counter`` the micro-batches seen,
-    which number the random draws; ``watch`` finds out whether its owner has changed it since.
+    which number the random draws; ``watch`` finds out whether its owner has changed it since. One that
+    ``waits`` came between two updates and is not active before the next whole one.
     """
 
     member: Member
@@ -39,6 +40,7 @@ class Slot:
     num_updates: int = 0
     counter: int = 0
     active: bool = True
+    waits: bool = False
     reason: str | None = None
 
 

@@ -1,5 +1,6 @@
 """One member and a batch become a graph; a fused graph becomes forward and backward."""
 
+from trainmux.tracing._ambient import is_plain, plain_torch
 from trainmux.tracing._cleanup import graph_constant, inherit_meta, output_nodes
 from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
 from trainmux.tracing._reach import Holder, Items, Reach, same_items, tensor_digest
@@ -44,12 +45,14 @@ __all__ = [
     "graph_module",
     "has_vmap_rule",
     "inherit_meta",
+    "is_plain",
     "last_node",
     "make_fx",
     "make_piece",
     "node_location",
     "nodes_after",
     "output_nodes",
+    "plain_torch",
     "same_items",
     "split_joint",
     "static_fake_mode",

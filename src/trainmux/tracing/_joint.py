@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,7 @@ _REMEDIES = {
     "_pack_padded_sequence": "run the layer on the padded sequences and mask what comes after their ends",
     "_ctc_loss": "compute the loss from padded tensors by torch.logsumexp, one time step after another",
 }
+_RESERVED = frozenset({"loss", "grad_norm", "finite"})
 _DECOMPOSE = (
     torch.ops.aten.native_dropout_backward,
     torch.ops.aten.slice_backward,
@@ -94,6 +95,7 @@ class TraceSettings:
     autocast: torch.dtype | None
     compute_dtype: torch.dtype | None  # floating inputs are seen in this dtype; None keeps their own
     deterministic: bool = False  # torch picks its attention kernels by this, and it does so while tracing
+    default_device: torch.device | None = None  # of tensors that user code makes; None is the CPU
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ class _Call:
                 for named, tensor, learns in zip(self.parameters, used, self._learns, strict=True):
                     for hook in (named.tensor._backward_hooks or {}).values() if learns else ():
                         tensor.register_hook(hook)
-                with _autocast(self._settings), _grad(self._training):
+                with _autocast(self._settings), _grad(self._training), _device(self._settings):
                     result = self._fn(self._model, self._batch.rebuild(leaves))
                 if not self._training:
                     return _as_metrics(result, self.names)
@@ -365,6 +367,10 @@ def _autocast(settings: TraceSettings) -> AbstractContextManager[Any]:
     return torch.autocast(settings.device.type, dtype=settings.autocast, cache_enabled=False)
 
 
+def _device(settings: TraceSettings) -> AbstractContextManager[Any]:
+    return nullcontext() if settings.default_device is None else settings.default_device
+
+
 def _grad(training: bool) -> AbstractContextManager[Any]:
     return torch.enable_grad() if training else torch.no_grad()
 
@@ -387,11 +393,13 @@ def _as_loss(result: Any, names: _Names) -> tuple[Tensor, list[Tensor]]:
         raise LossError(f"expected a floating-point loss, got {loss.dtype}; compute it from model outputs")
     if not loss.requires_grad:
         raise LossError(_INDEPENDENT)
+    _refuse_names(metrics, _RESERVED)
     return loss, _metric_values(metrics, names)
 
 
 def _as_metrics(result: Any, names: _Names) -> list[Tensor]:
     if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict):
+        _refuse_names(result[1], frozenset({"loss"}))
         result = {"loss": result[0], **result[1]}
     if isinstance(result, Tensor):
         result = {"loss": result}
@@ -401,6 +409,15 @@ def _as_metrics(result: Any, names: _Names) -> list[Tensor]:
             f"{type(result).__name__}; return {{name: scalar tensor}}"
         )
     return _metric_values(result, names)
+
+
+def _refuse_names(metrics: dict[str, Any], reserved: frozenset[str]) -> None:
+    taken = sorted(reserved.intersection(map(str, metrics)))
+    if taken:
+        raise LossError(
+            f"expected metrics with names other than {sorted(reserved)}, which the fleet gives itself, got "
+            f"{taken}; rename them"
+        )
 
 
 def _metric_values(metrics: dict[str, Any], names: _Names) -> list[Tensor]:

@@ -51,6 +51,7 @@ __all__ = [
     "frames_of",
     "functionalized",
     "graph_module",
+    "has_function_modes",
     "has_vmap_rule",
     "higher_order_operator",
     "last_node",
@@ -219,6 +220,11 @@ def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A module of ``graph``, with what it refers to from ``root``; it is written when it is first called."""
     with process_lock, _use_lazy_graph_module(True):
         return _make_graph_module(root, graph)
+
+
+def has_function_modes() -> bool:
+    """Whether calls of torch's functions are intercepted: a default device does that, too."""
+    return torch._C._len_torch_function_stack() > 0
 
 
 def static_fake_mode() -> FakeTensorMode:

@@ -7,6 +7,7 @@ from trainmux.training._early_stopping import EarlyStopping
 from trainmux.training._fit import fit
 from trainmux.training._history import EpochRecord, History
 from trainmux.training._protocol import Trainable
+from trainmux.training._warn import warn_user
 
 __all__ = [
     "CSVLog",
@@ -19,5 +20,6 @@ __all__ = [
     "checkpoint_exists",
     "fit",
     "read_checkpoint",
+    "warn_user",
     "write_checkpoint",
 ]

@@ -157,7 +157,8 @@ def train_plain(case: Case, num_steps: int) -> list[State]:
     for number in range(num_steps):
         for group, step in zip(groups, steps, strict=True):
             group.variant()
-            group.step(step, case.batch(number))
+            group.note(step, group.begin(step, case.batch(number))())
+            group.count(step)
         losses.append([group.last["loss"].cpu() for group in groups])
     return joined(with_losses(state_of(groups), losses), case.branches)
 

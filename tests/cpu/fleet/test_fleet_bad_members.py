@@ -335,6 +335,14 @@ def _number_metric(model: nn.Module, batch: Any) -> Any:
     return mse(model, batch), {"size": 5}
 
 
+def _named(*names: str) -> Callable[..., Any]:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        value = mse(model, batch)
+        return value, dict.fromkeys(names, value)
+
+    return loss
+
+
 @pytest.mark.parametrize(
     ("loss", "parts"),
     [
@@ -346,6 +354,8 @@ def _number_metric(model: nn.Module, batch: Any) -> Any:
         (_nothing, ("scalar tensor", "got NoneType")),
         (_text_metric, ("metric 'note'", "expected a tensor", "got str")),
         (_number_metric, ("metric 'size'", "expected a tensor", "got int")),
+        (_named("loss"), ("metrics with names other", "got ['loss']", "rename")),
+        (_named("fine", "grad_norm", "finite"), ("got ['finite', 'grad_norm']", "rename")),
     ],
 )
 def test_losses_that_cannot_be_trained_on(loss: Callable[..., Any], parts: tuple[str, ...]) -> None:

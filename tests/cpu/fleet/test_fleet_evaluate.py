@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from fleet_cases import (
 from torch import Tensor, nn
 
 from trainmux import Fleet, Member
+from trainmux.errors import LossError
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
@@ -187,3 +189,67 @@ def test_evaluation_has_the_precision_of_training(precision: str) -> None:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             expected = mse(model, batch).item()
         assert got[name]["loss"] == pytest.approx(expected, rel=1e-6 if precision == "fp32" else 1e-2)
+
+
+# ---- random draws ---------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Draws in evaluation, too, as a variational autoencoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.randn_like(x) + self.shift
+
+
+def noise(model: nn.Module, batch: Any) -> Tensor:
+    drawn: Tensor = model(batch[0])
+    return drawn.mean()
+
+
+def noisy_member(i: int) -> Member:
+    model = Noisy()
+    return Member(model, torch.optim.SGD(model.parameters(), lr=0.0), f"m{i}", seed=i)
+
+
+def noise_of(fleet: Fleet, num_batches: int) -> dict[str, float]:
+    return {name: found["loss"] for name, found in fleet.evaluate([EXAMPLE] * num_batches).items()}
+
+
+def test_noise_differs_by_batch_and_is_the_same_in_every_evaluation() -> None:
+    fleet = Fleet([noisy_member(i) for i in range(3)], noise, EXAMPLE)
+    first, both, three = (noise_of(fleet, number) for number in (1, 2, 3))
+    trained = [dict(zip(fleet.names, fleet.step(EXAMPLE).tolist(), strict=True)) for _ in range(4)]
+    for name in fleet.names:
+        second, third = 2 * both[name] - first[name], 3 * three[name] - 2 * both[name]
+        values = [first[name], second, third, *(losses[name] for losses in trained)]
+        near = [(a, b) for i, a in enumerate(values) for b in values[:i] if abs(a - b) < 1e-9]
+        assert not near, near
+    assert len(set(first.values())) == 3
+    assert noise_of(fleet, 3) == three  # training has drawn in between
+    alone = Fleet([noisy_member(1)], noise, EXAMPLE)
+    assert noise_of(alone, 3)["m1"] == pytest.approx(three["m1"], rel=TOLERANCE)
+
+
+def test_noise_is_the_same_by_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path))
+    plain, planned = (Fleet([noisy_member(i) for i in range(2)], noise, EXAMPLE) for _ in range(2))
+    planned.use(planned.plan(policy="none", device="a100-40gb"))
+    for _ in range(2):
+        assert noise_of(planned, 2) == pytest.approx(noise_of(plain, 2), rel=TOLERANCE)
+        planned.step(EXAMPLE)
+
+
+def test_a_metric_function_may_have_a_loss_of_its_own() -> None:
+    fleet = Fleet([sgd_member(0)], mse, EXAMPLE)
+
+    def named(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": mse(model, batch) + 1, "finite": mse(model, batch)}
+
+    found = fleet.evaluate([EXAMPLE], named)["m0"]
+    assert found["loss"] == pytest.approx(found["finite"] + 1, rel=TOLERANCE)
+    with pytest.raises(LossError, match="rename"):
+        fleet.evaluate([EXAMPLE], lambda model, batch: (mse(model, batch), {"loss": mse(model, batch)}))

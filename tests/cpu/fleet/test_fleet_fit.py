@@ -304,17 +304,17 @@ def sigint_during() -> Iterator[Callable[[pytest.MonkeyPatch, int], None]]:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def arm(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-        original = ReferenceEngine.run
+        original = ReferenceEngine.begin
         calls = 0
 
-        def run(self: ReferenceEngine, *args: Any) -> Any:
+        def begin(self: ReferenceEngine, *args: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == number:
                 os.kill(os.getpid(), signal.SIGINT)
             return original(self, *args)
 
-        monkeypatch.setattr(ReferenceEngine, "run", run)
+        monkeypatch.setattr(ReferenceEngine, "begin", begin)
 
     yield arm
     signal.signal(signal.SIGINT, handler)

@@ -131,7 +131,11 @@ class Spy:
         self._engine = engine
         self.calls: list[tuple[StepProgram | ForwardProgram, list[Tensor]]] = []
 
-    def run(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
+    def begin(self, program: StepProgram, arguments: Sequence[Tensor]) -> Any:
+        self.calls.append((program, list(arguments)))
+        return self._engine.begin(program, arguments)
+
+    def run(self, program: ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
         self.calls.append((program, list(arguments)))
         results: list[Tensor] = self._engine.run(program, arguments)
         return results

@@ -193,7 +193,7 @@ def example_of(workload: Workload, precision: str = "fp32", **options: Any) -> E
         builds.append(lambda: original_step(other, *args, **kwargs).program.module)
         return original_step(builder, *args, **kwargs)
 
-    def run(_: Any, program: StepProgram, arguments: Sequence[Tensor]) -> None:
+    def begin(_: Any, program: StepProgram, arguments: Sequence[Tensor]) -> None:
         runs.append(arguments)
         raise _StoppedError
 
@@ -202,7 +202,7 @@ def example_of(workload: Workload, precision: str = "fp32", **options: Any) -> E
         patch.setattr(lower_module, "cut", cut)
         patch.setattr(build_module, "lower", lower)
         patch.setattr(ProgramBuilder, "step", step)
-        patch.setattr(ReferenceEngine, "run", run)
+        patch.setattr(ReferenceEngine, "begin", begin)
         fleet = fleet_of(workload, "inductor", precision=precision, **options)
         with pytest.raises(_StoppedError):
             fleet.step(workload.batch(0, torch.float32))

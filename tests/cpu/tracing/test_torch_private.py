@@ -585,3 +585,18 @@ def test_copied_nodes_find_names_without_a_search() -> None:
     assert names.num_asked < 6 * 2002
     module = fx.GraphModule({}, graph)
     assert torch.equal(module(torch.zeros(2)), torch.full((2,), 2000.0))
+
+
+# ---- what is ambient -------------------------------------------------------------------------------------
+
+
+def test_a_default_device_intercepts_functions() -> None:
+    assert not private.has_function_modes()
+    with torch.device("meta"):
+        assert private.has_function_modes()
+    torch.set_default_device("meta")
+    try:
+        assert private.has_function_modes()
+    finally:
+        torch.set_default_device(None)
+    assert not private.has_function_modes()

@@ -1,0 +1,53 @@
+"""The public calls of a fleet: the same numbers in every surrounding, and none from a broken fleet."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from trainmux.errors import FleetError
+from trainmux.fleet._whole_step import HalfStepError
+from trainmux.tracing import is_plain, plain_torch
+
+if TYPE_CHECKING:
+    from trainmux.fleet._fleet import Fleet
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Call = Callable[Concatenate["Fleet", P], T]
+
+
+def whole(method: Call[P, T]) -> Call[P, T]:
+    """Refuse the call where a step has failed half-way before; a step that does so now is remembered."""
+
+    @functools.wraps(method)
+    def call(fleet: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if fleet._broken:
+            raise FleetError(fleet._broken)
+        try:
+            return method(fleet, *args, **kwargs)
+        except HalfStepError as error:
+            fleet._broken = str(error)
+            raise
+
+    return call
+
+
+def shielded(method: Call[P, T]) -> Call[P, T]:
+    """Run the call with torch's ambient switches put aside: autocast, a default device and the like."""
+
+    @functools.wraps(method)
+    def call(fleet: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        dtype = fleet._config.default_dtype
+        if is_plain(dtype):
+            return method(fleet, *args, **kwargs)
+        with plain_torch(dtype):
+            return method(fleet, *args, **kwargs)
+
+    return call
+
+
+def door(method: Call[P, T]) -> Call[P, T]:
+    """Both: `whole` and `shielded`."""
+    return whole(shielded(method))

@@ -1,0 +1,169 @@
+"""A fleet called inside autocast, anomaly mode, inference mode and the like: the same bits as outside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fleet_cases import EXAMPLE, assert_close, assert_same, mlp, state_of, states_of, train_alone, vectors
+from torch import Tensor, nn
+
+from trainmux import Fleet, Member
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+Surroundings = Callable[[], AbstractContextManager[Any]]
+SURROUNDINGS: dict[str, Surroundings] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    "inference mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "device context": lambda: torch.device("meta"),
+    "default device": lambda: default_device("meta"),
+}
+
+
+class Shifted(nn.Module):
+    """Makes tensors as it goes: of the default device, and of the default dtype."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = mlp(seed, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        signs = (x[:, :2] > 0).long() * 0.1  # numbers that are not whole: of the default dtype
+        shift = torch.ones(2) / 3
+        found: Tensor = self.inner(x) * (1 + signs) + shift
+        return found
+
+
+def member(i: int, dtype: torch.dtype = torch.float64) -> Member:
+    model = Shifted(i, dtype)
+    return Member(model, torch.optim.AdamW(model.parameters(), lr=0.02 * (i + 1)), f"m{i}")
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def switches() -> tuple[Any, ...]:
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    grad = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled())
+    return (*autocast, *grad, torch.get_default_dtype(), torch.get_default_device())
+
+
+def trained(making: Surroundings, using: Surroundings) -> tuple[list[Tensor], Any, dict[str, Any]]:
+    """In fp32, which autocast changes."""
+    dtype = torch.float32
+    members = [member(i, dtype) for i in range(3)]  # before: on the meta device a model has no values
+    batches = [vectors(1, dtype=dtype), vectors(2, size=3, dtype=dtype)]
+    with making():
+        fleet = Fleet(members[:2], loss, batches[0])
+    with using():
+        before = switches()
+        losses = [fleet.step(batch) for batch in batches]
+        fleet.add(members[2])
+        losses.append(fleet.step(batches[0]))
+        evaluated = fleet.evaluate(batches)
+        losses.append(fleet.metrics["grad_norm"])
+        fleet.sync()
+        assert switches() == before
+    return losses, evaluated, {str(each.name): state_of(each) for each in fleet.members}
+
+
+def assert_same_training(got: Any, expected: Any) -> None:
+    for a, b in zip(got[0], expected[0], strict=True):
+        assert torch.equal(a, b)
+        assert not a.is_inference()
+    assert got[1] == expected[1]
+    for name, state in expected[2].items():
+        assert_same(got[2][name], state)
+
+
+@pytest.fixture(scope="module")
+def outside() -> Any:
+    return trained(contextlib.nullcontext, contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_a_fleet_made_and_used_inside_gives_the_bits_of_one_outside(name: str, outside: Any) -> None:
+    assert_same_training(trained(SURROUNDINGS[name], SURROUNDINGS[name]), outside)
+
+
+def test_another_default_dtype_than_when_it_was_made_changes_nothing(outside: Any) -> None:
+    got = trained(contextlib.nullcontext, lambda: default_dtype(torch.float64))
+    assert_same_training(got, outside)
+
+
+def test_the_default_dtype_when_it_was_made_holds_for_later_traces() -> None:
+    """A batch of another size is traced when the default dtype is another one again."""
+    with default_dtype(torch.float64):
+        fleet = Fleet([member(i) for i in range(2)], loss, EXAMPLE)
+        alone = member(0)
+        train_alone(alone, [vectors(1, size=3)], loss)
+    fleet.step(vectors(1, size=3))
+    assert_close(states_of(fleet)["m0"], state_of(alone))
+
+
+def test_plain_training_is_what_comes_out_inside() -> None:
+    fleet = Fleet([member(i) for i in range(2)], loss, EXAMPLE)
+    with torch.inference_mode(), torch.device("meta"):
+        fleet.step(EXAMPLE)
+    alone = member(1)
+    train_alone(alone, [EXAMPLE], loss)
+    assert_close(states_of(fleet)["m1"], state_of(alone))
+
+
+def test_a_loader_keeps_its_surroundings() -> None:
+    """It is the user's code: only what the fleet does between two batches is shielded."""
+    fleet = Fleet([member(0)], loss, EXAMPLE)
+    seen = []
+
+    def loader() -> Iterator[Any]:
+        for seed in range(2):
+            seen.append((torch.is_autocast_enabled("cpu"), torch.get_default_dtype()))
+            yield vectors(seed)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), default_dtype(torch.float64):
+        fleet.evaluate(loader())
+    assert seen == [(True, torch.float64)] * 2
+
+
+def test_a_plan_made_and_used_inside_trains_as_one_outside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
+    states = []
+    for surroundings in (contextlib.nullcontext, SURROUNDINGS["autocast"]):
+        batch = vectors(1, dtype=torch.float32)
+        fleet = Fleet([member(i, torch.float32) for i in range(2)], loss, batch)
+        with surroundings():
+            fleet.plan(policy="none")
+            fleet.step(batch)
+            fleet.evaluate([batch])
+            states.append(states_of(fleet))
+    for each in states[0]:
+        assert_same(states[1][each], states[0][each])

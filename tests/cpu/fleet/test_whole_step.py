@@ -1,0 +1,239 @@
+"""A step that fails: all members are as before, or the fleet says who is not and takes no more calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fleet_cases import assert_close, assert_same, state_of, states_of, train_alone
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from trainmux import Fleet, Member
+from trainmux.errors import FleetError
+
+pytestmark = pytest.mark.usefixtures("built_once")
+
+WIDE, NARROW = 5, 3
+"""Classes: a label of 4 is good for one group and bad for the other."""
+
+
+def model_of(seed: int, num_classes: int, dropout: float) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # No bias before the normalisation: its gradient would be nothing but rounding.
+        layers = (nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(dropout))
+        return nn.Sequential(*layers, nn.Linear(6, num_classes)).double()
+
+
+def member(i: int, num_classes: int, *, dropout: float = 0.0) -> Member:
+    model = model_of(i, num_classes, dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02 * (i + 1))
+    return Member(model, optimizer, f"m{i}", scheduler=lr_scheduler.ExponentialLR(optimizer, 0.9), seed=i)
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def batch(number: int, *, largest: int = NARROW - 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    inputs = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, NARROW, (6,), generator=generator)
+    labels[0] = largest
+    return inputs, labels
+
+
+BAD = batch(9, largest=WIDE - 1)
+
+
+def fleet_of(classes: tuple[int, ...] = (WIDE, NARROW), *, dropout: float = 0.0, **options: Any) -> Fleet:
+    members = [member(i, count, dropout=dropout) for i, count in enumerate(classes)]
+    return Fleet(members, loss, batch(0), precision="fp64", **options)
+
+
+def everything(fleet: Fleet) -> dict[str, Any]:
+    states = states_of(fleet)
+    rates = [each.optimizer.param_groups[0]["lr"] for each in fleet.members]
+    draws = [each.num_draws for each in fleet.members]
+    return {"states": states, "rest": (fleet.num_steps, rates, draws, fleet.stopped())}
+
+
+def assert_unchanged(fleet: Fleet, before: dict[str, Any]) -> None:
+    after = everything(fleet)
+    assert after["rest"] == before["rest"]
+    for name, state in before["states"].items():
+        assert_same(after["states"][name], state)
+
+
+WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "two groups": ((WIDE, NARROW), {}),
+    "three groups, the middle one fails": ((WIDE, NARROW, WIDE + 1), {}),
+    "one group": ((NARROW, NARROW), {}),
+    "between two updates": ((WIDE, NARROW), {"accumulate": 2}),
+    "in sub-arrays": ((WIDE, WIDE, NARROW, NARROW), {"width": 1}),
+    "one group, updates at once": ((NARROW, NARROW), {"update": "immediate"}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_that_one_group_rejects_changes_no_group(way: str) -> None:
+    """Dropout tells by its masks whether draws were counted; what is accumulated shows at the next update."""
+    classes, options = WAYS[way]
+    fleet, other = (fleet_of(classes, dropout=0.3, **options) for _ in range(2))
+    for each in (fleet, other):
+        each.step(batch(0))
+    before = everything(fleet)
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        fleet.step(BAD)
+    assert_unchanged(fleet, before)
+    for number in (1, 2, 3):
+        fleet.step(batch(number))
+        other.step(batch(number))
+    assert_unchanged(fleet, everything(other))
+
+
+def test_a_fleet_that_rejected_a_batch_trains_as_without_it() -> None:
+    fleet = fleet_of()
+    fleet.step(batch(0))
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        fleet.step(BAD)
+    fleet.step(batch(1))
+    for i, classes in enumerate((WIDE, NARROW)):
+        alone = member(i, classes)
+        train_alone(alone, [batch(0), batch(1)], loss)
+        assert_close(states_of(fleet)[f"m{i}"], state_of(alone))
+
+
+# ---- where members are left at different steps ----------------------------------------------------------
+
+
+CALLS: dict[str, Callable[[Fleet, Path], Any]] = {
+    "step": lambda fleet, path: fleet.step(batch(1)),
+    "evaluate": lambda fleet, path: fleet.evaluate([batch(1)]),
+    "sync": lambda fleet, path: fleet.sync(),
+    "save": lambda fleet, path: fleet.save(path / "other"),
+    "drop": lambda fleet, path: fleet.drop("m0"),
+    "add": lambda fleet, path: fleet.add(member(7, WIDE)),
+    "replace": lambda fleet, path: fleet.replace("m0", member(7, WIDE)),
+    "metrics": lambda fleet, path: fleet.metrics,
+    "stopped": lambda fleet, path: fleet.stopped(),
+    "plan": lambda fleet, path: fleet.plan(),
+    "use": lambda fleet, path: fleet.use(None),
+    "end_epoch": lambda fleet, path: fleet.end_epoch({}),
+    "fit": lambda fleet, path: fleet.fit([batch(1)], epochs=1, progress=False),
+}
+
+
+def test_a_fleet_with_members_at_different_steps_is_frozen_until_it_is_restored(tmp_path: Path) -> None:
+    """Immediate updates go group by group: the first is a step ahead when the second rejects the batch."""
+    fleet = fleet_of((WIDE, NARROW, NARROW + 1), update="immediate")
+    fleet.step(batch(0))
+    fleet.save(tmp_path / "saved")
+    own = [state_of(each) for each in fleet.members]
+    with pytest.raises(FleetError) as failed:
+        fleet.step(BAD)
+    said = str(failed.value)
+    assert "a step ahead: m0" in said
+    assert "as before: m1, m2" in said
+    assert "restore" in said
+    assert isinstance(failed.value.__cause__, (RuntimeError, IndexError))
+    for name, call in CALLS.items():
+        with pytest.raises(FleetError, match="a step ahead: m0"):
+            call(fleet, tmp_path)
+        assert not (tmp_path / "other").exists(), name
+    for each, before in zip(fleet.members, own, strict=True):
+        assert_same(state_of(each), before)
+    with pytest.raises(Exception, match="elsewhere"):
+        fleet.restore(tmp_path / "elsewhere")
+    with pytest.raises(FleetError):
+        fleet.sync()
+    fleet.restore(tmp_path / "saved")
+    fleet.step(batch(1))
+    for i, classes in enumerate((WIDE, NARROW, NARROW + 1)):
+        alone = member(i, classes)
+        train_alone(alone, [batch(0), batch(1)], loss)
+        assert_close(states_of(fleet)[f"m{i}"], state_of(alone))
+
+
+def test_a_failure_among_the_changes_names_whose_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fleet_of((WIDE, NARROW, NARROW + 1))
+    fleet.step(batch(0))
+    fleet.save(tmp_path)
+    second = fleet._groups[1]
+    monkeypatch.setattr(second, "note", lambda *_: 1 / 0)
+    with pytest.raises(FleetError, match="a step ahead: m0; changed in part: m1; as before: m2"):
+        fleet.step(batch(1))
+    monkeypatch.undo()
+    fleet.restore(tmp_path)
+    fleet.step(batch(1))
+    alone = member(1, NARROW)
+    train_alone(alone, [batch(0), batch(1)], loss)
+    assert_close(states_of(fleet)["m1"], state_of(alone))
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_planned_step_that_fails_changes_nothing_or_freezes(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sub-arrays take turns: when the first one rejects its batch, nothing has been updated."""
+    monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
+
+    def stacked(number: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = batch(number)
+        return torch.stack([inputs, inputs]), torch.stack([labels, labels])
+
+    members = [member(0, WIDE), member(1, NARROW)]
+    fleet = Fleet(members, loss, stacked(0), precision="fp64", data="per_member")
+    plan = fleet.plan(policy="none", device="a100-40gb")
+    fleet.use(plan)
+    order = [sub_array.members[0] for sub_array in plan.partition]
+    assert len(order) == 2
+    fleet.step(stacked(0))
+    fleet.save(tmp_path / "saved")
+    before = everything(fleet)
+    bad = stacked(1)
+    bad[1][fleet.names.index(order[place]), 0] = WIDE
+    with pytest.raises((RuntimeError, IndexError)) as failed:
+        fleet.step(bad)
+    assert isinstance(failed.value, FleetError) == (place == -1)
+    if place == -1:
+        with pytest.raises(FleetError, match="changed in part: m"):
+            fleet.sync()
+        fleet.restore(tmp_path / "saved")
+    assert_unchanged(fleet, before)
+    fleet.step(stacked(1))
+    for i, classes in enumerate((WIDE, NARROW)):
+        alone = member(i, classes)
+        train_alone(alone, [batch(0), batch(1)], loss)
+        assert_close(states_of(fleet)[f"m{i}"], state_of(alone))
+
+
+# ---- schedules ------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_that_raises_holds_up_no_other() -> None:
+    def rate(step: int) -> float:
+        if step == 2:
+            raise ValueError("no rate for this step")
+        return 0.9**step
+
+    members = [member(i, NARROW) for i in range(3)]
+    members[1].scheduler = lr_scheduler.LambdaLR(members[1].optimizer, rate)
+    fleet = Fleet(members, loss, batch(0), precision="fp64")
+    fleet.step(batch(0))
+    with pytest.raises(ValueError, match="no rate") as failed:
+        fleet.step(batch(1))
+    assert failed.value.__notes__ == ["in the scheduler of member 'm1'"]
+    assert fleet.num_steps == 2
+    fleet.sync()
+    for i in (0, 2):
+        alone = member(i, NARROW)
+        train_alone(alone, [batch(0), batch(1)], loss)
+        assert_close(state_of(fleet.members[i]), state_of(alone))
+        assert fleet.members[i].optimizer.param_groups[0]["lr"] == alone.optimizer.param_groups[0]["lr"]
