@@ -25,7 +25,7 @@ from trainmux.runtime import deterministic_algorithms
 from trainmux.tracing._cleanup import output_nodes, simplify, source_of
 from trainmux.tracing._composites import own_composites
 from trainmux.tracing._constant_masks import drop_constant_masks
-from trainmux.tracing._linalg import failures_make_loss_nan
+from trainmux.tracing._linalg import failures_make_nan
 from trainmux.tracing._randomness import draw_from_counters, own_generator_error
 from trainmux.tracing._source import innermost_user_frame, is_user_file, node_location
 from trainmux.tracing._substitute import Substitution, unique_buffers, unique_parameters
@@ -164,7 +164,7 @@ def _trace(
     fakes = [_fake(mode, tensor, settings) for tensor in (*originals, counter, counter, scalar)]
     with deterministic_algorithms(settings.deterministic):
         module = _run_tracer(step, fakes, mode, names)
-    failures_make_loss_nan(module, mode)
+    failures_make_nan(module, mode)
     draw_from_counters(module, num_parameters + num_buffers + num_leaves, mode)
     drop_constant_masks(module)
 

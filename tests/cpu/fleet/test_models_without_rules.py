@@ -183,6 +183,11 @@ class Case:
     batch: Callable[[], Any]
 
 
+def _eigenvalues(model: nn.Module, x: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eig(model(x))
+    return values.abs().sum() + vectors.abs().sum()
+
+
 CASES = {
     "unet": Case(UNet, _regress, _targets(2, 3, 8, 8)),
     "recurrent": Case(Recurrent, _classify, _labelled(4, 3, 8)),
@@ -200,6 +205,12 @@ CASES = {
         _gradient_penalty,
         _targets(4, 8),
     ),
+    "binary_cross_entropy": Case(
+        lambda: nn.Sequential(nn.Linear(8, 3), nn.Sigmoid()),
+        lambda model, batch: F.binary_cross_entropy(model(batch[0]), batch[1].sigmoid()),
+        lambda: (torch.randn(4, 8, dtype=F64), torch.randn(4, 3, dtype=F64)),
+    ),
+    "eigenvalues": Case(lambda: nn.Linear(5, 5), _eigenvalues, lambda: torch.randn(5, 5, dtype=F64)),
 }
 
 
@@ -265,6 +276,39 @@ def test_a_factorization_that_fails_freezes_only_its_member() -> None:
     fleet.sync()
     assert models[1].entries.tolist() == [1.0, -1.0]
     torch.testing.assert_close(models[2].entries, torch.tensor([0.9, 1.9], dtype=F64))
+
+
+class _Solved(torch.autograd.Function):
+    """Hands its argument on; its gradient is the solution of a system with it on the diagonal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.linalg.solve(torch.diag(x), gradient)
+
+
+def test_a_factorization_that_fails_in_the_backward_pass_freezes_only_its_member() -> None:
+    models = [nn.Linear(2, 1, bias=False).double() for _ in range(3)]
+    for model, entry in zip(models, (1.0, 0.0, 2.0), strict=True):
+        nn.init.constant_(model.weight, 1.0)
+        with torch.no_grad():
+            model.weight[0, 1] = entry
+    members = [tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.5)) for model in models]
+    batch = torch.zeros(2, dtype=F64)
+
+    def loss(model: nn.Linear, x: Tensor) -> Tensor:
+        return _Solved.apply(model.weight[0]).sum() + x.sum()
+
+    fleet = tm.Fleet(members, loss=loss, example_batch=batch)
+    assert fleet.step(batch).tolist() == [2.0, 1.0, 3.0]
+    assert list(fleet.stopped()) == ["member-1"]
+    fleet.sync()
+    assert [model.weight.tolist() for model in models] == [[[0.5, 0.5]], [[1.0, 0.0]], [[0.5, 1.75]]]
 
 
 def test_a_loss_with_a_data_dependent_check_is_refused_with_its_line() -> None:
