@@ -384,10 +384,18 @@ def min_cut(
     positions of those that live on anyway (parameters), whose saving costs nothing.
     """
     # It imports torch's compilers, which takes longer than all of this package: not before it is needed.
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch import partitioners
 
-    with functorch_config.patch(cse=True), _use_lazy_graph_module(True):
-        forward, backward = min_cut_rematerialization_partition(
+    def draws(graph: fx.GraphModule) -> bool:
+        # Attention has the tag of operators that draw, but what it dropped would be a mask of ours.
+        return False
+
+    with (
+        functorch_config.patch(cse=True),
+        _use_lazy_graph_module(True),
+        mock.patch.object(partitioners, "has_recomputable_rng_ops", draws),
+    ):
+        forward, backward = partitioners.min_cut_rematerialization_partition(
             joint,
             None,
             num_fwd_outputs=num_forward_outputs,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import trainmux as tm
 from trainmux.errors import TraceError
@@ -188,6 +189,24 @@ def _eigenvalues(model: nn.Module, x: Tensor) -> Tensor:
     return values.abs().sum() + vectors.abs().sum()
 
 
+class Checkpointed(nn.Module):
+    """Attention that the backward pass computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 24), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(
+                *self.enter(x).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, 1)
+            )
+
+        mixed = checkpoint(attend, x, use_reentrant=False)
+        out: Tensor = self.leave(mixed.transpose(1, 2).flatten(2).mean(1))
+        return out
+
+
 CASES = {
     "unet": Case(UNet, _regress, _targets(2, 3, 8, 8)),
     "recurrent": Case(Recurrent, _classify, _labelled(4, 3, 8)),
@@ -210,6 +229,7 @@ CASES = {
         lambda model, batch: F.binary_cross_entropy(model(batch[0]), batch[1].sigmoid()),
         lambda: (torch.randn(4, 8, dtype=F64), torch.randn(4, 3, dtype=F64)),
     ),
+    "checkpointed_attention": Case(Checkpointed, _classify, _labelled(4, 6, 8)),
     "eigenvalues": Case(lambda: nn.Linear(5, 5), _eigenvalues, lambda: torch.randn(5, 5, dtype=F64)),
 }
 
