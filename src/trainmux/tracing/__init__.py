@@ -1,6 +1,7 @@
 """One member and a batch become a graph; a fused graph becomes forward and backward."""
 
 from trainmux.tracing._cleanup import graph_constant, inherit_meta, output_nodes
+from trainmux.tracing._composites import RESIZES
 from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
 from trainmux.tracing._source import node_location
 from trainmux.tracing._split import SplitGraph, split_joint
@@ -22,6 +23,7 @@ from trainmux.tracing._torch_private import (
 from trainmux.tracing._tree import BatchSpec, FlatBatch, LeafSpec, check_batch, flatten_batch
 
 __all__ = [
+    "RESIZES",
     "BatchSpec",
     "FakeTensor",
     "FakeTensorMode",

@@ -41,10 +41,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
+    "DECOMPOSITION_KEYS",
     "CheckpointPolicy",
     "FakeTensor",
     "FakeTensorMode",
     "checkpoint_regions",
+    "decomposition_keys",
     "functionalized",
     "graph_module",
     "last_node",
@@ -65,6 +67,8 @@ __all__ = [
     "vmap_without_loops",
 ]
 
+# A composite operator's, and one in the place of autograd's formula for an operator that has a kernel.
+DECOMPOSITION_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 DATA_DEPENDENT_ERRORS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -233,22 +237,33 @@ def tracing_flags() -> Iterator[None]:
 
 
 @contextmanager
-def override_composites(table: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the decomposition of composite operators while tracing."""
-    key = DispatchKey.CompositeImplicitAutograd
-    saved = {op: op.py_kernels.get(key) for op in table}
+def override_composites(table: Mapping[OpOverload, Callable[..., Any] | None]) -> Iterator[None]:
+    """Replace the decomposition of operators while tracing, under each key where torch has one in Python.
+
+    With ``None`` an operator runs as torch's own C++ code has it.
+    """
+    places = [(op, key) for op in table for key in decomposition_keys(op) or DECOMPOSITION_KEYS[:1]]
+    saved = [(op, key, op.py_kernels.get(key)) for op, key in places]
     try:
-        for op, implementation in table.items():
-            op.py_kernels[key] = implementation
-            op._dispatch_cache.clear()
+        for op, key in places:
+            _set_decomposition(op, key, table[op])
         yield
     finally:
-        for op, original in saved.items():
-            if original is None:
-                op.py_kernels.pop(key, None)
-            else:
-                op.py_kernels[key] = original
-            op._dispatch_cache.clear()
+        for op, key, original in saved:
+            _set_decomposition(op, key, original)
+
+
+def _set_decomposition(op: OpOverload, key: DispatchKey, function: Callable[..., Any] | None) -> None:
+    if function is None:
+        op.py_kernels.pop(key, None)
+    else:
+        op.py_kernels[key] = function
+    op._dispatch_cache.clear()
+
+
+def decomposition_keys(op: OpOverload) -> list[DispatchKey]:
+    """The keys under which the python dispatcher runs an operator as torch's own Python functions have it."""
+    return [key for key in DECOMPOSITION_KEYS if key in op.py_kernels]
 
 
 @contextmanager

@@ -189,6 +189,15 @@ def _eigenvalues(model: nn.Module, x: Tensor) -> Tensor:
     return values.abs().sum() + vectors.abs().sum()
 
 
+def _resized(model: nn.Module, x: Tensor) -> Tensor:
+    """Torch's kernels copy along an axis whose size a scale of 1.1 leaves as it is."""
+    y = model(x)
+    modes = ("nearest", "nearest-exact", "bilinear", "bicubic")
+    resized = [F.interpolate(y, scale_factor=(2.5, 1.1), mode=mode) for mode in modes]
+    resized.append(F.interpolate(y[:, 0], scale_factor=1.1, mode="linear"))
+    return torch.stack([(each**2).mean() for each in resized]).sum()
+
+
 class Checkpointed(nn.Module):
     """Attention that the backward pass computes again."""
 
@@ -204,6 +213,20 @@ class Checkpointed(nn.Module):
 
         mixed = checkpoint(attend, x, use_reentrant=False)
         out: Tensor = self.leave(mixed.transpose(1, 2).flatten(2).mean(1))
+        return out
+
+
+class Bag(nn.Module):
+    """Maxima of bags, one of them empty; two rows of the table are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(5, 4, mode="max")
+        with torch.no_grad():
+            self.bag.weight[1] = self.bag.weight[0]
+
+    def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        out: Tensor = self.bag(indices, offsets)
         return out
 
 
@@ -231,6 +254,19 @@ CASES = {
     ),
     "checkpointed_attention": Case(Checkpointed, _classify, _labelled(4, 6, 8)),
     "eigenvalues": Case(lambda: nn.Linear(5, 5), _eigenvalues, lambda: torch.randn(5, 5, dtype=F64)),
+    "labels_up_to_minus_one": Case(
+        lambda: nn.Linear(8, 5),
+        lambda model, batch: F.multilabel_margin_loss(model(batch[0]), batch[1]),
+        lambda: (torch.randn(3, 8, dtype=F64), torch.tensor([[0, 2, -1, 1, 3], [-1] * 5, [4, 3, 2, 1, 0]])),
+    ),
+    "sizes_kept_in_spite_of_a_scale": Case(
+        lambda: nn.Linear(6, 6), _resized, lambda: torch.randn(2, 3, 4, 6, dtype=F64)
+    ),
+    "bags_with_equal_rows": Case(
+        Bag,
+        lambda model, batch: (model(batch[0], batch[1]) * batch[2]).sum(),
+        lambda: (torch.tensor([0, 1, 2, 1, 0, 3]), torch.tensor([0, 3, 3]), torch.randn(3, 4, dtype=F64)),
+    ),
 }
 
 
