@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-extensive lint test-gpu bench clean distclean
+.PHONY: help env demo test test-extensive test-operators lint test-gpu bench clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -29,6 +29,9 @@ test: lint ## lint, type check, unit and CPU tests
 
 test-extensive: $(INSTALLED) ## further combinations, which make test leaves out
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest tests/unit tests/cpu -n 2 --dist worksteal -m extensive
+
+test-operators: $(INSTALLED) ## all of torch's operator database, of which make test has a part
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest tests/cpu/operators -n 2 --dist worksteal -m operators
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(PY) -m ruff check .

@@ -14,14 +14,17 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from trainmux.errors import FusionError
 from trainmux.fusion._stacked import Stacked, is_stacked
 from trainmux.tracing import (
     FakeTensorMode,
     copy_node,
+    functionalized,
     graph_constant,
     graph_module,
     inherit_meta,
     make_piece,
+    node_location,
     output_nodes,
 )
 
@@ -100,7 +103,7 @@ class GraphWriter:
         key = (kind, _key(given, sources))
         piece = self._pieces.get(key)
         if piece is None:
-            piece = self._pieces[key] = self._traced(function, given, sources)
+            piece = self._pieces[key] = self._traced(origin, function, given, sources)
         return self._copied(piece, list(sources), origin), piece.said
 
     def finish(self, results: Sequence[Written]) -> fx.GraphModule:
@@ -111,6 +114,7 @@ class GraphWriter:
 
     def _traced(
         self,
+        origin: fx.Node,
         function: Callable[..., tuple[Any, Any]],
         given: tuple[Any, ...],
         sources: dict[fx.Node, Written],
@@ -131,6 +135,16 @@ class GraphWriter:
         with self._mode:
             examples = [_stand_in(written.fake) for written in sources.values()]
             module = make_piece(run, decomposition_table=self._decompositions)(*examples)
+            if _mutating(module):  # torch's own rules may write to what they have just made
+                module = make_piece(functionalized(module))(*examples)
+        if writes := _mutating(module):
+            location = node_location(origin)
+            raise FusionError(
+                f"{origin.target}{f' at {location}' if location else ''} cannot be fused: expected operators "
+                f"that write to none of their arguments, got {writes[0]}; register it as a functional one",
+                op=str(origin.target),
+                location=location,
+            )
         leaves, spec, said = found
         stacked = tuple(is_stacked(leaf) if _is_tensor(leaf) else None for leaf in leaves)
         others = tuple(leaf for leaf in leaves if not _is_tensor(leaf))
@@ -168,6 +182,11 @@ class GraphWriter:
 def tensor_key(tensor: Tensor) -> Hashable:
     """All that operators may see of a fake tensor."""
     return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+
+
+def _mutating(module: fx.GraphModule) -> list[str]:
+    targets = [node.target for node in module.graph.nodes]
+    return [str(op) for op in targets if isinstance(op, OpOverload) and op._schema.is_mutable]
 
 
 def _is_tensor(leaf: Any) -> bool:

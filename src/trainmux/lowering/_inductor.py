@@ -27,13 +27,14 @@ from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 
 from trainmux.runtime import ignored_warnings, process_lock, random_words_of_elements, source_version
-from trainmux.tracing import FakeTensorMode
+from trainmux.tracing import RESIZES, FakeTensorMode
 
 aten = torch.ops.aten
 
 Compiled = Callable[[list[Tensor]], Any]
 
-# Inductor would take them, but a library or a single ATen kernel does them better, or they may not be moved.
+# Inductor would take them, but a library or a single ATen kernel does them better, or right (see RESIZES), or
+# they may not be moved.
 _NOT_FUSED = frozenset(
     {
         aten.mm.default,
@@ -44,6 +45,7 @@ _NOT_FUSED = frozenset(
         aten.convolution_backward.default,
         aten.sort.default,
         aten.sort.stable,
+        *RESIZES,
     }
 )
 # Not known to Inductor by themselves: decomposed when a region is traced.
@@ -61,7 +63,7 @@ def decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     importlib.import_module("torch._inductor.lowering")
     table: dict[OpOverload, Callable[..., Any]] = dict(select_decomp_table())
     table[aten.baddbmm.default] = _product_and_sum
-    return table
+    return {op: function for op, function in table.items() if op not in RESIZES}
 
 
 def _product_and_sum(offset: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:

@@ -2,6 +2,7 @@
 
 from trainmux.tracing._ambient import is_plain, plain_torch
 from trainmux.tracing._cleanup import graph_constant, inherit_meta, output_nodes
+from trainmux.tracing._composites import RESIZES
 from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
 from trainmux.tracing._reach import Holder, Items, Reach, same_items, tensor_digest
 from trainmux.tracing._source import node_location
@@ -12,6 +13,7 @@ from trainmux.tracing._torch_private import (
     FakeTensor,
     FakeTensorMode,
     copy_node,
+    functionalized,
     graph_module,
     has_vmap_rule,
     last_node,
@@ -24,6 +26,7 @@ from trainmux.tracing._torch_private import (
 from trainmux.tracing._tree import BatchSpec, FlatBatch, LeafSpec, check_batch, flatten_batch
 
 __all__ = [
+    "RESIZES",
     "BatchSpec",
     "FakeTensor",
     "FakeTensorMode",
@@ -41,6 +44,7 @@ __all__ = [
     "check_batch",
     "copy_node",
     "flatten_batch",
+    "functionalized",
     "graph_constant",
     "graph_module",
     "has_vmap_rule",

@@ -43,6 +43,19 @@ def _batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
+    if input.numel() == 0:  # the kernels refuse nothing, or divide by it
+        return native_composite(  # type: ignore[no-any-return]
+            aten.batch_norm.default,
+            input,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            training,
+            momentum,
+            eps,
+            cudnn_enabled,
+        )
     if training and running_mean is None and running_var is None:
         return aten._native_batch_norm_legit.no_stats(input, weight, bias, True, momentum, eps)[0]  # type: ignore[no-any-return]
     return aten.native_batch_norm(  # type: ignore[no-any-return]
@@ -121,10 +134,16 @@ def _bag_of_rows(
     sizes = torch.zeros(num_bags, dtype=torch.int64, device=rows.device)
     sizes = sizes.index_add(0, bag, counted.to(torch.int64))
     if mode == 2:
-        floor = rows.new_full((num_bags, rows.shape[1]), float("-inf"))
         masked = rows.masked_fill(~counted.unsqueeze(-1), float("-inf"))
         index = bag.unsqueeze(-1).expand_as(rows)
-        out = floor.scatter_reduce(0, index, masked, "amax")
+        with torch.no_grad():  # of equal rows the first has the gradient, as in torch's kernels
+            most = masked.new_full((num_bags, rows.shape[1]), float("-inf"))
+            most = most.scatter_reduce(0, index, masked, "amax").gather(0, index)
+            last = torch.full_like(most, rows.shape[0], dtype=torch.int64)
+            place = torch.arange(rows.shape[0], device=rows.device).unsqueeze(-1).where(masked == most, last)
+            none = place.new_full((num_bags, rows.shape[1]), rows.shape[0])
+            first = none.scatter_reduce(0, index, place, "amin")
+        out = torch.cat([masked, rows.new_zeros(1, rows.shape[1])]).gather(0, first)
         return out.masked_fill((sizes == 0).unsqueeze(-1), 0.0), sizes
     total = rows.new_zeros((num_bags, rows.shape[1]))
     out = total.index_add(0, bag, rows * counted.unsqueeze(-1).to(rows.dtype))
@@ -203,12 +222,12 @@ def _rectangular_embedding_bag(original: Callable[..., Tensor]) -> Callable[...,
             rows = rows * per_sample_weights.unsqueeze(-1)
         if padding_idx is None:
             if mode == "max":
-                return rows.amax(1)
+                return rows.max(1).values
             return rows.sum(1) if mode == "sum" else rows.mean(1)
         counted = (input != (padding_idx % weight.shape[0])).unsqueeze(-1)
         sizes = counted.sum(1)
         if mode == "max":
-            out = rows.masked_fill(~counted, float("-inf")).amax(1)
+            out = rows.masked_fill(~counted, float("-inf")).max(1).values
             return out.masked_fill(sizes == 0, 0.0)
         out = (rows * counted.to(rows.dtype)).sum(1)
         return out / sizes.clamp(min=1).to(rows.dtype) if mode == "mean" else out
@@ -316,18 +335,79 @@ def _shaped_like(final: Any, state: Any) -> Any:
     return pytree.tree_map(lambda last, first: last.reshape(first.shape), final, state)
 
 
-_TABLE: dict[OpOverload, Callable[..., Any]] = {
+def _multi_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+) -> Tensor:
+    """Hinge of every class against the right one.
+
+    Torch's decomposition (2.11 to 2.13, no issue known) has a gradient where the hinge is exactly zero, and
+    gives a vector for one sample without reduction; its kernels have no gradient there, and give a scalar.
+    """
+    rows, labels = torch.atleast_2d(input), target.reshape(-1, 1)
+    hinge = torch.relu(margin - rows.gather(1, labels) + rows) ** p
+    if weight is not None:
+        hinge = hinge * weight.reshape(-1)[labels]
+    is_other = torch.arange(rows.shape[1], device=input.device) != labels
+    return _reduced(torch.where(is_other, hinge, 0.0).mean(1), reduction, target.shape)
+
+
+def _multilabel_margin_loss(input: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """Hinge of every class that is no label against each label; labels end before the first -1.
+
+    Torch's decomposition (2.11 to 2.13, pytorch/pytorch#141017) counts class 0 as a label for each place
+    from the -1 on. It also differs from the kernels as that of ``multi_margin_loss`` does.
+    """
+    rows, labels = torch.atleast_2d(input), torch.atleast_2d(target)
+    classes = torch.arange(rows.shape[1], device=input.device)
+    is_label = (labels < 0).cumsum(1) == 0
+    is_target = ((labels.unsqueeze(2) == classes) & is_label.unsqueeze(2)).any(1)
+    hinge = torch.relu(1 - rows.gather(1, labels.where(is_label, 0)).unsqueeze(2) + rows.unsqueeze(1))
+    counted = torch.where(is_label.unsqueeze(2) & ~is_target.unsqueeze(1), hinge, 0.0)
+    loss = _reduced(counted.sum((1, 2)) / rows.shape[1], reduction, input.shape[:-1])
+    return loss, is_target.to(input.dtype).reshape(target.shape)
+
+
+def _reduced(losses: Tensor, reduction: int, shape: torch.Size) -> Tensor:
+    """Torch's reductions by number: none (``shape`` is that of the samples), mean, sum."""
+    return (losses.reshape(shape), losses.mean(), losses.sum())[reduction]
+
+
+# Torch's decompositions of these (2.11 to 2.13) take other pixels than its kernels where a size stays the
+# same in spite of a scale (pytorch/pytorch#175154, #198201), and round some places otherwise (no
+# issue known).
+RESIZES: tuple[OpOverload, ...] = tuple(
+    overload
+    for name in (
+        "upsample_linear1d",
+        "upsample_bilinear2d",
+        "upsample_trilinear3d",
+        "upsample_bicubic2d",
+        *(f"{kind}{dims}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3)),
+    )
+    for packet in (getattr(aten, name), getattr(aten, f"{name}_backward"))
+    for overload in (packet.default, getattr(packet, "vec", None))
+    if overload is not None
+)
+_TABLE: dict[OpOverload, Callable[..., Any] | None] = {
     aten.batch_norm.default: _batch_norm,
     aten.layer_norm.default: _layer_norm,
     aten.scaled_dot_product_attention.default: _attention,
     aten.embedding_bag.padding_idx: _embedding_bag,
     aten.embedding_bag.default: _embedding_bag,
+    aten.multi_margin_loss.default: _multi_margin_loss,
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+    **dict.fromkeys(RESIZES),
 }
 
 
 @contextmanager
 def own_composites() -> Iterator[None]:
-    """While active, the operators above are taken apart as written here."""
+    """While active, the operators above are taken apart as written here, or not at all."""
     with (
         override_composites(_TABLE),
         recurrent_layers(_lstm_cell, _stack_recurrent_layers),

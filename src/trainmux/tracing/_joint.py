@@ -33,7 +33,7 @@ from trainmux.tracing._effects import (
     state_error,
     watched_lines,
 )
-from trainmux.tracing._linalg import failures_make_loss_nan
+from trainmux.tracing._linalg import failures_make_nan
 from trainmux.tracing._randomness import draw_from_counters, own_generator_error
 from trainmux.tracing._reach import Items, RandomState, Reach
 from trainmux.tracing._source import innermost_user_frame, is_user_file, node_location
@@ -195,7 +195,7 @@ def _trace(
         module = _run_tracer(call.once, fakes, mode, names)
         _refuse_effects(call, module, fakes, mode)
     _refuse_mixed_products(module, settings)
-    failures_make_loss_nan(module, mode)
+    failures_make_nan(module, mode)
     draw_from_counters(module, len(originals), mode)
     _refuse_own_constants(module, call)
     drop_constant_masks(module)

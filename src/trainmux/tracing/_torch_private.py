@@ -43,11 +43,13 @@ from trainmux.runtime import process_lock
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
+    "DECOMPOSITION_KEYS",
     "CheckpointPolicy",
     "ConstantChangedError",
     "FakeTensor",
     "FakeTensorMode",
     "checkpoint_regions",
+    "decomposition_keys",
     "frames_of",
     "functionalized",
     "graph_module",
@@ -71,6 +73,8 @@ __all__ = [
     "tracing_thread",
 ]
 
+# A composite operator's, and one in the place of autograd's formula for an operator that has a kernel.
+DECOMPOSITION_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 DATA_DEPENDENT_ERRORS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -352,23 +356,35 @@ def tracing_thread() -> Iterator[None]:
 
 
 @contextmanager
-def override_composites(table: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the decomposition of composite operators while tracing."""
-    key = DispatchKey.CompositeImplicitAutograd
-    saved = {op: op.py_kernels.get(key) for op in table}
+def override_composites(table: Mapping[OpOverload, Callable[..., Any] | None]) -> Iterator[None]:
+    """Replace the decomposition of operators while tracing, under each key where torch has one in Python.
+
+    With ``None`` an operator runs as torch's own C++ code has it.
+    """
+    places = [(op, key) for op in table for key in decomposition_keys(op) or DECOMPOSITION_KEYS[:1]]
+    saved = [(op, key, op.py_kernels.get(key)) for op, key in places]
     try:
-        for op, own in table.items():
-            usual = saved[op] or functools.partial(native_composite, op)
-            op.py_kernels[key] = while_tracing(own, usual)
-            op._dispatch_cache.clear()
+        for op, key, usual in saved:
+            own = table[op]
+            usual = usual or functools.partial(op._op_dk, key)
+            _set_decomposition(op, key, None if own is None else while_tracing(own, usual))
         yield
     finally:
-        for op, original in saved.items():
-            if original is None:
-                op.py_kernels.pop(key, None)
-            else:
-                op.py_kernels[key] = original
-            op._dispatch_cache.clear()
+        for op, key, original in saved:
+            _set_decomposition(op, key, original)
+
+
+def _set_decomposition(op: OpOverload, key: DispatchKey, function: Callable[..., Any] | None) -> None:
+    if function is None:
+        op.py_kernels.pop(key, None)
+    else:
+        op.py_kernels[key] = function
+    op._dispatch_cache.clear()
+
+
+def decomposition_keys(op: OpOverload) -> list[DispatchKey]:
+    """The keys under which the python dispatcher runs an operator as torch's own Python functions have it."""
+    return [key for key in DECOMPOSITION_KEYS if key in op.py_kernels]
 
 
 @contextmanager
@@ -512,10 +528,19 @@ def min_cut(
     positions of those that live on anyway (parameters), whose saving costs nothing.
     """
     # It imports torch's compilers, which takes longer than all of this package: not before it is needed.
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch import partitioners
 
-    with process_lock, functorch_config.patch(cse=True), _use_lazy_graph_module(True):
-        forward, backward = min_cut_rematerialization_partition(
+    def draws(graph: fx.GraphModule) -> bool:
+        # Attention has the tag of operators that draw, but what it dropped would be a mask of ours.
+        return False
+
+    with (
+        process_lock,
+        functorch_config.patch(cse=True),
+        _use_lazy_graph_module(True),
+        mock.patch.object(partitioners, "has_recomputable_rng_ops", draws),
+    ):
+        forward, backward = partitioners.min_cut_rematerialization_partition(
             joint,
             None,
             num_fwd_outputs=num_forward_outputs,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import trainmux as tm
 from trainmux.errors import TraceError
@@ -183,6 +184,52 @@ class Case:
     batch: Callable[[], Any]
 
 
+def _eigenvalues(model: nn.Module, x: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eig(model(x))
+    return values.abs().sum() + vectors.abs().sum()
+
+
+def _resized(model: nn.Module, x: Tensor) -> Tensor:
+    """Torch's kernels copy along an axis whose size a scale of 1.1 leaves as it is."""
+    y = model(x)
+    modes = ("nearest", "nearest-exact", "bilinear", "bicubic")
+    resized = [F.interpolate(y, scale_factor=(2.5, 1.1), mode=mode) for mode in modes]
+    resized.append(F.interpolate(y[:, 0], scale_factor=1.1, mode="linear"))
+    return torch.stack([(each**2).mean() for each in resized]).sum()
+
+
+class Checkpointed(nn.Module):
+    """Attention that the backward pass computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 24), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(
+                *self.enter(x).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, 1)
+            )
+
+        mixed = checkpoint(attend, x, use_reentrant=False)
+        out: Tensor = self.leave(mixed.transpose(1, 2).flatten(2).mean(1))
+        return out
+
+
+class Bag(nn.Module):
+    """Maxima of bags, one of them empty; two rows of the table are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(5, 4, mode="max")
+        with torch.no_grad():
+            self.bag.weight[1] = self.bag.weight[0]
+
+    def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        out: Tensor = self.bag(indices, offsets)
+        return out
+
+
 CASES = {
     "unet": Case(UNet, _regress, _targets(2, 3, 8, 8)),
     "recurrent": Case(Recurrent, _classify, _labelled(4, 3, 8)),
@@ -199,6 +246,26 @@ CASES = {
         lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)),
         _gradient_penalty,
         _targets(4, 8),
+    ),
+    "binary_cross_entropy": Case(
+        lambda: nn.Sequential(nn.Linear(8, 3), nn.Sigmoid()),
+        lambda model, batch: F.binary_cross_entropy(model(batch[0]), batch[1].sigmoid()),
+        lambda: (torch.randn(4, 8, dtype=F64), torch.randn(4, 3, dtype=F64)),
+    ),
+    "checkpointed_attention": Case(Checkpointed, _classify, _labelled(4, 6, 8)),
+    "eigenvalues": Case(lambda: nn.Linear(5, 5), _eigenvalues, lambda: torch.randn(5, 5, dtype=F64)),
+    "labels_up_to_minus_one": Case(
+        lambda: nn.Linear(8, 5),
+        lambda model, batch: F.multilabel_margin_loss(model(batch[0]), batch[1]),
+        lambda: (torch.randn(3, 8, dtype=F64), torch.tensor([[0, 2, -1, 1, 3], [-1] * 5, [4, 3, 2, 1, 0]])),
+    ),
+    "sizes_kept_in_spite_of_a_scale": Case(
+        lambda: nn.Linear(6, 6), _resized, lambda: torch.randn(2, 3, 4, 6, dtype=F64)
+    ),
+    "bags_with_equal_rows": Case(
+        Bag,
+        lambda model, batch: (model(batch[0], batch[1]) * batch[2]).sum(),
+        lambda: (torch.tensor([0, 1, 2, 1, 0, 3]), torch.tensor([0, 3, 3]), torch.randn(3, 4, dtype=F64)),
     ),
 }
 
@@ -265,6 +332,39 @@ def test_a_factorization_that_fails_freezes_only_its_member() -> None:
     fleet.sync()
     assert models[1].entries.tolist() == [1.0, -1.0]
     torch.testing.assert_close(models[2].entries, torch.tensor([0.9, 1.9], dtype=F64))
+
+
+class _Solved(torch.autograd.Function):
+    """Hands its argument on; its gradient is the solution of a system with it on the diagonal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.linalg.solve(torch.diag(x), gradient)
+
+
+def test_a_factorization_that_fails_in_the_backward_pass_freezes_only_its_member() -> None:
+    models = [nn.Linear(2, 1, bias=False).double() for _ in range(3)]
+    for model, entry in zip(models, (1.0, 0.0, 2.0), strict=True):
+        nn.init.constant_(model.weight, 1.0)
+        with torch.no_grad():
+            model.weight[0, 1] = entry
+    members = [tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.5)) for model in models]
+    batch = torch.zeros(2, dtype=F64)
+
+    def loss(model: nn.Linear, x: Tensor) -> Tensor:
+        return _Solved.apply(model.weight[0]).sum() + x.sum()
+
+    fleet = tm.Fleet(members, loss=loss, example_batch=batch)
+    assert fleet.step(batch).tolist() == [2.0, 1.0, 3.0]
+    assert list(fleet.stopped()) == ["member-1"]
+    fleet.sync()
+    assert [model.weight.tolist() for model in models] == [[[0.5, 0.5]], [[1.0, 0.0]], [[0.5, 1.75]]]
 
 
 def test_a_loss_with_a_data_dependent_check_is_refused_with_its_line() -> None:
