@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -18,12 +18,13 @@ from trainmux.errors import ConfigError
 _WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-@contextmanager
-def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+def deterministic_algorithms(enabled: bool) -> AbstractContextManager[None]:
     """While active, torch picks the same algorithm every time and avoids atomics where it can."""
-    if not enabled:
-        yield
-        return
+    return _deterministic() if enabled else nullcontext()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
