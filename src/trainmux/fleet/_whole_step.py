@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from trainmux.engine import StepProgram, UpdateMode
@@ -43,16 +44,17 @@ def run_whole(jobs: Sequence[tuple[Group, StepProgram]], batches: Mapping[int, S
     torn: list[Group] = []
     num_at_once = 1 if jobs[0][1].settings.mode is UpdateMode.IMMEDIATE else len(jobs)
     try:
-        while waiting:
-            begun = [group.begin(program, batches[id(group)]) for group, program in waiting[:num_at_once]]
-            while begun:
-                group, program = waiting[0]
-                torn.append(group)
-                results = begun.pop(0)()
-                group.count(program)
-                group.note(program, results)
-                done.append(torn.pop())
-                del waiting[0]
+        with torch.no_grad():
+            while waiting:
+                begun = [group.begin(program, batches[id(group)]) for group, program in waiting[:num_at_once]]
+                while begun:
+                    group, program = waiting[0]
+                    torn.append(group)
+                    results = begun.pop(0)()
+                    group.count(program)
+                    group.note(program, results)
+                    done.append(torn.pop())
+                    del waiting[0]
     except BaseException as error:
         if not done and not torn:
             raise

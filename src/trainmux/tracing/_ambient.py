@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from trainmux.tracing._torch_private import has_function_modes
+from trainmux.tracing._torch_private import has_autocast, has_function_modes
 
 
 def is_plain(dtype: torch.dtype) -> bool:
@@ -18,8 +18,7 @@ def is_plain(dtype: torch.dtype) -> bool:
         and not torch.is_inference_mode_enabled()
         and not torch.is_anomaly_enabled()
         and not has_function_modes()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.is_autocast_enabled("cuda")
+        and not has_autocast()
     )
 
 

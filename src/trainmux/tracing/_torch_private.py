@@ -53,6 +53,7 @@ __all__ = [
     "frames_of",
     "functionalized",
     "graph_module",
+    "has_autocast",
     "has_function_modes",
     "has_vmap_rule",
     "higher_order_operator",
@@ -224,6 +225,11 @@ def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A module of ``graph``, with what it refers to from ``root``; it is written when it is first called."""
     with process_lock, _use_lazy_graph_module(True):
         return _make_graph_module(root, graph)
+
+
+def has_autocast() -> bool:
+    """Whether autocast is on for any kind of device."""
+    return torch._C._is_any_autocast_enabled()
 
 
 def has_function_modes() -> bool:

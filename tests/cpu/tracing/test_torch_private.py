@@ -590,6 +590,15 @@ def test_copied_nodes_find_names_without_a_search() -> None:
 # ---- what is ambient -------------------------------------------------------------------------------------
 
 
+def test_autocast_is_noticed() -> None:
+    assert not private.has_autocast()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert private.has_autocast()
+        with torch.autocast("cpu", enabled=False):
+            assert not private.has_autocast()
+    assert not private.has_autocast()
+
+
 def test_a_default_device_intercepts_functions() -> None:
     assert not private.has_function_modes()
     with torch.device("meta"):
