@@ -134,9 +134,10 @@ class GraphWriter:
 
         with self._mode:
             examples = [_stand_in(written.fake) for written in sources.values()]
-            module = make_piece(run, decomposition_table=self._decompositions)(*examples)
+            table = self._decompositions
+            module = make_piece(run, decomposition_table=table)(*examples)
             if _mutating(module):  # torch's own rules may write to what they have just made
-                module = make_piece(functionalized(module))(*examples)
+                module = make_piece(functionalized(module), decomposition_table=table)(*examples)
         if writes := _mutating(module):
             location = node_location(origin)
             raise FusionError(

@@ -25,7 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainmux.tracing._composites import own_composites
 from trainmux.tracing._joint import _DECOMPOSE
-from trainmux.tracing._torch_private import DECOMPOSITION_KEYS, DispatchKey, decomposition_keys, tracing_flags
+from trainmux.tracing._torch_private import (
+    DECOMPOSITION_KEYS,
+    DispatchKey,
+    decomposition_keys,
+    tracing_thread,
+)
 
 aten = torch.ops.aten
 _MOST_SAMPLES = 16
@@ -239,7 +244,7 @@ def _as_in_a_trace(seen: set[str]) -> Iterator[None]:
                 patch.setitem(op.py_kernels, key, noted(name, op.py_kernels[key]))
                 op._dispatch_cache.clear()
                 stack.callback(op._dispatch_cache.clear)
-        stack.enter_context(tracing_flags())
+        stack.enter_context(tracing_thread())
         stack.enter_context(Decomposed())
         yield
 
