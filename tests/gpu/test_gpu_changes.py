@@ -18,9 +18,9 @@ pytestmark = pytest.mark.gpu
 class Net(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.first = nn.Linear(8, width, bias=False)
-        self.norm = nn.BatchNorm1d(width)
-        self.last = nn.Linear(width, 3)
+        self.first = nn.Linear(8, width, bias=False, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(width, dtype=torch.float64)
+        self.last = nn.Linear(width, 3, dtype=torch.float64)
         self.kept = self.last.weight.data
         self.scale = 1.0
 
@@ -51,9 +51,9 @@ class Both:
         self.models, self.plain = [], []
         for seed, width in enumerate((16, 16, 24)):
             torch.manual_seed(seed)
-            model = Net(width).double()
+            model = Net(width)
             model.last.bias.register_hook(lambda gradient: gradient * 0.5)
-            plain = Net(width).double()
+            plain = Net(width)
             plain.load_state_dict(model.state_dict())
             plain.last.bias.register_hook(lambda gradient: gradient * 0.5)
             self.models.append(model)

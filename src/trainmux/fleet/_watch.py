@@ -38,10 +38,11 @@ EVERY_STEPS = 100
 FIRST_STEPS = 16
 """Every step is looked at, this many after the members were in the user's hands: then people edit."""
 
-_MARKS = tuple(
-    map(attrgetter, ("_version", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
-)
-"""How often a tensor was written to, and what decides what becomes of its gradient."""
+_MARKS = (attrgetter("_version"), attrgetter("requires_grad"))
+"""How often a tensor was written to, and whether it learns."""
+
+_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
+"""Empty or ``None`` for a tensor without hooks."""
 
 Places = Iterable[tuple["Group", Slot]]
 """Members with the groups that they are in."""
@@ -58,6 +59,7 @@ class _Snapshot:
     elements: list[set[Any]] = field(default_factory=list)
     others: dict[Any, tuple[Holder, Items]] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
+    unhooked: list[Tensor] = field(default_factory=list)
     marks: tuple[list[Any], ...] = field(default_factory=lambda: tuple([] for _ in _MARKS))
     entries: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
 
@@ -85,6 +87,7 @@ class _Snapshot:
         """Remember how tensors are marked."""
         found = list(tensors)
         self.tensors += found
+        self.unhooked += [tensor for tensor in found if not any(hooks(tensor) for hooks in _HOOKS)]
         for known, mark in zip(self.marks, _MARKS, strict=True):
             known += map(mark, found)
 
@@ -99,6 +102,7 @@ class _Snapshot:
                     list(map(mark, self.tensors)) == known
                     for known, mark in zip(self.marks, _MARKS, strict=True)
                 )
+                and not any(any(map(hooks, self.unhooked)) for hooks in _HOOKS)
                 and all(read() == value for read, value in self.entries)
                 and all(same_items(holder.read(), items) for holder, items in self.others.values())
             )
@@ -110,7 +114,7 @@ class _Snapshot:
         """One snapshot of all parts; what members share is in it once."""
         whole = _Snapshot()
         for part in parts:
-            for name in ("full", "values", "empty", "sets", "elements", "tensors", "entries"):
+            for name in ("full", "values", "empty", "sets", "elements", "tensors", "unhooked", "entries"):
                 getattr(whole, name).extend(getattr(part, name))
             whole.others.update(part.others)
             for known, more in zip(whole.marks, part.marks, strict=True):
@@ -154,10 +158,7 @@ class MemberWatch:
 
     def _mark(self) -> None:
         member = self._member
-        reads: list[Callable[[], Any]] = [
-            functools.partial(_parts, member),
-            functools.partial(_optimizer_parts, member.optimizer),
-        ]
+        reads: list[Callable[[], Any]] = [functools.partial(_quick_parts, member, member.optimizer)]
         reads += [_group_reader(group) for group in member.optimizer.param_groups]
         marked = _Snapshot(entries=[(read, read()) for read in reads])
         marked.add_tensors(self._own.values())
@@ -230,9 +231,13 @@ def _parts(member: Member) -> tuple[Any, ...]:
     return (member.model, member.optimizer, member.loss, id(member.example_batch))
 
 
-def _optimizer_parts(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Numbers that change when groups, state or hooks are added or replaced."""
+def _quick_parts(member: Member, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """Objects of a member, and numbers that change when param groups, state or hooks come or are replaced."""
     return (
+        member.model,
+        member.optimizer,
+        member.loss,
+        id(member.example_batch),
         id(optimizer.state),
         len(optimizer.state),
         len(optimizer.param_groups),

@@ -44,6 +44,16 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 _OPAQUE_PACKAGES = ("trainmux.", "torch.optim.", "torch.utils.data.")
 _HIDDEN = frozenset({"_modules", "_parameters", "_buffers"})
 _BESIDE = "__dict__"
+_WITHOUT_EFFECT = frozenset(
+    {
+        "_non_persistent_buffers_set",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    }
+)
+"""Attributes of a module that its forward pass does not see."""
 _DIGESTED_BYTES = 1 << 20
 """A constant tensor up to this size counts by its values, a larger one by identity: hashing takes 1 ms."""
 
@@ -463,7 +473,7 @@ class Reach:
             yield "own", "the set of its parameters and buffers"
         for number, (new, old) in enumerate(zip(now[1:], before[1:], strict=False)):
             known = dict(old[1])
-            names = list(self.contents[number])
+            names = [name for name in self.contents[number] if name not in _WITHOUT_EFFECT]
             found = [
                 (name, self.path(number, name) + _values(known.get(key), token))
                 for name, (key, token) in zip(names, new[1], strict=True)
@@ -539,6 +549,7 @@ class Reach:
         entries = tuple(
             ((position if counted else _key(key)), self._token(value, (number, key)))
             for position, (key, value) in enumerate(items.items())
+            if key not in _WITHOUT_EFFECT
         )
         self._tokens.append((holder.label, entries))
         if holder.label == "function":
