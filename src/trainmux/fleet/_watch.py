@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from trainmux.errors import MemberChangedError, OptimizerError, TrainmuxError, TrainmuxWarning
 from trainmux.fleet._member import Member
@@ -38,11 +38,19 @@ EVERY_STEPS = 100
 FIRST_STEPS = 16
 """Every step is looked at, this many after the members were in the user's hands: then people edit."""
 
+_REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of every module that stay the same objects: what they hold is looked at by itself."""
+
 _MARKS = (attrgetter("_version"), attrgetter("requires_grad"))
 """How often a tensor was written to, and whether it learns."""
 
 _HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
 """Empty or ``None`` for a tensor without hooks."""
+
+_STEP_HOOKS = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_PARTS = ("model", "optimizer", "loss", "example_batch")
+_parts = attrgetter(*_PARTS)
+_containers = attrgetter("state", "param_groups")
 
 Places = Iterable[tuple["Group", Slot]]
 """Members with the groups that they are in."""
@@ -52,8 +60,9 @@ Places = Iterable[tuple["Group", Slot]]
 class _Snapshot:
     """Objects found in places where a change would matter, and those places; of one member, or of many."""
 
-    full: list[dict[Any, Any]] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
+    alike: dict[tuple[Any, ...], tuple[list[dict[Any, Any]], list[Any]]] = field(default_factory=dict)
+    """Dicts with the same keys, by those that matter, and what each has under them."""
+    sizes: tuple[list[Any], list[int]] = field(default_factory=lambda: ([], []))
     empty: list[dict[Any, Any]] = field(default_factory=list)
     sets: list[set[Any]] = field(default_factory=list)
     elements: list[set[Any]] = field(default_factory=list)
@@ -61,7 +70,10 @@ class _Snapshot:
     tensors: list[Tensor] = field(default_factory=list)
     unhooked: list[Tensor] = field(default_factory=list)
     marks: tuple[list[Any], ...] = field(default_factory=lambda: tuple([] for _ in _MARKS))
-    entries: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
+    members: tuple[list[Member], list[Any]] = field(default_factory=lambda: ([], []))
+    optimizers: tuple[list[torch.optim.Optimizer], list[Any]] = field(default_factory=lambda: ([], []))
+    next_hook: int = field(default_factory=lambda: RemovableHandle.next_id)
+    """Torch numbers hooks: as long as no more were made, none needs to be looked for."""
 
     def add_containers(self, reach: Reach) -> None:
         """Remember what the containers of a walk hold."""
@@ -69,11 +81,7 @@ class _Snapshot:
             if not holder.can_change:
                 continue
             if holder.mapping is not None:
-                if holder.mapping:
-                    self.full.append(holder.mapping)
-                    self.values += holder.mapping.values()
-                else:
-                    self.empty.append(holder.mapping)
+                self._add_dict(holder.mapping, is_module=isinstance(holder.value, nn.Module))
             elif type(holder.value) is set:
                 self.sets.append(holder.value)
                 self.elements.append(set(holder.value))
@@ -82,6 +90,37 @@ class _Snapshot:
         own = {id(tensor) for tensor in reach.own}
         held = (value for items in reach.contents for value in items.values() if isinstance(value, Tensor))
         self.add_tensors({id(value): value for value in held if id(value) not in own}.values())
+
+    def _add_dict(self, entries: dict[Any, Any], *, is_module: bool) -> None:
+        if not entries:
+            self.empty.append(entries)
+            return
+        self._add_size(entries)
+        self._add_entries(entries, tuple(key for key in entries if not (is_module and key in _REGISTRIES)))
+
+    def _add_size(self, container: Any) -> None:
+        self.sizes[0].append(container)
+        self.sizes[1].append(len(container))
+
+    def _add_entries(self, entries: dict[Any, Any], keys: tuple[Any, ...]) -> None:
+        if keys:
+            dicts, values = self.alike.setdefault(keys, ([], []))
+            dicts.append(entries)
+            values.append(itemgetter(*keys)(entries))
+
+    def add_member(self, member: Member) -> None:
+        """Remember a member's objects, and its optimizer's groups: all settings that are no numbers."""
+        optimizer = member.optimizer
+        self.members[0].append(member)
+        self.members[1].append(_parts(member))
+        self.optimizers[0].append(optimizer)
+        self.optimizers[1].append(_containers(optimizer))
+        self._add_size(optimizer.state)
+        self._add_size(optimizer.param_groups)
+        for group in optimizer.param_groups:
+            self._add_size(group["params"])
+            switches = [key for key, value in group.items() if value is None or isinstance(value, bool)]
+            self._add_entries(group, ("params", *switches))
 
     def add_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Remember how tensors are marked."""
@@ -95,30 +134,48 @@ class _Snapshot:
         """Whether all of it is as it was; false where that cannot be told at once."""
         try:
             return (
-                list(chain.from_iterable(map(dict.values, self.full))) == self.values
+                list(map(len, self.sizes[0])) == self.sizes[1]
+                and all(
+                    list(map(itemgetter(*keys), dicts)) == values
+                    for keys, (dicts, values) in self.alike.items()
+                )
                 and not any(self.empty)
                 and self.sets == self.elements
                 and all(
                     list(map(mark, self.tensors)) == known
                     for known, mark in zip(self.marks, _MARKS, strict=True)
                 )
-                and not any(any(map(hooks, self.unhooked)) for hooks in _HOOKS)
-                and all(read() == value for read, value in self.entries)
+                and list(map(_parts, self.members[0])) == self.members[1]
+                and list(map(_containers, self.optimizers[0])) == self.optimizers[1]
+                and (self.next_hook == RemovableHandle.next_id or self._has_no_more_hooks())
                 and all(same_items(holder.read(), items) for holder, items in self.others.values())
             )
         except Exception:  # arrays and tensors have no plain answer: signatures have
             return False
+
+    def _has_no_more_hooks(self) -> bool:
+        on_tensors = any(any(map(hooks, self.unhooked)) for hooks in _HOOKS)
+        if on_tensors or any(any(hooks) for hooks in map(_STEP_HOOKS, self.optimizers[0])):
+            return False
+        self.next_hook = RemovableHandle.next_id
+        return True
 
     @staticmethod
     def merged(parts: Sequence[_Snapshot]) -> _Snapshot:
         """One snapshot of all parts; what members share is in it once."""
         whole = _Snapshot()
         for part in parts:
-            for name in ("full", "values", "empty", "sets", "elements", "tensors", "unhooked", "entries"):
+            for name in ("empty", "sets", "elements", "tensors", "unhooked"):
                 getattr(whole, name).extend(getattr(part, name))
+            for keys, (dicts, values) in part.alike.items():
+                known_dicts, known_values = whole.alike.setdefault(keys, ([], []))
+                known_dicts += dicts
+                known_values += values
+            for name in ("sizes", "members", "optimizers", "marks"):
+                for known, more in zip(getattr(whole, name), getattr(part, name), strict=True):
+                    known += more
+            whole.next_hook = min(whole.next_hook, part.next_hook)
             whole.others.update(part.others)
-            for known, more in zip(whole.marks, part.marks, strict=True):
-                known += more
         return whole
 
 
@@ -157,10 +214,8 @@ class MemberWatch:
         self._mark()
 
     def _mark(self) -> None:
-        member = self._member
-        reads: list[Callable[[], Any]] = [functools.partial(_quick_parts, member, member.optimizer)]
-        reads += [_group_reader(group) for group in member.optimizer.param_groups]
-        marked = _Snapshot(entries=[(read, read()) for read in reads])
+        marked = _Snapshot()
+        marked.add_member(self._member)
         marked.add_tensors(self._own.values())
         self.snapshot = _Snapshot.merged([self._containers, marked])
 
@@ -172,7 +227,7 @@ class MemberWatch:
         """
         member = self._member
         for name, new, old in zip(_PARTS, _parts(member), self._parts, strict=True):
-            if new is not old and new != old:
+            if new is not old:
                 yield f"member.{name}, which is another object"
                 return
         try:
@@ -222,40 +277,6 @@ class MemberWatch:
             ),
             tuple(name for name, state in states.items() if not _same_state(state, self._states[name])),
         )
-
-
-_PARTS = ("model", "optimizer", "loss", "example_batch")
-
-
-def _parts(member: Member) -> tuple[Any, ...]:
-    return (member.model, member.optimizer, member.loss, id(member.example_batch))
-
-
-def _quick_parts(member: Member, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """Objects of a member, and numbers that change when param groups, state or hooks come or are replaced."""
-    return (
-        member.model,
-        member.optimizer,
-        member.loss,
-        id(member.example_batch),
-        id(optimizer.state),
-        len(optimizer.state),
-        len(optimizer.param_groups),
-        len(optimizer._optimizer_step_pre_hooks),
-        len(optimizer._optimizer_step_post_hooks),
-    )
-
-
-def _group_reader(group: Mapping[str, Any]) -> Callable[[], Any]:
-    """What reads the parameters of a param group and its switches: all settings that are no numbers."""
-    names = [name for name, value in group.items() if value is None or isinstance(value, bool)]
-    read = itemgetter("params", *names)
-
-    def values() -> list[Any]:
-        params, *switches = read(group)
-        return [*params, *switches]
-
-    return values
 
 
 def _structural_change(old: OptimizerStructure, new: OptimizerStructure) -> str:
