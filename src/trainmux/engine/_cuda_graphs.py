@@ -89,11 +89,12 @@ class CudaGraphEngine:
 
     def run(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
         """One step; what it returns is new memory each time."""
-        return self.begin(program, arguments)()
+        with torch.no_grad():
+            return self.begin(program, arguments)()
 
     def begin(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> Apply:
-        """Capture a program that is new and copy the batch in; the result runs the step."""
-        with torch.no_grad(), torch.cuda.device(self._device):
+        """Capture a program that is new and copy the batch in; the result runs the step. For ``no_grad``."""
+        with torch.cuda.device(self._device):
             captured = self._find(program, arguments)
             if captured is None:
                 return self._on_device(self._by_node.begin(program, arguments))

@@ -455,10 +455,11 @@ class Group:
 
     def count(self, program: StepProgram) -> None:
         """A step of every active member is on its way."""
+        num_updates = int(program.settings.applies)
         for _, slot in self.members:
             if slot.active:
                 slot.counter += 1
-                slot.num_updates += program.settings.applies
+                slot.num_updates += num_updates
 
     def note(self, program: StepProgram, results: Sequence[Tensor]) -> None:
         """What a step returned becomes ``last``."""

@@ -71,7 +71,9 @@ class _Snapshot:
     unhooked: list[Tensor] = field(default_factory=list)
     marks: tuple[list[Any], ...] = field(default_factory=lambda: tuple([] for _ in _MARKS))
     members: tuple[list[Member], list[Any]] = field(default_factory=lambda: ([], []))
-    optimizers: tuple[list[torch.optim.Optimizer], list[Any]] = field(default_factory=lambda: ([], []))
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    containers: list[tuple[Any, Any]] = field(default_factory=list)
+    """State and param groups of each optimizer: two may be equal and yet not the same."""
     next_hook: int = field(default_factory=lambda: RemovableHandle.next_id)
     """Torch numbers hooks: as long as no more were made, none needs to be looked for."""
 
@@ -113,8 +115,8 @@ class _Snapshot:
         optimizer = member.optimizer
         self.members[0].append(member)
         self.members[1].append(_parts(member))
-        self.optimizers[0].append(optimizer)
-        self.optimizers[1].append(_containers(optimizer))
+        self.optimizers.append(optimizer)
+        self.containers.append(_containers(optimizer))
         self._add_size(optimizer.state)
         self._add_size(optimizer.param_groups)
         for group in optimizer.param_groups:
@@ -146,7 +148,10 @@ class _Snapshot:
                     for known, mark in zip(self.marks, _MARKS, strict=True)
                 )
                 and list(map(_parts, self.members[0])) == self.members[1]
-                and list(map(_containers, self.optimizers[0])) == self.optimizers[1]
+                and all(
+                    found[0] is kept[0] and found[1] is kept[1]
+                    for found, kept in zip(map(_containers, self.optimizers), self.containers, strict=True)
+                )
                 and (self.next_hook == RemovableHandle.next_id or self._has_no_more_hooks())
                 and all(same_items(holder.read(), items) for holder, items in self.others.values())
             )
@@ -155,7 +160,7 @@ class _Snapshot:
 
     def _has_no_more_hooks(self) -> bool:
         on_tensors = any(any(map(hooks, self.unhooked)) for hooks in _HOOKS)
-        if on_tensors or any(any(hooks) for hooks in map(_STEP_HOOKS, self.optimizers[0])):
+        if on_tensors or any(any(hooks) for hooks in map(_STEP_HOOKS, self.optimizers)):
             return False
         self.next_hook = RemovableHandle.next_id
         return True
@@ -165,13 +170,13 @@ class _Snapshot:
         """One snapshot of all parts; what members share is in it once."""
         whole = _Snapshot()
         for part in parts:
-            for name in ("empty", "sets", "elements", "tensors", "unhooked"):
+            for name in ("empty", "sets", "elements", "tensors", "unhooked", "optimizers", "containers"):
                 getattr(whole, name).extend(getattr(part, name))
             for keys, (dicts, values) in part.alike.items():
                 known_dicts, known_values = whole.alike.setdefault(keys, ([], []))
                 known_dicts += dicts
                 known_values += values
-            for name in ("sizes", "members", "optimizers", "marks"):
+            for name in ("sizes", "members", "marks"):
                 for known, more in zip(getattr(whole, name), getattr(part, name), strict=True):
                     known += more
             whole.next_hook = min(whole.next_hook, part.next_hook)
