@@ -112,12 +112,17 @@ class StepProgram:
             return lambda: self.module(*arguments)
         return self._halves.begin(arguments)
 
-    @functools.cached_property
+    @property
     def _halves(self) -> InHalves | None:
-        module = self.module
-        if isinstance(module, fx.GraphModule):
-            return Halves(module)
-        return module if isinstance(module, InHalves) else None
+        # Not a cached property: Python 3.11 has one lock for those, and cutting waits for the process's lock.
+        kept = self.__dict__.get("_kept_halves")
+        if kept is None:
+            module = self.module
+            whole = module if isinstance(module, InHalves) else None
+            kept = (Halves(module) if isinstance(module, fx.GraphModule) else whole,)
+            self.__dict__["_kept_halves"] = kept
+        found: InHalves | None = kept[0]
+        return found
 
     def byte_classes(self) -> list[ByteClass]:
         """What each argument is to a budget."""
