@@ -13,7 +13,6 @@ where those differ, graphs.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
@@ -23,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainmux.errors import MemberChangedError, OptimizerError, TrainmuxError, TrainmuxWarning
+from trainmux.errors import MemberChangedError, OptimizerError, TrainmuxError
 from trainmux.fleet._member import Member
 from trainmux.fleet._slots import Slot, named_tensors
 from trainmux.optim import OptimizerStructure, describe
 from trainmux.tracing import Holder, Items, LossFunction, Reach, same_items, unique_parameters
+from trainmux.training import warn_user
 
 if TYPE_CHECKING:
     from trainmux.fleet._group import Group
@@ -193,7 +193,7 @@ class Edits:
 
 
 class MemberWatch:
-    """What one member was like when the fleet last took over, or wrote back, its state."""
+    """One member as it was when the fleet last took over, or wrote back, its state."""
 
     snapshot: _Snapshot
     """For a quick look."""
@@ -271,7 +271,7 @@ class MemberWatch:
             yield f"the optimizer's state of {_listed(edits.states)}"
 
     def edits(self) -> Edits:
-        """What somebody else has written to."""
+        """Find the tensors and states that somebody else has written to."""
         tensors = {name: tensor for name, tensor in named_tensors(self._member).items() if name in self._own}
         states = {name: _state_of(self._member, tensor) for name, tensor in tensors.items()}
         return Edits(
@@ -364,11 +364,9 @@ class FleetWatch:
     def warn(self, places: Places, what: str) -> None:
         """Say of members that have changed that ``what`` happens all the same."""
         for name, text in self._changes(places, ignores_mode=False):
-            warnings.warn(
+            warn_user(
                 f"member {name!r}: a change of {text}; {what}. Call fleet.refresh({name!r}) to take a change "
-                "over",
-                TrainmuxWarning,
-                stacklevel=4,
+                "over"
             )
         self.handed_out()
 
