@@ -54,7 +54,11 @@ def categorical(model: nn.Module, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [normal, categorical])
-def test_distributions_check_their_arguments_but_not_while_tracing(loss: Loss) -> None:
+def test_distributions_check_their_arguments_but_not_while_tracing(
+    loss: Loss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first torch.compile of a process switches these checks off for all of it.
+    monkeypatch.setattr(distributions.Distribution, "_validate_args", True)
     assert_trains_like_torch([mlp(0), mlp(1)], loss, [EXAMPLE, EXAMPLE])
     with pytest.raises(ValueError, match="scale"):
         distributions.Normal(0.0, -1.0)
