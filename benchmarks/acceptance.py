@@ -35,7 +35,7 @@ DETERMINISTIC = ("transformer_with_dropout", "bottleneck", "lstm_with_dropout")
 
 def find(name: str) -> tuple[Callable[[int, int], Any], Callable[[Any, Any], Any], Callable[[int], Any]]:
     """How to make so many models from a number on, their loss, and batches by seed."""
-    from trainmux.cli.bench.cases import find_case
+    from benchmarks.bench.cases import find_case
 
     case = find_case(name)
     return case.models, case.loss, lambda seed: case.batch(seed, case.batch_sizes[0])

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainmux as tm
-from trainmux.workloads import mlp
+from benchmarks.workloads import mlp
 
 NUM_MEMBERS = 64
 NARROW_WIDTH = 2

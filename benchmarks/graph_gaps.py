@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from trainmux.cli.bench.environment import describe
-from trainmux.cli.bench.timing import seconds_of
+from benchmarks.bench.environment import describe
+from benchmarks.bench.timing import seconds_of
 
 DEVICE = torch.device("cuda")
 MIB = 1 << 20

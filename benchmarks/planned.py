@@ -36,7 +36,7 @@ from planned_ahead import Wanted, answer, read_answer, read_question, static_byt
 from planned_trace import traced_lanes
 
 import trainmux as tm
-from trainmux.cli.bench.cases import find_case
+from benchmarks.bench.cases import find_case
 from trainmux.scheduling import parse_budget
 
 NUM_BLOCKS = 5

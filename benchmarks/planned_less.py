@@ -26,7 +26,7 @@ from planned import Bench
 from planned_ahead import read_answer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainmux.cli.bench.environment import describe
+from benchmarks.bench.environment import describe
 from trainmux.engine._lanes import StreamLanes
 from trainmux.ir import Lane
 

@@ -30,9 +30,9 @@ import torch
 from planning_beside import beside, growth_in_words
 
 import trainmux as tm
+from benchmarks.workloads import FULL_SIZE
 from trainmux.ir import Plan, Profile, load, save
 from trainmux.scheduling import Group, Planner, find_partitions
-from trainmux.workloads import FULL_SIZE
 
 NUM_MEMBERS = 8
 WORKLOADS = (

@@ -26,10 +26,10 @@ from unittest import mock
 import torch
 
 import trainmux as tm
-from trainmux.cli.bench.batches import make_batches
-from trainmux.cli.bench.cases import Case, find_case
-from trainmux.cli.bench.environment import describe
-from trainmux.cli.bench.timing import seconds_of
+from benchmarks.bench.batches import make_batches
+from benchmarks.bench.cases import Case, find_case
+from benchmarks.bench.environment import describe
+from benchmarks.bench.timing import seconds_of
 from trainmux.fusion import FIXED, MEASURED, STRATEGY_FAMILIES, OperatorTimes, times_for
 from trainmux.fusion.strategies import TimesFile
 

@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from trainmux.cli.bench.cases import find_case
-from trainmux.cli.bench.environment import describe
-from trainmux.cli.bench.job import Job
-from trainmux.cli.bench.measure import make_setup
-from trainmux.cli.bench.timing import seconds_of, time_blocks
-from trainmux.cli.bench.ways import stacked
-from trainmux.cli.bench.ways._capture import capture
+from benchmarks.bench.cases import find_case
+from benchmarks.bench.environment import describe
+from benchmarks.bench.job import Job
+from benchmarks.bench.measure import make_setup
+from benchmarks.bench.timing import seconds_of, time_blocks
+from benchmarks.bench.ways import stacked
+from benchmarks.bench.ways._capture import capture
 
 CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 NUM_BLOCKS = 5

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainmux.cli.bench.zico_plan import parse_pairs
+from benchmarks.bench.zico_plan import parse_pairs
 
 DEFAULTS = {"--pairs": "all", "--seconds": "1", "--out": "runs/bench/zico.json"}
 TIME_LIMIT_SECONDS = 430.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-
-from trainmux.workloads import (
+from benchmarks.workloads import (
     SMALL,
     TokenBatch,
     TransformerClassifier,
@@ -16,7 +15,7 @@ from trainmux.workloads import (
     tiny_gpt2,
     tiny_vit,
 )
-from trainmux.workloads.seeding import seeded
+from benchmarks.workloads.seeding import seeded
 
 
 def _short_language_batch(seed: int, dtype: torch.dtype) -> TokenBatch:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import FULL_SIZE, SMALL, SizedWorkload, huggingface, paper
+from benchmarks.workloads.deep_vision import ResNet
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-
-from trainmux.workloads import FULL_SIZE, SMALL, SizedWorkload, huggingface, paper
-from trainmux.workloads.deep_vision import ResNet
 
 ALL = list(FULL_SIZE.values())
 IDS = list(FULL_SIZE)

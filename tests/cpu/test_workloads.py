@@ -7,10 +7,9 @@ import sys
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL, Workload, huggingface
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-from trainmux.workloads import SMALL, Workload, huggingface
 
 ALL = list(SMALL.values())
 IDS = list(SMALL)

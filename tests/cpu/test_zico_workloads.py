@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.workloads.highway import PENN_VOCAB_SIZE, HighwayLanguageModel, highway_batch
+from benchmarks.workloads.nasnet import NASNetA, NormalCell, ReductionCell
 from torch import Tensor, nn
-
-from trainmux.workloads.highway import PENN_VOCAB_SIZE, HighwayLanguageModel, highway_batch
-from trainmux.workloads.nasnet import NASNetA, NormalCell, ReductionCell
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from colocation_cases import (
     ONE_LAYER,
     assert_same_state,
@@ -21,7 +22,6 @@ from torch import Tensor
 
 import trainmux as tm
 from trainmux.colocate import smallest_budget as smallest_of
-from trainmux.workloads import SMALL
 
 MIB = 1 << 20
 STEPS = 22

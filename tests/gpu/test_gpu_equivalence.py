@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.workloads import SMALL
 from equivalence import (
     LOOSER,
     PLAIN,
@@ -40,7 +41,6 @@ from test_equivalence_features import models as vector_models
 from torch import Tensor, nn
 
 import trainmux as tm
-from trainmux.workloads import SMALL
 
 DEVICE = "cuda"
 NUM_MEMBERS = 6

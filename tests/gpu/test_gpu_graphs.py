@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from torch import Tensor, nn
 
 import trainmux as tm
-from trainmux.workloads import SMALL
 
 NAMES = (
     "mlp",

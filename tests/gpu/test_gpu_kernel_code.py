@@ -21,7 +21,7 @@ import trainmux as tm
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from trainmux.fleet._build import _kernels
 from trainmux.lowering._inductor import LoadedCode
-from trainmux.workloads import SMALL
+from benchmarks.workloads import SMALL
 
 deterministic = sys.argv[1] == "deterministic"
 tried = []

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from equivalence import full_precision
 from torch import Tensor
 
 import trainmux as tm
 from trainmux.engine import CudaGraphEngine
 from trainmux.lowering import compiler_missing
-from trainmux.workloads import SMALL
 
 NAMES = ("mlp", "bottleneck", "transformer_with_dropout")
 NUM_STEPS = 3

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from torch import nn
 
 import trainmux as tm
 from trainmux.errors import BudgetError
-from trainmux.workloads import SMALL
 
 MIB = 1 << 20
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 
 import trainmux as tm
-from trainmux.workloads import SMALL
 
 MIB = 1 << 20
 WORKLOAD = SMALL["mlp"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 
 import trainmux as tm
 from trainmux.profiling import KernelStep, _measured, probe_link
@@ -13,7 +14,6 @@ from trainmux.profiling._clocks import enqueue_replays, replays
 from trainmux.profiling._link import probe_link_beside
 from trainmux.profiling._pass import Pass
 from trainmux.runtime import capturing, warm_matrix_libraries
-from trainmux.workloads import SMALL
 
 DEVICE = "cuda"
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from settled import settle
 from torch import Tensor, nn
 
 import trainmux as tm
 from trainmux.lowering import compiler_missing
-from trainmux.workloads import SMALL
 
 MODES = ("deferred", "bucketed", "immediate")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

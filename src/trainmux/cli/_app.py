@@ -10,10 +10,8 @@ from typing import Annotated
 import typer
 
 from ._device import DeviceChoice
-from .bench.command import app as bench
 
 app = typer.Typer(name="trainmux", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.add_typer(bench, name="bench")
 
 
 def _installed(package: str) -> str:

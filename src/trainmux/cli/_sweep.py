@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.workloads import SmallCNN
 from torch import Tensor, nn
-
-from trainmux.workloads import SmallCNN
 
 from . import _digits
 

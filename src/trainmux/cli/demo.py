@@ -119,7 +119,7 @@ def save_best(model: nn.Module, row: Row, epochs: int, out: Path) -> tuple[Path,
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     settings_and_score = {
         "name": row.setting.name,
-        "model": {"class": "trainmux.workloads.SmallCNN", "channels": 16, "num_classes": 10},
+        "model": {"class": "benchmarks.workloads.SmallCNN", "channels": 16, "num_classes": 10},
         "optimizer": "AdamW",
         **asdict(row.setting),
         "epochs": epochs,

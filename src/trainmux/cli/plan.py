@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from benchmarks.workloads import FULL_SIZE, SMALL
 
 import trainmux as tm
-from trainmux.workloads import FULL_SIZE, SMALL
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -14,7 +14,6 @@ from torch import fx
 
 _TORCH_ROOT = str(Path(torch.__file__).parent)
 _OWN_ROOT = str(Path(__file__).parent.parent)
-_WORKLOADS = str(Path(__file__).parent.parent / "workloads")
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -22,10 +21,10 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 @functools.cache
 def is_user_file(path: str) -> bool:
-    """Whether a source file is none of Python's, torch's or ours (the example models count as a user's)."""
+    """Whether a source file is none of Python's, torch's or ours."""
     if path.startswith(("<", _TORCH_ROOT)) or _is_standard(path):
         return False
-    return not path.startswith(_OWN_ROOT) or path.startswith(_WORKLOADS)
+    return not path.startswith(_OWN_ROOT)
 
 
 @functools.cache

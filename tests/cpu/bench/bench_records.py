@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainmux.cli.bench.job import Measurement, Memory
-from trainmux.cli.bench.record import Record
-from trainmux.cli.bench.timing import Blocks, summarize
+from benchmarks.bench.job import Measurement, Memory
+from benchmarks.bench.record import Record
+from benchmarks.bench.timing import Blocks, summarize
 
 DEVICE = "Some GPU"
 

@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from bench_records import DEVICE, record
+from benchmarks.bench import svg, tables, timing
+from benchmarks.bench.job import BenchError
+from benchmarks.bench.markdown import page
+from benchmarks.bench.record import merge, read_records, write_records
 from typer.testing import CliRunner
 
 from trainmux.cli._app import app
-from trainmux.cli.bench import svg, tables, timing
-from trainmux.cli.bench.job import BenchError
-from trainmux.cli.bench.markdown import page
-from trainmux.cli.bench.record import merge, read_records, write_records
 
 CPU = torch.device("cpu")
 

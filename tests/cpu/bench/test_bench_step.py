@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from benchmarks.bench import runner
+from benchmarks.bench.environment import probe
+from benchmarks.bench.record import read_records
 from typer.testing import CliRunner
 
 from trainmux.cli._app import app
-from trainmux.cli.bench import runner
-from trainmux.cli.bench.environment import probe
-from trainmux.cli.bench.record import read_records
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 WAYS = ["eager", "compiled_graph", "eager_vmap", "trainmux"]

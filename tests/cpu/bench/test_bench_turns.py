@@ -7,10 +7,10 @@ import sys
 import threading
 from pathlib import Path
 
-from trainmux.cli.bench import turns as turns_module
-from trainmux.cli.bench.record import read_records
-from trainmux.cli.bench.runner import Options, _chunks, _jobs, run
-from trainmux.cli.bench.turns import GO, READY, Turns
+from benchmarks.bench import turns as turns_module
+from benchmarks.bench.record import read_records
+from benchmarks.bench.runner import Options, _chunks, _jobs, run
+from benchmarks.bench.turns import GO, READY, Turns
 
 # By its path: to import the package takes seconds, and what waits here needs none of it.
 WAITS = f"""

@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from benchmarks.bench import batches, child, measure
+from benchmarks.bench.cases import case_names, default_names, find_case
+from benchmarks.bench.job import BenchError, Job
+from benchmarks.bench.ways import _stacked_adamw, compiled, eager, fused, processes, stacked
+from benchmarks.bench.ways._base import WEIGHT_DECAY, Prepared, Setup, learning_rates
+from benchmarks.bench.ways.table import WAYS, default_ways, find_way
+from benchmarks.workloads import FULL_SIZE, TokenBatch
 from torch import Tensor, nn
-
-from trainmux.cli.bench import batches, child, measure
-from trainmux.cli.bench.cases import case_names, default_names, find_case
-from trainmux.cli.bench.job import BenchError, Job
-from trainmux.cli.bench.ways import _stacked_adamw, compiled, eager, fused, processes, stacked
-from trainmux.cli.bench.ways._base import WEIGHT_DECAY, Prepared, Setup, learning_rates
-from trainmux.cli.bench.ways.table import WAYS, default_ways, find_way
-from trainmux.workloads import FULL_SIZE, TokenBatch
 
 CPU = torch.device("cpu")
 WIDTH = 2

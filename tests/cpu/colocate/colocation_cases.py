@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.workloads import SMALL, LSTMLanguageModel, TokenBatch, TransformerClassifier
+from benchmarks.workloads.seeding import seeded
 from torch import Tensor, nn
 
 import trainmux as tm
 from trainmux.colocate import SegmentRef
-from trainmux.workloads import SMALL, LSTMLanguageModel, TokenBatch, TransformerClassifier
-from trainmux.workloads.seeding import seeded
 
 SMALL_CUTS = 2048
 """Bytes of feature maps between two cuts that make many segments of small models."""

@@ -14,22 +14,19 @@ from typing import Any
 import pytest
 import torch
 from benchmark_scripts import benchmark_script
-from typer.testing import CliRunner
-
-from trainmux.cli._app import app
-from trainmux.cli.bench import zico_processes, zico_run, zico_watch
-from trainmux.cli.bench.job import BenchError
-from trainmux.cli.bench.ways.processes import CONTROL, mps_daemon
-from trainmux.cli.bench.zico import CHANGES, PairBench, budgets_of
-from trainmux.cli.bench.zico_cases import (
+from benchmarks.bench import zico_processes, zico_run, zico_watch
+from benchmarks.bench.job import BenchError
+from benchmarks.bench.ways.processes import CONTROL, mps_daemon
+from benchmarks.bench.zico import CHANGES, PairBench, budgets_of
+from benchmarks.bench.zico_cases import (
     PAPER_NAMES,
     CifarResNet,
     machine_bytes,
     zico_case,
     zico_case_names,
 )
-from trainmux.cli.bench.zico_jobs import BenchJob, Failure, PairResult, WayResult, ZicoOptions
-from trainmux.cli.bench.zico_plan import (
+from benchmarks.bench.zico_jobs import BenchJob, Failure, PairResult, WayResult, ZicoOptions
+from benchmarks.bench.zico_plan import (
     FORMAT,
     ZicoPlan,
     all_pairs,
@@ -38,8 +35,11 @@ from trainmux.cli.bench.zico_plan import (
     parse_parts,
     table,
 )
-from trainmux.cli.bench.zico_processes import measure_in_processes
-from trainmux.cli.bench.zico_watch import Stay
+from benchmarks.bench.zico_processes import measure_in_processes
+from benchmarks.bench.zico_watch import Stay
+from typer.testing import CliRunner
+
+from trainmux.cli._app import app
 from trainmux.colocate._fused_work import FusedWork
 from trainmux.errors import BudgetError
 
@@ -290,7 +290,7 @@ def test_a_machine_that_is_too_small_is_a_failure_beside_the_others(monkeypatch:
     def budgets(names: Any, sizes: tuple[int, int], *args: Any, **more: Any) -> list[Stay]:
         return [Stay(small[0].way, sizes[0]), small[1]]
 
-    monkeypatch.setattr("trainmux.cli.bench.zico.budgets_of", budgets)
+    monkeypatch.setattr("benchmarks.bench.zico.budgets_of", budgets)
     bench = PairBench((BenchJob(*PAIR[:1], 0, OPTIONS), BenchJob(*PAIR[:1], 1, OPTIONS)), OPTIONS)
     rows, failures = bench.colocated((), (), changes=False)
     assert [row.way for row in rows] == ["co-located, all memory"]
@@ -300,7 +300,7 @@ def test_a_machine_that_is_too_small_is_a_failure_beside_the_others(monkeypatch:
 
 def test_a_machine_that_is_too_small_is_the_only_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "trainmux.cli.bench.zico.budgets_of", lambda *args, **more: [Stay("co-located, 11 GiB", 1)]
+        "benchmarks.bench.zico.budgets_of", lambda *args, **more: [Stay("co-located, 11 GiB", 1)]
     )
     bench = PairBench((BenchJob(*PAIR[:1], 0, OPTIONS), BenchJob(*PAIR[:1], 1, OPTIONS)), OPTIONS)
     rows, failures = bench.colocated((), (), changes=False)

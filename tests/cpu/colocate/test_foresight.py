@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL, mlp
 
 import trainmux as tm
 from trainmux.errors import BudgetError, ConfigError
-from trainmux.workloads import SMALL, mlp
 
 pytestmark = pytest.mark.usefixtures("built_once")
 

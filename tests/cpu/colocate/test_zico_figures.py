@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.bench.zico_draw import Bar, Curve, Mark, bars, curves, stacked
+from benchmarks.bench.zico_figures import figures
+from benchmarks.bench.zico_memory import quantiles, thinned
+from benchmarks.bench.zico_merge import merge
+from benchmarks.bench.zico_page import write_page
+from benchmarks.bench.zico_results import Figure, Results
 from typer.testing import CliRunner
 
 from trainmux.cli._app import app
-from trainmux.cli.bench.zico_draw import Bar, Curve, Mark, bars, curves, stacked
-from trainmux.cli.bench.zico_figures import figures
-from trainmux.cli.bench.zico_memory import quantiles, thinned
-from trainmux.cli.bench.zico_merge import merge
-from trainmux.cli.bench.zico_page import write_page
-from trainmux.cli.bench.zico_results import Figure, Results
 
 MIB = 1 << 20
 

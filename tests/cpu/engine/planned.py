@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from benchmarks.workloads import SMALL, Workload
 from torch import Tensor
 
 import trainmux as tm
@@ -20,7 +21,6 @@ from trainmux.ir import Multiplexing, Profile, Program
 from trainmux.profiling import DEVICES, analytic_profile, branch_width, side_by_side, used_branches
 from trainmux.scheduling._candidates import Arrangement, Candidate, Candidates
 from trainmux.scheduling.policies import policy_named
-from trainmux.workloads import SMALL, Workload
 
 HOST_BYTES = 1 << 34
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from torch import fx
 
 import trainmux as tm
@@ -15,7 +16,6 @@ from trainmux.engine._late_masks import make_masks_late
 from trainmux.fleet._planned_beside import read_step
 from trainmux.ir import ByteClass, Phase
 from trainmux.profiling import locations_of
-from trainmux.workloads import SMALL
 
 aten = torch.ops.aten
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.workloads import SMALL, Workload
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import trainmux as tm
-from trainmux.workloads import SMALL, Workload
 
 Loss = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[nn.Module, int], torch.optim.Optimizer]

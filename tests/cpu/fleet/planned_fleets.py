@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from benchmarks.workloads import SMALL
 
 import trainmux as tm
-from trainmux.workloads import SMALL
 
 WORKLOAD = SMALL["mlp"]
 

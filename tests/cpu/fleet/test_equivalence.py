@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.workloads import SMALL, Workload
 from equivalence import LOOSER, PLAIN, batches_of, check_fp64, models_of
 from short_workloads import SHORT
-
-from trainmux.workloads import SMALL, Workload
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.workloads import SMALL
 from equivalence import check_bits
 from short_workloads import SHORT
-
-from trainmux.workloads import SMALL
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from equivalence import LOOSER, batches_of, check_fp64, models_of
 from torch import nn
-
-from trainmux.workloads import SMALL
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 

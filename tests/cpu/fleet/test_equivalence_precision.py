@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL, Workload
 from equivalence import PLAIN, PRECISIONS, check_precision, clone, train_alone, train_fused
 from short_workloads import SHORT
 from torch import Tensor, nn
 
 import trainmux as tm
-from trainmux.workloads import SMALL, Workload
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 

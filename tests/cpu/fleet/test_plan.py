@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from short_workloads import SHORT
 
 import trainmux as tm
@@ -17,7 +18,6 @@ from trainmux.fleet import _plan, _program_store
 from trainmux.fleet._fixed_bytes import FIXED_BYTES
 from trainmux.ir import Multiplexing, to_json, verify
 from trainmux.lowering import KernelCache
-from trainmux.workloads import SMALL
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 
 import trainmux as tm
 from trainmux.errors import PlanError
@@ -17,7 +18,6 @@ from trainmux.fleet._plan_cache import PlanCache, plan_key
 from trainmux.lowering import KernelCache
 from trainmux.profiling import ProfileCache
 from trainmux.scheduling import Planner
-from trainmux.workloads import SMALL
 
 pytestmark = pytest.mark.usefixtures("built_once")
 

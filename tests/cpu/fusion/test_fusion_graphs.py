@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from fusion_tools import Values, assert_close, described
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,6 @@ from trainmux.tracing import (
     unique_buffers,
     unique_parameters,
 )
-from trainmux.workloads import SMALL
 
 aten = torch.ops.aten
 

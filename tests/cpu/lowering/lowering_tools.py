@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL, TokenBatch, TransformerClassifier, Workload, tiny_gpt2
+from benchmarks.workloads.seeding import seeded
 from torch import Tensor, fx, nn
 
 import trainmux as tm
@@ -23,8 +25,6 @@ from trainmux.lowering import Kernel, KernelCache, Lowered
 from trainmux.lowering._partition import Cut
 from trainmux.lowering._regions import Extractor, RegionGraph
 from trainmux.tracing import make_fx, static_fake_mode
-from trainmux.workloads import SMALL, TokenBatch, TransformerClassifier, Workload, tiny_gpt2
-from trainmux.workloads.seeding import seeded
 
 
 def _short_language_batch(seed: int, dtype: torch.dtype) -> TokenBatch:

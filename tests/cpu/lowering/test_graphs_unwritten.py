@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from torch import fx
 
 import trainmux as tm
-from trainmux.workloads import SMALL
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.workloads import Workload
+from benchmarks.workloads.seeding import seeded, seeded_generator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering_tools import assert_close, example_of, traced
@@ -15,8 +17,6 @@ from torch import Tensor, fx, nn
 
 from trainmux.lowering import KernelCache, _kinds, _padding, lower
 from trainmux.lowering._padding import extended_product, pad_unaligned
-from trainmux.workloads import Workload
-from trainmux.workloads.seeding import seeded, seeded_generator
 
 aten = torch.ops.aten
 VOCABULARY = 301

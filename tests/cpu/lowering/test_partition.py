@@ -6,13 +6,13 @@ import operator
 from collections import Counter
 
 import pytest
+from benchmarks.workloads import Workload, mlp
+from benchmarks.workloads.seeding import seeded
 from lowering_tools import CASES, TINY, Example, example, example_of
 from torch import fx
 
 from trainmux.ir import Phase
 from trainmux.lowering._kinds import Kind
-from trainmux.workloads import Workload, mlp
-from trainmux.workloads.seeding import seeded
 
 every_case = pytest.mark.parametrize(("name", "precision"), CASES)
 

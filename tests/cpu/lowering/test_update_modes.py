@@ -8,6 +8,7 @@ from typing import Any
 import lowering_tools
 import pytest
 import torch
+from benchmarks.workloads import SMALL, Workload
 from lowering_tools import TINY, compile_afresh, example_of, fleet_of, leave_uncompiled, trained
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ from trainmux.lowering import RegionCall
 from trainmux.lowering._kinds import base_of, changes
 from trainmux.lowering._payload import from_payload, to_payload
 from trainmux.profiling import read_kernels
-from trainmux.workloads import SMALL, Workload
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 

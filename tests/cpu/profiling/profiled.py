@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from torch import Tensor
 
 import trainmux as tm
@@ -13,7 +14,6 @@ from trainmux.engine import StepProgram
 from trainmux.lowering import KernelCache
 from trainmux.profiling import KernelGraph, read_kernels
 from trainmux.tracing import flatten_batch
-from trainmux.workloads import SMALL
 
 
 def leave_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from profiled import leave_uncompiled
 
 import trainmux as tm
@@ -19,7 +20,6 @@ from trainmux.profiling import KernelGraph, WidthProfiles, _widths, find_device,
 from trainmux.profiling._analytic import profile_of_outline
 from trainmux.profiling._kernels import KernelTensor, Work
 from trainmux.profiling._outline import Outline, OutlineStep, outline_between
-from trainmux.workloads import SMALL
 
 A100 = find_device("a100")
 

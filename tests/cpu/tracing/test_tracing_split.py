@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.workloads import SMALL
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 from tracing_tools import arguments, assert_equals_torch, joint, run
@@ -14,7 +15,6 @@ from tracing_tools import arguments, assert_equals_torch, joint, run
 from trainmux.ir import InputKind, OutputKind
 from trainmux.tracing import SplitGraph, TracedGraph, output_nodes, split_joint
 from trainmux.tracing._torch_private import CheckpointPolicy
-from trainmux.workloads import SMALL
 
 aten = torch.ops.aten
 

@@ -221,7 +221,7 @@ def _in_a_process(job: Job, folder: Path, time_limit_s: float, turns: Turns | No
     write_json(job_file, asdict(job))
     # Compiled code from an earlier run would make the time to the first step look shorter than it is.
     variables = {**child_environment(), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
-    command = [sys.executable, "-m", "trainmux.cli.bench.child", str(job_file), str(result_file)]
+    command = [sys.executable, "-m", "benchmarks.bench.child", str(job_file), str(result_file)]
     with log_file.open("wb") as log:
         process = subprocess.Popen(
             command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainmux.workloads.deep_vision import RESNET_50, ResNet
-from trainmux.workloads.highway import HighwayLanguageModel, highway_batch
-from trainmux.workloads.nasnet import NASNetA
-from trainmux.workloads.paper_batches import image_batch, vector_batch
-from trainmux.workloads.seeding import seeded
-from trainmux.workloads.vision import ResidualBlock
+from benchmarks.workloads.deep_vision import RESNET_50, ResNet
+from benchmarks.workloads.highway import HighwayLanguageModel, highway_batch
+from benchmarks.workloads.nasnet import NASNetA
+from benchmarks.workloads.paper_batches import image_batch, vector_batch
+from benchmarks.workloads.seeding import seeded
+from benchmarks.workloads.vision import ResidualBlock
 
 from .cases import SMALL_PREFIX, find_case
 

@@ -56,7 +56,7 @@ def probe(device: str) -> dict[str, Any]:
     """The same from a process of its own, so that this one never holds memory on a GPU."""
     if torch.device(device).type != "cuda":
         return describe(device)
-    command = [sys.executable, "-m", "trainmux.cli.bench.environment", device]
+    command = [sys.executable, "-m", "benchmarks.bench.environment", device]
     try:
         done = subprocess.run(
             command, env=child_environment(), capture_output=True, text=True, timeout=PROBE_SECONDS

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainmux.workloads import FULL_SIZE, SMALL
-from trainmux.workloads.registry import BATCH_SIZE
+from benchmarks.workloads import FULL_SIZE, SMALL
+from benchmarks.workloads.registry import BATCH_SIZE
 
 SMALL_PREFIX = "small:"
 NO_DROPOUT = "_no_dropout"

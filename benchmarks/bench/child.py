@@ -1,4 +1,4 @@
-"""One measurement in a process of its own: ``python -m trainmux.cli.bench.child JOB.json RESULT.json``.
+"""One measurement in a process of its own: ``python -m benchmarks.bench.child JOB.json RESULT.json``.
 
 A fresh process has a fresh device: nothing is left of the way before, and one that runs out of memory takes
 nobody with it.

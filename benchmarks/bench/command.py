@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from .._device import DeviceChoice
+from trainmux.cli._device import DeviceChoice
 
 if TYPE_CHECKING:
     from .record import Record
