@@ -382,6 +382,7 @@ class Fleet:
         self._plans.want(plan, request_like(plan))
 
     def _planner(self, groups: Sequence[Group], device: str | Device | None = None) -> FleetPlanner:
+        groups = [group for group in groups if group.members]
         examples = [self._feed.example_for(group.members[0][1].member, 0) for group in groups]
         return FleetPlanner(groups, examples, self._config, device)
 
