@@ -267,8 +267,9 @@ class Fleet:
             old = self._take_out(group, row)
             self._put(group, plan)
         else:
+            watch = self._slot(name).watch
             self._place(plan)
-            old = self._take_out(group, row)
+            old = self._take_out(*self._find(name, watch))  # it moved if that left the plan in use
         await_update(self._groups, new_name, self._num_steps)
         self._names[position] = new_name
         self._gather = None
