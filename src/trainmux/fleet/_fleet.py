@@ -267,8 +267,9 @@ class Fleet:
             old = self._take_out(group, row)
             self._put(group, plan)
         else:
+            watch = self._slot(name).watch
             self._place(plan)
-            old = self._take_out(group, row)
+            old = self._take_out(*self._find(name, watch))  # it moved if that left the plan in use
         await_update(self._groups, new_name, self._num_steps)
         self._names[position] = new_name
         self._gather = None
@@ -382,6 +383,7 @@ class Fleet:
         self._plans.want(plan, request_like(plan))
 
     def _planner(self, groups: Sequence[Group], device: str | Device | None = None) -> FleetPlanner:
+        groups = [group for group in groups if group.members]
         examples = [self._feed.example_for(group.members[0][1].member, 0) for group in groups]
         return FleetPlanner(groups, examples, self._config, device)
 

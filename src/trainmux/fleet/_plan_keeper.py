@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -158,17 +159,29 @@ class PlanKeeper:
         if self._active is not None and (self._is_over or _mostly_empty(self._active.groups)):
             groups = self.leave(groups)
         self._is_over = False
-        if self._is_left:
-            groups = [group for group in rejoined(groups) if group.members]
-        if self._is_left and self._wanted is None and self._request is not None:
-            self._wanted = self._make_planner(groups).plan(self._request)
-        if self._wanted is not None:
-            groups = self._apply(self._wanted, self.leave(groups))
+        if self._is_left or self._wanted is not None:
+            groups = [group for group in self.leave(groups) if group.members]
+        plan = self._plan_for(groups)
+        if plan is not None:
+            groups = self._apply(plan, groups)
             self._wanted = None
         elif self._is_left:
             self._back_to_device(groups)
         self._is_left = False
         return list(groups)
+
+    def _plan_for(self, groups: Sequence[Group]) -> Plan | None:
+        """The plan to switch to: the wanted one, or one like it if members came, left or changed since."""
+        request = self._request
+        if request is None or not (self._is_left or self._wanted is not None):
+            return None
+        planner = self._make_planner(groups)
+        if self._wanted is not None:
+            names = [slot.name for group in groups for _, slot in group.members]
+            with suppress(PlanError):
+                planner.check(self._wanted, names)
+                return self._wanted
+        return planner.plan(request)
 
     def _apply(self, plan: Plan, groups: Sequence[Group]) -> list[Group]:
         planner = self._make_planner(groups)

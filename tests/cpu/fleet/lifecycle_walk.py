@@ -108,10 +108,12 @@ class Replica:
         return loss.item()
 
     def evaluate(self, batches: Any) -> float:
+        is_training = self.model.norm.training
         self.model.eval()
         with torch.no_grad():
             losses = [plain_loss(self.model, batch).item() for batch in batches]
         self.model.train()
+        self.model.norm.train(is_training)
         return sum(losses) / len(losses)
 
     def assert_same(self) -> None:

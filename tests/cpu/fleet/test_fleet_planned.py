@@ -132,6 +132,39 @@ def test_members_come_and_go_and_the_plan_is_made_anew_where_it_must() -> None:
     assert same(*fleets)
 
 
+def with_momentum(number: int) -> tm.Member:
+    made = member(number)
+    made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1, momentum=0.9)
+    return made
+
+
+def test_a_member_of_a_planned_fleet_can_be_replaced_by_one_of_another_group() -> None:
+    fleet, other = fleet_of(3), fleet_of(3)
+    fleet.plan(budget="1GiB", policy="none")
+    for each in (fleet, other):
+        each.step(batch(0))
+        each.replace("m1", with_momentum(1))  # of the same name
+        each.replace("m2", with_momentum(4))
+    assert torch.equal(fleet.step(batch(1)), other.step(batch(1)))
+    assert same(fleet, other)
+    for each in (fleet, other):
+        assert sorted(name for group in each.summary() for name in group.members) == ["m0", "m1", "m4"]
+
+
+def test_members_that_change_before_a_plan_is_used_train_by_one_made_anew() -> None:
+    fleet, other = fleet_of(3), fleet_of(3)
+    fleet.plan(budget="1GiB", policy="none")
+    for each in (fleet, other):
+        each.add(member(3))
+        each.drop("m0")
+        each.replace("m1", with_momentum(4))  # of another group
+    for number in range(3):
+        assert torch.equal(fleet.step(batch(number)), other.step(batch(number)))
+    assert same(fleet, other)
+    assert fleet.names == other.names == ("m4", "m2", "m3")
+    assert fleet.plan(budget="1GiB", policy="none").partition  # no group without members is left over
+
+
 def test_a_fleet_goes_on_without_its_plan_and_with_another() -> None:
     fleets = [fleet_of(), fleet_of()]
     ring(fleets[0])
