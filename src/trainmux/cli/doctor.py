@@ -33,13 +33,6 @@ IDLE_DEVICE_BYTES = 64 << 20
 SHARED_LINK = 0.75
 """A copy direction below this share of its own rate while both are busy waits for the other one."""
 
-EXTRAS = {
-    "rich": ("the command line", "cli"),
-    "typer": ("the command line", "cli"),
-    "scikit-learn": ("trainmux demo", "cli"),
-}
-"""Optional packages: what each is for, and the extra that has it."""
-
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
@@ -286,15 +279,6 @@ def check_capture(facts: tm.MachineFacts) -> Iterator[Finding]:
         yield note(text, "stop it before measuring: echo quit | nvidia-cuda-mps-control")
 
 
-def check_extras(facts: tm.MachineFacts) -> Iterator[Finding]:
-    present = [f"{name} {facts.packages[name]}" for name in EXTRAS if facts.packages.get(name)]
-    if present:
-        yield ok(", ".join(present))
-    for name, (use, extra) in EXTRAS.items():
-        if not facts.packages.get(name):
-            yield note(f"{name} is missing: {use}", f"pip install 'trainmux[{extra}]'")
-
-
 def check_caches(facts: tm.MachineFacts) -> Iterator[Finding]:
     for cache in facts.caches:
         folder = cache.folder
@@ -320,7 +304,6 @@ CHECKS = {
     "Compilers": check_compilers,
     "Bandwidth": check_rates,
     "CUDA graphs": check_capture,
-    "Extras": check_extras,
     "Caches": check_caches,
 }
 
