@@ -92,7 +92,8 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 
 def accuracy_fn(model: nn.Module, batch: Any) -> Tensor:
     images, labels = batch
-    return (model(images).argmax(1) == labels).float().mean()
+    logits: Tensor = model(images)
+    return (logits.argmax(1) == labels).float().mean()
 
 
 def load_data(device: torch.device) -> tuple[Loaders, list[Any]]:
