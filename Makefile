@@ -7,7 +7,7 @@ VENV ?= .venv
 PYTHON ?=
 TORCH_INDEX ?=
 DEMO_ARGS ?=
-BENCH_OUT ?= runs/bench/fleet_cpu.json
+BENCH_OUT ?= runs/bench/step_cpu.json
 export TORCH_INDEX
 
 PY := $(VENV)/bin/python
@@ -44,8 +44,9 @@ test-gpu: ## GPU tests, with the Python that already has torch
 	  echo "make test-gpu needs a Python with torch and pytest; name it with PYTHON=..." >&2; exit 1; }
 	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(PYTHON),python3) -m pytest tests/gpu
 
-bench: $(INSTALLED) ## CPU benchmark: fused against one by one
-	$(PY) benchmarks/fleet_cpu.py --out $(BENCH_OUT)
+bench: $(INSTALLED) ## CPU benchmark: a fleet of small models against eager torch and vmap
+	$(PY) -m benchmarks step --device cpu --workloads mlp,small:cnn,small:transformer --widths 16 --out $(BENCH_OUT)
+	$(PY) -m benchmarks report $(BENCH_OUT)
 
 clean: ## remove caches and build output
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-from benchmarks.bench.command import app
+import typer
+
+from benchmarks import overhead, plans, report, step, zoo
+
+app = typer.Typer(
+    name="benchmarks", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+app.command("step")(step.command)
+app.command("plans")(plans.command)
+app.command("zoo")(zoo.command)
+app.command("overhead")(overhead.command)
+app.command("report")(report.command)
+
+
+@app.command(
+    "zico",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def zico(context: typer.Context) -> None:
+    """Measure two jobs on one device, as in the Zico paper: in turn, at once, and co-located."""
+    from benchmarks.zico.command import app as zico_app
+
+    zico_app(context.args, prog_name="python -m benchmarks zico")
+
 
 if __name__ == "__main__":
     app()

@@ -25,7 +25,7 @@ def _transformers() -> Any:
             raise
         raise ImportError(
             "the Hugging Face workloads need the package 'transformers', which is not installed; "
-            "install it with: pip install 'trainmux[hf]'"
+            "install it with: pip install 'trainmux[bench]'"
         ) from error
     return transformers
 

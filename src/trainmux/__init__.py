@@ -23,7 +23,7 @@ from trainmux.fleet import Fleet, MachineFacts, Member, Plan, inspect_machine
 from trainmux.profiling import DEVICES, Device
 from trainmux.training import Callback, CSVLog, EarlyStopping, EpochRecord, History
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "DEVICES",

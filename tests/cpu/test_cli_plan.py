@@ -1,4 +1,4 @@
-"""``trainmux plan`` as its user calls it."""
+"""``trainmux plan`` as its user calls it: on fleets of a file."""
 
 from __future__ import annotations
 
@@ -21,6 +21,28 @@ from trainmux.lowering import KernelCache
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
+FLEETS = """
+import torch
+import trainmux as tm
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+def make(width=2):
+    models = [
+        torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+        for _ in range(width)
+    ]
+    members = [
+        tm.Member(model, torch.optim.AdamW(model.parameters()), name=f"member {number}")
+        for number, model in enumerate(models)
+    ]
+    return tm.Fleet(members, loss, torch.ones(4, 16), device="cpu", lowering="aten")
+
+fleet = make(1)
+number = 3
+"""
+
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -28,14 +50,22 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
 
 
-def test_a_plan_for_another_machine_is_shown_and_written(tmp_path: Path) -> None:
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "fleets.py"
+    path.write_text(FLEETS, encoding="utf-8")
+    return str(path)
+
+
+def test_a_plan_for_another_machine_is_shown_and_written(file: str, tmp_path: Path) -> None:
     files = {kind: tmp_path / f"plan.{kind}" for kind in ("save", "report", "trace")}
-    arguments = ["plan", "small:mlp", "--members", "3", "--device", "a100-40gb", "--budget", "50%"]
+    arguments = ["plan", f"{file}:fleet", "--members", "3", "--device", "a100-40gb", "--budget", "50%"]
     for kind, path in files.items():
         arguments += [f"--{kind}", str(path)]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, [*arguments, "--curve", "2"])
     assert result.exit_code == 0, result.output
     assert "plan by auto: 3 members" in result.output
+    assert "what the budget costs" in result.output
     assert result.output.count("written to") == 3
     plan = tm.Plan.load(files["save"])
     assert plan.budget_bytes == tm.DEVICES["a100-40gb"].memory_bytes // 2
@@ -43,52 +73,41 @@ def test_a_plan_for_another_machine_is_shown_and_written(tmp_path: Path) -> None
     assert files["report"].read_text().lstrip().lower().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize(("device", "memory"), [("v100-32gb", 32 * 10**9), ("h200-141gb", 141 * 10**9)])
-def test_without_a_budget_the_whole_device_is_planned_for(device: str, memory: int, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    arguments = ["plan", "small:mlp", "--members", "2", "--device", device, "--save", str(path)]
-    result = CliRunner().invoke(app, [*arguments, "--policy", "none", "--curve", "2"])
-    assert result.exit_code == 0, result.output
-    assert "what the budget costs" in result.output
-    plan = tm.Plan.load(path)
-    assert plan.budget_bytes == memory
-    assert {(profile.source, profile.device.name) for profile in plan.profiles} == {("analytic", device)}
-
-
-def test_a_device_of_one_s_own_is_planned_for(tmp_path: Path) -> None:
+def test_a_device_of_one_s_own_is_planned_for_as_a_whole(file: str, tmp_path: Path) -> None:
     numbers = {**tm.DEVICES["a100-40gb"].__dict__, "name": "mine", "memory_bytes": 3 * 10**9}
     (tmp_path / "mine.json").write_text(json.dumps(numbers))
-    arguments = ["plan", "small:mlp", "--members", "2", "--policy", "none"]
+    arguments = ["plan", f"{file}:make", "--policy", "none"]
     saved = tmp_path / "plan.json"
     device = ["--device", str(tmp_path / "mine.json")]
     result = CliRunner().invoke(app, [*arguments, *device, "--save", str(saved)])
     assert result.exit_code == 0, result.output
     plan = tm.Plan.load(saved)
     assert (plan.budget_bytes, plan.profiles[0].device.name) == (3 * 10**9, "mine")
+    assert {profile.source for profile in plan.profiles} == {"analytic"}
     result = CliRunner().invoke(app, [*arguments, "--device", str(tmp_path / "nobody.json")])
     assert isinstance(result.exception, ConfigError)
 
 
-def test_a_plan_for_this_machine_is_measured() -> None:
-    result = CliRunner().invoke(app, ["plan", "small:mlp", "--members", "2", "--policy", "none"])
+def test_a_plan_for_this_machine_is_measured(file: str) -> None:
+    result = CliRunner().invoke(app, ["plan", f"{file}:make", "--policy", "none"])
     assert result.exit_code == 0, result.output
     assert "plan by none: 2 members" in result.output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("name", "said"),
     [
-        (["resnet1001"], "resnet101"),
-        (["small:nothing"], "small:mlp"),
-        (["small:mlp", "--batch-size", "3"], "leave --batch-size out"),
-        (["small:mlp", "--members", "0"], "members"),
-        ([], "WORKLOAD"),
+        ("resnet101", "expected FILE:NAME"),
+        ("nowhere.py:fleet", "expected FILE:NAME"),
+        ("{}:nothing", "no such name"),
+        ("{}:number", "got int"),
+        ("{}:loss", "missing"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(arguments: list[str], said: str) -> None:
-    result = CliRunner().invoke(app, ["plan", *arguments], terminal_width=2000)
-    assert result.exit_code == 2
-    assert said.lower() in result.output.lower()
+def test_what_is_no_fleet_is_refused(file: str, name: str, said: str) -> None:
+    result = CliRunner().invoke(app, ["plan", name.format(file)], terminal_width=2000)
+    assert result.exit_code in (1, 2)
+    assert said in result.output + str(result.exception)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +121,8 @@ def test_what_cannot_be_planned_is_refused(arguments: list[str], said: str) -> N
         (["--device", "b300"], ConfigError),
     ],
 )
-def test_typed_errors_reach_the_command_line(options: list[str], error: type[Exception]) -> None:
-    result = CliRunner().invoke(app, ["plan", "small:mlp", "--device", "a100", *options])
+def test_typed_errors_reach_the_command_line(file: str, options: list[str], error: type[Exception]) -> None:
+    result = CliRunner().invoke(app, ["plan", f"{file}:fleet", "--device", "a100", *options])
     assert isinstance(result.exception, error)
 
 
@@ -145,8 +164,8 @@ class OnTerminal:
         return self.process.returncode, printed.decode()
 
 
-def test_bars_are_shown_on_a_terminal() -> None:
-    running = OnTerminal("small:mlp", "--members", "2", "--device", "a100-40gb")
+def test_bars_are_shown_on_a_terminal(file: str) -> None:
+    running = OnTerminal(f"{file}:make", "--device", "a100-40gb")
     status, printed = running.end()
     assert status == 0, running.shown
     assert "plan by auto: 2 members" in printed
@@ -155,8 +174,8 @@ def test_bars_are_shown_on_a_terminal() -> None:
     assert "100%" in running.shown
 
 
-def test_ctrl_c_ends_planning_without_a_traceback() -> None:
-    running = OnTerminal("small:mlp", "--members", "32", "--device", "a100-40gb")
+def test_ctrl_c_ends_planning_without_a_traceback(file: str) -> None:
+    running = OnTerminal(f"{file}:make", "--members", "32", "--device", "a100-40gb")
     running.read_until("profiling")
     running.process.send_signal(signal.SIGINT)
     status, printed = running.end()

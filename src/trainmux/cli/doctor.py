@@ -1,103 +1,326 @@
-"""``trainmux doctor``: what this machine has for training, what is missing, and what to do about it."""
+"""``trainmux doctor``: check what this machine has for training, and say what to do about what is missing.
+
+Each check is a function of ``trainmux.MachineFacts`` alone, so that tests can describe any machine.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import groupby
+from enum import Enum
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console, RenderableType
+import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import trainmux as tm
+from trainmux.reporting import format_bytes as size
 
-from ._doctor_checks import Finding, Level, check
+SUPPORTED_PYTHON = ((3, 11), (3, 13))
+SUPPORTED_TORCH = ((2, 11), (2, 14))
+"""From the first, up to but without the second; as in pyproject.toml."""
 
-_STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
-_FORMAT = 1
+LEAST_FREE_DEVICE_BYTES = 256 << 20
+"""Library workspaces take 32 MiB for each stream; below this a fleet has no room."""
+LEAST_FREE_DISK_BYTES = 1 << 30
+IDLE_DEVICE_BYTES = 64 << 20
+"""A driver keeps less than this for itself on an idle device."""
+SHARED_LINK = 0.75
+"""A copy direction below this share of its own rate while both are busy waits for the other one."""
+
+_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
-class UnwritableFileError(Exception):
-    """The file for the answers cannot be written."""
+class Level(Enum):
+    """How good a finding is; with a problem, training does not work with its defaults."""
+
+    OK = "ok"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found; ``remedy`` is what to do about it, if it is not good."""
+
+    level: Level
+    text: str
+    remedy: str = ""
+    section: str = ""
+
+
+def ok(text: str) -> Finding:
+    return Finding(Level.OK, text)
+
+
+def note(text: str, remedy: str) -> Finding:
+    return Finding(Level.NOTE, text, remedy)
+
+
+def problem(text: str, remedy: str) -> Finding:
+    return Finding(Level.PROBLEM, text, remedy)
 
 
 def run_doctor(*, quick: bool, json_file: Path | None, console: Console | None = None) -> bool:
-    """Look, print and write what was asked for; whether training can work."""
+    """Check this machine, print and write the findings; say whether training can work."""
     console = console or Console(highlight=False)
-    if console.is_terminal:
-        with console.status("looking at this machine"):
-            facts = tm.inspect_machine(measures=not quick)
-    else:
+    with console.status("checking this machine"):
         facts = tm.inspect_machine(measures=not quick)
     findings = check(facts)
-    for line in shown(findings, facts):
-        console.print(line)
+    show(findings, facts, console)
     if json_file is not None:
-        write(json_file, findings, facts)
+        document = {
+            "format": 1,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "can_train": can_train(findings),
+            "findings": [asdict(finding) | {"level": finding.level.value} for finding in findings],
+            "facts": asdict(facts),
+        }
+        try:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise typer.BadParameter(
+                f"expected a file that can be written, got {json_file}: {error.strerror or error}",
+                param_hint="--json",
+            ) from None
         console.print(Text(f"written to {json_file}"))
     return can_train(findings)
 
 
 def can_train(findings: Iterable[Finding]) -> bool:
-    """Whether nothing that was found is in the way of training."""
     return all(finding.level is not Level.PROBLEM for finding in findings)
 
 
-def shown(findings: Sequence[Finding], facts: tm.MachineFacts) -> list[RenderableType]:
-    """The findings as people read them, in any width and without colour."""
-    lines: list[RenderableType] = []
-    for section, group in groupby(findings, key=lambda finding: finding.section):
-        lines += [Text(section, style="bold"), _rows(group)]
-    lines += [Text(), Text(summary(findings, facts), style="bold")]
-    return lines
-
-
-def summary(findings: Iterable[Finding], facts: tm.MachineFacts) -> str:
-    """One sentence: whether one can train here, where, and how much there is to read above."""
+def show(findings: Sequence[Finding], facts: tm.MachineFacts, console: Console) -> None:
+    """Print the findings by section, and one sentence about all of them."""
+    for section in dict.fromkeys(finding.section for finding in findings):
+        table = Table.grid(padding=(0, 1))
+        table.add_column(width=max(len(level.value) for level in Level), justify="right")
+        table.add_column(overflow="fold")
+        for finding in findings:
+            if finding.section == section:
+                text = Text(finding.text)
+                if finding.remedy:
+                    text.append(f"\n> {finding.remedy}", style="italic")
+                table.add_row(Text(finding.level.value, style=_STYLES[finding.level.value]), text)
+        console.print(Text(section, style="bold"), table)
     levels = [finding.level for finding in findings]
-    notes, problems = levels.count(Level.NOTE), levels.count(Level.PROBLEM)
-    verdict = "Training cannot work as it is" if problems else f"Training works here, on {facts.device}"
     counts = [
-        f"{count} {noun}{'s' if count != 1 else ''}"
-        for count, noun in ((problems, "problem"), (notes, "note"))
-        if count
+        f"{count} {level.value}{'s' if count != 1 else ''}"
+        for level in (Level.PROBLEM, Level.NOTE)
+        if (count := levels.count(level))
     ]
-    return f"{verdict}: {', '.join(counts) or 'nothing to note'} ({facts.seconds:.1f} s)."
+    verdict = f"Training works here, on {facts.device}" if can_train(findings) else "Training cannot work"
+    console.print(
+        Text(f"\n{verdict}: {', '.join(counts) or 'nothing to note'} ({facts.seconds:.1f} s).", "bold")
+    )
 
 
-def write(path: Path, findings: Sequence[Finding], facts: tm.MachineFacts) -> None:
-    """All of it as JSON; ``UnwritableFileError`` where the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document(findings, facts), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UnwritableFileError(f"expected a file that can be written, got {path}: {reason}") from error
+def check_versions(facts: tm.MachineFacts) -> Iterator[Finding]:
+    yield ok(f"trainmux {facts.packages.get('trainmux') or tm.__version__} on {facts.system}")
+    for name, found, (first, end) in (
+        ("Python", facts.python, SUPPORTED_PYTHON),
+        ("torch", facts.torch, SUPPORTED_TORCH),
+    ):
+        supported = f"{first[0]}.{first[1]} to {end[0]}.{end[1] - 1}"
+        remedy = f"use Python {supported}"
+        if name == "torch":
+            remedy = f"pip install 'torch>={first[0]}.{first[1]},<{end[0]}.{end[1]}'"
+        match = re.match(r"(\d+)\.(\d+)", found)
+        number = (int(match[1]), int(match[2])) if match else None
+        if number is not None and number < first:
+            yield problem(f"{name} {found} is too old: trainmux needs {supported}", remedy)
+        elif number is None or number >= end:
+            yield note(f"{name} {found} is untested: trainmux is tested with {supported}", remedy)
+        else:
+            yield ok(f"{name} {found}")
+    cuda, driver = facts.cuda, facts.driver.version
+    yield ok(
+        f"{f'CUDA {cuda.built_for}' if cuda.built_for else 'no CUDA in this torch'}, "
+        f"{f'cuDNN {cuda.cudnn}' if cuda.cudnn else 'no cuDNN'}, "
+        f"{f'Triton {facts.triton}' if facts.triton else 'no Triton'}, "
+        f"{f'NVIDIA driver {driver}' if driver else 'no NVIDIA driver'}"
+    )
 
 
-def document(findings: Sequence[Finding], facts: tm.MachineFacts) -> dict[str, Any]:
-    """What is written: the date, the findings, and the facts behind them."""
-    return {
-        "format": _FORMAT,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "can_train": can_train(findings),
-        "findings": [asdict(finding) | {"level": finding.level.value} for finding in findings],
-        "facts": asdict(facts),
-    }
+def check_device(facts: tm.MachineFacts) -> Iterator[Finding]:
+    for gpu in facts.cuda.gpus:
+        free = "" if gpu.free_bytes is None else f", {size(gpu.free_bytes)} free"
+        text = f"cuda:{gpu.index} {gpu.name}, compute {gpu.capability}, {size(gpu.memory_bytes)}{free}"
+        if gpu.free_bytes is not None and gpu.free_bytes < LEAST_FREE_DEVICE_BYTES:
+            yield problem(f"{text}: too little to train", "end what else runs on it, or use another device")
+        elif gpu.others_bytes is not None and gpu.others_bytes > IDLE_DEVICE_BYTES:
+            remedy = "leave the device to one process, or give a budget below what is free"
+            yield note(f"{text}; other processes use {size(gpu.others_bytes)}", remedy)
+        else:
+            used = "unknown whether other processes use it" if gpu.others_bytes is None else "idle"
+            yield ok(f"{text}; {used}")
+        if "exclusive" in gpu.compute_mode.lower():
+            yield note(
+                f"cuda:{gpu.index} takes one process at a time (compute mode {gpu.compute_mode})",
+                f"nvidia-smi -i {gpu.index} -c DEFAULT lets several processes use it",
+            )
+    if not facts.cuda.gpus:
+        yield _missing_device(facts)
 
 
-def _rows(findings: Iterable[Finding]) -> Table:
-    table = Table.grid(padding=(0, 1), expand=False)
-    table.add_column(width=max(len(level.value) for level in Level), justify="right")
-    table.add_column(overflow="fold")
-    for finding in findings:
-        text = Text(finding.text)
-        if finding.remedy:
-            text.append(f"\n> {finding.remedy}", style="italic")
-        table.add_row(Text(finding.level.value, style=_STYLES[finding.level]), text)
-    return table
+def _missing_device(facts: tm.MachineFacts) -> Finding:
+    """Explain why there is no GPU; training works on the CPU, so only a broken GPU is a problem."""
+    cuda, driver = facts.cuda, facts.driver
+    listed = ", ".join(gpu.name for gpu in driver.gpus)
+    on_cpu = "training runs on the CPU:"
+    if not listed and driver.version:
+        why = f"NVIDIA driver {driver.version} has no device here ({_clause(driver.error)}; "
+        remedy = "give this machine or container a device, for docker with --gpus all"
+        return note(f"{on_cpu} {why}torch: {_clause(cuda.error)})", remedy)
+    if not listed:
+        remedy = "to plan for a GPU without having one: trainmux plan FILE:NAME --device a100-40gb"
+        return note(f"{on_cpu} there is no GPU ({_clause(cuda.error)})", remedy)
+    if not cuda.built_for:
+        why = f"the driver has {listed}, but this torch was built without CUDA"
+        return note(f"{on_cpu} {why}", "install a build of torch with CUDA")
+    if cuda.visible_devices is not None and cuda.visible_devices.strip() in ("", "-1"):
+        why = f"CUDA_VISIBLE_DEVICES={cuda.visible_devices!r} hides {listed}"
+        return note(f"{on_cpu} {why}", "unset CUDA_VISIBLE_DEVICES")
+    if "out of memory" in cuda.error.lower():
+        return problem(f"the driver has {listed}, but no memory is left on it", "end what else runs on it")
+    remedy = f"update the driver to one for CUDA {cuda.built_for}, or install a torch for this driver"
+    return problem(f"the driver has {listed}, but torch cannot use it: {_clause(cuda.error)}", remedy)
+
+
+def check_host(facts: tm.MachineFacts) -> Iterator[Finding]:
+    host = facts.host
+    memory = "unknown memory" if host.memory_bytes is None else f"{size(host.memory_bytes)} of memory"
+    available = "" if host.available_bytes is None else f", {size(host.available_bytes)} available"
+    limit = "" if host.limit_bytes is None else f", limited to {size(host.limit_bytes)} by a control group"
+    yield ok(f"{host.num_cpus} core{'s' if host.num_cpus != 1 else ''}, {memory}{available}{limit}")
+    pinnable = host.pinnable_bytes
+    if pinnable is None:
+        yield note(
+            "how much memory may be pinned is not known",
+            "give plans a device of your own (tm.Device) with host_bytes to limit what they offload",
+        )
+    elif pinnable < max((gpu.memory_bytes for gpu in facts.cuda.gpus), default=0):
+        yield note(
+            f"{size(pinnable)} may be pinned to offload to: less than the device has, so plans for small "
+            "budgets recompute more",
+            "give this machine, container or job more memory",
+        )
+    else:
+        yield ok(f"{size(pinnable)} may be pinned to offload to")
+
+
+def check_compilers(facts: tm.MachineFacts) -> Iterator[Finding]:
+    if facts.cuda.gpus and facts.region_error:
+        yield note(
+            f"steps stay on ATen's slower kernels: {_clause(facts.region_error)}",
+            "install the Triton that belongs to this torch (pip install triton)",
+        )
+    elif facts.cuda.gpus and not facts.c_compiler:
+        yield note("Triton needs a C compiler to build kernel launchers", "install gcc or clang")
+    elif facts.cuda.gpus:
+        yield ok(f"Triton compiles for {facts.device}, with {facts.c_compiler}")
+    if facts.cpp_error:
+        text = f'lowering="inductor" does not work on the CPU: {_clause(facts.cpp_error)}'
+        yield note(text, "install g++ or clang++")
+    else:
+        yield ok("C++ compiles for the CPU")
+
+
+def check_rates(facts: tm.MachineFacts) -> Iterator[Finding]:
+    rates = facts.rates
+    if facts.rates_error:
+        remedy = "free memory on the device and the host, and run this again"
+        yield note(f"nothing could be measured: {_clause(facts.rates_error)}", remedy)
+    if rates is None:
+        return
+    on_gpu = bool(facts.cuda.gpus)
+    yield ok(f"{'device' if on_gpu else 'host'} memory {_rate(rates.memory)} (read and written by a copy)")
+    if not on_gpu:
+        return
+    link = rates.link
+    text = (
+        f"link to the host: out {_rate(link.out)}, in {_rate(link.into)}; both at once: "
+        f"out {_rate(link.out_duplex)}, in {_rate(link.into_duplex)}"
+    )
+    if min(link.out_duplex / link.out, link.into_duplex / link.into) < SHARED_LINK:
+        remedy = "if offloading matters, give the device a slot of its own and keep other traffic off it"
+        yield note(f"{text}: the directions slow each other down", remedy)
+    else:
+        yield ok(text)
+
+
+def check_capture(facts: tm.MachineFacts) -> Iterator[Finding]:
+    cuda = facts.cuda
+    if not cuda.gpus:
+        return
+    for what, error in (("CUDA graphs", cuda.graphs_error), ("memory pools (MemPool)", cuda.pool_error)):
+        remedy = 'update the driver and torch; until then train with engine="reference"'
+        yield problem(f"{what} cannot be used: {_clause(error)}", remedy) if error else ok(f"{what} work")
+    if cuda.allocator_settings:
+        told = ", ".join(f"{name}={value}" for name, value in cuda.allocator_settings)
+        remedy = f"unset {' '.join(name for name, _ in cuda.allocator_settings)}"
+        yield note(
+            f"the allocator does not follow its default rules ({told}): memory is not predicted", remedy
+        )
+    elif cuda.allocator != "native":
+        text = f"the allocator is {cuda.allocator}, not torch's native one: memory is not predicted"
+        yield note(text, "leave torch's allocator as it is")
+    else:
+        yield ok("the allocator follows its default rules")
+    if cuda.is_mps_running:
+        text = "MPS is running: other processes may compute on the device at the same time"
+        yield note(text, "stop it before measuring: echo quit | nvidia-cuda-mps-control")
+
+
+def check_caches(facts: tm.MachineFacts) -> Iterator[Finding]:
+    for cache in facts.caches:
+        folder = cache.folder
+        most = "" if folder.is_whole else "more than "
+        files = f"{most}{folder.num_files:,} file{'s' if folder.num_files != 1 else ''}"
+        held = f"{files}, {most}{size(folder.size_bytes)}" if folder.exists else "nothing yet"
+        text = f"{cache.keeps}: {held}, in {folder.path or 'no folder'}"
+        remedy = f"set {cache.variable} to a folder on a disk with room that can be written to"
+        if folder.write_error and cache.needed and not folder.exists:
+            yield problem(f"{text}, which cannot be created: {_clause(folder.write_error)}", remedy)
+        elif folder.write_error:
+            yield note(f"{text}, which cannot be written to: {_clause(folder.write_error)}", remedy)
+        elif folder.free_bytes is not None and folder.free_bytes < LEAST_FREE_DISK_BYTES:
+            yield note(f"{text}, on a disk with only {size(folder.free_bytes)} left", remedy)
+        else:
+            yield ok(text)
+
+
+CHECKS = {
+    "Versions": check_versions,
+    "Device": check_device,
+    "Host": check_host,
+    "Compilers": check_compilers,
+    "Bandwidth": check_rates,
+    "CUDA graphs": check_capture,
+    "Caches": check_caches,
+}
+
+
+def check(facts: tm.MachineFacts) -> tuple[Finding, ...]:
+    """Run all checks, section by section."""
+    return tuple(
+        Finding(found.level, found.text, found.remedy, section)
+        for section, one in CHECKS.items()
+        for found in one(facts)
+    )
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:,.1f} GB/s"
+
+
+def _clause(message: str) -> str:
+    """Somebody else's message, to stand within a sentence of ours."""
+    return message.strip().rstrip(".") or "no reason given"

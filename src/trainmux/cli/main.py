@@ -1,4 +1,4 @@
-"""Entry point of the command line; says which extra is missing before anything else can fail."""
+"""Entry point of the command line; names the missing extra before anything else can fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ CLI_PACKAGES = frozenset({"typer", "click", "rich", "sklearn"})
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """What to tell the user when an import failed; ``None`` if the extra would not help."""
+    """Explain a failed import of a package of the extra; ``None`` if the extra would not help."""
     package = (error.name or "").partition(".")[0]
     if package not in CLI_PACKAGES:
         return None
@@ -17,7 +17,7 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
 
 
 def main() -> None:
-    """Run the command line; a missing package of the extra, or a ``TrainmuxError``, exits with status 1."""
+    """Run the command line; exit with status 1 on a ``TrainmuxError`` or a missing package of the extra."""
     from trainmux.errors import TrainmuxError
 
     try:

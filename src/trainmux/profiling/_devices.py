@@ -1,8 +1,8 @@
 """Devices by name: what their data sheets say, for planning on a machine one does not have.
 
 Peaks are the vendors' dense figures, without sparsity. The two shares below are what kernels of this project
-reach of them, measured once on an H200 (``benchmarks/results/lowering_h200.md``): 24 TFLOP of bf16 matrix
-products in 31.6 ms, and updates at 4.0 TB/s. They are applied to every device.
+reach of them, measured once on an H200: 24 TFLOP of bf16 matrix products in 31.6 ms, and updates at
+4.0 TB/s. They are applied to every device.
 """
 
 from __future__ import annotations

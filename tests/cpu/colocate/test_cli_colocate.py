@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import trainmux as tm
 from trainmux.cli._app import app
-from trainmux.cli.colocate import UnknownJobError, load_job, memory_line, memory_table
+from trainmux.cli.colocate import memory_line, memory_table
 
 JOBS = """
 import torch
@@ -48,7 +48,7 @@ def test_jobs_are_trained_and_summed_up(jobs: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "ready: 3 steps" in result.output
     assert "made: 3 steps" in result.output
-    assert "of 1.0 GiB laid out" in result.output
+    assert "of 1.00 GiB reserved" in result.output
     assert len(list((jobs.parent / "profiles").glob("*.lifespans.json"))) == 1  # the two are alike
 
 
@@ -64,8 +64,7 @@ def test_a_job_that_failed_gives_status_1(jobs: Path) -> None:
 def test_jobs_that_are_not_there_are_refused(jobs: Path, name: str) -> None:
     result = CliRunner().invoke(app, ["colocate", name.format(jobs)])
     assert result.exit_code == 2
-    with pytest.raises(UnknownJobError):
-        load_job(name.format(jobs))
+    assert "expected" in result.output
 
 
 def test_memory_in_view() -> None:
@@ -73,7 +72,7 @@ def test_memory_in_view() -> None:
         tm.JobUsage("a", 512 << 10, 256 << 10, 3, 10, "running"),
         tm.JobUsage("b", 0, 0, 0, None, "waiting"),
     ]
-    assert memory_line(rows, 1 << 20) == "a 3/10 768.0 KiB, b 0 0 bytes: 768.0 KiB of 1.0 MiB in use"
+    assert memory_line(rows, 1 << 20) == "a 3/10 768 KiB, b 0 0 B: 768 KiB of 1.0 MiB in use"
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(memory_table(rows, 1 << 20))
     shown = console.export_text()

@@ -1,0 +1,159 @@
+"""``python -m benchmarks plans``: plans at fractions of activation memory, predicted against measured.
+
+A share's budget is static + share × (peak - static): static is what the fleet holds between steps, peak what
+the plan with nothing offloaded or recomputed needs. For another device by name everything is predicted.
+"""
+
+from __future__ import annotations
+
+import gc
+from fractions import Fraction
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import trainmux as tm
+
+from .cases import find_case, split
+from .environment import choose_device, describe
+from .records import Results
+from .timing import time_blocks, used_bytes
+from .ways import LEARNING_RATE
+
+NUM_BATCHES = 3
+UNPLANNED = "no plan"
+
+
+class PlanBench:
+    """One fleet, trained by one plan after another; or a fleet of one, planned for another device."""
+
+    def __init__(
+        self, workload: str, batch_size: int | None, num_members: int, device: str, for_device: str | None
+    ) -> None:
+        case = find_case(workload, batch_size)
+        self._device, self._for_device, self._num_members = torch.device(device), for_device, num_members
+        self._before = used_bytes(self._device)
+        models = case.models(1 if for_device else num_members)
+        members = [
+            tm.Member(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), seed=number)
+            for number, model in enumerate(models)
+        ]
+        self._batches = [case.batch(seed) for seed in range(NUM_BATCHES)]
+        lowering = "inductor" if device == "cuda" else "aten"
+        self._fleet = tm.Fleet(
+            members, case.loss, self._batches[0], device=device, precision="bf16", lowering=lowering
+        )
+        self.name = {"workload": workload, "batch_size": case.batch_size, "width": num_members}
+
+    def measure(self, num_blocks: int, block_seconds: float) -> dict[str, Any]:
+        """Time steps by the plan in use, and see what the device holds; nothing for another device."""
+        if self._for_device is not None:
+            return {}
+        seconds = sorted(
+            time_blocks(self._fleet.step, self._batches, self._device, num_blocks, block_seconds)
+        )
+        row: dict[str, Any] = {"step_ms": 1e3 * seconds[len(seconds) // 2], "min_ms": 1e3 * seconds[0]}
+        row |= {"max_ms": 1e3 * seconds[-1]}
+        if self._device.type == "cuda":
+            row["device_bytes"] = used_bytes(self._device) - self._before
+            row["reserved_bytes"] = torch.cuda.memory_reserved(self._device)
+        return row
+
+    def plan(
+        self, budget: int | None, policy: str, max_partitions: int | None
+    ) -> tuple[tm.Plan, dict[str, Any]]:
+        """Plan, which a fleet on its own device then uses; give what is predicted."""
+        begin = perf_counter()
+        plan = self._fleet.plan(
+            budget,
+            policy,
+            device=self._for_device,
+            num_members=self._num_members if self._for_device else None,
+            max_partitions=max_partitions,
+        )
+        return plan, {
+            "budget_bytes": plan.budget_bytes,
+            "planning_s": perf_counter() - begin,
+            "predicted_ms": plan.step_seconds * 1e3,
+            "predicted_bytes": plan.peak_bytes,
+            "bound_ms": plan.bound_seconds * 1e3,
+            "widths": [len(sub_array.members) for sub_array in plan.partition],
+            "multiplexing": plan.record.schedule.multiplexing.value,
+            "num_swaps": len(plan.swaps),
+            "num_recomputes": len(plan.recomputes),
+            "recompute_share": plan.record.recompute_share,
+            "swap_overlap": plan.record.swap_overlap,
+        }
+
+
+def static_bytes(plan: tm.Plan) -> int:
+    """What the plan's members hold between steps: parameters, buffers, optimizer state."""
+    return sum(
+        tensor.size_bytes
+        for sub_array in plan.partition
+        for tensor in plan.profiles[sub_array.profile].tensors
+        if tensor.byte_class.is_static
+    )
+
+
+def command(
+    workloads: Annotated[str, typer.Option(help="Names, with commas.")] = "gpt2_no_dropout,resnet101",
+    members: Annotated[int, typer.Option(min=1, help="Models to train at once.")] = 8,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Of each member.")] = None,
+    shares: Annotated[
+        str, typer.Option(help="Of the memory beyond static, with commas.")
+    ] = "1/2,1/3,1/4,1/6,1/10",
+    policies: Annotated[str, typer.Option(help="With commas.")] = "auto",
+    partitions: Annotated[int | None, typer.Option(help="Try at most so many partitions.")] = None,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda; or a device by name (a100-40gb), for predictions only.")
+    ] = "auto",
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of steps that are timed.")] = 5,
+    block_seconds: Annotated[float, typer.Option(help="Seconds of a block.")] = 0.5,
+    out: Annotated[Path, typer.Option(help="File of results; rows measured before stay.")] = Path(
+        "runs/bench/plans.json"
+    ),
+) -> None:
+    """Plan at fractions of activation memory: step time, peak and planning time, predicted and measured."""
+    for_device = device if device in tm.DEVICES else None
+    place = "cpu" if for_device else choose_device(device)
+    environment = describe(place)
+    if for_device:
+        environment["device"] = f"{for_device}, predicted"
+    results = Results(out, "plans", environment)
+    for workload in split(workloads):
+        bench = PlanBench(workload, batch_size, members, place, for_device)
+
+        def add(row: dict[str, Any], bench: PlanBench = bench) -> None:
+            results.add({**bench.name, **row})
+            shown = ("share", "policy", "predicted_ms", "step_ms", "planning_s", "error")
+            print(bench.name["workload"], {name: row[name] for name in shown if name in row}, flush=True)
+
+        if not for_device:
+            add({"share": "1", "policy": UNPLANNED, **bench.measure(blocks, block_seconds)})
+        whole, row = bench.plan(None, "none", partitions)
+        static = static_bytes(whole)
+        add(
+            {
+                "share": "1",
+                "policy": "none",
+                "static_bytes": static,
+                **row,
+                **bench.measure(blocks, block_seconds),
+            }
+        )
+        for share in split(shares):
+            budget = static + int(Fraction(share) * (whole.peak_bytes - static))
+            for policy in split(policies):
+                name = {"share": share, "policy": policy, "static_bytes": static, "budget_bytes": budget}
+                try:
+                    _, row = bench.plan(budget, policy, partitions)
+                    add({**name, **row, **bench.measure(blocks, block_seconds)})
+                except tm.TrainmuxError as error:
+                    add({**name, "error": str(error)})
+        del bench, whole
+        gc.collect()
+    print(f"written to {out}")

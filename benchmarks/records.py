@@ -1,0 +1,76 @@
+"""Files of results: one current file per benchmark and device, whose rows say which run measured them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+KEYS = {
+    "step": ("workload", "batch_size", "width", "way"),
+    "plans": ("workload", "batch_size", "width", "share", "policy"),
+    "zoo": ("model", "width"),
+    "overhead": ("workload", "width", "budget"),
+}
+"""By benchmark: what names a row. A row measured anew replaces the one of the same name."""
+
+
+class Results:
+    """A file that is written after every row. An existing one keeps what is not measured anew."""
+
+    def __init__(self, path: Path, benchmark: str, environment: Mapping[str, Any]) -> None:
+        self._path, self._benchmark = path, benchmark
+        document = read(path, benchmark) if path.exists() else {"runs": [], "rows": []}
+        self.rows: list[dict[str, Any]] = document["rows"]
+        self._runs: list[dict[str, Any]] = document["runs"]
+        self._runs.append(
+            {
+                "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                **environment,
+            }
+        )
+        device = self._runs[0]["device"]
+        if environment["device"] != device:
+            raise SystemExit(
+                f"{path} has results of {device}, not of {environment['device']}: name another file"
+            )
+
+    def add(self, row: dict[str, Any]) -> None:
+        names = KEYS[self._benchmark]
+        key = [row.get(name) for name in names]
+        kept = [old for old in self.rows if [old.get(name) for name in names] != key]
+        self.rows[:] = [*kept, {**row, "run": len(self._runs) - 1}]
+        self._write()
+
+    def _write(self) -> None:
+        """Write runs that still have rows, beside the file first: whoever reads it never sees half of it."""
+        used = sorted({row["run"] for row in self.rows})
+        document = {
+            "format": FORMAT,
+            "benchmark": self._benchmark,
+            "runs": [self._runs[number] for number in used],
+            "rows": [{**row, "run": used.index(row["run"])} for row in self.rows],
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, self._path)
+
+
+def read(path: Path, benchmark: str | None = None) -> dict[str, Any]:
+    """Read a file of results; exits with a message where it is something else."""
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = document["benchmark"], document["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"expected results of python -m benchmarks in {path}, got {error!r}") from None
+    if found != (benchmark or found[0], FORMAT):
+        raise SystemExit(f"expected results of {benchmark} in format {FORMAT} in {path}, got {found}")
+    return document

@@ -1,0 +1,128 @@
+"""``python -m benchmarks report``: tables and charts of results, by pandas and matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .records import read
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="Results of step, plans, zoo or overhead.")],
+    markdown: Annotated[bool, typer.Option(help="Print tables as Markdown.")] = False,
+    chart: Annotated[Path | None, typer.Option(help="Draw a chart: SVG, PNG or PDF.")] = None,
+) -> None:
+    """Print the tables of a file of results, and draw its chart."""
+    document = read(file)
+    tables = {"step": step_tables, "plans": plan_tables}.get(document["benchmark"], plain_tables)(document)
+    for title, table in tables.items():
+        shown = table.map(_cell)
+        print(f"{title}\n\n{shown.to_markdown(disable_numparse=True) if markdown else shown.to_string()}\n")
+    for run in document["runs"]:
+        made_with = f"{run['device']}, torch {run['torch']}, commit {run.get('commit', '?')[:12]}"
+        print(f"- {run['date'][:10]}, {made_with}: `{run['command']}`")
+    for row in document["rows"]:
+        if "error" in row:
+            names = [
+                str(row[name]) for name in ("workload", "model", "width", "way", "policy") if name in row
+            ]
+            print(f"- failed: {', '.join(names)}: {row['error']}")
+    if chart is not None:
+        chart.parent.mkdir(parents=True, exist_ok=True)
+        draw(document, tables, chart)
+
+
+def step_tables(document: dict[str, Any]) -> dict[str, Any]:
+    """Times per member, times over that of trainmux with their geometric mean, and peak memory."""
+    import numpy as np
+    import pandas as pd
+
+    rows = pd.DataFrame(document["rows"])
+    rows["fleet"] = [f"{row.width} × {row.workload}, batch {row.batch_size}" for row in rows.itertuples()]
+
+    def by_way(column: str) -> pd.DataFrame:
+        return rows.pivot_table(column, "fleet", "way", sort=False)
+
+    times = by_way("median_ms")
+    tables = {"Milliseconds per member and step": times}
+    if "trainmux" in times:
+        faster = times.drop(columns="trainmux").div(times["trainmux"], axis=0)
+        widths = faster.index.str.split(" ").str[0]
+        means = np.exp(np.log(faster).groupby(widths).mean())
+        means.index = pd.Index([f"{width} members, geometric mean" for width in means.index])
+        tables["How many times faster trainmux is"] = pd.concat([faster, means])
+    if "reserved_bytes" in rows:
+        tables["Peak memory reserved by torch, GiB"] = by_way("reserved_bytes") / 2**30
+    tables["Seconds until the first step is done"] = by_way("build_s")
+    return tables
+
+
+def plan_tables(document: dict[str, Any]) -> dict[str, Any]:
+    """Per workload: step time, measured and predicted, memory against budget, and planning time."""
+    import pandas as pd
+
+    rows = pd.DataFrame(document["rows"])
+    tables = {}
+    for (workload, width, batch_size), group in rows.groupby(["workload", "width", "batch_size"], sort=False):
+        table = group.assign(
+            budget_gib=group.get("budget_bytes", pd.Series(dtype=float)) / 2**30,
+            predicted_gib=group.get("predicted_bytes", pd.Series(dtype=float)) / 2**30,
+        )
+        if "device_bytes" in group:
+            table["device_gib"] = group.device_bytes / 2**30
+        columns = ["widths", "step_ms", "predicted_ms", "bound_ms", "budget_gib"]
+        columns += ["predicted_gib", "device_gib", "planning_s", "recompute_share", "swap_overlap"]
+        table = table[[name for name in columns if name in table]]
+        table.index = pd.Index(group.share + " " + group.policy, name="share, policy")
+        tables[f"{width} × {workload}, batch {batch_size}"] = table
+    return tables
+
+
+def plain_tables(document: dict[str, Any]) -> dict[str, Any]:
+    import pandas as pd
+
+    rows = pd.DataFrame(document["rows"]).drop(columns=["run", "detail", "error"], errors="ignore")
+    return {document["benchmark"]: rows.set_index(rows.columns[0])}
+
+
+def _cell(value: Any) -> Any:
+    """Three digits that count, and a dash for what was not measured."""
+    if not isinstance(value, float):
+        return value
+    return "–" if value != value else f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def draw(document: dict[str, Any], tables: dict[str, Any], path: Path) -> None:
+    """Bars of speed for ``step``, step time over budget for ``plans``."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "trainmux"}
+    from matplotlib import pyplot
+
+    if document["benchmark"] == "step" and len(tables) > 1:
+        table = tables["How many times faster trainmux is"]
+        axes = table.plot.barh(figsize=(8, 1 + 0.45 * len(table)), logx=True, width=0.8)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.invert_yaxis()
+        axes.set_xlabel("times slower than trainmux")
+        axes.set_ylabel("")
+    elif document["benchmark"] == "plans":
+        _, axes = pyplot.subplots(figsize=(8, 5))
+        for title, table in tables.items():
+            column = "step_ms" if "step_ms" in table else "predicted_ms"
+            for policy, group in table.groupby(table.index.str.split(" ").str[1]):
+                if len(group) > 1:
+                    whole = group[column].min()
+                    line = group.sort_values("budget_gib")
+                    axes.plot(line.budget_gib, line[column] / whole, marker="o", label=f"{title}, {policy}")
+        axes.set_xlabel("budget, GiB")
+        axes.set_ylabel("step time, relative")
+        axes.legend(fontsize=7)
+    else:
+        raise SystemExit(f"there is no chart of {document['benchmark']}")
+    pyplot.tight_layout()
+    pyplot.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

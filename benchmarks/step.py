@@ -1,0 +1,173 @@
+"""``python -m benchmarks step``: the time of a training step per member, ways × workloads × widths."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from .cases import PAPER, find_case, split, to_device
+from .environment import choose_device, describe
+from .isolated import guarded, isolated
+from .mps import measure_processes, mps_daemon
+from .records import Results
+from .timing import summary, time_blocks, used_bytes
+from .ways import WAYS, Setup
+
+MPS = "mps"
+NUM_BATCHES = 4
+"""Batches that a measurement rotates among, so that no step finds its data in a cache."""
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """One measurement; it is sent to a process of its own."""
+
+    workload: str
+    batch_size: int | None
+    width: int
+    way: str
+    device_name: str
+    num_blocks: int = 5
+    block_seconds: float = 0.3
+    fleet: Mapping[str, Any] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.device_name)
+
+    def __call__(self, first: int, count: int = 1) -> tuple[Setup, list[Any]]:
+        """Make ``count`` models from number ``first`` on, and batches on the device."""
+        case = find_case(self.workload, self.batch_size)
+        torch.manual_seed(first)  # for dropout; weights and batches have seeds of their own
+        torch.backends.cudnn.benchmark = True  # every shape is fixed, so that the search pays
+        batches = [to_device(case.batch(seed), self.device) for seed in range(NUM_BATCHES)]
+        setup = Setup(case.models(count, first), case.loss, batches[0], self.device, self.fleet or {})
+        return setup, batches
+
+
+def measure(job: StepJob) -> dict[str, Any]:
+    """Build, warm up, time, and check that the members trained."""
+    if job.way == MPS:
+        row = measure_processes(job, job.width, job.num_blocks, job.block_seconds)
+    else:
+        way = WAYS[job.way]
+        count = way.num_models or job.width
+        before = used_bytes(job.device)
+        setup, batches = job(0, count)
+        begin = perf_counter()
+        step, notes = way.prepare(setup)
+        first_losses = step(batches[0]).tolist()
+        build_s = perf_counter() - begin
+        seconds = time_blocks(step, batches, job.device, job.num_blocks, job.block_seconds)
+        row = {
+            **summary(seconds, count),
+            "build_s": build_s,
+            "first_losses": first_losses,
+            "last_losses": step(batches[0]).tolist(),
+            "notes": notes,
+        }
+        if job.device.type == "cuda":
+            row["reserved_bytes"] = torch.cuda.max_memory_reserved(job.device)
+            row["device_bytes"] = used_bytes(job.device) - before
+    losses = [*row["first_losses"], *row["last_losses"]]
+    if not all(map(math.isfinite, losses)) or row["first_losses"][0] == row["last_losses"][0]:
+        return {"error": f"did not train: losses {losses}"}
+    return row
+
+
+def build(job: StepJob) -> dict[str, Any]:
+    """Run one step, for the compiled kernels that it leaves on disk."""
+    setup, batches = job(0, WAYS[job.way].num_models or job.width)
+    WAYS[job.way].prepare(setup)[0](batches[0])
+    return {}
+
+
+def run(jobs: list[StepJob], results: Results, limit_s: float = 240.0, builds_at_once: int = 1) -> None:
+    """Measure each job, on a GPU in a process of its own; one that fails is recorded with the reason.
+
+    Each starts with an empty cache of compiled kernels, or with one that an earlier process has filled, of
+    which there are ``builds_at_once`` at a time.
+    """
+    with TemporaryDirectory(prefix="step-") as folder:
+        caches = [{"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{number}"} for number in range(len(jobs))]
+        if builds_at_once > 1:
+            with ThreadPoolExecutor(builds_at_once) as pool:
+                for job, cache in zip(jobs, caches, strict=True):
+                    if job.way != MPS and "eager" not in job.way:
+                        pool.submit(isolated, build, job, limit_s=limit_s, variables=cache)
+        for job, cache in zip(jobs, caches, strict=True):
+            case = find_case(job.workload, job.batch_size)
+            try:
+                with mps_daemon(Path(folder)) if job.way == MPS else nullcontext():
+                    if job.device.type == "cpu":
+                        found = guarded(measure, job)
+                    else:
+                        found = isolated(measure, job, limit_s=limit_s, variables=cache)
+            except RuntimeError as error:
+                found = {"error": str(error)}
+            name = {
+                "workload": job.workload,
+                "batch_size": case.batch_size,
+                "width": job.width,
+                "way": job.way,
+            }
+            how = {"fleet": job.fleet, "is_built_before": builds_at_once > 1}
+            results.add({**name, **how, **found})
+            told = f"{found['median_ms']:.4g} ms" if "median_ms" in found else found["error"]
+            print(f"{job.workload}, width {job.width}, {job.way}: {told}", flush=True)
+
+
+def command(
+    workloads: Annotated[
+        str, typer.Option(help="Names, with commas; small:NAME for the tiny ones.")
+    ] = ",".join(PAPER),
+    ways: Annotated[str, typer.Option(help="Ways to train, with commas.", show_default="all possible")] = "",
+    widths: Annotated[str, typer.Option(help="Numbers of members, with commas.")] = "8",
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Of each member.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    fleet: Annotated[str, typer.Option(help="Further arguments for Fleet, as a JSON object.")] = "{}",
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of steps that are timed.")] = 5,
+    block_seconds: Annotated[float, typer.Option(help="Seconds of a block.")] = 0.3,
+    limit: Annotated[float, typer.Option(help="Seconds that one measurement may take.")] = 240.0,
+    builds_at_once: Annotated[int, typer.Option(help="Compile so many measurements at a time first.")] = 1,
+    out: Annotated[Path, typer.Option(help="File of results; rows measured before stay.")] = Path(
+        "runs/bench/step.json"
+    ),
+) -> None:
+    """Measure the time of a training step per member: ways × workloads × numbers of members."""
+    place = choose_device(device)
+    known = {**WAYS, MPS: None}
+    possible = [name for name, way in known.items() if place == "cuda" or (way and not way.needs_cuda)]
+    chosen = split(ways) or possible
+    for way in chosen:
+        if way not in possible:
+            raise typer.BadParameter(
+                f"expected ways among {', '.join(possible)}; got {way}", param_hint="--ways"
+            )
+    jobs = [
+        StepJob(workload, batch_size, int(width), way, place, blocks, block_seconds, arguments)
+        for workload in split(workloads)
+        for width in split(widths)
+        for way in chosen
+        for arguments in (json.loads(fleet) if way == "trainmux" else None,)
+    ]
+    for job in jobs:
+        find_case(job.workload)
+    run(
+        jobs,
+        Results(out, "step", describe(place) if place == "cpu" else isolated(describe, place)),
+        limit,
+        builds_at_once,
+    )
+    print(f"written to {out}")

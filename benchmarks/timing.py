@@ -1,0 +1,78 @@
+"""Times of steps: warmed up, in blocks, by the device's own events where it has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+MIN_WARMUP_STEPS, MAX_WARMUP_STEPS = 3, 20
+SETTLED_RATIO = 1.5
+"""Warming up ends when two steps in a row took at most this many times the fastest one."""
+
+
+def seconds_of(work: Callable[[], None], device: torch.device) -> float:
+    """Time ``work`` until the device has finished it."""
+    if device.type != "cuda":
+        begin = perf_counter()
+        work()
+        return perf_counter() - begin
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3
+
+
+def time_blocks(
+    step: Callable[[Any], Any],
+    batches: Sequence[Any],
+    device: torch.device,
+    num_blocks: int,
+    block_seconds: float,
+) -> list[float]:
+    """Warm up, size a block to about ``block_seconds``, and give the seconds per step of each block."""
+    supply = cycle(batches)
+
+    def run(num_steps: int) -> float:
+        def work() -> None:
+            for batch in islice(supply, num_steps):
+                step(batch)
+
+        return seconds_of(work, device) / num_steps
+
+    taken = [run(1) for _ in range(MIN_WARMUP_STEPS)]
+    while len(taken) < MAX_WARMUP_STEPS and max(taken[-2:]) > SETTLED_RATIO * min(taken):
+        taken.append(run(1))
+    # An untimed block brings an idle device up to speed and decides the length of the others.
+    for _ in range(2):
+        num_steps = max(1, math.ceil(block_seconds / max(taken[-1], 1e-9)))
+        taken.append(run(num_steps))
+    return [run(num_steps) for _ in range(num_blocks)]
+
+
+def summary(step_seconds: Sequence[float], num_members: int) -> dict[str, Any]:
+    """Seconds per step of all members → milliseconds per member and step."""
+    block_ms = [1e3 * seconds / num_members for seconds in step_seconds]
+    return {
+        "median_ms": median(block_ms),
+        "min_ms": min(block_ms),
+        "max_ms": max(block_ms),
+        "block_ms": block_ms,
+    }
+
+
+def used_bytes(device: torch.device) -> int:
+    """Bytes of the whole device that are in use, by anybody; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

@@ -1,0 +1,162 @@
+"""``python -m benchmarks`` on tiny workloads: each command measures and writes what it claims to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.__main__ import app
+from benchmarks.cases import find_case
+from benchmarks.isolated import isolated
+from benchmarks.mps import measure_processes
+from benchmarks.step import StepJob
+from benchmarks.ways import WAYS, Setup
+from typer.testing import CliRunner
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+QUICK = ["--device", "cpu", "--block-seconds", "0.01"]
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    (made,) = document["runs"]
+    assert made["command"].startswith("python -m benchmarks")
+    assert {"date", "device", "torch", "python"} <= made.keys()
+    return document["rows"]
+
+
+def test_step_measures_every_way_that_a_cpu_has(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    run("step", "--workloads", "small:mlp", "--widths", "2", "--blocks", "2", *QUICK, "--out", str(out))
+    found = rows(out)
+    assert [row["way"] for row in found] == ["eager", "eager_vmap", "trainmux"]
+    for row in found:
+        assert 0 < row["min_ms"] <= row["median_ms"] <= row["max_ms"]
+        assert len(row["first_losses"]) == 2
+        assert row["first_losses"] == pytest.approx(found[0]["first_losses"], rel=0.02)
+
+
+def test_step_keeps_other_rows_and_reports_them(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "step.json"
+    for ways, width in (("eager,trainmux", "2"), ("eager", "2"), ("eager", "1")):
+        words = ["--workloads", "small:mlp", "--ways", ways, "--widths", width, "--blocks", "1"]
+        run("step", *words, *QUICK, "--out", str(out))
+    document = json.loads(out.read_text(encoding="utf-8"))
+    assert [(row["way"], row["width"]) for row in document["rows"]] == [
+        *(("trainmux", 2), ("eager", 2), ("eager", 1))
+    ]
+    assert [row["run"] for row in document["rows"]] == [0, 1, 2]
+    shown = run("report", str(out), "--chart", str(tmp_path / "step.svg"))
+    assert "How many times faster trainmux is" in shown
+    assert "<svg" in (tmp_path / "step.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("words", [["--ways", "mps"], ["--workloads", "resnet1001"]])
+def test_unknown_ways_and_workloads_are_refused(words: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["step", *words, "--device", "cpu", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("workload", ["small:cnn", "small:mlp"])
+def test_stacked_members_train_as_they_do_one_by_one(workload: str) -> None:
+    """The baselines do the same work: after a few steps all have the same losses, to bf16's precision."""
+    case = find_case(workload)
+    device = torch.device("cpu")
+    last = {}
+    for way in ("eager", "eager_vmap", "trainmux"):
+        step, _ = WAYS[way].prepare(Setup(case.models(3), case.loss, case.batch(0), device))
+        last[way] = [step(case.batch(0)).clone() for _ in range(4)][-1]
+    for way in ("eager_vmap", "trainmux"):
+        torch.testing.assert_close(last[way].float(), last["eager"].float(), rtol=0.02, atol=0.02)
+
+
+def fail(how: str) -> dict[str, Any]:
+    if how == "raise":
+        raise ValueError("no good\nmore")
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(("how", "said"), [("raise", "ValueError: no good"), ("exit", "status 3")])
+def test_what_fails_in_its_process_is_recorded(how: str, said: str) -> None:
+    assert said in isolated(fail, how)["error"]
+
+
+def test_processes_train_at_the_same_time() -> None:
+    row = measure_processes(StepJob("small:mlp", None, 2, "mps", "cpu"), 2, 2, 0.02)
+    assert row["median_ms"] > 0
+    assert row["first_losses"] != row["last_losses"]
+
+
+def test_plans_are_predicted_and_measured(tmp_path: Path) -> None:
+    out = tmp_path / "plans.json"
+    words = [
+        "--workloads",
+        "small:mlp",
+        "--members",
+        "2",
+        "--shares",
+        "1/2",
+        "--blocks",
+        "1",
+        "--out",
+        str(out),
+    ]
+    run("plans", *words, *QUICK)
+    unplanned, whole, half = rows(out)
+    assert (unplanned["policy"], whole["policy"], half["policy"]) == ("no plan", "none", "auto")
+    assert min(whole["step_ms"], whole["predicted_ms"], whole["planning_s"]) > 0
+    assert half["budget_bytes"] < whole["predicted_bytes"]
+    # So small a model may not fit: then the row has the reason.
+    assert "smallest that works" in half["error"] if "error" in half else half["step_ms"] > 0
+
+
+def test_plans_for_another_device_are_predicted_only(tmp_path: Path) -> None:
+    out = tmp_path / "plans.json"
+    words = ["--workloads", "small:mlp", "--shares", "1/2", "--policies", "none", "--device", "a100-40gb"]
+    run("plans", *words, "--out", str(out))
+    whole, half = rows(out)
+    assert "step_ms" not in whole
+    assert half["width"] == 8
+    if "error" not in half:
+        assert half["predicted_bytes"] <= half["budget_bytes"]
+
+
+def test_overhead_compares_two_trees(tmp_path: Path) -> None:
+    out = tmp_path / "overhead.json"
+    words = ["--workloads", "small:mlp", "--members", "2", "--rounds", "2", "--block-steps", "3"]
+    run("overhead", "--other", str(REPOSITORY / "src"), *words, "--device", "cpu", "--out", str(out))
+    (row,) = rows(out)
+    assert 0.1 < row["step_us_ratio"] < 10
+
+
+def test_zoo_matches_plain_torch(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "zoo.json"
+    run(
+        "zoo", "--models", "transformers:bert,timm:no_such_model", "--members", "2", *QUICK, "--out", str(out)
+    )
+    bert, unknown = rows(out)
+    assert bert.get("fused_width") == 2, bert
+    assert bert["loss_difference"] < 1e-4
+    assert unknown["error"]
+
+
+def test_committed_results_say_how_they_were_made() -> None:
+    found = sorted((REPOSITORY / "benchmarks" / "results").glob("*.json"))
+    assert found
+    for path in found:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if "benchmark" in document:
+            assert all(run["command"] and run["date"] and run["torch"] for run in document["runs"]), path
