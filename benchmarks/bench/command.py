@@ -6,9 +6,9 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 LOG_WIDTH = 200
 
-Given = TypeVar("Given")
-Read = TypeVar("Read")
 
 app = typer.Typer(name="bench", no_args_is_help=True, help="Measure step times, and report them.")
 
@@ -106,91 +104,6 @@ def step(
 
 
 @app.command()
-def zico(
-    pairs: Annotated[
-        str,
-        typer.Option(
-            help="A+B, with commas, or all; NAME@SIZE for another batch size, small:NAME for the tiny ones.",
-            show_default="Figure 8's four",
-        ),
-    ] = "",
-    excesses: Annotated[
-        str, typer.Option(help="By what the jobs' peaks exceed the budgets, with commas.")
-    ] = "1.3,1.5,1.8",
-    parts: Annotated[
-        str,
-        typer.Option(
-            help="What to look at: pairs, memory, tracking, regions, host_view; build only compiles."
-        ),
-    ] = "pairs,memory",
-    device: Annotated[DeviceChoice, typer.Option(help="Where to train.")] = DeviceChoice.AUTO,
-    lowering: Annotated[
-        str | None, typer.Option(help="inductor or aten.", show_default="inductor on a GPU, aten on a CPU")
-    ] = None,
-    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
-    seconds: Annotated[float, typer.Option(min=1e-3, help="Of each way to run a pair.")] = 2.0,
-    eager: Annotated[bool, typer.Option(help="Also measure eager baselines.")] = True,
-    machine: Annotated[
-        bool, typer.Option(help="Also stay within the paper's 32 or 11 GiB, whichever it had for a pair.")
-    ] = False,
-    processes: Annotated[bool, typer.Option(help="Also measure two processes, alone and under MPS.")] = False,
-    time_limit: Annotated[
-        float | None, typer.Option(min=1, help="Seconds after which nothing more is begun.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Where the results go, as JSON.")] = Path("runs/bench/zico.json"),
-    resume: Annotated[bool, typer.Option(help="Keep what the file has, and measure the rest.")] = False,
-    figures: Annotated[
-        Path | None, typer.Option(help="Write the paper's figures as a Markdown page here, SVGs beside it.")
-    ] = None,
-    read: Annotated[
-        list[Path] | None,
-        typer.Option(help="Measure nothing: the figures are of these files; later ones win."),
-    ] = None,
-) -> None:
-    """Measure two jobs on one device: in turn, at once, and co-located within budgets."""
-    import torch
-
-    from .zico_jobs import ZicoOptions
-    from .zico_merge import merge
-    from .zico_page import write_page
-    from .zico_plan import ZicoPlan, default_pairs, parse_excesses, parse_pairs, parse_parts, read_results
-    from .zico_run import DeviceLostError, run_zico
-
-    if device is DeviceChoice.CUDA and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device here; use cpu or auto", param_hint="--device")
-    on_cuda = device is DeviceChoice.CUDA or (device is DeviceChoice.AUTO and torch.cuda.is_available())
-    if read:
-        document = _checked(merge, [_checked(read_results, path, "--read") for path in read], "--read")
-    else:
-        plan = ZicoPlan(
-            _checked(parse_pairs, pairs, "--pairs") if pairs else default_pairs(),
-            _checked(parse_excesses, excesses, "--excesses"),
-            _checked(parse_parts, parts, "--parts"),
-            time_limit,
-        )
-        options = ZicoOptions(
-            device="cuda" if on_cuda else "cpu",
-            lowering=lowering or ("inductor" if on_cuda else "aten"),
-            precision=precision,
-            seconds=seconds,
-            has_eager=eager,
-            has_machine=machine,
-            has_processes=processes,
-        )
-        if resume and out.exists():
-            _checked(read_results, out, "--out")
-        try:
-            document = run_zico(plan, options, out=out, resumes=resume, tell=typer.echo)
-        except DeviceLostError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(DeviceLostError.EXIT_STATUS) from None
-        typer.echo(f"written to {out}")
-    if figures is not None:
-        write_page(document, figures)
-        typer.echo(f"written to {figures}")
-
-
-@app.command()
 def report(
     results: Annotated[list[Path], typer.Argument(help="Files that bench step wrote; later ones win.")],
     markdown: Annotated[Path | None, typer.Option(help="Write the page of benchmarks here.")] = None,
@@ -214,14 +127,6 @@ def report(
         address = Path(os.path.relpath(plot, markdown.parent)).as_posix() if plot is not None else None
         write_text(markdown, page(records, shlex.join(words), address))
         typer.echo(f"written to {markdown}")
-
-
-def _checked(read: Callable[[Given], Read], given: Given, option: str) -> Read:
-    """What an option says; its ``ValueError`` names the option."""
-    try:
-        return read(given)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def _names(text: str, known: Collection[str], option: str) -> list[str]:
