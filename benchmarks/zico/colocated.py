@@ -78,16 +78,16 @@ def needed_bytes(result: tm.ColocationResult) -> tuple[int, int]:
 
 
 def run_phases(
-    jobs: Sequence[BenchJob], choose: ChoosePhases, options: ZicoOptions, **given: Any
+    jobs: Sequence[BenchJob], choose: ChoosePhases, options: ZicoOptions
 ) -> Iterator[dict[str, Any]]:
-    """Co-locate ``jobs`` with the options ``given``, and yield a record for each budget that was run.
+    """Co-locate ``jobs``, and yield a record for each budget that was run.
 
     What stopped the run before its last budget is raised behind the records of those before.
     """
     endless = [
         tm.Job(str(index), fleet=job.fleet, loader=job.batches, steps=10**9) for index, job in enumerate(jobs)
     ]
-    colocation = tm.colocate(endless, **given)
+    colocation = tm.colocate(endless)
     watch = _Watch(colocation, choose, options)
     watch.start()
     error: Exception | None = None
@@ -123,7 +123,7 @@ class _Watch(threading.Thread):
     def __init__(self, colocation: tm.Colocation, choose: ChoosePhases, options: ZicoOptions) -> None:
         super().__init__(daemon=True)
         self._colocation, self._choose, self._options = colocation, choose, options
-        self._most_bytes = 0
+        self._most_bytes = self._smallest_bytes = 0
         self.has_ended = threading.Event()
         self.num_phases: int | None = None
         self.records: list[dict[str, Any]] = []
@@ -137,8 +137,9 @@ class _Watch(threading.Thread):
                 raise MeasurementError(
                     f"expected an iteration of each job in {_START_SECONDS:g} s; got {steps}"
                 )
-            phases = self._choose(self._colocation.results())
-            self.num_phases = len(phases)
+            first = self._colocation.results()
+            phases = self._choose(first)
+            self.num_phases, self._smallest_bytes = len(phases), needed_bytes(first)[1]
             for phase in phases:
                 self.records.append(self._measure(phase))
         except _EndedError:
@@ -164,7 +165,7 @@ class _Watch(threading.Thread):
             "way": phase.way,
             "iterations_per_second": [count / (now - since) for count in iterations],
             "budget_bytes": phase.budget_bytes,
-            "smallest_budget_bytes": needed_bytes(after)[1],
+            "smallest_budget_bytes": self._smallest_bytes,
             "device_bytes": self._most_bytes,
             "iterations": iterations,
             "mispredicted": [new.num_mispredicted - old.num_mispredicted for old, new in rows],

@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib import rcsetup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -18,13 +19,13 @@ from .tables import MIB, gains
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 """Okabe and Ito's, which colour-blind readers can tell apart."""
-_STYLE = {
+_STYLE: Any = {
     "svg.hashsalt": "zico",
     "svg.fonttype": "none",
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
+    "axes.prop_cycle": rcsetup.cycler("color", COLOURS),
 }
 
 

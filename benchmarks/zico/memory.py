@@ -74,5 +74,6 @@ def _summary(seconds: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
 def _thinned(moments: np.ndarray, sizes: np.ndarray) -> list[list[float]]:
     """Keep at most `NUM_POINTS` moments: the highest in each of as many intervals, and the last."""
     places = np.minimum(NUM_POINTS - 2, (moments[:-1] / moments[-1] * (NUM_POINTS - 1)).astype(int))
-    highest = [max(np.flatnonzero(places == place), key=sizes.__getitem__) for place in np.unique(places)]
+    intervals = [np.flatnonzero(places == place) for place in np.unique(places)]
+    highest = [inside[np.argmax(sizes[inside])] for inside in intervals]
     return [[float(moments[index]), int(sizes[index])] for index in (*highest, len(moments) - 1)]

@@ -64,7 +64,7 @@ def _set_barrier(barrier: Any) -> None:
     _barrier = barrier
 
 
-def _train(name: str, seed: int, kind: str, options: ZicoOptions) -> tuple[int, float] | str:
+def _train(name: str, seed: int, kind: str, options: ZicoOptions) -> Any:
     """Build, warm up, wait for the other, train; steps and seconds, or an error ("" if the other has it)."""
     try:
         torch.backends.cudnn.benchmark = kind == "eager"  # a fleet chooses its own algorithms
