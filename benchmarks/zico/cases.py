@@ -108,19 +108,12 @@ def _full_size() -> dict[str, ZicoCase]:
     rhn_note = f"RHN of depth 10 with 830 units, {{}} rows of {_RHN_LENGTH} tokens (published: 20 of 35)"
     gnmt_note = "two LSTMs of two layers with attention (GNMT has two of eight), {} pairs of 16 tokens"
     nasnet_note = "NASNet-A (4 @ 1056), {} images of 224×224, no auxiliary classifier, no drop path"
+    resnet110_note = "ResNet-110, {} images of 32×32"
     bert_note = "BERT-base, {} rows of 128 tokens, no dropout"
     resnet50 = seeded(ResNet, num_blocks=RESNET_50)
     cases = (
         ZicoCase("nasnet", seeded(NASNetA), _classify, image_batch, 128, nasnet_note, True),
-        ZicoCase(
-            "resnet110",
-            seeded(CifarResNet),
-            _classify,
-            small_images,
-            512,
-            "ResNet-110, {} images of 32×32",
-            True,
-        ),
+        ZicoCase("resnet110", seeded(CifarResNet), _classify, small_images, 512, resnet110_note, True),
         ZicoCase("resnet50", resnet50, _classify, image_batch, 96, "ResNet-50, {} images of 224×224", True),
         ZicoCase("gnmt", gnmt.build, gnmt.loss, _sentences, 256, gnmt_note),
         ZicoCase("rhn", seeded(HighwayLanguageModel), _classify, words, 256, rhn_note),

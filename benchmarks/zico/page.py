@@ -36,7 +36,8 @@ def part(document: Document, name: str) -> str:
         return _source(document)
     if name not in TABLES:
         raise ValueError(f"expected a part among jobs, source, {', '.join(TABLES)}; got {name!r}")
-    return markdown(TABLES[name](document))
+    table = TABLES[name](document)
+    return "Not measured." if table.empty else markdown(table)
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -47,6 +48,8 @@ def markdown(table: pd.DataFrame) -> str:
 
 def _source(document: Document) -> str:
     runs = document["runs"]
+    if not runs:
+        return "Not measured."
     dates = sorted(run["date"][:10] for run in runs)
     environment, settings = runs[-1]["environment"], runs[-1]["settings"]
     versions = sorted({run["environment"]["torch"] for run in runs})
