@@ -1,26 +1,41 @@
-"""NASNet-A and the recurrent highway network: as published in size, and what a step of them computes."""
+"""NASNet-A and the recurrent highway network: their published sizes, and what a step of them computes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from benchmarks.workloads.deep_vision import RESNET_50, ResNet
 from benchmarks.workloads.highway import PENN_VOCAB_SIZE, HighwayLanguageModel, highway_batch
 from benchmarks.workloads.nasnet import NASNetA, NormalCell, ReductionCell
 from torch import Tensor, nn
 
 
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+@pytest.mark.parametrize(
+    ("make", "num_parameters"),
+    [
+        (NASNetA, 5_289_978),  # Zoph et al., Table 2: 5.3 million
+        (HighwayLanguageModel, 23_482_400),  # Zilly et al., Table 1: 23 million with tied weights
+        (partial(HighwayLanguageModel, tied=False), 31_782_400),  # and 32 million without
+        (partial(ResNet, num_blocks=RESNET_50), 25_557_032),
+    ],
+)
+def test_models_have_the_published_numbers_of_parameters(
+    make: Callable[[], nn.Module], num_parameters: int
+) -> None:
+    with torch.device("meta"):
+        model = make()
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
 
-def test_nasnet_mobile_has_the_published_number_of_parameters() -> None:
+def test_nasnet_mobile_has_the_published_cells() -> None:
     with torch.device("meta"):
         model = NASNetA()
-    assert num_parameters(model) == 5_289_978  # Zoph et al., Table 2: 5.3 million
-    cells = list(model.cells)
-    assert [type(cell) for cell in cells] == [ReductionCell] * 2 + 2 * (
-        [NormalCell] * 4 + [ReductionCell]
-    ) + [NormalCell] * 4
+    stage = [NormalCell] * 4
+    expected = [*[ReductionCell] * 2, *stage, ReductionCell, *stage, ReductionCell, *stage]
+    assert [type(cell) for cell in model.cells] == expected
     assert model.classifier.in_features == 1056
 
 
@@ -38,13 +53,6 @@ def test_a_reduction_cell_halves_and_a_normal_cell_keeps_the_size() -> None:
     normal = NormalCell(12, 6, 4, halves=True)(last, before)
     assert normal.shape == (2, 24, 8, 8)
     assert ReductionCell(24, 12, 4)(normal, last).shape == (2, 16, 4, 4)
-
-
-def test_the_highway_networks_have_the_published_numbers_of_parameters() -> None:
-    with torch.device("meta"):
-        tied, untied = HighwayLanguageModel(), HighwayLanguageModel(tied=False)
-    assert num_parameters(tied) == 23_482_400  # Zilly et al., Table 1: 23 million with tied weights
-    assert num_parameters(untied) == 31_782_400  # and 32 million without
 
 
 def test_the_highway_network_follows_its_equations() -> None:
@@ -77,7 +85,6 @@ def test_words_are_followed_by_the_next_ones() -> None:
     tokens, targets = highway_batch(3, 4, length=6)
     assert tokens.shape == targets.shape == (4, 6)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert tokens.min() >= 0
-    assert tokens.max() < PENN_VOCAB_SIZE
+    assert 0 <= tokens.min() <= tokens.max() < PENN_VOCAB_SIZE
     assert torch.equal(tokens, highway_batch(3, 4, length=6)[0])
     assert not torch.equal(tokens, highway_batch(4, 4, length=6)[0])

@@ -1,7 +1,4 @@
-"""What holds for any jobs, any budget and any clock: random pairs and triples on a simulated GPU.
-
-`benchmarks/colocate_properties.py` runs the same for ten thousand cases.
-"""
+"""What holds for any jobs, any budget and any clock: random pairs and triples on a simulated GPU."""
 
 from __future__ import annotations
 

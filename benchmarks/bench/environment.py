@@ -1,5 +1,0 @@
-"""See ``benchmarks.environment``."""
-
-from benchmarks.environment import describe
-
-__all__ = ["describe"]

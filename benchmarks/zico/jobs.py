@@ -1,0 +1,161 @@
+"""One training job: its batches on the device, trained by a fleet or by plain torch."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import trainmux as tm
+
+from .cases import find_zico_case
+
+NUM_BATCHES = 2
+STEPS_AHEAD = 4
+"""Steps that the host enqueues before it waits for the device, and the fewest that are timed."""
+_NUM_BLOCKS = 5
+
+
+class MeasurementError(Exception):
+    """A measurement that could not be made, for a known reason."""
+
+
+@dataclass(frozen=True)
+class ZicoOptions:
+    """How to train: device, lowering and precision as for `trainmux.Fleet`, for ``seconds`` in each way."""
+
+    device: str
+    lowering: str
+    precision: str
+    seconds: float
+
+    @property
+    def where(self) -> torch.device:
+        return torch.device(self.device)
+
+
+class BenchJob:
+    """A model to train. ``solo_seconds`` is the time of an iteration alone on the device, as a graph."""
+
+    def __init__(self, name: str, seed: int, options: ZicoOptions) -> None:
+        self.case = find_zico_case(name)
+        self.seed = seed
+        self.options = options
+        seeds = (NUM_BATCHES * seed + number for number in range(NUM_BATCHES))
+        self.batches = [
+            _on_device(self.case.batch(one, self.case.batch_size), options.where) for one in seeds
+        ]
+        self.state_bytes = 0
+        """Bytes of parameters and buffers, once the fleet is built; plain SGD keeps no state."""
+
+    @functools.cached_property
+    def fleet(self) -> tm.Fleet:
+        model = self.case.build(self.seed).train()
+        self.state_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        member = tm.Member(model, _sgd(model), name=f"{self.case.name} {self.seed}", seed=self.seed)
+        return tm.Fleet(
+            [member],
+            self.case.loss,
+            self.batches[0],
+            device=self.options.device,
+            precision=self.options.precision,
+            lowering=self.options.lowering,
+        )
+
+    def step(self, number: int) -> None:
+        """Train one iteration by the fleet, as a graph where the device has graphs."""
+        self.fleet.step(self.batches[number % NUM_BATCHES])
+
+    def eager_step(self) -> Callable[[int], None]:
+        """Make a function that trains one iteration in plain torch, on a model of its own."""
+        layout = {"memory_format": torch.channels_last} if self.case.is_image else {}
+        model = self.case.build(self.seed).train().to(self.options.where, **layout)  # type: ignore[call-overload]
+        optimizer = _sgd(model)
+        half = self.options.precision == "bf16"
+
+        def step(number: int) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(self.options.where.type, torch.bfloat16, enabled=half):
+                result = self.case.loss(model, self.batches[number % NUM_BATCHES])
+            loss = result[0] if isinstance(result, tuple) else result  # some losses come with metrics
+            loss.backward()
+            optimizer.step()
+
+        return step
+
+    @functools.cached_property
+    def solo_seconds(self) -> float:
+        for number in range(3):
+            self.step(number)
+        wait_for(self.options.where)
+        blocks = []
+        for _ in range(_NUM_BLOCKS):
+            num, taken = train_for(self.step, self.options.seconds / 10, self.options.where)
+            blocks.append(taken / num)
+        return statistics.median(blocks)
+
+
+def train_for(step: Callable[[int], object], seconds: float, device: torch.device) -> tuple[int, float]:
+    """Step for at least ``seconds``, the host a few steps ahead; the number of steps and the time taken."""
+    begin, num = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds or num < STEPS_AHEAD:
+        step(num)
+        num += 1
+        if num % STEPS_AHEAD == 0:
+            wait_for(device)
+    wait_for(device)
+    return num, time.perf_counter() - begin
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release_cached(device: torch.device) -> None:
+    """Give memory that torch caches back to the device."""
+    wait_for(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory in use on the device, by any process; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether the device fails whatever it is asked to do, until the process ends."""
+    try:
+        torch.zeros(1, device=device).add_(1)
+        wait_for(device)
+    except torch.OutOfMemoryError:
+        return False
+    except RuntimeError:
+        return True
+    return False
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    """Move the tensors of a tuple or dict; batches of small workloads, for the CPU, may be other trees."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Mapping):
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    return tuple(tensor.to(device) for tensor in batch)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Make the paper's optimizer, plain SGD; fused on a CUDA device, which helps the eager baselines."""
+    is_cuda = next(model.parameters()).is_cuda
+    return torch.optim.SGD(model.parameters(), lr=1e-3, fused=is_cuda)

@@ -1,0 +1,177 @@
+"""Measure everything that was asked for, within a time limit, into one results file."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe
+
+from . import results
+from .cases import PairNames, find_zico_case
+from .jobs import BenchJob, ZicoOptions, is_lost, release_cached
+from .memory import iteration_record
+from .pair import PairBench
+
+PARTS = ("pairs", "memory", "build")
+"""``build`` only compiles, for a run that follows."""
+
+
+class DeviceLostError(Exception):
+    """The device does not answer any more in this process; what was measured is in the file."""
+
+
+@dataclass(frozen=True)
+class ZicoPlan:
+    """What to measure: pairs, most important first, budgets by what peaks exceed them, and which parts."""
+
+    pairs: Sequence[PairNames]
+    excesses: Sequence[float] = (1.3, 1.8)
+    parts: Sequence[str] = ("pairs", "memory")
+    has_eager: bool = True
+    has_processes: bool = False
+    time_limit_s: float | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for pair in self.pairs for name in pair))
+
+
+def measure(
+    plan: ZicoPlan,
+    options: ZicoOptions,
+    out: Path,
+    *,
+    command: str,
+    resumes: bool = False,
+    tell: Callable[[str], object] = print,
+) -> results.Document:
+    """Measure and write what there is after every way; with ``resumes``, only what ``out`` lacks.
+
+    A way that fails is recorded with its error, and the rest goes on. Raises `DeviceLostError` where only a
+    new process could go on.
+    """
+    document = results.read(out) if resumes and out.exists() else results.empty()
+    document["runs"].append(
+        {
+            "command": command,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": describe(options.device),
+            "settings": asdict(options),
+        }
+    )
+    run = _Run(plan, options, document, out, tell)
+    for name in plan.names if "build" in plan.parts else ():
+        run.build(name, 0)
+    for names in plan.pairs if "pairs" in plan.parts else ():
+        run.pair(names)
+    for name in plan.names if "memory" in plan.parts else ():
+        run.memory(name)
+    return document
+
+
+class _Run:
+    """One run and the document that it fills."""
+
+    def __init__(
+        self,
+        plan: ZicoPlan,
+        options: ZicoOptions,
+        document: results.Document,
+        out: Path,
+        tell: Callable[[str], object],
+    ) -> None:
+        self._plan, self._options, self._document = plan, options, document
+        self._out, self._tell = out, tell
+        self._begin = time.monotonic()
+        self._run = len(document["runs"]) - 1
+        self._jobs: dict[tuple[str, int], BenchJob] = {}
+
+    def pair(self, names: PairNames) -> None:
+        """Measure one pair in every way, so that what is measured is whole whenever time is over."""
+        label = "+".join(names)
+        known = [pair["names"] for pair in self._document["pairs"] if pair["is_complete"]]
+        if list(names) in known or not self._has_time(label):
+            return
+        failed: dict[str, str] = {}
+        record: dict[str, Any] = {"names": list(names), "run": self._run, "is_complete": False}
+        record |= {"solo_ms": [], "local_bytes": [0, 0], "peak_bytes": [0, 0], "failed": failed, "ways": []}
+        with self._attempt(label, "build", failed):
+            jobs = (self.build(names[0], 0), self.build(names[1], int(names[0] == names[1])))
+            record["solo_ms"] = [1e3 * job.solo_seconds for job in jobs]
+            bench = PairBench(jobs, self._options)
+            results.put_pair(self._document, record)
+        if failed:
+            return
+        ways = bench.ways(self._plan.excesses, eager=self._plan.has_eager, processes=self._plan.has_processes)
+        is_cut_off = False
+        for way, train in ways.items():
+            if not self._has_time(f"{label}, {way}"):
+                is_cut_off = True
+                continue
+            with self._attempt(label, way, failed):
+                for row in train():
+                    record["ways"].append(row)
+                    rates = " and ".join(f"{rate:.1f}" for rate in row["iterations_per_second"])
+                    self._tell(f"{label}, {row['way']}: {rates} iterations per second")
+            record |= {"local_bytes": bench.local_bytes, "peak_bytes": bench.peak_bytes}
+            self._save()
+        record["is_complete"] = not is_cut_off
+        self._save()
+
+    def memory(self, name: str) -> None:
+        """Look at one job's memory, scaled to its time alone where that is known."""
+        if name in self._document["memory"] or not self._has_time(f"{name}, memory"):
+            return
+        solo = {
+            job: milliseconds / 1e3
+            for pair in self._document["pairs"]
+            for job, milliseconds in zip(pair["names"], pair["solo_ms"], strict=True)
+        }
+        with self._attempt(name, "memory", {}):
+            record = iteration_record(self.build(name, 0), solo.get(name))
+            self._document["memory"][name] = {"run": self._run, **record}
+        self._save()
+
+    def build(self, name: str, seed: int) -> BenchJob:
+        """Build a job once; compiled code is cached on disk, for other processes too."""
+        if (name, seed) not in self._jobs:
+            begin = time.perf_counter()
+            job = BenchJob(name, seed, self._options)
+            _ = job.fleet
+            self._jobs[name, seed] = job
+            self._document["cases"][name] = find_zico_case(name).description
+            self._tell(f"{name}: built in {time.perf_counter() - begin:.0f} s")
+        return self._jobs[name, seed]
+
+    @contextmanager
+    def _attempt(self, names: str, way: str, failed: dict[str, str]) -> Iterator[None]:
+        """Record what fails inside."""
+        try:
+            gc.collect()
+            release_cached(self._options.where)
+            yield
+        except Exception as error:
+            failed[way] = f"{type(error).__name__}: {error}"[:500]
+            self._tell(f"{names}, {way}: failed: {failed[way]}")
+            self._save()
+            if is_lost(self._options.where):
+                raise DeviceLostError(
+                    "the device does not answer any more; what was measured is kept: run again with --resume"
+                ) from error
+
+    def _save(self) -> None:
+        results.write(self._document, self._out)
+
+    def _has_time(self, what: str) -> bool:
+        limit = self._plan.time_limit_s
+        if limit is None or time.monotonic() - self._begin < limit:
+            return True
+        self._tell(f"{what}: left out, the time is over")
+        return False
