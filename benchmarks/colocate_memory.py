@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from trainmux.colocate._memory_facts import MemoryFacts, look_at_memory
 
 import trainmux as tm
-from trainmux.colocate._memory_facts import MemoryFacts, look_at_memory
 from trainmux.errors import TrainmuxWarning
 
 MIB = 1 << 20

@@ -11,6 +11,8 @@ from benchmarks.workloads import SMALL, mlp
 import trainmux as tm
 from trainmux.errors import BudgetError, ConfigError
 
+foresight = pytest.importorskip("benchmarks.zico._foresight")
+
 pytestmark = pytest.mark.usefixtures("built_once")
 
 
@@ -23,8 +25,8 @@ def fleet_of(name: str, seed: int = 0) -> tuple[tm.Fleet, object]:
 
 
 @cache
-def memory_of(name: str) -> tm.IterationMemory:
-    return tm.iteration_memory(*fleet_of(name))
+def memory_of(name: str) -> foresight.IterationMemory:
+    return foresight.iteration_memory(*fleet_of(name))
 
 
 def test_an_iteration_holds_what_its_tensors_hold() -> None:
@@ -70,11 +72,11 @@ def test_times_are_scaled_and_bytes_are_not() -> None:
 def test_a_run_stays_within_its_budget_and_pays_with_shifts() -> None:
     jobs = {"a": memory_of("residual").lasting(1e-3), "b": memory_of("bottleneck").lasting(1e-3)}
     given = {"seconds": 0.02, "tracking_bytes": 0, "region_bytes": 512}
-    roomy = tm.foresee(jobs, **given)  # type: ignore[arg-type]
+    roomy = foresight.foresee(jobs, **given)  # type: ignore[arg-type]
     assert roomy.shift_seconds == {"a": 0.0, "b": 0.0}
     assert roomy.budget_bytes == roomy.sum_of_peaks_bytes
     assert roomy.num_iterations == {"a": 20, "b": 20}
-    tight = tm.foresee(jobs, roomy.smallest_budget_bytes, **given)  # type: ignore[arg-type]
+    tight = foresight.foresee(jobs, roomy.smallest_budget_bytes, **given)  # type: ignore[arg-type]
     assert sum(tight.shift_seconds.values()) > 0
     assert tight.seconds > roomy.seconds
     for run in (roomy, tight):
@@ -83,15 +85,15 @@ def test_a_run_stays_within_its_budget_and_pays_with_shifts() -> None:
         assert {"an iteration begins", "wait"} <= set(run.decision_us)
         assert all(0 < middle <= high for middle, high in run.decision_us.values())
     with pytest.raises(BudgetError):
-        tm.foresee(jobs, roomy.smallest_budget_bytes - 512, **given)  # type: ignore[arg-type]
+        foresight.foresee(jobs, roomy.smallest_budget_bytes - 512, **given)  # type: ignore[arg-type]
 
 
 def test_a_budget_that_changes_is_kept_to() -> None:
     jobs = {"a": memory_of("residual").lasting(1e-3), "b": memory_of("residual").lasting(1e-3)}
     given = {"seconds": 0.03, "tracking_bytes": 0, "region_bytes": 512}
-    whole = tm.foresee(jobs, **given)  # type: ignore[arg-type]
+    whole = foresight.foresee(jobs, **given)  # type: ignore[arg-type]
     low = whole.smallest_budget_bytes
-    run = tm.foresee(jobs, budget_changes=[(0.02, low)], **given)  # type: ignore[arg-type]
+    run = foresight.foresee(jobs, budget_changes=[(0.02, low)], **given)  # type: ignore[arg-type]
     assert max(sum(held.values()) for moment, held in run.held() if moment < 0.02) > low
     assert max(sum(held.values()) for moment, held in run.held() if moment > 0.025) <= low
 
@@ -106,4 +108,4 @@ def test_a_fleet_of_two_groups_is_refused() -> None:
     ]
     fleet = tm.Fleet(members, workload.loss, batch, device="cpu", lowering="aten")
     with pytest.raises(ConfigError, match="one group"):
-        tm.iteration_memory(fleet, batch)
+        foresight.iteration_memory(fleet, batch)

@@ -7,27 +7,30 @@ a simulated GPU.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainmux.colocate._actions import Action, Enqueue
-from trainmux.colocate._demand import FINE_TRACKING_BYTES, PAIR_GAIN, JobDemand, demand_of_iteration
-from trainmux.colocate._lane import SegmentRef
+from trainmux.colocate._demand import TRACKING_BYTES, JobDemand, SegmentRef, demand_of_iteration
+from trainmux.colocate._feature_maps import Iteration, iteration_of_profile, region_bytes_for
 from trainmux.colocate._layout import smallest_budget
-from trainmux.colocate._placement import region_bytes_for
-from trainmux.colocate._scheduler import ScroogeScheduler
-from trainmux.colocate._simulated_gpu import Contention, SimulatedGpu
-from trainmux.colocate._tensors import Iteration, iteration_of_profile
+from trainmux.colocate._scheduler import Action, Enqueue, ScroogeScheduler
 from trainmux.errors import ConfigError
 from trainmux.fleet import Fleet
 from trainmux.fleet._in_pieces import FleetInPieces
 from trainmux.profiling import analytic_profile, find_device
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "unit" / "colocate"))
+from simulated_gpu import Contention, SimulatedGpu
+
+PAIR_GAIN = 1.18
+"""The gain of two MobileNets at once on an H200, both replayed as graphs."""
 _UNIT_BYTES = 2 << 20
 """What a CUDA device maps at least."""
 
@@ -158,7 +161,7 @@ def foresee(
     *,
     seconds: float,
     gain: float = PAIR_GAIN,
-    tracking_bytes: int = FINE_TRACKING_BYTES,
+    tracking_bytes: int = TRACKING_BYTES,
     region_bytes: int | None = None,
     budget_changes: Sequence[tuple[float, int]] = (),
 ) -> Foresight:
@@ -178,9 +181,8 @@ def foresee(
                     tracking_bytes=tracking_bytes,
                     region_bytes=region_bytes,
                     steps=max(1, round(seconds / memory.seconds)),
-                    is_measured=True,
                 ),
-                compute_demand=min(1.0, 1 / gain),
+                is_measured=True,
             )
             for name, memory in memories.items()
         ]
@@ -192,7 +194,7 @@ def foresee(
     whole = sum(demand.local_bytes + demand.peak_bytes for demand in demands)
     scheduler = _TimedScheduler(demands, whole if budget is None else budget)
     times = {demand.name: [segment.solo_seconds for segment in demand.segments] for demand in demands}
-    contention = Contention({demand.name: demand.compute_demand for demand in demands})
+    contention = Contention(dict.fromkeys(memories, min(1.0, 1 / gain)))
     gpu = SimulatedGpu(scheduler, lambda ref: times[ref.job][ref.segment], contention)
     for moment, size in budget_changes:
         gpu.at(moment, partial(_set_budget, scheduler, size))
