@@ -115,7 +115,7 @@ class FusedJob:
         self.num_open = 0
         """Iterations that have begun and not ended."""
         self.open_pieces: Counter[int] = Counter()
-        """The same for each group's part."""
+        """Open iterations by group."""
 
     def lay_out(self, region_bytes: int) -> None:
         """Place and cut the usual steps, in regions of that size; not once a lane has moved in."""

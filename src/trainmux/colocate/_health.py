@@ -92,8 +92,6 @@ class GainMeter:
 
     def __init__(self) -> None:
         self.slicing = TimeSlicing()
-        self.gain: float | None = None
-        """The gain of the last window."""
         self.forget()
 
     def forget(self) -> None:
@@ -105,7 +103,6 @@ class GainMeter:
         """Measure anew, because memory changed or a job ran alone."""
         self._last_end: float | None = None
         self._work_seconds = self._seconds = 0.0
-        self._window_work = self._window_seconds = 0.0
         self._lost_seconds = self._longest_seconds = 0.0
 
     def share_again(self) -> None:
@@ -139,12 +136,7 @@ class GainMeter:
             return False
         if num_jobs < 2:
             return False
-        seconds = self._seconds - self._window_seconds
-        if seconds >= _ROUNDS_OF_A_WINDOW * round_seconds:
-            self.gain = (self._work_seconds - self._window_work) / seconds
-            self._window_work, self._window_seconds = self._work_seconds, self._seconds
         if self._lost_seconds > max(_ROUNDS_TO_LOSE * round_seconds, self._longest_seconds):
-            self.gain = self._work_seconds / self._seconds
             self.restart()
             self.slicing.fall_back(now, round_seconds)
             return True

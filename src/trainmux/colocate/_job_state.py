@@ -17,7 +17,7 @@ _STALL_SHARE = 0.05
 
 @dataclass(frozen=True)
 class JobReport:
-    """Statistics of a job: iterations run, how long they were shifted in total and last, how often it
+    """Statistics of a job: iterations run, how long they were shifted in total, how often it
     stalled.
 
     ``solo_seconds`` and ``shared_seconds`` are the durations of its segments alone and next to other jobs, as
@@ -28,7 +28,6 @@ class JobReport:
     name: str
     num_iterations: int
     total_shift_seconds: float
-    last_shift_seconds: float
     num_mispredicted: int
     solo_seconds: tuple[float, ...]
     shared_seconds: tuple[float, ...]
@@ -82,7 +81,7 @@ class JobState:
         self.is_leaving = False
         self.num_begun = self.num_ended = self.num_mispredicted = 0
         self.service = 0.0
-        self.shift_seconds = self.total_shift_seconds = 0.0
+        self.total_shift_seconds = 0.0
         self.stall_seconds = 0.0
         """How long gates kept the running iteration idle, without waits for a peer that was falling."""
         self.gap_seconds = 0.0
@@ -115,7 +114,6 @@ class JobState:
             self.name,
             self.num_ended,
             self.total_shift_seconds,
-            self.shift_seconds,
             self.num_mispredicted,
             tuple(self.solo_seconds),
             tuple(self.trend.seconds),
@@ -176,7 +174,6 @@ class JobState:
         """Count an iteration that begins, and charge its time to the job."""
         self.num_begun += 1
         self.service += self.iteration_solo_seconds / self.demand.share
-        self.shift_seconds = shift_seconds
         self.total_shift_seconds += shift_seconds
         self.runs_alone.append(alone)
 

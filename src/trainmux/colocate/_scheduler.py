@@ -238,20 +238,9 @@ class ScroogeScheduler:
         return not self._jobs and not self._wanted
 
     @property
-    def reserved_bytes(self) -> int:
-        """The local bytes of all jobs and the arenas, as laid out now."""
-        local = sum(job.demand.local_bytes for job in self._jobs.values())
-        return local + sum(arena.capacity_bytes for arena in self._arenas)
-
-    @property
     def is_time_slicing(self) -> bool:
         """Whether any jobs that could share are time-sliced instead."""
         return self._gain.slicing.is_on or any(arena.stalls.slicing.is_on for arena in self._arenas)
-
-    @property
-    def measured_gain(self) -> float | None:
-        """Solo seconds of work per second in the last window that was measured."""
-        return self._gain.gain
 
     def report(self, name: str) -> JobReport:
         """Statistics of a job, also after it has ended."""

@@ -91,7 +91,7 @@ class SegmentGraphs:
             return self._room.capture_all(rehearse, runs)
 
     def close(self) -> None:
-        """Free the job's graphs now, whoever may still hold one.
+        """Free the job's graphs now, even if they are still referenced.
 
         Another job may get their stream next, and freeing a graph must not take that job's workspaces.
         """

@@ -97,8 +97,6 @@ def test_work_per_second_decides_for_the_device() -> None:
         meter = GainMeter()
         run_back_to_back(meter, solo_seconds, 16)
         assert meter.slicing.is_on is loses
-        assert meter.gain is not None
-        assert abs(meter.gain - solo_seconds) < 1e-9
 
 
 def test_where_the_host_is_slow_sharing_must_be_as_good_as_slicing() -> None:
@@ -191,5 +189,4 @@ def test_one_job_alone_is_not_judged() -> None:
     for number in range(20):
         meter.segment_ended(0.5, number + 1.0)
         meter.iteration_ended(number + 1.0, 1.0, 1)
-    assert meter.gain is None
     assert not meter.slicing.is_on

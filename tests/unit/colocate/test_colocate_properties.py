@@ -171,8 +171,7 @@ def test_sharing_that_loses_ends_in_turns() -> None:
         scheduler = losing.scheduler()
         run = losing.run(scheduler)
         assert run.ended_at <= 1.01 * losing.temporal_seconds
-        assert scheduler.measured_gain is not None
-        assert scheduler.measured_gain < 1.0
+        assert scheduler.num_fall_backs > 0
 
 
 def test_without_gates_memory_would_be_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:

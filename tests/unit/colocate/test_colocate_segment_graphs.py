@@ -124,18 +124,6 @@ def test_a_usual_step_is_rehearsed_as_a_whole(memory: PaperTorch, log: list[str]
     assert log == ["replay", "a", "replay", "b"]
 
 
-def test_another_step_runs_once_before_it_is_captured(memory: PaperTorch, log: list[str]) -> None:
-    graphs = make()
-    made = graphs.new_set([lambda: log.append("a"), lambda: log.append("b")])
-    for _ in range(3):
-        for number in range(2):
-            made.run(number)
-    first = ["in pool", "a", "in pool", "b"]
-    second = ["capture 1", "replay", "a", "capture 1", "replay", "b"]
-    assert log == [*first, *second, "replay", "a", "replay", "b"]
-    assert graphs.num_captures == 2
-
-
 def test_only_so_many_steps_are_captured(memory: PaperTorch, log: list[str]) -> None:
     graphs = make()
     sets = [graphs.new_set([lambda: None]) for _ in range(_segment_graphs._MAX_SETS + 1)]

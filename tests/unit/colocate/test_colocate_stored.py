@@ -20,7 +20,7 @@ from trainmux.colocate._stored import (
 from trainmux.errors import PlanError
 
 DEMAND = JobDemand("job", "abc", 1, 0, (Segment(1, 5, 2, 1.0), Segment(1, 2, 0, 1.0)))
-REPORT = JobReport("job", 3, 0.0, 0.0, 0, (0.1, 1 / 3), (0.2, 0.5), 4, is_measured=True)
+REPORT = JobReport("job", 3, 0.0, 0, (0.1, 1 / 3), (0.2, 0.5), 4, is_measured=True)
 
 
 def kept_lifespans() -> StoredLifespans:
