@@ -237,11 +237,6 @@ class ScroogeScheduler:
         """Whether every job has run its steps."""
         return not self._jobs and not self._wanted
 
-    @property
-    def is_time_slicing(self) -> bool:
-        """Whether any jobs that could share are time-sliced instead."""
-        return self._gain.slicing.is_on or any(arena.stalls.slicing.is_on for arena in self._arenas)
-
     def report(self, name: str) -> JobReport:
         """Statistics of a job, also after it has ended."""
         if name in self._ended and name not in self._jobs:
