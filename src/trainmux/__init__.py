@@ -2,7 +2,6 @@
 
 from trainmux import errors
 from trainmux.colocate import Colocation, ColocationResult, Job, JobResult, JobStep, JobUsage, colocate
-from trainmux.colocate._foresight import Foresight, IterationMemory, foresee, iteration_memory
 from trainmux.errors import (
     BatchError,
     BudgetError,
@@ -40,10 +39,8 @@ __all__ = [
     "EpochRecord",
     "Fleet",
     "FleetError",
-    "Foresight",
     "FusionError",
     "History",
-    "IterationMemory",
     "Job",
     "JobResult",
     "JobStep",
@@ -62,7 +59,5 @@ __all__ = [
     "__version__",
     "colocate",
     "errors",
-    "foresee",
     "inspect_machine",
-    "iteration_memory",
 ]

@@ -14,13 +14,14 @@ from colocation_cases import (
     Breaking,
     assert_same_state,
     batches_of,
+    cut_by,
     cycled,
     small_fleet,
     smallest_budget,
     state_of,
     sum_of_peaks,
 )
-from held_memory import MemoryWatch
+from held_memory import MemoryWatch, look_at_memory
 from settled import settle
 from torch import Tensor, nn
 from wide_jobs import (
@@ -37,11 +38,11 @@ from wide_jobs import (
 )
 
 import trainmux as tm
-from trainmux.colocate import ArenaLayout, Layout, _fused_job, _fused_work
+from trainmux.colocate import _fused_job, _fused_work
 from trainmux.colocate._cuda_device import CudaDevice
-from trainmux.colocate._device import Ended, MemoryNeed
-from trainmux.colocate._lane import SegmentRef
-from trainmux.colocate._memory_facts import look_at_memory
+from trainmux.colocate._demand import SegmentRef
+from trainmux.colocate._layout import ArenaLayout, MemoryLayout
+from trainmux.colocate._protocols import Ended, MemoryNeed
 from trainmux.colocate._segment_graphs import SegmentGraphs
 from trainmux.colocate._virtual_memory import PhysicalBlock, VirtualRange, granularity_bytes
 
@@ -69,7 +70,7 @@ def used_bytes() -> int:
 
 
 def captures_of(colocation: tm.Colocation) -> dict[str, int]:
-    return {name: tenant._work.num_captures for name, tenant in colocation._inside.items()}  # type: ignore[union-attr]
+    return {name: admitted._works[0].num_captures for name, admitted in colocation._inside.items()}  # type: ignore[attr-defined]
 
 
 # ---- the mechanism --------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def test_graphs_see_other_regions_under_their_addresses() -> None:
     needs = {name: MemoryNeed(REGION, REGION, 4 * REGION) for name in "ab"}
 
     def arrange(num_regions: int) -> None:
-        device.arrange(Layout((ArenaLayout(("a",), ("b",), num_regions * REGION),)), needs)
+        device.arrange(MemoryLayout((ArenaLayout(("a",), ("b",), num_regions * REGION),)), needs)
 
     arrange(8)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
@@ -156,11 +157,11 @@ def test_what_is_laid_out_is_what_the_device_has_less() -> None:
     before = used_bytes()
     needs = {"a": MemoryNeed(4 * MIB, 4 * MIB, 6 * REGION), "b": MemoryNeed(2 * MIB, 2 * MIB, 3 * REGION)}
     for layout in (
-        Layout((ArenaLayout(("a",), ("b",), 9 * REGION),)),
-        Layout((ArenaLayout(("a",), ("b",), 6 * REGION),)),
-        Layout((ArenaLayout(("a",), ("b",), 8 * REGION),)),
-        Layout((ArenaLayout(("b",), (), 3 * REGION),)),
-        Layout(()),
+        MemoryLayout((ArenaLayout(("a",), ("b",), 9 * REGION),)),
+        MemoryLayout((ArenaLayout(("a",), ("b",), 6 * REGION),)),
+        MemoryLayout((ArenaLayout(("a",), ("b",), 8 * REGION),)),
+        MemoryLayout((ArenaLayout(("b",), (), 3 * REGION),)),
+        MemoryLayout(()),
     ):
         device.arrange(layout, needs)
         assert used_bytes() - before == device.reserved_bytes, look_at_memory(cuda()).table()
@@ -303,10 +304,7 @@ def test_the_device_never_holds_more_than_the_budget(has_stepped: bool) -> None:
 def test_jobs_that_are_cut_anew_keep_bits_and_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured once more when they were found to take another time than their cuts were chosen for."""
 
-    def tracking_bytes(layout: Any, device: Any, seconds: float) -> int:
-        return 1 << 40 if seconds == layout.estimated_seconds else 4 * MIB
-
-    monkeypatch.setattr(_fused_job, "tracking_bytes_for", tracking_bytes)
+    cut_by(monkeypatch, lambda kernels, seconds: 1 << 40 if seconds == kernels.estimated_seconds else 4 * MIB)
     monkeypatch.setattr(_fused_job, "_MISJUDGED", 1.0)  # whatever it was, it was wrong
     warm_up()
     settle(clears_workspaces=True)
@@ -315,7 +313,7 @@ def test_jobs_that_are_cut_anew_keep_bits_and_budget(monkeypatch: pytest.MonkeyP
     colocation = tm.colocate(
         jobs, "20GiB", region_bytes=REGION, callbacks=[lambda event: watch.look(event.colocation)]
     )
-    before = [len(tenant.demands[0].segments) for tenant in colocation._tenants.values()]
+    before = [len(admitted.demands[0].segments) for admitted in colocation._jobs.values()]
     budget = smallest_budget(colocation) + 5 * REGION
     colocation.set_budget(budget)
     result = colocation.run()
@@ -340,7 +338,7 @@ def test_segments_last_as_long_as_meant() -> None:
     member = tm.Member(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     fleet = tm.Fleet([member], mean_square, batch, device="cuda", lowering="aten")
     colocation = tm.colocate([tm.Job("convolutions", fleet=fleet, loader=[batch], steps=6)], "60GiB")
-    before = len(colocation._tenants["convolutions"].demands[0].segments)
+    before = len(colocation._jobs["convolutions"].demands[0].segments)
     result = colocation.run()
     assert [repr(job.error) for job in result.jobs.values() if job.error] == []
     seconds = colocation._scheduler.report("convolutions").solo_seconds
@@ -366,7 +364,7 @@ def test_jobs_that_are_known_begin_beside_each_other(tmp_path: Path) -> None:
             profiles=tmp_path / "profiles",
             callbacks=[lambda event: watch.look(event.colocation)],
         )
-        known = [tenant.demands[0].is_measured for tenant in colocation._tenants.values()]
+        known = [admitted.demands[0].is_measured for admitted in colocation._jobs.values()]
         budget = smallest_budget(colocation) + 5 * REGION
         colocation.set_budget(budget)
         result = colocation.run()
@@ -452,9 +450,9 @@ def test_a_job_that_runs_out_of_memory_ends_alone() -> None:
 def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
 
-    def first_gets_nothing(device: torch.device, *, beside_bytes: int, **options: Any) -> SegmentGraphs:
-        limits.append(beside_bytes)
-        return SegmentGraphs(device, beside_bytes=beside_bytes if len(limits) > 1 else 0, **options)
+    def first_gets_nothing(device: torch.device, *, scratch_bytes: int, **options: Any) -> SegmentGraphs:
+        limits.append(scratch_bytes)
+        return SegmentGraphs(device, scratch_bytes=scratch_bytes if len(limits) > 1 else 0, **options)
 
     monkeypatch.setattr(_fused_work, "SegmentGraphs", first_gets_nothing)
     jobs = [wide_job("a", 0, 4), wide_job("b", 1, 4)]

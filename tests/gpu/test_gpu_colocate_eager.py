@@ -26,7 +26,7 @@ from wide_jobs import (
 )
 
 import trainmux as tm
-from trainmux.colocate import _eager_cuda
+from trainmux.colocate import _eager
 from trainmux.errors import BudgetError, TrainmuxWarning
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 
@@ -133,7 +133,7 @@ def test_the_device_never_holds_more_than_the_budget() -> None:
 
 
 def test_a_step_beyond_what_was_seen_ends_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_eager_cuda, "_EXTRA_BYTES", 4 * MIB)
+    monkeypatch.setattr(_eager, "_EXTRA_BYTES", 4 * MIB)
     batches = [*wide_batches(0)[:2], torch.cat([*wide_batches(0)] * 4)]
     losses, model = trained_plainly(0, batches, 2)
     job, other = eager_job(0, 9, loader=batches), wide_job("b", 1, 8)

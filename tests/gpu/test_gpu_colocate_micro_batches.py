@@ -21,7 +21,7 @@ from test_gpu_colocate import BATCH_SIZE, REGION, used_bytes, wide_batches, wide
 from torch import Tensor
 
 import trainmux as tm
-from trainmux.colocate import smallest_budget as smallest_of
+from trainmux.colocate._layout import smallest_budget as smallest_demand
 
 MIB = 1 << 20
 STEPS = 22
@@ -52,9 +52,9 @@ def test_two_at_once_are_as_one_after_the_other(lowering: str, is_tight: bool) -
     job = tm.Job("a", fleet=fleet, loader=mixed_batches(), steps=STEPS, concurrent_micro_batches=2)
     other = tm.Job("b", fleet=wide_fleet(1), loader=wide_batches(1), steps=6)
     colocation = tm.colocate([job, other], "20GiB", tracking_bytes=4 * MIB, region_bytes=REGION, poisons=True)
-    demands = [demand for tenant in colocation._tenants.values() for demand in tenant.demands]
+    demands = [demand for admitted in colocation._jobs.values() for demand in admitted.demands]
     most = sum(demand.local_bytes + demand.peak_bytes for demand in demands)
-    colocation.set_budget(smallest_of(demands) if is_tight else most)
+    colocation.set_budget(smallest_demand(demands) if is_tight else most)
     pairs = pairs_beside(colocation)
     before = used_bytes()
     seen: list[int] = []

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from held_memory import look_at_memory
 from planned import Case, State, differences, tightest, train_plain, train_planned
 from planned_on_gpu import planned_of
 from settled import settle
 from torch import nn
 
 import trainmux as tm
-from trainmux.colocate._memory_facts import look_at_memory
 from trainmux.errors import BudgetError
 from trainmux.ir import Multiplexing, Offload, Program, Recompute
 

@@ -1,8 +1,8 @@
 """Jobs that share a device and a budget: the dispatcher between the scheduler and the device.
 
-It asks the scheduler what to do, has the device do it, and reports what has ended, in one global order. Jobs
-end by themselves: with their steps, with their loader, or with an error of their own. Whatever ends a job,
-the others go on with the numbers that they would have alone.
+It asks the scheduler what to do, has the device do it, and reports the segments that have ended, in one
+global order. A job ends with its steps, with its loader, or with an error of its own. However it ends, the
+others go on with the same results as training alone.
 """
 
 from __future__ import annotations
@@ -13,43 +13,33 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
-from trainmux.colocate._actions import Enqueue, Idle, Remap
-from trainmux.colocate._constants import ScroogeConstants
-from trainmux.colocate._device import Ended
-from trainmux.colocate._eager_cuda import BesideOthers
-from trainmux.colocate._lane import SegmentRef
-from trainmux.colocate._layout import Layout
+import torch
+
+from trainmux.colocate._admitted import AdmittedJob
+from trainmux.colocate._cuda_device import CudaDevice
+from trainmux.colocate._demand import SegmentRef
+from trainmux.colocate._eager import SpareMemory
+from trainmux.colocate._feature_maps import ALIGNMENT_BYTES, region_bytes_for
+from trainmux.colocate._host_device import HostDevice
+from trainmux.colocate._job import Job, JobCallback, JobStep, check_jobs
+from trainmux.colocate._job_state import JobReport
+from trainmux.colocate._layout import MemoryLayout
+from trainmux.colocate._protocols import ColocationDevice, Ended, StepOutcome, forget_locals
 from trainmux.colocate._result import ColocationResult, JobUsage
-from trainmux.colocate._scheduler import ScroogeScheduler
-from trainmux.colocate._simulated_gpu import choose_layout
+from trainmux.colocate._scheduler import Enqueue, Idle, Remap, ScroogeScheduler
 from trainmux.colocate._stored import LifespanFolder
-from trainmux.colocate._tenant import Tenant
-from trainmux.colocate._turns import Turns, prompt_threads
-from trainmux.colocate._user_job import Job, JobCallback, JobStep, check_jobs
-from trainmux.colocate._where import (
-    budget_in_bytes,
-    default_region_bytes,
-    make_device,
-    name_of,
-    region_bytes_on,
-)
-from trainmux.colocate._work import forget_locals
+from trainmux.colocate._threads import FairLock, prompt_threads
+from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.errors import BudgetError, ConfigError, PlanError
-from trainmux.runtime import deferred_interrupts
-from trainmux.scheduling.budget import in_words
-
-if TYPE_CHECKING:
-    from trainmux.colocate._job import JobReport
-    from trainmux.colocate._work import StepOutcome
-
+from trainmux.runtime import deferred_interrupts, device_name, look_at_host
+from trainmux.scheduling.budget import in_words, parse_budget
 
 _SECONDS_WITHOUT_INTERRUPT = 0.02
 
 
 class Colocation:
-    """Jobs side by side within a budget; made by `colocate`.
+    """Co-located jobs within a budget; made by `colocate`.
 
     ``add``, ``remove`` and ``set_budget`` may be called before ``run``, from callbacks, and from other
     threads while it runs.
@@ -62,57 +52,51 @@ class Colocation:
         *,
         tracking_bytes: int | None,
         region_bytes: int | None,
-        constants: ScroogeConstants | None,
         callbacks: Sequence[JobCallback],
         profiles: str | os.PathLike[str] | None,
         poisons: bool,
     ) -> None:
         check_jobs(jobs)
         self._where = jobs[0].where
-        self._profiles = None if profiles is None else LifespanFolder(profiles, name_of(self._where))
+        measured_on = f"{device_name(self._where)}, torch {torch.__version__}"
+        self._profiles = None if profiles is None else LifespanFolder(profiles, measured_on)
         self._tracking_bytes = tracking_bytes
-        self._region_bytes = default_region_bytes(self._where) if region_bytes is None else region_bytes
+        self._region_bytes = smallest_region_bytes(self._where) if region_bytes is None else region_bytes
         self._poisons = poisons
         self._callbacks = tuple(callbacks)
-        self._turns = Turns()
+        self._lock = FairLock()
         self._changed = threading.Event()
-        self._is_running = self._is_broken_off = False
+        self._is_running = self._is_aborted = False
         self._seconds = 0.0
         self._peak_bytes = self._used_bytes = 0
         self._device = make_device(self._where, self._region_bytes, poisons=poisons)
         self._outcomes: dict[SegmentRef, StepOutcome] = {}
         self._callback_error: Exception | None = None
-        """What a callback of no job in particular raised: everything ends with it."""
+        """The error of a callback for all jobs, which ends the run."""
         budget_bytes = budget_in_bytes(budget, self._where)
-        self._tenants = {job.name: self._tenant(job, lambda: nullcontext(budget_bytes)) for job in jobs}
+        self._jobs = {job.name: self._admit(job, lambda: nullcontext(budget_bytes)) for job in jobs}
         if region_bytes is None:
             self._choose_regions()
-        self._lanes: dict[str, tuple[Tenant, int]] = {}
-        """By the name that scheduler and device have for it: whose lane it is, and which."""
-        for tenant in self._tenants.values():
-            self._register(tenant)
-        self._inside: dict[str, Tenant] = {}
-        """Those whose state lies in memory of the device's layout."""
-        demands = [demand for tenant in self._tenants.values() for demand in tenant.demands]
-        self._scheduler = ScroogeScheduler(
-            demands,
-            budget_bytes,
-            now=self._device.now(),
-            constants=constants,
-            choose_layout=choose_layout,
-        )
+        self._lanes: dict[str, tuple[AdmittedJob, int]] = {}
+        """Job and lane, by the name that scheduler and device know it by."""
+        for job in self._jobs.values():
+            self._register(job)
+        self._inside: dict[str, AdmittedJob] = {}
+        """The jobs whose state lies in memory of the device's layout."""
+        demands = [demand for job in self._jobs.values() for demand in job.demands]
+        self._scheduler = ScroogeScheduler(demands, budget_bytes, now=self._device.now())
 
-    # ---- what the user does -------------------------------------------------------------------------
+    # ---- the user's calls --------------------------------------------------------------------------
 
     def run(self) -> ColocationResult:
         """Train all jobs to their ends.
 
-        On Ctrl-C every job ends the iteration that it has begun, and goes back into its own objects, before
-        ``KeyboardInterrupt`` is raised. Refused with `ConfigError`: a second run while one is on, and a run
-        after one that an error has broken off.
+        On Ctrl-C every job ends the iteration that it has begun, and its state returns to its own objects,
+        before ``KeyboardInterrupt`` is raised. Refused with `ConfigError`: a second run at the same time, and
+        a run after one that was aborted by an error.
         """
-        with self._turns.taken():
-            if self._is_running or self._is_broken_off:
+        with self._lock.held():
+            if self._is_running or self._is_aborted:
                 raise ConfigError(
                     "a co-location must be run once at a time, and not after an error that ended it, but got "
                     "another run(); wait for the first one, or make another co-location"
@@ -129,57 +113,56 @@ class Colocation:
                         self._wind_down()
                 raise
         finally:
-            with deferred_interrupts(), self._turns.taken():
-                self._is_broken_off = bool(self._inside)
+            with deferred_interrupts(), self._lock.held():
+                self._is_aborted = bool(self._inside)
                 while self._inside:
                     self._move_out(next(iter(self._inside)))
-                if self._is_broken_off:
-                    self._device.arrange(Layout(()), {})  # nobody comes back to what is laid out
+                if self._is_aborted:
+                    self._device.arrange(MemoryLayout(), {})
                 self._seconds += time.perf_counter() - began_at
                 self._is_running = False
         return self.results()
 
     def add(self, job: Job) -> None:
-        """Let another job in; those that run make room for it at the ends of their iterations.
+        """Add a job; running jobs make room for it at the ends of their iterations.
 
-        Memory goes on in the regions that suited the first jobs. Refused as by `colocate`; nothing changes
-        then.
+        Regions keep the size chosen for the first jobs. Refused as by `colocate`; nothing changes then.
         """
         check_jobs([job])
-        with self._turns.taken():
+        with self._lock.held():
             self._check_new(job)
-        tenant = self._tenant(job, self._beside_others)  # tracing takes a while: the others go on meanwhile
-        with self._turns.taken():
+        admitted = self._admit(job, self._spare_memory)  # tracing takes a while: the others go on meanwhile
+        with self._lock.held():
             self._check_new(job)
-            if tenant.demands:
-                self._scheduler.add(*tenant.demands)
-            self._tenants[job.name] = tenant
-            self._register(tenant)
+            if admitted.demands:
+                self._scheduler.add(*admitted.demands)
+            self._jobs[job.name] = admitted
+            self._register(admitted)
         self._changed.set()
 
     def remove(self, name: str) -> None:
-        """Let a job go when its present iteration has ended. Refused with `ConfigError`: a name of no job."""
-        with self._turns.taken():
-            tenant = self._tenants.get(name)
-            if tenant is None:
+        """Remove a job when its present iteration has ended. Refused with `ConfigError`: an unknown name."""
+        with self._lock.held():
+            job = self._jobs.get(name)
+            if job is None:
                 raise ConfigError(
-                    f"expected the name of a job, one of {sorted(self._tenants)}, but got {name!r}; it was "
+                    f"expected the name of a job, one of {sorted(self._jobs)}, but got {name!r}; it was "
                     "never added"
                 )
-            self._let_go(tenant)
+            self._let_go(job)
         self._changed.set()
 
     def set_budget(self, budget: int | str) -> None:
-        """Stay within ``budget`` from the next ends of iterations on; `BudgetError` where that cannot be."""
+        """Stay within ``budget`` from the next ends of iterations on; `BudgetError` if it is too small."""
         budget_bytes = budget_in_bytes(budget, self._where)
-        with self._turns.taken():
+        with self._lock.held():
             self._scheduler.set_budget(budget_bytes)
         self._changed.set()
 
     def results(self) -> ColocationResult:
-        """How every job has fared so far."""
-        with self._turns.taken():
-            jobs = {name: tenant.result(self._reports(tenant)) for name, tenant in self._tenants.items()}
+        """The results of every job so far."""
+        with self._lock.held():
+            jobs = {name: job.result(self._reports(job)) for name, job in self._jobs.items()}
             budget = self._scheduler.budget_bytes
             fall_backs = self._scheduler.num_fall_backs
             return ColocationResult(
@@ -187,13 +170,13 @@ class Colocation:
             )
 
     def usage(self) -> tuple[JobUsage, ...]:
-        """What every job holds now."""
-        with self._turns.taken():
-            return tuple(tenant.usage() for tenant in self._tenants.values())
+        """The present memory use of every job."""
+        with self._lock.held():
+            return tuple(job.usage() for job in self._jobs.values())
 
     @property
     def budget_bytes(self) -> int:
-        """The budget that is in force."""
+        """The budget in force."""
         return self._scheduler.budget_bytes
 
     # ---- the dispatcher -----------------------------------------------------------------------------
@@ -212,32 +195,31 @@ class Colocation:
     def _advance_for_a_while(self) -> float | None:
         """Advance until there is something to wait for; returns as `_advance` does.
 
-        An interrupt waits for this. Putting one off and taking it up again takes as long as a decision, so it
-        is not done for every segment.
+        Interrupts are deferred meanwhile. That takes as long as a decision, so it is not done per segment.
         """
         until = time.perf_counter() + _SECONDS_WITHOUT_INTERRUPT
         with deferred_interrupts():
             while True:
-                with self._turns.taken():
+                with self._lock.held():
                     wait_seconds = self._advance()
                 is_late = time.perf_counter() >= until
                 if wait_seconds != 0 or is_late or self._callback_error is not None:
                     return wait_seconds
 
     def _wind_down(self) -> None:
-        """End what has begun, begin nothing more."""
-        with self._turns.taken():
-            for tenant in self._tenants.values():
-                self._let_go(tenant)
+        """Finish begun iterations and begin no more."""
+        with self._lock.held():
+            for job in self._jobs.values():
+                self._let_go(job)
         while True:
-            with self._turns.taken():
+            with self._lock.held():
                 wait_seconds = self._advance()
             if wait_seconds is None:
                 return
             time.sleep(wait_seconds)
 
     def _advance(self) -> float | None:
-        """Do all that can be done and see one segment end.
+        """Enqueue everything that may be enqueued, then report one segment that ends.
 
         Returns how long to wait before the next call, ``None`` when every job has ended.
         """
@@ -250,7 +232,7 @@ class Colocation:
             elif isinstance(action, Enqueue):
                 ref = action.ref
                 self._device.enqueue(ref, action.after, functools.partial(self._run_segment, ref))
-        ended = self._device.next_ended(0.0)  # what has ended by now; only else is there time to look ahead
+        ended = self._device.next_ended(0.0)  # look ahead only if nothing has ended
         if ended is None:
             self._look_ahead()
             ended = self._device.next_ended(action.wake_at)
@@ -269,21 +251,21 @@ class Colocation:
         return max(0.0, action.wake_at - self._device.now())
 
     def _look_ahead(self) -> None:
-        """While nothing may begin, have a job take the batch of its next iteration."""
-        for name, tenant in self._inside.items():
+        """While nothing may begin, load the batch of a job's next iteration."""
+        for name, job in self._inside.items():
             num_begun = self._scheduler.num_begun(name)
-            if num_begun is not None and tenant.may_look_ahead(num_begun):
+            if num_begun is not None and job.may_look_ahead(num_begun):
                 with self._device.behind(name):
-                    tenant.look_ahead()
+                    job.look_ahead()
                 return
 
     def _arrange(self, action: Remap) -> None:
-        """Jobs that have ended move out, memory is laid out anew, new jobs move in."""
+        """Move ended jobs out, lay out memory, and move new jobs in."""
         lanes = {name: self._lanes[name] for arena in action.layout.arenas for name in arena.names}
-        named = {tenant.name for tenant, _ in lanes.values()}
+        named = {job.name for job, _ in lanes.values()}
         for name in self._inside.keys() - named:
             self._move_out(name)
-        needs = {name: tenant.need(lane) for name, (tenant, lane) in lanes.items()}
+        needs = {name: job.need(lane) for name, (job, lane) in lanes.items()}
         newcomers = sorted(named - self._inside.keys())
         try:
             self._device.arrange(action.layout, needs)
@@ -302,28 +284,28 @@ class Colocation:
         self._peak_bytes = max(self._peak_bytes, reserved)
         for name in newcomers:
             self._move_in(name)
-        self._tell_of([self._inside[name] for name in newcomers if name in self._inside])
+        self._tell_scheduler_of([self._inside[name] for name in newcomers if name in self._inside])
 
     def _move_in(self, name: str) -> None:
-        """A job's state moves to the device's layout; what goes wrong there ends this job alone."""
-        tenant = self._inside[name] = self._tenants[name]
+        """Move a job's state into the layout; an error ends this job alone."""
+        job = self._inside[name] = self._jobs[name]
         try:
-            for lane, lane_name in enumerate(tenant.lane_names):
+            for lane, lane_name in enumerate(job.lane_names):
                 with self._device.lane(lane_name):
-                    tenant.settle(lane, self._device.memory_of(lane_name), self._device.now())
+                    job.settle(lane, self._device.memory_of(lane_name), self._device.now())
         except BudgetError as error:
             forget_locals(error)  # graphs and their pool among them
             self._give_more(name)
         except Exception as error:
-            tenant.fail(error)
-            self._let_go(tenant, at_once=True)
+            job.fail(error)
+            self._let_go(job, at_once=True)
 
-    def _tell_of(self, newcomers: list[Tenant]) -> None:
-        """Jobs have settled, and may be cut otherwise than they asked for. What they asked for and do not
-        need is for arenas, if it is there."""
+    def _tell_scheduler_of(self, newcomers: list[AdmittedJob]) -> None:
+        """Tell the scheduler how newcomers are cut now. Memory that they asked for and do not need goes to
+        the arenas, if the device has it."""
         wanted = self._scheduler.names
         settled = [one for one in newcomers if one.error is None and one.name in wanted]
-        self._scheduler.cut_anew(*[demand for tenant in settled for demand in tenant.demands])
+        self._scheduler.cut_anew(*[demand for job in settled for demand in job.demands])
         needs = {name: one.need(lane) for one in settled for lane, name in enumerate(one.lane_names)}
         before = self._device.reserved_bytes
         self._device.keep_less(needs)
@@ -331,148 +313,215 @@ class Colocation:
             self._scheduler.keep_less({name: need.local_bytes for name, need in needs.items()})
 
     def _turn_away(self, name: str, error: BudgetError) -> None:
-        """A job for which the device has no memory, whatever the budget says, ends before it begins."""
-        tenant = self._tenants[name]
-        tenant.fail(error)
+        """End a job for which the device has no memory, whatever the budget says, before it begins."""
+        job = self._jobs[name]
+        job.fail(error)
         self._scheduler.remove(name, at_once=True)
-        tenant.leave()
+        job.leave()
 
     def _give_more(self, name: str) -> None:
-        """A job needs more memory than it knew: it moves out and comes anew, if the budget has that much."""
-        tenant = self._inside.pop(name)
+        """Move a job out that needs more memory than it asked for, and add it again if the budget allows."""
+        job = self._inside.pop(name)
         self._scheduler.remove(name, at_once=True)
         try:
-            self._leave_further_lanes(tenant)
+            self._leave_further_lanes(job)
             with self._device.lane(name):
-                tenant.ask_for_more()
-            self._scheduler.add(*tenant.demands)
+                job.ask_for_more()
+            self._scheduler.add(*job.demands)
         except Exception as error:
-            tenant.fail(error)
-            tenant.leave()
+            job.fail(error)
+            job.leave()
 
     def _move_out(self, name: str) -> None:
-        """A job goes back into its own objects."""
-        tenant = self._inside.pop(name)
-        self._tell(tenant, leaves=True)
-        self._leave_further_lanes(tenant)
+        """Move a job's state back into its own objects."""
+        job = self._inside.pop(name)
+        self._tell(job, leaves=True)
+        self._leave_further_lanes(job)
         with self._device.lane(name):
-            tenant.leave(self._reports(tenant))
+            job.leave(self._reports(job))
 
-    def _leave_further_lanes(self, tenant: Tenant) -> None:
-        for lane in range(len(tenant.lane_names) - 1, 0, -1):
-            with self._device.lane(tenant.lane_names[lane]):
-                tenant.leave_lane(lane)
+    def _leave_further_lanes(self, job: AdmittedJob) -> None:
+        for lane in range(len(job.lane_names) - 1, 0, -1):
+            with self._device.lane(job.lane_names[lane]):
+                job.leave_lane(lane)
 
     def _run_segment(self, ref: SegmentRef) -> None:
-        """What the device runs for a segment."""
-        tenant, lane = self._lanes[ref.job]
-        needed, runs = tenant.demands[lane].segments[ref.segment], tenant.runs(lane, ref.iteration)
-        tenant.began(lane, *((needed.height_bytes, needed.hold_bytes) if runs else (0, 0)))
+        """Run a segment for the device."""
+        job, lane = self._lanes[ref.job]
+        needed, runs = job.demands[lane].segments[ref.segment], job.runs(lane, ref.iteration)
+        job.segment_began(lane, *((needed.height_bytes, needed.hold_bytes) if runs else (0, 0)))
         try:
-            outcome = tenant.run(lane, ref.iteration, ref.segment)
+            outcome = job.run(lane, ref.iteration, ref.segment)
         except Exception as error:
-            # Now: further segments may be enqueued before the end of this one is told.
-            tenant.fail_in(lane, ref.iteration, error)
+            # Now: further segments may be enqueued before the end of this one is reported.
+            job.fail_in(lane, ref.iteration, error)
             raise
         if outcome is not None:
             self._outcomes[ref] = outcome
 
     def _complete(self, ended: Ended) -> None:
-        """Tell the scheduler of a segment, and the job's callbacks of an iteration."""
+        """Report a segment to the scheduler, and an iteration to callbacks."""
         ref = ended.ref
-        tenant, lane = self._lanes[ref.job]
+        job, lane = self._lanes[ref.job]
         self._used_bytes = max(self._used_bytes, sum(one.held_bytes for one in self._inside.values()))
-        tenant.ended(lane)
+        job.segment_ended(lane)
         if ended.error is not None:
-            tenant.fail_in(lane, ref.iteration, ended.error)
-        if tenant.is_over:
-            if not tenant.runs(lane, ref.iteration):
-                tenant.heights[lane] = 0
-            self._let_go(tenant, at_once=True)
+            job.fail_in(lane, ref.iteration, ended.error)
+        if job.is_over:
+            if not job.runs(lane, ref.iteration):
+                job.heights[lane] = 0
+            self._let_go(job, at_once=True)
         self._scheduler.complete(ref, ended.started_at, ended.ended_at)
         outcome = self._outcomes.pop(ref, None)
         if outcome is not None:
-            tenant.note_end(lane, ref.iteration, outcome, ended.ended_at)
-            self._tell(tenant)
+            job.note_end(lane, ref.iteration, outcome, ended.ended_at)
+            self._tell(job)
 
-    def _tell(self, tenant: Tenant, *, leaves: bool = False) -> None:
-        """Tell callbacks of the iterations that they have not been told of, if it is time."""
-        for step, outcome in tenant.tell(leaves=leaves):
-            event = JobStep(self, tenant.name, step, outcome.losses, outcome.metrics)
+    def _tell(self, job: AdmittedJob, *, leaves: bool = False) -> None:
+        """Call callbacks for iterations that they have not seen, if it is time."""
+        for step, outcome in job.take_untold(leaves=leaves):
+            event = JobStep(self, job.name, step, outcome.losses, outcome.metrics)
             try:
-                for callback in tenant.callbacks if tenant.error is None else ():
+                for callback in job.callbacks if job.error is None else ():
                     callback(event)
             except Exception as error:
-                is_amid = tenant.fail_after_iteration(error)
-                self._let_go(tenant, at_once=not is_amid)
+                is_unfinished = job.fail_after_iteration(error)
+                self._let_go(job, at_once=not is_unfinished)
             try:
                 for callback in self._callbacks:
                     callback(event)
             except Exception as error:
                 self._callback_error = error
 
-    # ---- inside -------------------------------------------------------------------------------------
+    # ---- internals ----------------------------------------------------------------------------------
 
-    def _let_go(self, tenant: Tenant, *, at_once: bool = False) -> None:
-        """Have the scheduler drop a job, unless it has, or will after the iteration that is running.
+    def _let_go(self, job: AdmittedJob, *, at_once: bool = False) -> None:
+        """Remove a job from the scheduler, unless it is removed already.
 
-        Where several iterations may be running, each is gone through to its end: one may come before
-        another that runs no more.
+        Where several iterations may be running, each goes to its end: one may precede another that no longer
+        runs.
         """
-        name = tenant.name
+        name = job.name
         if name in self._scheduler.names:
-            self._scheduler.remove(name, at_once=at_once and len(tenant.lane_names) == 1)
+            self._scheduler.remove(name, at_once=at_once and len(job.lane_names) == 1)
         if name not in self._inside:
-            tenant.stop()
+            job.stop()
 
     @contextmanager
-    def _beside_others(self) -> Iterator[int]:
-        """As `EagerCudaWork` wants it: what is enqueued goes on, nothing else happens."""
-        with self._turns.taken():
+    def _spare_memory(self) -> Iterator[int]:
+        with self._lock.held():
             yield self._scheduler.budget_bytes - self._device.reserved_bytes
 
-    def _tenant(self, job: Job, beside_others: BesideOthers) -> Tenant:
-        # Callbacks may look at weights and change members, so nothing may be on its way meanwhile. On a CPU
-        # nothing is: there, what is enqueued has not begun. Lanes wait, so that it is the same everywhere.
+    def _admit(self, job: Job, spare_memory: SpareMemory) -> AdmittedJob:
+        # Callbacks may read weights and change members, so nothing of the job may be in flight meanwhile. On
+        # a CPU nothing is: enqueued segments have not begun. Lanes wait, so that it is the same everywhere.
         may_be_ahead = self._where.type == "cuda" or job.num_lanes > 1
         has_callbacks = bool(job.callbacks or self._callbacks)
-        return Tenant(
+        return AdmittedJob(
             job,
             tracking_bytes=self._tracking_bytes,
             region_bytes=self._region_bytes,
             poisons=self._poisons,
-            beside_others=beside_others,
+            spare_memory=spare_memory,
             is_watched=may_be_ahead and has_callbacks,
             looks_ahead=not has_callbacks,
             profiles=self._profiles,
         )
 
     def _choose_regions(self) -> None:
-        """Those that suit these jobs. They keep them: what is mapped stays where it is when others come."""
-        peaks = [peak for tenant in self._tenants.values() for peak in tenant.peaks]
+        """Choose the region size for these jobs; later jobs use it too, as mapped regions stay in place."""
+        peaks = [peak for job in self._jobs.values() for peak in job.peaks]
         chosen = region_bytes_on(self._where, peaks)
         if chosen != self._region_bytes:
             self._region_bytes = chosen
             self._device = make_device(self._where, chosen, poisons=self._poisons)
-            for tenant in self._tenants.values():
-                tenant.use_regions(chosen)
+            for job in self._jobs.values():
+                job.use_regions(chosen)
 
-    def _register(self, tenant: Tenant) -> None:
-        self._lanes.update({name: (tenant, lane) for lane, name in enumerate(tenant.lane_names)})
+    def _register(self, job: AdmittedJob) -> None:
+        self._lanes.update({name: (job, lane) for lane, name in enumerate(job.lane_names)})
 
     def _check_new(self, job: Job) -> None:
         if job.where != self._where:
             raise ConfigError(
-                f"jobs must share one device, but got job {job.name!r} on {job.where} beside jobs on "
+                f"jobs must share one device, but got job {job.name!r} on {job.where} and others on "
                 f"{self._where}; put it there"
             )
-        if job.name in self._tenants:
+        if job.name in self._jobs:
             raise ConfigError(
                 f"jobs must have different names, but got {job.name!r} twice; rename one of them"
             )
 
-    def _reports(self, tenant: Tenant) -> list[JobReport]:
+    def _reports(self, job: AdmittedJob) -> list[JobReport]:
         try:
-            return [self._scheduler.report(name) for name in tenant.lane_names]
+            return [self._scheduler.report(name) for name in job.lane_names]
         except ConfigError:
-            return []  # it was never let in
+            return []  # it was never admitted
+
+
+def make_device(where: torch.device, region_bytes: int, *, poisons: bool) -> ColocationDevice:
+    """The device that runs segments; without CUDA, the host."""
+    if where.type == "cuda" and torch.cuda.is_available():
+        return CudaDevice(where, region_bytes=region_bytes, poisons=poisons)
+    return HostDevice(poisons=poisons)
+
+
+def smallest_region_bytes(where: torch.device) -> int:
+    """The smallest region that can be mapped there."""
+    return granularity_bytes(where) if where.type == "cuda" else ALIGNMENT_BYTES
+
+
+def region_bytes_on(where: torch.device, peaks: Sequence[int]) -> int:
+    """The region size for jobs with these peaks."""
+    smallest = smallest_region_bytes(where)
+    return region_bytes_for(peaks, smallest) if where.type == "cuda" else smallest
+
+
+def budget_in_bytes(budget: int | str | None, where: torch.device) -> int:
+    """The budget in bytes; ``None`` is all free memory of a CUDA device, or all memory of the host."""
+    if where.type == "cuda" and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info(where)
+        return free if budget is None else parse_budget(budget, device_bytes=total)
+    facts = look_at_host()
+    known = [size for size in (facts.memory_bytes, facts.limit_bytes) if size is not None]
+    if not known:
+        raise BudgetError(
+            "expected to learn the host's memory from the system, got nothing; name the budget in bytes"
+        )
+    return min(known) if budget is None else parse_budget(budget, device_bytes=min(known))
+
+
+def colocate(
+    jobs: Sequence[Job],
+    budget: int | str | None = None,
+    *,
+    tracking_bytes: int | None = None,
+    region_bytes: int | None = None,
+    callbacks: Sequence[JobCallback] = (),
+    profiles: str | os.PathLike[str] | None = None,
+    poisons: bool = False,
+) -> Colocation:
+    """Co-locate jobs on one device, never past ``budget`` bytes; ``run()`` trains them.
+
+    ``budget`` is in bytes, or text such as "24GiB" or "70%"; ``None`` is all free memory. A job's iteration
+    is cut into segments wherever ``tracking_bytes`` of feature maps have been allocated or released, 0
+    cutting after every kernel: by default 8 MB on a CPU, and on a CUDA device enough for segments to outlast
+    their launch. Memory is shared in regions of ``region_bytes``: by default 64 MB on a CUDA device, less
+    where one of ``jobs`` would have only a few; single tensors on a CPU. ``callbacks`` see every iteration of
+    every job. Measured durations are kept in the folder ``profiles``: a similar job, with regions of the same
+    size, then needs no profiling iteration on this device and with this torch. ``poisons`` fills freed memory
+    with NaN, for tests.
+
+    Everything is traced, and on a CUDA device compiled, here. Refused with a typed error: no jobs, two of one
+    name or one fleet, jobs on several devices, a job that trainmux cannot train; with `BudgetError`, which
+    has the smallest workable budget: jobs that do not fit even when time-sliced.
+    """
+    return Colocation(
+        list(jobs),
+        budget,
+        tracking_bytes=tracking_bytes,
+        region_bytes=region_bytes,
+        callbacks=callbacks,
+        profiles=profiles,
+        poisons=poisons,
+    )

@@ -1,51 +1,47 @@
-"""A fleet's step laid out for co-location: what all lanes of a job have in common.
+"""A fleet's step laid out for co-location: everything that the lanes of a job have in common.
 
-A fleet's groups take their turns within an iteration: the feature maps of one are gone when the next begins,
-so their stacks lie in the same bytes of the arena. Every group trains as one array.
+The groups of a fleet alternate within an iteration: the feature maps of one are gone when the next begins, so
+their stacks lie in the same bytes of the arena. Every group trains as one array.
 
-The demand is that of a step on a batch like the example, with an update. Other steps (a short last batch, a
+The demand is that of a step with an update on a batch like the example. Other steps (a short last batch, a
 micro-batch without an update) run in its place: cut at the same kernels where they fit, else all at once
-while the highest segment has the arena. One that needs more memory than that is refused.
+during the highest segment. A step that needs more memory is refused.
 
-Micro-batches may run in several lanes (§2.2). All lanes have one layout. What lasts beyond an iteration lies
-at its bottom and is the same memory for all; the batch, feature maps, gradients and whatever else an
-iteration makes are each lane's own. Where an iteration first touches what another may change, there is a
-cut: up to it iterations may run at once, from it on they run in their order.
+Micro-batches may run in several lanes (§2.2), which all have one layout. Tensors that outlive an iteration
+lie at its bottom and are the same memory for all lanes. The batch, feature maps, gradients and all else that
+an iteration makes are each lane's own. There is a cut where an iteration first touches tensors that another
+lane may change: before it iterations may run at once, behind it they run in order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from trainmux.colocate._demand import MicroBatchLane, Segment
-from trainmux.colocate._placement import round_up
-from trainmux.colocate._step_plan import (
+from trainmux.colocate._feature_maps import round_up
+from trainmux.colocate._step_layout import (
     PlacedStep,
     StaticArea,
     StepKernels,
     StepLayout,
-    changed_buffers,
-    cuts_of,
-    first_ordered_rank,
-    fit_cuts,
     lay_out_step,
-    place_step,
     read_step_kernels,
-    segments_of,
-    tracking_bytes_for,
 )
 from trainmux.engine import Memory
 from trainmux.errors import BatchError, ConfigError
 from trainmux.fleet import Fleet
 from trainmux.fleet._in_pieces import FleetInPieces, GroupPiece
+from trainmux.profiling import DEVICES, Device
 from trainmux.scheduling.budget import in_words
 from trainmux.tracing import flatten_batch
 
 _MISJUDGED = 1.5
-"""A step that takes so many times as long as its cuts were chosen for, or as much less, is cut anew."""
+"""A step is cut anew if its duration is off by this factor from the one it was cut for."""
 
 
 def bytes_of_batch(batch: Any) -> int:
@@ -53,11 +49,28 @@ def bytes_of_batch(batch: Any) -> int:
     return sum(tensor.nbytes for tensor in flatten_batch(batch).tensors)
 
 
-@dataclass(frozen=True)
-class GroupPlan:
-    """How a group's usual step is cut: where, and into which of the job's segments from ``first`` on.
+def estimated_speed(device: torch.device) -> Device:
+    """Speeds for first estimates of durations: the known device of nearest size, scaled to this one's
+    multiprocessors. Iterations are measured later."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return min(DEVICES.values(), key=lambda one: one.memory_bytes)
+    facts = torch.cuda.get_device_properties(device)
+    nearest = min(DEVICES.values(), key=lambda one: abs(one.memory_bytes - facts.total_memory))
+    scale = facts.multi_processor_count / nearest.num_multiprocessors
+    return replace(
+        nearest,
+        name=facts.name,
+        num_multiprocessors=facts.multi_processor_count,
+        half_flops=scale * nearest.half_flops,
+        single_flops=scale * nearest.single_flops,
+    )
 
-    The first ``num_free`` of its segments have no order among micro-batches, where those have any.
+
+@dataclass(frozen=True)
+class GroupCuts:
+    """Cuts of a group's usual step, and the job's segments between them, from ``first`` on.
+
+    The first ``num_free`` segments have no order among micro-batches.
     """
 
     cuts: tuple[int, ...]
@@ -67,11 +80,11 @@ class GroupPlan:
 
 
 class FusedJob:
-    """A fleet as a job of ``num_lanes``, in an area of its own whose size is a multiple of ``unit_bytes``.
+    """A fleet as a job of ``num_lanes``, in an area whose size is a multiple of ``unit_bytes``.
 
-    ``tracking_bytes`` and ``region_bytes`` are as in `demand_of_iteration`; ``tracking_bytes`` ``None`` is
-    what suits the device. Refused with `ConfigError`: what `FleetInPieces` refuses, and several lanes for a
-    fleet whose micro-batches change buffers.
+    ``tracking_bytes`` are the bytes of feature maps between cuts, ``None`` to choose by device. Refused with
+    `ConfigError`: fleets that `FleetInPieces` refuses, and several lanes for a fleet whose micro-batches
+    change buffers.
     """
 
     def __init__(
@@ -88,6 +101,7 @@ class FusedJob:
         self.num_lanes = num_lanes
         self._tracking_bytes = tracking_bytes
         self._unit_bytes = unit_bytes
+        self._speed = estimated_speed(self.pieces.device)
         self.example_bytes = bytes_of_batch(example)
         self.own = {piece.index: piece for piece in self.pieces.begin(example, applies=True)}
         self.kernels = {index: self.read(piece) for index, piece in self.own.items()}
@@ -97,11 +111,11 @@ class FusedJob:
         self.shared_bytes = self._place_statics()
         self.lay_out(region_bytes)
         self.memory: Memory | None = None
-        """The first lane's, where what lasts is."""
+        """The first lane's memory, which holds the shared tensors."""
         self.num_open = 0
         """Iterations that have begun and not ended."""
         self.open_pieces: Counter[int] = Counter()
-        """The same for each group's part."""
+        """Open iterations by group."""
 
     def lay_out(self, region_bytes: int) -> None:
         """Place and cut the usual steps, in regions of that size; not once a lane has moved in."""
@@ -112,44 +126,44 @@ class FusedJob:
         }
         ends = [layout.area_end for layout in self._layouts.values()]
         self.area_bytes = round_up(max(ends), self._unit_bytes)
-        self._cut_all({index: layout.estimated_seconds for index, layout in self._layouts.items()})
+        self._cut_all({index: kernels.estimated_seconds for index, kernels in self.kernels.items()})
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
-        """What each group's usual step takes, as far as it is cut for it."""
+        """The duration of each group's usual step that it is cut for."""
         return tuple(self._seconds.values())
 
     def cut_for(self, step_seconds: Sequence[float]) -> None:
-        """Cut the usual steps for times that are known, if they are of as many groups."""
+        """Cut the usual steps for known durations, if there is one for each group."""
         if len(step_seconds) == len(self._layouts):
             self._cut_all(dict(zip(self._layouts, step_seconds, strict=True)))
 
     def cut_anew(self, seconds: Mapping[int, float]) -> bool:
-        """The groups' usual steps were found to take so long: cut them for that, where it is much else.
+        """Cut for measured durations of the usual steps where these differ much from the estimates.
 
-        Returns whether they are cut otherwise now; everything stays in its place.
+        Returns whether the cuts have changed; everything stays in its place.
         """
         ratios = [taken / self._seconds[index] for index, taken in seconds.items()]
         if all(1 / _MISJUDGED <= ratio <= _MISJUDGED for ratio in ratios):
             return False
-        cuts = [plan.cuts for plan in self.plans.values()]
+        before = [group.cuts for group in self.groups.values()]
         self._cut_all(seconds)
-        return cuts != [plan.cuts for plan in self.plans.values()]
+        return before != [group.cuts for group in self.groups.values()]
 
     def _cut_all(self, seconds: Mapping[int, float]) -> None:
         self._seconds = dict(seconds)
-        """How long each group's usual step takes, as far as is known."""
-        self.plans: dict[int, GroupPlan] = {}
+        self.groups: dict[int, GroupCuts] = {}
         first = 0
         for index, layout in self._layouts.items():
-            self.plans[index] = self._cut(layout, seconds[index], first)
-            first += len(self.plans[index].segments)
-        self.turn_of = [
-            (index, number) for index, plan in self.plans.items() for number in range(len(plan.segments))
+            self.groups[index] = self._cut(layout, seconds[index], first)
+            first += len(self.groups[index].segments)
+        self.piece_of = [
+            (index, number) for index, group in self.groups.items() for number in range(len(group.segments))
         ]
+        """For each of the job's segments: the group, and the segment of its step."""
 
     def _check_buffers(self) -> None:
-        changed = [name for kernels in self.kernels.values() for name in changed_buffers(kernels)]
+        changed = [name for kernels in self.kernels.values() for name in kernels.changed_buffers]
         if changed:
             raise ConfigError(
                 f"expected models whose micro-batches change no buffers, so that they can run at once, got "
@@ -158,7 +172,7 @@ class FusedJob:
             )
 
     def _place_statics(self) -> int:
-        """Places for all that lasts; returns the end of what lanes share, behind which comes what is fed."""
+        """Place all static tensors; returns the end of the part that lanes share, before fed tensors."""
         fed = {
             (index, kernels.graph.inputs[position].tensor)
             for index, kernels in self.kernels.items()
@@ -170,31 +184,28 @@ class FusedJob:
             for index, kernels in self.kernels.items():
                 for number, key in kernels.static_keys.items():
                     if ((index, number) in fed) is is_fed:
-                        self._statics.take(key, kernels.graph.tensors[number].size_bytes)
+                        self._statics.take(key, kernels.size_of(number))
         return shared_bytes
 
-    def _cut(self, layout: StepLayout, seconds: float, first: int) -> GroupPlan:
-        tracked = self._tracking_bytes
-        if tracked is None:
-            tracked = tracking_bytes_for(layout, self.pieces.device, seconds)
-        cuts = cuts_of(layout, tracked)
-        # Behind the first group's order, everything has one.
-        rank = first_ordered_rank(layout.kernels) if self.num_lanes > 1 and first == 0 else 0
+    def _cut(self, layout: StepLayout, seconds: float, first: int) -> GroupCuts:
+        cuts = layout.cut(self._tracking_bytes, self.pieces.device, seconds)
+        # Everything behind the ordered part of the first group is ordered.
+        rank = layout.kernels.first_ordered_rank if self.num_lanes > 1 and first == 0 else 0
         if rank:
             cuts = tuple(sorted({*cuts, rank}))
         num_free = sum(cut <= rank for cut in cuts)
-        return GroupPlan(cuts, segments_of(layout, cuts, seconds), first, num_free)
+        return GroupCuts(cuts, layout.segments(cuts, seconds), first, num_free)
 
-    # ---- what it asks for ---------------------------------------------------------------------------
+    # ---- demands -----------------------------------------------------------------------------------
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Of an iteration on a batch like the example."""
-        return tuple(segment for plan in self.plans.values() for segment in plan.segments)
+        """The segments of an iteration on a batch like the example."""
+        return tuple(segment for group in self.groups.values() for segment in group.segments)
 
     @property
     def peak_bytes(self) -> int:
-        """What one lane needs of an arena."""
+        """The most arena bytes that one lane needs."""
         return max(segment.height_bytes for segment in self.segments)
 
     @property
@@ -202,54 +213,50 @@ class FusedJob:
         return "+".join(kernels.iteration.fingerprint for kernels in self.kernels.values())
 
     def own_area_bytes(self, lane: int) -> int:
-        """The area of one lane: the first has what all of them share."""
+        """The area of one lane; the first holds the shared tensors."""
         if lane == 0:
             return self.area_bytes
         return max(round_up(self.area_bytes - self.shared_bytes, self._unit_bytes), self._unit_bytes)
 
     def lane(self, name: str, index: int) -> MicroBatchLane | None:
-        """What the scheduler has to know of a lane; ``None`` where there is but one."""
+        """The scheduler's record of a lane; ``None`` for a job with one lane."""
         if self.num_lanes == 1:
             return None
-        first_ordered = next(iter(self.plans.values())).num_free
+        first_ordered = next(iter(self.groups.values())).num_free
+        pieces = self.pieces
         return MicroBatchLane(
-            name,
-            index,
-            self.num_lanes,
-            self.pieces.accumulate,
-            first_ordered,
-            self.pieces.num_accumulated,
+            name, index, self.num_lanes, pieces.accumulate, first_ordered, pieces.num_accumulated
         )
 
-    # ---- steps --------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------
 
     def read(self, piece: GroupPiece) -> StepKernels:
         """The kernels of a group's step."""
         step, graph = piece.kernels()
         half = self.pieces.uses_half
-        return read_step_kernels(step, graph, piece.index, piece.group.width, half=half)
+        return read_step_kernels(step, graph, piece.index, piece.group.width, self._speed, half=half)
 
-    def place(self, index: int, kernels: StepKernels, beside_bytes: int) -> PlacedStep:
-        """A step of a group over a lane's addresses; `BatchError` where these are too few for it.
+    def place(self, index: int, kernels: StepKernels, scratch_bytes: int) -> PlacedStep:
+        """Place a step of a group in a lane's addresses, with ``scratch_bytes`` outside of them.
 
-        ``beside_bytes`` is what it may take outside of them.
+        `BatchError` where it does not fit.
         """
-        plan = self.plans[index]
+        group = self.groups[index]
         layout = lay_out_step(kernels, self._statics, region_bytes=self.region_bytes)
-        cuts = fit_cuts(layout, plan.cuts, plan.segments, num_free=plan.num_free)
-        beside = kernels.scratch_bytes + kernels.result_bytes
-        if cuts is None or layout.area_end > self.area_bytes or beside > beside_bytes:
-            have = self.area_bytes + beside_bytes + self.peak_bytes
-            wanted = layout.area_end + beside + max(layout.stack.kernel_heights)
+        cuts = layout.fit_cuts(group.cuts, group.segments, num_free=group.num_free)
+        scratch = kernels.scratch_bytes + kernels.result_bytes
+        if cuts is None or layout.area_end > self.area_bytes or scratch > scratch_bytes:
+            have = self.area_bytes + scratch_bytes + self.peak_bytes
+            wanted = layout.area_end + scratch + max(layout.stack.kernel_heights)
             raise BatchError(
                 f"expected batches whose step takes no more memory than that of the first one, "
                 f"{in_words(have)}, got one of {in_words(wanted)}; let the largest batch come first"
             )
-        changed = {number for kernel in kernels.graph.steps for number in kernel.changes}
-        if changed & layout.transient:  # what is loaded before each run would be lost after it
-            names = [kernels.graph.tensors[number].name for number in sorted(changed & layout.transient)]
+        lost = kernels.changed & layout.transient  # loaded before each run, so changes would be lost
+        if lost:
+            names = [kernels.graph.tensors[number].name for number in sorted(lost)]
             raise BatchError(
                 f"expected a step that changes the same tensors as the first batch does, got one that also "
                 f"changes {', '.join(names)}; give this job batches of one kind"
             )
-        return place_step(layout, cuts, self.area_bytes)
+        return layout.place(cuts, self.area_bytes)

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from trainmux.colocate._demand import JobDemand
-from trainmux.colocate._device import LaneMemory, MemoryNeed
+from trainmux.colocate._feature_maps import ALIGNMENT_BYTES
 from trainmux.colocate._fused_job import FusedJob, bytes_of_batch
-from trainmux.colocate._placement import ALIGNMENT_BYTES
+from trainmux.colocate._protocols import MemoryNeed, StepOutcome
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentGraphs, SegmentSet
-from trainmux.colocate._step_plan import PlacedStep, StepKernels
+from trainmux.colocate._step_layout import PlacedStep, StepKernels
 from trainmux.colocate._virtual_memory import granularity_bytes
-from trainmux.colocate._work import StepOutcome
 from trainmux.engine import HostLanes, Memory, PlannedProgram
 from trainmux.errors import BatchError, BudgetError
 from trainmux.fleet import Fleet
@@ -32,20 +31,20 @@ from trainmux.scheduling.budget import in_words
 
 _MAX_VARIANTS = 8
 
-_BESIDE_BYTES = 128 << 20
-"""On a CUDA device, for the kernels of each job: the matrix libraries' workspaces, and what nobody knows."""
+_SCRATCH_BYTES = 128 << 20
+"""On a CUDA device, each job's allowance for workspaces of matrix libraries and unaccounted scratch."""
 
 _CONVOLUTION_BYTES = 256 << 20
-"""The same for workspaces of a job's convolutions, whose algorithms are chosen among those that fit."""
+"""Further allowance for workspaces of convolutions, whose algorithms are chosen among those that fit."""
 
 _SPARE_BYTES = 32 << 20
-"""Of what was asked for the kernels of a job, left to other steps than the one that was captured first."""
+"""Part of the allowance that is kept for other steps than the one captured first."""
 
-_NUM_LANDING_PLACES = 2
+_NUM_LANDING_BUFFERS = 2
 
 _NUM_RESULTS = 4
-"""Results of steps that there may be at a time on a CUDA device: of two iterations in flight, of one that is
-being told, and the fleet's last."""
+"""Results of steps that exist at a time on a CUDA device: of two iterations in flight, of one that callbacks
+see, and the fleet's last."""
 
 
 def runs_as_graphs(device: torch.device) -> bool:
@@ -53,11 +52,35 @@ def runs_as_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+class LaneMemory(Memory):
+    """The addresses of a further lane of a job; shared tensors lie where the first lane has them.
+
+    To the lane, everything lies as it does for the first: ``shared_bytes`` of shared tensors, the rest of an
+    area of ``area_bytes``, the arena. Its ``own`` memory has an area of ``own_area_bytes`` for the rest.
+    """
+
+    def __init__(
+        self, first: Memory, own: Memory, shared_bytes: int, area_bytes: int, own_area_bytes: int
+    ) -> None:
+        super().__init__(own.slab, own.host, own.host_offsets)
+        self._first, self._own = first, own
+        self._shared_bytes, self._area_bytes = shared_bytes, area_bytes
+        self._own_area_bytes = own_area_bytes
+
+    def at(self, offset: int, size_bytes: int) -> Tensor:
+        """The bytes of a tensor at one of the lane's addresses."""
+        if offset < self._shared_bytes:
+            return self._first.at(offset, size_bytes)
+        if offset < self._area_bytes:
+            return self._own.at(offset - self._shared_bytes, size_bytes)
+        return self._own.at(offset - self._area_bytes + self._own_area_bytes, size_bytes)
+
+
 @dataclass(frozen=True)
-class _Runner:
+class _StepInMemory:
     """A group's step, ready to run in the job's memory; on a CUDA device with ``graphs`` of its segments.
 
-    ``fed`` are the places of what is new with every step, by position among the step's arguments.
+    ``fed`` are the places of tensors that are new with every step, by position among the step's arguments.
     """
 
     placed: PlacedStep
@@ -74,10 +97,10 @@ class _Runner:
             self.planned.run(part)
 
     def capture(self, piece: GroupPiece) -> float:
-        """Capture every segment, on inputs that are real and with no member active: nothing changes.
+        """Capture every segment, on real inputs and with no member active, so that nothing changes.
 
-        Accumulators, which take in what inactive members compute, are put back. Returns how many seconds a
-        replay takes.
+        Accumulators, which also sum the values of inactive members, are restored. Returns the seconds of a
+        replay.
         """
         assert self.graphs is not None
         step, graph = self.placed.kernels.step, self.placed.kernels.graph
@@ -96,10 +119,8 @@ class _Runner:
                 total.copy_(before)
 
     def feed(self, piece: GroupPiece, *, num_ahead: int = 0) -> None:
-        """Put a step's batch and numbers into their places, and what has no lasting place.
-
-        ``num_ahead`` is as of `GroupPiece.feed`.
-        """
+        """Load a step's batch and numbers, and its transient tensors; ``num_ahead`` as of
+        `GroupPiece.feed`."""
         step, graph = self.placed.kernels.step, self.placed.kernels.graph
         for position, value in piece.feed(step, num_ahead=num_ahead).items():
             self.fed[position].copy_(value)
@@ -113,7 +134,7 @@ class _Runner:
         self.load_constants(self.placed.transient)
 
     def take_over(self, piece: GroupPiece) -> None:
-        """Copy the group's state to its places, and have the group use it there."""
+        """Copy the group's state to its places, and let the group use it there."""
         step, graph = self.placed.kernels.step, self.placed.kernels.graph
         fed = set(step.positions_fed_anew())
         places: dict[int, Tensor] = {}
@@ -133,10 +154,8 @@ class _Runner:
 
 
 class FusedWork:
-    """Lane ``index`` of a job. Lanes settle in order and leave in the opposite one.
-
-    ``poisons`` fills freed bytes with ones, for tests.
-    """
+    """Lane ``index`` of a job. Lanes settle in order and leave in reverse. ``poisons`` fills freed bytes with
+    NaN, for tests."""
 
     is_eager = False
 
@@ -149,17 +168,17 @@ class FusedWork:
         self._memory: Memory | None = None
         self._graphs: SegmentGraphs | None = None
         self._more_bytes = 0
-        """What it asked for beside its area after it had been found too little."""
+        """Scratch that it asked for after the allowance was too little."""
         self._kept_bytes: int | None = None
-        """What its kernels keep beside the area, once they were captured."""
+        """Scratch that its kernels keep, once they were captured."""
         self._graphs_bytes = self._seen_graph_bytes = GRAPHS_BYTES
-        """What is kept for graphs themselves, and what they were seen to take."""
-        self._runners: OrderedDict[tuple[int, Hashable], _Runner] = OrderedDict()
-        self._begun: dict[int, tuple[GroupPiece, _Runner]] = {}
+        """Allowance for the graphs themselves, and what they were seen to take."""
+        self._steps: OrderedDict[tuple[int, Hashable], _StepInMemory] = OrderedDict()
+        self._begun: dict[int, tuple[GroupPiece, _StepInMemory]] = {}
         self._ahead: tuple[Any, Hashable] | None = None
-        """Of an iteration that was begun ahead: its batch, and what it was told beside it."""
+        """The batch of an iteration that was begun ahead, and the settings it was fed with."""
 
-    # ---- what it asks for ---------------------------------------------------------------------------
+    # ---- demands -----------------------------------------------------------------------------------
 
     @property
     def member_names(self) -> tuple[str, ...]:
@@ -168,42 +187,42 @@ class FusedWork:
     @property
     def need(self) -> MemoryNeed:
         area_bytes = self._job.own_area_bytes(self._index)
-        return MemoryNeed(area_bytes, area_bytes + self._beside_bytes, self._job.peak_bytes)
+        return MemoryNeed(area_bytes, area_bytes + self._outside_bytes, self._job.peak_bytes)
 
     @property
     def num_captures(self) -> int:
-        """Graphs captured since the job was let in."""
+        """Graphs captured since the job was admitted."""
         return 0 if self._graphs is None else self._graphs.num_captures
 
     @property
     def pool_bytes(self) -> int:
-        """What its graphs' pool has of the device."""
+        """Device memory of its graphs' pool."""
         return 0 if self._graphs is None else self._graphs.pool_bytes
 
     @property
     def graph_bytes(self) -> int:
-        """What its graphs themselves have."""
+        """Device memory of its graphs themselves."""
         return 0 if self._graphs is None else self._graphs.graph_bytes
 
     @property
-    def _beside_bytes(self) -> int:
-        """What is taken outside of the lane's addresses."""
+    def _outside_bytes(self) -> int:
+        """Memory outside of the lane's addresses."""
         if not self._is_cuda:
             return self._more_bytes + self._scratch_bytes + self._result_bytes
-        landing = _NUM_LANDING_PLACES * self._batch_bytes
+        landing = _NUM_LANDING_BUFFERS * self._batch_bytes
         return landing + _NUM_RESULTS * self._result_bytes + self._graphs_bytes + self._kernel_bytes
 
     @property
     def _kernel_bytes(self) -> int:
-        """Of that, on a CUDA device, what its kernels may take.
+        """The part of it that kernels may take on a CUDA device.
 
-        To begin with much of that is for what nobody knows: workspaces of compiled regions and of
-        convolutions, and pieces that torch's allocator cannot use while a step is rehearsed.
+        At first this includes an allowance for unaccounted scratch: workspaces of compiled regions and of
+        convolutions, and fragmentation of torch's allocator while a step is rehearsed.
         """
         if self._kept_bytes is not None:
             return self._kept_bytes
         has_convolutions = any(kernels.has_convolutions for kernels in self._job.kernels.values())
-        allowance = _BESIDE_BYTES + _CONVOLUTION_BYTES * has_convolutions
+        allowance = _SCRATCH_BYTES + _CONVOLUTION_BYTES * has_convolutions
         return self._more_bytes + self._scratch_bytes + allowance
 
     @property
@@ -221,7 +240,7 @@ class FusedWork:
         return sum(batches.values())
 
     def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
-        """Of an iteration on a batch like the example, not measured yet; of its part of the job's steps."""
+        """The demand of an unmeasured iteration like the example, for its part of the job's steps."""
         lane = self._job.lane(name, self._index)
         if lane is not None and steps is not None:
             steps = lane.steps_of(steps)
@@ -241,20 +260,18 @@ class FusedWork:
         return self._job.step_seconds
 
     def cut_for(self, step_seconds: Sequence[float]) -> None:
-        """All lanes of a job are cut alike."""
         self._job.cut_for(step_seconds)
 
     def use_regions(self, region_bytes: int) -> None:
-        """All lanes of a job have one layout."""
-        if self._index == 0:
+        if self._index == 0:  # all lanes of a job have one layout
             self._job.lay_out(region_bytes)
 
-    # ---- running ------------------------------------------------------------------------------------
+    # ---- running -----------------------------------------------------------------------------------
 
     def settle(self, memory: Memory) -> None:
-        """Take the fleet's state to the area of the first lane; the groups use it there.
+        """Move the fleet's state to the area of the first lane, where the groups use it.
 
-        On a CUDA device the usual step is captured: all of the lane's end of the arena must be its own now.
+        On a CUDA device the usual step is captured: the lane must own all of its end of the arena now.
         """
         job = self._job
         if self._index == 0:
@@ -265,55 +282,57 @@ class FusedWork:
             self._memory = LaneMemory(job.memory, memory, job.shared_bytes, job.area_bytes, own_bytes)
         if self._is_cuda and self._index == 0:
             self._pieces.rest()  # first: the job's graphs can have the stream, with its workspaces
-        self._make_runners()
+        self._make_steps()
         if self._index == 0:
             for index, piece in job.own.items():
-                self._runners[index, piece.variant].take_over(piece)
+                self._steps[index, piece.variant].take_over(piece)
         if not self._is_cuda:
             return
         seconds, graph_bytes = self._capture(), self.graph_bytes
         # Other lanes come later, and are cut as the first one is.
         if self._index == 0 and job.cut_anew(seconds):
             self._close_graphs()
-            self._make_runners()
+            self._make_steps()
             self._capture()
-            graph_bytes = max(graph_bytes, self.graph_bytes)  # the driver may have kept what those had
+            graph_bytes = max(
+                graph_bytes, self.graph_bytes
+            )  # the driver may have kept the first graphs' memory
         assert self._graphs is not None
         self._check_graphs(graph_bytes)
         self._keep_less(self._graphs)
 
-    def _make_runners(self) -> None:
-        """The usual steps as they are cut now, none of them captured."""
+    def _make_steps(self) -> None:
+        """Build the usual steps as they are cut now, none of them captured."""
         if self._is_cuda:
             self._graphs = SegmentGraphs(
                 self._pieces.device,
                 deterministic=self._pieces.is_deterministic,
-                beside_bytes=self._kernel_bytes,
+                scratch_bytes=self._kernel_bytes,
                 graphs_bytes=self._graphs_bytes,
             )
         for index, piece in self._job.own.items():
-            self._runners[index, piece.variant] = self._runner(index, self._job.kernels[index])
+            self._steps[index, piece.variant] = self._build(index, self._job.kernels[index])
 
     def _capture(self) -> dict[int, float]:
-        """Capture the usual steps; how long each group's takes."""
+        """Capture the usual steps; returns the duration of each group's."""
         assert self._graphs is not None
         self._graphs.empty_caches()
         own = self._job.own.items()
-        return {index: self._runners[index, piece.variant].capture(piece) for index, piece in own}
+        return {index: self._steps[index, piece.variant].capture(piece) for index, piece in own}
 
     def _close_graphs(self) -> None:
-        """Let go of all that was captured, and of its memory."""
-        self._runners.clear()
+        """Free all captured graphs and their memory."""
+        self._steps.clear()
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None
-            torch.cuda.empty_cache()  # whoever comes next may need the room
+            torch.cuda.empty_cache()  # the next job may need the room
 
     def _keep_less(self, graphs: SegmentGraphs) -> None:
-        """The usual step is captured: what it did not take is for others, but for a little.
+        """Give the unused part of the allowance to others, but for a little.
 
         Other steps take less, as their batches are no larger, and use the same memory. Not so where only the
-        usual one is compiled: what others do through ATen needs a place for every result.
+        usual step is compiled: through ATen other steps need a place for every result.
         """
         if self._pieces.compiles_usual_only:
             return
@@ -330,12 +349,11 @@ class FusedWork:
             )
 
     def ask_for_more(self) -> None:
-        """Ask for what graphs were seen to take, or for twice of what was kept for workspaces: compiled
-        regions have some that nobody knows."""
+        """Ask for what graphs were seen to take, or double the allowance for unaccounted scratch."""
         if self._seen_graph_bytes > self._graphs_bytes:
             self._graphs_bytes = self._seen_graph_bytes + GRAPHS_BYTES
         else:
-            self._more_bytes = 2 * self._more_bytes + _BESIDE_BYTES
+            self._more_bytes = 2 * self._more_bytes + _SCRATCH_BYTES
 
     def begin(self, batch: Any, *, is_ahead: bool = False) -> None:
         """Check a batch, find or build the step for it, and feed every group."""
@@ -343,16 +361,16 @@ class FusedWork:
             self._check_size(batch)
         job = self._job
         pieces = self._pieces.begin(batch, num_ahead=job.num_open)
-        begun = {piece.index: (piece, self._runner_for(piece)) for piece in pieces}
-        for piece, runner in begun.values():
-            runner.feed(piece, num_ahead=job.open_pieces[piece.index])
+        begun = {piece.index: (piece, self._step_for(piece)) for piece in pieces}
+        for piece, step in begun.values():
+            step.feed(piece, num_ahead=job.open_pieces[piece.index])
         job.open_pieces.update(begun.keys())
         job.num_open += 1
         self._begun = begun
         self._ahead = (batch, self._told()) if is_ahead else None
 
     def renew(self) -> None:
-        """Feed an iteration that was begun ahead once more, where members or settings have changed since."""
+        """Feed an iteration that was begun ahead once more, if members or settings have changed since."""
         if self._ahead is None:
             return
         (batch, told), self._ahead = self._ahead, None
@@ -364,20 +382,20 @@ class FusedWork:
             self.begin(batch)
 
     def _told(self) -> Hashable:
-        """What the iteration that was begun would be told if it began now."""
+        """The settings that the begun iteration would get if it began now."""
         piece, _ = next(iter(self._begun.values()))
         return self._pieces.told(applies=piece.applies)
 
     def run(self, segment: int) -> None:
-        """Run the kernels of one segment; those of a group without members are none."""
-        index, number = self._job.turn_of[segment]
+        """Run the kernels of one segment; a group without members has none."""
+        index, number = self._job.piece_of[segment]
         if index not in self._begun:
             return
-        piece, runner = self._begun[index]
-        runner.run(number)
-        if number == len(self._job.plans[index].segments) - 1:
-            results = [result.clone() for result in runner.planned.results(0)]
-            piece.end(runner.placed.kernels.step, results)
+        piece, step = self._begun[index]
+        step.run(number)
+        if number == len(self._job.groups[index].segments) - 1:
+            results = [result.clone() for result in step.planned.results(0)]
+            piece.end(step.placed.kernels.step, results)
             self._job.open_pieces[index] -= 1
 
     def end(self) -> StepOutcome:
@@ -388,7 +406,7 @@ class FusedWork:
         return StepOutcome(self.member_names, losses, self._pieces.fleet.metrics)
 
     def leave(self) -> None:
-        """Let go of the lane's memory; with the first lane, the fleet gets storage of its own again, and its
+        """Release the lane's memory. With the first lane, the fleet gets storage of its own again, and its
         members their weights."""
         self._begun, self._ahead = {}, None
         self._kept_bytes = None
@@ -412,23 +430,23 @@ class FusedWork:
                 f"of {in_words(num_bytes)}; let the largest batch come first"
             )
 
-    # ---- steps --------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------
 
-    def _runner_for(self, piece: GroupPiece) -> _Runner:
+    def _step_for(self, piece: GroupPiece) -> _StepInMemory:
         key = (piece.index, piece.variant)
-        known = self._runners.get(key)
+        known = self._steps.get(key)
         if known is None:
-            known = self._runners[key] = self._runner(piece.index, self._job.read(piece))
+            known = self._steps[key] = self._build(piece.index, self._job.read(piece))
             own = {(index, usual.variant) for index, usual in self._job.own.items()}
-            while len(self._runners) > len(own) + _MAX_VARIANTS:
-                del self._runners[next(old for old in self._runners if old not in own and old != key)]
-        self._runners.move_to_end(key)
+            while len(self._steps) > len(own) + _MAX_VARIANTS:
+                del self._steps[next(old for old in self._steps if old not in own and old != key)]
+        self._steps.move_to_end(key)
         return known
 
-    def _runner(self, index: int, kernels: StepKernels) -> _Runner:
-        """A step of a group in the lane's memory; `BatchError` where that is too small for it."""
+    def _build(self, index: int, kernels: StepKernels) -> _StepInMemory:
+        """Place a step of a group in the lane's memory; `BatchError` where that is too small."""
         assert self._memory is not None
-        placed = self._job.place(index, kernels, self._beside_bytes)
+        placed = self._job.place(index, kernels, self._outside_bytes)
         planned = PlannedProgram(
             placed.program,
             [kernels.graph],
@@ -443,9 +461,9 @@ class FusedWork:
             for position in kernels.step.positions_fed_anew()
         }
         if self._graphs is None:
-            return _Runner(placed, planned, fed)
+            return _StepInMemory(placed, planned, fed)
         runs = [partial(planned.run, part) if part.instructions else None for part in placed.segments]
-        return _Runner(placed, planned, fed, self._graphs.new_set(runs))
+        return _StepInMemory(placed, planned, fed, self._graphs.new_set(runs))
 
 
 def fused_lanes(
@@ -457,7 +475,7 @@ def fused_lanes(
     poisons: bool = False,
     num_lanes: int = 1,
 ) -> tuple[FusedWork, ...]:
-    """A fleet as a job, whose micro-batches run in ``num_lanes``; refused as by `FusedJob`."""
+    """A fleet as a job whose micro-batches run in ``num_lanes``; refused as by `FusedJob`."""
     device = fleet._config.device
     unit_bytes = granularity_bytes(device) if runs_as_graphs(device) else ALIGNMENT_BYTES
     job = FusedJob(

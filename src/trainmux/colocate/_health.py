@@ -1,9 +1,9 @@
-"""Whether sharing works: the ramp of the budget, the fall-back to turns, the return from it (§5.3).
+"""Whether sharing works, and the fall-back to time slicing and back (§5.3).
 
-Two things can go wrong. A pair's predictions can be off, so that gates hold up iterations that were let in:
-that is counted per pair. And jobs can slow each other down by more than sharing gains: that shows in the
-work done per second, which belongs to the device as a whole. Either way jobs take turns for a while, and for
-longer when sharing fails again.
+Two things can go wrong. Predictions of a pair can be off, so that gates hold up iterations that were let in:
+`StallCounter` counts those per pair. And jobs can slow each other down by more than sharing gains:
+`GainMeter` sees it in the work done per second on the whole device. Either way jobs are time-sliced, one
+iteration at a time, for a while, and for longer each time that sharing fails again.
 """
 
 from __future__ import annotations
@@ -11,133 +11,109 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from trainmux.colocate._constants import ScroogeConstants
-
+_FIRST_ROUNDS, _MOST_ROUNDS, _ROUNDS_GROWTH = 16, 1024, 4
+"""Rounds of time slicing before sharing is tried again, and their growth with each failure."""
+_STALL_WINDOW, _STALLS_TO_FALL_BACK = 8, 4
+"""A pair falls back at this many mispredictions among its last iterations."""
+_LEAST_GAIN = 0.97
+"""Solo seconds of work per second below which sharing loses; below 1, so that noise does not end sharing."""
+_ROUNDS_TO_LOSE = 0.25
+"""Work that may be lost before the fall-back, in rounds of all jobs."""
+_AS_GOOD_AS_SLICING = 0.99
 _ROUNDS_OF_A_WINDOW = 2
 _GOOD_ROUNDS = 8
-_AS_GOOD_AS_TURNS = 0.99
 _LONGEST_WAIT = 3.0
-"""How many times the longest segment may pass between two ends before the rest no longer counts."""
+"""Time between two ends counts up to this multiple of the longest segment: a host that was away once
+(garbage collection, a new memory layout) says nothing about sharing."""
 
 
-class Turns:
-    """A while in which jobs take turns before sharing is tried again."""
+class TimeSlicing:
+    """A period in which jobs run one iteration after the other, before sharing is tried again."""
 
-    def __init__(self, constants: ScroogeConstants) -> None:
-        self._first, self._most = constants.rounds_of_turns, constants.max_rounds_of_turns
-        self._growth = constants.turns_growth
-        self._next_rounds = self._first
+    def __init__(self) -> None:
+        self._next_rounds = _FIRST_ROUNDS
         self._until = 0.0
-        self.are_on = False
-        self.num_fall_backs = 0
+        self.is_on = False
 
     def fall_back(self, now: float, round_seconds: float) -> None:
-        """Take turns for as long as so many rounds of all jobs, ``round_seconds`` each, would last."""
-        self.are_on = True
+        """Slice time for a number of rounds of all jobs, ``round_seconds`` each."""
+        self.is_on = True
         self._until = now + self._next_rounds * round_seconds
-        self._next_rounds = min(self._growth * self._next_rounds, self._most)
-        self.num_fall_backs += 1
+        self._next_rounds = min(_ROUNDS_GROWTH * self._next_rounds, _MOST_ROUNDS)
 
     def iteration_ended(self, now: float) -> bool:
-        """Go back to sharing if it is time; true if that is now."""
-        self.are_on = now < self._until
-        return not self.are_on
+        """Return to sharing if the period is over; true if it is."""
+        self.is_on = now < self._until
+        return not self.is_on
 
     def end(self) -> None:
-        """Share from now on, and have the next turns be short ones."""
-        self.are_on = False
+        """Share from now on, and make the next period a short one."""
+        self.is_on = False
         self.sharing_works()
 
     def sharing_works(self) -> None:
-        """The next fall-back will be a short one again."""
-        self._next_rounds = self._first
+        """Make the next period a short one."""
+        self._next_rounds = _FIRST_ROUNDS
 
 
-class PairHealth:
-    """The budget that a pair's predictions may fill, and whether they come true."""
+class StallCounter:
+    """Counts the mispredicted iterations of a pair of jobs."""
 
-    def __init__(self, constants: ScroogeConstants, *, is_ramped: bool) -> None:
-        self._constants = constants
-        self._raises = 0 if is_ramped else constants.ramp_steps
-        self._is_ramped = is_ramped
-        self._in_round = 0
+    def __init__(self) -> None:
         self._num_clean = 0
-        self._recent: deque[bool] = deque(maxlen=constants.stall_window)
-        self.turns = Turns(constants)
+        self._recent: deque[bool] = deque(maxlen=_STALL_WINDOW)
+        self.slicing = TimeSlicing()
 
-    def soft_budget(self, capacity_bytes: int, largest_peak_bytes: int) -> int:
-        """The bytes that predictions may fill: below the arena's capacity until the ramp is over."""
-        if self._raises >= self._constants.ramp_steps:
-            return capacity_bytes
-        first = max(largest_peak_bytes, int(self._constants.first_budget_share * capacity_bytes))
-        return first + (capacity_bytes - first) * self._raises // self._constants.ramp_steps
-
-    def iteration_ended(self, now: float, round_seconds: float, num_jobs: int, *, stalled: bool) -> bool:
-        """Take down an iteration of a pair that takes ``round_seconds`` in turns; true if these begin now."""
-        if self.turns.are_on:
-            if self.turns.iteration_ended(now):
-                self._raises = 0 if self._is_ramped else self._constants.ramp_steps
+    def iteration_ended(self, now: float, round_seconds: float, *, stalled: bool) -> bool:
+        """Count an iteration of a pair, whose rounds take ``round_seconds``; true if slicing begins now."""
+        if self.slicing.is_on:
+            if self.slicing.iteration_ended(now):
                 self._recent.clear()
             return False
         self._recent.append(stalled)
-        if sum(self._recent) >= self._constants.stalls_to_fall_back:
-            self.turns.fall_back(now, round_seconds)
+        if sum(self._recent) >= _STALLS_TO_FALL_BACK:
+            self.slicing.fall_back(now, round_seconds)
             self._num_clean = 0
             return True
-        if stalled:
-            self._in_round = 0
-            return False
-        self._num_clean += 1
-        self._in_round += 1
-        if self._in_round >= num_jobs:
-            self._in_round = 0
-            self._raises = min(self._raises + 1, self._constants.ramp_steps)
-        if self._num_clean >= 4 * self._constants.stall_window:
-            self.turns.sharing_works()
+        self._num_clean += not stalled
+        if self._num_clean >= 4 * _STALL_WINDOW:
+            self.slicing.sharing_works()
         return False
 
 
 class GainMeter:
-    """Solo seconds of work per second while jobs share the device; turns for all where that is a loss.
+    """Measures solo seconds of work per second while jobs share the device; time-slices where that loses.
 
-    Work counts when a segment ends, so a short stretch looks better or worse than it is by a segment or two,
-    and turns last for long. So what is lost is added up, and only counts when it is more than that: more than
-    a part of a round, and than the longest segment, which may be under way. Seconds
-    in which nothing runs count: where the host is what jobs wait for, sharing may lose to turns. But turns
-    have such seconds too. Once they have been tried, what they gave is what sharing must give. And once in a
-    while the host is away for many segments' time, with garbage to collect or memory to lay out anew: that
-    says nothing of sharing, so between two ends only a few times the longest segment's seconds count.
+    Work counts when a segment ends, so a short window looks better or worse by a segment or two. Losses are
+    therefore added up, and count once they exceed a part of a round and the longest segment, which may be
+    running. Idle seconds count: where jobs wait for the host, sharing may lose to time slicing. But time
+    slicing has idle seconds too, so once it was tried, sharing has to be about as good as it was.
     """
 
-    def __init__(self, constants: ScroogeConstants) -> None:
-        self._least_gain = constants.least_gain
-        self._rounds_to_lose = constants.rounds_to_lose
-        self.turns = Turns(constants)
-        self.gain: float | None = None
-        """Of the last window that was measured."""
+    def __init__(self) -> None:
+        self.slicing = TimeSlicing()
         self.forget()
 
     def forget(self) -> None:
-        """Other jobs: nothing is known of them."""
-        self._gain_of_turns = math.inf
+        """Start over for other jobs."""
+        self._gain_of_slicing = math.inf
         self.restart()
 
     def restart(self) -> None:
         """Measure anew, because memory changed or a job ran alone."""
         self._last_end: float | None = None
         self._work_seconds = self._seconds = 0.0
-        self._window_work = self._window_seconds = 0.0
         self._lost_seconds = self._longest_seconds = 0.0
 
     def share_again(self) -> None:
-        """End turns, because what they were taken for may be over."""
-        self.turns.end()
+        """End time slicing, because its cause may be over."""
+        self.slicing.end()
         self.restart()
 
     @property
-    def must_be(self) -> float:
+    def required_gain(self) -> float:
         """The gain below which sharing loses."""
-        return min(self._least_gain, _AS_GOOD_AS_TURNS * self._gain_of_turns)
+        return min(_LEAST_GAIN, _AS_GOOD_AS_SLICING * self._gain_of_slicing)
 
     def segment_ended(self, solo_seconds: float, ended_at: float) -> None:
         if self._last_end is None:
@@ -148,28 +124,23 @@ class GainMeter:
         self._last_end = max(self._last_end, ended_at)
         self._work_seconds += solo_seconds
         self._seconds += passed
-        self._lost_seconds = max(0.0, self._lost_seconds + self.must_be * passed - solo_seconds)
+        self._lost_seconds = max(0.0, self._lost_seconds + self.required_gain * passed - solo_seconds)
 
     def iteration_ended(self, now: float, round_seconds: float, num_jobs: int) -> bool:
-        """Look at what was lost, in rounds of all jobs, ``round_seconds`` each; true if turns begin now."""
-        if self.turns.are_on:
-            if self.turns.iteration_ended(now):
+        """Judge what was lost, in rounds of all jobs of ``round_seconds``; true if slicing begins now."""
+        if self.slicing.is_on:
+            if self.slicing.iteration_ended(now):
                 if self._seconds >= _ROUNDS_OF_A_WINDOW * round_seconds:
-                    self._gain_of_turns = self._work_seconds / self._seconds
+                    self._gain_of_slicing = self._work_seconds / self._seconds
                 self.restart()
             return False
         if num_jobs < 2:
             return False
-        seconds = self._seconds - self._window_seconds
-        if seconds >= _ROUNDS_OF_A_WINDOW * round_seconds:
-            self.gain = (self._work_seconds - self._window_work) / seconds
-            self._window_work, self._window_seconds = self._work_seconds, self._seconds
-        to_lose = max(self._rounds_to_lose * round_seconds, self._longest_seconds)
-        if self._lost_seconds > to_lose:
-            self.gain = self._work_seconds / self._seconds
+        if self._lost_seconds > max(_ROUNDS_TO_LOSE * round_seconds, self._longest_seconds):
             self.restart()
-            self.turns.fall_back(now, round_seconds)
+            self.slicing.fall_back(now, round_seconds)
             return True
-        if self._seconds > _GOOD_ROUNDS * round_seconds and self._work_seconds > self.must_be * self._seconds:
-            self.turns.sharing_works()
+        is_long = self._seconds > _GOOD_ROUNDS * round_seconds
+        if is_long and self._work_seconds > self.required_gain * self._seconds:
+            self.slicing.sharing_works()
         return False

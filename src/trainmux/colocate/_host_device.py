@@ -1,7 +1,7 @@
-"""Co-location on a CPU: one thread, segments in the order in which they are enqueued, arenas by page.
+"""Co-location on a CPU: segments run in the caller's thread, in the order in which they are enqueued.
 
-An arena is a range of addresses as long as its two largest jobs could ever use together. Only what lies
-below its capacity is used; pages above are never touched, and given back to the system where the capacity
+An arena is a range of addresses as long as its two largest jobs could ever use together. Only the part below
+its capacity is used; pages above it are never touched, and are returned to the system where the capacity
 shrinks. So a new budget moves no job's bytes.
 """
 
@@ -17,57 +17,71 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from trainmux.colocate._device import Ended, JobMemory, MemoryNeed
-from trainmux.colocate._lane import SegmentRef
-from trainmux.colocate._layout import ArenaLayout, Layout
-from trainmux.colocate._placement import ALIGNMENT_BYTES
+from trainmux.colocate._demand import SegmentRef
+from trainmux.colocate._feature_maps import ALIGNMENT_BYTES, round_up
+from trainmux.colocate._layout import ArenaLayout, MemoryLayout
+from trainmux.colocate._protocols import Ended, MemoryNeed
+from trainmux.engine import Memory
 
 _POISON = 0xFF
-"""A byte of which every floating number made is NaN."""
+"""A byte that makes every floating-point number NaN."""
 
 _MAX_ENDS = 1024
-"""Segments whose ends are remembered; who waits for one is enqueued while it is in flight."""
+"""Segments whose ends are remembered; a segment that waits for one is enqueued while that is in flight."""
 
 
-class PagedBytes:
-    """Bytes whose pages the system gives when they are first written and takes back when told."""
+class JobMemory(Memory):
+    """A job's addresses: its area, then its end of the arena, backwards for a job at the top."""
 
-    def __init__(self, size_bytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of a shared mapping would not go
-        self._pages = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE), flags=flags)
-        self.tensor: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)[:size_bytes]
+    def __init__(self, area: Tensor) -> None:
+        super().__init__(area, torch.zeros(1, dtype=torch.uint8), {})
+        self._arena = area[:0]
+        self._end: int | None = None
 
-    def give_back(self, start: int) -> None:
-        """Give back the whole pages from ``start`` on; they read as zeros after."""
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = len(self._pages) // mmap.PAGESIZE * mmap.PAGESIZE
-        if hasattr(mmap, "MADV_DONTNEED") and first < size:
-            self._pages.madvise(mmap.MADV_DONTNEED, first, size - first)
+    def map_arena(self, arena: Tensor, capacity_bytes: int, *, is_top: bool) -> None:
+        """Use the first ``capacity_bytes`` of ``arena`` from now on."""
+        self._arena = arena
+        self._end = capacity_bytes if is_top else None
+
+    def at(self, offset: int, size_bytes: int) -> Tensor:
+        """The bytes of a tensor at one of the job's addresses."""
+        height = offset - self.slab.numel()
+        if height < 0:
+            return self.slab[offset : offset + size_bytes]
+        start = height if self._end is None else self._end - height - round_up(size_bytes, ALIGNMENT_BYTES)
+        return self._arena[start : start + size_bytes]
 
 
 class _HostArena:
-    """The bytes of one arena, of which the first ``capacity_bytes`` are in use."""
+    """The bytes of one arena, whose pages exist once they are written. The first ``capacity_bytes`` are
+    used."""
 
     def __init__(self, row: ArenaLayout, needs: Mapping[str, MemoryNeed]) -> None:
         ends = [max((needs[name].peak_bytes for name in side), default=0) for side in (row.base, row.top)]
-        self.bytes = PagedBytes(max(sum(ends), row.capacity_bytes))
+        size_bytes = max(sum(ends), row.capacity_bytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of a shared mapping would stay
+        self._pages = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE), flags=flags)
+        self.tensor: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)[:size_bytes]
         self.capacity_bytes = row.capacity_bytes
 
     def resize(self, capacity_bytes: int) -> None:
-        if capacity_bytes < self.capacity_bytes:
-            self.bytes.give_back(capacity_bytes)
+        """Change the capacity; whole pages above a smaller one are returned, and read as zeros after."""
+        first = round_up(capacity_bytes, mmap.PAGESIZE)
+        size = len(self._pages) // mmap.PAGESIZE * mmap.PAGESIZE
+        if capacity_bytes < self.capacity_bytes and hasattr(mmap, "MADV_DONTNEED") and first < size:
+            self._pages.madvise(mmap.MADV_DONTNEED, first, size - first)
         self.capacity_bytes = capacity_bytes
 
 
 class HostDevice:
-    """Runs segments in the caller's thread. ``poisons`` fills new memory with ones, which are NaN.
+    """Runs segments in the caller's thread. ``poisons`` fills new memory with NaN.
 
-    A segment counts as started when nothing but the processor keeps it from running: jobs that take turns
-    at the processor are slow, as on a device that they share, and only memory makes them stall.
+    A segment counts as started when only the processor keeps it from running: jobs that alternate on the
+    processor are slow, as on a shared device, and only memory makes them stall.
     """
 
     def __init__(self, *, poisons: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._poisons = poisons
+        self._fill = _POISON if poisons else 0
         self._clock = clock
         self._queue: deque[tuple[SegmentRef, tuple[SegmentRef, ...], float, Callable[[], None]]] = deque()
         self._job_ended_at: dict[str, float] = {}
@@ -91,9 +105,8 @@ class HostDevice:
     def keep_less(self, needs: Mapping[str, MemoryNeed]) -> None:
         self._needs.update(needs)
 
-    def arrange(self, layout: Layout, needs: Mapping[str, MemoryNeed]) -> None:
-        names = {name for row in layout.arenas for name in row.names}
-        for gone in self._memories.keys() - names:
+    def arrange(self, layout: MemoryLayout, needs: Mapping[str, MemoryNeed]) -> None:
+        for gone in self._memories.keys() - layout.names:
             del self._memories[gone], self._needs[gone]
         known = {(row.base, row.top) for row in layout.arenas}
         self._arenas = {places: arena for places, arena in self._arenas.items() if places in known}
@@ -101,16 +114,17 @@ class HostDevice:
             arena = self._arenas.get((row.base, row.top))
             if arena is None:
                 arena = self._arenas[row.base, row.top] = _HostArena(row, needs)
-                if self._poisons:
-                    arena.bytes.tensor.fill_(_POISON)
+                if self._fill:
+                    arena.tensor.fill_(self._fill)
             else:
                 arena.resize(row.capacity_bytes)
             for name in row.names:
                 if name not in self._memories:
-                    self._memories[name] = self._new_memory(needs[name])
-                self._needs[name] = needs[name]  # what it takes beside its area may be more now
+                    area = torch.full((needs[name].area_bytes,), self._fill, dtype=torch.uint8)
+                    self._memories[name] = JobMemory(area)
+                self._needs[name] = needs[name]  # its scratch may have grown
                 is_top = name in row.top
-                self._memories[name].map_arena(arena.bytes.tensor, row.capacity_bytes, is_top=is_top)
+                self._memories[name].map_arena(arena.tensor, row.capacity_bytes, is_top=is_top)
 
     def memory_of(self, job: str) -> JobMemory:
         return self._memories[job]
@@ -119,10 +133,10 @@ class HostDevice:
         return nullcontext()
 
     def behind(self, job: str) -> AbstractContextManager[None]:
-        return nullcontext()  # of a job of which nothing is enqueued
+        return nullcontext()  # nothing of the job is enqueued
 
     def enqueue(self, ref: SegmentRef, after: tuple[SegmentRef, ...], work: Callable[[], None]) -> None:
-        # What a segment has to wait for was enqueued before it, so it has run when its turn comes.
+        # A segment's dependencies were enqueued before it, so they have run when it does.
         self._queue.append((ref, after, self.now(), work))
 
     @property
@@ -145,7 +159,3 @@ class HostDevice:
         while len(self._ended_at) > _MAX_ENDS:
             self._ended_at.popitem(last=False)
         return Ended(ref, max(enqueued_at, *before), ended_at, error)
-
-    def _new_memory(self, need: MemoryNeed) -> JobMemory:
-        fill = _POISON if self._poisons else 0
-        return JobMemory(torch.full((need.area_bytes,), fill, dtype=torch.uint8), ALIGNMENT_BYTES)

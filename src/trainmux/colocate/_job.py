@@ -1,198 +1,262 @@
-"""A job while it is scheduled: what it asks for, how far it is, what was learned of it."""
+"""A job as the user describes it, and its batches."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trainmux.colocate._demand import JobDemand
-from trainmux.colocate._in_flight import InFlightSweep
-from trainmux.colocate._trend import Trend
+import torch
+from torch import Tensor, nn
+
+from trainmux.errors import ConfigError
+from trainmux.fleet import Fleet, Member
+from trainmux.tracing import LossFunction
+from trainmux.training._batches import END_OF_PASS, BatchCursor
 
 if TYPE_CHECKING:
-    from trainmux.colocate._micro_batches import MicroBatchOrder
+    from trainmux.colocate._colocation import Colocation
 
 
 @dataclass(frozen=True)
-class JobReport:
-    """How a job fared: iterations run, how long they were shifted in all and last, how often it stalled."""
+class JobStep:
+    """An iteration that has ended, for callbacks.
+
+    ``step`` counts from 1. ``losses`` has one entry per member. A callback may call ``add``, ``remove`` and
+    ``set_budget`` of ``colocation``.
+    """
+
+    colocation: Colocation
+    job: str
+    step: int
+    losses: Tensor
+    metrics: Mapping[str, Any]
+
+
+JobCallback = Callable[[JobStep], object]
+
+MAX_CONCURRENT_MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One model, or a fleet, to be trained next to other jobs.
+
+    ``loss(model, batch)`` is as for a fleet. ``steps`` iterations are run, cycling over ``loader``; without
+    ``steps``, one pass over it. A job with twice the ``share`` gets twice the device time where jobs compete
+    for memory; of two different jobs with equal shares, one may get half more than the other. Each of
+    ``callbacks`` is called with a `JobStep` after every iteration. ``seed``, ``scheduler``, ``precision``,
+    ``device``, ``deterministic`` and ``accumulate`` are for a model, as in `Member` and `Fleet`; a fleet has
+    its own. Where gradients are accumulated, an iteration is a micro-batch.
+
+    With ``concurrent_micro_batches=2`` two micro-batches between two updates run at the same time where
+    memory allows it, with the same results as one after the other. Callbacks are then called after the
+    update, for each micro-batch in order.
+
+    A loader draws its order from random numbers of the job's own, which start at torch's state when the job
+    is handed over, so other jobs do not change it. Refused with `ConfigError`: a job with both a model and a
+    fleet, or with neither, and settings out of range.
+    """
 
     name: str
-    num_iterations: int
-    total_shift_seconds: float
-    last_shift_seconds: float
-    num_mispredicted: int
-    solo_seconds: tuple[float, ...]
-    """What each segment takes alone, as far as was learned."""
-    shared_seconds: tuple[float, ...]
-    """What each segment takes beside the other jobs, as far as was learned."""
-    in_flight_limit: int
-    """How many segments are kept in flight while somebody may wait for the job's memory."""
-    is_measured: bool
-    """Whether these were measured: in a profiling iteration, or before."""
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    loss: LossFunction | None = None
+    loader: Iterable[Any] | None = None
+    fleet: Fleet | None = None
+    steps: int | None = None
+    share: float = 1.0
+    callbacks: Sequence[JobCallback] = ()
+    seed: int | None = None
+    scheduler: Any = None
+    precision: str = "fp32"
+    device: str | torch.device = "cpu"
+    deterministic: bool = False
+    accumulate: int = 1
+    concurrent_micro_batches: int = 1
 
+    def __post_init__(self) -> None:
+        label = f"job {self.name!r}"
 
-class JobState:
-    """Counters and lifespans of one job. ``service`` is the solo time it got lately, over its share."""
+        def require(holds: bool, what: str) -> None:
+            if not holds:
+                raise ConfigError(f"{label} {what}")
 
-    __slots__ = (
-        "demand",
-        "gap_seconds",
-        "heights",
-        "holds",
-        "in_flight_limit",
-        "is_leaving",
-        "iteration_solo_seconds",
-        "needs_profiling",
-        "num_begun",
-        "num_ended",
-        "num_mispredicted",
-        "num_segments",
-        "observed",
-        "order",
-        "runs_alone",
-        "segment_ended_at",
-        "service",
-        "shift_seconds",
-        "solo_seconds",
-        "stall_seconds",
-        "sweep",
-        "total_shift_seconds",
-        "trend",
-    )
-
-    def __init__(self, demand: JobDemand, in_flight_limit: int) -> None:
-        self.order: MicroBatchOrder | None = None
-        """Of the lanes of a job whose micro-batches run side by side, this one among them."""
-        self.cut_as(demand, in_flight_limit)
-        self.is_leaving = False
-        self.num_begun = 0
-        self.num_ended = 0
-        self.num_mispredicted = 0
-        self.service = 0.0
-        self.shift_seconds = 0.0
-        """How far the last iteration was shifted."""
-        self.total_shift_seconds = 0.0
-        self.stall_seconds = 0.0
-        """How long gates kept anything of the job from running, in the iteration that is running.
-
-        Without what it waited for a peer that was falling: in turns it would have waited for longer.
-        """
-        self.gap_seconds = 0.0
-        """How long nothing of the job ran between segments of that iteration, whatever the reason."""
-        self.segment_ended_at = 0.0
-        self.observed: list[float] = []
-        self.runs_alone: deque[bool] = deque()
-        """Of the iterations that are begun and not ended: whether nothing else may run beside them."""
-
-    def cut_as(self, demand: JobDemand, in_flight_limit: int) -> None:
-        """Take the segments of ``demand`` and what is known of them; before the job's first iteration.
-
-        ``in_flight_limit`` segments are kept in flight until it is found how many are needed, unless that is
-        known.
-        """
-        self.demand = demand
-        self.heights = [segment.height_bytes for segment in demand.segments]
-        self.holds = [segment.hold_bytes for segment in demand.segments]
-        self.num_segments = len(demand.segments)
-        self.trend = Trend(demand)
-        self.learn_solo([segment.solo_seconds for segment in demand.segments])
-        self.needs_profiling = not demand.is_measured
-        known = demand.in_flight_limit
-        self.in_flight_limit = known or in_flight_limit
-        self.sweep = None if known else InFlightSweep(in_flight_limit)
-        for lane in self.lanes:
-            lane.sweep = self.sweep
-
-    @property
-    def name(self) -> str:
-        return self.demand.name
-
-    def report(self) -> JobReport:
-        """How it fares."""
-        return JobReport(
-            self.name,
-            self.num_ended,
-            self.total_shift_seconds,
-            self.shift_seconds,
-            self.num_mispredicted,
-            tuple(self.solo_seconds),
-            tuple(self.trend.seconds),
-            self.in_flight_limit,
-            not self.needs_profiling,
+        require(
+            isinstance(self.name, str) and bool(self.name),
+            "must have a non-empty string as its name; name it",
+        )
+        parts = {"model": self.model, "optimizer": self.optimizer, "loss": self.loss}
+        given = [name for name, part in parts.items() if part is not None]
+        missing = [name for name, part in parts.items() if part is None]
+        if self.fleet is None:
+            require(
+                not missing,
+                "must have a fleet, or a model, an optimizer and a loss, but got no "
+                f"{' and no '.join(missing)}; pass it",
+            )
+        else:
+            require(
+                not given,
+                f"must have a fleet or a model, but got a fleet and {' and '.join(given)}; leave one out",
+            )
+            require(
+                isinstance(self.fleet, Fleet),
+                f"must have a trainmux.Fleet as fleet, but got {type(self.fleet).__name__}; build one",
+            )
+            require(
+                self.accumulate == 1,
+                f"accumulate is for a model, but got {self.accumulate} and a fleet; pass it to the fleet",
+            )
+        require(self.loader is not None, "must have a loader, but got none; pass an iterable of batches")
+        require(
+            self.steps is None or _is_count(self.steps),
+            f"steps must be a whole number of at least 1, but got {self.steps!r}; leave it out for one pass "
+            "over the loader",
+        )
+        require(
+            isinstance(self.share, int | float) and self.share > 0,
+            f"share must be above 0, but got {self.share!r}; 1.0 is usual",
+        )
+        require(
+            all(callable(callback) for callback in self.callbacks),
+            f"callbacks must be callable with a JobStep, but got {self.callbacks!r}; pass functions",
+        )
+        require(
+            _is_count(self.accumulate),
+            f"accumulate must be a whole number of at least 1, but got {self.accumulate!r}; leave it out to "
+            "update with every batch",
+        )
+        at_once = self.concurrent_micro_batches
+        require(
+            _is_count(at_once) and at_once <= MAX_CONCURRENT_MICRO_BATCHES,
+            f"concurrent_micro_batches must be 1 or {MAX_CONCURRENT_MICRO_BATCHES}, one for each end of an "
+            f"arena, but got {at_once!r}; leave it out for one after the other",
+        )
+        accumulate = self.accumulate if self.fleet is None else self.fleet._config.accumulate
+        require(
+            at_once <= accumulate,
+            f"concurrent_micro_batches={at_once} must not be above accumulate, but got "
+            f"accumulate={accumulate}; only micro-batches between two updates can run at once",
         )
 
     @property
-    def has_more(self) -> bool:
-        """Whether another iteration is to begin."""
-        steps = self.demand.steps
-        return not self.is_leaving and (steps is None or self.num_begun < steps)
+    def num_lanes(self) -> int:
+        """The number of its iterations that may run at the same time."""
+        at_once = self.concurrent_micro_batches
+        return at_once if self.steps is None or self.steps >= at_once else 1
 
     @property
-    def is_in_order(self) -> bool:
-        """Whether no micro-batch of another lane has to begin, or be enqueued, before its next iteration."""
-        return self.order is None or self.order.is_next(self)
+    def where(self) -> torch.device:
+        """The device that it trains on. Refused with `ConfigError`: an invalid device."""
+        if self.fleet is not None:
+            return self.fleet._config.device
+        try:
+            found = torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"job {self.name!r}: device must be 'cpu' or 'cuda[:index]', but got {self.device!r}"
+            ) from error
+        index: int | None = found.index  # torch's stubs leave the None out
+        if found.type != "cuda" or index is not None or not torch.cuda.is_available():
+            return found  # without CUDA the fleet raises
+        return torch.device("cuda", torch.cuda.current_device())
 
-    @property
-    def is_being_watched(self) -> bool:
-        """Whether somebody has yet to look at its last iteration; where lanes are in order, they have."""
-        return self.order is None and self.demand.is_watched and self.num_begun > self.num_ended
+    def make_fleet(self, example: Any) -> Fleet:
+        """The job's fleet: its own, or one of its model alone."""
+        if self.fleet is not None:
+            return self.fleet
+        assert self.model is not None
+        assert self.optimizer is not None
+        member = Member(self.model, self.optimizer, name=self.name, scheduler=self.scheduler, seed=self.seed)
+        return Fleet(
+            [member],
+            self.loss,
+            example,
+            device=self.device,
+            precision=self.precision,
+            deterministic=self.deterministic,
+            accumulate=self.accumulate,
+        )
 
-    @property
-    def lanes(self) -> tuple[JobState, ...]:
-        """All lanes of the job that it is a lane of; a job by itself."""
-        return (self,) if self.order is None else self.order.states
 
-    @property
-    def is_done(self) -> bool:
-        return not self.has_more and self.num_ended == self.num_begun
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
-    def sweep_limit(self) -> bool:
-        """After an iteration that ran alone: take the next limit to try, or the one that is found.
 
-        Returns whether it is found; ``observed`` is then an iteration with it.
-        """
-        if self.sweep is None:
-            return True
-        is_found = self.sweep.iteration_ended(self.observed, self.gap_seconds)
-        for lane in self.lanes:
-            lane.in_flight_limit = self.sweep.limit
-        if is_found:
-            self.observed = list(self.sweep.observed)
-        return is_found
+class _RandomState:
+    """A copy of torch's random state, on the CPU and on ``device`` if that is a CUDA device."""
 
-    def learn_solo(self, seconds: Sequence[float]) -> None:
-        """Take ``seconds`` as what the segments take with nothing else on the device."""
-        self.solo_seconds = list(seconds)
-        self.iteration_solo_seconds = sum(self.solo_seconds)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._on_cuda = device.type == "cuda" and torch.cuda.is_available()
+        self._host = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if self._on_cuda else None
 
-    def refine_solo(self, weight: float) -> None:
-        """Move the solo times towards those of the iteration that just ran alone."""
-        pairs = zip(self.solo_seconds, self.observed, strict=True)
-        self.learn_solo([old + weight * (new - old) for old, new in pairs])
+    def apply(self) -> None:
+        """Set torch's random state to this one."""
+        torch.set_rng_state(self._host)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self.device)
 
-    def begin(self, shift_seconds: float, *, alone: bool) -> None:
-        """Count an iteration that begins, and charge its time to the job."""
-        self.num_begun += 1
-        self.service += self.iteration_solo_seconds / self.demand.share
-        self.shift_seconds = shift_seconds
-        self.total_shift_seconds += shift_seconds
-        self.runs_alone.append(alone)
 
-    def was_mispredicted(self, stall_share: float) -> bool:
-        """Whether gates held up the iteration that just ended for more than a share of its solo time."""
-        return self.stall_seconds > stall_share * self.iteration_solo_seconds
+class JobBatches:
+    """The batches of a job, with random numbers of its own; the first can be read beforehand."""
 
-    def segment_ended(self, segment: int, started_at: float, ended_at: float, *, was_gated: bool) -> None:
-        """Take down one segment of the running iteration; only a gate makes it stall, not a slow host."""
-        if segment == 0:
-            self.stall_seconds = self.gap_seconds = 0.0
-            self.observed = []
-        else:
-            gap = max(0.0, started_at - self.segment_ended_at)
-            self.gap_seconds += gap
-            self.stall_seconds += gap if was_gated else 0.0
-        self.segment_ended_at = ended_at
-        self.observed.append(ended_at - started_at)
+    def __init__(self, job: Job) -> None:
+        assert job.loader is not None
+        self._cursor = BatchCursor(job.loader, f"the loader of job {job.name!r}")
+        self._cycles = job.steps is not None
+        self._random = _RandomState(job.where)
+        self._first: list[Any] = []
+
+    @contextmanager
+    def own_random(self) -> Iterator[None]:
+        """Use the job's own random state, on the CPU and on the job's device."""
+        others = _RandomState(self._random.device)
+        self._random.apply()
+        try:
+            yield
+        finally:
+            self._random = _RandomState(others.device)
+            others.apply()
+
+    def first(self) -> Any:
+        """The batch that will come first."""
+        if not self._first:
+            with self.own_random():
+                self._first = [self._cursor.next()]
+        return self._first[0]
+
+    def next(self) -> Any:
+        """The next batch; `END_OF_PASS` where the job was to run one pass, which has ended."""
+        if self._first:
+            return self._first.pop()
+        with self.own_random():
+            batch = self._cursor.next()
+            return self._cursor.next() if batch is END_OF_PASS and self._cycles else batch
+
+
+def check_jobs(jobs: Sequence[Job]) -> None:
+    """Refuse jobs that cannot be co-located whatever they train."""
+    if not jobs:
+        raise ConfigError("expected at least one job, but got none; pass a list of trainmux.Job")
+    for job in jobs:
+        if not isinstance(job, Job):
+            raise ConfigError(f"expected jobs to be trainmux.Job, but got {type(job).__name__}; make one")
+    names = [job.name for job in jobs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"jobs must have different names, but got {twice[0]!r} twice; rename one of them")
+    places = sorted({str(job.where) for job in jobs})
+    if len(places) > 1:
+        raise ConfigError(f"jobs must share one device, but got jobs on {places}; put them on one")
+    owners: dict[int, str] = {}
+    for job in jobs:
+        for trained in (job.fleet, job.model):
+            if trained is not None and owners.setdefault(id(trained), job.name) != job.name:
+                raise ConfigError(
+                    f"jobs must train models of their own, but got one and the same in "
+                    f"{owners[id(trained)]!r} and {job.name!r}; build another"
+                )

@@ -1,27 +1,24 @@
-"""Who shares memory with whom: arenas with two ends, jobs at each end, bytes for each arena.
+"""Which jobs share memory: arenas with two ends, jobs at each end, bytes for each arena.
 
-Two jobs share one arena from its two ends, as in the paper. For more the paper proposes pairs, each with a
-budget of its own (§4, §7.3). That asks for the largest job of every pair at once. Where the budget does not
-allow it, or memory is better used in one piece, there is a second way: one arena for all, at each end of
-which several jobs take turns. Lanes of one job, whose iterations wait for each other, are in one arena: then
-only two of them can ever wait, and the scheduler sees both.
+Two jobs share one arena from its two ends, as in the paper. For more jobs the paper proposes pairs, each with
+a budget of its own (§4, §7.3). That needs the largest job of every pair at once. Where the budget is too
+small for it, one arena serves all, and several jobs alternate at each end. Lanes of one job, whose iterations
+wait for each other, are in one arena: then only two of them can ever wait, and the scheduler sees both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trainmux.colocate._demand import JobDemand
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.scheduling.budget import in_words
 
-_MAX_JOBS_FOR_ALL_PAIRINGS = 4
-
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """An arena: jobs, by name, that take turns at its base and at its top."""
+    """An arena: the names of jobs that alternate at its base and at its top."""
 
     base: tuple[str, ...]
     top: tuple[str, ...]
@@ -33,35 +30,24 @@ class ArenaLayout:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MemoryLayout:
     """All arenas; every job is in exactly one."""
 
-    arenas: tuple[ArenaLayout, ...]
+    arenas: tuple[ArenaLayout, ...] = ()
 
-    def has_places_of(self, other: Layout) -> bool:
-        """Whether every job keeps its arena and end, so that at most capacities differ."""
-        return [(arena.base, arena.top) for arena in self.arenas] == [
-            (arena.base, arena.top) for arena in other.arenas
-        ]
+    @property
+    def names(self) -> set[str]:
+        """All jobs."""
+        return {name for arena in self.arenas for name in arena.names}
 
-    def only(self, names: set[str]) -> Layout:
-        """The same places for those of ``names``; arenas that nobody uses are left out."""
-        kept = (
-            ArenaLayout(
-                tuple(name for name in arena.base if name in names),
-                tuple(name for name in arena.top if name in names),
-                arena.capacity_bytes,
-            )
-            for arena in self.arenas
-        )
-        return Layout(tuple(arena for arena in kept if arena.names))
-
-
-ChooseLayout = Callable[[Sequence[JobDemand], int], Layout]
+    def has_places_of(self, other: MemoryLayout) -> bool:
+        """Whether every job keeps its arena and end, so that only capacities may differ."""
+        places = [[(arena.base, arena.top) for arena in layout.arenas] for layout in (self, other)]
+        return places[0] == places[1]
 
 
 def smallest_budget(demands: Iterable[JobDemand]) -> int:
-    """The least bytes with which all of ``demands`` can be trained, in turns if need be."""
+    """The least bytes with which all jobs can be trained, time-sliced if need be."""
     rows = list(demands)
     return sum(demand.local_bytes for demand in rows) + max((demand.peak_bytes for demand in rows), default=0)
 
@@ -69,8 +55,8 @@ def smallest_budget(demands: Iterable[JobDemand]) -> int:
 def check_demands(demands: Sequence[JobDemand], budget_bytes: int) -> None:
     """Refuse jobs that cannot be scheduled together.
 
-    `ConfigError`: two of one name, regions of different sizes. `BudgetError`, with the smallest workable
-    budget: one job alone does not fit, or all of them do not even in turns.
+    `ConfigError`: two of one name, or regions of different sizes. `BudgetError`, with the smallest workable
+    budget: one job alone does not fit, or all of them do not even when time-sliced.
     """
     names = [demand.name for demand in demands]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -94,25 +80,14 @@ def check_demands(demands: Sequence[JobDemand], budget_bytes: int) -> None:
             )
     if least > budget_bytes:
         raise BudgetError(
-            f"the budget must hold what every job keeps to itself and the largest job's feature maps, "
+            f"the budget must hold the local memory of every job and the largest job's feature maps, "
             f"{in_words(least)}, but is {in_words(budget_bytes)}; raise it or leave out a job",
             smallest_bytes=least,
         )
 
 
-def check_layout(layout: Layout, demands: Sequence[JobDemand]) -> None:
-    """Refuse, with `PlanError`, lanes of one job in several arenas."""
-    arena_of = {name: number for number, arena in enumerate(layout.arenas) for name in arena.names}
-    for job, lanes in lanes_by_job(demands).items():
-        if len({arena_of[lane.name] for lane in lanes}) > 1:
-            raise PlanError(
-                f"expected the lanes of job {job!r} in one arena, but got {layout}; choose a layout that "
-                "keeps them together"
-            )
-
-
 def lanes_by_job(demands: Iterable[JobDemand]) -> dict[str, list[JobDemand]]:
-    """The lanes of each job whose micro-batches run side by side."""
+    """The lanes of each job with concurrent micro-batches."""
     found: dict[str, list[JobDemand]] = {}
     for demand in demands:
         if demand.micro_batches is not None:
@@ -121,7 +96,7 @@ def lanes_by_job(demands: Iterable[JobDemand]) -> dict[str, list[JobDemand]]:
 
 
 def _check_lanes(demands: Sequence[JobDemand]) -> None:
-    """Refuse, with `PlanError`, lanes that cannot take turns until all of their steps are done."""
+    """Refuse, with `PlanError`, lanes that do not form one job in rotation."""
     for job, lanes in lanes_by_job(demands).items():
         rows = [lane.micro_batches for lane in lanes if lane.micro_batches is not None]
         expected = [replace(rows[0], index=index) for index in range(rows[0].num_lanes)]
@@ -131,34 +106,27 @@ def _check_lanes(demands: Sequence[JobDemand]) -> None:
         alike = {(lane.segments, lane.share, lane.is_measured, lane.is_watched) for lane in lanes}
         if rows != expected or steps != wanted or len(alike) > 1:
             raise PlanError(
-                f"expected all lanes of job {job!r} in order, alike and with micro-batches in turns, but got "
-                f"{rows} with steps {steps}; make them of one demand"
+                f"expected all lanes of job {job!r} in order, alike and with micro-batches in rotation, but "
+                f"got {rows} with steps {steps}; make them of one demand"
             )
 
 
-def layouts(demands: Sequence[JobDemand], budget_bytes: int) -> Iterator[Layout]:
-    """Layouts that fit the budget, of the kinds above; at least one where `check_demands` passes."""
+_Ends = tuple[list[JobDemand], list[JobDemand]]
+
+
+def choose_layout(demands: Sequence[JobDemand], budget_bytes: int) -> MemoryLayout:
+    """Pairs if they fit and the arenas have half of what full sharing would need, else one arena.
+
+    Jobs must have passed `check_demands`.
+    """
     room = budget_bytes - sum(demand.local_bytes for demand in demands)
     if len(demands) <= 2:
-        yield _with_capacities([(list(demands[:1]), list(demands[1:]))], room)
-        return
-    yield from (_with_capacities([ends], room) for ends in _two_ends(demands))
-    for pairing in _pairings(list(demands)):
-        least = sum(_least(pair) for pair in pairing)
-        if least <= room:
-            yield _with_capacities(pairing, room)
-
-
-def layout_by_rule(demands: Sequence[JobDemand], budget_bytes: int) -> Layout:
-    """Without a simulation: pairs if they fit with half of what full sharing would need, else one arena."""
-    room = budget_bytes - sum(demand.local_bytes for demand in demands)
-    candidates = list(layouts(demands, budget_bytes))
-    pairs = [layout for layout in candidates if len(layout.arenas) > 1]
-    peaks = sum(demand.peak_bytes for demand in demands)
-    return pairs[0] if pairs and 2 * room >= peaks else candidates[0]
-
-
-_Ends = tuple[list[JobDemand], list[JobDemand]]
+        return _with_capacities([(list(demands[:1]), list(demands[1:]))], room) if demands else MemoryLayout()
+    if 2 * room >= sum(demand.peak_bytes for demand in demands):
+        for pairing in _pairings(demands):
+            if sum(_least(pair) for pair in pairing) <= room:
+                return _with_capacities(pairing, room)
+    return _with_capacities([_two_ends(demands)], room)
 
 
 def _least(ends: _Ends) -> int:
@@ -166,93 +134,52 @@ def _least(ends: _Ends) -> int:
 
 
 def _need(ends: _Ends) -> int:
-    """What lets both ends grow to their peaks at once; more is of no use."""
+    """The bytes with which both ends can be at their peaks at once; more is of no use."""
     return sum(max((demand.peak_bytes for demand in side), default=0) for side in ends)
 
 
-def _with_capacities(arenas: Sequence[_Ends], room: int) -> Layout:
-    """Each arena gets what its largest job needs; what is left is split in proportion to what they lack."""
+def _with_capacities(arenas: Sequence[_Ends], room: int) -> MemoryLayout:
+    """Give each arena the peak of its largest job, and split the rest in proportion to what they lack."""
     least = [_least(ends) for ends in arenas]
-    wanted = [_need(ends) - bytes_ for ends, bytes_ in zip(arenas, least, strict=True)]
+    wanted = [_need(ends) - size for ends, size in zip(arenas, least, strict=True)]
     spare = max(0, room - sum(least))
     region_bytes = arenas[0][0][0].region_bytes
     found = []
     for ends, smallest, more in zip(arenas, least, wanted, strict=True):
-        given = min(more, spare * more // sum(wanted)) if sum(wanted) else 0
+        given = min(more, spare * more // sum(wanted)) if more else 0
         capacity = (smallest + given) // region_bytes * region_bytes
         base, top = (tuple(demand.name for demand in side) for side in ends)
         found.append(ArenaLayout(base, top, capacity))
-    return Layout(tuple(found))
+    return MemoryLayout(tuple(found))
 
 
-def _two_ends(demands: Sequence[JobDemand]) -> Iterator[_Ends]:
-    """Ways to spread jobs over the ends of one arena: equal times first, then large jobs apart.
-
-    Lanes of one job are at both ends, or wherever they come.
-    """
-    together = lanes_by_job(demands)
-    for weigh in (_seconds, _peak):
-        for keeps_lanes_apart in (True, False) if together else (False,):
-            ends: _Ends = ([], [])
-            if keeps_lanes_apart:
-                for lanes in together.values():
-                    _take_turns(lanes, ends)
-            placed = {demand.name for side in ends for demand in side}
-            for demand in sorted(demands, key=lambda one: -weigh(one)):
-                if demand.name not in placed:
-                    min(ends, key=lambda side: sum(weigh(one) for one in side)).append(demand)
-            yield ends
+def _two_ends(demands: Sequence[JobDemand]) -> _Ends:
+    """Spread jobs over the two ends of one arena with equal total times, lanes of one job over both ends."""
+    ends: _Ends = ([], [])
+    for lanes in lanes_by_job(demands).values():
+        _spread(lanes, ends)
+    others = [demand for demand in demands if demand.micro_batches is None]
+    for demand in sorted(others, key=lambda one: -one.solo_seconds):
+        min(ends, key=lambda side: sum(one.solo_seconds for one in side)).append(demand)
+    return ends
 
 
-def _take_turns(lanes: Sequence[JobDemand], ends: _Ends) -> None:
-    """Put the lanes of a job at both ends."""
+def _spread(lanes: Sequence[JobDemand], ends: _Ends) -> None:
     for number, lane in enumerate(lanes):
         ends[number % 2].append(lane)
 
 
-def _pairings(demands: list[JobDemand]) -> Iterator[list[_Ends]]:
-    """All pairings of a few jobs; of many, the two that put alike times or unlike sizes together.
-
-    Lanes of one job are a pair.
-    """
+def _pairings(demands: Sequence[JobDemand]) -> Iterator[list[_Ends]]:
+    """Pairs of similar iteration times; pairs of large and small peaks. Lanes of one job are a pair."""
     pairs_of_lanes: list[_Ends] = []
     for lanes in lanes_by_job(demands).values():
         pairs_of_lanes.append(([], []))
-        _take_turns(lanes, pairs_of_lanes[-1])
+        _spread(lanes, pairs_of_lanes[-1])
     others = [demand for demand in demands if demand.micro_batches is None]
-    yield from (pairs_of_lanes + rest for rest in _pairings_of_jobs(others))
-
-
-def _pairings_of_jobs(demands: list[JobDemand]) -> Iterator[list[_Ends]]:
-    if len(demands) <= _MAX_JOBS_FOR_ALL_PAIRINGS:
-        yield from _all_pairings(demands)
-        return
-    by_time = sorted(demands, key=_seconds)
-    yield [(by_time[i : i + 1], by_time[i + 1 : i + 2]) for i in range(0, len(by_time), 2)]
-    by_size = sorted(demands, key=_peak)
+    by_time = sorted(others, key=lambda one: one.solo_seconds)
+    yield pairs_of_lanes + [(by_time[i : i + 1], by_time[i + 1 : i + 2]) for i in range(0, len(by_time), 2)]
+    by_size = sorted(others, key=lambda one: one.peak_bytes)
     half = len(by_size) // 2
     pairs: list[_Ends] = [([by_size[-1 - i]], [by_size[i]]) for i in range(half)]
-    yield pairs + [([demand], []) for demand in by_size[half : len(by_size) - half]]
-
-
-def _all_pairings(demands: list[JobDemand]) -> Iterator[list[_Ends]]:
-    if len(demands) % 2:
-        for alone in demands:
-            others = [demand for demand in demands if demand is not alone]
-            yield from ([*rest, ([alone], [])] for rest in _all_pairings(others))
-        return
-    if not demands:
-        yield []
-        return
-    first = demands[0]
-    for second in demands[1:]:
-        others = [demand for demand in demands if demand is not first and demand is not second]
-        yield from ([([first], [second]), *rest] for rest in _all_pairings(others))
-
-
-def _seconds(demand: JobDemand) -> float:
-    return demand.solo_seconds
-
-
-def _peak(demand: JobDemand) -> float:
-    return float(demand.peak_bytes)
+    alone: list[_Ends] = [([demand], []) for demand in by_size[half : len(by_size) - half]]
+    yield pairs_of_lanes + pairs + alone

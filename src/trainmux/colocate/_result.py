@@ -1,4 +1,4 @@
-"""What came of jobs that shared a device."""
+"""Results of co-located jobs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job fared.
+    """The result of one job.
 
-    ``losses`` has a row per step and a column for each of ``members``, NaN where a member of a fleet had left
-    or was not there yet; ``metrics`` is what the last step gave. ``seconds``
-    are from when the job was let in to the end of its last step. ``num_mispredicted`` iterations were held
-    up by memory that was not free when it was expected to be; ``shift_seconds`` is how long iterations were
-    held back on purpose. ``local_bytes`` were its own, up to ``peak_bytes`` came from the arena. An iteration
-    was ``num_segments`` segments. ``error`` is what ended it early, ``None`` if nothing did.
+    ``losses`` has a row per step and a column for each of ``members``, NaN where a member of a fleet was
+    absent; ``metrics`` are those of the last step. ``seconds`` last from the job's admission to the end of
+    its last step. ``num_mispredicted`` iterations were held up by memory that was not free as predicted;
+    ``shift_seconds`` is how long iterations were held back on purpose. The job owned ``local_bytes`` and up
+    to ``peak_bytes`` of the arena. An iteration had ``num_segments`` segments. ``error`` ended it early, if
+    any.
     """
 
     name: str
@@ -46,8 +46,8 @@ class ColocationResult:
     """All jobs by name, and the device's memory against the budget.
 
     ``peak_bytes`` is the most that was laid out at one time, ``used_bytes`` the most of it that was in use.
-    ``budget_bytes`` is the budget that was in force last. Jobs that could share the device took turns
-    instead for a while ``num_fall_backs`` times: they slowed each other down, or were not predicted well.
+    ``budget_bytes`` is the last budget in force. Jobs that could share the device were time-sliced for a
+    while ``num_fall_backs`` times, because they slowed each other down or were mispredicted.
     """
 
     jobs: Mapping[str, JobResult]
@@ -68,7 +68,7 @@ class ColocationResult:
 
 @dataclass(frozen=True)
 class JobUsage:
-    """A job at one moment: bytes of its own, bytes of the arena, steps done of those to do."""
+    """A job at one moment: its local bytes, its bytes of the arena, steps done of those to do."""
 
     name: str
     local_bytes: int

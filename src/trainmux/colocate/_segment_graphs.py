@@ -1,12 +1,12 @@
-"""Segments as CUDA graphs: captured once each, replayed on their job's stream from then on.
+"""Segments as CUDA graphs: each captured once, then replayed on its job's stream.
 
-A job's usual step is captured before its first iteration, when nobody else has anything in flight: it is
-rehearsed as a whole, with no member active, in the job's own part of the arena. Other steps (a short last
-batch, a micro-batch without an update) come while others run. They run kernel by kernel the first time,
-which is their rehearsal, and are captured segment by segment the second time: a capture runs nothing.
+A job's usual step is captured before its first iteration, when nothing else is in flight: it is rehearsed as
+a whole, with no member active, in the job's own part of the arena. Other steps (a short last batch, a
+micro-batch without an update) come while other jobs run. The first time they run kernel by kernel, which is
+their rehearsal; the second time they are captured segment by segment, and a capture runs nothing.
 
-Graphs of one job never run at the same time, so they share one memory pool for what kernels take beside the
-memory that they are given. It is as large as was promised for the job: whoever wants more is refused.
+Graphs of one job never run at the same time, so they share one memory pool for their kernels' scratch. The
+pool is limited to what was promised to the job.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from trainmux.runtime import MATRIX_LIBRARIES_BYTES, limited_growth
 from trainmux.scheduling.budget import in_words
 
 _MAX_SETS = 8
-"""Steps of a job whose segments are captured; further ones run kernel by kernel."""
+"""Steps of a job that are captured; further ones run kernel by kernel."""
 
 GRAPHS_BYTES = 32 << 20
-"""For the graphs of a job themselves, and for what torch's allocator rounds up, unless more was seen."""
+"""Allowance for a job's graphs themselves and the rounding of torch's allocator."""
 
 Run = Callable[[], None]
 
 
 class SegmentGraphs:
-    """The graphs of one job. To be made, and used, with the job's stream as the current one.
+    """The graphs of one job, to be made and used with the job's stream as the current one.
 
-    ``beside_bytes`` are what torch may reserve for it, the matrix libraries' workspaces among them. Once the
-    graphs themselves have ``graphs_bytes``, further steps run kernel by kernel. A graph that is no longer
-    wanted is kept to the end: with it, torch would free the matrix libraries' workspaces of the stream that
-    its neighbours use (pytorch #193402).
+    Torch may reserve ``scratch_bytes`` for it, the matrix libraries' workspaces included. Once the graphs
+    themselves take ``graphs_bytes``, further steps run kernel by kernel. An unused graph is kept to the end:
+    with it, torch would free the matrix libraries' workspaces of the stream that other graphs use (pytorch
+    #193402).
     """
 
     def __init__(
@@ -44,32 +44,32 @@ class SegmentGraphs:
         device: torch.device,
         *,
         deterministic: bool,
-        beside_bytes: int,
+        scratch_bytes: int,
         graphs_bytes: int = GRAPHS_BYTES,
     ) -> None:
         self._device = device
         self._graphs_bytes = graphs_bytes
         self._deterministic = deterministic
         self._room = CaptureRoom(device, deterministic=deterministic)
-        self._beside_bytes = beside_bytes
+        self._scratch_bytes = scratch_bytes
         self._sets: list[SegmentSet] = []
 
     @property
     def pool_bytes(self) -> int:
-        """What the graphs' pool has of the device."""
+        """Device memory of the graphs' pool."""
         return self._room.pool_bytes
 
     @property
     def graph_bytes(self) -> int:
-        """What the graphs themselves have."""
+        """Device memory of the graphs themselves."""
         return self._room.graph_bytes
 
-    def keep_to(self, beside_bytes: int) -> None:
-        """From now on torch may reserve no more than that for it."""
-        self._beside_bytes = beside_bytes
+    def keep_to(self, scratch_bytes: int) -> None:
+        """Lower the limit on scratch from now on."""
+        self._scratch_bytes = scratch_bytes
 
     def empty_caches(self) -> None:
-        """Give back what torch keeps of what was there before: it would be beside what the job takes."""
+        """Free what torch has cached: it would add to the job's own memory."""
         torch.cuda.current_stream(self._device).synchronize()
         torch.cuda.empty_cache()
 
@@ -78,7 +78,7 @@ class SegmentGraphs:
         return self._room.num_captures
 
     def new_set(self, segments: Sequence[Run | None]) -> SegmentSet:
-        """A step in segments, ``None`` for those without kernels."""
+        """A step in segments, ``None`` for segments without kernels."""
         has_room = self.graph_bytes < self._graphs_bytes or not self._sets
         made = SegmentSet(self, segments, may_capture=has_room and len(self._sets) < _MAX_SETS)
         if made.may_capture:
@@ -86,15 +86,14 @@ class SegmentGraphs:
         return made
 
     def capture(self, rehearse: Run, runs: Sequence[Run]) -> list[torch.cuda.CUDAGraph]:
-        """The graphs of ``runs``; ``rehearse``, which does all of them, is called twice before."""
+        """Capture ``runs``; ``rehearse``, which does all of them, is called twice before."""
         with self._limited():
             return self._room.capture_all(rehearse, runs)
 
     def close(self) -> None:
-        """The job goes: let go of its graphs now, whoever may still hold one.
+        """Free the job's graphs now, even if they are still referenced.
 
-        The stream that they were captured on may be another job's next, and what goes with a graph must not
-        be that one's.
+        Another job may get their stream next, and freeing a graph must not take that job's workspaces.
         """
         torch.cuda.current_stream(self._device).synchronize()
         for made in self._sets:
@@ -103,7 +102,7 @@ class SegmentGraphs:
         self._room.drop_kept()
 
     def run_eagerly(self, run: Run) -> None:
-        """Kernel by kernel, in the order of the job's stream, with memory of the graphs' pool."""
+        """Run kernel by kernel, in the order of the job's stream, with memory of the graphs' pool."""
         outside, inside = torch.cuda.current_stream(self._device), self._room.stream
         inside.wait_stream(outside)
         with (
@@ -117,19 +116,19 @@ class SegmentGraphs:
 
     @contextmanager
     def _limited(self) -> Iterator[None]:
-        """While active, torch takes no more for the job than was promised, less what its pool has already.
+        """Limit torch to the scratch that was promised, less what the pool has already.
 
-        Kernels that are chosen by measuring are then chosen among those whose workspace fits. Refused with
-        `BudgetError`: a job that cannot do with what was promised.
+        Kernels chosen by measurement are then chosen among those whose workspace fits. Refused with
+        `BudgetError`: a job that needs more than was promised.
         """
-        left = max(0, self._beside_bytes - MATRIX_LIBRARIES_BYTES - self.pool_bytes)
+        left = max(0, self._scratch_bytes - MATRIX_LIBRARIES_BYTES - self.pool_bytes)
         try:
             with limited_growth(self._device, left):
                 yield
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"expected the job's kernels to take at most {in_words(self._beside_bytes)} beside what they "
-                "are given, but they need more; give the job smaller batches"
+                f"expected the job's kernels to take at most {in_words(self._scratch_bytes)} of scratch, but "
+                "they need more; give the job smaller batches"
             ) from error
 
 
@@ -144,7 +143,7 @@ class SegmentSet:
         self.may_capture = may_capture
 
     def capture_all(self) -> None:
-        """Rehearse the whole step and capture its segments; all that they touch must be the job's now."""
+        """Rehearse the whole step and capture its segments; the job must own all memory that they touch."""
 
         def rehearse() -> None:
             for run in self._segments:
@@ -156,7 +155,7 @@ class SegmentSet:
         self._captured = dict(zip(runs, graphs, strict=True))
 
     def replay_seconds(self) -> float:
-        """How long all of it takes, once it was captured as a whole: the second of two replays."""
+        """The duration of the second of two replays of the whole step."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(2):
             begin.record()
@@ -167,7 +166,7 @@ class SegmentSet:
         return float(begin.elapsed_time(end)) / 1000
 
     def close(self) -> None:
-        """Let go of the graphs."""
+        """Free the graphs."""
         for graph in self._captured.values():
             graph.reset()
         self._captured.clear()
@@ -182,9 +181,5 @@ class SegmentSet:
                 self._ran.add(number)
                 self._graphs.run_eagerly(run)
                 return
-            (self._captured[number],) = self._graphs.capture(_nothing, [run])
+            (self._captured[number],) = self._graphs.capture(lambda: None, [run])  # its rehearsal was above
         self._captured[number].replay()
-
-
-def _nothing() -> None:
-    """The rehearsal of what was rehearsed."""

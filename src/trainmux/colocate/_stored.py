@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainmux.colocate._demand import JobDemand
-from trainmux.colocate._in_flight import CANDIDATE_LIMITS
-from trainmux.colocate._job import JobReport
+from trainmux.colocate._job_state import MAX_IN_FLIGHT_LIMIT, JobReport
 from trainmux.errors import PlanError
 
 _KIND = "lifespans"
@@ -192,7 +191,7 @@ def _decode(content: dict[str, Any], refuse: Any) -> StoredLifespans:
         refuse("its device or fingerprint is no text")
     if type(content["region_bytes"]) is not int or type(content["in_flight_limit"]) is not int:
         refuse("its region size or limit is no whole number")
-    if not 1 <= content["in_flight_limit"] <= CANDIDATE_LIMITS[-1]:
+    if not 1 <= content["in_flight_limit"] <= MAX_IN_FLIGHT_LIMIT:
         refuse("its limit is out of range")
     if not all(isinstance(rows, list) for rows in (*whole, *times)):
         refuse("it has single values where there should be rows")

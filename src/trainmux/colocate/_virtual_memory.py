@@ -1,9 +1,8 @@
-"""Virtual memory of a CUDA device, by the driver's own functions (`libcuda`, through ctypes).
+"""Virtual memory of a CUDA device, through the driver's own functions (`libcuda`, by ctypes).
 
-Addresses and bytes are two things here. A `VirtualRange` is a row of addresses that never changes, a
-`PhysicalBlock` is memory without an address. A block may be mapped into several ranges at once: each sees
-what the others write. A captured graph keeps addresses, so the blocks under them may be exchanged between
-two of its replays.
+A `VirtualRange` is a range of addresses that never changes, a `PhysicalBlock` is memory without an address. A
+block may be mapped into several ranges at once: each sees the others' writes. A captured graph keeps
+addresses, so the blocks under them may be exchanged between two replays.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Call a function of the driver; what it refuses is raised."""
+    """Call a function of the driver; raise its errors."""
     code = getattr(_driver(), name)(*arguments)
     if code == 0:
         return
@@ -94,8 +93,8 @@ def _call(name: str, *arguments: Any) -> None:
     reason = (text.value or b"unknown").decode()
     if code == _OUT_OF_MEMORY:
         raise BudgetError(
-            f"expected the device to have the memory that was asked for, but {name} says {reason}; other "
-            "programs may hold it: lower the budget"
+            f"expected enough free memory on the device, but {name} returned {reason}; other programs may "
+            "hold it: lower the budget"
         )
     raise ConfigError(
         f"expected the CUDA driver to carry out {name}, but got {reason} ({code}); update the driver, or "
@@ -112,7 +111,7 @@ def _properties(index: int) -> _AllocationProperties:
 
 @functools.cache
 def granularity_bytes(device: torch.device) -> int:
-    """What sizes and offsets of blocks must be multiples of."""
+    """The unit of sizes and offsets of blocks."""
     torch.cuda.synchronize(device)  # the driver is ready, and has a context, once torch has used the device
     found = _SIZE()
     properties = _properties(device.index)
@@ -123,8 +122,8 @@ def granularity_bytes(device: torch.device) -> int:
 class PhysicalBlock:
     """``size_bytes`` of a device's memory, without an address.
 
-    The memory is the device's again when it was released and is mapped nowhere. `BudgetError` where the
-    device has no more.
+    The memory is free again once the block is released and mapped nowhere. `BudgetError` where the device has
+    no more.
     """
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
@@ -134,15 +133,16 @@ class PhysicalBlock:
         _call("cuMemCreate", ctypes.byref(handle), size_bytes, ctypes.byref(properties), 0)
         self.handle = int(handle.value)
         self._release = weakref.finalize(self, _driver().cuMemRelease, self.handle)
-        self._release.atexit = False  # with the process, its memory goes by itself
+        self._release.atexit = False  # the driver frees it with the process
 
     def release(self) -> None:
-        """Give it back; a second time does nothing."""
+        """Free the block; a second call does nothing."""
         self._release()
 
 
 class VirtualRange:
-    """A row of addresses, for as long as a tensor over it lives; blocks are mapped and unmapped meanwhile."""
+    """A range of addresses that lives as long as a tensor over it; blocks are mapped and unmapped
+    meanwhile."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.size_bytes = size_bytes
@@ -151,13 +151,13 @@ class VirtualRange:
         _call("cuMemAddressReserve", ctypes.byref(address), size_bytes, 0, 0, 0)
         self.address = int(address.value)
         self._mapped: dict[int, PhysicalBlock] = {}
-        # Not a method: the range itself must be free to go.
+        # Not a method, which would keep the range alive.
         free = weakref.finalize(self, _free_range, _driver(), self.address, size_bytes, self._mapped)
         free.atexit = False
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """By this, torch makes a tensor over the range that keeps it alive."""
+        """Lets torch make a tensor over the range, which keeps the range alive."""
         return {
             "shape": (self.size_bytes,),
             "typestr": "|u1",
@@ -172,7 +172,7 @@ class VirtualRange:
 
     @property
     def mapped_offsets(self) -> tuple[int, ...]:
-        """Where blocks begin."""
+        """The offsets of mapped blocks."""
         return tuple(self._mapped)
 
     def map(self, rows: Sequence[tuple[int, PhysicalBlock]]) -> None:
@@ -184,18 +184,17 @@ class VirtualRange:
             _call("cuMemSetAccess", self.address + offset, block.size_bytes, ctypes.byref(access), 1)
 
     def unmap(self, offset: int) -> None:
-        """Take away the block at ``offset``. Nothing that is in flight on the device may use it."""
+        """Unmap the block at ``offset``. Nothing in flight on the device may use it."""
         block = self._mapped.pop(offset)
         _call("cuMemUnmap", self.address + offset, block.size_bytes)
 
     def tensor(self) -> Tensor:
-        """All its bytes as one tensor; the first block must be mapped. Bytes without a block must be left
-        alone."""
+        """All its bytes as one tensor; the first block must be mapped. Unmapped bytes must not be touched."""
         return torch.as_tensor(self, device=self.device)
 
 
 def _free_range(driver: ctypes.CDLL, address: int, size_bytes: int, mapped: dict[int, PhysicalBlock]) -> None:
-    """Nobody has the addresses any more, so there is nobody to tell of an error."""
+    """Unmap and free; errors are ignored, as nobody uses the addresses any more."""
     for offset, block in mapped.items():
         driver.cuMemUnmap(address + offset, block.size_bytes)
     mapped.clear()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.workloads import SMALL, LSTMLanguageModel, TokenBatch, TransformerClassifier
@@ -14,7 +15,8 @@ from benchmarks.workloads.seeding import seeded
 from torch import Tensor, nn
 
 import trainmux as tm
-from trainmux.colocate import SegmentRef
+from trainmux.colocate._demand import SegmentRef, cut_segments
+from trainmux.colocate._step_layout import StepKernels, StepLayout
 
 SMALL_CUTS = 2048
 """Bytes of feature maps between two cuts that make many segments of small models."""
@@ -218,6 +220,15 @@ def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], wha
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(found[key], value), f"{what}: {key}"
+
+
+def cut_by(monkeypatch: pytest.MonkeyPatch, tracking_bytes: Callable[[StepKernels, float], int]) -> None:
+    """Cut steps by a function of their kernels and their duration."""
+
+    def cut(self: StepLayout, given: int | None, device: Any, seconds: float) -> tuple[int, ...]:
+        return cut_segments(self.kernels.iteration, tracking_bytes(self.kernels, seconds))
+
+    monkeypatch.setattr(StepLayout, "cut", cut)
 
 
 class Breaking:

@@ -25,12 +25,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainmux.colocate import (
+    _admitted,
     _colocation,
     _cuda_device,
-    _eager_cuda,
+    _eager,
     _fused_work,
     _segment_graphs,
-    _tenant,
     _virtual_memory,
 )
 from trainmux.colocate._cuda_device import CudaDevice
@@ -242,13 +242,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[SystemDriver, PaperAllocat
     system = SystemDriver()
     monkeypatch.setattr(_virtual_memory, "_driver", lambda: system)
     monkeypatch.setattr(_virtual_memory.VirtualRange, "tensor", _tensor)
-    for module in (_cuda_device, _eager_cuda, _fused_work):
+    for module in (_cuda_device, _eager, _fused_work):
         monkeypatch.setattr(module, "granularity_bytes", lambda device: PAGE)
-    for module in (_cuda_device, _eager_cuda):
+    for module in (_cuda_device, _eager):
         monkeypatch.setattr(module, "borrow_stream", _stream)
-    monkeypatch.setattr(_eager_cuda, "return_stream", lambda device, owner: None)
-    monkeypatch.setattr(_eager_cuda, "borrowed_stream", lambda device: contextlib.nullcontext(_stream()))
-    for module in (_fused_work, _tenant):
+    monkeypatch.setattr(_eager, "return_stream", lambda device, owner: None)
+    monkeypatch.setattr(_eager, "borrowed_stream", lambda device: contextlib.nullcontext(_stream()))
+    for module in (_fused_work, _admitted):
         monkeypatch.setattr(module, "runs_as_graphs", lambda device: True)
     monkeypatch.setattr(_segment_graphs, "CaptureRoom", PaperRoom)
     monkeypatch.setattr(
@@ -259,7 +259,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[SystemDriver, PaperAllocat
         ),
     )
     # Such small jobs would have one region each; every co-location goes over to smaller ones.
-    monkeypatch.setattr(_colocation, "default_region_bytes", lambda where: 16 * PAGE)
+    monkeypatch.setattr(_colocation, "smallest_region_bytes", lambda where: 16 * PAGE)
     monkeypatch.setattr(_colocation, "region_bytes_on", lambda where, peaks: PAGE)
     for name, fake in {
         "Event": PaperEvent,

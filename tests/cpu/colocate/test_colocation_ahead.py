@@ -33,11 +33,12 @@ from colocation_cases import (
 from torch import nn
 
 import trainmux as tm
-from trainmux.colocate import EVERY_KERNEL, SegmentRef, _colocation
-from trainmux.colocate._device import Ended
+from trainmux.colocate import _colocation
+from trainmux.colocate._admitted import AdmittedJob
+from trainmux.colocate._demand import SegmentRef
 from trainmux.colocate._fused_work import FusedWork
 from trainmux.colocate._host_device import HostDevice
-from trainmux.colocate._tenant import Tenant
+from trainmux.colocate._protocols import Ended
 from trainmux.engine import Memory
 from trainmux.errors import BudgetError
 
@@ -83,7 +84,7 @@ def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def beside(job: tm.Job) -> tm.ColocationResult:
     """Run a job beside one that must not notice, in the smallest budget."""
     other = tiny_job("b", 1, steps=6)
-    colocation = tm.colocate([job, other], "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    colocation = tm.colocate([job, other], "1GiB", tracking_bytes=0, poisons=True)
     colocation.set_budget(smallest_budget(colocation))
     result = colocation.run()
     assert_as_alone(result, other, 1, 6)
@@ -98,7 +99,7 @@ def test_jobs_are_as_alone_while_the_budget_changes() -> None:
             event.colocation.set_budget(budgets[0] if event.step == 3 else budgets[1])
 
     jobs = [tiny_job("a", 0, steps=10, callbacks=[squeeze]), tiny_job("b", 1, steps=10)]
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, poisons=True)
     budgets += [smallest_budget(colocation), sum_of_peaks(colocation)]
     colocation.set_budget(budgets[1])
     result = colocation.run()
@@ -174,7 +175,7 @@ def test_a_job_in_lanes_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest
     asked = refusing_settle(monkeypatch, "m", 2)
     fleet, batches = accumulating_fleet(), tiny_batches(0)
     result = tm.colocate(
-        [lanes_job(fleet, loader=batches, steps=7)], "2GiB", tracking_bytes=EVERY_KERNEL, poisons=True
+        [lanes_job(fleet, loader=batches, steps=7)], "2GiB", tracking_bytes=0, poisons=True
     ).run()["a"]
     assert result.error is None
     assert len(asked) == 4  # the first lane; the first; both
@@ -218,7 +219,7 @@ def refusing_settle(monkeypatch: pytest.MonkeyPatch, member: str, num_refusals: 
 def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = refusing_settle(monkeypatch, "a", 2)
     jobs = [tiny_job("a", 0, steps=4), tiny_job("b", 1, steps=6)]
-    result = tm.colocate(jobs, "2GiB", tracking_bytes=EVERY_KERNEL, poisons=True).run()
+    result = tm.colocate(jobs, "2GiB", tracking_bytes=0, poisons=True).run()
     assert [later - earlier for earlier, later in itertools.pairwise(asked)] == [128 << 20, 256 << 20]
     assert result["a"].local_bytes == asked[-1]
     assert result.peak_bytes >= sum(job.local_bytes for job in result.jobs.values())
@@ -229,7 +230,7 @@ def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPa
 def test_a_job_that_needs_more_than_the_budget_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = refusing_settle(monkeypatch, "a", 100)
     jobs = [tiny_job("a", 0, steps=4), tiny_job("b", 1, steps=6)]
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, poisons=True)
     result = colocation.run()
     assert len(asked) == 4  # 128, 384 and 896 MiB more than at first; 1920 are refused
     assert result.failed == ("a",)
@@ -293,13 +294,13 @@ class Counting:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The jobs that took a batch ahead, each time that one did."""
-    look_ahead, found = Tenant.look_ahead, []
+    look_ahead, found = AdmittedJob.look_ahead, []
 
-    def noting(tenant: Tenant) -> None:
-        found.append(tenant.name)
-        look_ahead(tenant)
+    def noting(admitted: AdmittedJob) -> None:
+        found.append(admitted.name)
+        look_ahead(admitted)
 
-    monkeypatch.setattr(Tenant, "look_ahead", noting)
+    monkeypatch.setattr(AdmittedJob, "look_ahead", noting)
     return found
 
 
@@ -323,7 +324,7 @@ def test_no_batch_is_taken_ahead_of_callbacks(looks: list[str], is_for_all: bool
 
     jobs = [tiny_job("a", 0, steps=4, callbacks=[] if is_for_all else [note]), tiny_job("b", 1, steps=4)]
     given = {"callbacks": [note]} if is_for_all else {}
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, **given)
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, **given)
     colocation.set_budget(smallest_budget(colocation))
     colocation.run()
     assert events.count("a") == 4
@@ -337,23 +338,23 @@ def after_looking_ahead(
     """Have ``act`` called once when job "a" has taken a batch ahead, as other threads and callbacks of other
     jobs may; fills with the steps that the job had done by then.
     """
-    look_ahead: Callable[[Tenant], None] = Tenant.look_ahead
+    look_ahead: Callable[[AdmittedJob], None] = AdmittedJob.look_ahead
     first, found = fleet.num_steps, []
 
-    def acting(tenant: Tenant) -> None:
-        look_ahead(tenant)
-        if tenant.name == "a" and not found and fleet.num_steps >= first + 2:
+    def acting(admitted: AdmittedJob) -> None:
+        look_ahead(admitted)
+        if admitted.name == "a" and not found and fleet.num_steps >= first + 2:
             found.append(fleet.num_steps - first)
             act()
 
-    monkeypatch.setattr(Tenant, "look_ahead", acting)
+    monkeypatch.setattr(AdmittedJob, "look_ahead", acting)
     return found
 
 
 def test_a_job_that_goes_with_a_batch_ahead_is_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = tiny_fleet(0, "a", 0)
     jobs = [tiny_job("a", 0, steps=1000, fleet=fleet), tiny_job("b", 1, steps=6)]
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, poisons=True)
     colocation.set_budget(smallest_budget(colocation))
     gone_at = after_looking_ahead(monkeypatch, fleet, lambda: colocation.remove("a"))
     result = colocation.run()

@@ -19,7 +19,7 @@ from colocation_cases import (
 from torch import Tensor, nn
 
 import trainmux as tm
-from trainmux.colocate._observe import observe_allocations
+from trainmux.colocate._eager import observe_allocations
 from trainmux.errors import TrainmuxWarning
 
 
@@ -100,13 +100,15 @@ def test_an_eager_loss_that_is_no_scalar_is_refused() -> None:
 
 def test_observed_storages_come_and_go() -> None:
     weight = torch.ones(64, 64)
-    with observe_allocations([weight]) as seen:
+
+    def run() -> None:
         first = weight * 2  # rank 0, gone after rank 1
         second = first + 1  # rank 1
         del first
         third = second.sum()  # rank 2
         weight.add_(third)  # rank 3: writes to what was there before
-        del second
-    sizes = {(row.size_bytes, row.allocated_by, row.last_used_by) for row in seen.rows}
+
+    rows, seconds = observe_allocations([weight], run)
+    sizes = {(row.size_bytes, row.allocated_by, row.last_used_by) for row in rows}
     assert sizes == {(64 * 64 * 4, 0, 1), (64 * 64 * 4, 1, 3), (4, 2, 3)}
-    assert len(seen.kernel_seconds) == 4
+    assert len(seconds) == 4

@@ -24,8 +24,8 @@ from paper_cuda import PAGE, PaperAllocator, SystemDriver, install
 from torch import Tensor, nn
 
 import trainmux as tm
-from trainmux.colocate import _eager_cuda
-from trainmux.colocate._eager_cuda import _copy_others, _move, _moved, _tensors_of
+from trainmux.colocate import _eager
+from trainmux.colocate._eager import EagerStep, _copy_others, _move, _moved
 from trainmux.errors import BudgetError, ConfigError, TrainmuxWarning
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 
@@ -45,8 +45,8 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> tuple[SystemDriver, PaperAllocator
 @pytest.fixture
 def without_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job may have what its rehearsal took, and room for some results that are not told yet."""
-    monkeypatch.setattr(_eager_cuda, "_EXTRA_BYTES", 64)
-    monkeypatch.setattr(_eager_cuda, "_EXTRA_SHARE", 1 << 40)
+    monkeypatch.setattr(_eager, "_EXTRA_BYTES", 64)
+    monkeypatch.setattr(_eager, "_EXTRA_SHARE", 1 << 40)
 
 
 def untraceable(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -241,7 +241,7 @@ def test_an_eager_job_comes_while_others_run(paper: tuple[SystemDriver, PaperAll
 def test_a_job_that_asks_for_more_gets_a_larger_bound() -> None:
     with pytest.warns(TrainmuxWarning):
         colocation = tm.colocate([eager_job()], "1GiB")
-    work = colocation._tenants["eager"]._work
+    work = colocation._jobs["eager"]._works[0]
     assert work is not None
     before = work.need
     work.ask_for_more()
@@ -260,28 +260,18 @@ META = torch.device("meta")
 
 
 def test_state_moves_and_counts_stay_unless_they_are_wanted() -> None:
-    model = tiny_model(0)
-    optimizer = torch.optim.Adam(model.parameters())
-    mse(model, tiny_batches(0)[0]).backward()
-    optimizer.step()
-    for entry in optimizer.state.values():
+    step = EagerStep(model := tiny_model(0), torch.optim.Adam(model.parameters()), mse)
+    step.run(tiny_batches(0)[0])
+    before = [tensor.data_ptr() for tensor in step.tensors()]
+    _move(step, torch.device("cpu"))
+    assert [tensor.data_ptr() for tensor in step.tensors()] == before
+    for entry in step.optimizer.state.values():
         state = {**entry, "history": [entry["exp_avg"]], "calls": 3}
         moved = _moved(state, META, moves_numbers=False)
         assert moved["exp_avg"].device == moved["history"][0].device == META
         assert moved["step"] is entry["step"]
         assert moved["calls"] == 3
         assert _moved(state, META, moves_numbers=True)["step"].device == META
-
-
-def test_what_is_there_already_stays_as_it_is() -> None:
-    model = tiny_model(0)
-    optimizer = tiny_optimizer(model)
-    mse(model, tiny_batches(0)[0]).backward()
-    optimizer.step()
-    before = [tensor.data_ptr() for tensor in _tensors_of(model, optimizer)]
-    _move(model, optimizer, torch.device("cpu"))
-    assert [tensor.data_ptr() for tensor in _tensors_of(model, optimizer)] == before
-    assert len(before) == 8  # weights and momenta of four parameters
 
 
 def test_what_was_made_meanwhile_gets_storage_of_its_own() -> None:
@@ -292,7 +282,7 @@ def test_what_was_made_meanwhile_gets_storage_of_its_own() -> None:
     before = optimizer.state[weight]["momentum_buffer"]
     count = optimizer.state[weight]["steps"]
     buffer = model[1].running_mean
-    _copy_others(model, optimizer, frozenset())
+    _copy_others(EagerStep(model, optimizer, mse), frozenset())
     assert model[0].weight is weight
     assert optimizer.state[weight]["momentum_buffer"] is not before
     assert optimizer.state[weight]["steps"] is count

@@ -32,9 +32,10 @@ from colocation_cases import (
 from torch import Tensor, nn
 
 import trainmux as tm
-from trainmux.colocate import EVERY_KERNEL, ScroogeConstants, SegmentRef
-from trainmux.colocate import smallest_budget as smallest_of
+from trainmux.colocate import _health
+from trainmux.colocate._demand import SegmentRef
 from trainmux.colocate._fused_work import FusedWork
+from trainmux.colocate._layout import smallest_budget as smallest_demand
 from trainmux.errors import BatchError, ConfigError
 
 pytestmark = pytest.mark.usefixtures("built_once")
@@ -43,14 +44,14 @@ SECOND_LANE = " (lane 2)"
 
 
 def demands_of(colocation: tm.Colocation) -> list[Any]:
-    return [demand for tenant in colocation._tenants.values() for demand in tenant.demands]
+    return [demand for admitted in colocation._jobs.values() for demand in admitted.demands]
 
 
 def set_tightness(colocation: tm.Colocation, tightness: float) -> None:
     """1 is the smallest workable budget, 0 that with which no lane waits for memory."""
     demands = demands_of(colocation)
     most = sum(demand.local_bytes + demand.peak_bytes for demand in demands)
-    colocation.set_budget(round(tightness * smallest_of(demands) + (1 - tightness) * most))
+    colocation.set_budget(round(tightness * smallest_demand(demands) + (1 - tightness) * most))
 
 
 def lanes_at_once(order: Sequence[SegmentRef], job: str) -> bool:
@@ -162,17 +163,18 @@ def assert_same(fleet: tm.Fleet, result: tm.JobResult, expected: Trained, what: 
     assert_same_state(state, expected.after[1], f"{what}, after")
 
 
-ALWAYS_AT_ONCE = ScroogeConstants(first_budget_share=1.0, stalls_to_fall_back=1 << 20, least_gain=1e-9)
-"""However slow a busy machine makes it, jobs and lanes do not fall back to turns."""
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow a busy machine is, jobs and lanes are not time-sliced."""
+    monkeypatch.setattr(_health, "_STALLS_TO_FALL_BACK", 1 << 20)
+    monkeypatch.setattr(_health, "_LEAST_GAIN", 1e-9)
 
 
 def in_lanes(fleet: tm.Fleet, loader: Any, tightness: float = 0.0, **options: Any) -> tm.JobResult:
     """Run a fleet's micro-batches in two lanes beside a job that must not notice."""
     job = tm.Job("sweep", fleet=fleet, loader=loader, concurrent_micro_batches=2, **options)
     other = tiny_job("other", 1, steps=6)
-    colocation = tm.colocate(
-        [job, other], "1GiB", tracking_bytes=EVERY_KERNEL, constants=ALWAYS_AT_ONCE, poisons=True
-    )
+    colocation = tm.colocate([job, other], "1GiB", tracking_bytes=0, poisons=True)
     set_tightness(colocation, tightness)
     result = colocation.run()
     assert result.used_bytes <= result.peak_bytes <= result.budget_bytes
@@ -267,7 +269,7 @@ def test_two_jobs_in_lanes(tightness: float) -> None:
         tm.Job(name, fleet=fleet, loader=tiny_batches(0), steps=7, concurrent_micro_batches=2)
         for name, fleet in fleets.items()
     ]
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, poisons=True)
     set_tightness(colocation, tightness)
     result = colocation.run()
     assert result.failed == ()
@@ -296,7 +298,7 @@ def test_a_model_with_a_schedule() -> None:
         accumulate=2,
         concurrent_micro_batches=2,
     )
-    result = tm.colocate([job], "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True).run()["m"]
+    result = tm.colocate([job], "1GiB", tracking_bytes=0, poisons=True).run()["m"]
     assert torch.equal(result.losses, expected.losses)
     for found, wanted in zip(other_model.parameters(), model.parameters(), strict=True):
         assert torch.equal(found, wanted)
@@ -419,7 +421,7 @@ def test_a_job_that_is_removed_has_whole_micro_batches() -> None:
     fleet = tiny_sweep(4)
     job = tm.Job("sweep", fleet=fleet, loader=tiny_batches(0), steps=10**6, concurrent_micro_batches=2)
     other = tiny_job("other", 1, steps=9, callbacks=[remove])
-    result = tm.colocate([job, other], "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True).run()
+    result = tm.colocate([job, other], "1GiB", tracking_bytes=0, poisons=True).run()
     assert result.failed == ()
     assert_as_alone(result, other, 1, 9)
     steps = result["sweep"].num_steps
@@ -446,8 +448,8 @@ def test_budgets_and_jobs_that_change_meanwhile() -> None:
     fleet = tiny_sweep(4)
     job = tm.Job("sweep", fleet=fleet, loader=tiny_batches(0), steps=22, concurrent_micro_batches=2)
     other = tiny_job("other", 1, steps=9, callbacks=[change])
-    colocation = tm.colocate([job, other], "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
-    budgets += [smallest_of(demands_of(colocation)), 1 << 28]
+    colocation = tm.colocate([job, other], "1GiB", tracking_bytes=0, poisons=True)
+    budgets += [smallest_demand(demands_of(colocation)), 1 << 28]
     result = colocation.run()
     assert result.failed == ()
     assert_as_alone(result, other, 1, 9)
@@ -468,7 +470,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     for wrong in (0, -1, True, 1.5, None):
         with pytest.raises(ConfigError, match="accumulate must be a whole number"):
             make(accumulate=wrong)
-    with pytest.raises(ConfigError, match="accumulate is for a model, but got 2 beside a fleet"):
+    with pytest.raises(ConfigError, match="accumulate is for a model, but got 2 and a fleet"):
         tm.Job("m", fleet=tiny_sweep(2), loader=[], accumulate=2)
 
 

@@ -30,9 +30,9 @@ from colocation_cases import (
 )
 
 import trainmux as tm
-from trainmux.colocate import EVERY_KERNEL, JobDemand
-from trainmux.colocate._device import MemoryNeed
+from trainmux.colocate._demand import JobDemand
 from trainmux.colocate._fused_work import fused_lanes
+from trainmux.colocate._protocols import MemoryNeed
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
@@ -75,7 +75,7 @@ def test_jobs_arrive_and_leave_from_callbacks() -> None:
             event.colocation.remove("endless")
 
     jobs = [tiny_job("a", 0, steps=8, callbacks=[direct]), tiny_job("endless", 1, steps=10**6)]
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, poisons=True)
     result = colocation.run()
     assert seen == [("a", step) for step in range(1, 9)]
     assert_as_alone(result, jobs[0], 0, 8)
@@ -97,7 +97,7 @@ def test_the_budget_changes_while_jobs_run() -> None:
 
     used: list[tuple[int, int]] = []
     jobs = [tiny_job("a", 0, steps=10, callbacks=[squeeze]), tiny_job("b", 1, steps=10)]
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, poisons=True)
     budgets += [smallest_budget(colocation), sum_of_peaks(colocation)]
     colocation.set_budget(budgets[1])
     result = colocation.run()
@@ -140,7 +140,7 @@ def test_an_interrupt_leaves_every_member_between_two_steps() -> None:
         if event.job == "a" and event.step == 3:
             _thread.interrupt_main()
 
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, callbacks=[interrupt])
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, callbacks=[interrupt])
     with pytest.raises(KeyboardInterrupt):
         colocation.run()
     result = colocation.results()
@@ -165,7 +165,7 @@ def test_groups_take_turns_within_a_job(tmp_path: Path) -> None:
     fleet.restore(tmp_path / "begin")
     other = tiny_job("b", 1, steps=5)
     jobs = [tm.Job("sweep", fleet=fleet, loader=batches, steps=5), other]
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, poisons=True)
     colocation.set_budget(smallest_budget(colocation))
     result = colocation.run()
     assert result.failed == ()
@@ -205,7 +205,7 @@ def test_a_callback_for_all_jobs_that_raises_ends_the_run_between_steps() -> Non
         raise RuntimeError("no more")
 
     job = tiny_job("a", 0, steps=50)
-    colocation = tm.colocate([job], "1GiB", callbacks=[refuse], tracking_bytes=EVERY_KERNEL)
+    colocation = tm.colocate([job], "1GiB", callbacks=[refuse], tracking_bytes=0)
     with pytest.raises(RuntimeError, match="no more"):
         colocation.run()
     steps = colocation.results()["a"].num_steps
@@ -263,7 +263,7 @@ def test_regions_that_are_chosen_later_are_as_if_there_from_the_start() -> None:
     fleet, example = tiny_fleet(0, "a", 0), tiny_batches(0)[0]
 
     def demand(given: int, chosen: int) -> tuple[JobDemand, MemoryNeed]:
-        (lane,) = fused_lanes(fleet, example, tracking_bytes=EVERY_KERNEL, region_bytes=given)
+        (lane,) = fused_lanes(fleet, example, tracking_bytes=0, region_bytes=given)
         lane.use_regions(chosen)
         return lane.demand("a", steps=4, share=1.0), lane.need
 

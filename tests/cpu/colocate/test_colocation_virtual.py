@@ -14,6 +14,7 @@ from colocation_cases import (
     SMALL_CUTS,
     assert_same_state,
     batches_of,
+    cut_by,
     cycled,
     mse,
     small_fleet,
@@ -24,16 +25,17 @@ from colocation_cases import (
     tiny_model,
     tiny_optimizer,
 )
-from paper_cuda import DEVICE, PAGE, PaperGraph, PaperRoom, SystemDriver, _gone, install
+from paper_cuda import PAGE, PaperGraph, PaperRoom, SystemDriver, _gone, install
 from torch import Tensor
 
 import trainmux as tm
-from trainmux.colocate import EVERY_KERNEL, _fused_job, _fused_work, _memory_facts, _segment_graphs
-from trainmux.colocate import smallest_budget as smallest_of
+from trainmux.colocate import _fused_work, _segment_graphs
 from trainmux.colocate._cuda_device import CudaDevice
-from trainmux.colocate._fused_work import _BESIDE_BYTES, _SPARE_BYTES
-from trainmux.colocate._in_flight import InFlightSweep
+from trainmux.colocate._fused_work import _SCRATCH_BYTES, _SPARE_BYTES
+from trainmux.colocate._job_state import InFlightSweep
+from trainmux.colocate._layout import smallest_budget as smallest_demand
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentSet
+from trainmux.colocate._step_layout import StepKernels
 from trainmux.errors import BatchError, BudgetError, ConfigError, PlanError
 from trainmux.fleet._batches import BatchFeed
 from trainmux.fleet._group import Group
@@ -93,7 +95,7 @@ def trained(fleet: tm.Fleet, batches: Sequence[Any], steps: int) -> tuple[Tensor
 
 
 def captures_of(colocation: tm.Colocation) -> dict[str, int]:
-    return {name: tenant._work.num_captures for name, tenant in colocation._inside.items()}  # type: ignore[union-attr]
+    return {name: admitted._works[0].num_captures for name, admitted in colocation._inside.items()}  # type: ignore[attr-defined]
 
 
 def test_regions_are_exchanged_under_running_jobs(driver: SystemDriver) -> None:
@@ -105,13 +107,13 @@ def test_regions_are_exchanged_under_running_jobs(driver: SystemDriver) -> None:
         if event.job == "0" and event.step in (3, 6):
             event.colocation.set_budget(budgets[0] if event.step == 3 else budgets[1])
         device: Any = event.colocation._device
-        beside = sum(one.need.local_bytes - one.need.area_bytes for one in device._tenancies.values())
+        beside = sum(one.need.local_bytes - one.need.area_bytes for one in device._placed.values())
         seen.append((event.colocation.budget_bytes, device.reserved_bytes, driver.held_bytes + beside))
         captured.append(captures_of(event.colocation))
 
     fleets = [page_fleet(seed) for seed in (0, 1)]
     jobs = [tm.Job(str(n), fleet=fleet, loader=page_batches(n), steps=9) for n, fleet in enumerate(fleets)]
-    colocation = tm.colocate(jobs, "4GiB", tracking_bytes=EVERY_KERNEL, callbacks=[squeeze], poisons=True)
+    colocation = tm.colocate(jobs, "4GiB", tracking_bytes=0, callbacks=[squeeze], poisons=True)
     budgets += [smallest_budget(colocation) + PAGE, sum_of_peaks(colocation)]
     assert budgets[1] - budgets[0] >= 4 * PAGE
     colocation.set_budget(budgets[1])
@@ -127,9 +129,9 @@ def test_regions_are_exchanged_under_running_jobs(driver: SystemDriver) -> None:
         assert_same_state(state_of(fleet), state, str(number))
 
 
-def finer_once_measured(layout: Any, device: Any, seconds: float) -> int:
-    """In the place of `tracking_bytes_for`: a step in one piece, until it was found what it takes."""
-    return 1 << 40 if seconds == layout.estimated_seconds else EVERY_KERNEL
+def finer_once_measured(kernels: StepKernels, seconds: float) -> int:
+    """A step in one piece, until its duration was measured."""
+    return 1 << 40 if seconds == kernels.estimated_seconds else 0
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
@@ -137,18 +139,18 @@ def test_a_step_that_was_misjudged_is_cut_anew(num_lanes: int, monkeypatch: pyte
     """Cuts are chosen for what kernels take on an H200; a step that took otherwise is captured once more."""
     asked: list[float] = []
 
-    def tracking_bytes(layout: Any, device: Any, seconds: float) -> int:
+    def tracking_bytes(kernels: StepKernels, seconds: float) -> int:
         asked.append(seconds)
-        return finer_once_measured(layout, device, seconds)
+        return finer_once_measured(kernels, seconds)
 
-    monkeypatch.setattr(_fused_job, "tracking_bytes_for", tracking_bytes)
+    cut_by(monkeypatch, tracking_bytes)
     options: dict[str, Any] = {"accumulate": 4} if num_lanes > 1 else {}
     lanes: dict[str, Any] = {"concurrent_micro_batches": num_lanes} if num_lanes > 1 else {}
     fleets = [page_fleet(0, **options), page_fleet(1)]
     jobs = [tm.Job(str(n), fleet=fleet, loader=page_batches(n), steps=8) for n, fleet in enumerate(fleets)]
     jobs[0] = replace(jobs[0], **lanes)
     colocation = tm.colocate(jobs, "4GiB", poisons=True)
-    before = [len(tenant.demands[0].segments) for tenant in colocation._tenants.values()]
+    before = [len(admitted.demands[0].segments) for admitted in colocation._jobs.values()]
     colocation.set_budget(smallest_budget(colocation))
     captured: list[dict[str, int]] = []
     run_segment = colocation._run_segment
@@ -179,7 +181,7 @@ def test_a_step_as_long_as_estimated_is_captured_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(SegmentSet, "replay_seconds", seconds)
     made = rooms_made(monkeypatch)
     colocation = tm.colocate([tm.Job("0", fleet=page_fleet(0), loader=page_batches(0), steps=1)], "4GiB")
-    (estimated,) = colocation._tenants["0"]._works[0].step_seconds
+    (estimated,) = colocation._jobs["0"]._works[0].step_seconds
     assert colocation.run().failed == ()
     assert len(made) == 1
 
@@ -198,11 +200,7 @@ def rooms_made(monkeypatch: pytest.MonkeyPatch) -> list[PaperRoom]:
 
 def test_what_was_learned_of_a_job_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is cut as it was, captured once, and runs beside the other from its first iteration on."""
-    monkeypatch.setattr(
-        _fused_job,
-        "tracking_bytes_for",
-        lambda layout, device, seconds: EVERY_KERNEL if seconds > 0.5 else 1 << 40,
-    )
+    cut_by(monkeypatch, lambda kernels, seconds: 0 if seconds > 0.5 else 1 << 40)
     made = rooms_made(monkeypatch)
     slowness = 1.0
 
@@ -214,7 +212,7 @@ def test_what_was_learned_of_a_job_is_used_again(tmp_path: Path, monkeypatch: py
         ]
         monkeypatch.setattr(SegmentSet, "replay_seconds", lambda self: slowness)
         colocation = tm.colocate(jobs, "4GiB", profiles=tmp_path / "profiles")
-        known = [tenant.demands[0].is_measured for tenant in colocation._tenants.values()]
+        known = [admitted.demands[0].is_measured for admitted in colocation._jobs.values()]
         result = colocation.run()
         assert result.failed == ()
         for number, fleet in enumerate(fleets):
@@ -244,7 +242,7 @@ def test_what_was_learned_of_a_job_is_used_again(tmp_path: Path, monkeypatch: py
 
 def test_a_step_is_captured_anew_when_the_first_graphs_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """And sums that a fleet brings along are as they were, however often its step was replayed."""
-    monkeypatch.setattr(_fused_job, "tracking_bytes_for", finer_once_measured)
+    cut_by(monkeypatch, finer_once_measured)
     captured: list[PaperGraph] = []
     still_there: list[int] = []
     capture_all = PaperRoom.capture_all
@@ -277,8 +275,8 @@ def test_old_times_are_not_kept_where_cuts_stay_the_same(
     def profiled() -> list[bool]:
         """Of the job, whether its times were known when it was made, and once it had been captured."""
         jobs = [tm.Job("0", fleet=page_fleet(0), loader=page_batches(0), steps=6)]
-        colocation = tm.colocate(jobs, "4GiB", tracking_bytes=EVERY_KERNEL, profiles=tmp_path)
-        known = [colocation._tenants["0"].demands[0].is_measured]
+        colocation = tm.colocate(jobs, "4GiB", tracking_bytes=0, profiles=tmp_path)
+        known = [colocation._jobs["0"].demands[0].is_measured]
         cut_anew = colocation._scheduler.cut_anew
 
         def noting(*demands: Any) -> None:
@@ -351,7 +349,7 @@ def test_other_steps_run_once_and_are_captured_then() -> None:
     colocation = tm.colocate(
         jobs,
         "4GiB",
-        tracking_bytes=EVERY_KERNEL,
+        tracking_bytes=0,
         callbacks=[count],
         poisons=True,
     )
@@ -376,11 +374,11 @@ def test_micro_batches_in_lanes_share_regions(driver: SystemDriver) -> None:
         fleet = page_fleet(0, accumulate=4)
         job = tm.Job("a", fleet=fleet, loader=batches, steps=14, concurrent_micro_batches=2)
         other = tm.Job("b", fleet=page_fleet(1), loader=page_batches(1), steps=4)
-        colocation = tm.colocate([job, other], "4GiB", tracking_bytes=EVERY_KERNEL, poisons=True)
-        lanes = colocation._tenants["a"]._works
-        demands = [demand for tenant in colocation._tenants.values() for demand in tenant.demands]
+        colocation = tm.colocate([job, other], "4GiB", tracking_bytes=0, poisons=True)
+        lanes = colocation._jobs["a"]._works
+        demands = [demand for admitted in colocation._jobs.values() for demand in admitted.demands]
         assert len(demands) == 3
-        colocation.set_budget(smallest_of(demands) + spare_pages * PAGE)
+        colocation.set_budget(smallest_demand(demands) + spare_pages * PAGE)
         captured: list[tuple[int, ...]] = []
         leave = lanes[1].leave
 
@@ -550,7 +548,7 @@ def test_what_a_job_does_not_need_in_the_end_is_for_all(
     def look(step: tm.JobStep) -> None:
         device = step.colocation._device
         assert isinstance(device, CudaDevice)
-        arenas.append(device.laid_out()[0])
+        arenas.append(sum(block.size_bytes for blocks in device._arenas.values() for block in blocks))
 
     jobs = [
         tm.Job(str(number), fleet=fleet, loader=page_batches(number), steps=3, callbacks=[look])
@@ -558,7 +556,7 @@ def test_what_a_job_does_not_need_in_the_end_is_for_all(
     ]
     colocation = tm.colocate(jobs, "4GiB")
     asked = {name: row.local_bytes for name, row in colocation.results().jobs.items()}
-    peaks = [peak for tenant in colocation._tenants.values() for peak in tenant.peaks]
+    peaks = [peak for admitted in colocation._jobs.values() for peak in admitted.peaks]
     least = smallest_budget(colocation)
     assert least == sum(asked.values()) + max(peaks)
     colocation.set_budget(least)
@@ -569,7 +567,7 @@ def test_what_a_job_does_not_need_in_the_end_is_for_all(
     assert arenas[-1] == (sum(peaks) if is_there else max(peaks))
     for number, fleet in enumerate(fleets):
         row = result[str(number)]
-        assert row.local_bytes == asked[str(number)] - _BESIDE_BYTES + MATRIX_LIBRARIES_BYTES + _SPARE_BYTES
+        assert row.local_bytes == asked[str(number)] - _SCRATCH_BYTES + MATRIX_LIBRARIES_BYTES + _SPARE_BYTES
         losses, state = trained(page_fleet(number), page_batches(number), 3)
         assert torch.equal(row.losses, losses)
         assert_same_state(state_of(fleet), state, str(number))
@@ -602,42 +600,3 @@ def test_a_batch_with_no_room_is_refused_before_it_is_moved(monkeypatch: pytest.
 
 
 # ---- who holds what ---------------------------------------------------------------------------------------
-
-
-def test_what_the_device_holds_is_told_by_whom(monkeypatch: pytest.MonkeyPatch) -> None:
-    mib = 1 << 20
-    segments = [
-        {"device": 0, "segment_pool_id": (0, 3), "stream": 7, "total_size": 2 * mib, "allocated_size": mib},
-        {"device": 0, "segment_pool_id": (0, 0), "stream": 0, "total_size": 20 * mib, "allocated_size": 0},
-        {"device": 0, "segment_pool_id": (0, 0), "stream": 0, "total_size": 2 * mib, "allocated_size": mib},
-        {"device": 1, "segment_pool_id": (0, 0), "stream": 0, "total_size": 64 * mib, "allocated_size": 0},
-    ]
-    for name, fake in {
-        "mem_get_info": lambda device: (400 * mib, 1000 * mib),
-        "memory_reserved": lambda device=None: 24 * mib,
-        "memory_allocated": lambda device: 2 * mib,
-        "memory_snapshot": lambda include_traces: segments,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(_memory_facts, "num_streams_known", lambda device: (5, 3))
-    before = _memory_facts.look_at_memory(DEVICE)
-    seen: list[tuple[_memory_facts.MemoryFacts, int]] = []
-
-    def look(event: tm.JobStep) -> None:
-        facts = _memory_facts.look_at_memory(DEVICE, event.colocation)
-        seen.append((facts, event.colocation._device.reserved_bytes))
-
-    job = tm.Job("a", fleet=page_fleet(0), loader=page_batches(0), steps=1)
-    assert tm.colocate([job], "4GiB", callbacks=[look]).run().failed == ()
-    ((facts, reserved_bytes),) = seen
-    assert [pool.reserved_bytes // mib for pool in facts.pools] == [22, 2]
-    assert [pool.num_segments for pool in facts.pools] == [2, 1]
-    (row,) = facts.jobs
-    assert row.area_bytes + row.beside_bytes + facts.arena_bytes == reserved_bytes
-    assert row.num_captures > 0
-    assert facts.rest_bytes == 600 * mib - 24 * mib - row.area_bytes - facts.arena_bytes
-    text = facts.table(before)
-    assert "device in use                    600.0 MiB (+0.0)" in text
-    assert "streams: 5 ever lent, 3 lent now" in text
-    assert "job a: area" in text
-    assert "pool (0, 3) stream 0x7: 1 segments 2.0 MiB, of which allocated 1.0 MiB" in text

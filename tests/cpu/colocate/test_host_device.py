@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 import torch
 
-from trainmux.colocate import ArenaLayout, Layout, SegmentRef
-from trainmux.colocate._device import JobMemory, MemoryNeed
-from trainmux.colocate._host_device import HostDevice, PagedBytes
+from trainmux.colocate._demand import SegmentRef
+from trainmux.colocate._host_device import HostDevice
+from trainmux.colocate._layout import ArenaLayout, MemoryLayout
+from trainmux.colocate._protocols import MemoryNeed
 
 NEEDS = {"a": MemoryNeed(1024, 1536, 2048), "b": MemoryNeed(512, 512, 1024)}
 
 
-def layout(capacity_bytes: int) -> Layout:
-    return Layout((ArenaLayout(("a",), ("b",), capacity_bytes),))
+def layout(capacity_bytes: int) -> MemoryLayout:
+    return MemoryLayout((ArenaLayout(("a",), ("b",), capacity_bytes),))
 
 
 def test_two_jobs_count_from_opposite_ends() -> None:
@@ -48,25 +49,21 @@ def test_what_belonged_to_a_job_that_left_is_given_back() -> None:
     device = HostDevice(poisons=True)
     device.arrange(layout(2560), NEEDS)
     assert bool(device.memory_of("b").at(0, 512).view(torch.float32).isnan().all())
-    device.arrange(Layout((ArenaLayout(("a",), (), 2048),)), NEEDS)
+    device.arrange(MemoryLayout((ArenaLayout(("a",), (), 2048),)), NEEDS)
     assert device.reserved_bytes == 1536 + 2048
-    device.arrange(Layout(()), NEEDS)
+    device.arrange(MemoryLayout(()), NEEDS)
     assert device.reserved_bytes == 0
 
 
 def test_pages_above_the_capacity_are_given_back() -> None:
-    pages = PagedBytes(1 << 16)
-    pages.tensor.fill_(7)
-    pages.give_back(5000)  # the page that 5000 lies in stays
-    assert bool((pages.tensor[:8192] == 7).all())
-    assert not pages.tensor[8192:].any()
-    pages.tensor[8192:].fill_(1)
-    assert bool((pages.tensor[8192:] == 1).all())
-
-
-def test_an_area_without_an_arena_has_no_feature_maps() -> None:
-    memory = JobMemory(torch.zeros(512, dtype=torch.uint8), 512)
-    assert memory.at(512, 0).numel() == 0
+    needs = {name: MemoryNeed(512, 512, 1 << 16) for name in "ab"}
+    device = HostDevice()
+    device.arrange(MemoryLayout((ArenaLayout(("a",), ("b",), 1 << 17),)), needs)
+    base = device.memory_of("a").at(512, 1 << 16)
+    base.fill_(7)
+    device.arrange(MemoryLayout((ArenaLayout(("a",), ("b",), 5000),)), needs)  # the page of byte 5000 stays
+    assert bool((base[:8192] == 7).all())
+    assert not base[8192:].any()
 
 
 def test_a_segment_starts_when_only_the_processor_keeps_it_waiting() -> None:

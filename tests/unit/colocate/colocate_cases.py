@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from trainmux.colocate import (
-    Contention,
-    JobDemand,
-    Layout,
-    Run,
-    ScroogeConstants,
-    ScroogeScheduler,
-    Segment,
-    SegmentRef,
-    SimulatedGpu,
-    smallest_budget,
-)
+from simulated_gpu import Contention, Run, SimulatedGpu
+
+from trainmux.colocate._demand import JobDemand, Segment, SegmentRef
+from trainmux.colocate._layout import MemoryLayout, smallest_budget
+from trainmux.colocate._scheduler import ScroogeScheduler
 
 REGION = 1 << 20
 JITTER = 0.3
@@ -79,9 +72,8 @@ class Case:
 
     def scheduler(self, budget_bytes: int | None = None) -> ScroogeScheduler:
         return ScroogeScheduler(
-            self.demands,
+            [replace(demand, in_flight_limit=self.in_flight_limit) for demand in self.demands],
             self.budget_bytes if budget_bytes is None else budget_bytes,
-            constants=ScroogeConstants(in_flight_limit=self.in_flight_limit),
         )
 
     def run(self, scheduler: ScroogeScheduler | None = None) -> Run:
@@ -150,13 +142,13 @@ def overlaps(demands: dict[str, JobDemand], run: Run) -> list[str]:
     return found
 
 
-def _over(case: Case, layout: Layout) -> bool:
+def _over(case: Case, layout: MemoryLayout) -> bool:
     named = {name for arena in layout.arenas for name in arena.names}
     local = sum(demand.local_bytes for demand in case.demands if demand.name in named)
     return local + sum(arena.capacity_bytes for arena in layout.arenas) > case.budget_bytes
 
 
-def _held(run: Run, demands: dict[str, JobDemand]) -> list[tuple[float, float, Layout, str, int]]:
+def _held(run: Run, demands: dict[str, JobDemand]) -> list[tuple[float, float, MemoryLayout, str, int]]:
     """Spans of time with the height that a job holds: each segment, and the time from it to the next."""
     spans = []
     last: dict[str, float] = {}
@@ -171,7 +163,7 @@ def _held(run: Run, demands: dict[str, JobDemand]) -> list[tuple[float, float, L
     return sorted(spans, key=lambda span: (span[0], span[1], span[3], span[4]))
 
 
-def _bytes(layout: Layout, name: str, height: int) -> tuple[int, int, int]:
+def _bytes(layout: MemoryLayout, name: str, height: int) -> tuple[int, int, int]:
     """The arena's number and the bytes in it that a height is."""
     for number, arena in enumerate(layout.arenas):
         if name in arena.base:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from trainmux.colocate import ArenaLayout, Layout, SegmentRef, _cuda_device, _virtual_memory
+from trainmux.colocate import _cuda_device, _virtual_memory
 from trainmux.colocate._cuda_device import CudaDevice
-from trainmux.colocate._device import MemoryNeed
+from trainmux.colocate._demand import SegmentRef
+from trainmux.colocate._layout import ArenaLayout, MemoryLayout
+from trainmux.colocate._protocols import MemoryNeed
 from trainmux.errors import BudgetError, ConfigError
 
 UNIT = 2 << 20
@@ -173,12 +175,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> PaperDriver:
 
 def regions_of(device: CudaDevice, name: str) -> list[int]:
     """The handles of the regions that a job sees, from the base of its stack on."""
-    tenancy = device._tenancies[name]
-    offsets = sorted(o for o in tenancy.addresses.mapped_offsets if o >= tenancy.need.area_bytes)
-    assert offsets == [tenancy.need.area_bytes + i * UNIT for i in range(len(offsets))]
+    placed = device._placed[name]
+    offsets = sorted(o for o in placed.addresses.mapped_offsets if o >= placed.need.area_bytes)
+    assert offsets == [placed.need.area_bytes + i * UNIT for i in range(len(offsets))]
     found = []
     for offset in offsets:
-        block = tenancy.addresses.block_at(offset)
+        block = placed.addresses.block_at(offset)
         assert block is not None
         found.append(block.handle)
     return found
@@ -190,7 +192,7 @@ def regions_of(device: CudaDevice, name: str) -> list[int]:
 def test_jobs_see_an_arena_from_its_two_ends(driver: PaperDriver) -> None:
     device = CudaDevice(DEVICE, region_bytes=UNIT)
     needs = {"a": MemoryNeed(UNIT, UNIT + 512, 3 * UNIT), "b": MemoryNeed(2 * UNIT, 2 * UNIT, 2 * UNIT)}
-    device.arrange(Layout((ArenaLayout(("a",), ("b",), 4 * UNIT),)), needs)
+    device.arrange(MemoryLayout((ArenaLayout(("a",), ("b",), 4 * UNIT),)), needs)
     a, b = regions_of(device, "a"), regions_of(device, "b")
     assert len(a) == 3
     assert len(b) == 2
@@ -208,7 +210,7 @@ def test_another_capacity_leaves_the_base_alone(driver: PaperDriver) -> None:
     for capacity in (6, 3, 5):
         before = regions_of(device, "a") if memory is not None else None
         mapped = device.num_mapped
-        device.arrange(Layout((ArenaLayout(("a",), ("b",), capacity * UNIT),)), needs)
+        device.arrange(MemoryLayout((ArenaLayout(("a",), ("b",), capacity * UNIT),)), needs)
         assert memory is None or device.memory_of("b") is memory
         memory = device.memory_of("b")
         a, b = regions_of(device, "a"), regions_of(device, "b")
@@ -237,7 +239,7 @@ def test_random_layouts(driver: PaperDriver) -> None:
             peaks = [needs[name].peak_bytes for name in base + top]
             rows.append(ArenaLayout(base, top, max(peaks) + random_.randint(0, 3) * UNIT))
         driver.most_bytes = 0
-        device.arrange(Layout(tuple(rows)), needs)
+        device.arrange(MemoryLayout(tuple(rows)), needs)
         areas = sum(needs[name].area_bytes for row in rows for name in row.names)
         assert driver.held_bytes == areas + sum(row.capacity_bytes for row in rows)
         assert driver.most_bytes <= max(held, driver.held_bytes)
@@ -248,7 +250,7 @@ def test_random_layouts(driver: PaperDriver) -> None:
                 count = needs[name].peak_bytes // UNIT
                 order = blocks[::-1] if name in row.top else blocks
                 assert regions_of(device, name) == order[:count]
-    device.arrange(Layout(()), needs)
+    device.arrange(MemoryLayout(()), needs)
     assert driver.held_bytes == device.reserved_bytes == 0
 
 
@@ -261,7 +263,9 @@ def test_a_device_without_memory_says_so(driver: PaperDriver) -> None:
     driver.capacity_bytes = 3 * UNIT
     device = CudaDevice(DEVICE, region_bytes=UNIT)
     with pytest.raises(BudgetError, match="lower the budget"):
-        device.arrange(Layout((ArenaLayout(("a",), (), 4 * UNIT),)), {"a": MemoryNeed(UNIT, UNIT, 4 * UNIT)})
+        device.arrange(
+            MemoryLayout((ArenaLayout(("a",), (), 4 * UNIT),)), {"a": MemoryNeed(UNIT, UNIT, 4 * UNIT)}
+        )
 
 
 def test_what_the_driver_refuses_is_told(driver: PaperDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +305,7 @@ def test_addresses_go_with_their_last_holder(driver: PaperDriver) -> None:
 def two_jobs() -> CudaDevice:
     device = CudaDevice(DEVICE, region_bytes=UNIT)
     needs = {name: MemoryNeed(UNIT, UNIT, UNIT) for name in "ab"}
-    device.arrange(Layout((ArenaLayout(("a",), ("b",), 2 * UNIT),)), needs)
+    device.arrange(MemoryLayout((ArenaLayout(("a",), ("b",), 2 * UNIT),)), needs)
     return device
 
 
@@ -312,7 +316,7 @@ def test_segments_wait_for_events_that_are_recorded(driver: PaperDriver) -> None
     device.enqueue(first, (), lambda: ran.append("a"))
     device.enqueue(second, (first, SegmentRef("a", 0, 9)), lambda: ran.append("b"))
     assert ran == ["a", "b"]
-    streams = {name: device._tenancies[name].stream for name in "ab"}
+    streams = {name: device._placed[name].stream for name in "ab"}
     start, end = streams["a"].recorded  # type: ignore[attr-defined]
     assert streams["b"].awaited == [end]  # type: ignore[attr-defined]
     assert device.is_busy
@@ -337,7 +341,7 @@ def test_what_ended_first_is_told_first(driver: PaperDriver) -> None:
     refs = [SegmentRef("a", 0, 0), SegmentRef("b", 0, 0), SegmentRef("a", 0, 1)]
     for ref in refs:
         device.enqueue(ref, (), lambda: None)
-    streams = {name: device._tenancies[name].stream for name in "ab"}
+    streams = {name: device._placed[name].stream for name in "ab"}
     for name in "ba":
         for event in streams[name].recorded:  # type: ignore[attr-defined]
             event.end()
@@ -353,7 +357,7 @@ def test_what_a_segment_raises_comes_with_its_end(driver: PaperDriver) -> None:
         raise error
 
     device.enqueue(SegmentRef("a", 0, 0), (), fail)
-    for event in device._tenancies["a"].stream.recorded:  # type: ignore[attr-defined]
+    for event in device._placed["a"].stream.recorded:  # type: ignore[attr-defined]
         event.end()
     ended = device.next_ended()
     assert ended is not None
@@ -362,7 +366,7 @@ def test_what_a_segment_raises_comes_with_its_end(driver: PaperDriver) -> None:
 
 def test_jobs_have_streams_of_their_own(driver: PaperDriver) -> None:
     device = two_jobs()
-    streams = {tenancy.stream.cuda_stream for tenancy in device._tenancies.values()}
+    streams = {placed.stream.cuda_stream for placed in device._placed.values()}
     assert len(streams) == 2
 
 
@@ -371,7 +375,7 @@ def test_what_comes_behind_a_job_is_on_its_stream_and_not_waited_for(
 ) -> None:
     device = CudaDevice(DEVICE, region_bytes=UNIT)
     needs = {name: MemoryNeed(UNIT, UNIT, UNIT) for name in "ab"}
-    device.arrange(Layout((ArenaLayout(("a",), ("b",), 2 * UNIT),)), needs)
+    device.arrange(MemoryLayout((ArenaLayout(("a",), ("b",), 2 * UNIT),)), needs)
     used: list[Any] = []
 
     def on_stream(stream: Any) -> contextlib.AbstractContextManager[None]:
@@ -385,5 +389,5 @@ def test_what_comes_behind_a_job_is_on_its_stream_and_not_waited_for(
     monkeypatch.setattr(PaperStream, "synchronize", wait)
     with device.behind("b"):
         pass
-    assert used == [device._tenancies["b"].stream]
-    assert used[0] is not device._tenancies["a"].stream
+    assert used == [device._placed["b"].stream]
+    assert used[0] is not device._placed["a"].stream

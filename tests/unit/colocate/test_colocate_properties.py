@@ -11,20 +11,15 @@ import pytest
 from colocate_cases import Case, overlaps, random_case, random_job, violations
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_gpu import Contention, SimulatedGpu
 
-from trainmux.colocate import (
-    Contention,
-    JobDemand,
-    ScroogeConstants,
-    ScroogeScheduler,
-    Segment,
-    SimulatedGpu,
-    smallest_budget,
-)
-from trainmux.colocate._lane import Gate, Lane
+from trainmux.colocate._arena import ArenaSide, Gate
+from trainmux.colocate._demand import JobDemand, Segment
+from trainmux.colocate._layout import smallest_budget
+from trainmux.colocate._scheduler import ScroogeScheduler
 from trainmux.errors import PlanError, TrainmuxError
 
-NUM_CASES = 800
+NUM_CASES = 300
 
 
 def test_many_random_cases() -> None:
@@ -91,7 +86,7 @@ def run_with_changes(seed: int) -> int:
 
 
 def test_jobs_and_budgets_that_change_while_running() -> None:
-    refused = [run_with_changes(seed) for seed in range(200)]
+    refused = [run_with_changes(seed) for seed in range(100)]
     assert 0 < sum(refused) < 0.5 * 5 * len(refused)
 
 
@@ -173,13 +168,12 @@ def test_sharing_that_loses_ends_in_turns() -> None:
         scheduler = losing.scheduler()
         run = losing.run(scheduler)
         assert run.ended_at <= 1.01 * losing.temporal_seconds
-        assert scheduler.measured_gain is not None
-        assert scheduler.measured_gain < 1.0
+        assert scheduler.num_fall_backs > 0
 
 
 def test_without_gates_memory_would_be_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks above can fail: predictions alone do not keep jittering jobs apart."""
-    monkeypatch.setattr(Lane, "gate", lambda self, job, segment, other, capacity: Gate(None))
+    monkeypatch.setattr(ArenaSide, "gate", lambda self, job, segment, other, capacity: Gate(None))
     assert any(violations(case, case.run()) for case in map(random_case, range(60)))
 
 
@@ -191,17 +185,16 @@ def run_two_that_rise_together() -> None:
     first = (Segment(1, 4, 4, 1.0), Segment(1, 8, 1, 1.0), Segment(1, 1, 0, 1.0))
     second = (Segment(1, 1, 1, 2.5), Segment(1, 4, 4, 1.0), Segment(1, 8, 0, 1.0))
     demands = tuple(
-        JobDemand(name, name, 1, 0, segments, steps=1, is_measured=True)
+        JobDemand(name, name, 1, 0, segments, steps=1, is_measured=True, in_flight_limit=1)
         for name, segments in (("first", first), ("second", second))
     )
-    constants = ScroogeConstants(first_budget_share=1.0, in_flight_limit=1)
-    scheduler = ScroogeScheduler(demands, 10, constants=constants)
+    scheduler = ScroogeScheduler(demands, 10)
     really = {"first": 1.0, "second": 0.5}
     SimulatedGpu(scheduler, lambda ref: really[ref.job], Contention({"first": 0.5, "second": 0.5})).run()
 
 
 def test_the_banker_s_rule_is_what_prevents_deadlocks(monkeypatch: pytest.MonkeyPatch) -> None:
     run_two_that_rise_together()
-    monkeypatch.setattr(Lane, "_stays_safe", staticmethod(lambda job, segment, other, capacity: True))
+    monkeypatch.setattr(ArenaSide, "_stays_safe", staticmethod(lambda job, segment, other, capacity: True))
     with pytest.raises(PlanError, match="deadlock"):
         run_two_that_rise_together()

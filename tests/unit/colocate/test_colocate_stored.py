@@ -8,22 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from trainmux.colocate import (
-    JobDemand,
-    JobReport,
+from trainmux.colocate._demand import JobDemand, MicroBatchLane, Segment
+from trainmux.colocate._job_state import JobReport
+from trainmux.colocate._stored import (
     LifespanFolder,
-    MicroBatchLane,
-    Segment,
     StoredLifespans,
-    choose_in_flight_limit,
     lifespans_of,
     load_lifespans,
     save_lifespans,
 )
-from trainmux.errors import ConfigError, PlanError
+from trainmux.errors import PlanError
 
 DEMAND = JobDemand("job", "abc", 1, 0, (Segment(1, 5, 2, 1.0), Segment(1, 2, 0, 1.0)))
-REPORT = JobReport("job", 3, 0.0, 0.0, 0, (0.1, 1 / 3), (0.2, 0.5), 4, is_measured=True)
+REPORT = JobReport("job", 3, 0.0, 0, (0.1, 1 / 3), (0.2, 0.5), 4, is_measured=True)
 
 
 def kept_lifespans() -> StoredLifespans:
@@ -128,11 +125,3 @@ def test_a_folder_has_what_was_learned_of_jobs_on_its_device(tmp_path: Path) -> 
     LifespanFolder(in_the_way, "some GPU").put(
         DEMAND, REPORT, [0.4]
     )  # the job is profiled again, that is all
-
-
-def test_the_lowest_limit_that_costs_nothing_is_taken() -> None:
-    assert choose_in_flight_limit({1: 1.3, 2: 1.05, 4: 1.005, 8: 1.0, 16: 1.0}) == 4
-    assert choose_in_flight_limit({1: 1.0, 2: 1.0}) == 1
-    for bad in ({}, {0: 1.0}, {1: 0.0}):
-        with pytest.raises(ConfigError, match="limits of at least 1"):
-            choose_in_flight_limit(bad)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from trainmux.colocate._turns import prompt_threads
+from trainmux.colocate._threads import prompt_threads
 
 
 def test_threads_are_prompt_inside_and_as_before_behind() -> None:

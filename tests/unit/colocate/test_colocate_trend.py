@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainmux.colocate import JobDemand, Segment
+from trainmux.colocate._demand import JobDemand, Segment
 from trainmux.colocate._trend import MAX_STEPS, Remainder, Trend, least_shift
 
 

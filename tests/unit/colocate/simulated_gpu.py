@@ -1,9 +1,9 @@
-"""A GPU that exists on paper: streams, waits, and jobs that slow each other down.
+"""A simulated GPU: streams, waits, and jobs that slow each other down.
 
-It drives the scheduler as the real device does, over a clock of its own. Segments of a job run in order and
-behind those they were enqueued after. A job by itself takes the times it is given. Jobs that run at once
-share the device by their compute demands: as long as these add up to at most one, nobody is slowed; beyond,
-all are slowed alike. ``interference`` is what running at once costs on top; with enough of it, sharing loses.
+It drives the scheduler as a device does, over a clock of its own. Segments of a job run in order and behind
+those they were enqueued after. Jobs that run at once share the device by their compute demands: as long as
+these add up to at most one, nobody is slowed; beyond, all are slowed alike. ``interference`` is a further
+cost of running at once; with enough of it, sharing loses.
 """
 
 from __future__ import annotations
@@ -13,15 +13,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainmux.colocate._actions import Enqueue, Idle, Remap
-from trainmux.colocate._demand import JobDemand
-from trainmux.colocate._lane import SegmentRef
-from trainmux.colocate._layout import Layout, layouts
-from trainmux.colocate._scheduler import ScroogeScheduler
+from trainmux.colocate._demand import SegmentRef
+from trainmux.colocate._layout import MemoryLayout
+from trainmux.colocate._scheduler import Enqueue, Idle, Remap, ScroogeScheduler
 from trainmux.errors import PlanError
-
-_PLANNED_STEPS = 6
-"""Iterations of the longest job that a layout is judged by."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class Executed:
     enqueued_at: float
     started_at: float
     ended_at: float
-    layout: Layout
+    layout: MemoryLayout
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ class SimulatedGpu:
         self._scheduler = scheduler
         self._seconds_of = seconds_of
         self._contention = contention
-        self._streams: dict[str, deque[tuple[Enqueue, float, Layout]]] = {}
+        self._streams: dict[str, deque[tuple[Enqueue, float, MemoryLayout]]] = {}
         self._running: dict[str, tuple[float, float]] = {}
         """By job: seconds of work left, and when it started."""
         self._pending: set[SegmentRef] = set()
@@ -157,37 +152,3 @@ class SimulatedGpu:
                 Executed(action.ref, action.after, enqueued_at, started_at, self.now, layout)
             )
             self._scheduler.complete(action.ref, started_at, self.now)
-
-
-def choose_layout(demands: Sequence[JobDemand], budget_bytes: int) -> Layout:
-    """The layout under which a short simulated run of ``demands`` does most work per second."""
-    candidates = list(layouts(demands, budget_bytes))
-    if len(candidates) == 1:
-        return candidates[0]
-    longest = max(demand.solo_seconds for demand in demands)
-    trial = [
-        demand.with_solo_seconds([segment.solo_seconds for segment in demand.segments]).with_steps(
-            max(1, round(_PLANNED_STEPS * longest / demand.solo_seconds))
-        )
-        for demand in demands
-    ]
-    contention = Contention({demand.name: demand.compute_demand for demand in demands})
-    seconds = {demand.name: [segment.solo_seconds for segment in demand.segments] for demand in demands}
-
-    def trial_seconds(layout: Layout) -> float:
-        fixed = _Fixed(layout)
-        scheduler = ScroogeScheduler(trial, budget_bytes, choose_layout=fixed)
-        gpu = SimulatedGpu(scheduler, lambda ref: seconds[ref.job][ref.segment], contention)
-        return gpu.run().ended_at
-
-    return min(candidates, key=trial_seconds)
-
-
-class _Fixed:
-    """A layout without the jobs that have ended."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-
-    def __call__(self, demands: Sequence[JobDemand], budget_bytes: int) -> Layout:
-        return self._layout.only({demand.name for demand in demands})

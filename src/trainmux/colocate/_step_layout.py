@@ -1,0 +1,315 @@
+"""A group's step as segments with every byte placed: feature maps in the arena, the rest in the job's area.
+
+A job sees one fixed range of addresses: its own area from 0 on, then its end of the arena, counted from the
+base of its stack. The physical place of these bytes may change between two iterations.
+
+Static tensors (parameters, optimizer state, buffers, the batch, constants) lie at the bottom of the area.
+Above them each step places its temporaries, and static tensors of its own, which are loaded before each such
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainmux.colocate._demand import TRACKING_BYTES, Segment, cut_segments, segments_between
+from trainmux.colocate._feature_maps import (
+    ALIGNMENT_BYTES,
+    FeatureMapStack,
+    Iteration,
+    TensorClass,
+    iteration_of_profile,
+    round_up,
+    stack_feature_maps,
+)
+from trainmux.engine import StepProgram, scratch_bytes
+from trainmux.ir import Compute, Free, InputKind, Instruction, Part, Program, Tenancy
+from trainmux.profiling import Device, KernelGraph, analytic_profile
+from trainmux.simulate import Lifetime, place
+
+_SEGMENT_SECONDS = 300e-6
+"""Duration of a segment on a CUDA device: launching one takes the host some tens of microseconds."""
+
+_NOTHING = Part((), ())
+
+StaticKey = tuple[int, str, Hashable]
+"""Identifies a static tensor: a group, and a kind and name among its step's arguments."""
+
+_CHANGED_BY_UPDATE = (InputKind.PARAMETER.value, "state")
+"""Kinds of static tensors that only a step with an update changes."""
+
+
+@dataclass(frozen=True)
+class StepKernels:
+    """A group's step with its kernels and allocations.
+
+    ``numbers`` are the positions of the iteration's allocations among the graph's tensors. ``static_keys``
+    identifies the static tensors by position.
+    """
+
+    step: StepProgram
+    graph: KernelGraph
+    iteration: Iteration
+    numbers: tuple[int, ...]
+    static_keys: Mapping[int, StaticKey]
+    scratch_bytes: int
+
+    def kind_of(self, number: int) -> str | None:
+        """The kind of a static tensor among the step's arguments; ``None`` for others."""
+        key = self.static_keys.get(number)
+        return None if key is None else key[1]
+
+    @property
+    def num_kernels(self) -> int:
+        return len(self.iteration.kernel_seconds)
+
+    @property
+    def estimated_seconds(self) -> float:
+        """The estimated duration, before the step has run."""
+        return max(sum(self.iteration.kernel_seconds), 1e-9)
+
+    @property
+    def has_convolutions(self) -> bool:
+        """Whether any of its kernels may want a large workspace."""
+        return any("convolution" in str(step.node.target) for step in self.graph.steps)
+
+    @property
+    def result_bytes(self) -> int:
+        """The bytes of the step's results, which are copied and kept until its next."""
+        return sum(self.size_of(location.tensor) for location in self.graph.outputs)
+
+    def size_of(self, number: int) -> int:
+        return self.graph.tensors[number].size_bytes
+
+    @property
+    def changed(self) -> set[int]:
+        """The static tensors that the step changes."""
+        return {n for step in self.graph.steps for n in step.changes if n in self.static_keys}
+
+    @property
+    def changed_buffers(self) -> tuple[str, ...]:
+        """The names of the models' buffers that the step changes."""
+        buffers = [n for n in sorted(self.changed) if self.kind_of(n) == InputKind.BUFFER.value]
+        return tuple(str(self.static_keys[number][2]) for number in buffers)
+
+    @property
+    def first_ordered_rank(self) -> int:
+        """The first kernel that changes a static tensor, or reads one that an earlier step may change.
+
+        Steps between two updates may run at once, with the results of one after the other, if this kernel and
+        all behind it run in the order of the steps. Weights and optimizer state are changed by the step that
+        updates, and no other step begins until that has ended.
+        """
+        changed = read_in_order = self.changed
+        if self.step.settings.applies:
+            read_in_order = {number for number in changed if self.kind_of(number) not in _CHANGED_BY_UPDATE}
+        return next(
+            rank
+            for rank, step in enumerate(self.graph.steps)
+            if not changed.isdisjoint(step.changes) or not read_in_order.isdisjoint(step.reads)
+        )
+
+
+def read_step_kernels(
+    step: StepProgram, graph: KernelGraph, group: int, width: int, device: Device, *, half: bool
+) -> StepKernels:
+    """Read a step of ``width`` members of one group; ``half``: products are of 16-bit numbers.
+
+    Durations of kernels are estimated for ``device``.
+    """
+    profile = analytic_profile(graph, width, device, half=half)
+    created = {number for node in profile.nodes for number in node.creates}
+    numbers = tuple(
+        number
+        for number, tensor in enumerate(profile.tensors)
+        if not tensor.byte_class.is_static and number in created
+    )
+    names: list[tuple[str, Hashable]] = [
+        *((item.kind.value, item.name) for item in step.inputs),
+        *(("state", key) for key in step.state_keys()),
+        *(("total", name) for name in step.total_names()),
+        *(("number", name) for name in step.number_names()),
+    ]
+    keys: dict[int, StaticKey] = {
+        location.tensor: (group, *name) for location, name in zip(graph.inputs, names, strict=True)
+    }
+    # A constant of another step may have the same name and another value.
+    keys |= {location.tensor: (id(graph), "constant", name) for name, location in graph.constants.items()}
+    return StepKernels(step, graph, iteration_of_profile(profile), numbers, keys, scratch_bytes(graph))
+
+
+class StaticArea:
+    """The places of static tensors at the bottom of a job's area, assigned once."""
+
+    def __init__(self) -> None:
+        self._places: dict[StaticKey, tuple[int, int]] = {}
+        self.end = 0
+
+    def take(self, key: StaticKey, size_bytes: int) -> None:
+        """Assign a place to a tensor that has none yet."""
+        if key not in self._places:
+            self._places[key] = (self.end, size_bytes)
+            self.end += round_up(size_bytes, ALIGNMENT_BYTES)
+
+    def find(self, key: StaticKey, size_bytes: int) -> int | None:
+        """The offset of a tensor's place, if it has one that is large enough."""
+        offset, room = self._places.get(key, (0, -1))
+        return offset if size_bytes <= room else None
+
+
+@dataclass(frozen=True)
+class PlacedStep:
+    """A group's step over a job's addresses.
+
+    ``segments`` are parts of the body of ``program``. ``transient`` are static tensors without a place at the
+    bottom of the area, to be loaded before each run.
+    """
+
+    kernels: StepKernels
+    program: Program
+    segments: tuple[Part, ...]
+    transient: frozenset[int]
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The places of a step's tensors: offsets in the job's area by tensor, and a stack for the arena."""
+
+    kernels: StepKernels
+    stack: FeatureMapStack
+    local_offsets: Mapping[int, int]
+    transient: frozenset[int]
+    area_end: int
+
+    def cut(self, tracking_bytes: int | None, device: torch.device, seconds: float) -> tuple[int, ...]:
+        """Where to cut a step that takes ``seconds``.
+
+        Without ``tracking_bytes`` the paper's 8 MB of feature maps between cuts; on a CUDA device as much
+        more as lets a segment last until the next is launched.
+        """
+        iteration = self.kernels.iteration
+        if tracking_bytes is None:
+            tracking_bytes = TRACKING_BYTES
+            if device.type == "cuda":
+                changed = 2 * sum(row.size_bytes for row in iteration.feature_maps)  # allocated and released
+                tracking_bytes = max(tracking_bytes, changed // max(1, int(seconds / _SEGMENT_SECONDS)))
+        return cut_segments(iteration, tracking_bytes)
+
+    def segments(self, cuts: Sequence[int], seconds: float) -> tuple[Segment, ...]:
+        """The segments between ``cuts`` of a step that takes ``seconds`` in all."""
+        estimates, slowness = self.kernels.iteration.kernel_seconds, seconds / self.kernels.estimated_seconds
+        return segments_between(cuts, self.stack, estimates, slowness=slowness)
+
+    def fit_cuts(
+        self, cuts: Sequence[int], segments: Sequence[Segment], *, num_free: int = 0
+    ) -> tuple[int, ...] | None:
+        """Cuts with which this step can run in place of one that is cut at ``cuts`` into ``segments``.
+
+        At the same kernels where that never needs more memory; else all of it during the highest segment;
+        ``None`` where even that is too low. Pieces may be empty. With ``num_free``, the ordered part is
+        fitted into the segments behind so many, and the free part into those.
+        """
+        num_kernels = self.kernels.num_kernels
+        if not num_free:
+            return self._fit(range(num_kernels), cuts, segments)
+        rank = self.kernels.first_ordered_rank
+        free = self._fit(range(rank), cuts[:num_free], segments[:num_free])
+        ordered = self._fit(range(rank, num_kernels), cuts[num_free:], segments[num_free:])
+        return None if free is None or ordered is None else free + ordered
+
+    def _fit(self, ranks: range, cuts: Sequence[int], segments: Sequence[Segment]) -> tuple[int, ...] | None:
+        first, end = ranks.start, ranks.stop
+        same = [min(max(cut, first), end) for cut in cuts[:-1]] + [end]
+        if self._fits(first, same, segments):
+            return tuple(same)
+        highest = max(range(len(segments)), key=lambda number: segments[number].height_bytes)
+        at_once = [first] * highest + [end] * (len(segments) - highest)
+        return tuple(at_once) if self._fits(first, at_once, segments) else None
+
+    def _fits(self, first: int, cuts: Sequence[int], segments: Sequence[Segment]) -> bool:
+        for end, segment in zip(cuts, segments, strict=True):
+            height = max(self.stack.kernel_heights[first:end], default=0)
+            hold = self.stack.holds[end - 1] if end else 0
+            if height > segment.height_bytes or hold > segment.hold_bytes:
+                return False
+            first = end
+        return True
+
+    def place(self, cuts: Sequence[int], arena_offset: int) -> PlacedStep:
+        """The step in pieces that end before the ranks in ``cuts``; the arena begins at ``arena_offset``."""
+        kernels = self.kernels
+        spans: dict[int, tuple[int, int, int]] = {}
+        maps = iter(self.stack.offsets)
+        for number, row in zip(kernels.numbers, kernels.iteration.allocations, strict=True):
+            shared = row.tensor_class is TensorClass.FEATURE_MAP
+            offset = arena_offset + next(maps) if shared else self.local_offsets[number]
+            spans[number] = (row.allocated_by, row.last_used_by, offset)
+        statics = {number: self.local_offsets[number] for number in kernels.static_keys}
+        body = _part(kernels, spans, statics, 0, kernels.num_kernels)
+        pieces, first = [], 0
+        for end in cuts:
+            whole = (first, end) == (0, kernels.num_kernels)
+            pieces.append(body if whole else _part(kernels, spans, statics, first, end))
+            first = end
+        resident = tuple((0, number) for number in sorted(statics))
+        program = Program(_NOTHING, body, _NOTHING, resident, self.area_end, 0)
+        return PlacedStep(kernels, program, tuple(pieces), self.transient)
+
+
+def lay_out_step(kernels: StepKernels, statics: StaticArea, *, region_bytes: int) -> StepLayout:
+    """Place all tensors of a step, above the static ones."""
+    offsets: dict[int, int] = {}
+    rows: list[tuple[int, Lifetime]] = []
+    for number, key in kernels.static_keys.items():
+        found = statics.find(key, kernels.size_of(number))
+        if found is None:
+            rows.append((number, Lifetime(0, kernels.num_kernels, kernels.size_of(number))))
+        else:
+            offsets[number] = found
+    transient = frozenset(number for number, _ in rows)
+    for number, row in zip(kernels.numbers, kernels.iteration.allocations, strict=True):
+        if not row.tensor_class.is_sharable:
+            rows.append((number, Lifetime(row.allocated_by, row.last_used_by + 1, row.size_bytes)))
+    placement = place([lifetime for _, lifetime in rows], ALIGNMENT_BYTES)
+    for (number, _), offset in zip(rows, placement.offsets, strict=True):
+        offsets[number] = statics.end + offset
+    stack = stack_feature_maps(kernels.iteration, region_bytes=region_bytes)
+    return StepLayout(kernels, stack, offsets, transient, statics.end + placement.total_bytes)
+
+
+def _part(
+    kernels: StepKernels,
+    spans: Mapping[int, tuple[int, int, int]],
+    statics: Mapping[int, int],
+    first: int,
+    end: int,
+) -> Part:
+    """The kernels from rank ``first`` to before ``end``, with a `Free` after the last use of each tensor."""
+    if first == end:
+        return _NOTHING
+    created: dict[int, list[int]] = {}
+    freed: dict[int, list[int]] = {}
+    for number, (born, last, _) in spans.items():
+        created.setdefault(born, []).append(number)
+        freed.setdefault(last, []).append(number)
+    instructions: list[Instruction] = []
+    begins = {number: -1 for number, (born, last, _) in spans.items() if born < first <= last}
+    ends: dict[int, int] = {}
+    for rank in range(first, end):
+        begins.update(dict.fromkeys(created.get(rank, ()), len(instructions)))
+        instructions.append(Compute(0, rank))
+        for number in freed.get(rank, ()):
+            ends[number] = len(instructions)
+            instructions.append(Free(0, number))
+    num = len(instructions)
+    tenancies = [
+        Tenancy(0, number, -1, num, offset, kernels.size_of(number)) for number, offset in statics.items()
+    ]
+    tenancies += [
+        Tenancy(0, number, begin, ends.get(number, num), spans[number][2], kernels.size_of(number))
+        for number, begin in begins.items()
+    ]
+    return Part(tuple(instructions), tuple(tenancies))

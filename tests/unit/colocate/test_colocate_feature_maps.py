@@ -1,0 +1,209 @@
+"""Classes of tensors, the stack of feature maps, and the cuts between segments."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainmux.colocate._demand import cut_segments, demand_of_iteration
+from trainmux.colocate._feature_maps import (
+    REGION_BYTES,
+    Allocation,
+    Iteration,
+    TensorClass,
+    classify_by_peak,
+    iteration_of_profile,
+    region_bytes_for,
+    stack_feature_maps,
+)
+from trainmux.errors import ConfigError
+from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile, ProfiledNode, ProfiledTensor
+
+MIB = 1 << 20
+SMALL_REGION = 512 << 10
+TENSORS = 512
+"""Region sizes of the paper's ablation."""
+
+
+def feature_map(name: str, size: int, first: int, last: int) -> Allocation:
+    return Allocation(name, size, first, last, TensorClass.FEATURE_MAP)
+
+
+def three_layers(size: int = 64 * MIB) -> Iteration:
+    """Forward kernels 0-2 make a map each, backward kernels 3-5 use them in reverse."""
+    rows = tuple(feature_map(f"f{layer}", size, layer, 5 - layer) for layer in range(3))
+    return Iteration("three", (1.0, 1.0, 1.0, 2.0, 2.0, 2.0), rows)
+
+
+def tensor(name: str, byte_class: ByteClass, size: int) -> ProfiledTensor:
+    return ProfiledTensor(name, byte_class, size, 1.0, 1.0, 1.0, 1.0)
+
+
+def small_profile() -> Profile:
+    tensors = (
+        tensor("weight", ByteClass.PARAMETER, 1000),
+        tensor("batch", ByteClass.BATCH, 10),
+        tensor("hidden", ByteClass.FEATURE_MAP, 100),
+        tensor("mask", ByteClass.TEMPORARY, 7),
+        tensor("loss", ByteClass.RESULT, 4),
+        tensor("hidden_gradient", ByteClass.GRADIENT_MAP, 60),
+        tensor("weight_gradient", ByteClass.GRADIENT, 50),
+    )
+    nodes = (
+        ProfiledNode("first", Phase.FORWARD, (0, 1), (2, 3), (), 1.0, workspace_bytes=5),
+        ProfiledNode("second", Phase.FORWARD, (2, 3), (4,), (), 2.0),
+        ProfiledNode("second_backward", Phase.BACKWARD, (4, 2), (5,), (), 3.0, workspace_bytes=30),
+        ProfiledNode("first_backward", Phase.BACKWARD, (5, 1), (6,), (), 4.0),
+        ProfiledNode("update", Phase.UPDATE, (6,), (), (0,), 5.0),
+    )
+    return Profile("abc", "measured", 1, DeviceFacts("device", 2**30, 2**30), tensors, nodes)
+
+
+def test_a_profile_becomes_an_iteration() -> None:
+    iteration = iteration_of_profile(small_profile())
+    rows = {row.name: row for row in iteration.allocations}
+    assert rows["hidden"] == Allocation("hidden", 100, 0, 2, TensorClass.FEATURE_MAP)
+    assert rows["mask"] == Allocation("mask", 7, 0, 1, TensorClass.TEMPORARY)
+    # The loss is read in the backward pass, but it is the user's: it stays local, to the end.
+    assert rows["loss"] == Allocation("loss", 4, 1, 4, TensorClass.RESIDENT)
+    assert rows["hidden_gradient"].tensor_class is TensorClass.GRADIENT_MAP
+    assert rows["weight_gradient"] == Allocation("weight_gradient", 50, 3, 4, TensorClass.GRADIENT_MAP)
+    assert iteration.feature_maps == (rows["hidden"],)
+    assert iteration.resident_bytes == 1010
+    assert iteration.kernel_seconds == (1.0, 2.0, 3.0, 4.0, 5.0)
+    # Outside the arena most is live while first_backward runs: loss 4, both gradients 110.
+    assert iteration.local_bytes() == 1010 + 4 + 60 + 50
+
+
+def test_allocations_are_classified_by_the_memory_peak() -> None:
+    rows = (
+        Allocation("f0", 10, 0, 5),
+        Allocation("f1", 10, 1, 4),
+        Allocation("f2", 10, 2, 3),
+        Allocation("scratch", 1, 1, 1),
+        Allocation("between", 1, 0, 1),
+        Allocation("gradient", 5, 4, 5),
+    )
+    found = classify_by_peak(Iteration("job", (1.0,) * 6, rows))
+    classes = [row.tensor_class for row in found.allocations]
+    assert classes[:3] == [TensorClass.FEATURE_MAP] * 3
+    assert classes[3:5] == [TensorClass.TEMPORARY] * 2
+    assert classes[5] is TensorClass.GRADIENT_MAP
+
+
+def test_workspaces_count_while_their_kernel_runs() -> None:
+    rows = (Allocation("t", 10, 1, 1),)
+    assert Iteration("", (1.0, 1.0), rows, 0, (3, 4)).local_bytes() == 14
+    assert Iteration("", (1.0, 1.0), rows, 0, (30, 4)).local_bytes() == 30
+
+
+@pytest.mark.parametrize(
+    ("num_kernels", "rows"),
+    [(0, ()), (1, (("t", 1, 0, 1),)), (2, (("t", 1, 1, 0),)), (2, (("t", -1, 0, 1),))],
+)
+def test_malformed_iterations_are_refused(
+    num_kernels: int, rows: tuple[tuple[str, int, int, int], ...]
+) -> None:
+    with pytest.raises(ConfigError):
+        Iteration("", (1.0,) * num_kernels, tuple(Allocation(*row) for row in rows))
+
+
+# ---- the stack -----------------------------------------------------------------------------------------
+
+
+def test_the_feature_map_used_last_lies_at_the_base() -> None:
+    stack = stack_feature_maps(three_layers())
+    assert stack.offsets == (0, 64 * MIB, 128 * MIB)
+    assert [height // (64 * MIB) for height in stack.kernel_heights] == [1, 2, 3, 3, 2, 1]
+    assert [hold // (64 * MIB) for hold in stack.holds] == [1, 2, 3, 2, 1, 0]
+    with pytest.raises(ConfigError, match="multiple of 512"):
+        stack_feature_maps(three_layers(), region_bytes=1000)
+
+
+def test_a_small_early_tensor_does_not_lie_on_top() -> None:
+    """A half-precision bias of the last layer: made by the first kernel, used first in the backward pass."""
+    plain = three_layers(size=60 * MIB)
+    bias = feature_map("bias", 1280, 0, 3)
+    iteration = Iteration("biased", plain.kernel_seconds, (*plain.feature_maps, bias))
+    stack = stack_feature_maps(iteration, region_bytes=TENSORS)
+    assert stack.offsets[-1] == 0
+    assert [height - 1536 for height in stack.kernel_heights] == [n * 60 * MIB for n in (1, 2, 3, 3, 2, 1)]
+    coarse = stack_feature_maps(iteration, region_bytes=SMALL_REGION)
+    assert [height // (60 * MIB) for height in coarse.kernel_heights] == [1, 2, 3, 3, 2, 1]
+
+
+def test_a_large_early_tensor_stays_where_its_memory_comes_back_soonest() -> None:
+    plain = three_layers()
+    large = feature_map("large", 128 * MIB, 0, 3)
+    stack = stack_feature_maps(Iteration("large", plain.kernel_seconds, (*plain.feature_maps, large)))
+    assert stack.offsets[-1] == 2 * 64 * MIB
+    assert stack.offsets[2] == 4 * 64 * MIB
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 9), st.integers(0, 9)), max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=ROWS, region=st.sampled_from((512, 1024, 4096)))
+def test_heights_cover_what_is_live_and_no_more(rows: list[tuple[int, int, int]], region: int) -> None:
+    maps = tuple(feature_map(str(i), size, min(a, b), max(a, b)) for i, (size, a, b) in enumerate(rows))
+    stack = stack_feature_maps(Iteration("", (1.0,) * 10, maps), region_bytes=region)
+    placed = [(o, row) for o, row in zip(stack.offsets, maps, strict=True) if row.size_bytes]
+    spans = [(offset, offset + row.size_bytes) for offset, row in placed]
+    assert all(one[1] <= two[0] or two[1] <= one[0] for one, two in itertools.combinations(spans, 2))
+    for rank in range(10):
+        live = [o + row.size_bytes for o, row in placed if row.allocated_by <= rank <= row.last_used_by]
+        assert stack.kernel_heights[rank] == -(-max(live, default=0) // region) * region
+        kept = [o + row.size_bytes for o, row in placed if row.allocated_by <= rank < row.last_used_by]
+        assert stack.holds[rank] == -(-max(kept, default=0) // region) * region
+
+
+@pytest.mark.parametrize(
+    ("peaks", "expected"),
+    [
+        ([4 << 30, 3 << 30], 64),
+        ([192 * MIB, 320 * MIB], 4),  # 48 and 80 regions
+        ([4160 * MIB, 320 * MIB], 8),
+        ([10 * MIB, 20 * MIB], 2),  # the device's smallest
+        ([60 << 30, 20 * MIB], 32),  # smaller ones would be too many driver calls
+        ([0, 5 << 30], 64),  # one job without feature maps
+        ([], 64),
+    ],
+)
+def test_small_jobs_have_smaller_regions(peaks: list[int], expected: int) -> None:
+    assert region_bytes_for(peaks, unit_bytes=2 * MIB) == expected * MIB
+
+
+# ---- cuts ----------------------------------------------------------------------------------------------
+
+
+def test_segments_end_where_enough_was_allocated_or_released() -> None:
+    iteration = three_layers(size=4 * MIB)
+    assert cut_segments(iteration, 8 * MIB) == (2, 4, 6)
+    assert cut_segments(iteration, 0) == (1, 2, 3, 4, 5, 6)
+    assert cut_segments(iteration, 256 * MIB) == (6,)
+    with pytest.raises(ConfigError, match="0 or more"):
+        cut_segments(iteration, -1)
+
+
+def test_the_update_is_a_segment_of_its_own() -> None:
+    """After the last use of a feature map the arena belongs to the other job."""
+    demand = demand_of_iteration("job", Iteration("job", (1.0,) * 6, (feature_map("map", MIB, 0, 3),)))
+    assert [segment.num_kernels for segment in demand.segments] == [4, 2]
+    assert [segment.height_bytes for segment in demand.segments] == [REGION_BYTES, 0]
+
+
+def test_a_demand_has_the_heights_of_its_segments() -> None:
+    demand = demand_of_iteration("job", three_layers(), tracking_bytes=0, steps=3)
+    assert [segment.height_bytes // REGION_BYTES for segment in demand.segments] == [1, 2, 3, 3, 2, 1]
+    assert demand.peak_bytes == 3 * REGION_BYTES
+    assert demand.solo_seconds == pytest.approx(9.0)
+    coarse = demand_of_iteration("job", three_layers(), tracking_bytes=128 * MIB)
+    assert [segment.num_kernels for segment in coarse.segments] == [2, 2, 2]
+    assert [segment.height_bytes // REGION_BYTES for segment in coarse.segments] == [2, 3, 2]
+    assert [segment.hold_bytes // REGION_BYTES for segment in coarse.segments] == [2, 2, 0]
+    (whole,) = demand_of_iteration("job", three_layers(), is_one_segment=True).segments
+    assert whole.height_bytes == 3 * REGION_BYTES
