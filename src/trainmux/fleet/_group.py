@@ -331,7 +331,7 @@ class Group:
             upgrade.wait()
 
     def _builder(self) -> ProgramBuilder:
-        return ProgramBuilder(self.config, self.state.shared, self.traced)
+        return ProgramBuilder(self.config, self.state.shared)
 
     def prepare(
         self, traced: TracedGraph, key: Hashable, *, stacked_batch: bool, applies: bool = True

@@ -7,8 +7,7 @@ positions) stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,25 +18,14 @@ from torch._ops import OpOverload
 from trainmux.errors import FusionError
 from trainmux.fusion._stacked import Context, Stacked, find_rule, is_stacked
 from trainmux.fusion.rules.pointwise import is_pointwise, pointwise
-from trainmux.fusion.strategies import OperatorTimes
 from trainmux.tracing import has_vmap_rule, last_node, node_location, nodes_after, tracer_graph
-
-
-@dataclass(frozen=True)
-class Choosing:
-    """What decides between the ways of an operator."""
-
-    strategies: Mapping[str, str]
-    times: OperatorTimes | None
-    compiles: bool
 
 
 class OperatorFuser:
     """Computes single nodes of a member's graph for ``width`` members, inside a tracer."""
 
-    def __init__(self, width: int, choosing: Choosing) -> None:
+    def __init__(self, width: int) -> None:
         self._width = width
-        self._choosing = choosing
         self.how = ("unknown", "")
         """Of the last one: the way, and why there was no better one."""
 
@@ -65,19 +53,12 @@ class OperatorFuser:
                 raise self._error(node, "it is not an ATen operator")
             self.how = ("loop", "not an ATen operator")
             return self._loop(node, args, kwargs)
-        context = Context(
-            self._width,
-            _device(args, kwargs),
-            node.meta.get("val"),
-            self._choosing.strategies,
-            self._choosing.times,
-            self._choosing.compiles,
-        )
+        context = Context(self._width, _device(args, kwargs), node.meta.get("val"))
         named = find_rule(op)
         if named is not None:
-            result, how = named.fused(context, op, *args, **kwargs)
+            result = named.apply(context, op, *args, **kwargs)
             if result is not NotImplemented:
-                self.how = (how, "")
+                self.how = (named.how_alone if self._width == 1 else named.how, "")
                 return result
         if is_pointwise(op):
             self.how = ("pointwise", "")

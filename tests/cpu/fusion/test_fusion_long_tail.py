@@ -227,7 +227,7 @@ def test_nodes_keep_their_place_in_the_members_graph() -> None:
 def test_a_result_of_another_shape_than_the_members_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainmux.fusion import _stacked
 
-    wrong = _stacked.NamedRule("wrong", lambda context, op, x, y: _stacked.Stacked(x.tensor))
+    wrong = _stacked.NamedRule("wrong", "wrong", lambda context, op, x, y: _stacked.Stacked(x.tensor))
     monkeypatch.setitem(_stacked._RULES, aten.mm.default, wrong)
     case = make_case(sample(aten.mm.default, lambda v: (v.normal(2, 3), v.normal(3, 4))), 2, [True, True])
     with pytest.raises(FusionError, match=r"the rule 'wrong' gave \(2, 2, 3\).*where \(2, 2, 4\)"):
