@@ -20,8 +20,8 @@ from trainmux.fleet._slots import Slot, StackedState, check_shapes, named_tensor
 from trainmux.fleet._snapshot import OptimizerSnapshot
 from trainmux.fleet._traces import Trace
 from trainmux.fleet._watch import MemberWatch
+from trainmux.fusion.optimizers import OptimizerStructure, state_names, write_state
 from trainmux.ir import FusionRecord, InputKind, MemoryUse, OutputKind
-from trainmux.optim import OptimizerStructure, state_names, write_state
 from trainmux.runtime import Transfers, stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 

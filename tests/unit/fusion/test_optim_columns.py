@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainmux import optim
-from trainmux.optim._registry import FAMILIES
+from trainmux.fusion import optimizers as optim
+from trainmux.fusion.optimizers import FAMILIES
 
 WIDTH = 5
 Make = Callable[..., torch.optim.Optimizer]

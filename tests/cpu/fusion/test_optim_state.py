@@ -9,8 +9,8 @@ import torch
 from optim_cases import write_state
 from torch import Tensor
 
-from trainmux import optim
 from trainmux.errors import OptimizerError
+from trainmux.fusion import optimizers as optim
 
 
 def stepped(optimizer: torch.optim.Optimizer, params: list[Tensor], which: list[int]) -> None:

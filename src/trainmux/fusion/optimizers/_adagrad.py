@@ -10,9 +10,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from trainmux.optim._algebra import descent_direction, quotient
-from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
-from trainmux.optim._settings import Number, Numbers, Setting, Settings
+from trainmux.fusion.optimizers._rule import (
+    Number,
+    Numbers,
+    NumericSetting,
+    OptimizerFamily,
+    ScalarAt,
+    ScalarSpec,
+    Settings,
+    UpdateRule,
+    descent_direction,
+    quotient,
+)
 
 _SCALARS = (
     ScalarSpec("sign", 1.0),
@@ -22,17 +31,18 @@ _SCALARS = (
     ScalarSpec("step", -0.0),
 )
 _SETTINGS = (
-    Setting("lr"),
-    Setting("lr_decay"),
-    Setting("eps"),
-    Setting("weight_decay"),
-    Setting("initial_accumulator_value"),
+    NumericSetting("lr"),
+    NumericSetting("lr_decay"),
+    NumericSetting("eps"),
+    NumericSetting("weight_decay"),
+    NumericSetting("initial_accumulator_value"),
 )
 
 
 @dataclass(frozen=True)
-class AdagradRule(Rule):
-    settings: ClassVar[tuple[Setting, ...]] = _SETTINGS
+class AdagradRule(UpdateRule):
+    kind: ClassVar[str] = "Adagrad"
+    settings: ClassVar[tuple[NumericSetting, ...]] = _SETTINGS
     has_state_before_first_step: ClassVar[bool] = True
 
     @property
@@ -60,14 +70,4 @@ class AdagradRule(Rule):
         return float(defaults["initial_accumulator_value"])
 
 
-def _read_flags(settings: Settings) -> dict[str, bool]:
-    return {}
-
-
-ADAGRAD = Family(
-    torch_class=torch.optim.Adagrad,
-    kind="Adagrad",
-    settings=_SETTINGS,
-    read_flags=_read_flags,
-    make_rule=AdagradRule,
-)
+ADAGRAD = OptimizerFamily(torch.optim.Adagrad, AdagradRule)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainmux import optim
+from trainmux.fusion import optimizers as optim
 
 SHAPES = ((3, 5), (7,), ())
 NUM_MEMBERS = 3

@@ -1,19 +1,82 @@
-"""From a torch optimizer to its structure, refusing what cannot be trained."""
+"""The supported torch optimizers, and from an optimizer to its structure, refusing what cannot be trained."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trainmux.errors import OptimizerError
-from trainmux.optim._base import Family
-from trainmux.optim._registry import family_of, flags_of
-from trainmux.optim._structure import GroupStructure, OptimizerStructure
+from trainmux.fusion.optimizers._adadelta import ADADELTA
+from trainmux.fusion.optimizers._adagrad import ADAGRAD
+from trainmux.fusion.optimizers._adam import ADAM, ADAMW
+from trainmux.fusion.optimizers._rmsprop import RMSPROP
+from trainmux.fusion.optimizers._rule import OptimizerFamily, Settings, UpdateRule
+from trainmux.fusion.optimizers._sgd import SGD
 
+FAMILIES: tuple[OptimizerFamily, ...] = (SGD, ADAM, ADAMW, RMSPROP, ADAGRAD, ADADELTA)
+
+_BY_CLASS = {family.torch_class: family for family in FAMILIES}
+_RULES = {family.rule.kind: family.rule for family in FAMILIES}
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class GroupStructure:
+    """One param group of a torch optimizer, stripped of everything that may differ between members.
+
+    ``kind`` names the update rule (AdamW is kind ``"Adam"`` with the flag ``decoupled``), ``flags`` are
+    the switches that change which operations run, sorted by name, and ``params`` are indices into the
+    member's list of parameters. ``maximize`` is no flag: it is a number, +1 or -1, like the learning rate.
+    """
+
+    kind: str
+    flags: tuple[tuple[str, bool], ...]
+    params: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerStructure:
+    """All param groups of one optimizer. Equal for members whose updates can run as one."""
+
+    groups: tuple[GroupStructure, ...]
+
+
+def family_of(optimizer: torch.optim.Optimizer, *, where: str = "") -> OptimizerFamily:
+    """The family of an optimizer. Refuses every other class, also subclasses of the supported ones.
+
+    ``where`` begins the error message. A subclass may change the update in ways that cannot be seen here.
+    """
+    family = _BY_CLASS.get(type(optimizer))
+    if family is None:
+        got = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        supported = ", ".join(f"torch.optim.{family.torch_class.__name__}" for family in FAMILIES)
+        raise OptimizerError(
+            f"{where}expected one of {supported} (the class itself, no subclass), "
+            f"got {got}. Use a supported optimizer for this member, or train it outside the fleet."
+        )
+    return family
+
+
+def flags_of(family: OptimizerFamily, settings: Settings) -> tuple[tuple[str, bool], ...]:
+    """The structural switches of one torch param group, sorted by name."""
+    return tuple(sorted(family.read_flags(settings).items()))
+
+
+@functools.cache
+def rule_for(kind: str, flags: tuple[tuple[str, bool], ...]) -> UpdateRule:
+    """The update rule of a param group. Refuses a kind that is not registered."""
+    rule = _RULES.get(kind)
+    if rule is None:
+        raise OptimizerError(
+            f"expected the kind of a param group to be one of {', '.join(sorted(_RULES))}, got {kind!r}. "
+            "Take group structures from describe()."
+        )
+    return rule(**dict(flags))
 
 
 def describe(
@@ -64,7 +127,7 @@ def describe(
                 )
             seen.add(index)
             indices.append(index)
-        groups.append(GroupStructure(family.kind, flags_of(family, group), tuple(indices)))
+        groups.append(GroupStructure(family.rule.kind, flags_of(family, group), tuple(indices)))
     return OptimizerStructure(tuple(groups))
 
 
@@ -100,9 +163,9 @@ def check_hyperparameters(optimizer: torch.optim.Optimizer, *, member: str) -> N
     _check_values(family_of(optimizer, where=f"Member {member!r}: "), optimizer, member)
 
 
-def _check_values(family: Family, optimizer: torch.optim.Optimizer, member: str) -> None:
+def _check_values(family: OptimizerFamily, optimizer: torch.optim.Optimizer, member: str) -> None:
     for number, group in enumerate(optimizer.param_groups):
-        for setting in family.settings:
+        for setting in family.rule.settings:
             got = setting.read(group)
             try:
                 allowed = setting.allows(float(got))

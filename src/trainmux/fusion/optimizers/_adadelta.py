@@ -9,9 +9,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from trainmux.optim._algebra import accumulate_square_, descent_direction
-from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
-from trainmux.optim._settings import Number, Numbers, Setting, Settings
+from trainmux.fusion.optimizers._rule import (
+    Number,
+    Numbers,
+    NumericSetting,
+    OptimizerFamily,
+    ScalarAt,
+    ScalarSpec,
+    UpdateRule,
+    accumulate_square_,
+    descent_direction,
+)
 
 # eps is neutral at one and not at infinity: here it stands on both sides of a fraction.
 _SCALARS = (
@@ -23,16 +31,17 @@ _SCALARS = (
     ScalarSpec("step", -0.0),
 )
 _SETTINGS = (
-    Setting("lr"),
-    Setting("rho", upper=1.0, upper_included=True),
-    Setting("eps"),
-    Setting("weight_decay"),
+    NumericSetting("lr"),
+    NumericSetting("rho", upper=1.0, upper_included=True),
+    NumericSetting("eps"),
+    NumericSetting("weight_decay"),
 )
 
 
 @dataclass(frozen=True)
-class AdadeltaRule(Rule):
-    settings: ClassVar[tuple[Setting, ...]] = _SETTINGS
+class AdadeltaRule(UpdateRule):
+    kind: ClassVar[str] = "Adadelta"
+    settings: ClassVar[tuple[NumericSetting, ...]] = _SETTINGS
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -61,14 +70,4 @@ class AdadeltaRule(Rule):
         param.addcmul_(delta, at("step"))
 
 
-def _read_flags(settings: Settings) -> dict[str, bool]:
-    return {}
-
-
-ADADELTA = Family(
-    torch_class=torch.optim.Adadelta,
-    kind="Adadelta",
-    settings=_SETTINGS,
-    read_flags=_read_flags,
-    make_rule=AdadeltaRule,
-)
+ADADELTA = OptimizerFamily(torch.optim.Adadelta, AdadeltaRule)

@@ -9,25 +9,44 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from trainmux.optim._algebra import blend_, descent_direction, plus_product, times
-from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
-from trainmux.optim._settings import Number, Numbers, Setting, Settings, choose, unswitched_momentum
+from trainmux.fusion.optimizers._rule import (
+    Number,
+    Numbers,
+    NumericSetting,
+    OptimizerFamily,
+    ScalarAt,
+    ScalarSpec,
+    Settings,
+    UpdateRule,
+    blend_,
+    choose,
+    descent_direction,
+    plus_product,
+    times,
+    unswitched_momentum,
+)
 
 _GRADIENT = (ScalarSpec("sign", 1.0), ScalarSpec("weight_decay", 0.0))
-_SETTINGS = (Setting("lr"), Setting("momentum"), Setting("dampening"), Setting("weight_decay"))
+_SETTINGS = (
+    NumericSetting("lr"),
+    NumericSetting("momentum"),
+    NumericSetting("dampening"),
+    NumericSetting("weight_decay"),
+)
 _STEP = (ScalarSpec("step", -0.0),)
 _HEAVY_BALL = (ScalarSpec("keep", 0.0), ScalarSpec("gain", 1.0), ScalarSpec("write", -0.0))
 _NESTEROV = (ScalarSpec("keep", 1.0), ScalarSpec("gain", -0.0), ScalarSpec("look_ahead", 0.0))
 
 
 @dataclass(frozen=True)
-class SgdRule(Rule):
+class SgdRule(UpdateRule):
     """Torch starts the momentum buffer as a copy of the first direction, undampened: keep 0, gain 1."""
 
     momentum: bool
     nesterov: bool
 
-    settings: ClassVar[tuple[Setting, ...]] = _SETTINGS
+    kind: ClassVar[str] = "SGD"
+    settings: ClassVar[tuple[NumericSetting, ...]] = _SETTINGS
     counts_steps: ClassVar[bool] = False
 
     @property
@@ -78,10 +97,4 @@ def _read_flags(settings: Settings) -> dict[str, bool]:
     return {"momentum": momentum, "nesterov": momentum and bool(settings["nesterov"])}
 
 
-SGD = Family(
-    torch_class=torch.optim.SGD,
-    kind="SGD",
-    settings=_SETTINGS,
-    read_flags=_read_flags,
-    make_rule=SgdRule,
-)
+SGD = OptimizerFamily(torch.optim.SGD, SgdRule, _read_flags)

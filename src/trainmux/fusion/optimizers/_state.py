@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import OptimizerError
-from trainmux.optim._registry import family_of, flags_of, rule_for
-from trainmux.optim._settings import Settings
-from trainmux.optim._structure import GroupStructure, OptimizerStructure
+from trainmux.fusion.optimizers._describe import (
+    GroupStructure,
+    OptimizerStructure,
+    family_of,
+    flags_of,
+    rule_for,
+)
+from trainmux.fusion.optimizers._rule import Settings
 
 
 def state_names(group: GroupStructure) -> tuple[str, ...]:
@@ -29,7 +34,7 @@ def read_state(
     elsewhere. Refuses a state tensor whose shape is not the parameter's.
     """
     family = family_of(optimizer)
-    rule = rule_for(family.kind, flags_of(family, optimizer.param_groups[group_index]))
+    rule = rule_for(family.rule.kind, flags_of(family, optimizer.param_groups[group_index]))
     stored: Mapping[str, Any] = optimizer.state.get(param, {})
     state: dict[str, Tensor | float] = {}
     for name in rule.state_names:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainmux import optim
 from trainmux.errors import OptimizerError
+from trainmux.fusion import optimizers as optim
 
 
 def only_group(optimizer: torch.optim.Optimizer) -> tuple[optim.GroupStructure, dict[str, Any]]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from trainmux import optim
 from trainmux.errors import OptimizerError
-from trainmux.optim._registry import FAMILIES
+from trainmux.fusion import optimizers as optim
+from trainmux.fusion.optimizers import FAMILIES
 
 CLASSES = [family.torch_class for family in FAMILIES]
 
@@ -116,7 +116,7 @@ def test_other_dtypes_are_refused(dtype: torch.dtype):
         optim.describe(torch.optim.SGD(params, lr=0.1), params, member="a")
 
 
-_SETTINGS = [(family, setting) for family in FAMILIES for setting in family.settings]
+_SETTINGS = [(family, setting) for family in FAMILIES for setting in family.rule.settings]
 _ANY_NUMBER = st.floats(allow_nan=True, allow_infinity=True) | st.floats(0.0, 1.0) | st.just(1.0)
 
 

@@ -6,7 +6,6 @@ both sides of the fraction are multiplied by that root, which moves it into the 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +14,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from trainmux.optim._algebra import accumulate_square_, blend_, descent_direction, quotient
-from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
-from trainmux.optim._settings import Number, Numbers, Setting, Settings, power, root
+from trainmux.fusion.optimizers._rule import (
+    Number,
+    Numbers,
+    NumericSetting,
+    OptimizerFamily,
+    ScalarAt,
+    ScalarSpec,
+    Settings,
+    UpdateRule,
+    accumulate_square_,
+    blend_,
+    descent_direction,
+    power,
+    quotient,
+    root,
+)
 
 _MOMENTS = (
     ScalarSpec("one_minus_beta1", -0.0),
@@ -31,20 +43,21 @@ _COUPLED = (ScalarSpec("sign", 1.0), ScalarSpec("weight_decay", 0.0), *_MOMENTS)
 _DECOUPLED = (ScalarSpec("sign", 1.0), ScalarSpec("shrink", 1.0), *_MOMENTS)
 _DECAY_IS_ELSEWHERE = frozenset({"weight_decay"})
 _SETTINGS = (
-    Setting("lr"),
-    Setting("betas", index=0, upper=1.0),
-    Setting("betas", index=1, upper=1.0),
-    Setting("eps"),
-    Setting("weight_decay"),
+    NumericSetting("lr"),
+    NumericSetting("betas", index=0, upper=1.0),
+    NumericSetting("betas", index=1, upper=1.0),
+    NumericSetting("eps"),
+    NumericSetting("weight_decay"),
 )
 
 
 @dataclass(frozen=True)
-class AdamRule(Rule):
+class AdamRule(UpdateRule):
     amsgrad: bool
     decoupled: bool
 
-    settings: ClassVar[tuple[Setting, ...]] = _SETTINGS
+    kind: ClassVar[str] = "Adam"
+    settings: ClassVar[tuple[NumericSetting, ...]] = _SETTINGS
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -100,11 +113,5 @@ def _read_adamw_flags(settings: Settings) -> dict[str, bool]:
     return {"amsgrad": bool(settings["amsgrad"]), "decoupled": True}
 
 
-ADAM = Family(
-    torch_class=torch.optim.Adam,
-    kind="Adam",
-    settings=_SETTINGS,
-    read_flags=_read_adam_flags,
-    make_rule=AdamRule,
-)
-ADAMW = dataclasses.replace(ADAM, torch_class=torch.optim.AdamW, read_flags=_read_adamw_flags)
+ADAM = OptimizerFamily(torch.optim.Adam, AdamRule, _read_adam_flags)
+ADAMW = OptimizerFamily(torch.optim.AdamW, AdamRule, _read_adamw_flags)

@@ -10,9 +10,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from trainmux.optim._algebra import accumulate_square_, blend_, descent_direction, plus_product, quotient
-from trainmux.optim._base import Family, Rule, ScalarAt, ScalarSpec
-from trainmux.optim._settings import Number, Numbers, Setting, Settings, unswitched_momentum
+from trainmux.fusion.optimizers._rule import (
+    Number,
+    Numbers,
+    NumericSetting,
+    OptimizerFamily,
+    ScalarAt,
+    ScalarSpec,
+    Settings,
+    UpdateRule,
+    accumulate_square_,
+    blend_,
+    descent_direction,
+    plus_product,
+    quotient,
+    unswitched_momentum,
+)
 
 _PLAIN = (
     ScalarSpec("sign", 1.0),
@@ -25,16 +38,16 @@ _PLAIN = (
 )
 _WITH_MOMENTUM = (*_PLAIN, ScalarSpec("momentum", 0.0), ScalarSpec("write", -0.0))
 _SETTINGS = (
-    Setting("lr"),
-    Setting("alpha"),
-    Setting("eps"),
-    Setting("weight_decay"),
-    Setting("momentum"),
+    NumericSetting("lr"),
+    NumericSetting("alpha"),
+    NumericSetting("eps"),
+    NumericSetting("weight_decay"),
+    NumericSetting("momentum"),
 )
 
 
 @dataclass(frozen=True)
-class RmspropRule(Rule):
+class RmspropRule(UpdateRule):
     """A centered row whose ``square_avg`` is below ``grad_avg ** 2`` yields NaN, as it does in torch.
 
     That holds for a frozen row as well, but no state that an active step left finite is of this kind.
@@ -43,7 +56,8 @@ class RmspropRule(Rule):
     centered: bool
     momentum: bool
 
-    settings: ClassVar[tuple[Setting, ...]] = _SETTINGS
+    kind: ClassVar[str] = "RMSprop"
+    settings: ClassVar[tuple[NumericSetting, ...]] = _SETTINGS
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -92,10 +106,4 @@ def _read_flags(settings: Settings) -> dict[str, bool]:
     return {"centered": bool(settings["centered"]), "momentum": float(settings["momentum"]) > 0.0}
 
 
-RMSPROP = Family(
-    torch_class=torch.optim.RMSprop,
-    kind="RMSprop",
-    settings=_SETTINGS,
-    read_flags=_read_flags,
-    make_rule=RmspropRule,
-)
+RMSPROP = OptimizerFamily(torch.optim.RMSprop, RmspropRule, _read_flags)
