@@ -18,7 +18,7 @@ import torch
 
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.errors import BudgetError
-from trainmux.runtime import MATRIX_LIBRARIES_BYTES, limited_growth
+from trainmux.runtime import MATRIX_LIBRARIES_BYTES, CudaTimer, limited_growth
 from trainmux.scheduling.budget import in_words
 
 _MAX_SETS = 8
@@ -157,14 +157,13 @@ class SegmentSet:
 
     def replay_seconds(self) -> float:
         """How long all of it takes, once it was captured as a whole: the second of two replays."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        timer = CudaTimer()
         for _ in range(2):
-            begin.record()
+            timer.start()
             for graph in self._captured.values():
                 graph.replay()
-            end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
+            timer.stop()
+        return timer.seconds()
 
     def close(self) -> None:
         """Let go of the graphs."""

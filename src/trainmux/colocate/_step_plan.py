@@ -21,11 +21,8 @@ from trainmux.colocate._placement import ALIGNMENT_BYTES, Stack, round_up, stack
 from trainmux.colocate._tensors import Iteration, TensorClass, iteration_of_profile
 from trainmux.engine import StepProgram, scratch_bytes
 from trainmux.ir import Compute, Free, InputKind, Instruction, Part, Program, Tenancy
-from trainmux.profiling import DEVICES, KernelGraph, analytic_profile
+from trainmux.profiling import KernelGraph, analytic_profile, device_present
 from trainmux.simulate import Lifetime, place
-
-_ROUGHLY = "h200-141gb"
-"""Whose speed is taken for kernels before the first iteration has run."""
 
 _SEGMENT_SECONDS = 300e-6
 """How long a segment should last on a CUDA device: launching one takes the host some tens of microseconds."""
@@ -74,7 +71,7 @@ def read_step_kernels(
     step: StepProgram, graph: KernelGraph, group: int, width: int, *, half: bool
 ) -> StepKernels:
     """Look at a step of ``width`` members of one group; ``half``: products are of 16-bit numbers."""
-    profile = analytic_profile(graph, width, DEVICES[_ROUGHLY], half=half)
+    profile = analytic_profile(graph, width, device_present(graph.inputs[0].device), half=half)
     iteration = iteration_of_profile(profile)
     created = {number for node in profile.nodes for number in node.creates}
     numbers = tuple(

@@ -7,6 +7,7 @@ products in 31.6 ms, and updates at 4.0 TB/s. They are applied to every device.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -15,13 +16,23 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainmux.errors import ConfigError
 from trainmux.ir import DeviceFacts
+from trainmux.runtime import look_at_host
 
 FLOPS_SHARE = 0.77
 BANDWIDTH_SHARE = 0.83
 NODE_SECONDS = 2e-6
-"""What a kernel takes besides its work when a graph is replayed: its launch and its tail."""
+"""Seconds of a kernel besides its work when a graph is replayed: its launch and its tail."""
+
+# Orders of magnitude, for devices of which nothing but the driver's facts is known.
+_LANES_PER_MULTIPROCESSOR = 128
+_HALF_SPEEDUP = 8
+_PCIE_RATE = 32e9
+_CORE_FLOPS = 32e9
+_HOST_RATE = 10e9
 
 
 @dataclass(frozen=True)
@@ -109,3 +120,29 @@ def find_device(name: str) -> Device:
             f"device: expected one of {', '.join(DEVICES)}, got {name!r}; or give a Device of your own"
         )
     return found[0]
+
+
+@functools.cache
+def device_present(device: torch.device) -> Device:
+    """A device of this machine, for rough times where nothing has been measured.
+
+    Its data sheet where ``DEVICES`` has it, by its own name and memory; else what the driver says of it. Of
+    a CPU only the order of magnitude is right: its "link" is a copy within its memory.
+    """
+    facts = look_at_host()
+    host_bytes = facts.memory_bytes or _GB
+    if device.type != "cuda":
+        flops = facts.num_cpus * _CORE_FLOPS
+        rates = (flops, flops, _HOST_RATE, _HOST_RATE, _HOST_RATE / 2)
+        return Device("cpu", host_bytes, host_bytes, facts.num_cpus, *rates)
+    found = torch.cuda.get_device_properties(device)
+    words = re.split(r"[^a-z0-9]+", found.name.lower())
+    for known in DEVICES.values():
+        # Names of data sheets count in powers of ten and leave some memory out.
+        is_as_large = abs(found.total_memory / known.memory_bytes - 1) < 0.1
+        if known.name.partition("-")[0] in words and is_as_large:
+            return known
+    single = found.multi_processor_count * _LANES_PER_MULTIPROCESSOR * 2 * found.clock_rate * 1e3
+    bandwidth = 2 * found.memory_clock_rate * 1e3 * found.memory_bus_width / 8
+    rates = (_HALF_SPEEDUP * single, single, bandwidth, _PCIE_RATE, _PCIE_RATE)
+    return Device(found.name, found.total_memory, host_bytes, found.multi_processor_count, *rates)

@@ -1,8 +1,8 @@
-"""Copies of next to nothing beside a step: what compute takes longer where it meets a lane of copies.
+"""The cost of a dependency between the compute stream and a copy stream, measured in the step itself.
 
 A kernel that waits for a copy costs a CUDA graph some microseconds even where the copy has long ended, and so
 does one that a copy waits for: the device prepares kernels while others run, but not across such an edge.
-Where kernels are long it is made up for before it shows, so it is measured in the step itself.
+Where kernels are long this is hidden, so it is measured with tiny copies added to the step.
 """
 
 from __future__ import annotations
@@ -13,42 +13,36 @@ from trainmux.runtime import StreamOwner, borrow_stream
 
 _MOST_COPIES = 32
 _FEWEST_NODES = 8
-"""Between two copies, so that each has ended when it is waited for."""
+"""Nodes between two copies, so that each has ended when it is waited for."""
 _NUM_BYTES = 1024
 
 
-def meeting_places(num_nodes: int) -> tuple[range, range]:
-    """Ranks of the nodes that a copy waits for, and of those behind which compute waits for that copy.
+def sync_points(num_nodes: int) -> tuple[range, range]:
+    """Ranks of the nodes that a copy waits for, and of those after which compute waits for that copy.
 
-    The latter are in the middle between two of the former. Of a step of a few nodes there are none.
+    The latter are in the middle between two of the former. A step of a few nodes has none.
     """
     every = max(_FEWEST_NODES, -(-num_nodes // _MOST_COPIES))
     waits = range(every + every // 2 - 1, num_nodes - 1, every)
     return range(every - 1, every - 1 + every * len(waits), every), waits
 
 
-def meeting_seconds(without: float, taken: float, number: int) -> float:
-    """What each of so many meetings costs a step that takes ``without`` seconds without them."""
-    return max(0.0, taken - without) / number if number else 0.0
+class TinyCopies:
+    """Copies of next to nothing in a step that is captured, called after each of its nodes.
 
-
-class Meetings:
-    """Called behind each node of a step that is captured: begins copies, and waits for them.
-
-    As a context, around that step: however it ends, the lane of the copies ends with it.
+    As a context, around that step: however it ends, the stream of the copies is joined.
     """
 
     def __init__(self, num_nodes: int, device: torch.device) -> None:
-        self._copies, self._waits = meeting_places(num_nodes)
-        self.number = len(self._copies) + len(self._waits)
-        """Of nodes that a copy waits for, or that wait for one."""
+        self._copies, self._waits = sync_points(num_nodes)
+        self.num_dependencies = len(self._copies) + len(self._waits)
         self._device = device
         self._owner = StreamOwner()
         self._side = borrow_stream(device, self._owner)
         self._there = torch.zeros(_NUM_BYTES, dtype=torch.uint8, device=device)
         self._host = torch.zeros(_NUM_BYTES, dtype=torch.uint8, pin_memory=True)
 
-    def __enter__(self) -> Meetings:
+    def __enter__(self) -> TinyCopies:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         return self
 
