@@ -1,7 +1,7 @@
-"""A member's graph, widened to ``k`` members: graph in, graph out (sub-array fusion, B.1.1).
+"""Widen a member's graph to ``k`` members: graph in, graph out (sub-array fusion, B.1.1).
 
-Equal layers have equal nodes: each kind is fused once, and written down wherever it occurs. What was done to
-each operator is recorded; nothing falls back silently.
+Equal layers have equal nodes: each kind is fused once, and copied wherever it occurs. How each operator was
+fused is recorded; nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Fuser:
 
 
 def _described(node: fx.Node) -> Any:
-    """What a rule may know of the member's own result."""
+    """All that a rule may know of the member's own result."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(tensor_key(item) if isinstance(item, Tensor) else None for item in values)

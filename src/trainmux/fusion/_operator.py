@@ -1,8 +1,8 @@
-"""One operator of a member's graph, computed once for all members.
+"""Compute one operator of a member's graph once for all members.
 
-By the rule of the operator, or, for the long tail, by ``torch.vmap`` of that one operator, or by a loop over
-members where torch has no rule either. Values that do not depend on the member (a shared batch, masks,
-positions) stay as they are.
+This is done by the operator's rule, or, for the long tail, by ``torch.vmap`` of that one operator, or by a
+loop over members where torch has no rule either. Values that do not depend on the member (a shared batch,
+masks, positions) stay as they are.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class OperatorFuser:
     def __init__(self, width: int) -> None:
         self._width = width
         self.how = ("unknown", "")
-        """Of the last one: the way, and why there was no better one."""
+        """The way the last operator was fused, and why there was no better one."""
 
     def __call__(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``node`` is of these arguments, some of which may be ``Stacked``."""
+        """Compute ``node`` for these arguments, some of which may be ``Stacked``."""
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_stacked)
         if not any(is_stacked(leaf) for leaf in leaves):
             self.how = ("shared", "")
@@ -133,7 +133,7 @@ class OperatorFuser:
         return pytree.tree_unflatten(merged, spec)
 
     def _mismatch(self, node: fx.Node, result: Any) -> str:
-        """What is wrong with the shape or dtype of a fused value; empty if nothing is."""
+        """Describe a wrong shape or dtype of a fused value; empty if there is none."""
         expected = node.meta.get("val")
         if expected is None:
             return ""

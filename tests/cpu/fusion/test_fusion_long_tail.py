@@ -9,7 +9,6 @@ import pytest
 import torch
 from fusion_tools import (
     Sample,
-    Values,
     batched_combinations,
     check_fused,
     described,
@@ -239,9 +238,3 @@ def test_a_second_rule_for_an_operator_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="expected one rule for"):
         rule(aten.mm.default, how="again")(operator.matmul)
-
-
-def test_values_differ_between_members_and_not_between_calls() -> None:
-    first, again, other = (Values(seed).normal(3) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)

@@ -71,24 +71,8 @@ def test_equals_plain_torch_in_double_precision(case: Case, use_idle: bool):
 
 
 @every_case
-def test_equals_plain_torch_in_single_precision(case: Case):
-    plain_params, plain = members_of(case, torch.float32)
-    params, optimizers = members_of(case, torch.float32)
-    fleet = Fleet(optimizers, params)
-    for step in range(5):
-        grads = [random_grads(step, i, torch.float32) for i in MEMBERS]
-        for i in MEMBERS:
-            plain_step(plain[i], plain_params[i], grads[i])
-        fleet.step(grads)
-    fleet.unload()
-    for i in MEMBERS:
-        for ours, theirs in zip(params[i], plain_params[i], strict=True):
-            assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-@every_case
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_like_plain_torch(case: Case, dtype: torch.dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_other_precisions_round_like_plain_torch(case: Case, dtype: torch.dtype):
     # An eps below the range of float16 makes plain torch divide by zero as well.
     extra = {} if "sgd" in case.name else {"eps": 1e-3}
     plain_params = [random_params(i, dtype) for i in MEMBERS]
@@ -107,6 +91,7 @@ def test_half_precision_rounds_like_plain_torch(case: Case, dtype: torch.dtype):
     for i in MEMBERS:
         for ours, theirs in zip(params[i], plain_params[i], strict=True):
             tolerance = 4 * resolution if "centered" not in case.name else 32 * resolution
+            tolerance = max(tolerance, 1e-6)
             assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
@@ -281,16 +266,6 @@ def test_scalars_may_be_shaped_beforehand(case: Case):
     optim.apply_update(group, fleet.stacked[0], grad, fleet.state[0], scalars)
     optim.apply_update(group, other.stacked[0], grad, other.state[0], shaped)
     assert bits_equal(fleet.stacked[0], other.stacked[0])
-
-
-@every_case
-def test_there_is_one_value_for_every_scalar(case: Case):
-    params, optimizers = members_of(case)
-    group = optim.describe(optimizers[0], params[0], member="a").groups[0]
-    specs = optim.scalar_specs(group)
-    values = optim.scalar_values(group, optimizers[0].param_groups[0], 3)
-    assert len(values) == len(specs) == len({spec.name for spec in specs})
-    assert all(type(value) is float for value in values)
 
 
 def plant_negative_zeros(fleet: Fleet, row: int) -> None:

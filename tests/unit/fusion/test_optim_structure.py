@@ -163,3 +163,48 @@ def test_the_message_names_the_group():
     optimizer.param_groups[1]["betas"] = (0.9, 1.0)
     with pytest.raises(OptimizerError, match=r"param group 1: expected betas\[1\] .* \[0, 1\), got 1.0"):
         optim.check_hyperparameters(optimizer, member="a")
+
+
+# ---- scalars ----------------------------------------------------------------------------------------------
+
+
+def only_group(optimizer: torch.optim.Optimizer) -> tuple[optim.GroupStructure, dict[str, Any]]:
+    settings = optimizer.param_groups[0]
+    return optim.describe(optimizer, settings["params"], member="a").groups[0], settings
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
+def test_switching_momentum_after_the_description_is_refused(cls: Any, before: float, after: float):
+    group, settings = only_group(cls([torch.zeros(1)], lr=0.1, momentum=before))
+    settings["momentum"] = after
+    with pytest.raises(OptimizerError, match=f"expected momentum to stay .* got {after}"):
+        optim.scalar_values(group, settings, 3)
+
+
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, 1.5), (0.9, None)])
+def test_settings_without_a_defined_update_are_refused(betas: Any):
+    group, settings = only_group(torch.optim.Adam([torch.zeros(1)]))
+    settings["betas"] = betas
+    with pytest.raises(OptimizerError, match="expected settings for which the Adam update is defined"):
+        optim.scalar_values(group, settings, 3)
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(OptimizerError, match="one of Adadelta, Adagrad, Adam, RMSprop, SGD, got 'Lion'"):
+        optim.scalar_specs(optim.GroupStructure("Lion", (), ()))
+
+
+def test_scalars_of_another_dtype_are_refused():
+    group, _ = only_group(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    param = torch.zeros(2, 3, dtype=torch.bfloat16)
+    scalars = {spec.name: torch.zeros(2, dtype=torch.bfloat16) for spec in optim.scalar_specs(group)}
+    with pytest.raises(OptimizerError, match=r"expected scalars of torch.float32.*scalar_dtype"):
+        optim.apply_update(group, param, param.clone(), {}, scalars)
+
+
+def test_idle_settings_are_those_without_effect():
+    sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9, dampening=0.5)
+    assert optim.idle_settings(sgd.param_groups[0]) == {"maximize", "weight_decay"}
+    adamw = torch.optim.AdamW([torch.zeros(1)], weight_decay=0.1, maximize=True)
+    assert optim.idle_settings(adamw.param_groups[0]) == {"dampening"}

@@ -95,7 +95,7 @@ class RmspropRule(UpdateRule):
         if not self.momentum:
             param.addcmul_(step, at("step"))
             return
-        # As in SGD: the new buffer is computed beside the old one, so that a frozen row steps by zero.
+        # As in SGD: the new buffer is not computed in place, so that a frozen row steps by zero.
         buffer = state["momentum_buffer"]
         step = plus_product(step, buffer, at("momentum"), grad=grad)
         param.addcmul_(step, at("step"))

@@ -147,7 +147,7 @@ class UpdateRule(ABC):
 
 
 def no_flags(settings: Settings) -> dict[str, bool]:
-    """For a rule without switches."""
+    """The flags of a rule without switches: none."""
     return {}
 
 

@@ -82,7 +82,7 @@ class SgdRule(UpdateRule):
             direction = plus_product(direction, buffer, at("look_ahead"), grad=grad)
             param.addcmul_(direction, at("step"))
             return
-        # The new buffer is computed beside the old one. A frozen row thus has a direction of +0.0 to step
+        # The new buffer is not computed in place. A frozen row thus has a direction of +0.0 to step
         # along, which the buffer itself, being state, could not be.
         if "dampening" not in idle:
             direction = times(direction, at("gain"), grad=grad)
