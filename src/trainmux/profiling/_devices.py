@@ -29,6 +29,8 @@ NODE_SECONDS = 2e-6
 
 # Orders of magnitude, for devices of which nothing but the driver's facts is known.
 _LANES_PER_MULTIPROCESSOR = 128
+_CLOCK_RATE = 1.5e9
+_DEVICE_RATE = 1e12
 _HALF_SPEEDUP = 8
 _PCIE_RATE = 32e9
 _CORE_FLOPS = 32e9
@@ -142,7 +144,10 @@ def device_present(device: torch.device) -> Device:
         is_as_large = abs(found.total_memory / known.memory_bytes - 1) < 0.1
         if known.name.partition("-")[0] in words and is_as_large:
             return known
-    single = found.multi_processor_count * _LANES_PER_MULTIPROCESSOR * 2 * found.clock_rate * 1e3
-    bandwidth = 2 * found.memory_clock_rate * 1e3 * found.memory_bus_width / 8
+    # Clock rates left cudaDeviceProp with CUDA 13, so a torch may have none, or zero.
+    clock = 1e3 * getattr(found, "clock_rate", 0) or _CLOCK_RATE
+    memory_clock = 1e3 * getattr(found, "memory_clock_rate", 0)
+    bandwidth = 2 * memory_clock * getattr(found, "memory_bus_width", 0) / 8 or _DEVICE_RATE
+    single = found.multi_processor_count * _LANES_PER_MULTIPROCESSOR * 2 * clock
     rates = (_HALF_SPEEDUP * single, single, bandwidth, _PCIE_RATE, _PCIE_RATE)
     return Device(found.name, found.total_memory, host_bytes, found.multi_processor_count, *rates)

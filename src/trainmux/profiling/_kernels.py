@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -93,16 +93,6 @@ class KernelStep:
     changes: tuple[int, ...]
     results: tuple[int, ...]
     work: Work | None
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of a library call, 0 of everything else."""
-        return 0.0 if self.work is None else self.work.flops
-
-    @property
-    def tiles(self) -> int:
-        """The pieces that a library call is spread over the device in, 0 of everything else."""
-        return 0 if self.work is None else self.work.tiles
 
 
 @dataclass(frozen=True)
@@ -215,14 +205,12 @@ class _Reader:
         return KernelGraph(
             self._module,
             tuple(
-                KernelStep(
-                    step.node,
-                    step.phase,
-                    new(step.reads),
-                    new(step.creates),
-                    new(step.changes),
-                    new(step.results),
-                    step.work,
+                replace(
+                    step,
+                    reads=new(step.reads),
+                    creates=new(step.creates),
+                    changes=new(step.changes),
+                    results=new(step.results),
                 )
                 for step in steps
             ),

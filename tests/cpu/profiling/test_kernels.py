@@ -118,7 +118,7 @@ def test_views_are_no_tensors_and_no_nodes() -> None:
     assert [step.reads for step in graph.steps] == [(0, 1), (2,)]
     assert [tensor.size_bytes for tensor in graph.tensors] == [80, 48, 60, 48]
     assert graph.tensors[3].byte_class is ByteClass.RESULT
-    assert graph.steps[0].flops == 2 * 5 * 4 * 3
+    assert graph.steps[0].work.flops == 2 * 5 * 4 * 3
 
 
 def test_what_is_changed_in_place_is_no_new_tensor() -> None:
@@ -185,7 +185,7 @@ def test_operations_of_library_calls() -> None:
     graph = read_kernels(
         traced(function, (2, 3, 6, 6), tuple(weight.shape)), [ByteClass.BATCH, ByteClass.PARAMETER]
     )
-    assert graph.steps[0].flops == 2 * (2 * 8 * 6 * 6) * (3 * 3 * 3)
+    assert graph.steps[0].work.flops == 2 * (2 * 8 * 6 * 6) * (3 * 3 * 3)
 
 
 # ---- strides of views -----------------------------------------------------------------------------------
