@@ -73,15 +73,6 @@ def no_steps_from_other_tests(
     monkeypatch.setattr(_program_store, "cache_folder", folder)
 
 
-@pytest.fixture(autouse=True)
-def no_times_from_other_tests(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Measured times are kept on disk too; each test has a folder of its own, made when it is written to."""
-    folder = tmp_path_factory.getbasetemp() / "times" / uuid.uuid4().hex
-    monkeypatch.setenv("TRAINMUX_STRATEGY_DIR", str(folder))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def no_plans_of_other_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """So are plans; what is made for several tests comes before any test's own folder."""

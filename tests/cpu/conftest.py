@@ -44,7 +44,6 @@ def _fuse_once(
     width: int,
     batched: Sequence[bool],
     *,
-    times: Any,
     decompositions: Any,
     **options: Any,
 ) -> FusedGraph:
@@ -52,11 +51,8 @@ def _fuse_once(
 
     def make() -> tuple[TracedGraph, FusedGraph]:
         # The trace is kept with what was fused: its address is not given away again.
-        given = {"times": times, "decompositions": decompositions, **options}
-        return traced, fuse(traced, width, batched, **given)
+        return traced, fuse(traced, width, batched, decompositions=decompositions, **options)
 
-    if times is not None:
-        return make()[1]
     key = (id(traced), width, tuple(batched), decompositions is None, repr(options))
     _, found = _kept_fused.get(key, make)
     graph = fx.Graph()
@@ -104,7 +100,7 @@ def built_once(
 
         config = self._config
         is_patched = _build.fuse is not _fuse_once
-        if is_patched or config.measures or (original is step and config.lowering != "aten"):
+        if is_patched or (original is step and config.lowering != "aten"):
             return make()
         units = (_units.SMALL, _units.MOST_TOGETHER, _units.MAX_BUCKET)
         decisive = (original.__name__, *given[1:], stacked_batch, config, self._shared, units)

@@ -1,4 +1,4 @@
-"""Profiling on the GPU: where a step does not fit, beside copies, and where compute meets copies."""
+"""Profiling on the GPU: steps that do not fit, the link under load, the cost of waiting for copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.workloads import SMALL
 import trainmux as tm
 from trainmux.profiling import KernelStep, _measured, probe_link
 from trainmux.profiling._clocks import enqueue_replays, replays
-from trainmux.profiling._link import probe_link_beside
+from trainmux.profiling._link import probe_link_under_load
 from trainmux.profiling._pass import Pass
 from trainmux.runtime import capturing, warm_matrix_libraries
 
@@ -62,7 +62,7 @@ def test_a_step_that_does_not_fit_is_measured_with_feature_maps_away(
         torch.testing.assert_close(fleet.step(batch), other.step(batch))
 
 
-def test_the_link_is_measured_beside_kernels() -> None:
+def test_the_link_is_measured_under_load() -> None:
     """One load for each measurement; rates are at most those of an idle device, and no fraction of them.
     Copies do not make kernels take twice as long."""
     device = torch.device(DEVICE)
@@ -86,16 +86,16 @@ def test_the_link_is_measured_beside_kernels() -> None:
             enqueue_replays(graph, count)
 
         idle = probe_link(device)
-        beside = probe_link_beside(load, count * taken, idle, device)
+        loaded = probe_link_under_load(load, count * taken, idle, device)
     for name in ("out", "into", "out_duplex", "into_duplex"):
-        assert 0.1 * getattr(idle, name) < getattr(beside.link, name) <= getattr(idle, name)
-    assert beside.link.handover_seconds == idle.handover_seconds
-    assert 1.0 <= beside.slowdown < 2.0
+        assert 0.1 * getattr(idle, name) < getattr(loaded.link, name) <= getattr(idle, name)
+    assert loaded.link.handover_seconds == idle.handover_seconds
+    assert 1.0 <= loaded.slowdown < 2.0
     assert num_loads == 9
 
 
 @pytest.mark.parametrize("name", ["transformer_with_dropout", "cnn_with_dropout"])
-def test_what_it_costs_to_meet_copies_is_measured(name: str) -> None:
+def test_the_cost_of_waiting_for_copies_is_measured(name: str) -> None:
     """Small kernels pay for it: some microseconds, and less than a step."""
     profiles = fleet_of(name).plan(None, "none").profiles
     for profile in profiles:

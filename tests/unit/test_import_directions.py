@@ -18,7 +18,6 @@ LAYOUT = REPOSITORY / "docs" / "layout.md"
 ROOM_ORDER = (
     "ir",
     "runtime",
-    "optim",
     "tracing",
     "fusion",
     "lowering",

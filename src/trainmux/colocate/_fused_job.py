@@ -36,7 +36,7 @@ from trainmux.engine import Memory
 from trainmux.errors import BatchError, ConfigError
 from trainmux.fleet import Fleet
 from trainmux.fleet._in_pieces import FleetInPieces, GroupPiece
-from trainmux.profiling import DEVICES, Device
+from trainmux.profiling import device_present
 from trainmux.scheduling.budget import in_words
 from trainmux.tracing import flatten_batch
 
@@ -47,23 +47,6 @@ _MISJUDGED = 1.5
 def bytes_of_batch(batch: Any) -> int:
     """The bytes of all tensors in a batch, as the loader gives it."""
     return sum(tensor.nbytes for tensor in flatten_batch(batch).tensors)
-
-
-def estimated_speed(device: torch.device) -> Device:
-    """Speeds for first estimates of durations: the known device of nearest size, scaled to this one's
-    multiprocessors. Iterations are measured later."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return min(DEVICES.values(), key=lambda one: one.memory_bytes)
-    facts = torch.cuda.get_device_properties(device)
-    nearest = min(DEVICES.values(), key=lambda one: abs(one.memory_bytes - facts.total_memory))
-    scale = facts.multi_processor_count / nearest.num_multiprocessors
-    return replace(
-        nearest,
-        name=facts.name,
-        num_multiprocessors=facts.multi_processor_count,
-        half_flops=scale * nearest.half_flops,
-        single_flops=scale * nearest.single_flops,
-    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +84,7 @@ class FusedJob:
         self.num_lanes = num_lanes
         self._tracking_bytes = tracking_bytes
         self._unit_bytes = unit_bytes
-        self._speed = estimated_speed(self.pieces.device)
+        self._speed = device_present(self.pieces.device)
         self.example_bytes = bytes_of_batch(example)
         self.own = {piece.index: piece for piece in self.pieces.begin(example, applies=True)}
         self.kernels = {index: self.read(piece) for index, piece in self.own.items()}

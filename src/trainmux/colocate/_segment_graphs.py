@@ -18,7 +18,7 @@ import torch
 
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.errors import BudgetError
-from trainmux.runtime import MATRIX_LIBRARIES_BYTES, limited_growth
+from trainmux.runtime import MATRIX_LIBRARIES_BYTES, CudaTimer, limited_growth
 from trainmux.scheduling.budget import in_words
 
 _MAX_SETS = 8
@@ -156,14 +156,13 @@ class SegmentSet:
 
     def replay_seconds(self) -> float:
         """The duration of the second of two replays of the whole step."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        timer = CudaTimer()
         for _ in range(2):
-            begin.record()
+            timer.start()
             for graph in self._captured.values():
                 graph.replay()
-            end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
+            timer.stop()
+        return timer.seconds()
 
     def close(self) -> None:
         """Free the graphs."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainmux.engine._row_gradients import RowGradient
 from trainmux.errors import ConfigError
-from trainmux.optim import OptimizerStructure, scalar_specs, state_names
+from trainmux.fusion.optimizers import OptimizerStructure, scalar_specs, state_names
 
 
 class UpdateMode(enum.Enum):

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from trainmux.engine._row_gradients import Rows, zero_like
 from trainmux.engine._units import Unit
 from trainmux.engine._update_settings import TailInputs, UpdateSettings
-from trainmux.optim import apply_update, scalar_dtype, scalar_specs, state_names
+from trainmux.fusion.optimizers import apply_update, scalar_dtype, scalar_specs, state_names
 from trainmux.tracing import copy_node, last_node, nodes_after, tracer_graph
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

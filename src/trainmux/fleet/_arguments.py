@@ -8,8 +8,8 @@ from torch import Tensor
 
 from trainmux.engine import ForwardProgram, StepProgram
 from trainmux.fleet._slots import StackedState
+from trainmux.fusion.optimizers import OptimizerStructure
 from trainmux.ir import InputKind
-from trainmux.optim import OptimizerStructure
 from trainmux.tracing import TracedGraph
 
 Program = StepProgram | ForwardProgram

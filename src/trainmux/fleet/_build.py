@@ -26,7 +26,7 @@ from trainmux.fleet._background import Prepared, Upgrade
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._program_store import StoredStep, load, step_key, store
 from trainmux.fleet._width import choose_partition
-from trainmux.fusion import MEASURED, FusedGraph, OperatorTimes, fuse, times_for
+from trainmux.fusion import FusedGraph, fuse
 from trainmux.ir import FusionRecord, InputKind
 from trainmux.lowering import (
     KernelCache,
@@ -76,26 +76,21 @@ class BuiltStep:
 
 
 class ProgramBuilder:
-    """Builds the programs of one group; ``shared`` names the tensors that its members have in common.
+    """Builds the programs of one group; ``shared`` names the tensors that its members have in common."""
 
-    Operators are measured for ``main``, the trace that the group trains on. Others, such as that of a short
-    last batch or of an evaluation, take what is known and never wait for a measurement.
-    """
-
-    def __init__(self, config: FleetConfig, shared: Collection[str], main: TracedGraph | None = None) -> None:
+    def __init__(self, config: FleetConfig, shared: Collection[str]) -> None:
         self._config = config
         self._shared = frozenset(shared)
-        self._main = main
 
     @_typed
     def step(
         self, traced: TracedGraph, width: int, settings: UpdateSettings, *, stacked_batch: bool
     ) -> BuiltStep:
         """The step of ``width`` members."""
-        array, branches = self._partition(traced, width, stacked_batch=stacked_batch)
+        array, branches = choose_partition(traced, width, self._config)
 
         def whole(program: StepProgram, how: str) -> StepProgram:
-            partition = _partition_text(width, array, branches) + self._partition_reason()
+            partition = _partition_text(width, array, branches)
             notes = (partition, how, *_update_text(self._config), _precision_text(self._config))
             return replace(in_sub_arrays(program, width // array, branches), notes=notes)
 
@@ -176,7 +171,7 @@ class ProgramBuilder:
     @_typed
     def forward(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> ForwardProgram:
         """Metrics of ``width`` members."""
-        array, branches = self._partition(traced, width, stacked_batch=stacked_batch)
+        array, branches = choose_partition(traced, width, self._config)
         program = self._finished(build_forward(self._fuse_forward(traced, array, stacked_batch)))
         return forward_in_sub_arrays(program, width // array, branches)
 
@@ -200,20 +195,6 @@ class ProgramBuilder:
         low = self._lower(program.module)
         self._cache().compile(low.kernels)
         return replace(program, module=low.module)
-
-    def _partition(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> tuple[int, int]:
-        batched = self._batched(traced, stacked_batch=stacked_batch)
-        return choose_partition(traced, width, self._config, batched=batched, times=self._times(traced))
-
-    def _partition_reason(self) -> str:
-        is_measured = self._config.width is None and self._config.strategies["width"] == MEASURED
-        return " (measured)" if is_measured else ""
-
-    def _times(self, traced: TracedGraph) -> OperatorTimes | None:
-        if not self._config.measures:
-            return None
-        times = times_for(self._config.device)
-        return times if traced is self._main else times.without_measuring()
 
     def _batched(self, traced: TracedGraph, *, stacked_batch: bool) -> list[bool]:
         """For each input, whether it differs between members."""
@@ -242,8 +223,6 @@ class ProgramBuilder:
             width,
             self._batched(traced, stacked_batch=stacked_batch),
             strides=strides,
-            strategies=self._config.strategies,
-            times=self._times(traced),
             decompositions=decompositions() if compiles else None,
         )
 

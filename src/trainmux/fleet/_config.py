@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trainmux.engine import CudaGraphEngine, ReferenceEngine, UpdateMode
 from trainmux.errors import ConfigError
-from trainmux.fusion import FIXED, MEASURED, STRATEGY_FAMILIES
 from trainmux.lowering import compiler_missing
 from trainmux.tracing import TraceSettings
 
@@ -25,12 +22,6 @@ _ENGINES = ("auto", "reference", "cuda_graphs")
 _LOWERINGS = ("auto", "aten", "inductor")
 _DATA = ("shared", "per_member")
 _UPDATES = tuple(mode.value for mode in UpdateMode)
-_STRATEGIES = {
-    name: ("auto", FIXED, MEASURED, *family.names) for name, family in STRATEGY_FAMILIES.items()
-} | {"width": ("auto", FIXED, MEASURED)}
-
-_AUTO = {"cpu": FIXED, "cuda": FIXED}
-"""What "auto" is: measured choices become usual when whole steps were found to be no slower with them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +34,6 @@ class FleetConfig:
     accumulate: int
     deterministic: bool
     engine: str
-    strategies: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
     lowering: str = "aten"
     width: int | None = None
     branches: int | None = None
@@ -61,11 +51,6 @@ class FleetConfig:
                 f"parameters before the norm of the whole gradient is known, got {clip_norm!r}; use "
                 "clip_value or update='deferred'"
             )
-
-    @property
-    def measures(self) -> bool:
-        """Whether a choice may be left to a measurement on the device."""
-        return MEASURED in self.strategies.values()
 
     @property
     def trace_settings(self) -> TraceSettings:
@@ -91,7 +76,6 @@ def make_config(
     accumulate: Any,
     deterministic: Any,
     engine: Any,
-    strategies: Any,
     lowering: Any,
     width: Any,
     branches: Any,
@@ -114,14 +98,7 @@ def make_config(
     for name, number in (("width", width), ("branches", branches)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ConfigError(f"{name}: expected None or a whole number of at least 1, got {number!r}")
-    if strategies is not None and not isinstance(strategies, Mapping):
-        raise ConfigError(f"strategies: expected a dict with entries of {_STRATEGIES}, got {strategies!r}")
-    strategies = dict(strategies or {})
-    for operator, name in strategies.items():
-        if name not in _STRATEGIES.get(operator, ()):
-            raise ConfigError(f"strategies: expected entries of {_STRATEGIES}, got {operator!r}: {name!r}")
     found = _device(device)
-    strategies = _resolved(strategies, found, deterministic=deterministic)
     if engine == "cuda_graphs" and found.type != "cuda":
         raise ConfigError(
             f"engine: expected 'auto' or 'reference' on device {str(found)!r}, got 'cuda_graphs'; it needs "
@@ -134,7 +111,6 @@ def make_config(
         accumulate,
         deterministic,
         engine,
-        MappingProxyType(strategies),
         _lowering(lowering, found, engine=engine, deterministic=deterministic),
         width,
         branches,
@@ -147,18 +123,6 @@ def make_config(
 def _default_device(own: torch.device) -> torch.device | None:
     found = torch.get_default_device()
     return found if found.type == own.type != "cpu" else None
-
-
-def _resolved(given: Mapping[str, str], device: torch.device, *, deterministic: bool) -> dict[str, str]:
-    """A strategy for each family; ``ConfigError`` where two runs must choose alike and could not."""
-    if deterministic and MEASURED in given.values():
-        raise ConfigError(
-            "strategies: expected 'auto', 'fixed' or a way by name with deterministic=True, got 'measured', "
-            "which may choose otherwise in the next run; name the ways that explain() tells"
-        )
-    wanted = {name: given.get(name, "auto") for name in _STRATEGIES}
-    usual = FIXED if deterministic else _AUTO[device.type]
-    return {name: usual if choice == "auto" else choice for name, choice in wanted.items()}
 
 
 def _lowering(wanted: Any, device: torch.device, *, engine: str, deterministic: bool) -> str:

@@ -49,8 +49,7 @@ class Fleet:
     member the same batch; with ``"per_member"`` each leaf has a leading axis of one entry per member, in
     the order of ``names``. With ``accumulate=n`` every n-th call of ``step`` updates, with the mean of the
     gradients of n batches. ``precision`` is "fp32" (no autocast; tensors keep their own dtype), "bf16"
-    (autocast) or "fp64" (everything floating is held in fp64). ``strategies`` picks a way to fuse operators
-    that have several, e.g. ``{"convolution": "separate"}``. ``engine`` is "auto" (CUDA graphs on a CUDA
+    (autocast) or "fp64" (everything floating is held in fp64). ``engine`` is "auto" (CUDA graphs on a CUDA
     device), "cuda_graphs" or "reference" (node by node).
 
     ``lowering`` is "auto" (on a CUDA device, training begins on ATen's kernels at once and goes on with
@@ -76,13 +75,12 @@ class Fleet:
         accumulate: int = 1,
         deterministic: bool = False,
         engine: str = "auto",
-        strategies: Mapping[str, str] | None = None,
         lowering: str = "auto",
         width: int | None = None,
         branches: int | None = None,
         update: str = "deferred",
     ) -> None:
-        given = (device, precision, data, accumulate, deterministic, engine, strategies, lowering)
+        given = (device, precision, data, accumulate, deterministic, engine, lowering)
         self._config = make_config(*given, width, branches, update)
         self._loss = loss
         self._traces = TraceCache(self._config.trace_settings)

@@ -20,8 +20,8 @@ from trainmux.fleet._slots import Slot, StackedState, check_shapes, named_tensor
 from trainmux.fleet._snapshot import OptimizerSnapshot
 from trainmux.fleet._traces import Trace
 from trainmux.fleet._watch import MemberWatch
+from trainmux.fusion.optimizers import OptimizerStructure, state_names, write_state
 from trainmux.ir import FusionRecord, InputKind, MemoryUse, OutputKind
-from trainmux.optim import OptimizerStructure, state_names, write_state
 from trainmux.runtime import Transfers, stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
@@ -331,7 +331,7 @@ class Group:
             upgrade.wait()
 
     def _builder(self) -> ProgramBuilder:
-        return ProgramBuilder(self.config, self.state.shared, self.traced)
+        return ProgramBuilder(self.config, self.state.shared)
 
     def prepare(
         self, traced: TracedGraph, key: Hashable, *, stacked_batch: bool, applies: bool = True

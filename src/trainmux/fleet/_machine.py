@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from trainmux.fleet._plan_cache import PlanCache
-from trainmux.fusion.strategies import TimesFile
 from trainmux.lowering import cache_folder, compiler_missing
 from trainmux.profiling import LinkRates, ProfileCache, probe_link
 from trainmux.runtime import (
@@ -121,7 +120,7 @@ def inspect_machine(*, measures: bool = True) -> MachineFacts:
         region_error=compiler_missing(device),
         cpp_error=compiler_missing(torch.device("cpu")),
         c_compiler=next(filter(None, map(shutil.which, _C_COMPILERS)), "") or "",
-        caches=_caches(device),
+        caches=_caches(),
         rates=rates,
         rates_error=rates_error,
         seconds=time.perf_counter() - begin,
@@ -147,14 +146,13 @@ def _measure(device: torch.device, host: HostFacts, cuda: CudaFacts) -> tuple[Ra
         return None, str(error).partition("\n")[0]
 
 
-def _caches(device: torch.device) -> tuple[CacheFacts, ...]:
+def _caches() -> tuple[CacheFacts, ...]:
     def at(keeps: str, variable: str, find: Callable[[], Path], pattern: str) -> CacheFacts:
         return CacheFacts(keeps, variable, keeps == _COMPILER_CACHE, _folder(find, pattern))
 
     return (
         at("profiles", "TRAINMUX_PROFILE_DIR", lambda: ProfileCache().folder, "*"),
         at("plans", "TRAINMUX_PLAN_DIR", lambda: PlanCache().folder, "*"),
-        at("strategies", "TRAINMUX_STRATEGY_DIR", lambda: TimesFile(device).path.parent, "*"),
         at("programs", _INDUCTOR_VARIABLE, lambda: cache_folder() / "trainmux", "*.step"),
         at("kernels", _INDUCTOR_VARIABLE, lambda: cache_folder() / "trainmux", "*.kernel"),
         at(_COMPILER_CACHE, _INDUCTOR_VARIABLE, cache_folder, "**/*"),

@@ -14,7 +14,7 @@ from trainmux.fleet._member import Member
 from trainmux.fleet._snapshot import OptimizerSnapshot, snapshot_optimizer
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.fleet._watch import MemberWatch
-from trainmux.optim import describe
+from trainmux.fusion.optimizers import describe
 from trainmux.tracing import FlatBatch, LossFunction, Reach, unique_buffers, unique_parameters
 
 _UNFIT: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainmux.errors import OptimizerError
 from trainmux.fleet._member import Member
 from trainmux.fleet._slots import Slot
-from trainmux.optim import (
+from trainmux.fusion.optimizers import (
     OptimizerStructure,
     SettingColumns,
     check_hyperparameters,

@@ -17,10 +17,10 @@ from trainmux.fleet._plan import Plan
 from trainmux.fleet._planned_groups import PlannedForwards, PlannedSteps
 from trainmux.ir import Profile
 from trainmux.profiling import (
-    DEVICES,
     KernelGraph,
     analytic_profile,
     branch_width,
+    device_present,
     read_kernels,
     side_by_side,
     used_branches,
@@ -30,9 +30,6 @@ from trainmux.tracing import TracedGraph
 
 Wanted = tuple[Group, TracedGraph, bool]
 """A group that is one of the plan's sub-arrays, its graph, and whether each member has its own batch."""
-
-_ROUGHLY = "h200-141gb"
-"""Whose speed is taken."""
 
 
 def read_step(step: StepProgram | ForwardProgram) -> KernelGraph:
@@ -120,7 +117,7 @@ def _used(wanted: Sequence[Wanted], num_branches: int) -> tuple[int, ...]:
 def _roughly(graph: KernelGraph, group: Group, num_branches: int) -> Profile:
     half = group.config.precision == "bf16"
     width = branch_width(group.width, num_branches)
-    profile = analytic_profile(graph, width, DEVICES[_ROUGHLY], half=half)
+    profile = analytic_profile(graph, width, device_present(group.config.device), half=half)
     return side_by_side(profile, num_branches, group.width)
 
 

@@ -112,15 +112,14 @@ class FleetPlanner:
             num_partitions = _FEW_PARTITIONS
         bound = {} if num_partitions is None else {"max_partitions": num_partitions}
         key = self._plan_key(request, budget, planned, bound)
-        kept = self._plans.get(key, self._cache) if key else None
+        kept = self._plans.get(key, self._cache)
         if kept is not None:
             self._tell(f"scheduling by {request.policy}", 1, 1, "a plan that was kept")
             return kept
         if self.kernels == "compiled":
             self._compile_ahead(planned, bound)
         plan = self._search(request, budget, planned, bound)
-        if key:
-            self._plans.put(key, plan)
+        self._plans.put(key, plan)
         return plan
 
     def _fixed_bytes(self) -> int:
@@ -140,9 +139,7 @@ class FleetPlanner:
         planned: Sequence[PlannedGroup],
         bound: Mapping[str, int],
     ) -> str:
-        """What the plan is kept by; empty where it is not: measured ways may be others the next time."""
-        if self._config.measures:
-            return ""
+        """The key under which the plan is kept on disk."""
         asked = (
             request.policy,
             request.num_budgets,

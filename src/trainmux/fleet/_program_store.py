@@ -23,7 +23,7 @@ from trainmux.lowering import KernelCache, Lowered, cache_folder, from_bytes, to
 from trainmux.runtime import device_name, source_version, write_whole
 from trainmux.tracing import TracedGraph, graph_constant
 
-_ROOMS = ("engine", "fusion", "lowering", "optim", "runtime", "tracing", "fleet", "ir")
+_ROOMS = ("engine", "fusion", "lowering", "runtime", "tracing", "fleet", "ir")
 
 
 @dataclass(frozen=True)

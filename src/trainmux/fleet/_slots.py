@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainmux.errors import MemberError
 from trainmux.fleet._member import Member
-from trainmux.optim import OptimizerStructure
+from trainmux.fusion.optimizers import OptimizerStructure
 from trainmux.runtime import stacked_zeros
 from trainmux.tracing import unique_buffers, unique_parameters
 

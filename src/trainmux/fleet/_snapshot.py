@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trainmux.fleet._member import Member
+from trainmux.fusion.optimizers import OptimizerStructure, read_state, read_steps
 from trainmux.ir import OutputKind
-from trainmux.optim import OptimizerStructure, read_state, read_steps
 from trainmux.tracing import TracedGraph, unique_parameters
 
 

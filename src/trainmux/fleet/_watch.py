@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from trainmux.errors import MemberChangedError, OptimizerError, TrainmuxError
 from trainmux.fleet._member import Member
 from trainmux.fleet._slots import Slot, named_tensors
-from trainmux.optim import OptimizerStructure, describe
+from trainmux.fusion.optimizers import OptimizerStructure, describe
 from trainmux.tracing import Holder, Items, LossFunction, Reach, same_items, unique_parameters
 from trainmux.training import warn_user
 

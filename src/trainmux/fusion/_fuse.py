@@ -1,7 +1,7 @@
-"""A member's graph, widened to ``k`` members: graph in, graph out (sub-array fusion, B.1.1).
+"""Widen a member's graph to ``k`` members: graph in, graph out (sub-array fusion, B.1.1).
 
-Equal layers have equal nodes: each kind is fused once, and written down wherever it occurs. What was done to
-each operator is recorded; nothing falls back silently.
+Equal layers have equal nodes: each kind is fused once, and copied wherever it occurs. How each operator was
+fused is recorded; nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from trainmux.fusion._operator import Choosing, OperatorFuser
+from trainmux.fusion._operator import OperatorFuser
 from trainmux.fusion._stacked import Stacked
 from trainmux.fusion._writing import GraphWriter, Written, tensor_key
-from trainmux.fusion.strategies import OperatorTimes
 from trainmux.ir import FusionRecord, GraphInput, GraphOutput
 from trainmux.tracing import FakeTensorMode, TracedGraph, graph_constant, node_location, output_nodes
 
@@ -42,22 +41,18 @@ def fuse(
     batched: Sequence[bool],
     *,
     strides: Mapping[int, Sequence[int]] | None = None,
-    strategies: Mapping[str, str] | None = None,
-    times: OperatorTimes | None = None,
     decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
 ) -> FusedGraph:
     """Widen ``traced`` to ``width`` members.
 
     ``batched`` says for each placeholder whether it differs between members; ``strides`` gives the
-    strides of stacked inputs that are not contiguous (padded storage), by position; ``strategies`` names a
-    way for families of operators that have several, or "measured", which asks ``times`` for the fastest;
-    ``decompositions`` take operators apart as they are written, after fusion. Raises
-    ``FusionError`` naming the operator and the user's line where an operator cannot be fused.
+    strides of stacked inputs that are not contiguous (padded storage), by position; ``decompositions``
+    take operators apart as they are written, after fusion. Raises ``FusionError`` naming the operator and
+    the user's line where an operator cannot be fused.
     """
-    choosing = Choosing(dict(strategies or {}), times, decompositions is not None)
     placeholders = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
     writer = GraphWriter(_mode_of(placeholders), decompositions)
-    fuser = _Fuser(traced.module, width, choosing, writer)
+    fuser = _Fuser(traced.module, width, writer)
     given: list[Written] = []
     for position, (node, is_batched) in enumerate(zip(placeholders, batched, strict=True)):
         value = node.meta["val"]
@@ -85,11 +80,11 @@ def _mode_of(placeholders: Sequence[fx.Node]) -> FakeTensorMode:
 class _Fuser:
     """Walks the member's graph and has each node written once for all members."""
 
-    def __init__(self, module: fx.GraphModule, width: int, choosing: Choosing, writer: GraphWriter) -> None:
+    def __init__(self, module: fx.GraphModule, width: int, writer: GraphWriter) -> None:
         self._module = module
         self._width = width
         self._writer = writer
-        self._operator = OperatorFuser(width, choosing)
+        self._operator = OperatorFuser(width)
         self._how: dict[fx.Node, tuple[str, str]] = {}
 
     def run(self, given: Sequence[Written]) -> list[Written]:
@@ -149,7 +144,7 @@ class _Fuser:
 
 
 def _described(node: fx.Node) -> Any:
-    """What a rule may know of the member's own result."""
+    """All that a rule may know of the member's own result."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(tensor_key(item) if isinstance(item, Tensor) else None for item in values)

@@ -1,14 +1,13 @@
-"""One operator of a member's graph, computed once for all members.
+"""Compute one operator of a member's graph once for all members.
 
-By the rule of the operator, or, for the long tail, by ``torch.vmap`` of that one operator, or by a loop over
-members where torch has no rule either. Values that do not depend on the member (a shared batch, masks,
-positions) stay as they are.
+This is done by the operator's rule, or, for the long tail, by ``torch.vmap`` of that one operator, or by a
+loop over members where torch has no rule either. Values that do not depend on the member (a shared batch,
+masks, positions) stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,30 +18,19 @@ from torch._ops import OpOverload
 from trainmux.errors import FusionError
 from trainmux.fusion._stacked import Context, Stacked, find_rule, is_stacked
 from trainmux.fusion.rules.pointwise import is_pointwise, pointwise
-from trainmux.fusion.strategies import OperatorTimes
 from trainmux.tracing import has_vmap_rule, last_node, node_location, nodes_after, tracer_graph
-
-
-@dataclass(frozen=True)
-class Choosing:
-    """What decides between the ways of an operator."""
-
-    strategies: Mapping[str, str]
-    times: OperatorTimes | None
-    compiles: bool
 
 
 class OperatorFuser:
     """Computes single nodes of a member's graph for ``width`` members, inside a tracer."""
 
-    def __init__(self, width: int, choosing: Choosing) -> None:
+    def __init__(self, width: int) -> None:
         self._width = width
-        self._choosing = choosing
         self.how = ("unknown", "")
-        """Of the last one: the way, and why there was no better one."""
+        """The way the last operator was fused, and why there was no better one."""
 
     def __call__(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``node`` is of these arguments, some of which may be ``Stacked``."""
+        """Compute ``node`` for these arguments, some of which may be ``Stacked``."""
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_stacked)
         if not any(is_stacked(leaf) for leaf in leaves):
             self.how = ("shared", "")
@@ -65,19 +53,12 @@ class OperatorFuser:
                 raise self._error(node, "it is not an ATen operator")
             self.how = ("loop", "not an ATen operator")
             return self._loop(node, args, kwargs)
-        context = Context(
-            self._width,
-            _device(args, kwargs),
-            node.meta.get("val"),
-            self._choosing.strategies,
-            self._choosing.times,
-            self._choosing.compiles,
-        )
+        context = Context(self._width, _device(args, kwargs), node.meta.get("val"))
         named = find_rule(op)
         if named is not None:
-            result, how = named.fused(context, op, *args, **kwargs)
+            result = named.apply(context, op, *args, **kwargs)
             if result is not NotImplemented:
-                self.how = (how, "")
+                self.how = (named.how_alone if self._width == 1 else named.how, "")
                 return result
         if is_pointwise(op):
             self.how = ("pointwise", "")
@@ -152,7 +133,7 @@ class OperatorFuser:
         return pytree.tree_unflatten(merged, spec)
 
     def _mismatch(self, node: fx.Node, result: Any) -> str:
-        """What is wrong with the shape or dtype of a fused value; empty if nothing is."""
+        """Describe a wrong shape or dtype of a fused value; empty if there is none."""
         expected = node.meta.get("val")
         if expected is None:
             return ""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-
-if TYPE_CHECKING:
-    from trainmux.fusion.strategies import Family, OperatorTimes
 
 
 @dataclass(frozen=True)
@@ -41,19 +38,11 @@ def is_stacked(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule may need beside its arguments.
-
-    ``value`` is the member's own result (fake tensors); ``strategies`` names the chosen way for
-    operators that have several, or "measured"; ``times`` then finds the fastest. ``compiles`` says that a
-    compiler will make kernels of what lies between library calls.
-    """
+    """Facts that a rule may need besides its arguments; ``value`` is the member's own result (fake)."""
 
     width: int
     device: torch.device
     value: Any
-    strategies: Mapping[str, str] = field(default_factory=dict)
-    times: OperatorTimes | None = None
-    compiles: bool = False
 
     def stack(self, value: Stacked | Tensor) -> Tensor:
         """``[k, *shape]`` of a value, repeating (without copying) one that members share."""
@@ -61,30 +50,27 @@ class Context:
             return value.tensor
         return value.unsqueeze(0).expand(self.width, *value.shape)
 
+    def alone(self, value: Stacked | Tensor) -> Tensor:
+        """The only member's value, at width 1."""
+        return value.tensor[0] if isinstance(value, Stacked) else value
+
 
 Rule = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class NamedRule:
-    """A rule with the words that ``explain`` uses for it; ``family`` has the ways where there are several."""
+    """A rule with the words that ``explain`` uses for it; ``how_alone`` is for a width of 1."""
 
     how: str
+    how_alone: str
     apply: Rule
-    family: Family | None = None
-
-    def fused(self, context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> tuple[Any, str]:
-        """The result, and how it was fused."""
-        if self.family is None:
-            return self.apply(context, op, *args, **kwargs), self.how
-        choice = self.family.choose(context, op, args, kwargs)
-        return choice.way.runs[op](context, op, *args, **kwargs), choice.how
 
 
 _RULES: dict[OpOverload, NamedRule] = {}
 
 
-def rule(*ops: OpOverload, how: str) -> Callable[[Rule], Rule]:
+def rule(*ops: OpOverload, how: str, how_alone: str = "") -> Callable[[Rule], Rule]:
     """Register ``fn(context, op, *args, **kwargs)`` as the way to fuse ``ops``.
 
     Arguments are as in the member's graph, with ``Stacked`` in the place of tensors that differ
@@ -96,21 +82,10 @@ def rule(*ops: OpOverload, how: str) -> Callable[[Rule], Rule]:
         for op in ops:
             if op in _RULES:
                 raise RuntimeError(f"expected one rule for {op}, got a second")
-            _RULES[op] = NamedRule(how, fn)
+            _RULES[op] = NamedRule(how, how_alone or how, fn)
         return fn
 
     return register
-
-
-def strategy_rule(family: Family, *ops: OpOverload) -> None:
-    """Register a family's ways as the rule of ``ops``."""
-
-    def apply(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        return _RULES[op].fused(context, op, *args, **kwargs)[0]
-
-    rule(*ops, how=family.name)(apply)
-    for op in ops:
-        _RULES[op] = NamedRule(family.name, apply, family)
 
 
 def find_rule(op: Any) -> NamedRule | None:

@@ -1,6 +1,6 @@
-"""A graph written from pieces: what was traced once is written again wherever the same occurs.
+"""Write a graph from pieces: a call is traced once, and its nodes are copied wherever an equal one occurs.
 
-To trace an operator takes a millisecond or more, to write its nodes down again a tenth of one.
+Tracing an operator takes a millisecond or more, copying its nodes a tenth of that.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class Written:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What was traced, which results are stacked (``None``: no tensor, but the next of ``others``), and what
-    was said of it. ``constants`` keeps those alive by whose identity it is known.
+    """A traced call: its graph, which results are stacked, and what was said of it.
+
+    A result for which ``is_stacked`` is ``None`` is no tensor, but the next of ``others``. ``constants``
+    keeps those tensors alive whose identity is part of the piece's key.
     """
 
     module: fx.GraphModule
@@ -93,7 +95,7 @@ class GraphWriter:
         function: Callable[..., tuple[Any, Any]],
         given: tuple[Any, ...],
     ) -> tuple[Any, Any]:
-        """Write ``function(*given)`` behind what is there, for a member's node ``origin``.
+        """Append ``function(*given)`` to the graph, for a member's node ``origin``.
 
         ``given`` has ``Written`` values anywhere in it, which the function sees as fake tensors or as
         ``Stacked`` ones. It returns a result, whose tensors are returned as ``Written`` values, and what is
@@ -107,7 +109,7 @@ class GraphWriter:
         return self._copied(piece, list(sources), origin), piece.said
 
     def finish(self, results: Sequence[Written]) -> fx.GraphModule:
-        """The graph with these results, without what nobody uses."""
+        """The graph with these results, without unused nodes."""
         self._graph.output([result.node for result in results])
         self._graph.eliminate_dead_code()
         return graph_module(self._owner, self._graph)
@@ -181,7 +183,7 @@ class GraphWriter:
 
 
 def tensor_key(tensor: Tensor) -> Hashable:
-    """All that operators may see of a fake tensor."""
+    """All that an operator can see of a fake tensor."""
     return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 
@@ -195,7 +197,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _key(value: Any, sources: dict[fx.Node, Written]) -> Hashable:
-    """Equal for values that are alike but for the nodes, which are noted as ``sources`` in order."""
+    """A key, equal for values that differ in their nodes only; these are added to ``sources`` in order."""
     if isinstance(value, Written):
         sources.setdefault(value.node, value)
         return ("written", list(sources).index(value.node), value.is_stacked, tensor_key(value.fake))
@@ -213,7 +215,7 @@ def _key(value: Any, sources: dict[fx.Node, Written]) -> Hashable:
 
 
 def _stand_in(fake: Tensor) -> Tensor:
-    """Another like it: the tracer tells its inputs apart by identity, and pieces share theirs."""
+    """A tensor of the same layout: the tracer tells its inputs apart by identity, and pieces share theirs."""
     offset = fake.storage_offset()
     if offset == 0:
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)

@@ -25,8 +25,7 @@ from trainmux.lowering._known import (
     remember_choices,
     stored_key,
 )
-from trainmux.lowering._payload import to_payload
-from trainmux.lowering._regions import RegionGraph
+from trainmux.lowering._regions import RegionGraph, to_payload
 from trainmux.lowering._workers import compile_in_workers
 from trainmux.runtime import deterministic_algorithms, ignored_warnings, process_lock
 from trainmux.tracing import FakeTensorMode
@@ -49,7 +48,7 @@ class Kernel:
     def __init__(self, key: str, region: RegionGraph) -> None:
         self.key = key
         self.stored_key = ""
-        """What its code and choices are stored under, once that is known."""
+        """The key of its code and choices on disk, once it is known."""
         self.failure = ""
         self.is_claimed = False
         self._region: RegionGraph | None = region
@@ -70,9 +69,9 @@ class Kernel:
         return self._compiled is not None or bool(self.failure)
 
     def run(self, tensors: list[Tensor], places: Sequence[Place | None] = ()) -> Sequence[Tensor]:
-        """From inputs and memory for placed outputs to the other outputs; ``tensors`` is emptied.
+        """Run on inputs and memory for placed outputs; returns the other outputs. ``tensors`` is emptied.
 
-        ``places`` says where those others are wanted; where the code cannot be steered, they are elsewhere.
+        ``places`` says where those others should go; code that cannot be steered puts them elsewhere.
         """
         compiled, module = self._compiled, self._module
         if compiled is None and module is None:
@@ -142,13 +141,8 @@ class Kernel:
         self._module = self._region = None
 
     def code(self) -> bytes:
-        """What ``load`` takes in another process; empty where it is not compiled or cannot be kept."""
+        """Bytes for ``load`` in another process; empty where it is not compiled or cannot be stored."""
         return b"" if self._compiled is None else _inductor.code_of(self._compiled)
-
-    def compile_again(self) -> None:
-        """Try once more, under other settings."""
-        self.failure = ""
-        self.compile()
 
     def _traced(self) -> tuple[fx.GraphModule, Sequence[Tensor], FakeTensorMode]:
         assert self._region is not None
@@ -163,12 +157,8 @@ class KernelCache:
         self._kernels: dict[str, Kernel] = {}
         self._filling = threading.Lock()
 
-    def kernel(self, key: str, region: RegionGraph) -> Kernel:
-        """The kernel for a region's structure."""
-        return self._kernels.setdefault(key, Kernel(key, region))
-
-    def kernel_from(self, key: str, read: Callable[[], RegionGraph]) -> Kernel:
-        """The same, for a region that is read only where no kernel is known for it."""
+    def kernel(self, key: str, read: Callable[[], RegionGraph]) -> Kernel:
+        """The kernel for a region's structure; the region is read only where no kernel is known for it."""
         if key not in self._kernels:
             self._kernels[key] = Kernel(key, read())
         return self._kernels[key]
@@ -188,8 +178,9 @@ class KernelCache:
             with self._settings(combines=kernel.combines):
                 kernel.compile()
             if kernel.failure and kernel.combines:
+                kernel.failure = ""
                 with self._settings(combines=False):
-                    kernel.compile_again()
+                    kernel.compile()
             code = kernel.code()
             if code:
                 remember(kernel.stored_key, code)
@@ -203,7 +194,7 @@ class KernelCache:
             )
 
     def _stored_keys(self, kernels: Sequence[Kernel]) -> dict[str, str]:
-        """What the code of each kernel is stored under, by the kernel's own key."""
+        """The key on disk of each kernel's code, by the kernel's own key."""
         decisive: dict[bool, str] = {}
         for combines in {kernel.combines for kernel in kernels}:
             with self._settings(combines=combines):
@@ -219,9 +210,10 @@ class KernelCache:
             yield
 
     def fill(self, kernels: Iterable[Kernel]) -> Callable[[], None]:
-        """What workers have to compile into the cache on disk, where that pays: call it on any thread.
+        """A function that has workers compile kernels into the cache on disk, where that pays.
 
-        Calls wait for one another, so that the last to return finds the kernels of all before it as well.
+        It may be called on any thread. Calls wait for one another, so that the last to return finds the
+        kernels of all before it as well.
         """
         waiting = [kernel for kernel in kernels if not kernel.is_settled and not kernel.is_claimed]
         keys = self._stored_keys(waiting)

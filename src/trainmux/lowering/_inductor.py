@@ -91,7 +91,7 @@ def is_fusable(target: Any) -> bool:
 
 
 def _without_mutation(target: OpOverload) -> bool:
-    """Whether the operator that functionalization puts in the place of an in-place one is fusable."""
+    """Whether the functional counterpart of an in-place operator is fusable."""
     name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
     if overload == "out" or overload.endswith("_out"):
         overload = overload.removesuffix("out").removesuffix("_") or "default"
@@ -113,7 +113,7 @@ def compiler_missing(device: torch.device) -> str:
 
 
 def cache_folder() -> Path:
-    """Where Inductor keeps what it compiled."""
+    """The folder of Inductor's cache."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
@@ -214,7 +214,7 @@ def code_of(compiled: Compiled) -> bytes:
 
 
 def load_code(code: bytes) -> LoadedCode:
-    """What ``code_of`` was given, again. Imports no more of the compiler than code needs to run.
+    """Load compiled code from ``code_of``. Imports no more of the compiler than the code needs to run.
 
     May fail in any way on code that is damaged.
     """
@@ -250,8 +250,7 @@ def generated_module(compiled: Any) -> dict[str, Any]:
 
 
 class Variants:
-    """Kernels in generated code that are there in several variants, the quickest of which is found out when
-    they are first called.
+    """Kernels in generated code that exist in several variants; the fastest is found when they first run.
 
     Inductor keeps the choice between configurations of its own list on disk, but not the one between a
     reduction and the same in smaller blocks, which it adds when it sees how many registers the first one
@@ -270,7 +269,7 @@ class Variants:
         return bool(self._open)
 
     def take(self, choices: Mapping[str, str]) -> None:
-        """Choose as was chosen before; what is not known among the variants stays open."""
+        """Apply earlier choices; kernels for which none matches a variant stay open."""
         for name, kernel in list(self._open.items()):
             chosen = [each for each in kernel.launchers if _in_words(each.config) == choices.get(name)]
             if chosen:
@@ -278,7 +277,7 @@ class Variants:
                 del self._open[name]
 
     def made(self) -> dict[str, str]:
-        """What has been chosen since, by kernel."""
+        """The choices that have been made since, by kernel."""
         return {
             name: _in_words(kernel.launchers[0].config)
             for name, kernel in self._open.items()

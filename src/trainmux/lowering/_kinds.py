@@ -1,4 +1,4 @@
-"""What each node of a program is to lowering."""
+"""Kinds of nodes: library calls, fusable operators, and inline ones that cost nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kind_of(node: fx.Node) -> Kind:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at its first argument in another way, or is a part of such a look."""
+    """Whether a node is a view of its first argument, or a part of a tuple of views."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     if not isinstance(node.target, OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
@@ -60,12 +60,12 @@ def is_view(node: fx.Node) -> bool:
 
 
 def may_share_memory(node: fx.Node) -> bool:
-    """Whether a node may look at its first argument's memory when it runs: a view, or a reshape."""
+    """Whether a node's result may share its first argument's memory when it runs: a view, or a reshape."""
     return node.target in RESHAPES or is_view(node)
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view looks at; ``node`` itself where it is no view."""
+    """The node whose memory a view shares; ``node`` itself where it is no view."""
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -79,7 +79,7 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def num_bytes(value: Any) -> int:
-    """Of all tensors in a node's value."""
+    """Bytes of all tensors in a node's value."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in _tensors(value))
 
 
@@ -122,7 +122,7 @@ def _is_cheap_cast(node: fx.Node) -> bool:
 
 
 def _computes_tensors(node: fx.Node) -> bool:
-    """Whether all that goes in and comes out are tensors on one device, none of them complex or empty."""
+    """Whether inputs and results are tensors on one device, none of them complex or sparse."""
     values = list(_tensors(node.meta.get("val")))
     if not values:
         return False

@@ -1,4 +1,4 @@
-"""The code of kernels on disk, found by the region they were compiled from, and which variants are quickest.
+"""Kernels' code on disk, by the region that it was compiled from, and the fastest variants of its parts.
 
 Inductor has a cache of its own, but to look into it a region must be traced and hashed as Inductor does it,
 which takes longer than loading. What is read here was written by this package into the user's own cache
@@ -21,12 +21,12 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def stored_key(region: str, surroundings: str) -> str:
-    """What the code of a region is stored under."""
+    """The key under which a region's code is stored."""
     return hashlib.sha256(f"{region}\n{surroundings}".encode()).hexdigest()
 
 
 def is_known(key: str) -> bool:
-    """Whether the code of a kernel lies on disk."""
+    """Whether the code of a kernel is on disk."""
     return _path(key, "kernel").exists()
 
 
@@ -41,13 +41,13 @@ def remember(key: str, code: bytes) -> None:
 
 
 def recall_choices(key: str) -> dict[str, str]:
-    """Which variants of a kernel's parts were the quickest when it first ran; empty where none are known."""
+    """The fastest variants of a kernel's parts, by name, as found when it first ran; empty where unknown."""
     data = _read(_path(key, "choices"))
     return dict(json.loads(data)) if data else {}
 
 
 def remember_choices(key: str, choices: Mapping[str, str]) -> None:
-    """Keep them beside the kernel's code."""
+    """Keep the choices of variants next to the kernel's code."""
     _write(_path(key, "choices"), json.dumps(dict(choices)).encode())
 
 

@@ -47,7 +47,7 @@ class RegionCall(nn.Module):
         ]
 
     def into(self, inputs: Sequence[Tensor], places: Sequence[Place | None]) -> list[Tensor]:
-        """The same, with each output in its place if it has one."""
+        """Run, with each output in its place if it has one."""
         given = [
             spec.empty() if place is None else spec.inside(place)
             for spec, is_placed, place in zip(self.outputs, self.placed, places, strict=True)
@@ -93,7 +93,7 @@ class Lowered:
     num_calls: int
 
     def text(self) -> str:
-        """How it runs, in words, once its kernels are compiled."""
+        """A description of how it runs, once its kernels are compiled."""
         regions = f"{self.num_regions} regions compiled as {len(self.kernels)} kernels"
         text = f"{regions}, {self.num_calls} library calls"
         failed = [kernel.failure for kernel in self.kernels if kernel.failure]
@@ -105,7 +105,7 @@ class Lowered:
 def lower(module: fx.GraphModule, cache: KernelCache, *, keeps_results: bool = False) -> Lowered:
     """Cut ``module`` into regions and library calls; regions run node by node until they are compiled.
 
-    ``keeps_results``: what the forward pass returns is there before the backward pass begins.
+    ``keeps_results``: results of the forward pass are computed before the backward pass begins.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -117,7 +117,7 @@ def lower(module: fx.GraphModule, cache: KernelCache, *, keeps_results: bool = F
 
 
 def _read_what_was_changed(graph: fx.Graph) -> None:
-    """Who reads the result of an in-place operator on an input reads the input: it is the same tensor."""
+    """Have readers of an in-place operator's result read its input instead: it is the same tensor."""
     for node in graph.nodes:
         changed = changes(node)
         if changed is not None and root_of(changed).op == "placeholder":
@@ -202,7 +202,7 @@ class _Writer:
     def _write_region(self, region: RegionGraph, index: int) -> None:
         key = region.key()
         if key not in self._kernels:
-            self._kernels[key] = self._cache.kernel(key, region)
+            self._kernels[key] = self._cache.kernel(key, lambda: region)
         name = f"region_{index}"
         written = {root_of(node) for node in map(changes, region.body) if node is not None}
         changed = [position for position, node in enumerate(region.inputs) if root_of(node) in written]

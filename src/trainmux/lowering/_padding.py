@@ -141,7 +141,7 @@ def _inside(value: Tensor, outer: tuple[int, ...], mode: FakeTensorMode) -> Tens
 
 
 def _look_again(node: fx.Node, value: Tensor, found: dict[fx.Node, Tensor], mode: FakeTensorMode) -> None:
-    """What every view of ``node`` becomes when its value lies otherwise in memory."""
+    """Recompute every view of ``node`` for a value with another layout."""
     found[node] = value
     for view in _views(node):
         target = aten.view.default if view.target in RESHAPES else view.target

@@ -1,4 +1,4 @@
-"""Where the line of nodes is cut (D4): library calls in their order, and between them compiled regions.
+"""Cut a program's nodes (D4): library calls in their order, and compiled regions between them.
 
 Slot ``i`` lies between library calls ``i`` and ``i + 1``. A fusable node goes to the first slot in which
 its inputs exist, so that what reads the same values meets in one region. A node that depends on weights,
@@ -15,25 +15,28 @@ its nodes before the end of the backward pass, each of its pieces as early as it
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from trainmux.ir import Phase
-from trainmux.lowering._interleave import interleave
 from trainmux.lowering._kinds import SMALL_BYTES, Kind, changes, is_view, kind_of, num_bytes, root_of
 
 _LARGE_BYTES = 1 << 16
 _MAX_REGION = 600
 
 
+Piece = tuple[fx.Node, ...]
+Touched = Callable[[Piece], Iterable[fx.Node]]
+
+
 @dataclass(frozen=True)
 class Cut:
     """The nodes of each piece, in an order in which they can run: library calls and regions."""
 
-    pieces: tuple[tuple[fx.Node, ...], ...]
+    pieces: tuple[Piece, ...]
     kinds: dict[fx.Node, Kind]
 
     def is_library(self, piece: Sequence[fx.Node]) -> bool:
@@ -53,7 +56,7 @@ def cut(graph: fx.Graph, *, keeps_results: bool = False) -> Cut:
     is_interleaved = _is_interleaved(nodes)
     slots = _Slots(steps, kinds, _gradients(updates, kinds) if is_interleaved else frozenset())
     results = _forward_results(graph) if keeps_results else frozenset()
-    pieces: list[tuple[fx.Node, ...]] = []
+    pieces: list[Piece] = []
     for slot, members in enumerate(slots.filled()):
         if slot > 0:
             pieces.append((slots.calls[slot - 1],))
@@ -68,19 +71,17 @@ def cut(graph: fx.Graph, *, keeps_results: bool = False) -> Cut:
     return Cut(tuple(pieces + last), kinds)
 
 
-def _interleaved(
-    pieces: list[tuple[fx.Node, ...]], updates: list[tuple[fx.Node, ...]], kinds: dict[fx.Node, Kind]
-) -> list[tuple[fx.Node, ...]]:
+def _interleaved(pieces: list[Piece], updates: list[Piece], kinds: dict[fx.Node, Kind]) -> list[Piece]:
     computed = {node for piece in (*pieces, *updates) for node in piece}
 
-    def reads(piece: tuple[fx.Node, ...]) -> Iterator[fx.Node]:
+    def reads(piece: Piece) -> Iterator[fx.Node]:
         for node in piece:
             for source in through_inline(node, kinds, computed):
                 # The parts of a tuple come with the call that makes it.
                 is_part = _is_part(source) and source not in computed
                 yield source.args[0] if is_part else source  # type: ignore[misc]
 
-    def changed(piece: tuple[fx.Node, ...]) -> Iterator[fx.Node]:
+    def changed(piece: Piece) -> Iterator[fx.Node]:
         for node in map(changes, piece):
             if node is not None:
                 yield root_of(node)
@@ -90,6 +91,32 @@ def _interleaved(
     ]
     first = min(places, default=len(pieces))
     return interleave(pieces, updates, first=first, reads=reads, changes=changed)
+
+
+def interleave(
+    steps: Sequence[Piece], updates: Sequence[Piece], *, first: int, reads: Touched, changes: Touched
+) -> list[Piece]:
+    """``steps`` in their order, with ``updates`` in theirs between them, none before step ``first``.
+
+    ``reads`` gives the nodes that a piece reads, by value or by memory; ``changes`` the nodes whose memory an
+    update writes to. An update comes as soon as all it reads exists and no later step reads what it changes.
+    """
+    made = {node: place for place, piece in enumerate(steps) for node in piece}
+    last_read: dict[fx.Node, int] = {}
+    for place, piece in enumerate(steps):
+        last_read.update(dict.fromkeys(reads(piece), place))
+    before: list[list[Piece]] = [[] for _ in range(len(steps) + 1)]
+    place = first
+    for piece in updates:
+        needed = [made[node] for node in reads(piece) if node in made]
+        needed += [last_read[node] for node in changes(piece) if node in last_read]
+        place = max([place, *(step + 1 for step in needed)])
+        before[place].append(piece)
+    merged: list[Piece] = []
+    for place, waiting in enumerate(before):
+        merged += waiting
+        merged += steps[place : place + 1]
+    return merged
 
 
 def _phase(node: fx.Node) -> Phase:
@@ -104,7 +131,7 @@ def _is_interleaved(nodes: Sequence[fx.Node]) -> bool:
 
 
 def _gradients(updates: Sequence[fx.Node], kinds: dict[fx.Node, Kind]) -> frozenset[fx.Node]:
-    """What the update reads of the backward pass."""
+    """Nodes of the backward pass that the update reads."""
     read = {source for node in updates for source in through_inline(node, kinds)}
     return frozenset(node for node in read if _phase(node) is Phase.BACKWARD)
 
@@ -218,7 +245,7 @@ def _is_part(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-def _components(members: list[fx.Node], kinds: dict[fx.Node, Kind]) -> list[tuple[fx.Node, ...]]:
+def _components(members: list[fx.Node], kinds: dict[fx.Node, Kind]) -> list[Piece]:
     """The nodes of one slot in groups that share nothing but small values; in order."""
     parent: dict[fx.Node, fx.Node] = {node: node for node in members}
 
@@ -245,7 +272,7 @@ def _components(members: list[fx.Node], kinds: dict[fx.Node, Kind]) -> list[tupl
     return [piece for group in (*large, together) if group for piece in _bounded(group)]
 
 
-def _bounded(group: list[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
+def _bounded(group: list[fx.Node]) -> Iterator[Piece]:
     """A group in pieces of bounded length; a tuple's parts stay with it."""
     piece: list[fx.Node] = []
     for node in group:
@@ -261,7 +288,7 @@ def _is_small(group: list[fx.Node]) -> bool:
 
 
 def through_inline(node: fx.Node, kinds: dict[fx.Node, Kind], own: Any = ()) -> Iterator[fx.Node]:
-    """What a node reads, seen through inline nodes that are not in ``own``."""
+    """The nodes that a node reads, through inline nodes that are not in ``own``."""
     for source in node.all_input_nodes:
         if kinds[source] is Kind.INLINE and source not in own:
             yield from through_inline(source, kinds, own)
@@ -269,9 +296,9 @@ def through_inline(node: fx.Node, kinds: dict[fx.Node, Kind], own: Any = ()) -> 
             yield source
 
 
-def _runs(nodes: Sequence[fx.Node], kinds: dict[fx.Node, Kind]) -> list[tuple[fx.Node, ...]]:
+def _runs(nodes: Sequence[fx.Node], kinds: dict[fx.Node, Kind]) -> list[Piece]:
     """The update's nodes in their order, cut at library calls and where the unit changes."""
-    pieces: list[tuple[fx.Node, ...]] = []
+    pieces: list[Piece] = []
     current: list[fx.Node] = []
     unit: Any = None
     for node in nodes:

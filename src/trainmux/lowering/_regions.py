@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import operator
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from trainmux.ir import Phase
 from trainmux.lowering._given_memory import Place
@@ -104,12 +107,12 @@ class RegionGraph:
 
     @property
     def is_bucket(self) -> bool:
-        """Whether it is the updates of parameters that are to be done by as few kernels as can be."""
+        """Whether it updates several parameters by as few kernels as possible (``update="bucketed"``)."""
         return bool(self.body[-1].meta.get("bucket", False))  # views in front may be another's too
 
     @property
     def combines(self) -> bool:
-        """Whether it is many small things side by side: casts, or the updates of several parameters."""
+        """Whether it is many small independent computations: casts, or updates of several parameters."""
         if self.is_bucket:
             return True
         if self.body[-1].meta.get("phase") is Phase.UPDATE:
@@ -230,3 +233,90 @@ class Extractor:
             if self._leaves(user, own):
                 return True
         return False
+
+
+# ---- regions as bytes ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NodeAt:
+    """A node in stored arguments, by its place in the graph."""
+
+    place: int
+
+
+def to_payload(region: RegionGraph) -> bytes:
+    """A region as bytes, to be compiled elsewhere: everything that decides its kernel."""
+    place = {node: NodeAt(i) for i, node in enumerate((*region.inputs, *region.body))}
+    lines = [
+        (op_name(node.target), *fx.map_arg((node.args, dict(node.kwargs)), lambda n: place[n]))  # type: ignore[arg-type, return-value]
+        for node in region.body
+    ]
+    outputs = [place[node].place for node in region.outputs]
+    phase = region.body[-1].meta.get("phase")
+    return pickle.dumps(
+        (
+            region.input_specs,
+            region.output_specs,
+            region.placed,
+            outputs,
+            lines,
+            None if phase is None else phase.value,
+            region.is_bucket,
+        )
+    )
+
+
+def from_payload(payload: bytes) -> RegionGraph:
+    """The region again, in a graph of its own."""
+    input_specs, output_specs, placed, outputs, lines, phase, is_bucket = pickle.loads(payload)
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"input_{i}") for i in range(len(input_specs))]
+    num_inputs = len(nodes)
+
+    def found(value: Any) -> Any:
+        return nodes[value.place] if isinstance(value, NodeAt) else value
+
+    for name, args, kwargs in lines:
+        node = graph.call_function(op_of(name), map_leaves(args, found), map_leaves(kwargs, found))
+        if phase is not None:
+            node.meta["phase"] = Phase(phase)
+        node.meta["bucket"] = is_bucket
+        nodes.append(node)
+    return RegionGraph(
+        tuple(nodes[num_inputs:]),
+        tuple(nodes[:num_inputs]),
+        tuple(nodes[i] for i in outputs),
+        input_specs,
+        output_specs,
+        placed,
+    )
+
+
+def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    """``value`` with ``function`` of each leaf in plain containers; other subclasses of them are leaves."""
+    if type(value) in (tuple, list, fx.immutable_collections.immutable_list):
+        return (tuple if isinstance(value, tuple) else list)(map_leaves(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: map_leaves(item, function) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(map_leaves(item, function) for item in (value.start, value.stop, value.step)))
+    return function(value)
+
+
+def op_name(target: Any) -> str:
+    """An operator as text; the way back is ``op_of``."""
+    if target is operator.getitem:
+        return "getitem"
+    if not isinstance(target, OpOverload):
+        raise TypeError(f"expected an ATen operator, got {target}")
+    return str(target)
+
+
+def op_of(name: str) -> Callable[..., Any]:
+    """The operator that ``op_name`` wrote down."""
+    if name == "getitem":
+        return operator.getitem
+    namespace, packet, overload = name.split(".")
+    op: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    return op

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,18 +20,18 @@ from trainmux.ir import Phase
 from trainmux.lowering._compile import Kernel, KernelCache
 from trainmux.lowering._lower import Conform, Lowered, RegionCall
 from trainmux.lowering._padding import extended_product
-from trainmux.lowering._payload import from_payload, op_name, op_of
-from trainmux.lowering._regions import TensorSpec, spec_of
+from trainmux.lowering._regions import (
+    NodeAt,
+    TensorSpec,
+    from_payload,
+    map_leaves,
+    op_name,
+    op_of,
+    spec_of,
+)
 from trainmux.tracing import graph_module, static_fake_mode
 
 _EXTENDED = "trainmux.extended_product"
-
-
-@dataclass(frozen=True)
-class _At:
-    """A node, by its place in the graph."""
-
-    place: int
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,11 @@ class _Conform:
 
 def to_bytes(lowered: Lowered) -> bytes:
     """Everything of a lowered program but its compiled code. Its kernels must not be compiled yet."""
-    place = {node: _At(i) for i, node in enumerate(lowered.module.graph.nodes)}
+    place = {node: NodeAt(i) for i, node in enumerate(lowered.module.graph.nodes)}
 
     def plain(value: Any) -> Any:
         filled = fx.map_arg(value, lambda node: place[node])  # type: ignore[arg-type, return-value]
-        return _map(filled, lambda v: _Operator(op_name(v)) if isinstance(v, OpOverload) else v)
+        return map_leaves(filled, lambda v: _Operator(op_name(v)) if isinstance(v, OpOverload) else v)
 
     lines = []
     inputs: list[TensorSpec] = []
@@ -92,7 +91,7 @@ def from_bytes(data: bytes, cache: KernelCache, device: torch.device) -> Lowered
     content, stored = pickle.loads(data)
     lines, inputs, modules, payloads, num_regions, num_calls, names = content
     constants = torch.load(io.BytesIO(stored), weights_only=True)
-    kernels = {key: cache.kernel_from(key, partial(from_payload, item)) for key, item in payloads.items()}
+    kernels = {key: cache.kernel(key, partial(from_payload, item)) for key, item in payloads.items()}
     owner = nn.Module()
     for index, name in enumerate(names):
         owner.register_buffer(name, constants[index].to(device), persistent=False)
@@ -102,7 +101,7 @@ def from_bytes(data: bytes, cache: KernelCache, device: torch.device) -> Lowered
     nodes: list[fx.Node] = []
 
     def whole(value: Any) -> Any:
-        return _map(value, lambda v: _resolved(v, nodes))
+        return map_leaves(value, lambda v: _resolved(v, nodes))
 
     for op, name, target, args, kwargs, phase in lines:
         if op == "output":
@@ -123,23 +122,9 @@ def from_bytes(data: bytes, cache: KernelCache, device: torch.device) -> Lowered
 
 
 def _resolved(value: Any, nodes: list[fx.Node]) -> Any:
-    if isinstance(value, _At):
+    if isinstance(value, NodeAt):
         return nodes[value.place]
     return op_of(value.name) if isinstance(value, _Operator) else value
-
-
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (tuple, list)) and type(value) in (
-        tuple,
-        list,
-        fx.immutable_collections.immutable_list,
-    ):
-        return (tuple if isinstance(value, tuple) else list)(_map(item, function) for item in value)
-    if isinstance(value, dict):
-        return {key: _map(item, function) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_map(item, function) for item in (value.start, value.stop, value.step)))
-    return function(value)
 
 
 def _described(module: nn.Module) -> _Region | _Conform:

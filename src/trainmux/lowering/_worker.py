@@ -7,7 +7,7 @@ import sys
 
 from trainmux.lowering._compile import Kernel
 from trainmux.lowering._inductor import settings
-from trainmux.lowering._payload import from_payload
+from trainmux.lowering._regions import from_payload
 from trainmux.lowering._workers import receive, send
 from trainmux.runtime import deterministic_algorithms
 

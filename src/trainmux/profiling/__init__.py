@@ -1,6 +1,6 @@
 """A program's kernels: what they touch, and how long they take, measured or worked out for a device."""
 
-from trainmux.profiling._analytic import analytic_profile
+from trainmux.profiling._analytic import WidthProfiles, analytic_profile, same_but_for_origin
 from trainmux.profiling._branches import (
     beside_fingerprint,
     branch_width,
@@ -11,19 +11,17 @@ from trainmux.profiling._branches import (
     used_branches,
 )
 from trainmux.profiling._cache import ProfileCache
-from trainmux.profiling._devices import DEVICES, Device, find_device
+from trainmux.profiling._devices import DEVICES, Device, device_present, find_device
 from trainmux.profiling._kernels import (
     KernelGraph,
     KernelStep,
-    KernelTensor,
     Location,
     locations_of,
     read_kernels,
 )
 from trainmux.profiling._link import LinkRates, probe_link
 from trainmux.profiling._measured import MEASUREMENT_VERSION, fits, measure_profile
-from trainmux.profiling._passing import PassingPlace
-from trainmux.profiling._widths import WidthProfiles, same_but_for_origin
+from trainmux.profiling._pass import PassingPlace
 
 __all__ = [
     "DEVICES",
@@ -31,7 +29,6 @@ __all__ = [
     "Device",
     "KernelGraph",
     "KernelStep",
-    "KernelTensor",
     "LinkRates",
     "Location",
     "PassingPlace",
@@ -41,6 +38,7 @@ __all__ = [
     "beside_fingerprint",
     "branch_width",
     "branches_to_measure",
+    "device_present",
     "find_device",
     "fingerprint_of_one",
     "fits",

@@ -16,12 +16,12 @@ from dataclasses import replace
 from trainmux.ir import ALIGNMENT, Profile, ProfiledTensor
 
 _BESIDE = "-beside-"
-"""Between a fingerprint and how many of its steps there are at the same time."""
+"""Separates a fingerprint from its number of concurrent steps."""
 
 
 def branches_to_measure(num_members: int) -> tuple[int, ...]:
-    """How many members at a time to measure side by side: up to four, as a fleet without a plan has them;
-    three only where pairs leave one over, or threes none.
+    """Numbers of concurrent members to measure: up to four, as a fleet without a plan has them; three only
+    where pairs leave one over, or threes none.
     """
     uses_three = num_members % 2 == 1 or num_members % 3 == 0
     return tuple(number for number in (2, 3, 4) if number <= num_members and (number != 3 or uses_three))
@@ -33,11 +33,11 @@ def known_branches(profile: Profile) -> tuple[int, ...]:
 
 
 def side_by_side(profile: Profile, num_branches: int, num_members: int | None = None) -> Profile:
-    """The profile of members at the same time, out of that of one; the same for one branch.
+    """The profile of concurrent members, from that of one; unchanged for one branch.
 
-    There are as many ``num_members`` as branches, or fewer. Nodes take what their step takes longer in
-    company than alone, all alike. Where that was not measured, branches gain nothing: they take as long as
-    one after another.
+    There are as many ``num_members`` as branches, or fewer. All nodes are stretched by the same factor, that
+    of their step in company to their step alone. Where that was not measured, branches gain nothing: they
+    take as long as one after another.
     """
     if num_branches == 1:
         return profile
@@ -64,17 +64,17 @@ def side_by_side(profile: Profile, num_branches: int, num_members: int | None = 
 
 
 def branch_width(num_members: int, num_branches: int) -> int:
-    """How many of a sub-array's members are fused: all of them, or one on each branch."""
+    """The fused width of a sub-array: all of its members, or one on each branch."""
     return 1 if num_branches > 1 else num_members
 
 
 def used_branches(widths: Sequence[int], num_branches: int) -> tuple[int, ...]:
-    """How many branches the members of each sub-array train on."""
+    """The number of branches that each sub-array uses."""
     return tuple(width if num_branches > 1 else 1 for width in widths)
 
 
 def beside_fingerprint(fingerprint: str, num_branches: int, num_members: int) -> str:
-    """That of so many members side by side, out of that of one; the same for one branch."""
+    """The fingerprint of concurrent members, from that of one; unchanged for one branch."""
     if num_branches == 1:
         return fingerprint
     fewer = "" if num_members == num_branches else f"-with-{num_members}"
@@ -82,7 +82,7 @@ def beside_fingerprint(fingerprint: str, num_branches: int, num_members: int) ->
 
 
 def fingerprint_of_one(profile: Profile) -> str:
-    """That of the profile of which this one has several side by side, or its own."""
+    """The fingerprint of a single branch of this profile; its own where there is one branch."""
     return profile.fingerprint.removesuffix(beside_fingerprint("", profile.num_branches, profile.width))
 
 

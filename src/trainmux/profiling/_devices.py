@@ -7,21 +7,25 @@ reach of them, measured once on an H200: 24 TFLOP of bf16 matrix products in 31.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainmux.errors import ConfigError
 from trainmux.ir import DeviceFacts
+from trainmux.runtime import look_at_host
 
 FLOPS_SHARE = 0.77
 BANDWIDTH_SHARE = 0.83
 NODE_SECONDS = 2e-6
-"""What a kernel takes besides its work when a graph is replayed: its launch and its tail."""
+"""Seconds of a kernel besides its work when a graph is replayed: its launch and its tail."""
 
 
 @dataclass(frozen=True)
@@ -109,3 +113,23 @@ def find_device(name: str) -> Device:
             f"device: expected one of {', '.join(DEVICES)}, got {name!r}; or give a Device of your own"
         )
     return found[0]
+
+
+@functools.cache
+def device_present(device: torch.device) -> Device:
+    """Speeds of a device of this machine, for estimates where nothing has been measured.
+
+    The entry of ``DEVICES`` with the nearest memory size, scaled to this device's multiprocessors.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return min(DEVICES.values(), key=lambda known: known.memory_bytes)
+    facts = torch.cuda.get_device_properties(device)
+    nearest = min(DEVICES.values(), key=lambda known: abs(known.memory_bytes - facts.total_memory))
+    scale = facts.multi_processor_count / nearest.num_multiprocessors
+    return replace(
+        nearest,
+        name=facts.name,
+        num_multiprocessors=facts.multi_processor_count,
+        half_flops=scale * nearest.half_flops,
+        single_flops=scale * nearest.single_flops,
+    )

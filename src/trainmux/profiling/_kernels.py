@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch._ops import OpOverload
 
 from trainmux.ir import ByteClass, Phase
 from trainmux.lowering import RegionCall
-from trainmux.profiling._view_strides import view_strides
 from trainmux.tracing import FakeTensorMode
 
 _ORDER = {Phase.FORWARD: 0, Phase.BACKWARD: 1, Phase.UPDATE: 2}
@@ -38,7 +37,7 @@ class KernelTensor:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a value lies: a storage, and how to look at it. ``offset`` counts elements."""
+    """A value in memory: its storage, and the view of it. ``offset`` counts elements."""
 
     tensor: int
     dtype: torch.dtype
@@ -83,7 +82,7 @@ class Work:
 class KernelStep:
     """A node of the graph that computes. Positions are those of the graph's tensors.
 
-    ``results`` has, for each tensor among the node's results in order, the storage it lies in; ``work`` is
+    ``results`` has, for each tensor among the node's results in order, its storage; ``work`` is
     that of a library call, ``None`` for everything else.
     """
 
@@ -94,16 +93,6 @@ class KernelStep:
     changes: tuple[int, ...]
     results: tuple[int, ...]
     work: Work | None
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of a library call, 0 of everything else."""
-        return 0.0 if self.work is None else self.work.flops
-
-    @property
-    def tiles(self) -> int:
-        """The pieces that a library call is spread over the device in, 0 of everything else."""
-        return 0 if self.work is None else self.work.tiles
 
 
 @dataclass(frozen=True)
@@ -216,14 +205,12 @@ class _Reader:
         return KernelGraph(
             self._module,
             tuple(
-                KernelStep(
-                    step.node,
-                    step.phase,
-                    new(step.reads),
-                    new(step.creates),
-                    new(step.changes),
-                    new(step.results),
-                    step.work,
+                replace(
+                    step,
+                    reads=new(step.reads),
+                    creates=new(step.creates),
+                    changes=new(step.changes),
+                    results=new(step.results),
                 )
                 for step in steps
             ),
@@ -314,6 +301,42 @@ def _as_it_runs(target: Any, args: Sequence[Any], value: Any) -> Any:
     return given.as_strided(value.shape, strides, value.storage_offset())
 
 
+def view_strides(
+    shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Strides that a view has when it is run; ``None`` where there is no such view, or nothing in it.
+
+    Traced on fakes, an axis of one element keeps the stride that it had; when the same view is run, it gets
+    the one that it would have in dense memory. No element lies elsewhere for it, but by such strides torch
+    tells whether a convolution's filters of one channel have their channels innermost, and with it the
+    layout of the result.
+
+    Axes that lie densely within each other form a block. Each block is dealt out to the new axes, the last
+    ones first; an axis of one element goes with the block behind it.
+    """
+    if 0 in shape:
+        return None
+    if not shape:
+        return (1,) * len(wanted)
+    found = [0] * len(wanted)
+    axis = len(wanted) - 1
+    base, in_block, dealt = strides[-1], 1, 1
+    for old in reversed(range(len(shape))):
+        in_block *= shape[old]
+        is_first = old == 0
+        if not is_first and (shape[old - 1] == 1 or strides[old - 1] == in_block * base):
+            continue
+        while axis >= 0 and (dealt < in_block or wanted[axis] == 1):
+            found[axis] = dealt * base
+            dealt *= wanted[axis]
+            axis -= 1
+        if dealt != in_block:
+            return None
+        if not is_first:
+            base, in_block, dealt = strides[old - 1], 1, 1
+    return tuple(found) if axis < 0 else None
+
+
 def _written(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operator writes to."""
     if not isinstance(target, OpOverload):
@@ -332,14 +355,14 @@ def _attribute(module: torch.nn.Module, name: str) -> Tensor:
 
 
 def target_text(target: Any) -> str:
-    """What a node calls, the same in every process: a function's text would have its address."""
+    """A node's target as text that is equal in every process: a function's own would have its address."""
     if isinstance(target, FunctionType):
         return f"{target.__module__}.{target.__qualname__}"
     return str(target)
 
 
 def called_text(module: torch.nn.Module, node: fx.Node) -> str:
-    """What a node calls, the same in every process; a region by its kernel."""
+    """A node's target as text that is equal in every process; a region's is its kernel's key."""
     if node.op != "call_module":
         return target_text(node.target)
     called = module.get_submodule(str(node.target))
@@ -356,12 +379,12 @@ def _strides(value: Any) -> list[tuple[int, ...]]:
 
 
 def locations_of(value: Any) -> list[Location]:
-    """Where the tensors of a value lie, in their order."""
+    """Locations of the tensors of a value, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Location)]
 
 
 def _constants(node: fx.Node) -> list[bool | int | float | str]:
-    """What a call is given beside tensors: strides, paddings, scales, the product that is extended."""
+    """Arguments of a call that are no tensors: strides, paddings, scales, the product that is extended."""
     leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
     numbers_and_operators = (leaf for leaf in leaves if isinstance(leaf, bool | int | float | OpOverload))
     return [str(leaf) if isinstance(leaf, OpOverload) else leaf for leaf in numbers_and_operators]
@@ -372,7 +395,7 @@ _PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, ate
 
 
 def work_of(target: Any, args: Sequence[Any], value: Any) -> Work | None:
-    """What a library call computes; nothing for what is bound by memory."""
+    """The work of a library call; ``None`` for what is bound by memory."""
     if not isinstance(target, OpOverload) and args and isinstance(args[0], OpOverload):
         target, args = args[0], [leaf for leaf in args[1:] if isinstance(leaf, Tensor)]  # an extended product
     if target in _PRODUCTS:
@@ -395,3 +418,41 @@ def work_of(target: Any, args: Sequence[Any], value: Any) -> Work | None:
 def _convolution(out: Tensor, weight: Tensor, groups: int, passes: int) -> Work:
     pixels = out.numel() // out.shape[1]
     return Work(groups, pixels, out.shape[1] // groups, weight.numel() // weight.shape[0], float(passes))
+
+
+_ALIGNMENT = 16
+"""Bytes. Kernels that move so many at a time check whether an operand begins at a multiple of it."""
+
+
+def alike(graph: KernelGraph) -> list[list[int]]:
+    """The ranks of the step's nodes, grouped by those that do the same work, in order.
+
+    A deep model repeats its layers, and one of them tells of all. Two nodes are alike where they call the
+    same kernel with the same numbers, on operands of the same types, shapes and strides, as well aligned, of
+    which the same lie in one storage.
+    """
+    found: dict[Any, list[int]] = {}
+    for rank, step in enumerate(graph.steps):
+        found.setdefault(_call(graph, step), []).append(rank)
+    return list(found.values())
+
+
+def _call(graph: KernelGraph, step: KernelStep) -> tuple[Any, ...]:
+    """All that decides what a node does, but for the storages that its operands lie in."""
+    node = step.node
+    given = fx.map_arg((node.args, dict(node.kwargs)), lambda source: graph.values[source])
+    leaves, structure = pytree.tree_flatten((given, graph.values[node]))
+    storages: dict[int, int] = {}
+    said = tuple(
+        _look(leaf, storages) if isinstance(leaf, Location) else (type(leaf).__name__, str(leaf))
+        for leaf in leaves
+    )
+    changed = tuple(storages.get(number) for number in step.changes)
+    return (node.op, called_text(graph.module, node), str(structure), said, changed)
+
+
+def _look(at: Location, storages: dict[int, int]) -> tuple[Any, ...]:
+    """The view that an operand is, its storage numbered by its first use in the call."""
+    beginning = at.offset * at.dtype.itemsize % _ALIGNMENT
+    storage = storages.setdefault(at.tensor, len(storages))
+    return (at.dtype, at.device, at.shape, at.strides, beginning, storage)

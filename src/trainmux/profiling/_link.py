@@ -1,4 +1,4 @@
-"""What the link between host and device carries: each way alone and both at once, idle and beside kernels."""
+"""Bandwidth of the link between host and device: each way alone and both at once, idle and under load."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from functools import partial
 import torch
 
 from trainmux.profiling._clocks import NUM_REPEATS, median_of, replays, wall_seconds
-from trainmux.runtime import StreamOwner, borrow_stream, borrowed_stream, capturing
+from trainmux.runtime import CudaTimer, StreamOwner, borrow_stream, borrowed_stream, capturing
 
 _PROBE_BYTES = 256 << 20
 _PIECE_BYTES = 32 << 20
 _SHARE_OF_LOAD = 0.6
-"""How much of the time that a load lasts copies beside it ought to take, so that it outlasts them."""
+"""The share of a load's time that copies should take, so that the load outlasts them."""
 _NUM_HANDOVERS = 64
 _OUT, _INTO = 0, 1
 """To the host, and from it."""
@@ -26,8 +26,8 @@ _OUT, _INTO = 0, 1
 class LinkRates:
     """Bytes per second between host and device: each direction alone, and each while both are busy.
 
-    ``handover_seconds`` is what a copy of next to nothing takes between two kernels of a CUDA graph, of which
-    one waits for the other through it.
+    ``handover_seconds`` is the time of a tiny copy between two kernels of a CUDA graph, the second of which
+    waits for the first through it.
     """
 
     out: float
@@ -64,16 +64,16 @@ def probe_link(device: torch.device, num_bytes: int = _PROBE_BYTES) -> LinkRates
 
 
 @dataclass(frozen=True)
-class BesideKernels:
-    """What the link carries while the device computes, and by what the kernels take longer for it."""
+class LinkUnderLoad:
+    """The link's rates while the device computes, and the factor by which copies slow kernels down."""
 
     link: LinkRates
     slowdown: float = 1.0
 
 
-def probe_link_beside(
+def probe_link_under_load(
     load: Callable[[], object], load_seconds: float, idle: LinkRates, device: torch.device
-) -> BesideKernels:
+) -> LinkUnderLoad:
     """Copies and kernels of a CUDA device at the same time: both are slower than alone.
 
     ``load`` enqueues ``load_seconds`` of kernels on the current stream. Without memory for the copies, here
@@ -82,23 +82,23 @@ def probe_link_beside(
     try:
         link = _Link(device, _PIECE_BYTES)
     except RuntimeError:
-        return BesideKernels(idle)
+        return LinkUnderLoad(idle)
     slowdowns: list[float] = []
 
     def seconds(lanes: Sequence[int], rates: Sequence[float]) -> list[float]:
-        """For a byte of each lane, all lanes at once."""
+        """Seconds per byte of each lane, all lanes at once."""
         stream = torch.cuda.current_stream(device)
-        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        timer = CudaTimer()
         torch.cuda.synchronize(device)
-        before.record(stream)
+        timer.start(stream)
         load()
-        behind.record(stream)
-        counts = [pieces_beside(load_seconds, rate) for rate in rates]
-        marks = [link.timed_copies(lane, count) for lane, count in zip(lanes, counts, strict=True)]
+        timer.stop(stream)
+        counts = [_pieces_under_load(load_seconds, rate) for rate in rates]
+        copies = [link.timed_copies(lane, count) for lane, count in zip(lanes, counts, strict=True)]
         torch.cuda.synchronize(device)
-        copied = [begin.elapsed_time(end) / 1e3 for begin, end in marks]
+        copied = [copy.seconds() for copy in copies]
         if len(lanes) == 2:
-            slowdowns.append(slowdown_of(load_seconds, before.elapsed_time(behind) / 1e3, max(copied)))
+            slowdowns.append(slowdown_of(load_seconds, timer.seconds(), max(copied)))
         return [taken / (count * _PIECE_BYTES) for taken, count in zip(copied, counts, strict=True)]
 
     def found(*rates: tuple[int, float]) -> list[float]:
@@ -108,7 +108,7 @@ def probe_link_beside(
 
     (out,), (into,) = found((_OUT, idle.out)), found((_INTO, idle.into))
     both = found((_OUT, idle.out_duplex), (_INTO, idle.into_duplex))
-    return BesideKernels(slower_of(idle, LinkRates(out, into, *both)), statistics.median(slowdowns))
+    return LinkUnderLoad(_slower_of(idle, LinkRates(out, into, *both)), statistics.median(slowdowns))
 
 
 class _Link:
@@ -128,46 +128,46 @@ class _Link:
             for _ in range(count):
                 target.copy_(source, non_blocking=True)
 
-    def timed_copies(self, lane: int, count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """The same, with events before and behind them."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(self._streams[lane])
+    def timed_copies(self, lane: int, count: int) -> CudaTimer:
+        """Enqueue so many copies one way, and time them."""
+        timer = CudaTimer()
+        timer.start(self._streams[lane])
         self.copy(lane, count)
-        end.record(self._streams[lane])
-        return begin, end
+        timer.stop(self._streams[lane])
+        return timer
 
 
 def slowdown_of(alone_seconds: float, taken_seconds: float, copy_seconds: float) -> float:
-    """By what kernels took longer during copies that ran for ``copy_seconds`` of all that they took.
+    """The factor by which kernels were slower during copies, which ran for ``copy_seconds`` of them.
 
     Never less than 1, nor more than twice: then something else was in the way.
     """
     without_copies = max(0.0, taken_seconds - copy_seconds)
-    alone_beside = alone_seconds - without_copies
-    if copy_seconds <= 0 or alone_beside <= 0:
+    alone_during = alone_seconds - without_copies
+    if copy_seconds <= 0 or alone_during <= 0:
         return 1.0
-    return min(2.0, max(1.0, min(copy_seconds, taken_seconds) / alone_beside))
+    return min(2.0, max(1.0, min(copy_seconds, taken_seconds) / alone_during))
 
 
-def pieces_beside(load_seconds: float, rate: float) -> int:
-    """How many pieces to copy at ``rate`` beside a load that lasts so long."""
+def _pieces_under_load(load_seconds: float, rate: float) -> int:
+    """The number of pieces to copy at ``rate`` during a load of ``load_seconds``."""
     return max(1, int(_SHARE_OF_LOAD * load_seconds * rate / _PIECE_BYTES))
 
 
-def slower_of(idle: LinkRates, beside: LinkRates) -> LinkRates:
-    """Of each direction the slower rate, and no direction faster beside the other than alone."""
-    out, into = min(idle.out, beside.out), min(idle.into, beside.into)
+def _slower_of(idle: LinkRates, loaded: LinkRates) -> LinkRates:
+    """The slower rate of each direction, none faster in duplex than alone."""
+    out, into = min(idle.out, loaded.out), min(idle.into, loaded.into)
     return replace(
         idle,
         out=out,
         into=into,
-        out_duplex=min(out, idle.out_duplex, beside.out_duplex),
-        into_duplex=min(into, idle.into_duplex, beside.into_duplex),
+        out_duplex=min(out, idle.out_duplex, loaded.out_duplex),
+        into_duplex=min(into, idle.into_duplex, loaded.into_duplex),
     )
 
 
 def _handover_seconds(device: torch.device) -> float:
-    """By how much a row of kernels in a graph gets longer for each small copy between two of them."""
+    """Seconds that a small copy between two kernels adds to a row of them in a graph."""
     counter, there = torch.zeros(1, device=device), torch.zeros(1024, device=device)
     host = torch.zeros(1024, pin_memory=True)
     owner = StreamOwner()

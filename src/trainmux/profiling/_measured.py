@@ -12,9 +12,9 @@ One with so many kernels that the wait was too short is measured behind a longer
 
 A node alone takes a little longer than among others in a CUDA graph: it begins late, and finds caches cold.
 Where the whole step fits on the device it is captured and replayed too, and nodes are shortened by what they
-take together beyond that, the same for each. Beside these replays the link is measured: copies that run
+take together beyond that, the same for each. During such replays the link is measured: copies that run
 while kernels do are slower than alone, and so are the kernels. And the step is replayed with small copies
-that wait for some of its nodes, and for which others wait: each such meeting costs.
+that wait for some of its nodes, and for which others wait: each such dependency costs.
 
 Nodes that change parameters run once in each pass, like all others: the arguments must be such that a step
 changes nothing (no member active).
@@ -33,26 +33,25 @@ import torch
 from torch import Tensor
 
 from trainmux.ir import DeviceFacts, Profile, ProfiledNode, ProfiledTensor
-from trainmux.profiling._alike import alike
 from trainmux.profiling._clocks import enqueue_replays, median_of, replays, wall_seconds
-from trainmux.profiling._kernels import KernelGraph
-from trainmux.profiling._link import BesideKernels, LinkRates, probe_link, probe_link_beside
-from trainmux.profiling._meetings import Meetings, meeting_seconds
+from trainmux.profiling._kernels import KernelGraph, alike
+from trainmux.profiling._link import LinkRates, LinkUnderLoad, probe_link, probe_link_under_load
 from trainmux.profiling._pass import Into, Pass, last_uses_of_created
-from trainmux.runtime import borrowed_stream, capturing, warm_matrix_libraries
+from trainmux.profiling._sync_cost import TinyCopies
+from trainmux.runtime import CudaTimer, borrowed_stream, capturing, warm_matrix_libraries
 
 MEASUREMENT_VERSION = 7
 """Raised when what is measured, or how, is no longer what kept profiles have."""
 
 NUM_PASSES = 3
 _ROOM = 1.25
-"""What must be free for each byte that a pass holds at its peak: workspaces, and holes between tensors."""
+"""Free bytes required per byte of a pass's peak, for workspaces and fragmentation."""
 _LARGEST_CUT = 0.7
 """The share of its time alone that a node may lose to the step it is part of."""
 _SUSTAINED_SECONDS = 0.3
 """A step is replayed for so long at a time: a device that has just begun to work is faster than it stays."""
-_BESIDE_SECONDS = 0.1
-"""The same for replays that copies run beside."""
+_LOAD_SECONDS = 0.1
+"""Seconds of replays while copies are measured."""
 _HEAD_START_SECONDS = 1e-3
 """The device waits so long before each node that the host, which launches kernels one by one, is ahead."""
 _IN_TIME = 0.8
@@ -75,8 +74,8 @@ def measure_profile(
     """Run the graph node by node with ``arguments``; ``tell`` hears of each node that is done.
 
     ``into`` calls a node's operator with memory for its results; those in ``handed_over``, by rank, need not
-    come to lie there. On a CUDA device steps are measured side by
-    side, too, as many at a time as each of ``branches`` says, where there is room.
+    come to lie there. On a CUDA device concurrent steps are measured too, as many at a time as each of
+    ``branches`` says, where there is room.
     """
     device = arguments[0].device
     link = probe_link(device)
@@ -86,11 +85,11 @@ def measure_profile(
         samples = _measured_nodes(graph, partial(begin, swaps=swaps), device, tell)
         alone = [sample.seconds for sample in samples]
         replayed = None if swaps else _replayed(graph, begin, device, link)
-        beside = () if replayed is None else _beside(graph, begin, device, branches)
-    slowdown, met = 1.0, 0.0
+        concurrent = () if replayed is None else _side_by_side(graph, begin, device, branches)
+    slowdown, sync_seconds = 1.0, 0.0
     if replayed is not None:
-        link, slowdown = replayed.beside.link, replayed.beside.slowdown
-        met = replayed.meeting_seconds
+        link, slowdown = replayed.loaded.link, replayed.loaded.slowdown
+        sync_seconds = replayed.sync_seconds
         alone = in_step_seconds(alone, replayed.seconds)
     nodes = tuple(
         ProfiledNode(
@@ -125,8 +124,8 @@ def measure_profile(
         tensors,
         nodes,
         slowdown,
-        beside,
-        meeting_seconds=met,
+        concurrent,
+        meeting_seconds=sync_seconds,
     )
 
 
@@ -150,7 +149,7 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 def _measured_nodes(
     graph: KernelGraph, begin: Callable[[], Pass], device: torch.device, tell: Callable[[int, int], None]
 ) -> list[NodeSamples]:
-    """What each node takes by itself, from one pass to warm up and several that count."""
+    """Samples of each node alone, from one pass to warm up and several that count."""
     clock: _CudaClock | _HostClock = _CudaClock(device) if device.type == "cuda" else _HostClock()
     samples: dict[int, NodeSamples] = {}
     groups = alike(graph)
@@ -202,7 +201,7 @@ class NodeSamples:
 
     @property
     def head_start_seconds(self) -> float:
-        """What to give the host the next time: more where it was too little."""
+        """The head start for the next time: longer where it was too short."""
         if not self._all:
             return _HEAD_START_SECONDS
         if self._all[-1].is_clean:
@@ -245,11 +244,23 @@ def in_step_seconds(alone: Sequence[float], together: float) -> list[float]:
 
 @dataclass(frozen=True)
 class _Replayed:
-    """What a step takes as one CUDA graph, and what is different while tensors are copied."""
+    """Times of a step as one CUDA graph: alone, under copies, and per dependency on a copy stream."""
 
     seconds: float
-    beside: BesideKernels
-    meeting_seconds: float
+    loaded: LinkUnderLoad
+    sync_seconds: float
+
+
+def _captured(device: torch.device, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    """Capture ``work`` on the current stream; ``None`` where it cannot be captured or there is no room."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with capturing(graph, torch.cuda.current_stream(device)):
+            work()
+    except RuntimeError:  # out of memory is one, too
+        torch.cuda.synchronize(device)
+        return None
+    return graph
 
 
 def _replayed(
@@ -259,53 +270,53 @@ def _replayed(
     torch.cuda.empty_cache()
     if not fits(graph, device):
         return None
-    captured = torch.cuda.CUDAGraph()
-    try:
-        with capturing(captured, torch.cuda.current_stream(device)):
-            begin().run_all()
-    except RuntimeError:  # out of memory is one, too
-        torch.cuda.synchronize(device)
+    captured = _captured(device, lambda: begin().run_all())
+    if captured is None:
         return None
     taken = _sustained_seconds(captured)
-    count = max(1, int(_BESIDE_SECONDS / taken))
-    beside = probe_link_beside(partial(enqueue_replays, captured, count), count * taken, idle, device)
+    count = max(1, int(_LOAD_SECONDS / taken))
+    loaded = probe_link_under_load(partial(enqueue_replays, captured, count), count * taken, idle, device)
     del captured
     torch.cuda.empty_cache()
-    return _Replayed(taken, beside, _meeting_seconds(graph, begin, device, taken))
+    return _Replayed(taken, loaded, _sync_seconds(graph, begin, device, taken))
 
 
-def _meeting_seconds(
+def _sync_seconds(
     graph: KernelGraph, begin: Callable[[], Pass], device: torch.device, without: float
 ) -> float:
-    """What a meeting costs the step, which takes so long ``without``; 0 where it cannot be known."""
-    captured = torch.cuda.CUDAGraph()
+    """Seconds that a dependency on a copy adds to a step of ``without`` seconds; 0 where it is not known."""
     try:
-        meetings = Meetings(len(graph.steps), device)
-        if not meetings.number:
-            return 0.0
-        with capturing(captured, torch.cuda.current_stream(device)), meetings:
-            begin().run_all(meetings)
+        copies = TinyCopies(len(graph.steps), device)
     except RuntimeError:
-        torch.cuda.synchronize(device)
         return 0.0
-    found = meeting_seconds(without, _sustained_seconds(captured), meetings.number)
+    if not copies.num_dependencies:
+        return 0.0
+
+    def with_copies() -> None:
+        with copies:
+            begin().run_all(copies)
+
+    captured = _captured(device, with_copies)
+    if captured is None:
+        return 0.0
+    taken = _sustained_seconds(captured)
     del captured
     torch.cuda.empty_cache()
-    return found
+    return max(0.0, taken - without) / copies.num_dependencies
 
 
 def _sustained_seconds(captured: torch.cuda.CUDAGraph) -> float:
-    """What a replay takes once the device's clock is what it is under load."""
+    """Seconds of a replay once the device's clock is what it is under load."""
     replays(captured, 1)
     count = max(1, int(_SUSTAINED_SECONDS / replays(captured, 1)))
     replays(captured, count)
     return median_of(partial(replays, captured, count))
 
 
-def _beside(
+def _side_by_side(
     graph: KernelGraph, begin: Callable[[], Pass], device: torch.device, branches: Sequence[int]
 ) -> tuple[tuple[int, float], ...]:
-    """By number of steps at a time: the seconds that they take. All work on the same arguments, idly."""
+    """Seconds by number of concurrent steps. All work on the same arguments, which no step changes."""
     found = []
     for number in branches:
         torch.cuda.empty_cache()
@@ -317,20 +328,8 @@ def _beside(
                 with torch.cuda.stream(stream):
                     warm_matrix_libraries(device)
             torch.cuda.synchronize(device)
-            captured = torch.cuda.CUDAGraph()
-            main = torch.cuda.current_stream(device)
-            try:
-                with capturing(captured, main):
-                    for stream in streams:
-                        stream.wait_stream(main)
-                    for stream in (main, *streams):
-                        with torch.cuda.stream(stream):
-                            begin().run_all()
-                    for stream in streams:
-                        main.wait_stream(stream)
-            except RuntimeError:
-                torch.cuda.synchronize(device)
-                del captured
+            captured = _captured(device, partial(_run_on_all, begin, device, streams))
+            if captured is None:
                 break
             found.append((number, _sustained_seconds(captured)))
             del captured
@@ -338,8 +337,22 @@ def _beside(
     return tuple(found)
 
 
+def _run_on_all(
+    begin: Callable[[], Pass], device: torch.device, streams: Sequence[torch.cuda.Stream]
+) -> None:
+    """Enqueue a step on the current stream and on each of ``streams``, which fork from it and join it."""
+    main = torch.cuda.current_stream(device)
+    for stream in streams:
+        stream.wait_stream(main)
+    for stream in (main, *streams):
+        with torch.cuda.stream(stream):
+            begin().run_all()
+    for stream in streams:
+        main.wait_stream(stream)
+
+
 def fits(graph: KernelGraph, device: torch.device, num_passes: int = 1) -> bool:
-    """Whether all that passes at the same time make fits into what is free, with some room to spare."""
+    """Whether the tensors of so many concurrent passes fit into free memory, with room to spare."""
     live = most = 0
     ending = last_uses_of_created(graph.steps)
     for rank, step in enumerate(graph.steps):
@@ -359,21 +372,19 @@ class _HostClock:
 
 
 class _CudaClock:
-    """On CUDA: events around a node, the host ahead; the allocator's peak meanwhile."""
+    """On CUDA: device time of a node, the host ahead; the allocator's peak meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._begin = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True)
+        self._timer = CudaTimer()
         waits = [self._wait(_CALIBRATION_CYCLES) for _ in range(3)]
         self._cycles_per_second = _CALIBRATION_CYCLES / statistics.median(waits)
 
     def _wait(self, cycles: int) -> float:
-        self._begin.record()
+        self._timer.start()
         torch.cuda._sleep(cycles)
-        self._end.record()
-        self._end.synchronize()
-        return float(self._begin.elapsed_time(self._end)) / 1e3
+        self._timer.stop()
+        return self._timer.seconds()
 
     def measure(self, work: Callable[[], None], head_start_seconds: float) -> Sample:
         torch.cuda.synchronize(self._device)
@@ -381,11 +392,10 @@ class _CudaClock:
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda._sleep(int(head_start_seconds * self._cycles_per_second))
         begin = time.perf_counter()
-        self._begin.record()
+        self._timer.start()
         work()
-        self._end.record()
+        self._timer.stop()
         host_seconds = time.perf_counter() - begin
         torch.cuda.synchronize(self._device)
         workspace = max(0, torch.cuda.max_memory_allocated(self._device) - before)
-        taken = self._begin.elapsed_time(self._end) / 1e3
-        return Sample(taken, workspace, host_seconds, head_start_seconds)
+        return Sample(self._timer.seconds(), workspace, host_seconds, head_start_seconds)

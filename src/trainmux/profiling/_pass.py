@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +14,29 @@ from trainmux.errors import PlanError
 from trainmux.ir import ByteClass, Phase
 from trainmux.lowering import Place
 from trainmux.profiling._kernels import KernelGraph, KernelStep, Location, locations_of
-from trainmux.profiling._passing import PassingPlace
 from trainmux.runtime import storage_bytes
 
 Into = Callable[[Any, Sequence[Any], Mapping[str, Any], Sequence[Place | None]], list[Tensor]]
 """Calls an operator; returns the tensors among its results, those with a place lying there."""
+
+
+@dataclass(frozen=True)
+class PassingPlace(Place):
+    """Memory for a value that only the next node reads, so that it need not come to lie there.
+
+    A result stays where its operator has put it, provided that views of it read the same there.
+    """
+
+    def take(self, result: Tensor) -> Tensor:
+        """``result`` as it is, or in its place."""
+        storage, value = result.untyped_storage(), self.value
+        lies_alike = (
+            storage.data_ptr() != self.memory.untyped_storage().data_ptr()
+            and storage.nbytes() >= self.memory.numel()
+            and result.storage_offset() * result.element_size() == value.data_ptr() - self.memory.data_ptr()
+            and result.stride() == value.stride()
+        )
+        return result if lies_alike else super().take(result)
 
 
 class Pass:
@@ -136,13 +155,13 @@ class Pass:
         return self._values[node]
 
     def _target(self, node: fx.Node) -> Any:
-        """What a node calls."""
+        """The function or module that a node calls."""
         if node.op == "call_module":
             return self._graph.module.get_submodule(str(node.target))
         return node.target
 
     def _last_uses(self, computing: set[fx.Node]) -> dict[int, list[fx.Node]]:
-        """By rank: nodes whose values, views of them included, are read for the last time."""
+        """Nodes by rank whose values, views of them included, are read for the last time."""
         last: dict[fx.Node, int] = {}
 
         def note(node: fx.Node, rank: int) -> None:
@@ -163,7 +182,7 @@ class Pass:
 
 
 def last_uses_of_created(steps: Sequence[KernelStep]) -> dict[int, list[int]]:
-    """By rank: storages made in the pass that no later node touches."""
+    """Storages made in the pass, by the rank of the last node that touches them."""
     last: dict[int, int] = {}
     for rank, step in enumerate(steps):
         last.update(dict.fromkeys((*step.reads, *step.creates, *step.changes), rank))
@@ -175,7 +194,7 @@ def last_uses_of_created(steps: Sequence[KernelStep]) -> dict[int, list[int]]:
 
 
 def _last_forward_uses(steps: Sequence[KernelStep]) -> dict[int, list[int]]:
-    """By rank: storages whose last use in the forward pass this is."""
+    """Storages by the rank of their last use in the forward pass."""
     last: dict[int, int] = {}
     for rank, step in enumerate(steps):
         if step.phase is Phase.FORWARD:

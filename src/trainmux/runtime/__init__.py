@@ -37,6 +37,7 @@ from trainmux.runtime._streams import (
     warm_matrix_libraries,
     workspaces_bytes,
 )
+from trainmux.runtime._timing import CudaTimer
 from trainmux.runtime._transfer import Transfers
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "WORD_RANGE",
     "AllocationEvent",
     "CudaFacts",
+    "CudaTimer",
     "DriverFacts",
     "FolderFacts",
     "GpuFacts",

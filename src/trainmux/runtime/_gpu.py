@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from trainmux.runtime._timing import CudaTimer
+
 _SMI = "nvidia-smi"
 _SMI_SECONDS = 5.0
 _SMI_FIELDS = ("uuid", "name", "memory.total", "memory.used", "compute_mode", "driver_version")
@@ -139,12 +141,11 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
         work()
         return time.perf_counter() - begin
     with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        timer = CudaTimer()
+        timer.start()
         work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        timer.stop()
+        return timer.seconds()
 
 
 def _why_not(attempt: Callable[[], None]) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainmux import optim
 from trainmux.engine import ReferenceEngine, StepProgram, UpdateSettings, build_step
 from trainmux.fusion import fuse
+from trainmux.fusion import optimizers as optim
 from trainmux.ir import InputKind, OutputKind
 from trainmux.runtime import stacked_strides, stacked_zeros
 from trainmux.tracing import TraceSettings, flatten_batch, trace_joint, unique_buffers, unique_parameters

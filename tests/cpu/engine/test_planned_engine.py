@@ -10,7 +10,6 @@ from planned import Case, differences, expected_of, small_case, tightest, train_
 from short_workloads import SHORT
 
 from trainmux.fleet import _build
-from trainmux.fusion.strategies import _skeleton
 from trainmux.ir import Multiplexing, Offload, Recompute
 from trainmux.runtime import _storage, stacked_strides
 
@@ -91,7 +90,7 @@ def test_layouts_are_those_of_a_step_without_a_plan(monkeypatch: pytest.MonkeyPa
     def as_on_cuda(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
         return stacked_strides(shape, dtype, torch.device("cuda"))
 
-    for module in (_storage, _skeleton, _build):
+    for module in (_storage, _build):
         monkeypatch.setattr(module, "stacked_strides", as_on_cuda)
     case = Case("cnn_with_dropout", (2,))
     found = train_planned(case, case.planned(case.candidates("none", TURNS).plain().program), NUM_STEPS)

@@ -317,7 +317,6 @@ def check_fp64(
     data: str = "shared",
     bound: float = 1e-10,
     looser: Mapping[str, float] | None = None,
-    strategies: Mapping[str, str] | None = None,
 ) -> tm.Fleet:
     """Train the models one by one and as a fleet, in fp64 on the same batches, and compare everything.
 
@@ -337,7 +336,6 @@ def check_fp64(
         device=device,
         precision="fp64",
         data=data,
-        strategies=strategies,
         lowering="aten",
     )
     assert [group.width for group in fleet.summary()] == [len(models)], "expected one fused group"

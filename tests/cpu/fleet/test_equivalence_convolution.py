@@ -94,17 +94,14 @@ def models(make: Callable[[], nn.Module]) -> list[nn.Module]:
     return made
 
 
-@pytest.mark.parametrize("strategy", ["auto", "grouped", "separate", "bmm"])
-def test_convolutions_over_a_shared_batch_equal_plain_torch(strategy: str) -> None:
-    check_fp64(models(Everything2d), loss, batches(), strategies={"convolution": strategy})
+def test_convolutions_over_a_shared_batch_equal_plain_torch() -> None:
+    check_fp64(models(Everything2d), loss, batches())
 
 
-@pytest.mark.parametrize("strategy", ["grouped", "separate", "bmm"])
-def test_convolutions_over_a_batch_per_member_equal_plain_torch(strategy: str) -> None:
+def test_convolutions_over_a_batch_per_member_equal_plain_torch() -> None:
     own = [batches(seed) for seed in range(NUM_MEMBERS)]
-    check_fp64(models(Everything2d), loss, own, data="per_member", strategies={"convolution": strategy})
+    check_fp64(models(Everything2d), loss, own, data="per_member")
 
 
-@pytest.mark.parametrize("strategy", ["grouped", "separate", "bmm"])
-def test_convolutions_in_one_dimension_equal_plain_torch(strategy: str) -> None:
-    check_fp64(models(Everything1d), loss, batches(), strategies={"convolution": strategy})
+def test_convolutions_in_one_dimension_equal_plain_torch() -> None:
+    check_fp64(models(Everything1d), loss, batches())

@@ -7,15 +7,12 @@ from fleet_cases import (
     BATCHES,
     EXAMPLE,
     adam_member,
-    bn_cnn,
     dropout_member,
-    images,
     mse,
     sgd_member,
 )
-from torch.optim import Adam
 
-from trainmux import Fleet, Member
+from trainmux import Fleet
 
 
 def mixed() -> Fleet:
@@ -73,16 +70,3 @@ def test_the_text_is_the_same_every_time(fleet: Fleet) -> None:
 def test_many_members_are_cut_short() -> None:
     fleet = Fleet([adam_member(i) for i in range(8)], mse, EXAMPLE)
     assert "8 of 8 slots taken (m0, m1, m2, m3, m4, m5 and 2 more)" in fleet.explain()
-
-
-def test_the_chosen_strategy_is_told() -> None:
-    texts = []
-    for strategy in ("separate", "grouped"):
-        members = []
-        for i in range(2):
-            model = bn_cnn(i)
-            members.append(Member(model, Adam(model.parameters()), f"m{i}"))
-        fleet = Fleet(members, mse, images(), strategies={"convolution": strategy})
-        texts.append(fleet.explain())
-    assert texts[0] != texts[1]
-    assert all("convolution" in text for text in texts)

@@ -177,14 +177,6 @@ def test_the_oldest_plans_go(fleet: tm.Fleet, monkeypatch: pytest.MonkeyPatch, t
     assert [cache.get(key, profiles) is not None for key in "abc"] == [True, False, True]
 
 
-def test_measured_ways_are_not_kept(searches: list[Any], folder: Path) -> None:
-    fleet = fleet_of(strategies={"matmul": "measured"})
-    for _ in range(2):
-        fleet.plan("1GiB", "none", device=DEVICE)
-    assert len(searches) == 2
-    assert not folder.exists()
-
-
 def test_a_folder_that_cannot_be_written_only_costs_time(
     fleet: tm.Fleet, searches: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -54,7 +54,6 @@ class Sample:
     make: Callable[[Values], Arguments]
     label: str = ""
     how: str | None = None
-    strategies: dict[str, str] = field(default_factory=dict)
     unfilled: bool = False
     traces: bool = False
 
@@ -238,7 +237,7 @@ def check_rule(case: Case) -> bool:
     op = case.given.op
     expected = case.expected()
     value = expected[0][0] if len(expected[0]) == 1 else expected[0]
-    context = Context(case.width, torch.device("cpu"), value, case.given.strategies)
+    context = Context(case.width, torch.device("cpu"), value)
     args, kwargs = case.stacked_arguments()
     named = find_rule(op)
     results = NotImplemented
@@ -257,7 +256,7 @@ def check_fused(case: Case) -> FusedGraph:
     given = case.given
     traced = single_op(given.op, case.members[0])
     strides = {i: tensor.stride() for i, tensor in enumerate(case.inputs) if case.batched[i]}
-    fused = fuse(traced, case.width, case.batched, strides=strides, strategies=given.strategies)
+    fused = fuse(traced, case.width, case.batched, strides=strides)
     with torch.no_grad():
         tensors = fused.module(*case.inputs)
     # Only results that the traced operator has are outputs of the graph.

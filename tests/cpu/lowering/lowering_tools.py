@@ -189,7 +189,7 @@ def example_of(workload: Workload, precision: str = "fp32", **options: Any) -> E
         return modules[-1][1]
 
     def step(builder: ProgramBuilder, *args: Any, **kwargs: Any) -> BuiltStep:
-        other = ProgramBuilder(replace(builder._config, lowering="aten"), builder._shared, builder._main)
+        other = ProgramBuilder(replace(builder._config, lowering="aten"), builder._shared)
         builds.append(lambda: original_step(other, *args, **kwargs).program.module)
         return original_step(builder, *args, **kwargs)
 

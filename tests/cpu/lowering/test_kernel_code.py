@@ -71,12 +71,12 @@ from pathlib import Path
 from functools import partial
 import torch
 from trainmux.lowering import KernelCache, _inductor, _known
-from trainmux.lowering._payload import from_payload
+from trainmux.lowering._regions import from_payload
 
 folder, key = Path(sys.argv[1]), sys.argv[2]
 _known.cache_folder = lambda: folder
 cache = KernelCache()
-kernel = cache.kernel_from(key, partial(from_payload, (folder / "payload").read_bytes()))
+kernel = cache.kernel(key, partial(from_payload, (folder / "payload").read_bytes()))
 cache.compile([kernel])
 assert kernel.is_compiled, kernel.failure
 assert isinstance(kernel._compiled, _inductor.LoadedCode)

@@ -78,11 +78,6 @@ def test_the_products_of_an_odd_vocabulary_are_extended(precision: str, bias: bo
     assert_close(case.run(case.lowered.module), case.run(case.whole), bound)
 
 
-@pytest.mark.usefixtures("everything_counts")
-def test_nothing_is_extended_in_fp64() -> None:
-    assert not extended_nodes(example_of(language_model(bias=True), "fp64").source)
-
-
 # ---- graphs by hand ------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from benchmarks.workloads import Workload, mlp
@@ -13,8 +14,6 @@ from torch import fx
 
 from trainmux.ir import Phase
 from trainmux.lowering._kinds import Kind
-
-every_case = pytest.mark.parametrize(("name", "precision"), CASES)
 
 
 def computed(case: Example) -> list[fx.Node]:
@@ -30,53 +29,51 @@ def is_tuple_part(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-@every_case
-def test_every_node_is_in_one_piece_or_costs_nothing(name: str, precision: str) -> None:
+@pytest.mark.parametrize(("name", "precision"), CASES)
+def test_a_cut_is_complete_and_in_order(name: str, precision: str) -> None:
+    """Every node is in one piece or costs nothing, and what a piece reads is computed before it."""
     case = example(name, precision)
-    places = Counter(node for piece in case.cut.pieces for node in piece)
+    kinds, pieces = case.cut.kinds, case.cut.pieces
+    places = Counter(node for piece in pieces for node in piece)
     assert max(places.values()) == 1
+    assert all(node.op == "call_function" for node in places)
     for node in computed(case):
-        if node not in places:
-            kind = case.cut.kinds[node]
-            assert kind is Kind.INLINE or (kind is Kind.LIBRARY and is_tuple_part(node)), node
-    assert not {node for node in places if node.op != "call_function"}
+        is_free = kinds[node] is Kind.INLINE or (kinds[node] is Kind.LIBRARY and is_tuple_part(node))
+        assert node in places or is_free, node
 
-
-@every_case
-def test_whatever_a_piece_reads_is_computed_before_it(name: str, precision: str) -> None:
-    case = example(name, precision)
-    regions = iter(case.regions())
     done: set[fx.Node] = set()
 
     def is_there(node: fx.Node) -> bool:
-        if node in done or case.cut.kinds[node] is Kind.SOURCE:
+        if node in done or kinds[node] is Kind.SOURCE:
             return True
-        free = case.cut.kinds[node] is Kind.INLINE or is_tuple_part(node)
-        return free and all(is_there(source) for source in node.all_input_nodes)
+        is_free = kinds[node] is Kind.INLINE or is_tuple_part(node)
+        return is_free and all(is_there(source) for source in node.all_input_nodes)
 
-    for piece in case.cut.pieces:
-        read = piece[0].all_input_nodes if case.cut.is_library(piece) else next(regions).inputs
+    order = {node: place for place, node in enumerate(case.source.nodes)}
+    regions = iter(case.regions())
+    for piece in pieces:
+        if case.cut.is_library(piece):
+            read: Sequence[fx.Node] = piece[0].all_input_nodes
+        else:
+            region = next(regions)
+            read = region.inputs
+            body = [order[node] for node in region.body]
+            assert body == sorted(body)
         assert all(is_there(node) for node in read), piece
         done.update(piece)
     (output,) = case.source.find_nodes(op="output")
     assert all(is_there(node) for node in output.all_input_nodes)
 
 
-@every_case
-def test_library_calls_keep_their_order(name: str, precision: str) -> None:
-    case = example(name, precision)
-    calls = [node for node in computed(case) if case.cut.kinds[node] is Kind.LIBRARY]
-    expected = [node for node in calls if not is_tuple_part(node)]
-    assert [piece[0] for piece in case.cut.pieces if case.cut.is_library(piece)] == expected
-    assert all(len(piece) == 1 for piece in case.cut.pieces if case.cut.is_library(piece))
-    assert case.lowered.num_calls == len(expected)
-
-
-@every_case
-def test_phases_do_not_mix(name: str, precision: str) -> None:
+@pytest.mark.parametrize(("name", "precision"), CASES)
+def test_library_calls_phases_and_updates_keep_their_order(name: str, precision: str) -> None:
     """No backward work before the last library call of the forward pass, and the update comes last."""
     case = example(name, precision)
     pieces = case.cut.pieces
+    calls = [node for node in computed(case) if case.cut.kinds[node] is Kind.LIBRARY]
+    expected = [node for node in calls if not is_tuple_part(node)]
+    assert [piece for piece in pieces if case.cut.is_library(piece)] == [(node,) for node in expected]
+    assert case.lowered.num_calls == len(expected)
     last_forward = max(
         place
         for place, piece in enumerate(pieces)
@@ -88,27 +85,12 @@ def test_phases_do_not_mix(name: str, precision: str) -> None:
         phases = {phase_of(node) for node in piece}
         assert Phase.BACKWARD not in phases or place > last_forward
         assert Phase.UPDATE not in phases or len(phases) == 1
-
-
-@every_case
-def test_the_update_keeps_its_order(name: str, precision: str) -> None:
-    case = example(name, precision)
     order = {node: place for place, node in enumerate(case.source.nodes)}
-    places = [order[n] for piece in case.cut.pieces for n in piece if phase_of(n) is Phase.UPDATE]
-    assert places == sorted(places)
-    for piece in case.cut.pieces:
-        if phase_of(piece[0]) is Phase.UPDATE:
-            units = {node.meta.get("unit") for node in piece if not is_tuple_part(node)}
-            assert len(units) == 1
-
-
-@every_case
-def test_nodes_of_a_region_are_in_the_graphs_order(name: str, precision: str) -> None:
-    case = example(name, precision)
-    order = {node: place for place, node in enumerate(case.source.nodes)}
-    for region in case.regions():
-        places = [order[node] for node in region.body]
-        assert places == sorted(places)
+    updated = [pieces[place] for place in updates]
+    in_order = [order[node] for piece in updated for node in piece]
+    assert in_order == sorted(in_order)
+    for piece in updated:
+        assert len({node.meta.get("unit") for node in piece if not is_tuple_part(node)}) == 1
 
 
 def deep_mlp(num_hidden: int) -> Workload:

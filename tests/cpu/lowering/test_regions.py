@@ -15,8 +15,7 @@ from trainmux.lowering import KernelCache, lower
 from trainmux.lowering._compile import Kernel
 from trainmux.lowering._lower import Conform
 from trainmux.lowering._partition import cut
-from trainmux.lowering._payload import from_payload, to_payload
-from trainmux.lowering._regions import Extractor, RegionGraph, TensorSpec, spec_of
+from trainmux.lowering._regions import Extractor, RegionGraph, TensorSpec, from_payload, spec_of, to_payload
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

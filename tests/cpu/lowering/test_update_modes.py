@@ -16,7 +16,7 @@ from trainmux.engine import _units
 from trainmux.ir import ByteClass, Phase
 from trainmux.lowering import RegionCall
 from trainmux.lowering._kinds import base_of, changes
-from trainmux.lowering._payload import from_payload, to_payload
+from trainmux.lowering._regions import from_payload, to_payload
 from trainmux.profiling import read_kernels
 
 pytestmark = pytest.mark.usefixtures("traced_once")

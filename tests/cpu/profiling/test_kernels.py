@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -14,6 +16,7 @@ from trainmux.ir import ByteClass, Multiplexing, Phase, Schedule, verify
 from trainmux.lowering import extended_product, lower
 from trainmux.lowering._compile import KernelCache
 from trainmux.profiling import KernelGraph, analytic_profile, find_device, read_kernels
+from trainmux.profiling._kernels import view_strides
 from trainmux.rewrite import rewrite
 from trainmux.tracing import make_fx, static_fake_mode
 
@@ -115,7 +118,7 @@ def test_views_are_no_tensors_and_no_nodes() -> None:
     assert [step.reads for step in graph.steps] == [(0, 1), (2,)]
     assert [tensor.size_bytes for tensor in graph.tensors] == [80, 48, 60, 48]
     assert graph.tensors[3].byte_class is ByteClass.RESULT
-    assert graph.steps[0].flops == 2 * 5 * 4 * 3
+    assert graph.steps[0].work.flops == 2 * 5 * 4 * 3
 
 
 def test_what_is_changed_in_place_is_no_new_tensor() -> None:
@@ -182,4 +185,52 @@ def test_operations_of_library_calls() -> None:
     graph = read_kernels(
         traced(function, (2, 3, 6, 6), tuple(weight.shape)), [ByteClass.BATCH, ByteClass.PARAMETER]
     )
-    assert graph.steps[0].flops == 2 * (2 * 8 * 6 * 6) * (3 * 3 * 3)
+    assert graph.steps[0].work.flops == 2 * (2 * 8 * 6 * 6) * (3 * 3 * 3)
+
+
+# ---- strides of views -----------------------------------------------------------------------------------
+
+
+def random_shape(draw: random.Random, numel: int) -> list[int]:
+    """Some shape of so many elements, axes of one among them."""
+    shape: list[int] = []
+    while numel > 1:
+        size = draw.choice([n for n in range(2, numel + 1) if numel % n == 0])
+        shape.append(size)
+        numel //= size
+    for _ in range(draw.randrange(3)):
+        shape.insert(draw.randrange(len(shape) + 1), 1)
+    draw.shuffle(shape)
+    return shape
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_strides_of_views_are_those_that_torch_gives_them(seed: int) -> None:
+    draw = random.Random(seed)
+    num_views = 0
+    for _ in range(300):
+        shape = random_shape(draw, draw.choice([1, 4, 12, 36]))
+        order = draw.sample(range(len(shape)), len(shape)) if draw.random() < 0.5 else range(len(shape))
+        strides, step = [0] * len(shape), draw.choice([1, 1, 2])
+        for axis in reversed(list(order)):
+            strides[axis] = draw.choice([1, 7]) if shape[axis] == 1 and draw.random() < 0.5 else step
+            step *= shape[axis] * draw.choice([1, 1, 1, 2])
+        tensor = torch.empty_strided(shape, strides)
+        wanted = random_shape(draw, math.prod(shape))
+        try:
+            expected = tensor.view(wanted).stride()
+        except RuntimeError:
+            assert view_strides(shape, strides, wanted) is None
+            continue
+        num_views += 1
+        assert view_strides(shape, strides, wanted) == expected, (shape, strides, wanted)
+    assert num_views > 80
+
+
+def test_nothing_to_look_at() -> None:
+    assert view_strides((2, 0), (0, 1), (0,)) is None
+
+
+def test_filters_of_one_channel_of_two_members() -> None:
+    """What a trace has is (9, 1, 3, 1), which is channels last."""
+    assert view_strides((2, 16, 1, 3, 3), (144, 9, 1, 3, 1), (32, 1, 3, 3)) == (9, 9, 3, 1)

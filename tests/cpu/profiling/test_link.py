@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainmux.profiling import LinkRates, _link
-from trainmux.profiling._link import BesideKernels, probe_link_beside, slowdown_of
+from trainmux.profiling._link import LinkUnderLoad, probe_link_under_load, slowdown_of
 
 IDLE = LinkRates(50e9, 40e9, 30e9, 20e9, handover_seconds=1e-6)
 LOAD_SECONDS = 0.2
@@ -16,14 +16,16 @@ PIECE_BYTES = 32 << 20
 
 
 @dataclass
-class Moment:
-    at: float = 0.0
+class Timer:
+    taken: float = 0.0
 
-    def record(self, stream: object) -> None:
-        """When, is said afterwards."""
+    def start(self, stream: object) -> None:
+        """Times are told afterwards."""
 
-    def elapsed_time(self, end: Moment) -> float:
-        return (end.at - self.at) * 1e3
+    stop = start
+
+    def seconds(self) -> float:
+        return self.taken
 
 
 class Device:
@@ -35,19 +37,19 @@ class Device:
     def __init__(self, share: float, slowdown: float = 1.0) -> None:
         self.share = share
         self.slowdown = slowdown
-        self.marks: list[Moment] = []
+        self.of_load = Timer()
         self.num_loads = 0
         self.ways: list[tuple[int, ...]] = []
         self.longest = 0.0
-        self._asked: list[tuple[int, int, Moment]] = []
+        self._asked: list[tuple[int, int, Timer]] = []
 
     def load(self) -> None:
         self.num_loads += 1
 
-    def timed_copies(self, lane: int, count: int) -> tuple[Moment, Moment]:
+    def timed_copies(self, lane: int, count: int) -> Timer:
         assert self.num_loads == len(self.ways) + 1  # the load has begun
-        self._asked.append((lane, count, Moment()))
-        return Moment(), self._asked[-1][2]
+        self._asked.append((lane, count, Timer()))
+        return self._asked[-1][2]
 
     def synchronize(self, device: torch.device) -> None:
         if not self._asked:
@@ -55,25 +57,20 @@ class Device:
         ways = tuple(lane for lane, _, _ in self._asked)
         rates = (IDLE.out_duplex, IDLE.into_duplex) if len(ways) == 2 else (IDLE.out, IDLE.into)
         for lane, count, end in self._asked:
-            end.at = count * PIECE_BYTES / (self.share * rates[lane])
-            self.longest = max(self.longest, end.at)
-        copied = max(end.at for _, _, end in self._asked)
-        self.marks[1].at = copied + LOAD_SECONDS - copied / self.slowdown
-        self.marks = []
+            end.taken = count * PIECE_BYTES / (self.share * rates[lane])
+        copied = max(end.taken for _, _, end in self._asked)
+        self.longest = max(self.longest, copied)
+        self.of_load.taken = copied + LOAD_SECONDS - copied / self.slowdown
         self.ways.append(ways)
         self._asked = []
 
-    def event(self, *, enable_timing: bool) -> Moment:
-        self.marks.append(Moment())
-        return self.marks[-1]
 
-
-def on(device: Device, monkeypatch: pytest.MonkeyPatch) -> BesideKernels:
+def on(device: Device, monkeypatch: pytest.MonkeyPatch) -> LinkUnderLoad:
     monkeypatch.setattr(_link, "_Link", lambda where, num_bytes: device)
     monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
-    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(_link, "CudaTimer", lambda: device.of_load)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where: None)
-    return probe_link_beside(device.load, LOAD_SECONDS, IDLE, torch.device("cuda"))
+    return probe_link_under_load(device.load, LOAD_SECONDS, IDLE, torch.device("cuda"))
 
 
 def test_copies_are_as_slow_as_beside_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,4 +114,6 @@ def test_without_memory_for_the_copies_the_link_is_idle(monkeypatch: pytest.Monk
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(_link, "_Link", full)
-    assert probe_link_beside(lambda: None, LOAD_SECONDS, IDLE, torch.device("cuda")) == BesideKernels(IDLE)
+    assert probe_link_under_load(lambda: None, LOAD_SECONDS, IDLE, torch.device("cuda")) == LinkUnderLoad(
+        IDLE
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +12,12 @@ from profiled import leave_uncompiled
 
 import trainmux as tm
 from trainmux.fleet._group import Group
+from trainmux.fleet._plan_cache import PlanCache
 from trainmux.fleet._planned_beside import read_step
-from trainmux.fleet._planning import FleetPlanner
 from trainmux.ir import ByteClass, Phase, Profile
-from trainmux.profiling import KernelGraph, WidthProfiles, _widths, find_device, same_but_for_origin
-from trainmux.profiling._analytic import profile_of_outline
+from trainmux.profiling import KernelGraph, WidthProfiles, _analytic, find_device, same_but_for_origin
+from trainmux.profiling._analytic import Outline, OutlineStep, outline_between
 from trainmux.profiling._kernels import KernelTensor, Work
-from trainmux.profiling._outline import Outline, OutlineStep, outline_between
 
 A100 = find_device("a100")
 
@@ -71,7 +69,7 @@ def test_widths_between_two_of_the_same_kernels_are_worked_out_exactly() -> None
 
 
 def test_kernels_that_differ_between_widths_are_lowered_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_widths, "outline_between", lambda *args: None)
+    monkeypatch.setattr(_analytic, "outline_between", lambda *args: None)
     read = Reader()
     profiles = WidthProfiles(read, A100, half=True)
     for width in (5, 1, 3):
@@ -118,20 +116,22 @@ def test_a_plan_is_over_real_kernels_even_where_what_was_worked_out_is_wrong(
 ) -> None:
     """Worked-out widths that seem to take no time win at first; what they really take is found out."""
     fleet = fleet_of_one()
-    monkeypatch.setattr(FleetPlanner, "_plan_key", lambda *args: "")
+    monkeypatch.setattr(PlanCache, "get", lambda *args: None)
     expected = fleet.plan(None, "none", device=A100, num_members=4)
     planned: list[str] = []
 
-    def no_time(*args: Any, **options: Any) -> Profile:
-        found = profile_of_outline(*args, **options)
+    def no_time(profiles: WidthProfiles, width: int) -> Profile:
+        found = interpolated(profiles, width)
+        if width in profiles.lowered:
+            return found
         return replace(found, nodes=tuple(replace(node, seconds=1e-12) for node in found.nodes))
 
     def confirmed(profiles: WidthProfiles, width: int) -> Profile:
         planned.append(f"{width} {'lowered' if width in profiles.lowered else 'worked out'}")
         return lower(profiles, width)
 
-    lower = WidthProfiles.confirmed
-    monkeypatch.setattr(_widths, "profile_of_outline", no_time)
+    interpolated, lower = WidthProfiles.profile, WidthProfiles.confirmed
+    monkeypatch.setattr(WidthProfiles, "profile", no_time)
     monkeypatch.setattr(WidthProfiles, "confirmed", confirmed)
     plan = fleet.plan(None, "none", device=A100, num_members=4)
     assert (plan.record.partition, plan.profiles) == (expected.record.partition, expected.profiles)

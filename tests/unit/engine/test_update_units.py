@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from trainmux.engine._units import MAX_BUCKET, MOST_TOGETHER, SMALL, Unit, as_ready, buckets, large_alone
 from trainmux.engine._update_settings import UpdateMode, UpdateSettings
 from trainmux.errors import ConfigError
+from trainmux.fusion.optimizers import OptimizerStructure
 from trainmux.lowering import interleave
-from trainmux.optim import OptimizerStructure
 
 WIDTH = 2
 SIZES = st.lists(

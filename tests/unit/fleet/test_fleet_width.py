@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 from torch import fx
 
 from trainmux.fleet._config import FleetConfig
-from trainmux.fleet._width import choose_partition, convolution_flops, fastest_partition
-from trainmux.fusion import MEASURED, OperatorTimes, Partition
+from trainmux.fleet._width import choose_partition, convolution_flops
 
 aten = torch.ops.aten
 LARGE, SMALL = (32, 256, 56, 56), (4, 8, 8, 8)
@@ -107,95 +105,3 @@ def test_sub_arrays_are_alike_and_no_wider_than_told(num_members: int, width: in
     assert array <= width
     assert not [w for w in range(array + 1, min(width, num_members) + 1) if num_members % w == 0]
     assert 1 <= branches <= num_members // array
-
-
-# ---- measured --------------------------------------------------------------------------------------------
-
-NARROW, TWO, FOUR, WHOLE = Partition(1, 4), Partition(2, 4), Partition(4, 2), Partition(8, 1)
-BY_WIDTH = [NARROW, TWO, FOUR, WHOLE]
-
-
-@pytest.mark.parametrize(
-    ("usual", "seconds", "expected", "num_looked_at"),
-    [
-        (WHOLE, {NARROW: 2.0, WHOLE: 1.0}, WHOLE, 2),
-        (WHOLE, {NARROW: 1.0, WHOLE: 2.0, TWO: 1.5}, NARROW, 3),
-        (WHOLE, {NARROW: 1.0, WHOLE: 2.0, TWO: 0.8, FOUR: 0.9}, TWO, 4),
-        (WHOLE, {NARROW: 0.99, WHOLE: 1.0, TWO: 2.0}, WHOLE, 3),  # no clear gain
-        (NARROW, {NARROW: 1.0, TWO: 1.1}, NARROW, 2),
-        (NARROW, {NARROW: 1.0, TWO: 0.98, FOUR: 0.97, WHOLE: 0.96}, NARROW, 4),  # no clear gain
-        (NARROW, {NARROW: 1.0, TWO: 0.9, FOUR: 0.8, WHOLE: 0.7}, WHOLE, 4),
-        (NARROW, {NARROW: 1.0, TWO: 0.9, FOUR: None}, TWO, 3),
-        (WHOLE, {NARROW: 1.0, WHOLE: None}, WHOLE, 2),
-        (WHOLE, {NARROW: None, WHOLE: 1.0}, WHOLE, 2),
-    ],
-)
-def test_the_partition_with_the_least_time_per_member(
-    usual: Partition, seconds: dict[Partition, float | None], expected: Partition, num_looked_at: int
-) -> None:
-    looked_at: list[Partition] = []
-
-    def measure(partition: Partition) -> float | None:
-        looked_at.append(partition)
-        return seconds[partition]
-
-    assert fastest_partition(usual, BY_WIDTH, measure) == expected
-    assert len(set(looked_at)) == num_looked_at
-
-
-class Clock:
-    """Tells a time for each question in turn; no work is done."""
-
-    def __init__(self, *told: float) -> None:
-        self.told = list(told)
-
-    def glance(self, branches: Sequence[Callable[[], Any]]) -> float:
-        return 1.0
-
-    def seconds(self, branches: Sequence[Callable[[], Any]]) -> float:
-        return self.told.pop(0)
-
-
-def measured(**options: Any) -> FleetConfig:
-    return config("cpu", strategies=MappingProxyType({"width": MEASURED}), **options)
-
-
-@pytest.mark.parametrize(
-    ("told", "expected"),
-    [
-        # Complete fusion in both layouts, then two times two members one after another, then pairs.
-        ((8.0, 7.0, 9.0), (4, 1)),
-        ((8.0, 7.0, 1.0, 5.0, 4.0), (1, 4)),
-        ((8.0, 7.0, 1.0, 0.8, 0.9), (2, 2)),
-    ],
-)
-def test_a_group_is_partitioned_as_measured(told: tuple[float, ...], expected: tuple[int, int]) -> None:
-    times = OperatorTimes(torch.device("cpu"), None, Clock(*told))
-    found = choose_partition(traced(SMALL), 4, measured(), batched=[True, True], times=times)
-    assert found == expected
-    again = choose_partition(
-        traced(SMALL), 4, measured(), batched=[True, True], times=times.without_measuring()
-    )
-    assert again == expected
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        config("cpu", strategies=MappingProxyType({"width": "fixed"})),
-        config("cpu"),
-        measured(width=2, branches=1),
-    ],
-)
-def test_nothing_is_measured_unless_it_is_asked_for(settings: FleetConfig) -> None:
-    times = OperatorTimes(torch.device("cpu"), None, Clock())
-    expected = choose_partition(traced(SMALL), 4, settings)
-    assert choose_partition(traced(SMALL), 4, settings, batched=[True, True], times=times) == expected
-    assert times.num_measured == 0
-
-
-def test_what_has_no_library_calls_or_one_member_keeps_to_the_rule() -> None:
-    times = OperatorTimes(torch.device("cpu"), None, Clock())
-    assert choose_partition(traced(None), 4, measured(), batched=[True], times=times) == (4, 1)
-    assert choose_partition(traced(SMALL), 1, measured(), batched=[True, True], times=times) == (1, 1)
-    assert times.num_measured == 0

@@ -1,22 +1,68 @@
-"""Batch norm in the ways of a table; layer norm with per-member affine parameters."""
+"""Batch norm with the model axis folded into channels; layer norm with per-member affine parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from trainmux.fusion._stacked import Context, Stacked, align, rule, strategy_rule
-from trainmux.fusion.strategies import Family
-from trainmux.fusion.strategies.batch_norm_ways import FAMILY_NAME, FOLD, FOLD_SINGLE, FORWARDS, OWN_AXES
+from trainmux.fusion._stacked import Context, Stacked, align, fold_channels, rule, unfold_channels
 
 aten = torch.ops.aten
 
 
-BATCH_NORM = Family(FAMILY_NAME, (FOLD_SINGLE, FOLD, OWN_AXES))
-strategy_rule(BATCH_NORM, *FORWARDS, aten.native_batch_norm_backward.default)
+@rule(
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten.native_batch_norm.default,
+    how="fold model axis into channels",
+)
+def batch_norm(
+    context: Context, op: OpOverload, x: Stacked | Tensor, *rest: Stacked | Tensor | float | None
+) -> tuple[Any, ...]:
+    arguments: list[Any] = [
+        _fold_vector(context, value) if isinstance(value, (Stacked, Tensor)) else value for value in rest
+    ]
+    out, *statistics = op(fold_channels(context.stack(x)), *arguments)
+    return (
+        Stacked(unfold_channels(out, context.width)),
+        *(_unfold_vector(context, value) for value in statistics),
+    )
+
+
+@rule(aten.native_batch_norm_backward.default, how="fold model axis into channels")
+def batch_norm_backward(
+    context: Context, op: OpOverload, grad: Stacked | Tensor, x: Stacked | Tensor, *rest: Any
+) -> tuple[Any, ...]:
+    """``rest`` is weight, running and saved statistics, then training, eps and the wanted gradients."""
+    *vectors, train, eps, mask = rest
+    grad_x, grad_weight, grad_bias = op(
+        fold_channels(context.stack(grad)),
+        fold_channels(context.stack(x)),
+        *(_fold_vector(context, value) for value in vectors),
+        train,
+        eps,
+        mask,
+    )
+    return (
+        Stacked(unfold_channels(grad_x, context.width)) if mask[0] else None,
+        _unfold_vector(context, grad_weight) if mask[1] else None,
+        _unfold_vector(context, grad_bias) if mask[2] else None,
+    )
+
+
+def _fold_vector(context: Context, value: Stacked | Tensor | None) -> Tensor | None:
+    return None if value is None else context.stack(value).flatten()
+
+
+def _unfold_vector(context: Context, value: Tensor) -> Stacked | Tensor:
+    if value.numel() == 0:
+        return value  # the operator's convention for "not computed"
+    return Stacked(value.unflatten(0, (context.width, -1)))
 
 
 @rule(aten.native_layer_norm.default, how="normalise at once, affine per member")

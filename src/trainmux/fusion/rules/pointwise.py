@@ -41,7 +41,7 @@ EXTRA = frozenset(
 
 
 def is_pointwise(op: Any) -> bool:
-    """Whether ``pointwise`` serves for this operator."""
+    """Whether ``pointwise`` can fuse this operator."""
     return isinstance(op, OpOverload) and (torch.Tag.pointwise in op.tags or op in EXTRA)
 
 
@@ -77,7 +77,7 @@ def pointwise(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> An
 
 
 def _scalar_dtype(leaves: list[Any]) -> torch.dtype | None:
-    """The floating dtype that a member's scalars take on beside its other arguments."""
+    """The floating dtype that a member's scalars are promoted to by its other arguments."""
     by_rank: dict[bool, list[torch.dtype]] = {True: [], False: []}
     for leaf in leaves:
         tensor = leaf.tensor if isinstance(leaf, Stacked) else leaf

@@ -1,0 +1,36 @@
+"""Torch optimizers as fused updates with per-member hyper-parameters."""
+
+from trainmux.fusion.optimizers._describe import (
+    FAMILIES,
+    GroupStructure,
+    OptimizerStructure,
+    check_hyperparameters,
+    describe,
+)
+from trainmux.fusion.optimizers._state import read_state, read_steps, state_names, write_state
+from trainmux.fusion.optimizers._update import (
+    SettingColumns,
+    apply_update,
+    idle_settings,
+    scalar_dtype,
+    scalar_specs,
+    scalar_values,
+)
+
+__all__ = [
+    "FAMILIES",
+    "GroupStructure",
+    "OptimizerStructure",
+    "SettingColumns",
+    "apply_update",
+    "check_hyperparameters",
+    "describe",
+    "idle_settings",
+    "read_state",
+    "read_steps",
+    "scalar_dtype",
+    "scalar_specs",
+    "scalar_values",
+    "state_names",
+    "write_state",
+]

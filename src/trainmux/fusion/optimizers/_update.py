@@ -1,0 +1,169 @@
+"""The fused update: its per-member scalars on the host, and its operations on stacked tensors.
+
+Users and schedules write into param groups whenever they like, so every setting of every member is read for
+every step. ``SettingColumns`` does that for many members at the cost of a few array operations, and leaves
+what it cannot do to ``scalar_values``, one member at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainmux.errors import OptimizerError
+from trainmux.fusion.optimizers._describe import GroupStructure, rule_for
+from trainmux.fusion.optimizers._rule import Number, NumericSetting, ScalarSpec, Settings
+
+_SETTINGS_THAT_IDLE = ("maximize", "weight_decay", "dampening")
+"""Settings whose part of an update can be left out where no member makes use of them."""
+_MAXIMIZE = NumericSetting("maximize")
+# Values of these types cannot change in place, so that a column that compares equal is the same.
+_PLAIN = frozenset({float, int, bool, np.float64})
+
+
+def scalar_specs(group: GroupStructure) -> tuple[ScalarSpec, ...]:
+    """The per-member scalars of a group's update, with the values that turn the update into a no-op."""
+    return rule_for(group.kind, group.flags).scalars
+
+
+def scalar_values(
+    group: GroupStructure, torch_group: Mapping[str, Any], steps_done: int
+) -> tuple[float, ...]:
+    """One member's scalars for the update number ``steps_done + 1``, in the order of ``scalar_specs``.
+
+    ``torch_group`` is the member's torch param group as it stands now. Computed in double precision.
+    Refuses a momentum that was switched on or off since the optimizer was described, and values for which
+    the update is undefined, such as a beta of 1.
+    """
+    try:
+        return rule_for(group.kind, group.flags).values(torch_group, steps_done)
+    except (ArithmeticError, ValueError, TypeError) as error:
+        if isinstance(error, OptimizerError):
+            raise
+        found = {name: value for name, value in torch_group.items() if name != "params"}
+        raise OptimizerError(
+            f"expected settings for which the {group.kind} update is defined, got {found} ({error}). Check "
+            "what the schedule writes into the param group."
+        ) from error
+
+
+def idle_settings(torch_group: Mapping[str, Any]) -> frozenset[str]:
+    """Settings that are without effect in this torch param group and cost a pass over memory otherwise.
+
+    ``apply_update`` may leave out the settings that are idle for all members of a group. Whoever does so
+    has to build the update anew once a member starts to use one of them.
+    """
+    idle = set()
+    if not torch_group.get("maximize", False):
+        idle.add("maximize")
+    for name in ("weight_decay", "dampening"):
+        if float(torch_group.get(name, 0.0)) == 0.0:
+            idle.add(name)
+    return frozenset(idle)
+
+
+def scalar_dtype(param_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scalars are fed: the parameter's, but float32 for half precision parameters."""
+    return torch.float32 if param_dtype in (torch.float16, torch.bfloat16) else param_dtype
+
+
+def apply_update(
+    group: GroupStructure,
+    param: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    scalars: Mapping[str, Tensor],
+    *,
+    idle: frozenset[str] = frozenset(),
+) -> None:
+    """One optimizer step on a stacked parameter: ``param`` and ``state`` change in place, ``grad`` does not.
+
+    ``param``, ``grad`` and each state tensor have shape ``[k, *shape]``, rows may be strided. ``scalars``
+    have shape ``[k]``, or are views ``[k, 1, ...]`` that many parameters share, and the dtype
+    ``scalar_dtype(param.dtype)``. ``idle`` is the intersection of ``idle_settings`` over the members, or
+    empty. Refuses scalars of another dtype.
+
+    A row with neutral scalars and a gradient of +0.0 keeps its bits, provided that its values are finite.
+    """
+    ndim = param.ndim
+    wanted = scalar_dtype(param.dtype)
+
+    def at(name: str) -> Tensor:
+        scalar = scalars[name]
+        if scalar.dtype != wanted:
+            raise OptimizerError(
+                f"expected scalars of {wanted} for a parameter of {param.dtype}, got {scalar.dtype} for "
+                f"{name!r}. Feed them in scalar_dtype(param.dtype)."
+            )
+        return _shaped(scalar, ndim)
+
+    with torch.no_grad():
+        rule_for(group.kind, group.flags).update(param, grad, state, at, idle)
+
+
+def _shaped(scalar: Tensor, ndim: int) -> Tensor:
+    return scalar if scalar.ndim == ndim else scalar.view(-1, *(1,) * (ndim - 1))
+
+
+class SettingColumns:
+    """One param group of every member. Keeps what it read, to compare with the next time."""
+
+    def __init__(self, group: GroupStructure) -> None:
+        self._rule = rule_for(group.kind, group.flags)
+        self._settings = [
+            (setting.label, setting.name, setting.index) for setting in (*self._rule.settings, _MAXIMIZE)
+        ]
+        self._columns: dict[str, list[Any]] = {}
+        self._numbers: dict[str, Number] = {}
+        self.idle: frozenset[str] = frozenset()
+        """After ``read``: the settings that are idle for all members, as by ``idle_settings``."""
+
+    def read(self, torch_groups: Sequence[Settings]) -> bool:
+        """Take over the members' torch param groups; false where they hold more than plain numbers."""
+        try:
+            changed = [self._read(*setting, torch_groups) for setting in self._settings]
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+            self._columns.clear()
+            return False
+        if any(changed):
+            maximize = self._columns["maximize"]
+            self._numbers["sign"] = _number([-1.0 if value else 1.0 for value in maximize])
+            self.idle = frozenset(
+                name
+                for name in _SETTINGS_THAT_IDLE
+                if name not in self._columns or not any(self._columns[name])
+            )
+        return True
+
+    def scalars(self, steps_done: list[int]) -> tuple[Number, ...] | None:
+        """An array, or one number for all members, per scalar; ``None`` where the update may be undefined."""
+        try:
+            with np.errstate(divide="raise", invalid="raise", over="raise"):
+                return self._rule.formula(self._numbers, _number(steps_done))
+        except (ArithmeticError, ValueError, OptimizerError):
+            return None
+
+    def _read(self, label: str, name: str, index: int | None, torch_groups: Sequence[Settings]) -> bool:
+        """Whether a column changed; a ``TypeError`` where it is not plain."""
+        if index is None:
+            column = [torch_group[name] for torch_group in torch_groups]
+        else:
+            column = [torch_group[name][index] for torch_group in torch_groups]
+        if column == self._columns.get(label):
+            return False
+        if not _PLAIN.issuperset(map(type, column)):
+            raise TypeError
+        self._numbers[label] = _number(column)
+        self._columns[label] = column
+        return True
+
+
+def _number(column: list[Any]) -> Number:
+    """A float where all entries are equal, else an array."""
+    if column.count(column[0]) == len(column):
+        return float(column[0])
+    return np.array(column, dtype=np.float64)

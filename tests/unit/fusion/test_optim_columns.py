@@ -1,0 +1,146 @@
+"""Scalars of many members at once: the bits that each would get alone, from settings as they are now."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainmux.fusion import optimizers as optim
+from trainmux.fusion.optimizers import FAMILIES
+
+WIDTH = 5
+Make = Callable[..., torch.optim.Optimizer]
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {}),
+    "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
+    "sgd-nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {}),
+    "adam-amsgrad": (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, {}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+    "rmsprop-momentum": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.01}),
+    "adadelta": (torch.optim.Adadelta, {}),
+}
+
+
+def members(case: str, **settings: Any) -> tuple[optim.GroupStructure, list[dict[str, Any]]]:
+    cls, options = CASES[case]
+    optimizers = [cls([torch.zeros(1)], lr=0.1, **options) for _ in range(WIDTH)]
+    structure = optim.describe(optimizers[0], optimizers[0].param_groups[0]["params"], member="a").groups[0]
+    groups = [optimizer.param_groups[0] for optimizer in optimizers]
+    for group in groups:
+        group.update(settings)
+    return structure, groups
+
+
+def bits(values: Any) -> list[list[int]]:
+    return np.array([np.broadcast_to(row, WIDTH) for row in values], dtype=np.float64).view(np.int64).tolist()
+
+
+def alone(structure: optim.GroupStructure, groups: list[dict[str, Any]], steps: list[int]) -> list[list[int]]:
+    columns = [optim.scalar_values(structure, *pair) for pair in zip(groups, steps, strict=True)]
+    return bits(zip(*columns, strict=True))
+
+
+def scramble(group: dict[str, Any], draw: random.Random) -> None:
+    """Other numbers for one setting, of the kind that schedules and users write."""
+    name = draw.choice(
+        [name for name in group if name in ("lr", "betas", "eps", "weight_decay", "momentum", "rho")]
+    )
+    if name == "betas":
+        group[name] = (draw.random() * 0.999, draw.random() * 0.9999)
+    elif name != "momentum" or group[name]:
+        group[name] = draw.choice([draw.random(), np.float64(draw.random()), 1e-30])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_column_has_the_bits_of_its_member_alone(case: str) -> None:
+    draw = random.Random(case)
+    structure, groups = members(case)
+    columns = optim.SettingColumns(structure)
+    steps = [0] * WIDTH
+    for round_ in range(60):
+        assert columns.read(groups)
+        got = columns.scalars(steps)
+        assert got is not None
+        assert bits(got) == alone(structure, groups, steps)
+        assert columns.idle == frozenset.intersection(*map(optim.idle_settings, groups))
+        steps = [done + 1 if round_ < 30 else draw.randrange(10**6) for done in steps]
+        if round_ > 10:
+            scramble(draw.choice(groups), draw)
+        if round_ > 40:
+            groups[draw.randrange(WIDTH)]["maximize"] = draw.random() < 0.5
+
+
+def test_every_family_is_covered() -> None:
+    assert {cls for cls, _ in CASES.values()} == {family.torch_class for family in FAMILIES}
+
+
+def test_a_change_of_one_setting_counts_at_once() -> None:
+    structure, groups = members("adamw")
+    columns = optim.SettingColumns(structure)
+    columns.read(groups)
+    for write in (
+        lambda group: group.__setitem__("lr", 0.2),
+        lambda group: group.__setitem__("betas", [0.5, 0.9]),
+        lambda group: group["betas"].__setitem__(1, 0.8),  # a list changes in place
+        lambda group: group.update(maximize=True, weight_decay=0),
+    ):
+        write(groups[3])
+        assert columns.read(groups)
+        assert bits(columns.scalars([4] * WIDTH)) == alone(structure, groups, [4] * WIDTH)
+
+
+def test_numbers_in_tensors_are_left_to_the_member_itself() -> None:
+    """A tensor may change in place at any time, without being another object."""
+    structure, groups = members("sgd")
+    columns = optim.SettingColumns(structure)
+    assert columns.read(groups)
+    groups[1]["lr"] = torch.tensor(0.1)
+    columns.read(groups)
+    groups[1]["lr"].fill_(0.7)
+    assert not columns.read(groups)
+    groups[1]["lr"] = 0.7
+    assert columns.read(groups)
+    assert bits(columns.scalars([0] * WIDTH)) == alone(structure, groups, [0] * WIDTH)
+
+
+@pytest.mark.parametrize("value", [None, "0.1", torch.zeros(2), np.zeros(2), [0.1]])
+def test_what_is_no_number_is_left_to_the_member_itself(value: Any) -> None:
+    structure, groups = members("adam")
+    columns = optim.SettingColumns(structure)
+    assert columns.read(groups)
+    groups[2]["lr"] = value
+    assert not columns.read(groups)
+    del groups[2]["lr"]
+    assert not columns.read(groups)
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "steps"),
+    [
+        ("adam", {"betas": (1.0, 0.9)}, 3),
+        ("adam", {"betas": (-1.0, 0.9)}, 3),
+        ("adam", {"betas": (0.9, 1.5)}, 3),
+        ("sgd", {"momentum": 0.9}, 1),
+        ("sgd-momentum", {"momentum": 0.0}, 1),
+        ("rmsprop", {"momentum": 0.1}, 1),
+        ("adagrad", {"lr_decay": -1.0}, 1),
+    ],
+)
+@pytest.mark.parametrize("everyone", [False, True])
+def test_undefined_updates_are_left_to_the_member_itself(
+    case: str, settings: dict[str, Any], steps: int, everyone: bool
+) -> None:
+    structure, groups = members(case)
+    columns = optim.SettingColumns(structure)
+    for group in groups if everyone else groups[2:3]:
+        group.update(settings)
+    assert columns.read(groups)
+    assert columns.scalars([steps] * WIDTH) is None
