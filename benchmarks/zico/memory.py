@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from trainmux.colocate._tensors import Iteration, TensorClass, iteration_of_profile
 
 import trainmux as tm
-from trainmux.colocate._tensors import Iteration, TensorClass, iteration_of_profile
 from trainmux.fleet._in_pieces import FleetInPieces
 from trainmux.profiling import analytic_profile, find_device
 

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from trainmux.colocate._demand import MicroBatchLane, Segment
 from trainmux.colocate._feature_maps import round_up

@@ -20,7 +20,6 @@ import torch
 
 from trainmux.errors import ConfigError
 from trainmux.ir import DeviceFacts
-from trainmux.runtime import look_at_host
 
 FLOPS_SHARE = 0.77
 BANDWIDTH_SHARE = 0.83

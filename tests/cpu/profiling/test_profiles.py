@@ -321,7 +321,9 @@ def test_other_files_are_refused(written: str | None, said: str, tmp_path: Path)
         Device.load(path)
 
 
-def test_estimates_are_scaled_from_the_known_device_of_the_nearest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_are_scaled_from_the_known_device_of_the_nearest_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = SimpleNamespace(name="NVIDIA H200", total_memory=150 * 10**9, multi_processor_count=66)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
