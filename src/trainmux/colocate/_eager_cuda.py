@@ -26,15 +26,13 @@ from trainmux.colocate._device import MemoryNeed
 from trainmux.colocate._eager_work import train_eagerly
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.colocate._work import StepOutcome, forget_locals
-from trainmux.engine import Memory
+from trainmux.engine import Memory, limited_growth, pool_bytes
 from trainmux.errors import BudgetError
 from trainmux.runtime import (
     MATRIX_LIBRARIES_BYTES,
     borrow_stream,
     borrowed_stream,
     deterministic_algorithms,
-    limited_growth,
-    pool_bytes,
     return_stream,
     warm_matrix_libraries,
 )

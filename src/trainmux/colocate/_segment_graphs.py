@@ -16,9 +16,10 @@ from contextlib import contextmanager
 
 import torch
 
+from trainmux.engine import limited_growth
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.errors import BudgetError
-from trainmux.runtime import MATRIX_LIBRARIES_BYTES, limited_growth
+from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 from trainmux.scheduling.budget import in_words
 
 _MAX_SETS = 8

@@ -14,15 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from trainmux.engine._allocations import AllocationEvent, record_allocations
+from trainmux.engine._pools import pool_bytes
 from trainmux.ir import MemoryUse
 from trainmux.runtime import (
-    AllocationEvent,
     borrow_stream,
     capturing,
     deterministic_algorithms,
     measured_convolutions,
-    pool_bytes,
-    record_allocations,
     warm_matrix_libraries,
 )
 from trainmux.simulate import Allocate, AllocatorRules, Event, Free, PoolForecast

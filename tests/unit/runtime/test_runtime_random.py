@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from trainmux.runtime import WORD_RANGE, philox_blocks, random_words
-from trainmux.runtime._random import philox_pairs
+from trainmux.runtime import WORD_RANGE, random_words
+from trainmux.runtime._random import philox_blocks, philox_pairs
 
 INT64 = torch.iinfo(torch.int64)
 int64s = st.integers(INT64.min, INT64.max)

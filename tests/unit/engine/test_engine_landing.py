@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainmux.runtime import HostLeaf, Landing
-from trainmux.runtime._landing import ALIGNMENT_BYTES, NUM_LANDINGS
+from trainmux.engine import HostLeaf, Landing
+from trainmux.engine._landing import ALIGNMENT_BYTES, NUM_LANDINGS
 
 CPU = torch.device("cpu")
 

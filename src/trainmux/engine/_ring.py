@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainmux.runtime._storage import ALIGNMENT_BYTES
+from trainmux.runtime import ALIGNMENT_BYTES
 
 NUM_SLOTS = 8
 """Steps that the host may be ahead of the device before it has to wait."""

@@ -22,8 +22,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from trainmux.runtime._ring import Event
-from trainmux.runtime._streams import borrow_stream
+from trainmux.engine._ring import Event
+from trainmux.runtime import borrow_stream
 
 NUM_LANDINGS = 2
 # As the allocator gives it: which kernel reads a tensor may depend on its address.

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainmux.runtime import ALIGNMENT_BYTES, HostFeed
-from trainmux.runtime._ring import packed_offsets
+from trainmux.engine import HostFeed
+from trainmux.engine._ring import packed_offsets
+from trainmux.runtime import ALIGNMENT_BYTES
 
 CPU = torch.device("cpu")
 FIELDS = {
