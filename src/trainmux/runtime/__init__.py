@@ -1,6 +1,7 @@
-"""Device facts and primitives: random counters, stacked storage, determinism, ways from host to device."""
+"""Facts about the device, and primitives on it: locks, switches, streams, captures, clocks, random words."""
 
 from trainmux.runtime._capturing import capturing, no_collections
+from trainmux.runtime._clock import elapsed_seconds
 from trainmux.runtime._determinism import deterministic_algorithms, measured_convolutions
 from trainmux.runtime._gpu import (
     CudaFacts,
@@ -46,6 +47,7 @@ __all__ = [
     "deferred_interrupts",
     "deterministic_algorithms",
     "device_name",
+    "elapsed_seconds",
     "ignored_warnings",
     "look_at_cuda",
     "look_at_folder",

@@ -10,7 +10,6 @@ import os
 import shutil
 import statistics
 import subprocess
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from trainmux.runtime._capturing import capturing
+from trainmux.runtime._clock import elapsed_seconds
 
 _SMI = "nvidia-smi"
 _SMI_SECONDS = 5.0
@@ -129,22 +131,8 @@ def probe_memory(device: torch.device, num_bytes: int) -> float:
     """Bytes per second read and written by a copy within the memory of ``device``."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    seconds = [_timed(lambda: target.copy_(source), device) for _ in range(1 + _NUM_COPIES)]
+    seconds = [elapsed_seconds(lambda: target.copy_(source), device) for _ in range(1 + _NUM_COPIES)]
     return 2 * num_bytes / statistics.median(seconds[1:])
-
-
-def _timed(work: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        work()
-        return time.perf_counter() - begin
-    with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
 
 
 def _why_not(attempt: Callable[[], None]) -> str:
@@ -183,8 +171,7 @@ def _capture_and_replay(pool: torch.cuda.MemPool | None) -> None:
     number = torch.zeros(16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    handle = None if pool is None else pool.id
-    with torch.cuda.graph(graph, pool=handle, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+    with capturing(graph, torch.cuda.Stream(), pool):
         number.add_(number + 1)
     for _ in range(2):
         graph.replay()

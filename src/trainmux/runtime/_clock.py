@@ -1,0 +1,23 @@
+"""Time that work takes on a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def elapsed_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Run ``work`` and wait for it: seconds between two events on CUDA's current stream, or wall-clock time."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
