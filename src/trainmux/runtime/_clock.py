@@ -9,7 +9,7 @@ import torch
 
 
 def elapsed_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Run ``work`` and wait for it: seconds between two events on CUDA's current stream, or wall-clock time."""
+    """Seconds until ``work`` is done: between events on CUDA's current stream, else by the wall clock."""
     if device.type != "cuda":
         begin = time.perf_counter()
         work()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from trainmux.tracing import TraceSettings, flatten_batch, make_fx, trace_joint
-from trainmux.tracing._constant_masks import drop_constant_masks
+from trainmux.tracing._passes import drop_constant_masks
 
 LENGTH = 6
 Mask = Callable[[Tensor], Tensor]

@@ -27,7 +27,7 @@ from tracing_tools import (
 from trainmux.errors import LossError
 from trainmux.ir import InputKind, OutputKind
 from trainmux.tracing import FakeTensor
-from trainmux.tracing._cleanup import source_of
+from trainmux.tracing._passes import source_of
 
 aten = torch.ops.aten
 

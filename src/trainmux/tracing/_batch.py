@@ -3,7 +3,11 @@
 A batch may be a tensor, a mapping, a sequence, a named tuple, a dataclass, or any nesting of them;
 mapping-like objects (``UserDict``, tokenizer outputs) and objects that only carry attributes count
 too. Everything that is not a tensor is a constant: part of the structure, so that two batches with
-different constants do not share a graph. Text is left out of it for as long as nobody reads it.
+different constants do not share a graph.
+
+Text, such as names of files, is seldom read. A trace is made with a stand-in that notes any use. If there is
+none, batches share its graph whatever their text is; otherwise it is made again with the text, which is then
+part of a batch's structure.
 """
 
 from __future__ import annotations
@@ -19,7 +23,55 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import BatchError
-from trainmux.tracing._text import READ, Text, is_text
+
+
+class Text:
+    """Whether traced code reads the text of batches that share this.
+
+    ``is_read`` makes text part of their structure, ``was_hidden`` says whether a trace was given a stand-in,
+    and ``was_noted`` whether it used one.
+    """
+
+    def __init__(self, *, is_read: bool = False) -> None:
+        self.is_read = is_read
+        self.was_hidden = self.was_noted = False
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            self.was_noted = True
+            raise _TextReadError
+
+        self._stand_in: Any = type("UnreadText", (), dict.fromkeys(_USES, note))()
+
+    def shown(self, value: Any) -> Any:
+        """``value``, or its stand-in."""
+        if self.is_read:
+            return value
+        self.was_hidden = True
+        return self._stand_in
+
+
+class _TextReadError(Exception):
+    """Raised by the stand-in for text that is read; never seen by users."""
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is text, or a list of nothing else."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(type(item) is str for item in value)
+    return type(value) is str
+
+
+_USES = {
+    name
+    for kind in (str, bytes, int, float, complex, list, dict, set)
+    for name in dir(kind)
+    if name.startswith("__") and callable(getattr(kind, name))
+} | {"__call__", "__enter__", "__fspath__", "__next__"}
+_USES -= {"__new__", "__init__", "__init_subclass__", "__class__", "__subclasshook__", "__class_getitem__"}
+"""Every way to use text, or something else in its place."""
+
+_READ = Text(is_read=True)
+"""For batches whose text is always part of their structure."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +110,7 @@ def flatten_batch(batch: Any, text: Text | None = None) -> FlatBatch:
 
     Batches that are to share a graph although their text differs have one ``text``.
     """
-    text = text or READ
+    text = text or _READ
     flat = _Flat(text)
     structure, build = flat.take_apart(batch, "batch")
     if not flat.tensors:
@@ -108,7 +160,7 @@ class _Flat:
             return f"{name}{{{text}}}", lambda it: _like_mapping(
                 value, dict(zip(keys, [build(it) for build in builders], strict=True))
             )
-        if not self._text.is_read and is_text(value):
+        if not self._text.is_read and _is_text(value):
             shown = self._text.shown
             return "text", lambda it: shown(value)
         if isinstance(value, (list, tuple)):
