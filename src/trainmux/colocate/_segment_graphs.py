@@ -16,8 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from trainmux.engine import limited_growth
-from trainmux.engine._capture_room import CaptureRoom, kernel_settings
+from trainmux.engine import CaptureRoom, kernel_settings, limited_growth
 from trainmux.errors import BudgetError
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 from trainmux.scheduling.budget import in_words

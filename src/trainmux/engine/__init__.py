@@ -19,9 +19,9 @@ from trainmux.engine._program import (
 )
 from trainmux.engine._reference import ReferenceEngine
 from trainmux.engine._ring import HostFeed
-from trainmux.engine._sub_arrays import first_rows, forward_in_sub_arrays, in_sub_arrays
+from trainmux.engine._sub_arrays import first_rows, in_sub_arrays
 from trainmux.engine._transfer import Transfers
-from trainmux.engine._update_settings import UpdateMode, UpdateSettings
+from trainmux.engine._updates import UpdateMode, UpdateSettings
 
 __all__ = [
     "FED_NUMBERS",
@@ -47,7 +47,6 @@ __all__ = [
     "build_planned_forward",
     "build_step",
     "first_rows",
-    "forward_in_sub_arrays",
     "handed_over",
     "in_sub_arrays",
     "kernel_settings",

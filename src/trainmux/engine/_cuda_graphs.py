@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainmux.engine._capture_room import CaptureRoom
-from trainmux.engine._halves import Apply
+from trainmux.engine._order import Apply
 from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.engine._reference import ReferenceEngine
 from trainmux.errors import BudgetError, TrainmuxWarning, first_line
