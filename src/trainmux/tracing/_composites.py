@@ -173,7 +173,7 @@ def _rectangular_embedding_bag(original: Callable[..., Tensor]) -> Callable[...,
             if mode == "max":
                 return rows.max(1).values
             return rows.sum(1) if mode == "sum" else rows.mean(1)
-        counted = (input != (padding_idx % weight.shape[0])).unsqueeze(-1)
+        counted: Tensor = (input != (padding_idx % weight.shape[0])).unsqueeze(-1)
         sizes = counted.sum(1)
         if mode == "max":
             out = rows.masked_fill(~counted, float("-inf")).max(1).values
