@@ -74,7 +74,7 @@ class CudaGraphEngine:
 
     @property
     def memory(self) -> MemoryUse | None:
-        """What was predicted for the device and what it held, at the last capture."""
+        """Bytes predicted for the device and held by it, at the last capture."""
         return None if self._made_room is None else self._made_room.memory
 
     @property

@@ -164,7 +164,7 @@ def _dense(place: Place, shape: Sequence[int]) -> Tensor | None:
 
 _NUM_AXES = 4
 NUM_ARGUMENTS = 9
-"""Of ``aten.convolution``, all of them by position."""
+"""Number of positional arguments of ``aten.convolution``."""
 
 
 def convolve_into(args: Sequence[Any], out: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Batches from host memory to the device, beside the step that is running.
+"""Copies of batches from host memory to the device while a step is running.
 
 A batch is copied on a stream of its own and from pinned memory, so that neither the host nor the step before
 it has to wait. Two buffers take turns: a step reads one while the other is filled for the next. Three waits
@@ -46,7 +46,7 @@ class HostLeaf:
 
 
 class Lane(Protocol):
-    """Where copies run, and how they and the compute stream wait for each other."""
+    """A stream for copies, synchronised with the compute stream."""
 
     def make_event(self) -> Event:
         """An event that nothing was recorded in."""
@@ -104,7 +104,7 @@ class CudaLane:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a leaf looks like on the device, and whether it comes through our pinned memory."""
+    """Layout of a leaf on the device, and whether it is staged in our pinned memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -221,7 +221,7 @@ class Landing:
 
 
 def _shape_of(leaf: HostLeaf) -> _Shape | None:
-    """How a leaf lands; ``None`` for one that is on a device already or is no ordinary tensor."""
+    """Layout of a leaf; ``None`` for one that is on a device already or is no ordinary tensor."""
     first = leaf.parts[0]
     if not all(_is_ordinary(part) for part in leaf.parts):
         return None

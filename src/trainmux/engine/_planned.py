@@ -179,7 +179,7 @@ class PlannedProgram:
         raise PlanError(f"expected {name} to be on the device or the host between steps, got neither")
 
     def _of_all(self, sub_array: int, first: Tensor, apart_bytes: int, axis: int | None) -> Tensor:
-        """The same value of all of a sub-array's branches, out of that of the first."""
+        """A value of all of a sub-array's branches, given that of the first."""
         num_branches = len(self._branches[sub_array])
         if num_branches == 1:
             return first
@@ -191,7 +191,7 @@ class PlannedProgram:
         return first.as_strided(shape, strides, first.storage_offset())
 
     def results(self, sub_array: int) -> tuple[Tensor, ...]:
-        """What the last step of a sub-array returned; overwritten by its next."""
+        """Results of the last step of a sub-array; its next step overwrites them."""
         return tuple(result.flatten(0, 1) for result in self._results[sub_array])
 
     # ---- running -----------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class PlannedProgram:
         before: Mapping[tuple[int, int], Callable[[], None]] | None = None,
         lanes: Lanes | None = None,
     ) -> None:
-        """Enqueue one part, on the current stream and the lanes beside it, or on other ``lanes``.
+        """Enqueue one part, on the current stream and the copy lanes, or on other ``lanes``.
 
         ``before`` has work for the compute lane that belongs before a node is computed, by (sub-array, rank).
         Where an instruction fails, static tensors are brought to where they are between steps, with the
@@ -410,7 +410,7 @@ class PlannedProgram:
         ]
 
     def _static_offsets(self) -> dict[Key, int]:
-        """Of the static tensors that are on the device before the first step and after the last one."""
+        """Offsets of the static tensors that are on the device before the first step and after the last."""
         first = self.program.prologue if self.program.prologue.instructions else self.program.body
         there = self._parts[id(first)].there
         return {key: there[key] for key in self.program.resident}
@@ -429,7 +429,7 @@ class PlannedProgram:
 
 
 class _Timetable:
-    """Of one part: where tensors lie when it begins, what each instruction takes, who is waited for.
+    """Lookup tables of one part: tensors there when it begins, offsets taken by each instruction, waits.
 
     ``hands_over`` has, by position, which of what nodes may hand over, as ``handed`` says of each sub-array,
     they do: where only recomputed nodes of the same sub-array come before the one that it is for.
@@ -472,7 +472,7 @@ def _hand_overs(part: Part, handed: Sequence[Mapping[int, frozenset[int]]]) -> d
 
 
 def _rows_of(memory: Tensor, num_branches: int) -> int:
-    """How far apart the branches' shares of a slab begin."""
+    """Distance between the branches' shares of a slab, in bytes."""
     return memory.numel() // (num_branches * ALIGNMENT) * ALIGNMENT if num_branches > 1 else 0
 
 
@@ -483,6 +483,6 @@ def _last_writers(graph: KernelGraph) -> dict[int, list[int]]:
         last.update(dict.fromkeys((*step.creates, *step.changes), rank))
     found: dict[int, list[int]] = {}
     for position, location in enumerate(graph.outputs):
-        rank = last.get(location.tensor, len(graph.steps) - 1)  # an argument that is handed on
+        rank = last.get(location.tensor, len(graph.steps) - 1)  # an argument that is returned
         found.setdefault(rank, []).append(position)
     return found

@@ -43,9 +43,9 @@ from trainmux.tracing import (
 TAIL_INPUTS = ("scalars", "neutral", "limits", "active", "alive", "updates")
 """Arguments of the update, behind the fused inputs, optimizer state and accumulators, in this order."""
 FED_NUMBERS = ("scalars", "limits", "active")
-"""Those that the host sends with every step."""
+"""Numbers that the host sends with every step."""
 HELD_NUMBERS = tuple(name for name in TAIL_INPUTS if name not in FED_NUMBERS)
-"""Those that stay where they are from step to step."""
+"""Numbers that stay on the device from step to step."""
 _BYTE_CLASSES = {
     InputKind.PARAMETER: ByteClass.PARAMETER,
     InputKind.BUFFER: ByteClass.BUFFER,
@@ -102,7 +102,7 @@ class _Arguments:
         return (*self._fed, *counters, *map(self.position_of, fed))
 
     def byte_classes(self) -> list[ByteClass]:
-        """What each argument counts as in a budget."""
+        """Class of each argument in a budget."""
         found = [_BYTE_CLASSES.get(item.kind, ByteClass.CONSTANT) for item in self.inputs]
         found += [ByteClass.OPTIMIZER_STATE] * (len(self.state_keys()) + len(self.total_names()))
         return found + [

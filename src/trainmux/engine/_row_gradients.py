@@ -110,7 +110,7 @@ def _scattered(node: fx.Node, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node,
 
 
 def _masked(node: fx.Node, values: fx.Node, mask: fx.Node) -> fx.Node:
-    """What is scattered, zero where the mask is false; a new node in front of ``node``."""
+    """The scattered values, zero where the mask is false; a new node in front of ``node``."""
     graph = node.graph
     with graph.inserting_before(node), node.meta["val"].fake_mode:
         off = insert_call(graph, node, aten.logical_not.default, (mask,))

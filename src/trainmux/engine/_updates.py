@@ -35,7 +35,7 @@ class UpdateMode(enum.Enum):
     """After all gradients exist: a member with one that is not finite keeps all of its bits."""
 
     BUCKETED = "bucketed"
-    """The same, parameters of any size in buckets: one compiled kernel updates several of them."""
+    """Deferred, with parameters of any size in buckets: one compiled kernel updates several of them."""
 
     IMMEDIATE = "immediate"
     """Each as soon as its gradient exists, which is freed then. What was updated before the first gradient
@@ -44,7 +44,7 @@ class UpdateMode(enum.Enum):
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What decides the shape of the update, beside the graph.
+    """Settings that decide the update, besides the graph.
 
     ``parameters`` are the names that get gradients; ``group_of`` gives the optimizer's parameter group
     of each, ``None`` for one that no optimizer owns. ``idle`` names, for each group, the settings that no
@@ -198,11 +198,11 @@ class Updates:
         self._traced = _Traced(given)
 
     def scalars_of_all(self, commits: Tensor, norm: Tensor, shaped: Broadcast) -> Scalars:
-        """Those of all parameters; members outside of ``commits`` get neutral ones."""
+        """Scalars of all parameters; members outside of ``commits`` get neutral ones."""
         return self._scalars(range(len(self._given.parameters)), commits, norm, shaped, None)
 
     def scalars_of(self, unit: Unit, commits: Tensor) -> Scalars:
-        """Those of one unit, without what clips by norm."""
+        """Scalars of one unit, without clipping by norm."""
         return self._scalars(unit.positions, commits, None, Broadcast(), unit)
 
     def _scalars(
@@ -356,7 +356,7 @@ class _Traced:
 
     @contextmanager
     def noted(self, like: _Like) -> Iterator[None]:
-        """What is traced inside is such an update."""
+        """Remember the nodes traced inside as such an update."""
         last = last_node(self._graph)
         yield
         if like.nodes is not None:
@@ -450,7 +450,7 @@ def _units(settings: UpdateSettings, given: TailInputs) -> list[Unit]:
 
 
 def _commit_buffers(given: TailInputs, norm: Tensor, shaped: Broadcast) -> tuple[Tensor, Tensor]:
-    """Who is finite, and who is so and trains; buffers of the latter take their new values."""
+    """Masks of members that are finite, and that also train; buffers of the latter take their new values."""
     finite = torch.isfinite(given.loss) & torch.isfinite(norm)
     given.alive.logical_and_(finite | ~given.active)
     commits = given.alive & given.active

@@ -76,7 +76,7 @@ _READ = Text(is_read=True)
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """Where a tensor stands in the batch and what it looks like."""
+    """Place, shape and dtype of a tensor in the batch."""
 
     path: str
     shape: tuple[int, ...]

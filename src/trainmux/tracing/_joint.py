@@ -232,16 +232,16 @@ class _Call:
         self.reach = self.substitution.reach
         self.names = _Names()
         self.after: list[list[Items]] = []
-        """What holders held after each call."""
+        """Contents of the holders after each call."""
         self._learns = [named.tensor.requires_grad and training for named in self.parameters]
 
     def once(self, *flat: Tensor) -> list[Any]:
-        """What one call gives, as the graph returns it."""
+        """Results of one call, as the graph returns them."""
         self.after = []
         return self._run(flat)
 
     def twice(self, *flat: Tensor) -> list[Any]:
-        """What a second call gives: ``flat`` has the arguments of both."""
+        """Results of a second call; ``flat`` has the arguments of both."""
         self.after = []
         half = len(flat) // 2
         self._run(flat[:half])

@@ -309,7 +309,7 @@ def _is_user_module(name: str) -> bool:
 
 
 class OwnMemory:
-    """Which bytes belong to which of the model's own tensors."""
+    """Map from bytes to the model's own tensors."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         spans = [(*_span(tensor), index) for index, tensor in enumerate(tensors) if _has_memory(tensor)]
@@ -379,7 +379,7 @@ class Identity:
 
 
 class Reach:
-    """What code can reach from ``model`` and ``functions``, as it is now.
+    """Everything that code can reach from ``model`` and ``functions``, as it is now.
 
     ``holders`` are the containers found, ``contents`` what each of them holds, ``own`` the model's parameters
     and buffers, each once, and ``named`` the same by name.
@@ -421,7 +421,7 @@ class Reach:
             self._add(holder, (0, holder.value.__name__))
 
     def path(self, number: int, key: Any) -> str:
-        """How user code would name an entry of a holder."""
+        """Name of a holder's entry, as user code would write it."""
         steps = [] if _is_item_of_sequence(self.holders[number]) else [key]
         while number > 0:
             number, key = self._origins[number]
