@@ -9,8 +9,6 @@ from trainmux.engine._planned import Memory, PlannedProgram
 from trainmux.engine._planned_engine import PlannedEngine
 from trainmux.engine._pools import limited_growth, pool_bytes, release_cached
 from trainmux.engine._program import (
-    FED_NUMBERS,
-    TAIL_INPUTS,
     ForwardProgram,
     StepProgram,
     build_forward,
@@ -24,9 +22,7 @@ from trainmux.engine._transfer import Transfers
 from trainmux.engine._updates import UpdateMode, UpdateSettings
 
 __all__ = [
-    "FED_NUMBERS",
     "NUM_LANDINGS",
-    "TAIL_INPUTS",
     "CaptureRoom",
     "CudaGraphEngine",
     "ForwardProgram",

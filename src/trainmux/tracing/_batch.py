@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,32 +153,33 @@ class _Flat:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         if isinstance(value, Mapping):
             keys = tuple(value)
-            parts = [self.take_apart(value[key], f"{path}[{key!r}]") for key in keys]
-            builders = [build for _, build in parts]
-            text = ",".join(sorted(f"{key!r}:{part}" for key, (part, _) in zip(keys, parts, strict=True)))
+            parts, build = self._children((f"{path}[{key!r}]", value[key]) for key in keys)
+            text = ",".join(sorted(f"{key!r}:{part}" for key, part in zip(keys, parts, strict=True)))
             self.order.append(keys)
             return f"{name}{{{text}}}", lambda it: _like_mapping(
-                value, dict(zip(keys, [build(it) for build in builders], strict=True))
+                value, dict(zip(keys, build(it), strict=True))
             )
         if not self._text.is_read and _is_text(value):
             shown = self._text.shown
             return "text", lambda it: shown(value)
         if isinstance(value, (list, tuple)):
-            parts = [self.take_apart(item, f"{path}[{i}]") for i, item in enumerate(value)]
-            builders = [build for _, build in parts]
-            text = ",".join(part for part, _ in parts)
+            parts, build = self._children((f"{path}[{i}]", item) for i, item in enumerate(value))
             # A loader hands out lists where the data set has tuples: they count as the same.
             label = "" if type(value) in (list, tuple) else name
-            return f"{label}[{text}]", lambda it: _like_sequence(value, [build(it) for build in builders])
+            return f"{label}[{','.join(parts)}]", lambda it: _like_sequence(value, build(it))
         fields = _attributes(value)
         if fields is not None:
-            parts = [self.take_apart(item, f"{path}.{field}") for field, item in fields.items()]
-            builders = [build for _, build in parts]
-            text = ",".join(f"{field}:{part}" for field, (part, _) in zip(fields, parts, strict=True))
+            parts, build = self._children((f"{path}.{field}", item) for field, item in fields.items())
+            text = ",".join(f"{field}:{part}" for field, part in zip(fields, parts, strict=True))
             return f"{name}({text})", lambda it: _like_object(
-                value, dict(zip(fields, [build(it) for build in builders], strict=True))
+                value, dict(zip(fields, build(it), strict=True))
             )
         return f"{name}={value!r}", lambda it: value
+
+    def _children(self, items: Iterable[tuple[str, Any]]) -> tuple[list[str], Callable[[Any], list[Any]]]:
+        """Structure texts of sub-trees, given with their paths, and a builder of all of them."""
+        parts = [self.take_apart(item, path) for path, item in items]
+        return [text for text, _ in parts], lambda it: [build(it) for _, build in parts]
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

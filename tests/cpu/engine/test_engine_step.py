@@ -11,7 +11,8 @@ import torch
 from engine_tools import Batch, HandFleet, TinyNet, build_fleet, tiny_batch, tiny_loss
 from torch import Tensor, fx, nn
 
-from trainmux.engine import TAIL_INPUTS, ReferenceEngine, StepProgram, build_forward
+from trainmux.engine import ReferenceEngine, StepProgram, build_forward
+from trainmux.engine._program import TAIL_INPUTS
 from trainmux.fusion import fuse
 from trainmux.ir import InputKind, Phase
 from trainmux.tracing import FakeTensor, TraceSettings, flatten_batch, trace_forward
