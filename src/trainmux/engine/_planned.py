@@ -99,7 +99,7 @@ def host_offsets(program: Program, graphs: Sequence[KernelGraph]) -> tuple[dict[
 
 
 @dataclass
-class _Walk:
+class _Progress:
     """One walk through a part: where each tensor lies now.
 
     ``aside`` are values on another device, ``handed`` the bytes of what a node hands over to the next one
@@ -211,7 +211,7 @@ class PlannedProgram:
         lanes = lanes or self._lanes
         self.has_changed = False
         timetable = self._parts[id(part)]
-        walk = _Walk(dict(timetable.there), self._aside)
+        walk = _Progress(dict(timetable.there), self._aside)
         try:
             with (
                 torch.no_grad(),
@@ -229,7 +229,7 @@ class PlannedProgram:
         self,
         part: Part,
         timetable: _Timetable,
-        walk: _Walk,
+        walk: _Progress,
         before: Mapping[tuple[int, int], Callable[[], None]],
         lanes: Lanes,
     ) -> None:
@@ -290,7 +290,9 @@ class PlannedProgram:
             return False
         return bool(self.graphs[instruction.sub_array].steps[instruction.node].changes)
 
-    def _compute(self, walk: _Walk, sub_array: int, rank: int, branch: int, stays: frozenset[int]) -> None:
+    def _compute(
+        self, walk: _Progress, sub_array: int, rank: int, branch: int, stays: frozenset[int]
+    ) -> None:
         step = self.graphs[sub_array].steps[rank]
         created = {t: walk.where[sub_array, t] for t in step.creates}
         self._run_node(walk, sub_array, rank, created, branch, stays)
@@ -303,7 +305,7 @@ class PlannedProgram:
 
     def _run_node(
         self,
-        walk: _Walk,
+        walk: _Progress,
         sub_array: int,
         rank: int,
         created: Mapping[int, int],
@@ -344,7 +346,7 @@ class PlannedProgram:
         self._keep_aside(walk, sub_array, branch, node, results)
 
     def _keep_aside(
-        self, walk: _Walk, sub_array: int, branch: int, node: fx.Node, results: Sequence[Tensor]
+        self, walk: _Progress, sub_array: int, branch: int, node: fx.Node, results: Sequence[Tensor]
     ) -> None:
         """Values on another device than the slab's stay what the operator returned."""
         other = [result for result in results if result.device != self.memory.slab.device]
@@ -358,7 +360,7 @@ class PlannedProgram:
                     numbers = [item.tensor for item in locations_of(self.graphs[sub_array].values[node])]
                     walk.aside[sub_array, branch, user] = [results[numbers.index(location.tensor)]]
 
-    def _bring_back(self, walk: _Walk) -> None:
+    def _bring_back(self, walk: _Progress) -> None:
         """Static tensors to their places between steps, from wherever a broken walk has left them.
 
         A tensor that is on the device has its latest values there, one that is not has them on the host.
@@ -379,7 +381,7 @@ class PlannedProgram:
 
     # ---- memory ------------------------------------------------------------------------------------
 
-    def _look(self, walk: _Walk, sub_array: int, location: Location, branch: int) -> Tensor:
+    def _look(self, walk: _Progress, sub_array: int, location: Location, branch: int) -> Tensor:
         key = (sub_array, location.tensor)
         handed = walk.handed.get((key, branch))
         memory = self._device_bytes(key, walk.where[key], branch) if handed is None else handed

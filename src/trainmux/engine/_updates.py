@@ -21,7 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from trainmux.engine._row_gradients import RowGradient, Rows, zero_like
+from trainmux.engine._row_gradients import GradientRows, RowGradient, zero_like
 from trainmux.engine._units import Unit, as_ready, buckets, large_alone
 from trainmux.errors import ConfigError
 from trainmux.optim import OptimizerStructure, apply_update, scalar_dtype, scalar_specs, state_names
@@ -219,7 +219,7 @@ class Updates:
         return Scalars(made, shaped, unit)
 
     def append(
-        self, position: int, unit: Unit, gradient: Tensor | Rows, scalars: Scalars, *, fresh: bool
+        self, position: int, unit: Unit, gradient: Tensor | GradientRows, scalars: Scalars, *, fresh: bool
     ) -> None:
         """Update one parameter; a ``fresh`` gradient is overwritten. Nothing where no optimizer has it."""
         settings = self._settings
@@ -229,7 +229,7 @@ class Updates:
         names = state_names(settings.structure.groups[index])
         parameter = self._given.parameters[position]
         tensors = [parameter, *(self._states[name, state_name] for state_name in names)]
-        if isinstance(gradient, Rows):
+        if isinstance(gradient, GradientRows):
             with unit_of_graph(f"rows of update {unit.number}"):
                 rows = [gradient.take(tensor) for tensor in tensors]
                 of_rows = dict(zip(names, rows[1:], strict=True))
@@ -410,7 +410,7 @@ def make_tail(settings: UpdateSettings, fresh: Sequence[bool], ready: Sequence[i
         return norm, finite
 
     def deferred(given: TailInputs) -> tuple[Tensor, Tensor]:
-        gradients: list[Tensor | Rows] = [
+        gradients: list[Tensor | GradientRows] = [
             _in_full(given, position) for position in range(len(given.gradients))
         ]
         if settings.accumulates:
@@ -459,21 +459,21 @@ def _commit_buffers(given: TailInputs, norm: Tensor, shaped: Broadcast) -> tuple
     return finite, commits
 
 
-def _in_full(given: TailInputs, position: int) -> Tensor | Rows:
+def _in_full(given: TailInputs, position: int) -> Tensor | GradientRows:
     """A gradient; one of rows with what belongs to the same row added up."""
     gradient = given.gradients[position]
     if not isinstance(gradient, RowGradient):
         return gradient
     with unit_of_graph(f"rows {position}"):
-        return Rows.of(gradient, given.parameters[position])
+        return GradientRows.of(gradient, given.parameters[position])
 
 
-def _dense(gradient: Tensor | Rows) -> Tensor:
+def _dense(gradient: Tensor | GradientRows) -> Tensor:
     assert isinstance(gradient, Tensor), "steps that accumulate have gradients of whole tensors"
     return gradient
 
 
-def _norm(gradients: Sequence[Tensor | Rows], given: TailInputs) -> Tensor:
+def _norm(gradients: Sequence[Tensor | GradientRows], given: TailInputs) -> Tensor:
     """Per-member 2-norm over all gradients. One that overflows counts as infinite."""
     parts: dict[int, Tensor] = {}
     for unit in large_alone([_whole(gradient) for gradient in gradients]):
@@ -483,11 +483,11 @@ def _norm(gradients: Sequence[Tensor | Rows], given: TailInputs) -> Tensor:
     return _total(parts, given.loss)
 
 
-def _whole(gradient: Tensor | Rows) -> Tensor:
-    return gradient.once if isinstance(gradient, Rows) else gradient
+def _whole(gradient: Tensor | GradientRows) -> Tensor:
+    return gradient.once if isinstance(gradient, GradientRows) else gradient
 
 
-def _row_norm(gradient: Tensor | Rows, width: int) -> Tensor:
+def _row_norm(gradient: Tensor | GradientRows, width: int) -> Tensor:
     """Each member's 2-norm of one gradient."""
     whole = _whole(gradient)
     wide = torch.float64 if whole.dtype == torch.float64 else torch.float32

@@ -22,9 +22,9 @@ from trainmux.errors import TraceError
 from trainmux.tracing._passes import graph_constant, output_nodes, source_of
 from trainmux.tracing._reach import (
     PLAIN,
+    GeneratorState,
     Identity,
     Items,
-    RandomState,
     Reach,
     is_same,
     process_generators,
@@ -197,7 +197,7 @@ def _outline(value: Any) -> Any:
         return (type(value), [(_outline(key), _outline(item)) for key, item in value.items()])
     if isinstance(value, (list, tuple)):
         return (type(value), [_outline(item) for item in value])
-    return (type(value), value) if isinstance(value, (*PLAIN, RandomState)) else type(value)
+    return (type(value), value) if isinstance(value, (*PLAIN, GeneratorState)) else type(value)
 
 
 def lasting(reach: Reach, after: Sequence[Items], changes: Sequence[Change]) -> list[Change]:

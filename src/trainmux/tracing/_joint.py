@@ -44,7 +44,7 @@ from trainmux.tracing._passes import (
     source_of,
 )
 from trainmux.tracing._randomness import draw_from_counters, own_generator_error
-from trainmux.tracing._reach import Items, RandomState, Reach
+from trainmux.tracing._reach import GeneratorState, Items, Reach
 from trainmux.tracing._source import innermost_user_frame, is_user_file, node_location, refusal
 from trainmux.tracing._torch_private import (
     DATA_DEPENDENT_ERRORS,
@@ -114,7 +114,7 @@ class TracedGraph:
         return sum(output.kind is not OutputKind.GRADIENT for output in self.outputs)
 
 
-class _Names:
+class _Discovered:
     """Collected while the user's function runs: names that only its result reveals."""
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class _Call:
         self.parameters, self.buffers = unique_parameters(model), unique_buffers(model)
         self.substitution = Substitution(model, fn)
         self.reach = self.substitution.reach
-        self.names = _Names()
+        self.names = _Discovered()
         self.after: list[list[Items]] = []
         """Contents of the holders after each call."""
         self._learns = [named.tensor.requires_grad and training for named in self.parameters]
@@ -311,7 +311,7 @@ def _refuse_effects(
         return found[0] if found else None
 
     for change in changed:
-        if isinstance(change.value, RandomState):
+        if isinstance(change.value, GeneratorState):
             raise random_error(line_of(change))
     again = _run_tracer(call.twice, [*more_fakes(), *fakes], mode, call.names)
     first, second = call.after
@@ -367,7 +367,7 @@ def _surroundings(settings: TraceSettings, training: bool) -> Iterator[None]:
         yield
 
 
-def _as_loss(result: Any, names: _Names) -> tuple[Tensor, list[Tensor]]:
+def _as_loss(result: Any, names: _Discovered) -> tuple[Tensor, list[Tensor]]:
     metrics: dict[str, Any] = {}
     loss = result
     if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict):
@@ -389,7 +389,7 @@ def _as_loss(result: Any, names: _Names) -> tuple[Tensor, list[Tensor]]:
     return loss, _metric_values(metrics, names)
 
 
-def _as_metrics(result: Any, names: _Names) -> list[Tensor]:
+def _as_metrics(result: Any, names: _Discovered) -> list[Tensor]:
     if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict):
         _refuse_names(result[1], frozenset({"loss"}))
         result = {"loss": result[0], **result[1]}
@@ -412,7 +412,7 @@ def _refuse_names(metrics: dict[str, Any], reserved: frozenset[str]) -> None:
         )
 
 
-def _metric_values(metrics: dict[str, Any], names: _Names) -> list[Tensor]:
+def _metric_values(metrics: dict[str, Any], names: _Discovered) -> list[Tensor]:
     for name, value in metrics.items():
         if not isinstance(value, Tensor):
             raise LossError(
@@ -424,7 +424,7 @@ def _metric_values(metrics: dict[str, Any], names: _Names) -> list[Tensor]:
 
 
 def _run_tracer(
-    step: Callable[..., Any], fakes: Sequence[Tensor], mode: FakeTensorMode, names: _Names
+    step: Callable[..., Any], fakes: Sequence[Tensor], mode: FakeTensorMode, names: _Discovered
 ) -> fx.GraphModule:
     def mark(nodes: list[fx.Node]) -> None:
         names.regions += 1

@@ -189,7 +189,7 @@ def _names_holder(owner: Any, namespace: Mapping[str, Any], names: tuple[str, ..
 
 
 @dataclass(frozen=True)
-class RandomState:
+class GeneratorState:
     """The state of a random generator; equal to one from which the same numbers come."""
 
     digest: bytes
@@ -199,7 +199,7 @@ class RandomState:
 def _random_holder(owner: Any, get: Callable[[], Any], put: Callable[[Any], None]) -> Holder:
     def read() -> Items:
         state = get()
-        return {"": RandomState(hashlib.sha256(pickle.dumps(state)).digest(), state)}
+        return {"": GeneratorState(hashlib.sha256(pickle.dumps(state)).digest(), state)}
 
     return Holder(owner, "random", read, lambda items: put(items[""].state))
 
@@ -567,7 +567,7 @@ class Reach:
             return ("array", value.shape, str(value.dtype), hashlib.sha256(value.tobytes()).digest())
         if isinstance(value, np.generic):
             return ("scalar", repr(value))
-        if isinstance(value, (types.CodeType, RandomState)):
+        if isinstance(value, (types.CodeType, GeneratorState)):
             return value
         if isinstance(value, types.BuiltinFunctionType) and not _bound_to_object(value):
             return ("builtin", value.__module__, value.__qualname__)
@@ -607,7 +607,7 @@ def same_items(one: Items, other: Items) -> bool:
 
 def is_same(one: Any, other: Any) -> bool:
     """Whether two entries are one object, or the same state of a random generator."""
-    return one is other or (isinstance(one, RandomState) and one == other)
+    return one is other or (isinstance(one, GeneratorState) and one == other)
 
 
 def _is_special(name: str, value: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainmux.engine import HostLeaf, Landing
-from trainmux.engine._landing import ALIGNMENT_BYTES, NUM_LANDINGS
+from trainmux.engine._landing import LANDING_ALIGNMENT_BYTES, NUM_LANDINGS
 
 CPU = torch.device("cpu")
 
@@ -277,7 +277,7 @@ def test_leaves_are_as_aligned_as_the_allocator_makes_them() -> None:
     lane = SimulatedLane(Device(0))
     landing = Landing(CPU, lane)  # type: ignore[arg-type]
     landed = landing.land([leaf(torch.ones(n, dtype=torch.uint8)) for n in (1, 513, 7)])
-    assert [tensor.storage_offset() % ALIGNMENT_BYTES for tensor in landed] == [0, 0, 0]
+    assert [tensor.storage_offset() % LANDING_ALIGNMENT_BYTES for tensor in landed] == [0, 0, 0]
 
 
 def test_nothing_to_land_costs_nothing() -> None:
