@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainmux as tm
-from trainmux.runtime import HostFeed, HostLeaf, Landing, Transfers
+from trainmux.engine import HostFeed, HostLeaf, Landing, Transfers
 
 CUDA = torch.device("cuda")
 SLEEP_CYCLES = 200_000_000  # about a tenth of a second

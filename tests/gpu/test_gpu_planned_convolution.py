@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainmux.engine._convolution import convolve_into
+from trainmux.engine._into import convolve_into
 from trainmux.runtime import deterministic_algorithms
 
 aten = torch.ops.aten

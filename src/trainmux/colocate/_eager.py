@@ -32,15 +32,13 @@ from trainmux.colocate._demand import JobDemand, Segment, demand_of_iteration
 from trainmux.colocate._feature_maps import ALIGNMENT_BYTES, Allocation, Iteration, classify_by_peak
 from trainmux.colocate._protocols import MemoryNeed, StepOutcome, forget_locals
 from trainmux.colocate._virtual_memory import granularity_bytes
-from trainmux.engine import Memory
+from trainmux.engine import Memory, limited_growth, pool_bytes
 from trainmux.errors import BudgetError, LossError
 from trainmux.runtime import (
     MATRIX_LIBRARIES_BYTES,
     borrow_stream,
     borrowed_stream,
     deterministic_algorithms,
-    limited_growth,
-    pool_bytes,
     return_stream,
     warm_matrix_libraries,
 )

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 
 import torch
 
-from trainmux.engine._capture_room import CaptureRoom, kernel_settings
+from trainmux.engine import CaptureRoom, kernel_settings, limited_growth
 from trainmux.errors import BudgetError
-from trainmux.runtime import MATRIX_LIBRARIES_BYTES, CudaTimer, limited_growth
+from trainmux.runtime import MATRIX_LIBRARIES_BYTES, CudaTimer
 from trainmux.scheduling.budget import in_words
 
 _MAX_SETS = 8

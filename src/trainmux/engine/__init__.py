@@ -3,12 +3,12 @@
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.engine._cuda_graphs import CudaGraphEngine
 from trainmux.engine._into import handed_over, measured_scratch_bytes, run_into, scratch_bytes
+from trainmux.engine._landing import NUM_LANDINGS, HostLeaf, Landing
 from trainmux.engine._lanes import HostLanes, WatchedLanes
 from trainmux.engine._planned import Memory, PlannedProgram
 from trainmux.engine._planned_engine import PlannedEngine
+from trainmux.engine._pools import limited_growth, pool_bytes, release_cached
 from trainmux.engine._program import (
-    FED_NUMBERS,
-    TAIL_INPUTS,
     ForwardProgram,
     StepProgram,
     build_forward,
@@ -16,21 +16,26 @@ from trainmux.engine._program import (
     build_step,
 )
 from trainmux.engine._reference import ReferenceEngine
-from trainmux.engine._sub_arrays import first_rows, forward_in_sub_arrays, in_sub_arrays
-from trainmux.engine._update_settings import UpdateMode, UpdateSettings
+from trainmux.engine._ring import HostFeed
+from trainmux.engine._sub_arrays import first_rows, in_sub_arrays
+from trainmux.engine._transfer import Transfers
+from trainmux.engine._updates import UpdateMode, UpdateSettings
 
 __all__ = [
-    "FED_NUMBERS",
-    "TAIL_INPUTS",
+    "NUM_LANDINGS",
     "CaptureRoom",
     "CudaGraphEngine",
     "ForwardProgram",
+    "HostFeed",
     "HostLanes",
+    "HostLeaf",
+    "Landing",
     "Memory",
     "PlannedEngine",
     "PlannedProgram",
     "ReferenceEngine",
     "StepProgram",
+    "Transfers",
     "UpdateMode",
     "UpdateSettings",
     "WatchedLanes",
@@ -38,11 +43,13 @@ __all__ = [
     "build_planned_forward",
     "build_step",
     "first_rows",
-    "forward_in_sub_arrays",
     "handed_over",
     "in_sub_arrays",
     "kernel_settings",
+    "limited_growth",
     "measured_scratch_bytes",
+    "pool_bytes",
+    "release_cached",
     "run_into",
     "scratch_bytes",
 ]

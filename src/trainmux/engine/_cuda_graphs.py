@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainmux.engine._capture_room import CaptureRoom
-from trainmux.engine._halves import Apply
+from trainmux.engine._order import Apply
 from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.engine._reference import ReferenceEngine
 from trainmux.errors import BudgetError, TrainmuxWarning, first_line
@@ -37,7 +37,6 @@ class _Captured:
     arguments: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     fed: tuple[int, ...]
-    forecast_handles: tuple[int, ...] = ()
 
     def fits(self, arguments: Sequence[Tensor]) -> bool:
         """Whether the tensors that are not copied in are still the ones of the capture."""
@@ -74,7 +73,7 @@ class CudaGraphEngine:
 
     @property
     def memory(self) -> MemoryUse | None:
-        """What was predicted for the device and what it held, at the last capture."""
+        """Bytes predicted for the device and held by it, at the last capture."""
         return None if self._made_room is None else self._made_room.memory
 
     @property
@@ -123,7 +122,6 @@ class CudaGraphEngine:
         _, captured = self._captured.pop(id(program), (program, None))
         if captured is not None:
             self._retired.append(captured.graph)
-            self._room.release(captured.forecast_handles)
 
     def _find(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> _Captured | None:
         held = self._captured.get(id(program))
@@ -160,13 +158,13 @@ class CudaGraphEngine:
         if isinstance(program, StepProgram):
             totals = [(static[i], static[i].clone()) for i in program.accumulator_positions()]
         try:
-            graph, outputs, handles = self._room.capture(
+            graph, outputs = self._room.capture(
                 lambda: program.module(*_without_members(program, static)), lambda: program.module(*static)
             )
         finally:
             for total, before in totals:
                 total.copy_(before)
-        return _Captured(graph, tuple(static), tuple(outputs), fed, handles)
+        return _Captured(graph, tuple(static), tuple(outputs), fed)
 
 
 def _without_members(program: StepProgram | ForwardProgram, static: Sequence[Tensor]) -> list[Tensor]:

@@ -1,9 +1,9 @@
 """Nodes whose results go to given memory: written there where the operator can, copied there otherwise.
 
-Matrix products have an ``out`` argument, as have convolutions by cuDNN (`_convolution`); compiled regions
-take their outputs' memory from their caller. What is left (attention, backward passes of convolutions, odd
-operators) computes into memory of its own, which is given back as soon as the result has been copied. One
-that only the next node reads is not copied: it is handed over as it is, and given back when that has run.
+Matrix products have an ``out`` argument, as have convolutions by cuDNN; compiled regions take their outputs'
+memory from their caller. What is left (attention, backward passes of convolutions, odd operators) computes
+into memory of its own, which is given back as soon as the result has been copied. A result that only the next
+node reads is not copied: it is handed over as it is, and given back when that node has run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from trainmux.engine._convolution import NUM_ARGUMENTS, can_write, convolve_into
 from trainmux.ir import Phase
 from trainmux.lowering import Place, RegionCall, extended, extended_product
 from trainmux.profiling import KernelGraph, Location
@@ -58,7 +57,7 @@ def handed_over(graph: KernelGraph) -> dict[int, frozenset[int]]:
 
 
 def scratch_bytes(graph: KernelGraph) -> int:
-    """The most that results of nodes need at a time that are not written to their place at once."""
+    """The most scratch needed at a time by results that are not written to their place at once."""
     own = [
         0 if _takes_memory(graph, step.node) else _rounded_bytes(graph, step.creates) for step in graph.steps
     ]
@@ -66,7 +65,7 @@ def scratch_bytes(graph: KernelGraph) -> int:
 
 
 def measured_scratch_bytes(graph: KernelGraph, workspaces: Sequence[int]) -> int:
-    """The most that nodes need at a time beside the tensors' places, ``workspaces`` being those of each.
+    """The most scratch that nodes need at a time, ``workspaces`` being those of each.
 
     While something is handed over, nodes of the forward pass may be run again.
     """
@@ -118,8 +117,8 @@ def run_into(
 ) -> list[Tensor]:
     """Call ``target``; returns the tensors among its results, those with a place lying there.
 
-    ``places`` has one entry for each such tensor; ``None``: it stays where the operator puts it, as one does
-    whose place allows it if that is no other way to look at it.
+    ``places`` has one entry for each such tensor. A result without a place stays where the operator put it;
+    so does one whose place allows it, unless it is a view.
     """
     if len(places) == 1 and places[0] is not None and _product_into(target, args, kwargs, places[0]):
         return [places[0].value]
@@ -159,3 +158,59 @@ def _dense(place: Place, shape: Sequence[int]) -> Tensor | None:
     if tuple(value.stride()) != tuple(strides) or typed.storage_offset() != value.storage_offset():
         return None
     return typed.as_strided(tuple(shape), strides) if typed.numel() == prod(shape) else None
+
+
+# ---- convolutions -------------------------------------------------------------------------------------
+
+_NUM_AXES = 4
+NUM_ARGUMENTS = 9
+"""Number of positional arguments of ``aten.convolution``."""
+
+
+def convolve_into(args: Sequence[Any], out: Tensor) -> bool:
+    """Run ``aten.convolution`` on ``args`` into ``out``; false, and nothing done, where it cannot be.
+
+    Its own ``out`` overload computes elsewhere and copies. On CUDA it calls ``aten.cudnn_convolution``, whose
+    ``out`` overload writes in the layout of the memory it is given (torch 2.11 to 2.13). That is used only
+    where layout and library are those that ``aten.convolution`` would take: both compute the same bits.
+    """
+    if len(args) != NUM_ARGUMENTS:
+        return False
+    data, weight, bias, stride, padding, dilation, is_transposed, _, groups = args
+    if data.device.type != "cuda" or not can_write(data, weight, out, is_transposed=is_transposed):
+        return False
+    if torch._C._select_conv_backend(*args).name != "Cudnn":
+        return False
+    cudnn = torch.backends.cudnn
+    is_deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    settings = (cudnn.benchmark, is_deterministic, torch._C._get_cudnn_allow_tf32())
+    aten.cudnn_convolution.out(data, weight, padding, stride, dilation, groups, *settings, out=out)
+    if bias is not None:
+        out.add_(bias.view(1, -1, *[1] * (out.dim() - 2)))
+    return True
+
+
+def can_write(data: Tensor, weight: Tensor, out: Tensor, *, is_transposed: bool) -> bool:
+    """Whether ``out`` is laid out as cuDNN's result of ``data`` and ``weight`` would be; meta tensors do."""
+    if is_transposed or data.dim() != _NUM_AXES or not out.numel() or data.dtype != weight.dtype:
+        return False
+    innermost = data.dtype != torch.float64 and (_has_channels_last(data) or _has_channels_last(weight))
+    if _has_channels_last(out) != innermost:
+        return False
+    return out.is_contiguous(memory_format=torch.channels_last if innermost else torch.contiguous_format)
+
+
+def _has_channels_last(tensor: Tensor) -> bool:
+    """Whether torch takes a tensor's strides for those of channels last: C within W within H within N.
+
+    Axes of one element count too: their strides tell which layout somebody had in mind.
+    """
+    needed = 0
+    if tensor.stride(1) == 0:
+        return False
+    for axis in (1, 3, 2, 0):
+        size, stride = tensor.shape[axis], tensor.stride(axis)
+        if size == 0 or stride < needed or (axis == 0 and needed == tensor.stride(1)):
+            return False
+        needed = stride * size if size > 1 else stride
+    return True

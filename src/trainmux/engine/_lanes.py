@@ -25,21 +25,21 @@ class HostLanes:
 
     @contextmanager
     def on(self, lane: Lane, position: int) -> Iterator[None]:
-        """What is enqueued inside is the instruction at ``position`` and runs on ``lane``."""
+        """Enqueue the instruction at ``position`` on ``lane``."""
         yield
 
     @contextmanager
     def branch(self, number: int) -> Iterator[None]:
-        """What is enqueued inside runs on one branch of the compute lane."""
+        """Enqueue on one branch of the compute lane."""
         yield
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is enqueued inside is behind all branches of the compute lane, and they go on behind it."""
+        """Enqueue after all branches of the compute lane; they continue after it."""
         yield
 
     def issued(self, lane: Lane, position: int) -> None:
-        """The instruction at ``position`` has been enqueued."""
+        """Note that the instruction at ``position`` has been enqueued."""
 
     def wait(self, lane: Lane, position: int) -> None:
         """Hold ``lane`` until the instruction at ``position`` has ended."""
@@ -85,7 +85,7 @@ class StreamLanes:
 
     @contextmanager
     def on(self, lane: Lane, position: int) -> Iterator[None]:
-        """What is enqueued inside is the instruction at ``position`` and runs on ``lane``."""
+        """Enqueue the instruction at ``position`` on ``lane``."""
         if lane is Lane.COMPUTE:
             yield
             return
@@ -94,7 +94,7 @@ class StreamLanes:
 
     @contextmanager
     def branch(self, number: int) -> Iterator[None]:
-        """What is enqueued inside runs on one branch of the compute lane."""
+        """Enqueue on one branch of the compute lane."""
         if number == 0:
             yield
             return
@@ -103,7 +103,7 @@ class StreamLanes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is enqueued inside is behind all branches of the compute lane, and they go on behind it."""
+        """Enqueue after all branches of the compute lane; they continue after it."""
         main = self._streams[Lane.COMPUTE]
         for branch in self.branches:
             main.wait_stream(branch)
@@ -116,7 +116,7 @@ class StreamLanes:
         return [self._streams[lane], *more]
 
     def issued(self, lane: Lane, position: int) -> None:
-        """The instruction at ``position`` has been enqueued."""
+        """Note that the instruction at ``position`` has been enqueued."""
         if position in self._awaited:
             self._ended[position] = [stream.record_event() for stream in self._streams_of(lane)]
 
@@ -139,7 +139,7 @@ class _LentStreams:
 
 
 class WatchedHostLanes(HostLanes):
-    """The same with a clock: when each instruction ran."""
+    """Lanes of the host that record when each instruction ran."""
 
     def __init__(self, num_branches: int = 1) -> None:
         super().__init__(num_branches)
@@ -166,9 +166,9 @@ class WatchedHostLanes(HostLanes):
 
 
 class WatchedStreamLanes(StreamLanes):
-    """The same with events around each instruction, which a captured graph records anew with every replay.
+    """Streams with events around each instruction, which a captured graph records anew with every replay.
 
-    What is seen of the compute lane is its first branch.
+    Of the compute lane only the first branch is timed.
     """
 
     def __init__(self, device: torch.device, num_branches: int = 1, like: StreamLanes | None = None) -> None:
@@ -224,7 +224,7 @@ WatchedLanes = WatchedHostLanes | WatchedStreamLanes
 
 
 def watched_lanes(lanes: Lanes) -> WatchedLanes:
-    """The same with a clock. Branches are the same streams: others would have workspaces of their own."""
+    """Lanes like these, with a clock. Branches are the same streams: others need workspaces of their own."""
     if isinstance(lanes, StreamLanes):
         return WatchedStreamLanes(lanes.device, lanes.num_branches, lanes)
     return WatchedHostLanes(lanes.num_branches)

@@ -99,7 +99,7 @@ def host_offsets(program: Program, graphs: Sequence[KernelGraph]) -> tuple[dict[
 
 
 @dataclass
-class _Walk:
+class _Progress:
     """One walk through a part: where each tensor lies now.
 
     ``aside`` are values on another device, ``handed`` the bytes of what a node hands over to the next one
@@ -179,7 +179,7 @@ class PlannedProgram:
         raise PlanError(f"expected {name} to be on the device or the host between steps, got neither")
 
     def _of_all(self, sub_array: int, first: Tensor, apart_bytes: int, axis: int | None) -> Tensor:
-        """The same value of all of a sub-array's branches, out of that of the first."""
+        """A value of all of a sub-array's branches, given that of the first."""
         num_branches = len(self._branches[sub_array])
         if num_branches == 1:
             return first
@@ -191,7 +191,7 @@ class PlannedProgram:
         return first.as_strided(shape, strides, first.storage_offset())
 
     def results(self, sub_array: int) -> tuple[Tensor, ...]:
-        """What the last step of a sub-array returned; overwritten by its next."""
+        """Results of the last step of a sub-array; its next step overwrites them."""
         return tuple(result.flatten(0, 1) for result in self._results[sub_array])
 
     # ---- running -----------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class PlannedProgram:
         before: Mapping[tuple[int, int], Callable[[], None]] | None = None,
         lanes: Lanes | None = None,
     ) -> None:
-        """Enqueue one part, on the current stream and the lanes beside it, or on other ``lanes``.
+        """Enqueue one part, on the current stream and the copy lanes, or on other ``lanes``.
 
         ``before`` has work for the compute lane that belongs before a node is computed, by (sub-array, rank).
         Where an instruction fails, static tensors are brought to where they are between steps, with the
@@ -211,7 +211,7 @@ class PlannedProgram:
         lanes = lanes or self._lanes
         self.has_changed = False
         timetable = self._parts[id(part)]
-        walk = _Walk(dict(timetable.there), self._aside)
+        walk = _Progress(dict(timetable.there), self._aside)
         try:
             with (
                 torch.no_grad(),
@@ -229,7 +229,7 @@ class PlannedProgram:
         self,
         part: Part,
         timetable: _Timetable,
-        walk: _Walk,
+        walk: _Progress,
         before: Mapping[tuple[int, int], Callable[[], None]],
         lanes: Lanes,
     ) -> None:
@@ -290,7 +290,9 @@ class PlannedProgram:
             return False
         return bool(self.graphs[instruction.sub_array].steps[instruction.node].changes)
 
-    def _compute(self, walk: _Walk, sub_array: int, rank: int, branch: int, stays: frozenset[int]) -> None:
+    def _compute(
+        self, walk: _Progress, sub_array: int, rank: int, branch: int, stays: frozenset[int]
+    ) -> None:
         step = self.graphs[sub_array].steps[rank]
         created = {t: walk.where[sub_array, t] for t in step.creates}
         self._run_node(walk, sub_array, rank, created, branch, stays)
@@ -303,7 +305,7 @@ class PlannedProgram:
 
     def _run_node(
         self,
-        walk: _Walk,
+        walk: _Progress,
         sub_array: int,
         rank: int,
         created: Mapping[int, int],
@@ -344,7 +346,7 @@ class PlannedProgram:
         self._keep_aside(walk, sub_array, branch, node, results)
 
     def _keep_aside(
-        self, walk: _Walk, sub_array: int, branch: int, node: fx.Node, results: Sequence[Tensor]
+        self, walk: _Progress, sub_array: int, branch: int, node: fx.Node, results: Sequence[Tensor]
     ) -> None:
         """Values on another device than the slab's stay what the operator returned."""
         other = [result for result in results if result.device != self.memory.slab.device]
@@ -358,7 +360,7 @@ class PlannedProgram:
                     numbers = [item.tensor for item in locations_of(self.graphs[sub_array].values[node])]
                     walk.aside[sub_array, branch, user] = [results[numbers.index(location.tensor)]]
 
-    def _bring_back(self, walk: _Walk) -> None:
+    def _bring_back(self, walk: _Progress) -> None:
         """Static tensors to their places between steps, from wherever a broken walk has left them.
 
         A tensor that is on the device has its latest values there, one that is not has them on the host.
@@ -379,7 +381,7 @@ class PlannedProgram:
 
     # ---- memory ------------------------------------------------------------------------------------
 
-    def _look(self, walk: _Walk, sub_array: int, location: Location, branch: int) -> Tensor:
+    def _look(self, walk: _Progress, sub_array: int, location: Location, branch: int) -> Tensor:
         key = (sub_array, location.tensor)
         handed = walk.handed.get((key, branch))
         memory = self._device_bytes(key, walk.where[key], branch) if handed is None else handed
@@ -410,7 +412,7 @@ class PlannedProgram:
         ]
 
     def _static_offsets(self) -> dict[Key, int]:
-        """Of the static tensors that are on the device before the first step and after the last one."""
+        """Offsets of the static tensors that are on the device before the first step and after the last."""
         first = self.program.prologue if self.program.prologue.instructions else self.program.body
         there = self._parts[id(first)].there
         return {key: there[key] for key in self.program.resident}
@@ -429,7 +431,7 @@ class PlannedProgram:
 
 
 class _Timetable:
-    """Of one part: where tensors lie when it begins, what each instruction takes, who is waited for.
+    """Lookup tables of one part: tensors there when it begins, offsets taken by each instruction, waits.
 
     ``hands_over`` has, by position, which of what nodes may hand over, as ``handed`` says of each sub-array,
     they do: where only recomputed nodes of the same sub-array come before the one that it is for.
@@ -472,7 +474,7 @@ def _hand_overs(part: Part, handed: Sequence[Mapping[int, frozenset[int]]]) -> d
 
 
 def _rows_of(memory: Tensor, num_branches: int) -> int:
-    """How far apart the branches' shares of a slab begin."""
+    """Distance between the branches' shares of a slab, in bytes."""
     return memory.numel() // (num_branches * ALIGNMENT) * ALIGNMENT if num_branches > 1 else 0
 
 
@@ -483,6 +485,6 @@ def _last_writers(graph: KernelGraph) -> dict[int, list[int]]:
         last.update(dict.fromkeys((*step.creates, *step.changes), rank))
     found: dict[int, list[int]] = {}
     for position, location in enumerate(graph.outputs):
-        rank = last.get(location.tensor, len(graph.steps) - 1)  # an argument that is handed on
+        rank = last.get(location.tensor, len(graph.steps) - 1)  # an argument that is returned
         found.setdefault(rank, []).append(position)
     return found

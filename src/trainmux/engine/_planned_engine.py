@@ -1,7 +1,7 @@
 """Steps of a planned program: inputs in, parts run or replayed, results out (µ-TWO Algorithm H, B.1.5).
 
 In a ring the backward pass of the first sub-array is still to come when a step returns: its forward pass was
-the last thing that the step did, beside the backward pass of the last sub-array. Its losses are there, its
+the last thing that the step did, during the backward pass of the last sub-array. Its losses are there, its
 update comes with the next step, or with ``finish``. What it will read until then may not be overwritten: new
 inputs of the first sub-array wait in a landing buffer until its forward pass begins.
 
@@ -84,7 +84,7 @@ class PlannedEngine:
 
     @property
     def memory(self) -> MemoryUse | None:
-        """What was predicted for the device and what it held, once captured."""
+        """Bytes predicted for the device and held by it, once captured."""
         return None if self._room is None else self._room.memory
 
     def argument(self, sub_array: int, position: int) -> Tensor:
@@ -156,7 +156,7 @@ class PlannedEngine:
         self._graphs = {}
 
     def results(self, sub_array: int) -> list[Tensor]:
-        """What the last step of a sub-array returned, as new tensors."""
+        """Results of the last step of a sub-array, as new tensors."""
         return [result.clone() for result in self._planned.results(sub_array)]
 
     # ---- inputs ------------------------------------------------------------------------------------

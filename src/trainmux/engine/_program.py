@@ -16,14 +16,19 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from trainmux.engine._early import ready_places, update_early, with_memory_alone
-from trainmux.engine._halves import Apply, Halves, InHalves
-from trainmux.engine._late_masks import make_masks_late
+from trainmux.engine._order import (
+    Apply,
+    Halves,
+    InHalves,
+    make_masks_late,
+    ready_places,
+    update_early,
+    with_memory_alone,
+)
 from trainmux.engine._row_gradients import as_row_gradient, erase_unread
-from trainmux.engine._tail import make_tail
-from trainmux.engine._update_settings import TailInputs, UpdateMode, UpdateSettings
+from trainmux.engine._updates import TailInputs, UpdateMode, UpdateSettings, make_tail
 from trainmux.fusion import FusedGraph
-from trainmux.ir import ByteClass, GraphInput, GraphOutput, InputKind, OutputKind, Phase
+from trainmux.ir import ByteClass, GraphInput, InputKind, OutputKind, Phase
 from trainmux.tracing import (
     FakeTensor,
     FakeTensorMode,
@@ -35,22 +40,82 @@ from trainmux.tracing import (
     split_joint,
 )
 
-# Besides the fused graph's own inputs, in this order.
 TAIL_INPUTS = ("scalars", "neutral", "limits", "active", "alive", "updates")
+"""Arguments of the update, behind the fused inputs, optimizer state and accumulators, in this order."""
 FED_NUMBERS = ("scalars", "limits", "active")
-"""Those that the host sends with every step."""
+"""Numbers that the host sends with every step."""
 HELD_NUMBERS = tuple(name for name in TAIL_INPUTS if name not in FED_NUMBERS)
-"""Those that stay where they are from step to step."""
+"""Numbers that stay on the device from step to step."""
+_BYTE_CLASSES = {
+    InputKind.PARAMETER: ByteClass.PARAMETER,
+    InputKind.BUFFER: ByteClass.BUFFER,
+    InputKind.BATCH: ByteClass.BATCH,
+    InputKind.COUNTER: ByteClass.BATCH,
+    InputKind.SEED: ByteClass.BUFFER,
+}
+
+
+class _Arguments:
+    """Arguments of a program: fused inputs, optimizer state, gradient accumulators, numbers."""
+
+    inputs: tuple[GraphInput, ...]
+
+    @property
+    def _update(self) -> UpdateSettings | None:
+        """The update whose state is among the arguments."""
+        raise NotImplementedError
+
+    def state_keys(self) -> tuple[tuple[str, str], ...]:
+        """(parameter, state name) of the optimizer state tensors, behind the fused inputs."""
+        return () if self._update is None else self._update.state_keys()
+
+    def total_names(self) -> tuple[str, ...]:
+        """Names of the gradients whose accumulators come next."""
+        return self._update.parameters if self._update is not None and self._update.accumulates else ()
+
+    def number_names(self) -> tuple[str, ...]:
+        """Names of the arguments that come last, out of ``TAIL_INPUTS``."""
+        raise NotImplementedError
+
+    def position_of(self, name: str) -> int:
+        """Position of one of the numbers among the arguments."""
+        first = len(self.inputs) + len(self.state_keys()) + len(self.total_names())
+        return first + self.number_names().index(name)
+
+    def fed_positions(self) -> list[int]:
+        """Positions of the batch, whose tensors are new with every run. All others keep their address."""
+        return list(self._fed)
+
+    def positions_fed_anew(self) -> list[int]:
+        """Positions of arguments with new values in every run: the batch, and the host's numbers."""
+        return list(self._fed_anew)
+
+    @functools.cached_property
+    def _fed(self) -> tuple[int, ...]:
+        # Cached, as the next one: every step asks for them.
+        return tuple(i for i, item in enumerate(self.inputs) if item.kind is InputKind.BATCH)
+
+    @functools.cached_property
+    def _fed_anew(self) -> tuple[int, ...]:
+        counters = [i for i, item in enumerate(self.inputs) if item.kind is InputKind.COUNTER]
+        fed = [name for name in self.number_names() if name in FED_NUMBERS]
+        return (*self._fed, *counters, *map(self.position_of, fed))
+
+    def byte_classes(self) -> list[ByteClass]:
+        """Class of each argument in a budget."""
+        found = [_BYTE_CLASSES.get(item.kind, ByteClass.CONSTANT) for item in self.inputs]
+        found += [ByteClass.OPTIMIZER_STATE] * (len(self.state_keys()) + len(self.total_names()))
+        return found + [
+            ByteClass.BATCH if name in FED_NUMBERS else ByteClass.BUFFER for name in self.number_names()
+        ]
 
 
 @dataclass(frozen=True)
-class StepProgram:
-    """A step ready to run.
+class StepProgram(_Arguments):
+    """A step ready to run; its last arguments are ``TAIL_INPUTS``.
 
-    Its arguments are the fused inputs, optimizer state tensors (``settings.state_keys()``), accumulators
-    (one per gradient, where the step accumulates), then ``TAIL_INPUTS``. It returns the loss, the
-    gradient norm, the finite mask and the metrics, each with the model axis first. ``notes`` say in words how
-    it runs.
+    It returns the loss, the gradient norm, the finite mask and the metrics, each with the model axis first.
+    ``notes`` say in words how it runs.
     """
 
     module: torch.nn.Module
@@ -62,49 +127,21 @@ class StepProgram:
     counts_draws = True
     """Random draws are numbered by the members' counters."""
 
-    def state_keys(self) -> tuple[tuple[str, str], ...]:
-        """Of the optimizer state among the arguments, behind the fused inputs."""
-        return self.settings.state_keys()
-
-    def total_names(self) -> tuple[str, ...]:
-        """Of the gradients whose accumulators come next."""
-        return self.settings.parameters if self.settings.accumulates else ()
+    @property
+    def _update(self) -> UpdateSettings:
+        return self.settings
 
     def number_names(self) -> tuple[str, ...]:
-        """Of the arguments that come last."""
         return TAIL_INPUTS
 
     def mask_positions(self) -> list[int]:
         """Arguments of which zeros keep a run from changing parameters, buffers and optimizer state."""
         return [self.position_of("active")]
 
-    def position_of(self, name: str) -> int:
-        """Where one of ``TAIL_INPUTS`` stands among the arguments."""
-        last = len(self.inputs) + len(self.settings.state_keys()) + len(self.accumulator_positions())
-        return last + TAIL_INPUTS.index(name)
-
     def accumulator_positions(self) -> range:
-        """Where the gradient accumulators stand; none where the step does not accumulate."""
-        first = len(self.inputs) + len(self.settings.state_keys())
-        return range(first, first + (len(self.settings.parameters) if self.settings.accumulates else 0))
-
-    def fed_positions(self) -> list[int]:
-        """Arguments whose tensors are others with every step: the batch. All others keep their address."""
-        return list(self._fed)
-
-    def positions_fed_anew(self) -> list[int]:
-        """Arguments that get new values with every step: the batch, and the host's numbers."""
-        return list(self._fed_anew)
-
-    @functools.cached_property
-    def _fed(self) -> tuple[int, ...]:
-        """Found once: they are asked for with every step. So are the next ones."""
-        return tuple(_batch_positions(self.inputs))
-
-    @functools.cached_property
-    def _fed_anew(self) -> tuple[int, ...]:
-        counters = _counter_positions(self.inputs)
-        return (*self._fed, *counters, *(self.position_of(name) for name in FED_NUMBERS))
+        """Positions of the gradient accumulators; none where the step does not accumulate."""
+        first = len(self.inputs) + len(self.state_keys())
+        return range(first, first + len(self.total_names()))
 
     def begin(self, arguments: Sequence[Tensor]) -> Apply:
         """Run up to the first change of anything that lasts; all of it later where it cannot be cut."""
@@ -124,30 +161,14 @@ class StepProgram:
         found: InHalves | None = kept[0]
         return found
 
-    def byte_classes(self) -> list[ByteClass]:
-        """What each argument is to a budget."""
-        found = [_BYTE_CLASSES.get(item.kind, ByteClass.CONSTANT) for item in self.inputs]
-        states = len(self.settings.state_keys()) + len(self.accumulator_positions())
-        tail = [ByteClass.BATCH if name in FED_NUMBERS else ByteClass.BUFFER for name in TAIL_INPUTS]
-        return found + [ByteClass.OPTIMIZER_STATE] * states + tail
-
-
-_BYTE_CLASSES = {
-    InputKind.PARAMETER: ByteClass.PARAMETER,
-    InputKind.BUFFER: ByteClass.BUFFER,
-    InputKind.BATCH: ByteClass.BATCH,
-    InputKind.COUNTER: ByteClass.BATCH,
-    InputKind.SEED: ByteClass.BUFFER,
-}
-
 
 @dataclass(frozen=True)
-class ForwardProgram:
+class ForwardProgram(_Arguments):
     """A forward-only program: fused inputs in, metrics out.
 
-    It may have further arguments that it does not touch, behind its own: with ``carried`` those which a step
-    of these settings keeps from one run to the next (optimizer state, accumulators, ``HELD_NUMBERS``). In a
-    planned program they have their places then, the same ones as in that of the step.
+    It may have further arguments that it does not touch: with ``carried`` those which a step of these
+    settings keeps from one run to the next (optimizer state, accumulators, ``HELD_NUMBERS``). A planned
+    program has places for them then, the same ones as that of the step.
     """
 
     module: torch.nn.Module
@@ -156,58 +177,27 @@ class ForwardProgram:
     carried: UpdateSettings | None = None
 
     counts_draws = False
-    """Random draws are numbered by the batches of an evaluation, which does not depend on when it is made."""
+    """Random draws are numbered by the batches of an evaluation, whenever it is made."""
 
-    def state_keys(self) -> tuple[tuple[str, str], ...]:
-        """Of the optimizer state that is carried."""
-        return () if self.carried is None else self.carried.state_keys()
-
-    def total_names(self) -> tuple[str, ...]:
-        """Of the gradients whose accumulators are carried."""
-        return self.carried.parameters if self.carried is not None and self.carried.accumulates else ()
+    @property
+    def _update(self) -> UpdateSettings | None:
+        return self.carried
 
     def number_names(self) -> tuple[str, ...]:
-        """Of the numbers that are carried."""
         return () if self.carried is None else HELD_NUMBERS
-
-    def begin(self, arguments: Sequence[Tensor]) -> Apply:
-        """Run all of it: nothing that lasts changes."""
-        results: list[Tensor] = self.module(*arguments)
-        return lambda: results
 
     def mask_positions(self) -> list[int]:
         """None: a run changes nothing that lasts."""
         return []
 
     def accumulator_positions(self) -> range:
-        """None that a run would add to."""
+        """None: a run adds to none of them."""
         return range(0)
 
-    def fed_positions(self) -> list[int]:
-        """Arguments whose tensors are others with every run: the batch. All others keep their address."""
-        return _batch_positions(self.inputs)
-
-    def positions_fed_anew(self) -> list[int]:
-        """Arguments that get new values with every run: the batch, and the numbers of random draws."""
-        return [*self.fed_positions(), *_counter_positions(self.inputs)]
-
-    def byte_classes(self) -> list[ByteClass]:
-        """What each argument is to a budget."""
-        found = [_BYTE_CLASSES.get(item.kind, ByteClass.CONSTANT) for item in self.inputs]
-        states = len(self.state_keys()) + len(self.total_names())
-        return [
-            *found,
-            *[ByteClass.OPTIMIZER_STATE] * states,
-            *[ByteClass.BUFFER] * len(self.number_names()),
-        ]
-
-
-def _counter_positions(inputs: Sequence[GraphInput]) -> list[int]:
-    return [position for position, item in enumerate(inputs) if item.kind is InputKind.COUNTER]
-
-
-def _batch_positions(inputs: Sequence[GraphInput]) -> list[int]:
-    return [position for position, item in enumerate(inputs) if item.kind is InputKind.BATCH]
+    def begin(self, arguments: Sequence[Tensor]) -> Apply:
+        """Run all of it: nothing that lasts changes."""
+        results: list[Tensor] = self.module(*arguments)
+        return lambda: results
 
 
 def build_forward(fused: FusedGraph) -> ForwardProgram:
@@ -217,7 +207,7 @@ def build_forward(fused: FusedGraph) -> ForwardProgram:
 
 
 def build_planned_forward(fused: FusedGraph, carried: UpdateSettings | None) -> ForwardProgram:
-    """The same as one graph that a plan can be made of, with what is ``carried`` through it.
+    """A forward-only program that a plan can be made of, with what is ``carried`` through it.
 
     Each metric is a copy of its own: one that is an argument, or a view of one, is computed by no node.
     """
@@ -260,11 +250,12 @@ def build_step(
     graph = fx.Graph()
     owner = torch.nn.Module()
     arguments = [graph.placeholder(f"input_{i}") for i in range(len(fused.inputs))]
-    primal = [node for node, described in _paired(arguments, fused.inputs) if not _is_tangent(described)]
+    tangents = [node for node, item in _paired(arguments, fused.inputs) if item.kind is InputKind.TANGENT]
+    primal = [node for node in arguments if node not in tangents]
     forward_values = _append(graph, owner, split.forward, primal, Phase.FORWARD, "forward")
     results, saved = forward_values[: split.num_forward_outputs], forward_values[split.num_forward_outputs :]
-    by_name = dict(zip(_names(split.forward)[split.num_forward_outputs :], saved, strict=True))
-    tangents = [node for node, described in _paired(arguments, fused.inputs) if _is_tangent(described)]
+    saved_names = [node.name for node in output_nodes(split.forward)[split.num_forward_outputs :]]
+    by_name = dict(zip(saved_names, saved, strict=True))
     backward_inputs = [
         by_name[node.name] if node.name in by_name else tangents[0]
         for node in split.backward.graph.nodes
@@ -274,7 +265,9 @@ def build_step(
     _describe(arguments, fused)
     make_masks_late(graph)
 
-    outputs = dict(_group_outputs(fused.outputs, results + gradients))
+    outputs: dict[OutputKind, dict[str, fx.Node]] = {kind: {} for kind in OutputKind}
+    for described, node in zip(fused.outputs, results + gradients, strict=True):
+        outputs[described.kind][described.name] = node
     updates_rows = updates_rows and settings.applies and not settings.accumulates
     tail = _TailGraph(graph, arguments, fused, settings, outputs, reuses_gradients, updates_rows)
     norm, finite = tail.append(owner)
@@ -289,16 +282,8 @@ def build_step(
     return StepProgram(module, fused.inputs, settings, tuple(metrics))
 
 
-def _is_tangent(described: GraphInput) -> bool:
-    return described.kind is InputKind.TANGENT
-
-
 def _paired(nodes: Sequence[fx.Node], described: Sequence[GraphInput]) -> list[tuple[fx.Node, GraphInput]]:
     return list(zip(nodes, described, strict=True))
-
-
-def _names(module: fx.GraphModule) -> list[str]:
-    return [node.name for node in output_nodes(module)]
 
 
 def _describe(arguments: Sequence[fx.Node], fused: FusedGraph) -> None:
@@ -349,18 +334,6 @@ def _root(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
-
-
-def _group_outputs(
-    outputs: Sequence[GraphOutput], nodes: Sequence[fx.Node]
-) -> list[tuple[OutputKind, dict[str, fx.Node]]]:
-    return [
-        (
-            kind,
-            {o.name: node for o, node in zip(outputs, nodes, strict=True) if o.kind is kind},
-        )
-        for kind in OutputKind
-    ]
 
 
 def _placeholders_first(graph: fx.Graph) -> None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from trainmux.engine._halves import Apply
+from trainmux.engine._order import Apply
 from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.ir import MemoryUse
 from trainmux.runtime import deterministic_algorithms

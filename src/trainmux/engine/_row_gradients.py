@@ -110,7 +110,7 @@ def _scattered(node: fx.Node, shape: tuple[int, ...]) -> tuple[fx.Node, fx.Node,
 
 
 def _masked(node: fx.Node, values: fx.Node, mask: fx.Node) -> fx.Node:
-    """What is scattered, zero where the mask is false; a new node in front of ``node``."""
+    """The scattered values, zero where the mask is false; a new node in front of ``node``."""
     graph = node.graph
     with graph.inserting_before(node), node.meta["val"].fake_mode:
         off = insert_call(graph, node, aten.logical_not.default, (mask,))
@@ -143,7 +143,7 @@ def _index_of_members(offset: fx.Node, num_members: int, num_rows: int) -> fx.No
 
 
 @dataclass(frozen=True)
-class Rows:
+class GradientRows:
     """The rows of a table that have a gradient: where they are, and each one's whole gradient."""
 
     member: Tensor  # [k, 1]
@@ -152,7 +152,7 @@ class Rows:
     gradient: Tensor  # [k, n, d]: each row's gradient at all of its places
 
     @staticmethod
-    def of(given: RowGradient[Tensor], parameter: Tensor) -> Rows:
+    def of(given: RowGradient[Tensor], parameter: Tensor) -> GradientRows:
         """Add up what belongs to the same row."""
         index, values = given.rows, given.values
         num_members, num_rows, size = parameter.shape
@@ -164,7 +164,7 @@ class Rows:
         first = place.index_put((flat,), numbers)[flat]
         once = torch.zeros_like(values).index_put((first,), values, accumulate=True)
         gradient = once[first].reshape(num_members, -1, size)
-        return Rows(member, index, once.reshape(num_members, -1), gradient)
+        return GradientRows(member, index, once.reshape(num_members, -1), gradient)
 
     def take(self, table: Tensor) -> Tensor:
         """A copy of the rows, ``[k, n, d]``."""

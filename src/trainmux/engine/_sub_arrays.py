@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from trainmux.engine._halves import Apply, Halves
+from trainmux.engine._order import Apply, Halves
 from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.runtime import ALIGNMENT_BYTES
+
+P = TypeVar("P", StepProgram, ForwardProgram)
 
 _MEMBER_AXIS_OF = {"scalars": 1, "neutral": None, "limits": 1}
 
@@ -50,18 +52,7 @@ class SubArrays(nn.Module):
         device = arguments[0].device
         if device.type != "cuda" or self._num_branches == 1:
             parts = [self._program(*self._slice(arguments, index)) for index in range(self._num_arrays)]
-            return [torch.cat(column) for column in zip(*parts, strict=True)]
-        return self._on_branches(arguments, device)
-
-    def begin(self, arguments: Sequence[Tensor]) -> Apply:
-        """Run all sub-arrays, one after another, up to their first change of an argument."""
-        if self._halves is None:
-            assert isinstance(self._program, fx.GraphModule)
-            self._halves = Halves(self._program)
-        ends = [self._halves.begin(self._slice(arguments, index)) for index in range(self._num_arrays)]
-        return lambda: [torch.cat(column) for column in zip(*(end() for end in ends), strict=True)]
-
-    def _on_branches(self, arguments: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+            return _joined(parts)
         while len(self._streams) < self._num_branches - 1:
             self._streams.append(torch.cuda.Stream(device))
         main = torch.cuda.current_stream(device)
@@ -74,7 +65,15 @@ class SubArrays(nn.Module):
                 parts.append(self._program(*self._slice(arguments, index)))
         for stream in self._streams:
             main.wait_stream(stream)
-        return [torch.cat(column) for column in zip(*parts, strict=True)]
+        return _joined(parts)
+
+    def begin(self, arguments: Sequence[Tensor]) -> Apply:
+        """Run all sub-arrays, one after another, up to their first change of an argument."""
+        if self._halves is None:
+            assert isinstance(self._program, fx.GraphModule)
+            self._halves = Halves(self._program)
+        ends = [self._halves.begin(self._slice(arguments, index)) for index in range(self._num_arrays)]
+        return lambda: _joined([end() for end in ends])
 
     def _slice(self, arguments: Sequence[Tensor], index: int) -> list[Tensor]:
         taken = []
@@ -90,6 +89,11 @@ class SubArrays(nn.Module):
         return taken
 
 
+def _joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Results of all sub-arrays, one behind another along the model axis."""
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
 def first_rows(program: StepProgram, arguments: Sequence[Tensor], width: int) -> list[Tensor]:
     """The arguments of ``program``, which is for ``width`` members, out of those of a wider one."""
 
@@ -102,17 +106,8 @@ def first_rows(program: StepProgram, arguments: Sequence[Tensor], width: int) ->
     return [rows(*pair) for pair in zip(arguments, member_axes(program), strict=True)]
 
 
-def in_sub_arrays(program: StepProgram, num_arrays: int, num_branches: int) -> StepProgram:
+def in_sub_arrays(program: P, num_arrays: int, num_branches: int) -> P:
     """A program for ``num_arrays`` times as many members as ``program`` is for."""
-    if num_arrays == 1:
-        return program
-    axes = member_axes(program)
-    fed = program.fed_positions()
-    return replace(program, module=SubArrays(program.module, axes, fed, num_arrays, num_branches))
-
-
-def forward_in_sub_arrays(program: ForwardProgram, num_arrays: int, num_branches: int) -> ForwardProgram:
-    """The same for a forward-only program."""
     if num_arrays == 1:
         return program
     axes, fed = member_axes(program), program.fed_positions()

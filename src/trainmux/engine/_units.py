@@ -1,4 +1,4 @@
-"""Which parameters' updates are one piece of work: a region to lowering, a kernel or a few on the device."""
+"""Parameters grouped into units whose updates are one region to lowering, and one or a few kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def large_alone(tensors: Sequence[Tensor]) -> list[Unit]:
 
 
 def as_ready(tensors: Sequence[Tensor], ready: Sequence[int]) -> list[Unit]:
-    """The same in the order in which they can be updated; ``ready`` gives the place of each parameter.
+    """Units in the order in which they can be updated; ``ready`` gives the place of each parameter.
 
     Small ones are together with their neighbours in that order, and only while all of them are no more than a
     large one: what waits for the others takes memory.

@@ -1,9 +1,19 @@
-"""The updates of parameters, written into the graph that is being traced."""
+"""The tail of a step, written into the graph that is being traced: checks, buffer commits, optimizer updates.
+
+Deferred and bucketed updates (D3) run after all gradients exist: a member's weights and buffers change only
+if its loss and all of its gradients are finite, and clipping needs the norm over all of them. A member that
+must not change gets neutral scalars and a zero gradient, which leaves its rows bitwise as they were.
+
+An *immediate* update follows each gradient. What it knows by then is the loss and the gradients that came
+before: from the first one that is not finite on, nothing of the member changes any more. Buffers wait for the
+whole gradient in every mode.
+"""
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
@@ -11,11 +21,104 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from trainmux.engine._row_gradients import Rows, zero_like
-from trainmux.engine._units import Unit
-from trainmux.engine._update_settings import TailInputs, UpdateSettings
-from trainmux.fusion.optimizers import apply_update, scalar_dtype, scalar_specs, state_names
+from trainmux.engine._row_gradients import GradientRows, RowGradient, zero_like
+from trainmux.engine._units import Unit, as_ready, buckets, large_alone
+from trainmux.errors import ConfigError
+from trainmux.fusion.optimizers import (
+    OptimizerStructure,
+    apply_update,
+    scalar_dtype,
+    scalar_specs,
+    state_names,
+)
 from trainmux.tracing import copy_node, last_node, nodes_after, tracer_graph
+
+
+class UpdateMode(enum.Enum):
+    """When parameters are updated, and how many in one kernel (D3)."""
+
+    DEFERRED = "deferred"
+    """After all gradients exist: a member with one that is not finite keeps all of its bits."""
+
+    BUCKETED = "bucketed"
+    """Deferred, with parameters of any size in buckets: one compiled kernel updates several of them."""
+
+    IMMEDIATE = "immediate"
+    """Each as soon as its gradient exists, which is freed then. What was updated before the first gradient
+    that is not finite stays updated."""
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """Settings that decide the update, besides the graph.
+
+    ``parameters`` are the names that get gradients; ``group_of`` gives the optimizer's parameter group
+    of each, ``None`` for one that no optimizer owns. ``idle`` names, for each group, the settings that no
+    member makes use of. A step that applies nothing need not have ``carries_state``: optimizer state is then
+    none of its arguments.
+    """
+
+    structure: OptimizerStructure
+    idle: tuple[frozenset[str], ...]
+    parameters: tuple[str, ...]
+    group_of: tuple[int | None, ...]
+    clips_norm: bool
+    clips_value: bool
+    accumulates: bool
+    applies: bool
+    mode: UpdateMode = UpdateMode.DEFERRED
+    carries_state: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.carries_state or not self.applies
+        if self.mode is UpdateMode.IMMEDIATE and (self.clips_norm or self.accumulates):
+            raise ConfigError(
+                "update: expected 'deferred' or 'bucketed' with clipping by norm or accumulation, which need "
+                "all gradients at once, got 'immediate'; set clip_norm back to None or make another fleet"
+            )
+
+    def state_keys(self) -> tuple[tuple[str, str], ...]:
+        """(parameter, state name) of every optimizer state tensor, in a fixed order."""
+        if not self.carries_state:
+            return ()
+        return tuple(
+            (parameter, name)
+            for parameter, index in zip(self.parameters, self.group_of, strict=True)
+            if index is not None
+            for name in state_names(self.structure.groups[index])
+        )
+
+    def scalar_offsets(self) -> tuple[int, ...]:
+        """Row of each group's first scalar in the scalar matrix."""
+        offsets, total = [], 0
+        for group in self.structure.groups:
+            offsets.append(total)
+            total += len(scalar_specs(group))
+        return tuple(offsets)
+
+    def neutral_scalars(self) -> tuple[float, ...]:
+        """The neutral value of each row of the scalar matrix."""
+        return tuple(spec.neutral for group in self.structure.groups for spec in scalar_specs(group))
+
+
+@dataclass(frozen=True)
+class TailInputs:
+    """The tensors that the tail reads and changes in place, by role, all stacked."""
+
+    loss: Tensor
+    buffers: Sequence[Tensor]
+    new_buffers: Sequence[Tensor]
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor | RowGradient[Tensor]]
+    states: Sequence[Tensor]
+    accumulators: Sequence[Tensor]
+    scalars: Tensor  # [num_scalars, k], fp64
+    neutral: Tensor  # [num_scalars, 1], fp64: the scalars of a member that must not change
+    limits: Tensor  # [2, k], fp64: largest norm, largest value; infinite where there is none
+    active: Tensor  # [k] bool, fed by the host
+    alive: Tensor  # [k] bool, changed here: false from the first loss or gradient that is not finite
+    updates: Tensor  # [k] int64, changed here: updates done
+
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -101,11 +204,11 @@ class Updates:
         self._traced = _Traced(given)
 
     def scalars_of_all(self, commits: Tensor, norm: Tensor, shaped: Broadcast) -> Scalars:
-        """Those of all parameters; members outside of ``commits`` get neutral ones."""
+        """Scalars of all parameters; members outside of ``commits`` get neutral ones."""
         return self._scalars(range(len(self._given.parameters)), commits, norm, shaped, None)
 
     def scalars_of(self, unit: Unit, commits: Tensor) -> Scalars:
-        """Those of one unit, without what clips by norm."""
+        """Scalars of one unit, without clipping by norm."""
         return self._scalars(unit.positions, commits, None, Broadcast(), unit)
 
     def _scalars(
@@ -122,7 +225,7 @@ class Updates:
         return Scalars(made, shaped, unit)
 
     def append(
-        self, position: int, unit: Unit, gradient: Tensor | Rows, scalars: Scalars, *, fresh: bool
+        self, position: int, unit: Unit, gradient: Tensor | GradientRows, scalars: Scalars, *, fresh: bool
     ) -> None:
         """Update one parameter; a ``fresh`` gradient is overwritten. Nothing where no optimizer has it."""
         settings = self._settings
@@ -132,7 +235,7 @@ class Updates:
         names = state_names(settings.structure.groups[index])
         parameter = self._given.parameters[position]
         tensors = [parameter, *(self._states[name, state_name] for state_name in names)]
-        if isinstance(gradient, Rows):
+        if isinstance(gradient, GradientRows):
             with unit_of_graph(f"rows of update {unit.number}"):
                 rows = [gradient.take(tensor) for tensor in tensors]
                 of_rows = dict(zip(names, rows[1:], strict=True))
@@ -259,7 +362,7 @@ class _Traced:
 
     @contextmanager
     def noted(self, like: _Like) -> Iterator[None]:
-        """What is traced inside is such an update."""
+        """Remember the nodes traced inside as such an update."""
         last = last_node(self._graph)
         yield
         if like.nodes is not None:
@@ -282,3 +385,126 @@ def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
         expected *= shape[dim]
     axes = [0, *(dim + 1 for dim in order)]
     return tuple(tensor.permute(axes).reshape(tensor.shape[0], -1) for tensor in tensors)
+
+
+Tail = Callable[[TailInputs], tuple[Tensor, Tensor]]
+
+
+def make_tail(settings: UpdateSettings, fresh: Sequence[bool], ready: Sequence[int]) -> Tail:
+    """The tail as a function to trace; it returns the gradient norm and who is finite, ``[k]`` each.
+
+    ``fresh`` says which gradients are in memory that nothing else refers to; ``ready``, only for an immediate
+    update, where in the backward pass each parameter can be updated: it goes in that order.
+    """
+
+    def immediate(given: TailInputs) -> tuple[Tensor, Tensor]:
+        updates = Updates(settings, given)
+        parts: dict[int, Tensor] = {}
+        commits = torch.isfinite(given.loss) & given.alive & given.active
+        for unit in as_ready(given.parameters, ready):
+            gradients = {position: _in_full(given, position) for position in unit.positions}
+            with unit_of_graph(f"norm {unit.number}"):
+                for position, gradient in gradients.items():
+                    parts[position] = _row_norm(gradient, len(given.loss))
+                    commits = commits & torch.isfinite(parts[position])
+                scalars = updates.scalars_of(unit, commits)
+            for position, gradient in gradients.items():
+                updates.append(position, unit, gradient, scalars, fresh=fresh[position])
+        norm = _total(parts, given.loss)
+        finite, commits = _commit_buffers(given, norm, Broadcast())
+        given.updates.add_(commits)
+        return norm, finite
+
+    def deferred(given: TailInputs) -> tuple[Tensor, Tensor]:
+        gradients: list[Tensor | GradientRows] = [
+            _in_full(given, position) for position in range(len(given.gradients))
+        ]
+        if settings.accumulates:
+            gradients = [
+                total.add_(_dense(gradient))
+                for total, gradient in zip(given.accumulators, gradients, strict=True)
+            ]
+        norm = _norm(gradients, given)
+        shaped = Broadcast()
+        finite, commits = _commit_buffers(given, norm, shaped)
+        if settings.applies:
+            given.updates.add_(commits)
+            updates = Updates(settings, given)
+            scalars = updates.scalars_of_all(commits, norm, shaped)
+            for unit in _units(settings, given):
+                for position in unit.positions:
+                    mine = fresh[position] and not settings.accumulates
+                    updates.append(position, unit, gradients[position], scalars, fresh=mine)
+            if settings.accumulates:
+                for total in given.accumulators:
+                    total.zero_()
+        return norm, finite
+
+    return immediate if settings.mode is UpdateMode.IMMEDIATE else deferred
+
+
+def _units(settings: UpdateSettings, given: TailInputs) -> list[Unit]:
+    if settings.mode is not UpdateMode.BUCKETED:
+        return large_alone(given.parameters)
+    kinds = [
+        None if isinstance(gradient, RowGradient) else (index, parameter.dtype)
+        for gradient, index, parameter in zip(
+            given.gradients, settings.group_of, given.parameters, strict=True
+        )
+    ]
+    return buckets(given.parameters, kinds)
+
+
+def _commit_buffers(given: TailInputs, norm: Tensor, shaped: Broadcast) -> tuple[Tensor, Tensor]:
+    """Masks of members that are finite, and that also train; buffers of the latter take their new values."""
+    finite = torch.isfinite(given.loss) & torch.isfinite(norm)
+    given.alive.logical_and_(finite | ~given.active)
+    commits = given.alive & given.active
+    for old, new in zip(given.buffers, given.new_buffers, strict=True):
+        old.copy_(torch.where(shaped(commits, old), new, old))
+    return finite, commits
+
+
+def _in_full(given: TailInputs, position: int) -> Tensor | GradientRows:
+    """A gradient; one of rows with what belongs to the same row added up."""
+    gradient = given.gradients[position]
+    if not isinstance(gradient, RowGradient):
+        return gradient
+    with unit_of_graph(f"rows {position}"):
+        return GradientRows.of(gradient, given.parameters[position])
+
+
+def _dense(gradient: Tensor | GradientRows) -> Tensor:
+    assert isinstance(gradient, Tensor), "steps that accumulate have gradients of whole tensors"
+    return gradient
+
+
+def _norm(gradients: Sequence[Tensor | GradientRows], given: TailInputs) -> Tensor:
+    """Per-member 2-norm over all gradients. One that overflows counts as infinite."""
+    parts: dict[int, Tensor] = {}
+    for unit in large_alone([_whole(gradient) for gradient in gradients]):
+        for position in unit.positions:
+            with unit_of_graph(f"norm {unit.number}"):
+                parts[position] = _row_norm(gradients[position], len(given.loss))
+    return _total(parts, given.loss)
+
+
+def _whole(gradient: Tensor | GradientRows) -> Tensor:
+    return gradient.once if isinstance(gradient, GradientRows) else gradient
+
+
+def _row_norm(gradient: Tensor | GradientRows, width: int) -> Tensor:
+    """Each member's 2-norm of one gradient."""
+    whole = _whole(gradient)
+    wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(flat(whole)[0].reshape(width, -1), dim=1, dtype=wide)
+    return norm
+
+
+def _total(parts: dict[int, Tensor], loss: Tensor) -> Tensor:
+    if not parts:
+        return torch.zeros_like(loss, dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack([parts[position].to(torch.float64) for position in sorted(parts)]), dim=0
+    )
+    return norm

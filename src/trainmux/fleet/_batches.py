@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainmux.engine import HostLeaf, Landing
 from trainmux.errors import BatchError
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._member import Member
-from trainmux.runtime import HostLeaf, Landing
 from trainmux.tracing import FlatBatch, Text, check_batch, flatten_batch
 
 

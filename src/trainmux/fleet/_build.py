@@ -18,7 +18,6 @@ from trainmux.engine import (
     build_forward,
     build_planned_forward,
     build_step,
-    forward_in_sub_arrays,
     in_sub_arrays,
 )
 from trainmux.errors import FusionError, TrainmuxError, first_line
@@ -173,7 +172,7 @@ class ProgramBuilder:
         """Metrics of ``width`` members."""
         array, branches = choose_partition(traced, width, self._config)
         program = self._finished(build_forward(self._fuse_forward(traced, array, stacked_batch)))
-        return forward_in_sub_arrays(program, width // array, branches)
+        return in_sub_arrays(program, width // array, branches)
 
     @_typed
     def planned_forward(

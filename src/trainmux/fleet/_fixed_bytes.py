@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from trainmux.engine import NUM_LANDINGS
 from trainmux.fleet._group import Group
-from trainmux.runtime import NUM_LANDINGS, workspaces_bytes
+from trainmux.runtime import workspaces_bytes
 from trainmux.tracing import FlatBatch
 
 FIXED_BYTES = 128 << 20

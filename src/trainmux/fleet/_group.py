@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainmux.engine import ForwardProgram, StepProgram, UpdateSettings
+from trainmux.engine import ForwardProgram, StepProgram, Transfers, UpdateSettings
 from trainmux.fleet._arguments import Program, groups_of, held_arguments, with_batch
 from trainmux.fleet._background import Upgrade
 from trainmux.fleet._build import ProgramBuilder
@@ -22,7 +22,7 @@ from trainmux.fleet._traces import Trace
 from trainmux.fleet._watch import MemberWatch
 from trainmux.fusion.optimizers import OptimizerStructure, state_names, write_state
 from trainmux.ir import FusionRecord, InputKind, MemoryUse, OutputKind
-from trainmux.runtime import Transfers, stacked_zeros
+from trainmux.runtime import stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
 _MAX_PROGRAMS = 8

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainmux.engine import HostFeed
 from trainmux.errors import OptimizerError
 from trainmux.fleet._member import Member
 from trainmux.fleet._slots import Slot
@@ -20,7 +21,6 @@ from trainmux.fusion.optimizers import (
     scalar_specs,
     scalar_values,
 )
-from trainmux.runtime import HostFeed
 
 Members = Sequence[tuple[int, Slot]]
 """Occupied rows."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainmux.engine import release_cached
 from trainmux.errors import PlanError
 from trainmux.fleet._batches import GroupFeed
 from trainmux.fleet._config import FleetConfig
@@ -26,7 +27,7 @@ from trainmux.fleet._planned_groups import (
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._whole_step import run_whole
 from trainmux.ir import MemoryUse, Timeline
-from trainmux.runtime import deferred_interrupts, release_cached
+from trainmux.runtime import deferred_interrupts
 from trainmux.scheduling import in_words
 from trainmux.tracing import BatchSpec, TracedGraph
 from trainmux.training import warn_user

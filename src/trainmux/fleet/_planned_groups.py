@@ -16,7 +16,9 @@ from trainmux.engine import (
     Memory,
     PlannedEngine,
     StepProgram,
+    Transfers,
     WatchedLanes,
+    release_cached,
 )
 from trainmux.errors import BudgetError, PlanError
 from trainmux.fleet._config import FleetConfig
@@ -27,7 +29,7 @@ from trainmux.fleet._state_moves import copy_into_places, host_copies
 from trainmux.fleet._whole_step import half_step
 from trainmux.ir import MemoryUse, Program, Timeline
 from trainmux.profiling import KernelGraph
-from trainmux.runtime import Transfers, release_cached, workspaces_bytes
+from trainmux.runtime import workspaces_bytes
 from trainmux.simulate import measured_timeline
 
 _MAX_VARIANTS = 4

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainmux.runtime import ALIGNMENT_BYTES, Transfers
+from trainmux.engine import Transfers
+from trainmux.runtime import ALIGNMENT_BYTES
 
 
 def host_copies(tensors: Sequence[Tensor], transfers: Transfers) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a CUDA machine says of itself: its driver, its devices, and whether what a step needs works on them.
+"""Facts about a CUDA machine: its driver, its devices, and whether what a step needs works on them.
 
 The driver is asked first, in a process of its own: memory that it counts as used then is used by others. A
 driver without a device, a device that torch cannot use and a torch without CUDA are answers, not errors.
@@ -10,7 +10,6 @@ import os
 import shutil
 import statistics
 import subprocess
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from trainmux.runtime._capturing import capturing
 from trainmux.runtime._timing import CudaTimer
 
 _SMI = "nvidia-smi"
@@ -86,7 +86,7 @@ class CudaFacts:
 
 
 def ask_driver(root: Path = Path("/")) -> DriverFacts:
-    """What the driver's own tool says; the kernel module's version where the tool is missing."""
+    """Facts from the driver's own tool; the kernel module's version if the tool is missing."""
     version = _module_version(root / "proc/driver/nvidia/version")
     tool = shutil.which(_SMI)
     if tool is None:
@@ -108,7 +108,7 @@ def ask_driver(root: Path = Path("/")) -> DriverFacts:
 
 
 def look_at_cuda(driver: DriverFacts) -> CudaFacts:
-    """What torch can do with the devices; begins to use the first one."""
+    """Facts about the devices as torch sees them; begins to use the first one."""
     error = _why_not(_use_a_device)
     gpus = () if error else tuple(_gpu(index, driver) for index in range(torch.cuda.device_count()))
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or _MPS_FOLDER)
@@ -184,8 +184,7 @@ def _capture_and_replay(pool: torch.cuda.MemPool | None) -> None:
     number = torch.zeros(16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    handle = None if pool is None else pool.id
-    with torch.cuda.graph(graph, pool=handle, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+    with capturing(graph, torch.cuda.Stream(), pool):
         number.add_(number + 1)
     for _ in range(2):
         graph.replay()

@@ -1,4 +1,4 @@
-"""What the host has to give: memory, how much of it may be pinned, folders and the room on their disks."""
+"""Facts about the host: memory, how much of it may be pinned, folders and the space on their disks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HostFacts:
 
     @property
     def pinnable_bytes(self) -> int | None:
-        """What may be pinned now; pinned memory cannot be swapped out and counts against the limit."""
+        """Bytes that may be pinned now; pinned memory cannot be swapped out and counts against the limit."""
         known = [size for size in (self.available_bytes, self.limit_left_bytes) if size is not None]
         return min(known) if known else None
 
@@ -74,7 +74,7 @@ def look_at_host(root: Path = Path("/")) -> HostFacts:
 
 
 def look_at_folder(path: Path, pattern: str = "**/*") -> FolderFacts:
-    """What lies in a folder under names that match ``pattern``; a file is written there, and taken away."""
+    """Facts about a folder and its files that match ``pattern``; writes a file there and removes it."""
     exists = path.is_dir()
     files = list(islice(_files(path, pattern), _MAX_FILES + 1))
     counted = files[:_MAX_FILES]

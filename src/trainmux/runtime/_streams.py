@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 MATRIX_LIBRARIES_BYTES = 64 << 20
-"""What the matrix libraries keep for a stream that they were used on: 32 MiB each, cuBLAS and cuBLASLt."""
+"""Workspaces of the matrix libraries for one stream: 32 MiB each, cuBLAS and cuBLASLt."""
 
 _NUM_STREAMS = 32
 """Torch gives out so many streams of a device, in turn, and then the first one again."""
@@ -137,5 +137,5 @@ def warm_matrix_libraries(device: torch.device) -> None:
 
 
 def workspaces_bytes(device: torch.device) -> tuple[int, ...]:
-    """What the matrix libraries hold for each stream that they were warmed for, the largest first."""
+    """Workspace bytes of the matrix libraries for each stream they were warmed for, the largest first."""
     return tuple(sorted(_WORKSPACES.get(_with_index(device), {}).values(), reverse=True))

@@ -1,14 +1,12 @@
 """One member and a batch become a graph; a fused graph becomes forward and backward."""
 
-from trainmux.tracing._ambient import is_plain, plain_torch
-from trainmux.tracing._cleanup import graph_constant, inherit_meta, output_nodes
+from trainmux.tracing._batch import BatchSpec, FlatBatch, Text, check_batch, flatten_batch
 from trainmux.tracing._composites import RESIZES
+from trainmux.tracing._effects import unique_buffers, unique_parameters
 from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
+from trainmux.tracing._passes import SplitGraph, graph_constant, inherit_meta, output_nodes, split_joint
 from trainmux.tracing._reach import Holder, Items, Reach, same_items, tensor_digest
 from trainmux.tracing._source import node_location
-from trainmux.tracing._split import SplitGraph, split_joint
-from trainmux.tracing._substitute import NamedTensor, unique_buffers, unique_parameters
-from trainmux.tracing._text import Text
 from trainmux.tracing._torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -16,14 +14,15 @@ from trainmux.tracing._torch_private import (
     functionalized,
     graph_module,
     has_vmap_rule,
+    is_plain,
     last_node,
     make_fx,
     make_piece,
     nodes_after,
+    plain_torch,
     static_fake_mode,
     tracer_graph,
 )
-from trainmux.tracing._tree import BatchSpec, FlatBatch, LeafSpec, check_batch, flatten_batch
 
 __all__ = [
     "RESIZES",
@@ -33,9 +32,7 @@ __all__ = [
     "FlatBatch",
     "Holder",
     "Items",
-    "LeafSpec",
     "LossFunction",
-    "NamedTensor",
     "Reach",
     "SplitGraph",
     "Text",

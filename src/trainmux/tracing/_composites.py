@@ -9,6 +9,7 @@ everywhere and can be fused.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,35 +33,13 @@ from trainmux.tracing._torch_private import (
 aten = torch.ops.aten
 
 
-def _batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
+def _batch_norm(*args: Any) -> Any:
+    input, weight, bias, running_mean, running_var, training, momentum, eps, _ = args
     if input.numel() == 0:  # the kernels refuse nothing, or divide by it
-        return native_composite(  # type: ignore[no-any-return]
-            aten.batch_norm.default,
-            input,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            training,
-            momentum,
-            eps,
-            cudnn_enabled,
-        )
+        return native_composite(aten.batch_norm.default, *args)
     if training and running_mean is None and running_var is None:
-        return aten._native_batch_norm_legit.no_stats(input, weight, bias, True, momentum, eps)[0]  # type: ignore[no-any-return]
-    return aten.native_batch_norm(  # type: ignore[no-any-return]
-        input, weight, bias, running_mean, running_var, training, momentum, eps
-    )[0]
+        return aten._native_batch_norm_legit.no_stats(input, weight, bias, True, momentum, eps)[0]
+    return aten.native_batch_norm(*args[:-1])[0]
 
 
 def _layer_norm(
@@ -97,17 +76,9 @@ def _attention(
     if attn_mask is not None and attn_mask.shape[-1] > 1 and attn_mask.stride(-1) != 1:
         attn_mask = attn_mask.contiguous()  # the fused kernels refuse a mask that is repeated along a row
     if dropout_p == 0.0:
-        return native_composite(  # type: ignore[no-any-return]
-            aten.scaled_dot_product_attention.default,
-            query,
-            key,
-            value,
-            attn_mask,
-            0.0,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+        op = aten.scaled_dot_product_attention.default
+        given = (query, key, value, attn_mask, 0.0, is_causal)
+        return native_composite(op, *given, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
@@ -117,10 +88,8 @@ def _attention(
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~visible, float("-inf"))
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, float("-inf"))
-        else:
-            scores = scores + attn_mask
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if is_bool else scores + attn_mask
     # A row that sees nothing must give zeros, not NaN.
     blind = (scores == float("-inf")).all(-1, keepdim=True)
     weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
@@ -180,51 +149,31 @@ def _embedding_bag(
     return out, bag, sizes, unused
 
 
-_MODES = {"sum": 0, "mean": 1, "max": 2}
-
-
 def _rectangular_embedding_bag(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``F.embedding_bag`` that keeps the two dimensions of a rectangular index tensor.
 
     Every bag has the same length there, so a plain reduction serves instead of a scatter.
     """
 
-    def embedding_bag(
-        input: Tensor,
-        weight: Tensor,
-        offsets: Tensor | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2,
-        scale_grad_by_freq: bool = False,
-        mode: str = "mean",
-        sparse: bool = False,
-        per_sample_weights: Tensor | None = None,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-    ) -> Tensor:
-        rectangular = input.dim() == 2 and offsets is None and max_norm is None and mode in _MODES
-        if not rectangular:
-            return original(
-                input,
-                weight,
-                offsets,
-                max_norm,
-                norm_type,
-                scale_grad_by_freq,
-                mode,
-                sparse,
-                per_sample_weights,
-                include_last_offset,
-                padding_idx,
-            )
-        rows = F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq)
+    signature = inspect.signature(original)
+
+    def embedding_bag(*args: Any, **kwargs: Any) -> Tensor:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        input, weight, mode = given["input"], given["weight"], given["mode"]
+        per_sample_weights, padding_idx = given["per_sample_weights"], given["padding_idx"]
+        is_plain = given["offsets"] is None and given["max_norm"] is None and mode in ("sum", "mean", "max")
+        if input.dim() != 2 or not is_plain:
+            return original(*args, **kwargs)
+        rows = F.embedding(input, weight, scale_grad_by_freq=given["scale_grad_by_freq"])
         if per_sample_weights is not None:
             rows = rows * per_sample_weights.unsqueeze(-1)
         if padding_idx is None:
             if mode == "max":
                 return rows.max(1).values
             return rows.sum(1) if mode == "sum" else rows.mean(1)
-        counted = (input != (padding_idx % weight.shape[0])).unsqueeze(-1)
+        counted: Tensor = (input != (padding_idx % weight.shape[0])).unsqueeze(-1)
         sizes = counted.sum(1)
         if mode == "max":
             out = rows.masked_fill(~counted, float("-inf")).max(1).values
@@ -238,16 +187,10 @@ def _rectangular_embedding_bag(original: Callable[..., Tensor]) -> Callable[...,
 def _dense_embedding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``F.embedding`` without sparse gradients: the supported optimizers give the same numbers dense."""
 
-    def embedding(
-        input: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Tensor:
-        return original(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, False)
+    def embedding(*args: Any, **kwargs: Any) -> Tensor:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.arguments["sparse"] = False
+        return original(*bound.args, **bound.kwargs)
 
     return embedding
 

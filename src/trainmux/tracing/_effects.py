@@ -1,4 +1,4 @@
-"""Side effects of the user's code on Python state: found while tracing, and refused where they matter.
+"""Run a member's code on stand-ins for its tensors, put everything back, and refuse side effects that matter.
 
 A graph runs none of the Python code that was traced. Code that counts, keeps a hidden state, fills a list or
 draws from ``random`` would be frozen at what it did during the trace. Such code is refused. Two things are
@@ -11,27 +11,132 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from trainmux.errors import TraceError
-from trainmux.tracing._cleanup import graph_constant, output_nodes, source_of
-from trainmux.tracing._reach import PLAIN, Identity, Items, RandomState, Reach, same_items, tensor_digest
-from trainmux.tracing._source import is_user_file
-from trainmux.tracing._substitute import ABSENT, Change
-
-_REMEDY = (
-    "a fleet runs a graph, not this code: keep the value in a registered buffer of the model, return it as a "
-    "metric, or compute it in the data loader"
+from trainmux.tracing._passes import graph_constant, output_nodes, source_of
+from trainmux.tracing._reach import (
+    PLAIN,
+    GeneratorState,
+    Identity,
+    Items,
+    Reach,
+    is_same,
+    process_generators,
+    same_items,
+    tensor_digest,
 )
+from trainmux.tracing._source import is_user_file, refusal
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A parameter or buffer under the first name the module knows it by."""
+
+    name: str
+    tensor: Tensor
+
+
+def unique_parameters(model: nn.Module) -> tuple[NamedTensor, ...]:
+    """The module's parameters, tied ones once."""
+    return tuple(NamedTensor(name, tensor) for name, tensor in model.named_parameters())
+
+
+def unique_buffers(model: nn.Module) -> tuple[NamedTensor, ...]:
+    """The module's buffers, shared ones once; those that are not persistent included."""
+    return tuple(NamedTensor(name, tensor) for name, tensor in model.named_buffers())
+
+
+@dataclass(frozen=True)
+class Change:
+    """An entry of a holder that code has changed."""
+
+    holder: int
+    key: Any
+    value: Any  # ``ABSENT`` where it was deleted
+
+
+ABSENT = object()
+
+
+class Substitution:
+    """Replaces a model's own tensors wherever its code, or a loss function's, can reach them.
+
+    Covers registered parameters and buffers, and plain attributes, containers, closures and globals that
+    hold one of them or a view of one. Afterwards everything reachable is as it was before, whatever the code
+    has stored or drawn meanwhile.
+    """
+
+    def __init__(self, model: nn.Module, *functions: Any) -> None:
+        self._model = model
+        self.reach = Reach(model, *functions)
+        self.reach.include(process_generators())
+        self._registries = {
+            id(registry) for module in model.modules() for registry in (module._parameters, module._buffers)
+        }
+
+    @contextmanager
+    def active(
+        self, replacements: Sequence[Tensor], contents: Sequence[Items] | None = None
+    ) -> Iterator[Callable[[], list[Items]]]:
+        """Let ``replacements`` stand in for the model's tensors, ``reach.own``.
+
+        ``contents`` overrides what holders hold otherwise. Yields a function that reads what they hold now,
+        with the model's own tensors in the place of their stand-ins.
+        """
+        made: dict[int, tuple[Any, Any]] = {}
+        own = self.reach.own
+        originals: dict[int, Any] = {id(new): old for new, old in zip(replacements, own, strict=True)}
+
+        def read() -> list[Items]:
+            originals.update((id(new), old) for old, new in made.values())
+            return [
+                {key: originals.get(id(value), value) for key, value in holder.read().items()}
+                for holder in self.reach.holders
+            ]
+
+        with self.reach.restored():
+            for number, holder in enumerate(self.reach.holders):
+                before = self.reach.contents[number]
+                items = before if contents is None else contents[number]
+                if id(holder.value) in self._registries:
+                    items = {**items, **before}  # values of the model's own tensors are inputs
+                new = {
+                    key: self.reach.stand_in(value, replacements.__getitem__, made)
+                    for key, value in items.items()
+                }
+                if not same_items(before, new):
+                    holder.write(new)
+            yield read
+
+    def changes(self, before: Sequence[Items], after: Sequence[Items]) -> list[Change]:
+        """Changed entries, except new values of the model's own buffers."""
+        found = []
+        for number, (old, new) in enumerate(zip(before, after, strict=True)):
+            if same_items(old, new):
+                continue
+            is_registry = id(self.reach.holders[number].value) in self._registries
+            found += [
+                Change(number, key, new.get(key, ABSENT))
+                for key in {**old, **new}
+                if not is_same(new.get(key, ABSENT), old.get(key, ABSENT))
+                and not (is_registry and key in self.reach.contents[number])
+            ]
+        return found
+
+    def current(self, names: Sequence[str]) -> list[Tensor]:
+        """Present values of the named buffers, reassigned ones included."""
+        return [self._model.get_buffer(name) for name in names]
 
 
 @contextmanager
 def watched_lines(read: Callable[[], Items]) -> Iterator[list[str]]:
-    """While active, ``read`` a holder after every line of user code; the line that changed it is noted."""
+    """``read`` a holder after every line of user code; yields a list that gets the line that changed it."""
     found: list[str] = []
     seen: list[Items] = []
     last = ""
@@ -58,60 +163,53 @@ def watched_lines(read: Callable[[], Items]) -> Iterator[list[str]]:
 
 
 def random_error(location: str | None) -> TraceError:
-    """The refusal of code that draws from ``random`` or ``numpy.random``."""
-    where = f" at {location}" if location else ""
-    return TraceError(
-        f"numbers are drawn from Python's or NumPy's random generator{where}; expected random numbers of "
-        "torch, because a fleet runs a graph and would use this draw for ever: draw with torch (torch.rand, "
-        "torch.distributions), or in the data loader",
-        location=location,
+    """Refuse code that draws from ``random`` or ``numpy.random``."""
+    return refusal(
+        "numbers are drawn from Python's or NumPy's random generator",
+        "; expected random numbers of torch, because a fleet runs a graph and would use this draw for ever: "
+        "draw with torch (torch.rand, torch.distributions), or in the data loader",
+        location,
     )
 
 
-def state_error(reach: Reach, change: Change, location: str | None) -> TraceError:
-    """The refusal of code that changes Python state from call to call."""
-    path = reach.path(change.holder, change.key)
-    where = f" at {location}" if location else ""
-    return TraceError(
-        f"{path} is changed{where} by every call of the loss function; expected code without side effects: "
-        f"{_REMEDY}",
-        location=location,
-    )
+def state_error(path: str, location: str | None, *, is_first_call: bool = False) -> TraceError:
+    """Refuse code that changes Python state with every call, or computes something else the first time."""
+    if is_first_call:
+        reason = (
+            " by the first call of the loss function, and the next call computes something else; expected "
+            "every call to compute alike: call the loss function once before the member is made, or keep "
+            f"{path} in a registered buffer"
+        )
+    else:
+        reason = (
+            " by every call of the loss function; expected code without side effects: a fleet runs a graph, "
+            "not this code: keep the value in a registered buffer of the model, return it as a metric, or "
+            "compute it in the data loader"
+        )
+    return refusal(f"{path} is changed", reason, location)
 
 
-def first_call_error(reach: Reach, change: Change, location: str | None) -> TraceError:
-    """The refusal of code whose first call is unlike later ones."""
-    path = reach.path(change.holder, change.key)
-    where = f" at {location}" if location else ""
-    return TraceError(
-        f"{path} is changed{where} by the first call of the loss function, and the next call computes "
-        "something else; expected every call to compute alike: call the loss function once before the member "
-        f"is made, or keep {path} in a registered buffer",
-        location=location,
-    )
-
-
-def outline(value: Any) -> Any:
-    """A value without what may differ from call to call in a harmless way: the tensors' identity."""
+def _outline(value: Any) -> Any:
+    """A value without the identity of its tensors, which may differ from call to call."""
     if isinstance(value, Tensor):
         return ("tensor", tuple(value.shape), value.dtype)
     if isinstance(value, Mapping):
-        return (type(value), [(outline(key), outline(item)) for key, item in value.items()])
+        return (type(value), [(_outline(key), _outline(item)) for key, item in value.items()])
     if isinstance(value, (list, tuple)):
-        return (type(value), [outline(item) for item in value])
-    return (type(value), value) if isinstance(value, (*PLAIN, RandomState)) else type(value)
+        return (type(value), [_outline(item) for item in value])
+    return (type(value), value) if isinstance(value, (*PLAIN, GeneratorState)) else type(value)
 
 
 def lasting(reach: Reach, after: Sequence[Items], changes: Sequence[Change]) -> list[Change]:
-    """Those of a second call's ``changes`` that a third call could tell from the first.
+    """A second call's ``changes`` that a third call could tell from the first.
 
-    ``after`` is what the first call left. A tensor that is stored where there was none before is not among
-    them: whether the next call reads it, the graph tells.
+    ``after`` is what the first call left. A tensor that is stored where there was none before does not
+    count: the graph tells whether the next call reads it.
     """
     return [
         change
         for change in changes
-        if outline(after[change.holder].get(change.key, ABSENT)) != outline(change.value)
+        if _outline(after[change.holder].get(change.key, ABSENT)) != _outline(change.value)
         or isinstance(reach.contents[change.holder].get(change.key), Tensor)
     ]
 
@@ -119,8 +217,8 @@ def lasting(reach: Reach, after: Sequence[Items], changes: Sequence[Change]) -> 
 def same_results(once: fx.GraphModule, twice: fx.GraphModule) -> bool:
     """Whether the second of two calls computes what a single call does.
 
-    ``twice`` has the placeholders of ``once`` two times, first those of the first call, and returns what the
-    second call gives. Values are numbered by what computes them.
+    ``twice`` has the placeholders of both calls, the first one's in front, and returns the results of the
+    second. Values are numbered by what computes them.
     """
     numbers: dict[Any, int] = {}
     num_inputs = len(once.graph.find_nodes(op="placeholder"))

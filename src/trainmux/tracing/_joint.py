@@ -11,8 +11,8 @@ fused afterwards (D1): the cost of tracing does not grow with the width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,22 +22,30 @@ from torch import Tensor, fx, nn
 from trainmux.errors import LossError, TraceError, TrainmuxError, TrainmuxWarning
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
 from trainmux.runtime import deterministic_algorithms, ignored_warnings, process_lock
-from trainmux.tracing._cleanup import graph_constant, output_nodes, simplify, source_of
+from trainmux.tracing._batch import FlatBatch
 from trainmux.tracing._composites import own_composites
-from trainmux.tracing._constant_masks import drop_constant_masks
 from trainmux.tracing._effects import (
-    first_call_error,
+    Change,
+    Substitution,
     lasting,
     random_error,
     same_results,
     state_error,
+    unique_buffers,
+    unique_parameters,
     watched_lines,
 )
-from trainmux.tracing._linalg import failures_make_nan
+from trainmux.tracing._passes import (
+    drop_constant_masks,
+    failures_make_nan,
+    graph_constant,
+    output_nodes,
+    simplify,
+    source_of,
+)
 from trainmux.tracing._randomness import draw_from_counters, own_generator_error
-from trainmux.tracing._reach import Items, RandomState, Reach
-from trainmux.tracing._source import innermost_user_frame, is_user_file, node_location
-from trainmux.tracing._substitute import Change, Substitution, unique_buffers, unique_parameters
+from trainmux.tracing._reach import GeneratorState, Items, Reach
+from trainmux.tracing._source import innermost_user_frame, is_user_file, node_location, refusal
 from trainmux.tracing._torch_private import (
     DATA_DEPENDENT_ERRORS,
     CheckpointPolicy,
@@ -52,7 +60,6 @@ from trainmux.tracing._torch_private import (
     traced_operator,
     tracing_thread,
 )
-from trainmux.tracing._tree import FlatBatch
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -74,22 +81,14 @@ _DECOMPOSE = (
     torch.ops.aten.rrelu_with_noise_backward,
 )
 _PRODUCTS = frozenset(
-    (
-        torch.ops.aten.mm,
-        torch.ops.aten.addmm,
-        torch.ops.aten.bmm,
-        torch.ops.aten.baddbmm,
-        torch.ops.aten.mv,
-        torch.ops.aten.addmv,
-        torch.ops.aten.dot,
-        torch.ops.aten.convolution,
-    )
+    getattr(torch.ops.aten, name)
+    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
 )
 
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """What besides model, loss and batch decides the graph."""
+    """Settings that decide a graph besides model, loss and batch."""
 
     device: torch.device
     autocast: torch.dtype | None
@@ -115,7 +114,7 @@ class TracedGraph:
         return sum(output.kind is not OutputKind.GRADIENT for output in self.outputs)
 
 
-class _Names:
+class _Discovered:
     """Collected while the user's function runs: names that only its result reveals."""
 
     def __init__(self) -> None:
@@ -149,11 +148,20 @@ def trace_forward(
 def _trace_as_read(
     model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, *, training: bool
 ) -> TracedGraph:
-    """A trace that holds for any text in the batch, or, where that is read, for the text that it has."""
+    """Trace for any text in the batch or, if the code reads it, for its own text; with typed errors."""
+
+    def trace() -> TracedGraph:
+        try:
+            return _trace(model, fn, batch, settings, training)
+        except TrainmuxError:
+            raise
+        except Exception as error:
+            raise _trace_error(error) from error
+
     text = batch.text
     text.was_hidden = text.was_noted = False
     try:
-        traced = _typed_trace(model, fn, batch, settings, training=training)
+        traced = trace()
     except TrainmuxError:
         if text.is_read or not text.was_hidden:
             raise
@@ -163,26 +171,14 @@ def _trace_as_read(
     # Not every use is noted: where C wants a string, it just fails.
     text.is_read = True
     try:
-        return _typed_trace(model, fn, batch, settings, training=training)
+        return trace()
     except TrainmuxError:
         text.is_read = False
         raise
 
 
-def _typed_trace(
-    model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, *, training: bool
-) -> TracedGraph:
-    """Whatever stops a trace becomes a typed error."""
-    try:
-        return _trace(model, fn, batch, settings, training=training)
-    except TrainmuxError:
-        raise
-    except Exception as error:
-        raise _trace_error(error) from error
-
-
 def _trace(
-    model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, *, training: bool
+    model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, training: bool
 ) -> TracedGraph:
     call = _Call(model, fn, batch, settings, training)
     names = call.names
@@ -234,18 +230,18 @@ class _Call:
         self.parameters, self.buffers = unique_parameters(model), unique_buffers(model)
         self.substitution = Substitution(model, fn)
         self.reach = self.substitution.reach
-        self.names = _Names()
+        self.names = _Discovered()
         self.after: list[list[Items]] = []
-        """What holders held after each call."""
+        """Contents of the holders after each call."""
         self._learns = [named.tensor.requires_grad and training for named in self.parameters]
 
     def once(self, *flat: Tensor) -> list[Any]:
-        """What one call gives, as the graph returns it."""
+        """Results of one call, as the graph returns them."""
         self.after = []
         return self._run(flat)
 
     def twice(self, *flat: Tensor) -> list[Any]:
-        """What a second call gives: ``flat`` has the arguments of both."""
+        """Results of a second call; ``flat`` has the arguments of both."""
         self.after = []
         half = len(flat) // 2
         self._run(flat[:half])
@@ -264,7 +260,7 @@ class _Call:
                 for named, tensor, learns in zip(self.parameters, used, self._learns, strict=True):
                     for hook in (named.tensor._backward_hooks or {}).values() if learns else ():
                         tensor.register_hook(hook)
-                with _autocast(self._settings), _grad(self._training), _device(self._settings):
+                with _surroundings(self._settings, self._training):
                     result = self._fn(self._model, self._batch.rebuild(leaves))
                 if not self._training:
                     return _as_metrics(result, self.names)
@@ -315,17 +311,17 @@ def _refuse_effects(
         return found[0] if found else None
 
     for change in changed:
-        if isinstance(change.value, RandomState):
+        if isinstance(change.value, GeneratorState):
             raise random_error(line_of(change))
     again = _run_tracer(call.twice, [*more_fakes(), *fakes], mode, call.names)
     first, second = call.after
     changed_again = changes(first, second)
     for change in lasting(reach, first, changed_again):
-        raise state_error(reach, change, line_of(change))
+        raise state_error(reach.path(change.holder, change.key), line_of(change))
     if not same_results(module, again):
-        error = state_error if changed_again else first_call_error
         change = (changed_again or changed)[0]
-        raise error(reach, change, line_of(change))
+        path = reach.path(change.holder, change.key)
+        raise state_error(path, line_of(change), is_first_call=not changed_again)
     stored = sorted({reach.path(change.holder, change.key) for change in changed_again})
     if stored:
         warnings.warn(
@@ -341,13 +337,11 @@ def _refuse_own_constants(module: fx.GraphModule, call: _Call) -> None:
     own = (*call.parameters, *call.buffers)
     for node in module.graph.find_nodes(op="get_attr"):
         for number in call.reach.memory.overlapping(graph_constant(module, node)):
-            location = next((place for user in node.users if (place := node_location(user))), None)
-            where = f" at {location}" if location else ""
-            raise TraceError(
-                f"{own[number].name} is read{where} through an object that cannot be followed; expected it "
-                "to be read from the model, a container, a closure or a plain view: read the parameter or "
-                "buffer itself",
-                location=location,
+            raise refusal(
+                f"{own[number].name} is read",
+                " through an object that cannot be followed; expected it to be read from the model, a "
+                "container, a closure or a plain view: read the parameter or buffer itself",
+                next((place for user in node.users if (place := node_location(user))), None),
             )
 
 
@@ -360,22 +354,20 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, settings: TraceSettings) -> Tens
         return torch.empty(tensor.shape, dtype=dtype, device=settings.device)
 
 
-def _autocast(settings: TraceSettings) -> AbstractContextManager[Any]:
-    if settings.autocast is None:
-        return torch.autocast(settings.device.type, enabled=False)
+@contextmanager
+def _surroundings(settings: TraceSettings, training: bool) -> Iterator[None]:
+    """Autocast, gradients and default device as a step has them."""
     # The weight cache would hand a cast made in one place to another with a graph of its own.
-    return torch.autocast(settings.device.type, dtype=settings.autocast, cache_enabled=False)
+    kind, dtype = settings.device.type, settings.autocast
+    with (
+        torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=False),
+        torch.set_grad_enabled(training),
+        settings.default_device or nullcontext(),
+    ):
+        yield
 
 
-def _device(settings: TraceSettings) -> AbstractContextManager[Any]:
-    return nullcontext() if settings.default_device is None else settings.default_device
-
-
-def _grad(training: bool) -> AbstractContextManager[Any]:
-    return torch.enable_grad() if training else torch.no_grad()
-
-
-def _as_loss(result: Any, names: _Names) -> tuple[Tensor, list[Tensor]]:
+def _as_loss(result: Any, names: _Discovered) -> tuple[Tensor, list[Tensor]]:
     metrics: dict[str, Any] = {}
     loss = result
     if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict):
@@ -397,7 +389,7 @@ def _as_loss(result: Any, names: _Names) -> tuple[Tensor, list[Tensor]]:
     return loss, _metric_values(metrics, names)
 
 
-def _as_metrics(result: Any, names: _Names) -> list[Tensor]:
+def _as_metrics(result: Any, names: _Discovered) -> list[Tensor]:
     if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict):
         _refuse_names(result[1], frozenset({"loss"}))
         result = {"loss": result[0], **result[1]}
@@ -420,7 +412,7 @@ def _refuse_names(metrics: dict[str, Any], reserved: frozenset[str]) -> None:
         )
 
 
-def _metric_values(metrics: dict[str, Any], names: _Names) -> list[Tensor]:
+def _metric_values(metrics: dict[str, Any], names: _Discovered) -> list[Tensor]:
     for name, value in metrics.items():
         if not isinstance(value, Tensor):
             raise LossError(
@@ -432,7 +424,7 @@ def _metric_values(metrics: dict[str, Any], names: _Names) -> list[Tensor]:
 
 
 def _run_tracer(
-    step: Callable[..., Any], fakes: Sequence[Tensor], mode: FakeTensorMode, names: _Names
+    step: Callable[..., Any], fakes: Sequence[Tensor], mode: FakeTensorMode, names: _Discovered
 ) -> fx.GraphModule:
     def mark(nodes: list[fx.Node]) -> None:
         names.regions += 1
@@ -450,39 +442,41 @@ def _run_tracer(
 
 def _trace_error(error: Exception) -> TraceError:
     location = innermost_user_frame(error.__traceback__)
-    where = f" at {location}" if location else ""
     op = getattr(error, "func", None)
     if isinstance(error, ConstantChangedError):
-        return TraceError(
-            f"{error}{where} changes a tensor in place that is not part of the model; expected only buffers "
-            "of the model to be changed: register the tensor as a buffer of the model, or make a new one",
-            op=str(error),
-            location=location,
+        return refusal(
+            str(error),
+            " changes a tensor in place that is not part of the model; expected only buffers of the model to "
+            "be changed: register the tensor as a buffer of the model, or make a new one",
+            location,
+            error,
         )
     if refuses_generators(error):
         return own_generator_error(str(traced_operator(error)), location)
     if isinstance(error, DATA_DEPENDENT_ERRORS):
-        name = str(op)
-        remedy = next((text for part, text in _REMEDIES.items() if part in name), _REMEDY)
-        return TraceError(
-            f"{name}{where}: the result or its shape depends on the values in a tensor, which a graph "
-            f"cannot express; {remedy}",
-            op=name,
-            location=location,
+        remedy = next((text for part, text in _REMEDIES.items() if part in str(op)), _REMEDY)
+        return refusal(
+            str(op),
+            ": the result or its shape depends on the values in a tensor, which a graph cannot express; "
+            f"{remedy}",
+            location,
+            str(op),
         )
     outer = higher_order_operator(error)
     if outer is not None:
-        return TraceError(
-            f"{outer}{where}: expected operators on tensors, got one that takes functions; compute both "
-            "branches and choose with torch.where, or write the loop in Python",
-            op=outer,
-            location=location,
+        return refusal(
+            outer,
+            ": expected operators on tensors, got one that takes functions; compute both branches and choose "
+            "with torch.where, or write the loop in Python",
+            location,
+            outer,
         )
-    return TraceError(
-        f"tracing stopped{where}: {type(error).__name__}: {error}; the model must run on fake tensors: "
-        "no NumPy, no Python values read from tensors, constants registered as buffers",
-        op=None if op is None else str(op),
-        location=location,
+    return refusal(
+        "tracing stopped",
+        f": {type(error).__name__}: {error}; the model must run on fake tensors: no NumPy, no Python values "
+        "read from tensors, constants registered as buffers",
+        location,
+        op,
     )
 
 
@@ -495,37 +489,34 @@ def _refuse_mixed_products(module: fx.GraphModule, settings: TraceSettings) -> N
             continue
         dtypes = {operand.meta["val"].dtype for operand in node.all_input_nodes}
         if len(dtypes) > 1:
-            location = node_location(node)
-            where = f" at {location}" if location else ""
-            raise TraceError(
-                f"{node.target}{where}: expected operands of one dtype{note}, got "
-                f"{' and '.join(sorted(map(str, dtypes)))}; cast to the weight's own, x.to(weight.dtype)",
-                op=str(node.target),
-                location=location,
+            raise refusal(
+                str(node.target),
+                f": expected operands of one dtype{note}, got {' and '.join(sorted(map(str, dtypes)))}; cast "
+                "to the weight's own, x.to(weight.dtype)",
+                node_location(node),
+                node.target,
             )
 
 
 def _refuse_changed_parameters(module: fx.GraphModule, names: list[str]) -> None:
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"][: len(names)]
+    placeholders = module.graph.find_nodes(op="placeholder")[: len(names)]
     returned = output_nodes(module)[-len(names) :] if names else []
     for name, placeholder, value in zip(names, placeholders, returned, strict=True):
         changed = source_of(value)
         if changed is not placeholder:
-            location = node_location(changed)
-            where = f" at {location}" if location else ""
-            raise TraceError(
-                f"parameter {name} is changed in place{where} by the forward pass; expected parameters to be "
-                "changed by the optimizer only: compute a new tensor, or keep the value in a buffer",
-                op=str(changed.target),
-                location=location,
+            raise refusal(
+                f"parameter {name} is changed in place",
+                " by the forward pass; expected parameters to be changed by the optimizer only: compute a "
+                "new tensor, or keep the value in a buffer",
+                node_location(changed),
+                changed.target,
             )
 
 
 def _without_unchanged_buffers(module: fx.GraphModule, outputs: list[GraphOutput]) -> list[int]:
     """Positions of the outputs to keep: all but buffers that come back as they went in."""
-    kept = []
-    for position, (output, node) in enumerate(zip(outputs, output_nodes(module), strict=False)):
-        unchanged = output.kind is OutputKind.BUFFER and source_of(node).op == "placeholder"
-        if not unchanged:
-            kept.append(position)
-    return kept
+    return [
+        position
+        for position, (output, node) in enumerate(zip(outputs, output_nodes(module), strict=False))
+        if output.kind is not OutputKind.BUFFER or source_of(node).op != "placeholder"
+    ]

@@ -7,6 +7,7 @@ whatever the width.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,8 @@ from torch import Tensor, fx
 
 from trainmux.errors import TraceError
 from trainmux.runtime import WORD_RANGE, random_words
-from trainmux.tracing._cleanup import replace_node
-from trainmux.tracing._source import node_location
+from trainmux.tracing._passes import is_attention, replace_node
+from trainmux.tracing._source import node_location, refusal
 from trainmux.tracing._torch_private import FakeTensorMode
 
 aten = torch.ops.aten
@@ -142,13 +143,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 
 def is_random(target: Any) -> bool:
-    """Whether an operator draws random numbers from torch's generator.
-
-    Fused attention carries the tag for the dropout it could do; here it is never asked to.
-    """
-    if not isinstance(target, torch._ops.OpOverload) or "_scaled_dot_product" in target.name():
-        return False
-    return torch.Tag.nondeterministic_seeded in target.tags
+    """Whether an operator draws from torch's generator; attention has the tag for dropout, unused here."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and not is_attention(target)
 
 
 def draw_from_counters(module: fx.GraphModule, seed_position: int, mode: FakeTensorMode) -> None:
@@ -160,46 +156,39 @@ def draw_from_counters(module: fx.GraphModule, seed_position: int, mode: FakeTen
     seed, counter = placeholders[seed_position : seed_position + 2]
     random = [node for node in module.graph.nodes if node.op == "call_function" and is_random(node.target)]
     for operator, node in enumerate(random):
-        rule = _rule_for(node)
-
-        def drawn(
-            seed: Tensor,
-            counter: Tensor,
-            args: Any,
-            kwargs: Any,
-            rule: Callable[..., Any] = rule,
-            operator: int = operator,
-        ) -> Any:
-            return rule(Draws(seed, counter, operator), *args, **kwargs)
-
+        drawn = functools.partial(_draw, _rule_for(node), operator)
         replace_node(node, drawn, (seed, counter, node.args, node.kwargs), mode)
     if random:
         module.graph.lint()
         module.recompile()
 
 
+def _draw(
+    rule: Callable[..., Any], operator: int, seed: Tensor, counter: Tensor, args: Any, kwargs: Any
+) -> Any:
+    return rule(Draws(seed, counter, operator), *args, **kwargs)
+
+
 def _rule_for(node: fx.Node) -> Callable[..., Any]:
-    rule = _RULES.get(node.target)
-    location = node_location(node)
-    where = f" at {location}" if location else ""
-    if rule is None and node.kwargs.get("generator") is None:
-        raise TraceError(
-            f"random operator {node.target}{where} has no counter-based form; supported are dropout, "
-            "bernoulli, rand, randn, uniform, normal, exponential, randint, randperm and their _like forms",
-            op=str(node.target),
-            location=location,
-        )
     if node.kwargs.get("generator") is not None:
-        raise own_generator_error(str(node.target), location)
-    assert rule is not None
-    return rule
+        raise own_generator_error(str(node.target), node_location(node))
+    if node.target not in _RULES:
+        raise refusal(
+            f"random operator {node.target}",
+            " has no counter-based form; supported are dropout, bernoulli, rand, randn, uniform, normal, "
+            "exponential, randint, randperm and their _like forms",
+            node_location(node),
+            node.target,
+        )
+    return _RULES[node.target]
 
 
 def own_generator_error(op: str, location: str | None) -> TraceError:
-    where = f" at {location}" if location else ""
-    return TraceError(
-        f"random operator {op}{where} draws from a torch.Generator of its own; expected none, "
-        "because draws come from the member's seed: leave the generator out",
-        op=op,
-        location=location,
+    """Refuse draws from a generator of the user's own."""
+    return refusal(
+        f"random operator {op}",
+        " draws from a torch.Generator of its own; expected none, because draws come from the member's seed: "
+        "leave the generator out",
+        location,
+        op,
     )

@@ -62,66 +62,51 @@ _DIGESTED_BYTES = 1 << 20
 
 
 class Holder:
-    """A container that code can reach. This one cannot be written: a tuple, a bound method, a partial."""
+    """A container that code can reach; ``replace`` fills it anew, ``None`` for one that cannot be written."""
 
-    mapping: dict[Any, Any] | None = None
-    """The dict behind it, where its entries are just those of one."""
-
-    def __init__(self, value: Any, label: Hashable, read: Callable[[], Items]) -> None:
+    def __init__(
+        self,
+        value: Any,
+        label: Hashable,
+        read: Callable[[], Items],
+        replace: Callable[[Items], None] | None = None,
+        mapping: dict[Any, Any] | None = None,
+    ) -> None:
         self.value = value  # kept alive: an address alone is given away again
         self.label = label
         self.read = read
-
-    @property
-    def can_change(self) -> bool:
-        """Whether its entries may become others while it stays the same object."""
-        return isinstance(self.value, types.FunctionType)
-
-    def write(self, items: Items) -> None:
-        """Make the container hold ``items``."""
-
-
-class _Written(Holder):
-    """A container that ``replace(items)`` fills anew."""
-
-    def __init__(
-        self, value: Any, label: Hashable, read: Callable[[], Items], replace: Callable[[Items], None]
-    ) -> None:
-        super().__init__(value, label, read)
+        self.mapping = mapping
+        """The dict behind it, if its entries are exactly those of one."""
         self._replace = replace
 
     @property
     def can_change(self) -> bool:
-        return True
+        """Whether its entries may become others while it stays the same object."""
+        return self._replace is not None or isinstance(self.value, types.FunctionType)
 
     def write(self, items: Items) -> None:
-        self._replace(items)
+        """Make the container hold ``items``, if it can be written."""
+        if self._replace is not None:
+            self._replace(items)
 
 
-def _dict_holder(value: dict[Any, Any], label: Hashable) -> Holder:
+def _container_holder(value: Any, label: Hashable) -> Holder:
+    """A dict, list, deque or set, with the attributes that one of a class of its own carries."""
+    is_dict = isinstance(value, dict)
+
+    def read() -> Items:
+        entries = value if is_dict else _sorted(value) if isinstance(value, set) else dict(enumerate(value))
+        return {**entries, **_beside(value)}
+
     def replace(items: Items) -> None:
+        kept = {key: item for key, item in items.items() if key is not _BESIDE}
         value.clear()
-        value.update((key, item) for key, item in items.items() if key is not _BESIDE)
+        if isinstance(value, (list, deque)):
+            value.extend(kept.values())
+        else:
+            value.update(kept if is_dict else kept.values())
 
-    holder = _Written(value, label, lambda: {**value, **_beside(value)}, replace)
-    holder.mapping = value
-    return holder
-
-
-def _sequence_holder(value: Any, label: Hashable) -> Holder:
-    def replace(items: Items) -> None:
-        value.clear()
-        value.extend(item for key, item in items.items() if key is not _BESIDE)
-
-    return _Written(value, label, lambda: {**dict(enumerate(value)), **_beside(value)}, replace)
-
-
-def _set_holder(value: set[Any], label: Hashable) -> Holder:
-    def replace(items: Items) -> None:
-        value.clear()
-        value.update(item for key, item in items.items() if key is not _BESIDE)
-
-    return _Written(value, label, lambda: {**_sorted(value), **_beside(value)}, replace)
+    return Holder(value, label, read, replace, value if is_dict else None)
 
 
 def _sorted(value: Any) -> Items:
@@ -143,9 +128,8 @@ def _object_holder(value: Any) -> Holder:
     ]
 
     def read() -> Items:
-        found = dict(vars(value)) if hasattr(value, "__dict__") else {}
-        found.update((name, getattr(value, name)) for name in slots if hasattr(value, name))
-        return found
+        own = vars(value) if hasattr(value, "__dict__") else {}
+        return {**own, **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
 
     def replace(items: Items) -> None:
         for name in slots:
@@ -158,9 +142,8 @@ def _object_holder(value: Any) -> Holder:
             attributes.clear()
             attributes.update((name, item) for name, item in items.items() if name not in slots)
 
-    holder = _Written(value, ("object", type(value)), read, replace)
-    holder.mapping = vars(value) if hasattr(value, "__dict__") and not slots else None
-    return holder
+    mapping = vars(value) if hasattr(value, "__dict__") and not slots else None
+    return Holder(value, ("object", type(value)), read, replace, mapping)
 
 
 def _names_in_slots(cls: type) -> tuple[str, ...]:
@@ -181,7 +164,7 @@ def _cell_holder(cell: types.CellType) -> Holder:
         elif read():
             del cell.cell_contents
 
-    return _Written(cell, "cell", read, replace)
+    return Holder(cell, "cell", read, replace)
 
 
 def _names_holder(owner: Any, namespace: Mapping[str, Any], names: tuple[str, ...], what: str) -> Holder:
@@ -202,11 +185,11 @@ def _names_holder(owner: Any, namespace: Mapping[str, Any], names: tuple[str, ..
             elif name in namespace:
                 delattr(owner, name)
 
-    return _Written(owner, what, read, replace)
+    return Holder(owner, what, read, replace)
 
 
 @dataclass(frozen=True)
-class RandomState:
+class GeneratorState:
     """The state of a random generator; equal to one from which the same numbers come."""
 
     digest: bytes
@@ -216,9 +199,9 @@ class RandomState:
 def _random_holder(owner: Any, get: Callable[[], Any], put: Callable[[Any], None]) -> Holder:
     def read() -> Items:
         state = get()
-        return {"": RandomState(hashlib.sha256(pickle.dumps(state)).digest(), state)}
+        return {"": GeneratorState(hashlib.sha256(pickle.dumps(state)).digest(), state)}
 
-    return _Written(owner, "random", read, lambda items: put(items[""].state))
+    return Holder(owner, "random", read, lambda items: put(items[""].state))
 
 
 def _generator_holder(value: Any) -> Holder:
@@ -255,14 +238,10 @@ def _function_holder(function: types.FunctionType) -> Holder:
 
 
 def _holder_of(value: Any) -> Holder | None:
-    """The holder of a value; ``None`` where it is a leaf."""
+    """The holder of a value; ``None`` for a leaf."""
     kind = type(value)
-    if isinstance(value, dict):
-        return _dict_holder(value, ("dict", kind))
-    if isinstance(value, (list, deque)):
-        return _sequence_holder(value, ("sequence", kind))
-    if isinstance(value, set):
-        return _set_holder(value, "set")
+    if isinstance(value, (dict, list, deque, set)):
+        return _container_holder(value, ("container", kind))
     if isinstance(value, tuple):
         return Holder(value, ("tuple", kind), lambda: dict(enumerate(value)))
     if isinstance(value, frozenset):
@@ -330,7 +309,7 @@ def _is_user_module(name: str) -> bool:
 
 
 class OwnMemory:
-    """Which bytes belong to which of the model's own tensors."""
+    """Map from bytes to the model's own tensors."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         spans = [(*_span(tensor), index) for index, tensor in enumerate(tensors) if _has_memory(tensor)]
@@ -364,16 +343,13 @@ class OwnMemory:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    is_plain = tensor.layout == torch.strided and tensor.device.type != "meta" and not _is_fake(tensor)
-    return is_plain and tensor.numel() > 0
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    return type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and not isinstance(tensor, nn.Parameter)
+    is_real = type(tensor) in (Tensor, nn.Buffer) or isinstance(tensor, nn.Parameter)
+    is_dense = tensor.layout == torch.strided and tensor.device.type != "meta"
+    return is_real and is_dense and tensor.numel() > 0
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte of a tensor, and the one behind its last."""
+    """Addresses of a tensor's first byte and of the one behind its last."""
     begin = tensor.data_ptr()
     length = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + length * tensor.element_size()
@@ -403,7 +379,7 @@ class Identity:
 
 
 class Reach:
-    """What code can reach from ``model`` and ``functions``, as it is now.
+    """Everything that code can reach from ``model`` and ``functions``, as it is now.
 
     ``holders`` are the containers found, ``contents`` what each of them holds, ``own`` the model's parameters
     and buffers, each once, and ``named`` the same by name.
@@ -423,14 +399,12 @@ class Reach:
         self._mentioned: set[str] = {"forward"}
         self._tokens: list[Hashable] = []
         roots: Items = {} if model is None else {"model": model}
-        roots.update(
-            ("loss" if not number else f"function {number}", fn) for number, fn in enumerate(functions)
-        )
-        roots.update(
-            (f"{name} hooks", tensor._backward_hooks)
+        roots |= {f"function {number}" if number else "loss": fn for number, fn in enumerate(functions)}
+        roots |= {
+            f"{name} hooks": tensor._backward_hooks
             for name, tensor in named.items()
             if tensor._backward_hooks
-        )
+        }
         self._add(Holder(roots, "roots", lambda: roots), (-1, ""))
         self._walk()
 
@@ -447,7 +421,7 @@ class Reach:
             self._add(holder, (0, holder.value.__name__))
 
     def path(self, number: int, key: Any) -> str:
-        """How user code would name an entry of a holder."""
+        """Name of a holder's entry, as user code would write it."""
         steps = [] if _is_item_of_sequence(self.holders[number]) else [key]
         while number > 0:
             number, key = self._origins[number]
@@ -595,7 +569,7 @@ class Reach:
             return ("array", value.shape, str(value.dtype), hashlib.sha256(raw).digest())
         if isinstance(value, np.generic):
             return ("scalar", repr(value))
-        if isinstance(value, (types.CodeType, RandomState)):
+        if isinstance(value, (types.CodeType, GeneratorState)):
             return value
         if isinstance(value, types.BuiltinFunctionType) and not _bound_to_object(value):
             return ("builtin", value.__module__, value.__qualname__)
@@ -635,7 +609,7 @@ def same_items(one: Items, other: Items) -> bool:
 
 def is_same(one: Any, other: Any) -> bool:
     """Whether two entries are one object, or the same state of a random generator."""
-    return one is other or (isinstance(one, RandomState) and one == other)
+    return one is other or (isinstance(one, GeneratorState) and one == other)
 
 
 def _is_special(name: str, value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Where in the user's code something happened."""
+"""Places in the user's code, and errors that name them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from types import TracebackType
 import torch
 from torch import fx
 
+from trainmux.errors import TraceError
+
 _TORCH_ROOT = str(Path(torch.__file__).parent)
 _OWN_ROOT = str(Path(__file__).parent.parent)
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
@@ -22,9 +24,8 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 @functools.cache
 def is_user_file(path: str) -> bool:
     """Whether a source file is none of Python's, torch's or ours."""
-    if path.startswith(("<", _TORCH_ROOT)) or _is_standard(path):
-        return False
-    return not path.startswith(_OWN_ROOT)
+    is_standard = path.startswith(_STANDARD) and not path.startswith(_INSTALLED)
+    return not is_standard and not path.startswith(("<", _TORCH_ROOT, _OWN_ROOT))
 
 
 @functools.cache
@@ -33,10 +34,6 @@ def is_library_file(path: str) -> bool:
     if path.startswith("<"):
         return path.startswith("<frozen")
     return not is_user_file(path) or path.startswith(_INSTALLED)
-
-
-def _is_standard(path: str) -> bool:
-    return path.startswith(_STANDARD) and not path.startswith(_INSTALLED)
 
 
 def innermost_user_frame(tb: TracebackType | None) -> str | None:
@@ -53,3 +50,9 @@ def node_location(node: fx.Node) -> str | None:
         if is_user_file(match["file"]):
             return f"{match['file']}:{match['line']} in {match['function']}"
     return None
+
+
+def refusal(what: str, reason: str, location: str | None, op: object = None) -> TraceError:
+    """An error that says ``what`` happened where in the user's code, what was expected, and a remedy."""
+    where = f" at {location}" if location else ""
+    return TraceError(f"{what}{where}{reason}", op=None if op is None else str(op), location=location)

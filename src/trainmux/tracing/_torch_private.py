@@ -41,38 +41,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from trainmux.runtime import process_lock
 
-__all__ = [
-    "DATA_DEPENDENT_ERRORS",
-    "DECOMPOSITION_KEYS",
-    "CheckpointPolicy",
-    "ConstantChangedError",
-    "FakeTensor",
-    "FakeTensorMode",
-    "checkpoint_regions",
-    "decomposition_keys",
-    "frames_of",
-    "functionalized",
-    "graph_module",
-    "has_autocast",
-    "has_function_modes",
-    "has_vmap_rule",
-    "higher_order_operator",
-    "last_node",
-    "layer_parameters",
-    "make_fx",
-    "make_piece",
-    "min_cut",
-    "native_composite",
-    "nodes_after",
-    "override_composites",
-    "recurrent_layers",
-    "refuses_generators",
-    "replaced",
-    "static_fake_mode",
-    "traced_operator",
-    "tracer_graph",
-    "tracing_thread",
-]
+__all__ = ["CheckpointPolicy", "FakeTensor"]  # torch's own, used under these names
 
 # A composite operator's, and one in the place of autograd's formula for an operator that has a kernel.
 DECOMPOSITION_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
@@ -227,14 +196,44 @@ def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
         return _make_graph_module(root, graph)
 
 
-def has_autocast() -> bool:
-    """Whether autocast is on for any kind of device."""
-    return torch._C._is_any_autocast_enabled()
+def is_plain(dtype: torch.dtype) -> bool:
+    """Whether no ambient switch of torch's could change numbers, and ``dtype`` is the default one."""
+    return (
+        torch.is_grad_enabled()
+        and torch.get_default_dtype() is dtype
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_anomaly_enabled()
+        and torch._C._len_torch_function_stack() == 0  # a default device is a function mode, too
+        and not torch._C._is_any_autocast_enabled()
+    )
 
 
-def has_function_modes() -> bool:
-    """Whether calls of torch's functions are intercepted: a default device does that, too."""
-    return torch._C._len_torch_function_stack() > 0
+@contextmanager
+def plain_torch(dtype: torch.dtype) -> Iterator[None]:
+    """Switch off autocast, anomaly and inference mode, ``no_grad`` and the default device; set the dtype.
+
+    Numbers then do not depend on the block that a fleet is called in. Switches of the whole process (anomaly
+    mode, the default dtype) are touched only where they must change.
+    """
+    if is_plain(dtype):
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                torch.set_autocast_enabled(kind, False)
+                stack.callback(torch.set_autocast_enabled, kind, True)
+        if torch.is_anomaly_enabled():
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        before = torch.get_default_dtype()
+        if before is not dtype:
+            torch.set_default_dtype(dtype)
+            stack.callback(torch.set_default_dtype, before)
+        yield
 
 
 def static_fake_mode() -> FakeTensorMode:

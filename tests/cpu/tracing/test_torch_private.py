@@ -590,22 +590,20 @@ def test_copied_nodes_find_names_without_a_search() -> None:
 # ---- what is ambient -------------------------------------------------------------------------------------
 
 
-def test_autocast_is_noticed() -> None:
-    assert not private.has_autocast()
+def test_ambient_switches_are_noticed() -> None:
+    def is_plain() -> bool:
+        return private.is_plain(torch.float32)
+
+    assert is_plain()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert private.has_autocast()
+        assert not is_plain()
         with torch.autocast("cpu", enabled=False):
-            assert not private.has_autocast()
-    assert not private.has_autocast()
-
-
-def test_a_default_device_intercepts_functions() -> None:
-    assert not private.has_function_modes()
+            assert is_plain()
     with torch.device("meta"):
-        assert private.has_function_modes()
+        assert not is_plain()
     torch.set_default_device("meta")
     try:
-        assert private.has_function_modes()
+        assert not is_plain()
     finally:
         torch.set_default_device(None)
-    assert not private.has_function_modes()
+    assert is_plain()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from trainmux.tracing import TraceSettings, flatten_batch, make_fx, trace_joint
-from trainmux.tracing._constant_masks import drop_constant_masks
+from trainmux.tracing._passes import drop_constant_masks
 
 LENGTH = 6
 Mask = Callable[[Tensor], Tensor]
@@ -110,21 +110,14 @@ def test_masks_that_the_kernel_has_built_in_are_dropped(mask: Mask) -> None:
     x = torch.randn(2, 2, LENGTH, 4)
     expected = module(x)
     assert drop_constant_masks(module) == 1
-    given = bound(the_call(module))
+    call = the_call(module)
+    positional = {a.name for a in call.target._schema.arguments if not a.kwarg_only}  # type: ignore[union-attr]
+    assert not positional & set(call.kwargs), "expected rules to find positional arguments by place"
+    given = bound(call)
     assert given["attn_mask"] is None
     assert given["is_causal"] is DROPPED[mask]
     assert given["dropout_p"] == 0.0
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("mask", DROPPED, ids=lambda mask: mask.__name__)
-def test_positions_mean_what_they_say(mask: Mask) -> None:
-    """Nothing is left out before a positional argument: rules that read arguments by place rely on it."""
-    module = attention_graph(mask)
-    drop_constant_masks(module)
-    call = the_call(module)
-    positional = [a.name for a in call.target._schema.arguments if not a.kwarg_only]  # type: ignore[union-attr]
-    assert not set(call.kwargs) & set(positional)
 
 
 @pytest.mark.parametrize("mask", KEPT, ids=lambda mask: mask.__name__)

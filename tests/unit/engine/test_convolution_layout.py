@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from trainmux.engine._convolution import _has_channels_last, can_write, convolve_into
+from trainmux.engine._into import _has_channels_last, can_write, convolve_into
 
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from trainmux.engine._units import MAX_BUCKET, MOST_TOGETHER, SMALL, Unit, as_ready, buckets, large_alone
-from trainmux.engine._update_settings import UpdateMode, UpdateSettings
+from trainmux.engine._updates import UpdateMode, UpdateSettings
 from trainmux.errors import ConfigError
 from trainmux.fusion.optimizers import OptimizerStructure
 from trainmux.lowering import interleave

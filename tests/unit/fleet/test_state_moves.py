@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trainmux.engine import Transfers
 from trainmux.fleet._state_moves import _as_row, _by_rows, _is_apart, copy_into_places, host_copies
-from trainmux.runtime import Transfers, stacked_zeros
+from trainmux.runtime import stacked_zeros
 
 CPU = torch.device("cpu")
 

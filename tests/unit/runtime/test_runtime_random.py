@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from trainmux.runtime import WORD_RANGE, philox_blocks, random_words
-from trainmux.runtime._random import philox_pairs
+from trainmux.runtime import WORD_RANGE, random_words
+from trainmux.runtime._random import philox_blocks, philox_pairs
 
 INT64 = torch.iinfo(torch.int64)
 int64s = st.integers(INT64.min, INT64.max)
@@ -22,23 +22,10 @@ operators = st.integers(0, 2**31)
 
 # Random123's kat_vectors for philox4x32 with ten rounds: counter, key, result.
 KNOWN_ANSWERS = [
-    (
-        "00000000 00000000 00000000 00000000",
-        "00000000 00000000",
-        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-    ),
-    (
-        "ffffffff ffffffff ffffffff ffffffff",
-        "ffffffff ffffffff",
-        "408f276d 41c83b0e a20bc7c6 6d5451fd",
-    ),
-    (
-        "243f6a88 85a308d3 13198a2e 03707344",
-        "a4093822 299f31d0",
-        "d16cfe09 94fdcceb 5001e420 24126ea1",
-    ),
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]
-
 # The same for philox2x32: rounds, counter, key, result.
 KNOWN_PAIRS = [
     (7, "00000000 00000000", "00000000", "257a3673 cd26be2a"),
@@ -90,38 +77,11 @@ def test_published_known_answers_of_pairs(rounds: int, counter: str, key: str, e
     assert [word.item() for word in words] == parsed(expected)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(
-    counter=st.lists(st.integers(0, WORD_RANGE - 1), min_size=2, max_size=2),
-    key=st.integers(0, WORD_RANGE - 1),
-)
-def test_pairs_equal_the_definition_in_unbounded_integers(counter: list[int], key: int) -> None:
-    (word,) = scalars([key])
-    words = philox_pairs(scalars(counter), word)
-    assert [word.item() for word in words] == pairs_in_python(counter, key)
-
-
-@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_published_known_answers(counter: str, key: str, expected: str) -> None:
-    words = philox_blocks(scalars(parsed(counter)), scalars(parsed(key)))
-    assert [word.item() for word in words] == parsed(expected)
-
-
-def test_known_answers_all_at_once() -> None:
+def test_published_known_answers() -> None:
     counters = torch.tensor([parsed(counter) for counter, _, _ in KNOWN_ANSWERS]).unbind(1)
     keys = torch.tensor([parsed(key) for _, key, _ in KNOWN_ANSWERS]).unbind(1)
     words = torch.stack(philox_blocks(counters, keys), 1)
     assert words.tolist() == [parsed(expected) for _, _, expected in KNOWN_ANSWERS]
-
-
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(
-    counter=st.lists(st.integers(0, WORD_RANGE - 1), min_size=4, max_size=4),
-    key=st.lists(st.integers(0, WORD_RANGE - 1), min_size=2, max_size=2),
-)
-def test_equals_the_definition_in_unbounded_integers(counter: list[int], key: list[int]) -> None:
-    words = philox_blocks(scalars(counter), scalars(key))
-    assert [word.item() for word in words] == philox_in_python(counter, key)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -156,12 +116,9 @@ def test_a_member_draws_the_same_at_any_width_and_in_any_slot(
         assert torch.equal(together[slot], alone[member])
 
 
-@pytest.mark.parametrize("numel", [1, 2, 3, 4, 5, 7, 8, 13])
-def test_a_longer_draw_starts_with_the_shorter_one(numel: int) -> None:
-    assert torch.equal(words_of(3, 1, 2, (numel,)), words_of(3, 1, 2, (32,))[:numel])
-
-
 def test_the_shape_only_arranges_the_elements() -> None:
+    for numel in (1, 2, 5, 8, 13):
+        assert torch.equal(words_of(3, 1, 2, (numel,)), words_of(3, 1, 2, (30,))[:numel])
     assert torch.equal(words_of(3, 1, 2, (3, 5, 2)).flatten(), words_of(3, 1, 2, (30,)))
 
 
@@ -174,14 +131,6 @@ def test_scalar_and_empty_shapes(shape: tuple[int, ...]) -> None:
     assert many.shape == (3, *shape)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(seed=int64s, counter=int64s, operator=operators)
-def test_words_are_32_bits_wide_and_not_negative(seed: int, counter: int, operator: int) -> None:
-    words = words_of(seed, counter, operator, (64,))
-    assert words.min() >= 0
-    assert words.max() < WORD_RANGE
-
-
 def test_draws_do_not_touch_torch_generators() -> None:
     before = torch.get_rng_state()
     words_of(1, 2, 3, (10,))
@@ -189,21 +138,9 @@ def test_draws_do_not_touch_torch_generators() -> None:
 
 
 # What may never coincide: seeds, steps and operators that differ in high bits or in sign only.
-NEIGHBOURS = [
-    (0, 0, 0),
-    (1, 0, 0),
-    (-1, 0, 0),
-    (-(2**63), 0, 0),
-    (2**63 - 1, 0, 0),
-    (2**32, 0, 0),
-    (0, 1, 0),
-    (0, -1, 0),
-    (0, 2**32, 0),
-    (0, 2**62, 0),
-    (0, 0, 1),
-    (0, 0, 2**31),
-    (1, 1, 1),
-]
+SEEDS = [(seed, 0, 0) for seed in (0, 1, -1, -(2**63), 2**63 - 1, 2**32)]
+STEPS = [(0, step, 0) for step in (1, -1, 2**32, 2**62)]
+NEIGHBOURS = [*SEEDS, *STEPS, (0, 0, 1), (0, 0, 2**31), (1, 1, 1)]
 
 
 def test_neighbours_in_every_coordinate_draw_something_else() -> None:
@@ -218,12 +155,6 @@ def test_words_are_uniform(seed: int, counter: int, operator: int) -> None:
     for shift in (24, 16, 8, 0):
         counts = np.bincount((words >> shift) & 0xFF, minlength=256)
         assert stats.chisquare(counts).pvalue > 1e-3
-
-
-def test_every_bit_is_fair() -> None:
-    words = words_of(11, 22, 33, (1 << 16,))
-    ones = torch.stack([(words >> bit) & 1 for bit in range(32)]).double().mean(1)
-    assert (ones - 0.5).abs().max() < 4.5 * 0.5 / math.sqrt(words.numel())
 
 
 @pytest.mark.parametrize("axis", ["seed", "counter", "operator"])

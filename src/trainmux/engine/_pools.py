@@ -25,7 +25,7 @@ def release_cached(device: torch.device) -> None:
 
 
 def pool_bytes(pool: torch.cuda.MemPool) -> int:
-    """What ``pool`` has reserved on the device."""
+    """Bytes that ``pool`` has reserved on the device."""
     return sum(int(segment["total_size"]) for segment in pool.snapshot(include_traces=False))
 
 

@@ -3,14 +3,18 @@
 A batch may be a tensor, a mapping, a sequence, a named tuple, a dataclass, or any nesting of them;
 mapping-like objects (``UserDict``, tokenizer outputs) and objects that only carry attributes count
 too. Everything that is not a tensor is a constant: part of the structure, so that two batches with
-different constants do not share a graph. Text is left out of it for as long as nobody reads it.
+different constants do not share a graph.
+
+Text, such as names of files, is seldom read. A trace is made with a stand-in that notes any use. If there is
+none, batches share its graph whatever their text is; otherwise it is made again with the text, which is then
+part of a batch's structure.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +23,60 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import BatchError
-from trainmux.tracing._text import READ, Text, is_text
+
+
+class Text:
+    """Whether traced code reads the text of batches that share this.
+
+    ``is_read`` makes text part of their structure, ``was_hidden`` says whether a trace was given a stand-in,
+    and ``was_noted`` whether it used one.
+    """
+
+    def __init__(self, *, is_read: bool = False) -> None:
+        self.is_read = is_read
+        self.was_hidden = self.was_noted = False
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            self.was_noted = True
+            raise _TextReadError
+
+        self._stand_in: Any = type("UnreadText", (), dict.fromkeys(_USES, note))()
+
+    def shown(self, value: Any) -> Any:
+        """``value``, or its stand-in."""
+        if self.is_read:
+            return value
+        self.was_hidden = True
+        return self._stand_in
+
+
+class _TextReadError(Exception):
+    """Raised by the stand-in for text that is read; never seen by users."""
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is text, or a list of nothing else."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(type(item) is str for item in value)
+    return type(value) is str
+
+
+_USES = {
+    name
+    for kind in (str, bytes, int, float, complex, list, dict, set)
+    for name in dir(kind)
+    if name.startswith("__") and callable(getattr(kind, name))
+} | {"__call__", "__enter__", "__fspath__", "__next__"}
+_USES -= {"__new__", "__init__", "__init_subclass__", "__class__", "__subclasshook__", "__class_getitem__"}
+"""Every way to use text, or something else in its place."""
+
+_READ = Text(is_read=True)
+"""For batches whose text is always part of their structure."""
 
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """Where a tensor stands in the batch and what it looks like."""
+    """Place, shape and dtype of a tensor in the batch."""
 
     path: str
     shape: tuple[int, ...]
@@ -58,7 +110,7 @@ def flatten_batch(batch: Any, text: Text | None = None) -> FlatBatch:
 
     Batches that are to share a graph although their text differs have one ``text``.
     """
-    text = text or READ
+    text = text or _READ
     flat = _Flat(text)
     structure, build = flat.take_apart(batch, "batch")
     if not flat.tensors:
@@ -101,32 +153,33 @@ class _Flat:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         if isinstance(value, Mapping):
             keys = tuple(value)
-            parts = [self.take_apart(value[key], f"{path}[{key!r}]") for key in keys]
-            builders = [build for _, build in parts]
-            text = ",".join(sorted(f"{key!r}:{part}" for key, (part, _) in zip(keys, parts, strict=True)))
+            parts, build = self._children((f"{path}[{key!r}]", value[key]) for key in keys)
+            text = ",".join(sorted(f"{key!r}:{part}" for key, part in zip(keys, parts, strict=True)))
             self.order.append(keys)
             return f"{name}{{{text}}}", lambda it: _like_mapping(
-                value, dict(zip(keys, [build(it) for build in builders], strict=True))
+                value, dict(zip(keys, build(it), strict=True))
             )
-        if not self._text.is_read and is_text(value):
+        if not self._text.is_read and _is_text(value):
             shown = self._text.shown
             return "text", lambda it: shown(value)
         if isinstance(value, (list, tuple)):
-            parts = [self.take_apart(item, f"{path}[{i}]") for i, item in enumerate(value)]
-            builders = [build for _, build in parts]
-            text = ",".join(part for part, _ in parts)
+            parts, build = self._children((f"{path}[{i}]", item) for i, item in enumerate(value))
             # A loader hands out lists where the data set has tuples: they count as the same.
             label = "" if type(value) in (list, tuple) else name
-            return f"{label}[{text}]", lambda it: _like_sequence(value, [build(it) for build in builders])
+            return f"{label}[{','.join(parts)}]", lambda it: _like_sequence(value, build(it))
         fields = _attributes(value)
         if fields is not None:
-            parts = [self.take_apart(item, f"{path}.{field}") for field, item in fields.items()]
-            builders = [build for _, build in parts]
-            text = ",".join(f"{field}:{part}" for field, (part, _) in zip(fields, parts, strict=True))
+            parts, build = self._children((f"{path}.{field}", item) for field, item in fields.items())
+            text = ",".join(f"{field}:{part}" for field, part in zip(fields, parts, strict=True))
             return f"{name}({text})", lambda it: _like_object(
-                value, dict(zip(fields, [build(it) for build in builders], strict=True))
+                value, dict(zip(fields, build(it), strict=True))
             )
         return f"{name}={value!r}", lambda it: value
+
+    def _children(self, items: Iterable[tuple[str, Any]]) -> tuple[list[str], Callable[[Any], list[Any]]]:
+        """Structure texts of sub-trees, given with their paths, and a builder of all of them."""
+        parts = [self.take_apart(item, path) for path, item in items]
+        return [text for text, _ in parts], lambda it: [build(it) for _, build in parts]
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

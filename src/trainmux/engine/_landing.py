@@ -1,4 +1,4 @@
-"""Batches from host memory to the device, beside the step that is running.
+"""Copies of batches from host memory to the device while a step is running.
 
 A batch is copied on a stream of its own and from pinned memory, so that neither the host nor the step before
 it has to wait. Two buffers take turns: a step reads one while the other is filled for the next. Three waits
@@ -22,12 +22,12 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from trainmux.runtime._ring import Event
-from trainmux.runtime._streams import borrow_stream
+from trainmux.engine._ring import Event
+from trainmux.runtime import borrow_stream
 
 NUM_LANDINGS = 2
 # As the allocator gives it: which kernel reads a tensor may depend on its address.
-ALIGNMENT_BYTES = 512
+LANDING_ALIGNMENT_BYTES = 512
 _MAX_LAYOUTS = 16
 
 
@@ -45,8 +45,8 @@ class HostLeaf:
         return torch.stack(moved) if self.stacked else moved[0]
 
 
-class Lane(Protocol):
-    """Where copies run, and how they and the compute stream wait for each other."""
+class CopyStream(Protocol):
+    """A stream for copies, synchronised with the compute stream."""
 
     def make_event(self) -> Event:
         """An event that nothing was recorded in."""
@@ -70,7 +70,7 @@ class Lane(Protocol):
         ...
 
 
-class CudaLane:
+class CudaCopyStream:
     """A side stream of ``device``. The compute stream is whichever is current in a call."""
 
     def __init__(self, device: torch.device) -> None:
@@ -104,7 +104,7 @@ class CudaLane:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a leaf looks like on the device, and whether it comes through our pinned memory."""
+    """Layout of a leaf on the device, and whether it is staged in our pinned memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -121,7 +121,7 @@ class _Shape:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _LandingViews:
     """Views for leaves of given shapes: where each lands, where it is staged, and all that is staged."""
 
     landed: tuple[Tensor, ...]
@@ -137,19 +137,19 @@ class _Buffer:
     copied: Event
     pinned: Tensor
     landing: Tensor
-    layouts: dict[tuple[_Shape, ...], _Layout] = field(default_factory=dict)
+    layouts: dict[tuple[_Shape, ...], _LandingViews] = field(default_factory=dict)
 
 
 class Landing:
     """Takes batches to ``device``. What ``land`` returns may be read by work that is enqueued before the
     next call; pinned tensors must keep their values until their copy is done, others may change at once."""
 
-    def __init__(self, device: torch.device, lane: Lane | None = None) -> None:
+    def __init__(self, device: torch.device, copies: CopyStream | None = None) -> None:
         self._device = device
-        self._lane: Lane = CudaLane(device) if lane is None else lane
+        self._copies: CopyStream = CudaCopyStream(device) if copies is None else copies
         nothing = torch.empty(0, dtype=torch.uint8)
         self._buffers = [
-            _Buffer(self._lane.make_event(), self._lane.make_event(), nothing, nothing)
+            _Buffer(self._copies.make_event(), self._copies.make_event(), nothing, nothing)
             for _ in range(NUM_LANDINGS)
         ]
         self._last = 0
@@ -168,7 +168,7 @@ class Landing:
         if not leaves:
             return ()
         # Whoever was to read what landed last has been enqueued by now.
-        self._lane.mark(self._buffers[self._last].released)
+        self._copies.mark(self._buffers[self._last].released)
         self._last = (self._last + 1) % len(self._buffers)
         buffer = self._buffers[self._last]
         if not buffer.copied.query():
@@ -186,27 +186,27 @@ class Landing:
                         row.copy_(part)
                 else:
                     staged.copy_(leaf.parts[0])
-            self._lane.copy(pairs, buffer.released, buffer.copied)
+            self._copies.copy(pairs, buffer.released, buffer.copied)
         return layout.landed
 
-    def _lay_out(self, buffer: _Buffer, shapes: tuple[_Shape, ...]) -> _Layout:
+    def _lay_out(self, buffer: _Buffer, shapes: tuple[_Shape, ...]) -> _LandingViews:
         """Places for leaves, what is staged in front; gets larger buffers where they are too small."""
         offsets: dict[int, int] = {}
         size_bytes = num_staged_bytes = 0
         for position in sorted(range(len(shapes)), key=lambda position: not shapes[position].staged):
             offsets[position] = size_bytes
-            size_bytes += -(-shapes[position].size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            size_bytes += -(-shapes[position].size_bytes // LANDING_ALIGNMENT_BYTES) * LANDING_ALIGNMENT_BYTES
             if shapes[position].staged:
                 num_staged_bytes = size_bytes
         if len(buffer.pinned) < num_staged_bytes:
-            buffer.pinned = self._lane.pinned(num_staged_bytes)
+            buffer.pinned = self._copies.pinned(num_staged_bytes)
             buffer.layouts.clear()
         if len(buffer.landing) < size_bytes:
-            buffer.landing = self._lane.landing(size_bytes)
+            buffer.landing = self._copies.landing(size_bytes)
             buffer.layouts.clear()
         if len(buffer.layouts) == _MAX_LAYOUTS:
             buffer.layouts.clear()
-        layout = _Layout(
+        layout = _LandingViews(
             tuple(shape.at(buffer.landing, offsets[i]) for i, shape in enumerate(shapes)),
             tuple(
                 shape.at(buffer.pinned, offsets[i]) if shape.staged else None
@@ -221,7 +221,7 @@ class Landing:
 
 
 def _shape_of(leaf: HostLeaf) -> _Shape | None:
-    """How a leaf lands; ``None`` for one that is on a device already or is no ordinary tensor."""
+    """Layout of a leaf; ``None`` for one that is on a device already or is no ordinary tensor."""
     first = leaf.parts[0]
     if not all(_is_ordinary(part) for part in leaf.parts):
         return None

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainmux.runtime._storage import ALIGNMENT_BYTES
+from trainmux.runtime import ALIGNMENT_BYTES
 
 NUM_SLOTS = 8
 """Steps that the host may be ahead of the device before it has to wait."""
@@ -29,7 +29,7 @@ Fields = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class Event(Protocol):
-    """What a ring needs of ``torch.cuda.Event``."""
+    """The part of ``torch.cuda.Event`` that a ring needs."""
 
     def query(self) -> bool:
         """Whether everything before the last ``record`` is done; true where there was none."""
@@ -45,7 +45,7 @@ class Event(Protocol):
 
 
 def packed_offsets(fields: Fields) -> tuple[dict[str, int], int]:
-    """Where each array begins in the packed buffer, on aligned addresses, and the size of it; in bytes."""
+    """Aligned offset of each array in the packed buffer, and the buffer's size; in bytes."""
     offsets: dict[str, int] = {}
     size_bytes = 0
     for name, (dtype, shape) in fields.items():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainmux.runtime import Transfers
-from trainmux.runtime._transfer import Pair
+from trainmux.engine import Transfers
+from trainmux.engine._transfer import Pair
 
 
 def test_on_the_host_pairs_are_simply_copied() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainmux.runtime import limited_growth, pool_bytes
+from trainmux.engine import limited_growth, pool_bytes
 
 DEVICE = torch.device("cuda", 0)
 

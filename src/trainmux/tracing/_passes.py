@@ -1,0 +1,316 @@
+"""Passes over traced graphs, each in place, and the cut of a joint graph into forward and backward."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
+from trainmux.tracing._torch_private import FakeTensorMode, copy_node, make_piece, min_cut
+
+aten = torch.ops.aten
+
+# After functionalization nothing is written to, so these are plain aliases of their argument.
+_PASS_THROUGH = frozenset({aten.detach.default, aten.alias.default})
+_INHERITED = ("stack_trace", "recompute", "ac_graph_id")
+
+
+def output_nodes(module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that a graph returns, flat."""
+    (output,) = module.graph.find_nodes(op="output")
+    nodes: list[fx.Node] = pytree.tree_leaves(output.args)
+    return nodes
+
+
+def graph_constant(module: fx.GraphModule, node: fx.Node) -> Tensor:
+    """The tensor that a ``get_attr`` node stands for."""
+    value = operator.attrgetter(str(node.target))(module)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """The node that computes the value of ``node``, behind aliases of it."""
+    while node.op == "call_function" and node.target in _PASS_THROUGH:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
+def simplify(module: fx.GraphModule, kept_outputs: Iterable[int]) -> None:
+    """Keep only some outputs; drop aliases and unused nodes."""
+    nodes = output_nodes(module)
+    (output,) = module.graph.find_nodes(op="output")
+    output.args = ([source_of(nodes[position]) for position in kept_outputs],)
+    for node in list(module.graph.nodes):
+        source = source_of(node)
+        if source is not node:
+            node.replace_all_uses_with(source)
+    _compute_transposes_directly(module.graph)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+
+
+def _compute_transposes_directly(graph: fx.Graph) -> None:
+    """``t(mm(a, b))`` becomes ``mm(t(b), t(a))``.
+
+    Autograd computes a linear layer's weight gradient transposed and returns a transposed view, which every
+    later pass would read with strided accesses.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.t.default):
+        product = node.args[0]
+        if product.target is not aten.mm.default or len(product.users) != 1:
+            continue
+        left, right = product.args
+        with graph.inserting_before(node):
+            swapped = graph.call_function(
+                aten.mm.default, (_transposed(graph, right), _transposed(graph, left))
+            )
+        swapped.meta["val"] = node.meta["val"].contiguous()
+        inherit_meta(swapped, product)
+        node.replace_all_uses_with(swapped)
+
+
+def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if node.target is aten.t.default:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return source
+    transposed = graph.call_function(aten.t.default, (node,))
+    transposed.meta["val"] = node.meta["val"].t()
+    inherit_meta(transposed, node)
+    return transposed
+
+
+def inherit_meta(new: fx.Node, old: fx.Node) -> None:
+    """Give a node the origin and marks of the one that it replaces."""
+    for key in _INHERITED:
+        if key in old.meta:
+            new.meta[key] = old.meta[key]
+
+
+def replace_node(node: fx.Node, fn: Callable[..., Any], args: tuple[Any, ...], mode: FakeTensorMode) -> None:
+    """Replace ``node`` by what ``fn(*args)`` computes; ``args`` may hold nodes anywhere."""
+    leaves, spec = pytree.tree_flatten(args)
+    sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+
+    def flat(*tensors: Any) -> Any:
+        values = iter(tensors)
+        filled = [next(values) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        return fn(*pytree.tree_unflatten(filled, spec))
+
+    with mode:
+        part = make_piece(flat)(*[source.meta["val"] for source in sources])
+    graph = node.graph
+    copied: dict[fx.Node, Any] = {}
+    remaining = iter(sources)
+    with graph.inserting_before(node):
+        for inner in part.graph.nodes:
+            if inner.op == "placeholder":
+                copied[inner] = next(remaining)
+            elif inner.op == "output":
+                result = fx.map_arg(inner.args[0], lambda n: copied[n])
+            else:
+                if inner.op == "get_attr":
+                    raise RuntimeError(
+                        f"expected no constants in the replacement of {node}, got {inner.target}"
+                    )
+                new = copy_node(graph, inner, lambda n: copied[n])
+                inherit_meta(new, node)
+                copied[inner] = new
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):
+            if user.target is not operator.getitem:
+                raise RuntimeError(f"expected only getitem to use {node}, got {user.target}")
+            user.replace_all_uses_with(result[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def failures_make_nan(module: fx.GraphModule, mode: FakeTensorMode) -> None:
+    """Turn checks for failed factorizations into NaN, in the first output or in the gradients.
+
+    Torch looks at an error code on the host and raises. A graph cannot raise, and one member's failure must
+    not stop the others: the loss of a member whose code is not zero becomes NaN, which freezes that member.
+    Where a factorization of the backward pass fails (``linalg.eig`` solves a system), its gradients do.
+    """
+    checks = module.graph.find_nodes(op="call_function", target=aten._linalg_check_errors.default)
+    if not checks:
+        return
+    backward = {module.graph.find_nodes(op="placeholder")[-1]}  # whatever depends on the tangent
+    for node in module.graph.nodes:
+        if not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    outputs = output_nodes(module)
+    early = [node.args[0] for node in checks if node not in backward]
+    late = [node.args[0] for node in checks if node in backward]
+    if early:
+        _poison(module, outputs[0], early, mode)
+    if late:
+        for output in dict.fromkeys(node for node in outputs if node in backward):
+            _poison(module, output, late, mode)
+    for node in checks:
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def _poison(module: fx.GraphModule, value: fx.Node, codes: list[fx.Node], mode: FakeTensorMode) -> None:
+    """Return NaN in the place of the output ``value`` where one of ``codes`` is not zero."""
+    (output,) = module.graph.find_nodes(op="output")
+
+    def poisoned(value: Tensor, *infos: Tensor) -> Tensor:
+        failed = torch.stack([(info != 0).any() for info in infos]).any()
+        return torch.where(failed, torch.full_like(value, float("nan")), value)
+
+    with module.graph.inserting_before(output):
+        marker = module.graph.call_function(aten.alias.default, (value,))
+        marker.meta["val"] = value.meta["val"]
+    output.args = fx.map_arg(output.args, lambda node: marker if node is value else node)
+    replace_node(marker, poisoned, (value, *codes), mode)
+
+
+# ---- attention masks -----------------------------------------------------------------------------------
+
+_BIAS_NAMES = frozenset({"attn_bias", "bias", "attn_mask"})
+_MAX_MASK_NODES = 400
+"""A mask computed by more nodes than this is left alone."""
+
+
+def drop_constant_masks(module: fx.GraphModule) -> int:
+    """Replace constant masks that hide nothing, or just the future, by the kernel's own; returns how many.
+
+    Libraries build a mask tensor when they are traced, even for plain attention. The kernel then reads a mask
+    of the size of the scores, and computes what it hides.
+    """
+    known: dict[fx.Node, bool | None] = {}
+    changed = 0
+    for node in module.graph.nodes:
+        if not is_attention(node.target):
+            continue
+        names = [argument.name for argument in node.target._schema.arguments]
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        bias = next((given[name] for name in names if name in _BIAS_NAMES and given.get(name)), None)
+        if not isinstance(bias, fx.Node) or given.get("is_causal"):
+            continue
+        if bias not in known:
+            known[bias] = _is_causal(module, bias)
+        is_causal = known[bias]
+        if is_causal is not None:
+            _replace_mask(node, is_causal=is_causal)
+            changed += 1
+    if changed:
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        module.recompile()
+    return changed
+
+
+def is_attention(target: Any) -> bool:
+    """Whether an operator is one of the fused attention kernels."""
+    return isinstance(target, OpOverload) and "_scaled_dot_product" in target.name()
+
+
+def _replace_mask(node: fx.Node, *, is_causal: bool) -> None:
+    described = node.target._schema.arguments  # type: ignore[union-attr]
+    changes: dict[str, Any] = {"is_causal": is_causal} | dict.fromkeys(_BIAS_NAMES)
+    positional, keyword = list(node.args), dict(node.kwargs)
+    for position, argument in enumerate(described):
+        if argument.kwarg_only:
+            if argument.name in changes:
+                keyword[argument.name] = changes[argument.name]
+            continue
+        # Defaults before a changed argument are written out, so that positions match.
+        if position >= len(positional):
+            positional.append(keyword.pop(argument.name, argument.default_value))
+        positional[position] = changes.get(argument.name, positional[position])
+    node.args, node.kwargs = tuple(positional), keyword
+
+
+def _is_causal(module: fx.GraphModule, bias: fx.Node) -> bool | None:
+    """True for a constant mask that hides what lies after each query, false for one that hides nothing."""
+    order = _constant_history(bias)
+    if order is None:
+        return None
+    values: dict[fx.Node, Any] = {}
+    with torch.no_grad():
+        for node in order:
+            if node.op == "get_attr":
+                values[node] = graph_constant(module, node).cpu()
+                continue
+            given = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+            args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    mask = values[bias]
+    if not isinstance(mask, Tensor):
+        return None
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    hidden = ~mask if mask.dtype == torch.bool else mask.isneginf() | (mask <= torch.finfo(mask.dtype).min)
+    if bool(seen.all()):
+        return False
+    if mask.shape[-1] != mask.shape[-2]:
+        return None
+    lower = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+    return True if bool((seen == lower).all() and (hidden == ~lower).all()) else None
+
+
+def _constant_history(node: fx.Node) -> list[fx.Node] | None:
+    """All nodes that ``node`` is computed from, in order; ``None`` if an input or a draw is among them."""
+    found: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        if current in found:
+            continue
+        is_random = torch.Tag.nondeterministic_seeded in getattr(current.target, "tags", ())
+        if current.op == "placeholder" or is_random or len(found) >= _MAX_MASK_NODES:
+            return None
+        found.add(current)
+        waiting += current.all_input_nodes
+    return [n for n in node.graph.nodes if n in found]
+
+
+# ---- forward and backward (D3) -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SplitGraph:
+    """Forward and backward with the values that pass between them.
+
+    ``forward`` takes all inputs but the tangent and returns the forward outputs, then ``saved``;
+    ``backward`` takes ``saved`` by name, then the tangent if it needs it, and returns gradients.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_forward_outputs: int
+
+
+def split_joint(
+    module: fx.GraphModule, inputs: tuple[GraphInput, ...], outputs: tuple[GraphOutput, ...]
+) -> SplitGraph:
+    """Cut a joint graph (which is used up) where the fewest bytes pass from forward to backward.
+
+    Torch's min-cut partitioner decides; what a cheap chain of operators can recompute is not saved. It runs
+    after fusion, so that a value shared by all members counts once.
+    """
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for position, (node, described) in enumerate(zip(placeholders, inputs, strict=True)):
+        role = "tangents" if described.kind is InputKind.TANGENT else "primals"
+        node.target = f"{role}_{position + 1}"
+        node._rename(node.target)
+    module.recompile()
+    num_forward = sum(output.kind is not OutputKind.GRADIENT for output in outputs)
+    static = [position for position, item in enumerate(inputs) if item.kind is InputKind.PARAMETER]
+    forward, backward = min_cut(module, num_forward, static)
+    return SplitGraph(forward, backward, num_forward)
