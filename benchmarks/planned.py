@@ -37,7 +37,7 @@ from planned_trace import traced_lanes
 
 import trainmux as tm
 from benchmarks.bench.cases import find_case
-from trainmux.scheduling import parse_budget
+from trainmux.sizes import parse_budget
 
 NUM_BLOCKS = 5
 STEPS_PER_BLOCK = 6

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import trainmux as tm
 from trainmux.cli import doctor
 from trainmux.cli._app import app
-from trainmux.cli._doctor_checks import SUPPORTED_PYTHON, SUPPORTED_TORCH, Finding, Level, check, rate, size
+from trainmux.cli._doctor_checks import SUPPORTED_PYTHON, SUPPORTED_TORCH, Finding, Level, check, rate
 from trainmux.fleet import CacheFacts, Rates, _machine
 from trainmux.profiling import LinkRates
 from trainmux.runtime import (
@@ -107,7 +107,7 @@ def test_a_healthy_machine_has_nothing_to_note() -> None:
     text = as_text(HEALTHY)
     for said in (
         *("torch 2.11.0+cu130", "CUDA 13.0", "cuDNN 9.1.0", "Triton 3.6.0", "driver 580.1"),
-        *("cuda:0 Some GPU", "80.0 GiB", "79.0 GiB free", "nobody else", "120.0 GiB may be pinned"),
+        *("cuda:0 Some GPU", "80.00 GiB", "79.00 GiB free", "nobody else", "120.00 GiB may be pinned"),
         *("out 55.0 GB/s", "in 54.0 GB/s", "out 51.0 GB/s", "in 50.0 GB/s", "4,000.0 GB/s"),
         *("CUDA graphs work", "(MemPool) work", "default rules", "12 files, 3.0 MiB", "/somewhere/kept"),
         *("transformers 1.0", "not needed: plotly, optuna, ray", "nothing to note", "on cuda:0"),
@@ -141,11 +141,11 @@ def test_a_healthy_machine_has_nothing_to_note() -> None:
             "driver 580.1 has no device here (No devices were found; torch: No CUDA GPUs are available)",
         ),
         (without_device(driver=DriverFacts("", (), "there is no driver")), Level.NOTE, "there is no GPU"),
-        (with_gpu(others_bytes=3 * GIB), Level.NOTE, "others use 3.0 GiB"),
+        (with_gpu(others_bytes=3 * GIB), Level.NOTE, "others use 3.00 GiB"),
         (with_gpu(free_bytes=100 << 20, others_bytes=79 * GIB), Level.PROBLEM, "too little to train"),
         (with_gpu(compute_mode="Exclusive_Process"), Level.NOTE, "one process at a time"),
-        (with_host(available_bytes=16 * GIB), Level.NOTE, "16.0 GiB may be pinned"),
-        (with_host(limit_bytes=64 * GIB, limit_left_bytes=60 * GIB), Level.NOTE, "60.0 GiB may be pinned"),
+        (with_host(available_bytes=16 * GIB), Level.NOTE, "16.00 GiB may be pinned"),
+        (with_host(limit_bytes=64 * GIB, limit_left_bytes=60 * GIB), Level.NOTE, "60.00 GiB may be pinned"),
         (with_host(available_bytes=None), Level.NOTE, "may be pinned is not known"),
         (replace(HEALTHY, region_error="Triton is not installed"), Level.NOTE, "ATen's slower kernels"),
         (replace(HEALTHY, c_compiler=""), Level.NOTE, "no C compiler"),
@@ -452,8 +452,5 @@ def test_a_full_disk_and_a_file_in_the_way_are_seen(monkeypatch: pytest.MonkeyPa
     assert look_at_folder(tmp_path).write_error == "No space left on device"
 
 
-def test_bytes_and_rates_as_people_read_them() -> None:
-    assert [size(n) for n in (0, 1023, 1024, 18 * GIB, 5 << 40)] == [
-        *("0 B", "1023 B", "1.0 KiB", "18.0 GiB", "5.0 TiB")
-    ]
+def test_rates_as_people_read_them() -> None:
     assert rate(55.1e9) == "55.1 GB/s"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import trainmux as tm
+from trainmux.sizes import format_bytes
 
 SUPPORTED_PYTHON = ((3, 11), (3, 13))
 SUPPORTED_TORCH = ((2, 11), (2, 14))
@@ -102,15 +103,17 @@ def check_device(facts: tm.MachineFacts) -> Iterator[Finding]:
     if not facts.cuda.gpus:
         yield _without_device(section, facts)
     for gpu in facts.cuda.gpus:
-        free = "" if gpu.free_bytes is None else f", {size(gpu.free_bytes)} free"
-        text = f"cuda:{gpu.index} {gpu.name}, compute {gpu.capability}, {size(gpu.memory_bytes)}{free}"
+        free = "" if gpu.free_bytes is None else f", {format_bytes(gpu.free_bytes)} free"
+        text = (
+            f"cuda:{gpu.index} {gpu.name}, compute {gpu.capability}, {format_bytes(gpu.memory_bytes)}{free}"
+        )
         if gpu.free_bytes is not None and gpu.free_bytes < LEAST_FREE_DEVICE_BYTES:
             yield section.problem(
                 f"{text}: too little to train", "end what else runs on it, or use another device"
             )
         elif gpu.others_bytes is not None and gpu.others_bytes > OTHERS_BYTES:
             yield section.note(
-                f"{text}; others use {size(gpu.others_bytes)}",
+                f"{text}; others use {format_bytes(gpu.others_bytes)}",
                 "leave the device to one process, or give a budget below what is free",
             )
         elif gpu.others_bytes is None:
@@ -164,11 +167,17 @@ def check_host(facts: tm.MachineFacts) -> Iterator[Finding]:
     section = _Section("Host")
     host = facts.host
     cores = f"{host.num_cpus} core{'s' if host.num_cpus != 1 else ''}"
-    memory = "memory not known" if host.memory_bytes is None else f"{size(host.memory_bytes)} of memory"
-    available = "" if host.available_bytes is None else f", {size(host.available_bytes)} available"
-    limit = "" if host.limit_bytes is None else f", limited to {size(host.limit_bytes)} by a control group"
+    memory = (
+        "memory not known" if host.memory_bytes is None else f"{format_bytes(host.memory_bytes)} of memory"
+    )
+    available = "" if host.available_bytes is None else f", {format_bytes(host.available_bytes)} available"
+    limit = (
+        ""
+        if host.limit_bytes is None
+        else f", limited to {format_bytes(host.limit_bytes)} by a control group"
+    )
     yield section.ok(f"{cores}, {memory}{available}{limit}")
-    locked = "unlimited" if host.locked_limit_bytes is None else size(host.locked_limit_bytes)
+    locked = "unlimited" if host.locked_limit_bytes is None else format_bytes(host.locked_limit_bytes)
     told = f"ulimit -l is {locked}, which does not bind CUDA"
     if host.pinnable_bytes is None:
         yield section.note(
@@ -176,7 +185,7 @@ def check_host(facts: tm.MachineFacts) -> Iterator[Finding]:
             "give plans a device of your own (tm.Device) with host_bytes to limit their swaps",
         )
         return
-    text = f"{size(host.pinnable_bytes)} may be pinned for swaps ({told})"
+    text = f"{format_bytes(host.pinnable_bytes)} may be pinned for swaps ({told})"
     largest = max((gpu.memory_bytes for gpu in facts.cuda.gpus), default=0)
     if host.pinnable_bytes < largest:
         yield section.note(
@@ -318,7 +327,7 @@ def check_caches(facts: tm.MachineFacts) -> Iterator[Finding]:
         folder = cache.folder
         most = "" if folder.is_whole else "more than "
         files = f"{most}{folder.num_files:,} file{'s' if folder.num_files != 1 else ''}"
-        held = f"{files}, {most}{size(folder.size_bytes)}" if folder.exists else "nothing yet"
+        held = f"{files}, {most}{format_bytes(folder.size_bytes)}" if folder.exists else "nothing yet"
         text = f"{cache.keeps}: {held}, in {folder.path or 'no folder'}"
         remedy = f"set {cache.variable} to a folder on a disk with room that can be written to"
         if folder.write_error and cache.needed and not folder.exists:
@@ -326,7 +335,7 @@ def check_caches(facts: tm.MachineFacts) -> Iterator[Finding]:
         elif folder.write_error:
             yield section.note(f"{text}, which cannot be written to: {_clause(folder.write_error)}", remedy)
         elif folder.free_bytes is not None and folder.free_bytes < LEAST_FREE_DISK_BYTES:
-            yield section.note(f"{text}, on a disk with only {size(folder.free_bytes)} left", remedy)
+            yield section.note(f"{text}, on a disk with only {format_bytes(folder.free_bytes)} left", remedy)
         else:
             yield section.ok(text)
 
@@ -346,15 +355,6 @@ CHECKS: tuple[Check, ...] = (
 def check(facts: tm.MachineFacts) -> tuple[Finding, ...]:
     """The findings of all checks, section by section."""
     return tuple(finding for one in CHECKS for finding in one(facts))
-
-
-def size(num_bytes: int) -> str:
-    """``19_327_352_832`` is "18.0 GiB"."""
-    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:,.1f} {units[0]}"
 
 
 def rate(bytes_per_second: float) -> str:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import trainmux as tm
+from trainmux.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,8 +36,9 @@ def run_colocate(
     for job in result.jobs.values():
         print(_summary(job))
     print(
-        f"{result.seconds:.1f} s, at most {_size(result.peak_bytes)} of {_size(result.budget_bytes)} laid "
-        f"out, {_size(result.used_bytes)} in use"
+        f"{result.seconds:.1f} s, at most {format_bytes(result.peak_bytes)} of "
+        f"{format_bytes(result.budget_bytes)} laid "
+        f"out, {format_bytes(result.used_bytes)} in use"
     )
     return result
 
@@ -136,23 +138,23 @@ class _Screen(_Watch):
 
 def memory_line(rows: Sequence[tm.JobUsage], budget_bytes: int) -> str:
     """Every job with its steps and its bytes, and what all of them hold of the budget."""
-    parts = [f"{row.name} {_steps(row)} {_size(row.local_bytes + row.arena_bytes)}" for row in rows]
+    parts = [f"{row.name} {_steps(row)} {format_bytes(row.local_bytes + row.arena_bytes)}" for row in rows]
     used = sum(row.local_bytes + row.arena_bytes for row in rows)
-    return f"{', '.join(parts)}: {_size(used)} of {_size(budget_bytes)} in use"
+    return f"{', '.join(parts)}: {format_bytes(used)} of {format_bytes(budget_bytes)} in use"
 
 
 def memory_table(rows: Sequence[tm.JobUsage], budget_bytes: int) -> Table:
     """Every job with its steps, its bytes, and a bar that is as long as its share of the budget."""
     from rich.table import Table
 
-    table = Table(title=f"memory within {_size(budget_bytes)}", title_justify="left")
+    table = Table(title=f"memory within {format_bytes(budget_bytes)}", title_justify="left")
     for heading in ("job", "state", "steps", "own", "arena", "share of the budget"):
         table.add_column(heading)
     for row in rows:
         own = round(_BAR_WIDTH * row.local_bytes / budget_bytes)
         arena = round(_BAR_WIDTH * row.arena_bytes / budget_bytes)
         bar = "█" * own + "▒" * arena
-        cells = (row.state, _steps(row), _size(row.local_bytes), _size(row.arena_bytes), bar)
+        cells = (row.state, _steps(row), format_bytes(row.local_bytes), format_bytes(row.arena_bytes), bar)
         table.add_row(row.name, *cells)
     return table
 
@@ -167,10 +169,3 @@ def _summary(job: tm.JobResult) -> str:
     if job.is_eager:
         text += ", ran eagerly"
     return text if job.error is None else f"{text}; ended by {type(job.error).__name__}: {job.error}"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"

@@ -38,7 +38,7 @@ from trainmux.colocate._where import (
 from trainmux.colocate._work import forget_locals
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.runtime import deferred_interrupts
-from trainmux.scheduling.budget import in_words
+from trainmux.sizes import exact_bytes
 
 if TYPE_CHECKING:
     from trainmux.colocate._job import JobReport
@@ -296,8 +296,8 @@ class Colocation:
         reserved = self._device.reserved_bytes
         if reserved > action.budget_bytes:
             raise PlanError(
-                f"expected a layout of at most {in_words(action.budget_bytes)}, but got "
-                f"{in_words(reserved)}; the scheduler must keep to the budget"
+                f"expected a layout of at most {exact_bytes(action.budget_bytes)}, but got "
+                f"{exact_bytes(reserved)}; the scheduler must keep to the budget"
             )
         self._peak_bytes = max(self._peak_bytes, reserved)
         for name in newcomers:

@@ -41,7 +41,7 @@ from trainmux.engine import Memory
 from trainmux.errors import BatchError, ConfigError
 from trainmux.fleet import Fleet
 from trainmux.fleet._in_pieces import FleetInPieces, GroupPiece
-from trainmux.scheduling.budget import in_words
+from trainmux.sizes import exact_bytes
 from trainmux.tracing import flatten_batch
 
 _MISJUDGED = 1.5
@@ -243,7 +243,7 @@ class FusedJob:
             wanted = layout.area_end + beside + max(layout.stack.kernel_heights)
             raise BatchError(
                 f"expected batches whose step takes no more memory than that of the first one, "
-                f"{in_words(have)}, got one of {in_words(wanted)}; let the largest batch come first"
+                f"{exact_bytes(have)}, got one of {exact_bytes(wanted)}; let the largest batch come first"
             )
         changed = {number for kernel in kernels.graph.steps for number in kernel.changes}
         if changed & layout.transient:  # what is loaded before each run would be lost after it

@@ -19,7 +19,7 @@ import torch
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
 from trainmux.errors import BudgetError
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES, limited_growth
-from trainmux.scheduling.budget import in_words
+from trainmux.sizes import exact_bytes
 
 _MAX_SETS = 8
 """Steps of a job whose segments are captured; further ones run kernel by kernel."""
@@ -128,7 +128,8 @@ class SegmentGraphs:
                 yield
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"expected the job's kernels to take at most {in_words(self._beside_bytes)} beside what they "
+                f"expected the job's kernels to take at most {exact_bytes(self._beside_bytes)} beside "
+                "what they "
                 "are given, but they need more; give the job smaller batches"
             ) from error
 

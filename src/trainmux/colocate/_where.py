@@ -13,7 +13,7 @@ from trainmux.colocate._placement import PER_TENSOR, region_bytes_for
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.errors import BudgetError
 from trainmux.runtime import device_name, look_at_host
-from trainmux.scheduling.budget import parse_budget
+from trainmux.sizes import parse_budget
 
 
 def default_region_bytes(where: torch.device) -> int:

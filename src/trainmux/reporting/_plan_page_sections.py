@@ -25,12 +25,12 @@ from trainmux.reporting._plan_page_table import Cell, Column, Kind, Row, empty_t
 from trainmux.reporting._units import (
     NOTHING,
     counted,
-    format_bytes,
     format_change,
     format_seconds,
     format_share,
     format_widths,
 )
+from trainmux.sizes import format_bytes
 
 
 def peak_in_use(timeline: Timeline, fixed_bytes: int) -> int | None:

@@ -24,13 +24,13 @@ from trainmux.reporting._plan_lookup import PlanLookup
 from trainmux.reporting._units import (
     NOTHING,
     counted,
-    format_bytes,
     format_change,
     format_seconds,
     format_share,
     format_widths,
     one_line,
 )
+from trainmux.sizes import format_bytes
 
 _MAX_DECISIONS = 10
 _MAX_NAMES = 8

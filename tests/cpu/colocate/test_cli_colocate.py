@@ -48,7 +48,7 @@ def test_jobs_are_trained_and_summed_up(jobs: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "ready: 3 steps" in result.output
     assert "made: 3 steps" in result.output
-    assert "of 1.0 GiB laid out" in result.output
+    assert "of 1.00 GiB laid out" in result.output
     assert len(list((jobs.parent / "profiles").glob("*.lifespans.json"))) == 1  # the two are alike
 
 
@@ -73,7 +73,7 @@ def test_memory_in_view() -> None:
         tm.JobUsage("a", 512 << 10, 256 << 10, 3, 10, "running"),
         tm.JobUsage("b", 0, 0, 0, None, "waiting"),
     ]
-    assert memory_line(rows, 1 << 20) == "a 3/10 768.0 KiB, b 0 0 bytes: 768.0 KiB of 1.0 MiB in use"
+    assert memory_line(rows, 1 << 20) == "a 3/10 768 KiB, b 0 0 B: 768 KiB of 1.0 MiB in use"
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(memory_table(rows, 1 << 20))
     shown = console.export_text()
