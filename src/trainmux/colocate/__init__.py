@@ -43,8 +43,6 @@ from trainmux.colocate._stored import (
     LifespanFolder,
     StoredLifespans,
     lifespans_of,
-    load_lifespans,
-    save_lifespans,
 )
 from trainmux.colocate._tensors import (
     Allocation,
@@ -114,8 +112,6 @@ __all__ = [
     "layout_by_rule",
     "layouts",
     "lifespans_of",
-    "load_lifespans",
-    "save_lifespans",
     "smallest_budget",
     "stack_feature_maps",
 ]

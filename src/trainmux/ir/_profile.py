@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from trainmux.ir._files import file_format
 from trainmux.ir._graph import Phase
 
 
@@ -95,6 +96,7 @@ class DeviceFacts:
     host_bytes: int
 
 
+@file_format("profile", version=2, remedy="profile again")
 @dataclass(frozen=True)
 class Profile:
     """One step of one sub-array of ``width`` members.

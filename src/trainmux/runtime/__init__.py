@@ -14,7 +14,7 @@ from trainmux.runtime._gpu import (
 )
 from trainmux.runtime._host import FolderFacts, HostFacts, look_at_folder, look_at_host
 from trainmux.runtime._interrupts import deferred_interrupts
-from trainmux.runtime._kept_files import device_name, source_version, user_cache_folder, write_whole
+from trainmux.runtime._kept_files import device_name, private_folder, source_version, user_cache_folder
 from trainmux.runtime._landing import NUM_LANDINGS, HostLeaf, Landing
 from trainmux.runtime._pools import limited_growth, pool_bytes, release_cached
 from trainmux.runtime._process import ignored_warnings, process_lock
@@ -74,6 +74,7 @@ __all__ = [
     "philox_blocks",
     "philox_pairs",
     "pool_bytes",
+    "private_folder",
     "probe_memory",
     "process_lock",
     "random_words",
@@ -88,5 +89,4 @@ __all__ = [
     "user_cache_folder",
     "warm_matrix_libraries",
     "workspaces_bytes",
-    "write_whole",
 ]

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from trainmux.runtime import device_name, source_version, user_cache_folder, write_whole
+from trainmux.errors import PlanError
+from trainmux.ir import write_file
+from trainmux.runtime import device_name, source_version, user_cache_folder
 
 _VARIABLE = "TRAINMUX_STRATEGY_DIR"
 
@@ -43,8 +45,8 @@ class TimesFile:
     def add(self, new: Times) -> None:
         """Write ``new`` beside what is there. Where that is not possible, the next start measures again."""
         content = {**self._header, "times": dict(sorted({**self.read(), **new}.items()))}
-        with suppress(OSError):
-            write_whole(self.path, json.dumps(content, indent=1).encode("ascii"))
+        with suppress(PlanError):
+            write_file(self.path, json.dumps(content, indent=1).encode("ascii"))
 
 
 def default_folder() -> Path:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainmux.ir._program import Compute, Program
-from trainmux.ir._verify_facts import StepFacts
-from trainmux.ir._verify_report import Findings, Names, ViolationKind
+from trainmux.ir._verifier._facts import StepFacts
+from trainmux.ir._verifier._report import Findings, Names, ViolationKind
 
 _MAX_NAMES = 3
 

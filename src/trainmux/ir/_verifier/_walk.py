@@ -22,10 +22,10 @@ from trainmux.ir._program import (
     Tenancy,
     Wait,
 )
-from trainmux.ir._verify_facts import StepFacts
-from trainmux.ir._verify_order import PartOrder
-from trainmux.ir._verify_report import Findings, Names, ViolationKind
-from trainmux.ir._verify_slab import AT_BEGINNING, WORKSPACE, Slab
+from trainmux.ir._verifier._facts import StepFacts
+from trainmux.ir._verifier._order import PartOrder
+from trainmux.ir._verifier._report import Findings, Names, ViolationKind
+from trainmux.ir._verifier._slab import AT_BEGINNING, WORKSPACE, Slab
 
 Key = tuple[int, int]
 """A tensor: its sub-array, and its position in the sub-array's profile."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainmux.ir._program import Part, Tenancy
-from trainmux.ir._verify_bytes import FormerTenant, FormerTenants, LiveBytes, Owner
-from trainmux.ir._verify_report import Findings, Names, ViolationKind
+from trainmux.ir._verifier._bytes import FormerTenant, FormerTenants, LiveBytes, Owner
+from trainmux.ir._verifier._report import Findings, Names, ViolationKind
 
 WORKSPACE = -1
 """The tensor number of an instruction's own workspace."""

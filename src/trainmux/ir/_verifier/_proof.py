@@ -15,11 +15,11 @@ from collections.abc import Collection, Sequence
 from trainmux.errors import PlanError
 from trainmux.ir._profile import Profile
 from trainmux.ir._program import Part, Program, Tenancy
-from trainmux.ir._verify_facts import StepFacts, read_profiles
-from trainmux.ir._verify_order import PartOrder, Share, expected_shares
-from trainmux.ir._verify_report import Findings, Names, Violation, ViolationKind
-from trainmux.ir._verify_slab import AT_BEGINNING
-from trainmux.ir._verify_walk import Held, Key, Memory, PartWalk, Walked
+from trainmux.ir._verifier._facts import StepFacts, read_profiles
+from trainmux.ir._verifier._order import PartOrder, Share, expected_shares
+from trainmux.ir._verifier._report import Findings, Names, Violation, ViolationKind
+from trainmux.ir._verifier._slab import AT_BEGINNING
+from trainmux.ir._verifier._walk import Held, Key, Memory, PartWalk, Walked
 
 
 def verify(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from trainmux.ir._graph import Phase
 from trainmux.ir._profile import ByteClass, Profile
-from trainmux.ir._verify_report import Findings, ViolationKind
+from trainmux.ir._verifier._report import Findings, ViolationKind
 
 
 @dataclass(frozen=True)
