@@ -23,9 +23,10 @@ from trainmux.rewrite import rewrite
 from trainmux.scheduling import Infeasible, Task, policy_named
 from trainmux.simulate import lane_times, peak_live_bytes
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "scheduling"))
 from exact import solve
-from graphs import Shape, random_profile
+from tests.random_steps import Shape, random_profile
 
 SHAPE = Shape(num_layers=3, duplex_slowdown=1.0)
 POLICIES = ("swap_only", "recompute_only", "capuchin", "mutwo", "auto")
