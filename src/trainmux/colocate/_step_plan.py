@@ -22,7 +22,7 @@ from trainmux.colocate._tensors import Iteration, TensorClass, iteration_of_prof
 from trainmux.engine import StepProgram, scratch_bytes
 from trainmux.ir import Compute, Free, InputKind, Instruction, Part, Program, Tenancy
 from trainmux.profiling import DEVICES, KernelGraph, analytic_profile
-from trainmux.simulate import Lifetime, place
+from trainmux.simulate import Tenant, pack
 
 _ROUGHLY = "h200-141gb"
 """Whose speed is taken for kernels before the first iteration has run."""
@@ -161,16 +161,16 @@ def lay_out_step(kernels: StepKernels, statics: StaticArea, *, region_bytes: int
         else:
             offsets[number] = found
     last_rank = len(kernels.iteration.kernel_seconds)
-    rows = [(number, Lifetime(0, last_rank, _bytes_of(kernels.graph, number))) for number in transient]
+    rows = [(number, Tenant(_bytes_of(kernels.graph, number), ((0, last_rank),))) for number in transient]
     for number, allocation in zip(kernels.numbers, kernels.iteration.allocations, strict=True):
         if not allocation.tensor_class.is_sharable:
-            span = Lifetime(allocation.allocated_by, allocation.last_used_by + 1, allocation.size_bytes)
-            rows.append((number, span))
-    placement = place([lifetime for _, lifetime in rows], ALIGNMENT_BYTES)
-    for (number, _), offset in zip(rows, placement.offsets, strict=True):
+            span = (allocation.allocated_by, allocation.last_used_by + 1)
+            rows.append((number, Tenant(allocation.size_bytes, (span,))))
+    slab = pack([tenant for _, tenant in rows], ALIGNMENT_BYTES)
+    for (number, _), offset in zip(rows, slab.offsets, strict=True):
         offsets[number] = statics.end + offset
     stack = stack_feature_maps(kernels.iteration, region_bytes=region_bytes)
-    return StepLayout(kernels, stack, offsets, frozenset(transient), statics.end + placement.total_bytes)
+    return StepLayout(kernels, stack, offsets, frozenset(transient), statics.end + slab.total_bytes)
 
 
 def place_step(layout: StepLayout, cuts: Sequence[int], arena_offset: int) -> PlacedStep:

@@ -14,7 +14,6 @@ from trainmux.simulate._allocator import (
 from trainmux.simulate._lanes import LaneClock, LaneTimes
 from trainmux.simulate._measured_timeline import measured_timeline
 from trainmux.simulate._memory import live_bytes, memory, peak_live_bytes
-from trainmux.simulate._offsets import Lifetime, Placement, check, max_live_bytes, place
 from trainmux.simulate._reservation import PoolForecast, Reservation, find_reservation
 from trainmux.simulate._rules import AllocatorRules, TieBreak
 from trainmux.simulate._slab import Slab, Tenant, pack
@@ -29,8 +28,6 @@ __all__ = [
     "Free",
     "LaneClock",
     "LaneTimes",
-    "Lifetime",
-    "Placement",
     "PoolForecast",
     "PoolSimulator",
     "PoolUse",
@@ -39,16 +36,13 @@ __all__ = [
     "Slab",
     "Tenant",
     "TieBreak",
-    "check",
     "find_reservation",
     "lane_times",
     "live_bytes",
-    "max_live_bytes",
     "measured_timeline",
     "memory",
     "pack",
     "peak_live_bytes",
-    "place",
     "replay",
     "timeline",
 ]

@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.slab_check import Placed, check_placement, max_live_bytes
 from tests.symbolic_machine import fault, lane_of
 from training_graphs import careless_case, random_case, random_order, random_step
 
@@ -36,12 +37,8 @@ from trainmux.rewrite import draft, explain_program, fewer_waits, place, rewrite
 from trainmux.rewrite._fewer_waits import _Old, _Waits
 from trainmux.rewrite._lane_writer import IN, OUT
 from trainmux.simulate import (
-    Lifetime,
-    Placement,
-    check,
     lane_times,
     live_bytes,
-    max_live_bytes,
     memory,
     peak_live_bytes,
     timeline,
@@ -149,10 +146,9 @@ def test_careless_schedules_are_refused_or_right(seed: int) -> None:
 def test_bytes_lie_side_by_side_and_stay_where_they_are(seed: int) -> None:
     _, _, program = case(seed)
     for _, part in parts(program):
-        lifetimes = tuple(Lifetime(t.begin, t.end + (t.begin == t.end), t.size_bytes) for t in part.tenancies)
-        offsets = tuple(t.offset for t in part.tenancies)
-        check(Placement(lifetimes, offsets, program.slab_bytes, 0, ALIGNMENT))
-        assert peak_live_bytes(part) == max_live_bytes(lifetimes) <= program.slab_bytes
+        placed = [Placed(t.begin, t.end + (t.begin == t.end), t.offset, t.size_bytes) for t in part.tenancies]
+        check_placement(placed, program.slab_bytes, ALIGNMENT)
+        assert peak_live_bytes(part) == max_live_bytes(placed) <= program.slab_bytes
     ends = {name: len(part.instructions) for name, part in parts(program)}
     left = {
         name: {(t.sub_array, t.tensor): t for t in p.tenancies if t.end == ends[name]}
@@ -323,5 +319,7 @@ def test_a_large_ring_is_rewritten_with_little_waste() -> None:
     order = random_order(rng, profiles, Multiplexing.RING)
     program = rewrite(profiles, Schedule(Multiplexing.RING, order, (), ()))
     verify(program, profiles, budget_bytes=program.slab_bytes)
-    lifetimes = [Lifetime(t.begin, t.end + (t.begin == t.end), t.size_bytes) for t in program.body.tenancies]
-    assert program.slab_bytes <= 1.03 * max_live_bytes(lifetimes, ALIGNMENT)
+    placed = [
+        Placed(t.begin, t.end + (t.begin == t.end), t.offset, t.size_bytes) for t in program.body.tenancies
+    ]
+    assert program.slab_bytes <= 1.03 * max_live_bytes(placed, ALIGNMENT)
