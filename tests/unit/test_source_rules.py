@@ -46,6 +46,12 @@ def test_packages_open_without_logic() -> None:
     assert offenders == []
 
 
+def test_the_records_that_the_verifier_shares_with_planners_decide_nothing() -> None:
+    for name in ("_graph", "_profile", "_program"):
+        body = ast.parse((PACKAGE / "ir" / f"{name}.py").read_text(encoding="utf-8")).body
+        assert not [node.name for node in body if isinstance(node, ast.FunctionDef)]
+
+
 def test_the_layout_page_lists_the_rooms_in_the_order_that_is_enforced() -> None:
     config = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     layers = config["tool"]["importlinter"]["contracts"][0]["layers"]

@@ -1,4 +1,4 @@
-"""What was learned of a job, in a file: with it, the job needs no profiling iteration (§5.3, note 1).
+"""Measured lifespans of a job in a file: with it, the job needs no profiling iteration (§5.3, note 1).
 
 The file names what it was measured on: the device, the job's fingerprint and the heights of its segments. For
 a job that is cut or placed in another way, or with a damaged file, it is refused.
@@ -79,7 +79,7 @@ class StoredLifespans:
 def lifespans_of(
     demand: JobDemand, report: JobReport, *, device: str, step_seconds: Sequence[float] = ()
 ) -> StoredLifespans:
-    """What a scheduler's report says of a job on ``device``, to be kept.
+    """The lifespans in a scheduler's report of a job on ``device``.
 
     Its first iteration, which ran alone, may have been slower than all others: a segment is not taken to last
     longer alone than beside others.
@@ -106,8 +106,8 @@ class LifespanFolder:
         self._device = device
 
     def get(self, demand: JobDemand) -> StoredLifespans | None:
-        """What was learned of such a job in regions of that size, however it was cut; ``None`` where nothing
-        was, or nothing that can be read."""
+        """Lifespans of such a job in regions of that size, however it was cut; ``None`` without a readable
+        file."""
         try:
             return load(self._path(demand), StoredLifespans)
         except PlanError:

@@ -33,7 +33,7 @@ _ROOMS = ("profiling", "simulate", "rewrite", "scheduling")
 
 
 def plan_key(groups: Sequence[Group], *decisive: Any) -> str:
-    """What a plan is found by; ``decisive`` are further values that decide it."""
+    """The key of a plan in the cache; ``decisive`` are further values that decide it."""
     digest = hashlib.sha256()
     for group in groups:
         shared = sorted(group.state.shared)
@@ -50,7 +50,7 @@ class PlanCache:
 
     @property
     def folder(self) -> Path:
-        """Where the plans lie."""
+        """The folder of the plans."""
         return self._folder
 
     def get(self, key: str, profiles: ProfileCache) -> Plan | None:

@@ -43,7 +43,7 @@ class StoredStep:
 
 
 def step_key(traced: TracedGraph, *decisive: Any) -> str:
-    """What a stored step is found by; ``decisive`` are further values that decide it."""
+    """The key of a stored step; ``decisive`` are further values that decide it."""
     digest = hashlib.sha256()
     for node in traced.module.graph.nodes:
         marks = [str(node.meta[mark]) for mark in ("recompute", "ac_graph_id") if mark in node.meta]

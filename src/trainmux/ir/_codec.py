@@ -37,7 +37,7 @@ class Misfit(Exception):  # noqa: N818 - always turned into a typed error of the
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """How values of one type become JSON values, and back; both ways raise `Misfit`."""
+    """The conversion of values of one type to JSON values, and back; both raise `Misfit`."""
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]

@@ -161,7 +161,7 @@ def replace_file(path: PathLike, write: Callable[[BinaryIO], Written], *, is_dur
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, without the number and the path that ``OSError`` adds."""
+    """The message of an error, without the number and the path that ``OSError`` adds."""
     return getattr(error, "strerror", None) or str(error)
 
 

@@ -22,7 +22,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def stored_key(region: str, surroundings: str) -> str:
-    """What the code of a region is stored under."""
+    """The key that the code of a region is stored under."""
     return hashlib.sha256(f"{region}\n{surroundings}".encode()).hexdigest()
 
 
@@ -45,7 +45,7 @@ def remember(key: str, code: bytes) -> None:
 
 
 def recall_choices(key: str) -> dict[str, str]:
-    """Which variants of a kernel's parts were the quickest when it first ran; empty where none are known."""
+    """The variants of a kernel's parts that were the quickest when it first ran; empty if unknown."""
     data = _read(key, "choices")
     return dict(json.loads(data)) if data else {}
 

@@ -21,7 +21,7 @@ class ProfileCache:
 
     @property
     def folder(self) -> Path:
-        """Where the profiles lie."""
+        """The folder of the profiles."""
         return self._folder
 
     def get(self, fingerprint: str) -> Profile | None:

@@ -1,4 +1,4 @@
-"""How a fleet was fused, as text."""
+"""Text on how a fleet was fused."""
 
 from __future__ import annotations
 

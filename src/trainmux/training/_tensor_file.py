@@ -49,7 +49,7 @@ RawTensor = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TensorFile:
-    """What was written: the file's checksum and size, and ``{name: (dtype, shape)}`` of raw entries."""
+    """A written file: its checksum and size, and ``{name: (dtype, shape)}`` of raw entries."""
 
     sha256: str
     size_bytes: int
