@@ -141,11 +141,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan with the profiles it was made from; ``load`` reads it."""
-        write_file(path, self.to_bytes())
-
-    def to_bytes(self) -> bytes:
-        """The contents of the file that ``save`` writes."""
-        return to_bytes(_SavedPlan(self.record, self.profiles, self.curve))
+        write_file(path, plan_bytes(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -166,6 +162,11 @@ class _SavedPlan:
     def __post_init__(self) -> None:
         if tuple(profile.fingerprint for profile in self.profiles) != self.plan.profiles:
             raise ValueError("must have the profiles that the plan was made from and has others")
+
+
+def plan_bytes(plan: Plan) -> bytes:
+    """The contents of the file that ``plan.save`` writes."""
+    return to_bytes(_SavedPlan(plan.record, plan.profiles, plan.curve))
 
 
 def require_plan(plan: object) -> None:

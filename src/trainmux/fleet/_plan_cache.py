@@ -18,7 +18,7 @@ from typing import Any
 
 from trainmux.errors import TrainmuxError
 from trainmux.fleet._group import Group
-from trainmux.fleet._plan import Plan
+from trainmux.fleet._plan import Plan, plan_bytes
 from trainmux.fleet._program_store import step_key
 from trainmux.ir import Profile
 from trainmux.profiling import ProfileCache, fingerprint_of_one, side_by_side
@@ -81,7 +81,7 @@ class PlanCache:
     def forget(self, plan: Plan) -> None:
         """Remove a plan that has turned out to be stale, if it is kept."""
         with suppress(OSError):
-            content = plan.to_bytes()
+            content = plan_bytes(plan)
             for path in self._folder.glob(f"*{_ENDING}"):
                 if path.stat().st_size == len(content) and path.read_bytes() == content:
                     path.unlink(missing_ok=True)

@@ -1,6 +1,15 @@
 """Frozen types that every other room speaks: no torch execution, no CUDA."""
 
-from trainmux.ir._files import file_format, load, reason, remedy, replace_file, save, to_bytes, write_file
+from trainmux.ir._files import (
+    failure_reason,
+    failure_remedy,
+    file_format,
+    load,
+    replace_file,
+    save,
+    to_bytes,
+    write_file,
+)
 from trainmux.ir._graph import (
     FusionRecord,
     GraphInput,
@@ -69,12 +78,12 @@ __all__ = [
     "Violation",
     "ViolationKind",
     "Wait",
+    "failure_reason",
+    "failure_remedy",
     "file_format",
     "find_violations",
     "lane_of",
     "load",
-    "reason",
-    "remedy",
     "replace_file",
     "save",
     "to_bytes",

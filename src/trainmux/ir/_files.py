@@ -93,7 +93,7 @@ def load(path: PathLike, kind: type[Record]) -> Record:
     try:
         document = json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
     except OSError as error:
-        refuse(f"got: {reason(error)}")
+        refuse(f"got: {failure_reason(error)}")
     except RecursionError:
         refuse("got text that is truncated or edited: it is nested too deeply")
     except ValueError as error:
@@ -126,8 +126,8 @@ def write_file(path: PathLike, content: bytes | str, *, error: type[TrainmuxErro
         replace_file(path, lambda file: file.write(data))
     except (OSError, TypeError, ValueError) as failure:  # the latter two: a path that no file can have
         raise error(
-            f"expected to write the file {path!r}, but got: {reason(failure)}; the file that was there, if "
-            f"any, is untouched. {remedy(failure)}"
+            f"expected to write the file {path!r}, but got: {failure_reason(failure)}; the file that was "
+            f"there, if any, is untouched. {failure_remedy(failure)}"
         ) from failure
 
 
@@ -160,12 +160,12 @@ def replace_file(path: PathLike, write: Callable[[BinaryIO], Written], *, is_dur
     return result
 
 
-def reason(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """The message of an error, without the number and the path that ``OSError`` adds."""
     return getattr(error, "strerror", None) or str(error)
 
 
-def remedy(error: BaseException) -> str:
+def failure_remedy(error: BaseException) -> str:
     """Advice on a write that failed."""
     number = getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from trainmux.errors import CheckpointError
-from trainmux.ir import file_format, load, reason, remedy, replace_file, to_bytes
+from trainmux.ir import failure_reason, failure_remedy, file_format, load, replace_file, to_bytes
 from trainmux.training._codec import DocumentEncoder, decode
 from trainmux.training._tensor_file import check_names, check_storable, read_tensors, write_tensors
 
@@ -94,7 +94,7 @@ def write_checkpoint(
         else:
             kept = "The checkpoint that was there before, if any, is untouched"
         raise CheckpointError(
-            f"cannot write the checkpoint {folder}: {reason(error)}. {kept}. {remedy(error)}"
+            f"cannot write the checkpoint {folder}: {failure_reason(error)}. {kept}. {failure_remedy(error)}"
         ) from error
     _sweep(folder, keep=tensors_name)
 
@@ -125,7 +125,7 @@ def read_checkpoint(path: PathLike) -> tuple[dict[str, torch.Tensor], dict[str, 
             seen = file.name
             continue
         except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
+            raise CheckpointError(f"{file} cannot be read: {failure_reason(error)}") from error
         inside = {
             name: everything.pop(name) for name in list(everything) if name.startswith(_DOCUMENT_PREFIX)
         }
@@ -149,7 +149,7 @@ def checkpoint_exists(path: PathLike) -> bool:
         return False
     except OSError as error:
         raise CheckpointError(
-            f"{file} cannot be looked up: {reason(error)}. Check the path's rights"
+            f"{file} cannot be looked up: {failure_reason(error)}. Check the path's rights"
         ) from error
     return True
 
