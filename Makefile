@@ -33,10 +33,11 @@ test-extensive: $(INSTALLED) ## further combinations, which make test leaves out
 test-operators: $(INSTALLED) ## all of torch's operator database, of which make test has a part
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest tests/cpu/operators -n 2 --dist worksteal -m operators
 
-lint: $(INSTALLED) ## ruff and mypy
+lint: $(INSTALLED) ## ruff, mypy and the order of imports
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
 
 # Installs nothing: for machines that have torch, pytest and a GPU, but perhaps no network.
 test-gpu: ## GPU tests, with the Python that already has torch

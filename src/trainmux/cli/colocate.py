@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 import trainmux as tm
-from trainmux.reporting import format_bytes
+from trainmux.sizes import format_bytes
 
 from ._load import load
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import trainmux as tm
-from trainmux.reporting import format_bytes as size
+from trainmux.sizes import format_bytes as size
 
 SUPPORTED_PYTHON = ((3, 11), (3, 13))
 SUPPORTED_TORCH = ((2, 11), (2, 14))

@@ -33,7 +33,7 @@ from trainmux.colocate._threads import FairLock, prompt_threads
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.runtime import deferred_interrupts, device_name, look_at_host
-from trainmux.scheduling.budget import in_words, parse_budget
+from trainmux.sizes import exact_bytes, parse_budget
 
 _SECONDS_WITHOUT_INTERRUPT = 0.02
 
@@ -278,8 +278,8 @@ class Colocation:
         reserved = self._device.reserved_bytes
         if reserved > action.budget_bytes:
             raise PlanError(
-                f"expected a layout of at most {in_words(action.budget_bytes)}, but got "
-                f"{in_words(reserved)}; the scheduler must keep to the budget"
+                f"expected a layout of at most {exact_bytes(action.budget_bytes)}, but got "
+                f"{exact_bytes(reserved)}; the scheduler must keep to the budget"
             )
         self._peak_bytes = max(self._peak_bytes, reserved)
         for name in newcomers:

@@ -42,7 +42,7 @@ from trainmux.runtime import (
     return_stream,
     warm_matrix_libraries,
 )
-from trainmux.scheduling.budget import in_words
+from trainmux.sizes import exact_bytes
 from trainmux.tracing import LossFunction, flatten_batch
 
 _NUM_REHEARSED = 2
@@ -300,8 +300,8 @@ class EagerCudaWork(EagerWork):
                 forget_locals(error)
                 raise BudgetError(
                     f"job {self.member_names[0]!r} cannot be traced: expected a step of it to fit into the "
-                    f"{in_words(spare_bytes)} that the budget leaves, but it needs more; raise the budget, "
-                    "give it smaller batches, or hand it over before the others run"
+                    f"{exact_bytes(spare_bytes)} that the budget leaves, but it needs more; raise the "
+                    "budget, give it smaller batches, or hand it over before the others run"
                 ) from error
             finally:
                 torch.cuda.empty_cache()
@@ -358,8 +358,8 @@ class EagerCudaWork(EagerWork):
                 yield
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"expected an eager job to take at most {in_words(self._most_bytes)}, the need of its first "
-                "batch and some more, but it needs more, or the device has no more; let the largest batch "
+                f"expected an eager job to take at most {exact_bytes(self._most_bytes)}, the need of its "
+                "first batch and some more, but it needs more, or the device has no more; let the largest batch "
                 "come first"
             ) from error
         finally:

@@ -35,7 +35,7 @@ from trainmux.errors import BatchError, ConfigError
 from trainmux.fleet import Fleet
 from trainmux.fleet._in_pieces import FleetInPieces, GroupPiece
 from trainmux.profiling import device_present
-from trainmux.scheduling.budget import in_words
+from trainmux.sizes import exact_bytes
 from trainmux.tracing import flatten_batch
 
 _MISJUDGED = 1.5
@@ -231,7 +231,7 @@ class FusedJob:
             wanted = layout.area_end + scratch + max(layout.stack.kernel_heights)
             raise BatchError(
                 f"expected batches whose step takes no more memory than that of the first one, "
-                f"{in_words(have)}, got one of {in_words(wanted)}; let the largest batch come first"
+                f"{exact_bytes(have)}, got one of {exact_bytes(wanted)}; let the largest batch come first"
             )
         lost = kernels.changed & layout.transient  # loaded before each run, so changes would be lost
         if lost:

@@ -27,7 +27,7 @@ from trainmux.errors import BatchError, BudgetError
 from trainmux.fleet import Fleet
 from trainmux.fleet._in_pieces import GroupPiece
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
-from trainmux.scheduling.budget import in_words
+from trainmux.sizes import exact_bytes
 
 _MAX_VARIANTS = 8
 
@@ -344,8 +344,9 @@ class FusedWork:
         if graph_bytes > self._graphs_bytes:
             self._seen_graph_bytes = graph_bytes
             raise BudgetError(
-                f"expected the job's graphs themselves to take at most {in_words(self._graphs_bytes)}, but "
-                f"they take {in_words(graph_bytes)}; raise tracking_bytes, for fewer of them"
+                "expected the job's graphs themselves to take at most "
+                f"{exact_bytes(self._graphs_bytes)}, but "
+                f"they take {exact_bytes(graph_bytes)}; raise tracking_bytes, for fewer of them"
             )
 
     def ask_for_more(self) -> None:
@@ -426,8 +427,9 @@ class FusedWork:
         num_bytes = bytes_of_batch(batch)
         if num_bytes > self._job.example_bytes:
             raise BatchError(
-                f"expected batches of at most {in_words(self._job.example_bytes)}, as the first one, got one "
-                f"of {in_words(num_bytes)}; let the largest batch come first"
+                f"expected batches of at most {exact_bytes(self._job.example_bytes)}, as the first "
+                "one, got one "
+                f"of {exact_bytes(num_bytes)}; let the largest batch come first"
             )
 
     # ---- steps -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from trainmux.colocate._demand import JobDemand
 from trainmux.errors import BudgetError, ConfigError, PlanError
-from trainmux.scheduling.budget import in_words
+from trainmux.sizes import exact_bytes
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,17 @@ def check_demands(demands: Sequence[JobDemand], budget_bytes: int) -> None:
         alone = demand.local_bytes + demand.peak_bytes
         if alone > budget_bytes:
             raise BudgetError(
-                f"the budget must hold every job by itself, but job {demand.name!r} needs {in_words(alone)} "
-                f"and the budget is {in_words(budget_bytes)}; {in_words(least)} is the smallest that works "
+                f"the budget must hold every job by itself, but job {demand.name!r} needs "
+                f"{exact_bytes(alone)} "
+                f"and the budget is {exact_bytes(budget_bytes)}; {exact_bytes(least)} is the smallest "
+                "that works "
                 "for all jobs",
                 smallest_bytes=least,
             )
     if least > budget_bytes:
         raise BudgetError(
             f"the budget must hold the local memory of every job and the largest job's feature maps, "
-            f"{in_words(least)}, but is {in_words(budget_bytes)}; raise it or leave out a job",
+            f"{exact_bytes(least)}, but is {exact_bytes(budget_bytes)}; raise it or leave out a job",
             smallest_bytes=least,
         )
 

@@ -19,7 +19,7 @@ import torch
 from trainmux.engine import CaptureRoom, kernel_settings, limited_growth
 from trainmux.errors import BudgetError
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES, CudaTimer
-from trainmux.scheduling.budget import in_words
+from trainmux.sizes import exact_bytes
 
 _MAX_SETS = 8
 """Steps of a job that are captured; further ones run kernel by kernel."""
@@ -127,8 +127,8 @@ class SegmentGraphs:
                 yield
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"expected the job's kernels to take at most {in_words(self._scratch_bytes)} of scratch, but "
-                "they need more; give the job smaller batches"
+                f"expected the job's kernels to take at most {exact_bytes(self._scratch_bytes)} of scratch, "
+                "but they need more; give the job smaller batches"
             ) from error
 
 

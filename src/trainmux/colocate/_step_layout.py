@@ -28,7 +28,7 @@ from trainmux.colocate._feature_maps import (
 from trainmux.engine import StepProgram, scratch_bytes
 from trainmux.ir import Compute, Free, InputKind, Instruction, Part, Program, Tenancy
 from trainmux.profiling import Device, KernelGraph, analytic_profile
-from trainmux.simulate import Lifetime, place
+from trainmux.simulate import Tenant, pack
 
 _SEGMENT_SECONDS = 300e-6
 """Duration of a segment on a CUDA device: launching one takes the host some tens of microseconds."""
@@ -262,22 +262,23 @@ class StepLayout:
 def lay_out_step(kernels: StepKernels, statics: StaticArea, *, region_bytes: int) -> StepLayout:
     """Place all tensors of a step, above the static ones."""
     offsets: dict[int, int] = {}
-    rows: list[tuple[int, Lifetime]] = []
+    rows: list[tuple[int, Tenant]] = []
     for number, key in kernels.static_keys.items():
         found = statics.find(key, kernels.size_of(number))
         if found is None:
-            rows.append((number, Lifetime(0, kernels.num_kernels, kernels.size_of(number))))
+            rows.append((number, Tenant(kernels.size_of(number), ((0, kernels.num_kernels),))))
         else:
             offsets[number] = found
     transient = frozenset(number for number, _ in rows)
     for number, row in zip(kernels.numbers, kernels.iteration.allocations, strict=True):
         if not row.tensor_class.is_sharable:
-            rows.append((number, Lifetime(row.allocated_by, row.last_used_by + 1, row.size_bytes)))
-    placement = place([lifetime for _, lifetime in rows], ALIGNMENT_BYTES)
-    for (number, _), offset in zip(rows, placement.offsets, strict=True):
+            span = (row.allocated_by, row.last_used_by + 1)
+            rows.append((number, Tenant(row.size_bytes, (span,))))
+    slab = pack([tenant for _, tenant in rows], ALIGNMENT_BYTES)
+    for (number, _), offset in zip(rows, slab.offsets, strict=True):
         offsets[number] = statics.end + offset
     stack = stack_feature_maps(kernels.iteration, region_bytes=region_bytes)
-    return StepLayout(kernels, stack, offsets, transient, statics.end + placement.total_bytes)
+    return StepLayout(kernels, stack, offsets, transient, statics.end + slab.total_bytes)
 
 
 def _part(

@@ -25,6 +25,7 @@ from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.engine._reference import ReferenceEngine
 from trainmux.errors import BudgetError, TrainmuxWarning, first_line
 from trainmux.ir import MemoryUse
+from trainmux.sizes import format_bytes
 
 _MAX_RETIRED = 16
 
@@ -134,7 +135,8 @@ class CudaGraphEngine:
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self._device)
             raise BudgetError(
-                f"a step needs more memory than the device has: {_gib(free)} of {_gib(total)} were free when "
+                f"a step needs more memory than the device has: {format_bytes(free)} of "
+                f"{format_bytes(total)} were free when "
                 "it was not enough; train fewer members at once, smaller batches, or plan for a budget"
             ) from error
         except RuntimeError as error:
@@ -174,7 +176,3 @@ def _without_members(program: StepProgram | ForwardProgram, static: Sequence[Ten
         active = program.position_of("active")
         arguments[active] = torch.zeros_like(arguments[active])
     return arguments
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -39,7 +39,7 @@ def _rows(group: Group, row: int, prefix: str) -> dict[str, Tensor]:
 def fleet_document(
     groups: Sequence[Group], names: Sequence[str], num_steps: int, config: FleetConfig
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What ``save`` writes."""
+    """The tensors and the document that ``save`` writes."""
     tensors: dict[str, Tensor] = {}
     members: dict[str, dict[str, Any]] = {}
     for group in groups:

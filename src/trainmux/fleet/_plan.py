@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
-from trainmux.errors import PlanError, first_line
+from trainmux.errors import PlanError
 from trainmux.ir import (
     Attempt,
     Profile,
@@ -20,18 +16,18 @@ from trainmux.ir import (
     SubArray,
     Swap,
     Timeline,
-    from_json,
-    to_json,
+    file_format,
+    load,
+    to_bytes,
     verify,
+    write_file,
 )
 from trainmux.ir import Plan as PlanRecord
 from trainmux.reporting import chrome_trace, plan_page, plan_text
 from trainmux.rewrite import rewrite
-from trainmux.scheduling import BudgetCost, bound_seconds, in_words
+from trainmux.scheduling import BudgetCost, bound_seconds
 from trainmux.simulate import timeline
-
-_KIND = "trainmux plan"
-_REMEDY = "plan again and save it"
+from trainmux.sizes import exact_bytes
 
 
 class Plan:
@@ -125,11 +121,11 @@ class Plan:
             epilogue=timeline(self.program.epilogue, self._profile_of_each()),
             budget_curve=self._curve(),
         )
-        _write(path, page)
+        write_file(path, page)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace that Perfetto and chrome://tracing open."""
-        _write(path, chrome_trace(self.record, self.program, self.profiles, self.timeline))
+        write_file(path, chrome_trace(self.record, self.program, self.profiles, self.timeline))
 
     def _curve(self) -> list[tuple[int, float]]:
         return [(cost.budget_bytes, cost.step_seconds) for cost in self.curve]
@@ -138,49 +134,39 @@ class Plan:
         record = self.record
         return (
             f"<Plan {record.policy}: {len(record.partition)} sub-arrays, {record.step_seconds * 1e3:.3g} ms "
-            f"a step, {in_words(record.peak_bytes)} of {in_words(record.budget_bytes)}>"
+            f"a step, {exact_bytes(record.peak_bytes)} of {exact_bytes(record.budget_bytes)}>"
         )
 
     # ---- files -------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan with the profiles it was made from; ``load`` reads it."""
-        document = {
-            "kind": _KIND,
-            "plan": to_json(self.record),
-            "profiles": [to_json(profile) for profile in self.profiles],
-            "curve": [[cost.budget_bytes, cost.step_seconds, cost.peak_bytes] for cost in self.curve],
-        }
-        _write(path, json.dumps({**document, "sha256": _checksum(document)}))
+        write_file(path, plan_bytes(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a saved plan; ``PlanError`` where the file is damaged, edited or something else."""
-        try:
-            document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, OSError, RecursionError) as error:
-            raise PlanError(f"expected a saved plan at {path}, got {error}; {_REMEDY}") from error
-        if not isinstance(document, dict) or document.get("kind") != _KIND:
-            raise PlanError(f"expected a saved plan at {path}, got something else; {_REMEDY}")
-        if document.pop("sha256", None) != _checksum(document):
-            raise PlanError(
-                f"expected the plan at {path} as it was saved, got one that was edited since; {_REMEDY}"
-            )
-        try:
-            record = from_json(document["plan"], PlanRecord)
-            profiles = [from_json(text, Profile) for text in document["profiles"]]
-            curve = [BudgetCost(int(size), float(s), int(peak)) for size, s, peak in document["curve"]]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, PlanError):
-                raise
-            raise PlanError(
-                f"expected a whole plan at {path}, got a damaged one ({error}); {_REMEDY}"
-            ) from error
-        if tuple(profile.fingerprint for profile in profiles) != record.profiles:
-            raise PlanError(
-                f"expected the profiles that the plan at {path} was made from, got others; {_REMEDY}"
-            )
-        return cls(record, profiles, curve)
+        saved = load(path, _SavedPlan)
+        return cls(saved.plan, saved.profiles, saved.curve)
+
+
+@file_format("plan", version=2, remedy="plan again and save it")
+@dataclass(frozen=True)
+class _SavedPlan:
+    """The file of a plan: with it, nothing has to be measured again."""
+
+    plan: PlanRecord
+    profiles: tuple[Profile, ...]
+    curve: tuple[BudgetCost, ...]
+
+    def __post_init__(self) -> None:
+        if tuple(profile.fingerprint for profile in self.profiles) != self.plan.profiles:
+            raise ValueError("must have the profiles that the plan was made from and has others")
+
+
+def plan_bytes(plan: Plan) -> bytes:
+    """The contents of the file that ``plan.save`` writes."""
+    return to_bytes(_SavedPlan(plan.record, plan.profiles, plan.curve))
 
 
 def require_plan(plan: object) -> None:
@@ -189,25 +175,3 @@ def require_plan(plan: object) -> None:
         raise PlanError(
             f"expected a plan of fleet.plan() or Plan.load(), got {type(plan).__name__}; make or load one"
         )
-
-
-def _checksum(document: Any) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _write(path: str | os.PathLike[str], text: str) -> None:
-    """Replace a file as a whole: who reads it never sees a part."""
-    try:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f".{target.name}.part")
-        try:
-            beside.write_text(text, encoding="utf-8")
-            os.replace(beside, target)
-        finally:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
-    except (OSError, TypeError, ValueError) as error:
-        raise PlanError(
-            f"expected a file that can be written at {path!r}, got {first_line(error)}; choose another path"
-        ) from error

@@ -18,7 +18,7 @@ from typing import Any
 
 from trainmux.errors import TrainmuxError
 from trainmux.fleet._group import Group
-from trainmux.fleet._plan import Plan
+from trainmux.fleet._plan import Plan, plan_bytes
 from trainmux.fleet._program_store import step_key
 from trainmux.ir import Profile
 from trainmux.profiling import ProfileCache, fingerprint_of_one, side_by_side
@@ -33,7 +33,7 @@ _ROOMS = ("profiling", "simulate", "rewrite", "scheduling")
 
 
 def plan_key(groups: Sequence[Group], *decisive: Any) -> str:
-    """What a plan is found by; ``decisive`` are further values that decide it."""
+    """The key of a plan in the cache; ``decisive`` are further values that decide it."""
     digest = hashlib.sha256()
     for group in groups:
         shared = sorted(group.state.shared)
@@ -43,17 +43,14 @@ def plan_key(groups: Sequence[Group], *decisive: Any) -> str:
 
 
 class PlanCache:
-    """A folder of plans: ``TRAINMUX_PLAN_DIR``, else in the user's cache folder.
-
-    A file's name has the key and a digest of the file itself.
-    """
+    """A folder of plans: ``TRAINMUX_PLAN_DIR``, else in the user's cache folder."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._folder = Path(folder) if folder is not None else user_cache_folder("plans", _VARIABLE)
 
     @property
     def folder(self) -> Path:
-        """Where the plans lie."""
+        """The folder of the plans."""
         return self._folder
 
     def get(self, key: str, profiles: ProfileCache) -> Plan | None:
@@ -61,55 +58,36 @@ class PlanCache:
 
         ``profiles`` are the measured ones that are kept: those of the plan must be among them.
         """
-        for path in self._entries(key):
-            try:
-                if path.name != _name(key, path.read_bytes()):
-                    continue
-                plan = Plan.load(path)
-                plan.program  # noqa: B018 - written and proved here, used later
-            except (OSError, TrainmuxError):
-                continue
-            if all(_is_kept(profile, profiles) for profile in plan.profiles):
-                with suppress(OSError):
-                    os.utime(path)
-                return plan
-        return None
+        path = self._path(key)
+        try:
+            plan = Plan.load(path)
+            plan.program  # noqa: B018 - written and proved here, used later
+        except TrainmuxError:
+            return None
+        if not all(_is_kept(profile, profiles) for profile in plan.profiles):
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        return plan
 
     def put(self, key: str, plan: Plan) -> None:
         """Keep a plan. Where it cannot be written, the next start plans again."""
-        beside = self._folder / f"{key}.{os.getpid()}.new"
-        try:
-            before = self._entries(key)
-            plan.save(beside)
-            path = self._folder / _name(key, beside.read_bytes())
-            os.replace(beside, path)
-            for old in before:
-                if old != path:
-                    old.unlink(missing_ok=True)
-            self._bound()
-        except (OSError, TrainmuxError):
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
-
-    def forget(self, plan: Plan) -> None:
-        """Let go of a plan that has turned out to be stale, if it is kept."""
-        beside = self._folder / f"{os.getpid()}.stale"
         with suppress(OSError, TrainmuxError):
-            plan.save(beside)
-            for path in (beside, *self._folder.glob(_name("*", beside.read_bytes()))):
+            plan.save(self._path(key))
+            kept = [(path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{_ENDING}")]
+            for _, path in sorted(kept)[:-MAX_PLANS]:
                 path.unlink(missing_ok=True)
 
-    def _entries(self, key: str) -> list[Path]:
-        return sorted(self._folder.glob(f"{key}.*{_ENDING}"))
+    def forget(self, plan: Plan) -> None:
+        """Remove a plan that has turned out to be stale, if it is kept."""
+        with suppress(OSError):
+            content = plan_bytes(plan)
+            for path in self._folder.glob(f"*{_ENDING}"):
+                if path.stat().st_size == len(content) and path.read_bytes() == content:
+                    path.unlink(missing_ok=True)
 
-    def _bound(self) -> None:
-        kept = [(path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{_ENDING}")]
-        for _, path in sorted(kept)[:-MAX_PLANS]:
-            path.unlink(missing_ok=True)
-
-
-def _name(key: str, content: bytes) -> str:
-    return f"{key}.{hashlib.sha256(content).hexdigest()}{_ENDING}"
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}{_ENDING}"
 
 
 def _is_kept(profile: Profile, profiles: ProfileCache) -> bool:

@@ -28,7 +28,7 @@ from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._whole_step import run_whole
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.runtime import deferred_interrupts
-from trainmux.scheduling import in_words
+from trainmux.sizes import exact_bytes
 from trainmux.tracing import BatchSpec, TracedGraph
 from trainmux.training import warn_user
 
@@ -151,8 +151,8 @@ class PlanKeeper:
         self._request = replace(request, reserve_bytes=request.reserve_bytes + excess + _SLACK_BYTES)
         self._is_over = True
         warn_user(
-            f"a step by the plan holds {in_words(excess)} more than its budget of "
-            f"{in_words(active.plan.budget_bytes)}; another plan is made at the next step"
+            f"a step by the plan holds {exact_bytes(excess)} more than its budget of "
+            f"{exact_bytes(active.plan.budget_bytes)}; another plan is made at the next step"
         )
 
     def at_step(self, groups: Sequence[Group]) -> list[Group]:

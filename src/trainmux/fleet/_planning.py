@@ -47,8 +47,9 @@ from trainmux.profiling import (
     used_branches,
 )
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES, no_collections, workspaces_bytes
-from trainmux.scheduling import BudgetCost, Planner, PlanProgress, find_partitions, parse_budget
+from trainmux.scheduling import BudgetCost, Planner, PlanProgress, find_partitions
 from trainmux.scheduling import Group as PlannedGroup
+from trainmux.sizes import parse_budget
 from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
 
 _FEW_PARTITIONS = 5

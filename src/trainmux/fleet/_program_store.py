@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from trainmux.engine import StepProgram, UpdateSettings
-from trainmux.ir import FusionRecord, GraphInput
+from trainmux.ir import FusionRecord, GraphInput, replace_file
 from trainmux.lowering import KernelCache, Lowered, cache_folder, from_bytes, to_bytes
-from trainmux.runtime import device_name, source_version, write_whole
+from trainmux.runtime import device_name, private_folder, source_version
 from trainmux.tracing import TracedGraph, graph_constant
 
 _ROOMS = ("engine", "fusion", "lowering", "runtime", "tracing", "fleet", "ir")
@@ -43,7 +43,7 @@ class StoredStep:
 
 
 def step_key(traced: TracedGraph, *decisive: Any) -> str:
-    """What a stored step is found by; ``decisive`` are further values that decide it."""
+    """The key of a stored step; ``decisive`` are further values that decide it."""
     digest = hashlib.sha256()
     for node in traced.module.graph.nodes:
         marks = [str(node.meta[mark]) for mark in ("recompute", "ac_graph_id") if mark in node.meta]
@@ -72,7 +72,7 @@ def store(key: str, step: StoredStep) -> None:
     except (TypeError, AttributeError, pickle.PicklingError):
         return
     with suppress(OSError):
-        write_whole(_path(key), data)
+        replace_file(_path(key), lambda file: file.write(data), is_durable=False)
 
 
 def load(key: str, cache: KernelCache, device: torch.device) -> StoredStep | None:
@@ -86,7 +86,7 @@ def load(key: str, cache: KernelCache, device: torch.device) -> StoredStep | Non
 
 
 def _path(key: str) -> Path:
-    return cache_folder() / "trainmux" / f"{key}.step"
+    return private_folder(cache_folder() / "trainmux") / f"{key}.step"
 
 
 def _canonical(value: Any) -> str:

@@ -1,5 +1,15 @@
 """Frozen types that every other room speaks: no torch execution, no CUDA."""
 
+from trainmux.ir._files import (
+    failure_reason,
+    failure_remedy,
+    file_format,
+    load,
+    replace_file,
+    save,
+    to_bytes,
+    write_file,
+)
 from trainmux.ir._graph import (
     FusionRecord,
     GraphInput,
@@ -10,7 +20,6 @@ from trainmux.ir._graph import (
     OutputKind,
     Phase,
 )
-from trainmux.ir._json import from_json, load, save, to_json
 from trainmux.ir._lanes import lane_of
 from trainmux.ir._plan import Attempt, Multiplexing, Plan, Recomputation, Schedule, SubArray, Swap
 from trainmux.ir._profile import ByteClass, DeviceFacts, Profile, ProfiledNode, ProfiledTensor
@@ -29,8 +38,7 @@ from trainmux.ir._program import (
     Wait,
 )
 from trainmux.ir._timeline import MemoryPoint, Span, Timeline
-from trainmux.ir._verify import find_violations, verify
-from trainmux.ir._verify_report import Violation, ViolationKind
+from trainmux.ir._verifier import Violation, ViolationKind, find_violations, verify
 
 __all__ = [
     "ALIGNMENT",
@@ -70,11 +78,15 @@ __all__ = [
     "Violation",
     "ViolationKind",
     "Wait",
+    "failure_reason",
+    "failure_remedy",
+    "file_format",
     "find_violations",
-    "from_json",
     "lane_of",
     "load",
+    "replace_file",
     "save",
-    "to_json",
+    "to_bytes",
     "verify",
+    "write_file",
 ]

@@ -1,4 +1,4 @@
-"""What goes into and comes out of a traced step, as plain data.
+"""Inputs and outputs of a traced step, as plain data.
 
 The graphs themselves are ``torch.fx`` graphs; these records say what each placeholder and each
 output of such a graph means, so that no later stage has to guess from names or positions.
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """Which part of a training step a node belongs to."""
+    """The part of a training step that a node belongs to."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -19,7 +19,7 @@ class Phase(Enum):
 
 
 class InputKind(Enum):
-    """What a placeholder of a traced step holds."""
+    """The content of a placeholder of a traced step."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -30,7 +30,7 @@ class InputKind(Enum):
 
 
 class OutputKind(Enum):
-    """What an output of a traced step holds."""
+    """The content of an output of a traced step."""
 
     LOSS = "loss"
     METRIC = "metric"
@@ -59,7 +59,7 @@ class GraphOutput:
 
 @dataclass(frozen=True)
 class FusionRecord:
-    """How one kind of operator was fused over the model axis, and how often.
+    """The way one kind of operator was fused over the model axis, and how often.
 
     ``how`` is the name of the rule ("bmm", "fold model axis into batch", "vmap", "loop", "shared");
     ``fallback`` says why a slower way was taken and is empty where none was.

@@ -1,4 +1,4 @@
-"""Which lane an instruction runs on. The verifier has a reading of its own."""
+"""The lane of an instruction, for everybody but the verifier, which decides for itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trainmux.ir._program import Compute, Free, Instruction, Lane, Offload, Pref
 
 
 def lane_of(instruction: Instruction) -> Lane:
-    """Where an instruction runs; ``Free`` belongs to the compute lane."""
+    """The lane that an instruction runs on; ``Free`` belongs to the compute lane."""
     match instruction:
         case Compute() | Recompute() | Free():
             return Lane.COMPUTE

@@ -10,13 +10,13 @@ from enum import Enum
 
 
 class Multiplexing(Enum):
-    """How sub-arrays share the device."""
+    """The way sub-arrays share the device."""
 
     TURNS = "turns"
     """One after another, each forward, backward and update before the next begins."""
     RING = "ring"
-    """The backward pass of each beside the forward pass of the next, the last one's beside the first one's
-    of the following step. With two sub-arrays this is the paper's pair."""
+    """The backward pass of each overlaps the forward pass of the next; the last one's overlaps the first
+    one's of the following step. With two sub-arrays this is the paper's pair."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a policy decides for given sub-arrays.
+    """A policy's decisions for given sub-arrays.
 
     ``order`` is the body: (sub-array, rank) of each node of each sub-array, once each. In a ring the forward
     nodes of the first sub-array come last: they belong to its next step.
@@ -77,7 +77,7 @@ class Schedule:
 class Attempt:
     """A partition that was tried: what it would cost, and why it was not taken (empty: it was).
 
-    Times are those by which partitions are compared: without what nodes take longer that meet copies.
+    Times are those by which partitions are compared: without the cost of synchronising nodes with copies.
     ``num_branches`` above 1: the members of a sub-array are not fused, but train side by side.
     """
 
@@ -98,11 +98,11 @@ class Plan:
 
     ``peak_bytes`` is what will be reserved on the device: the slab with every tensor, and ``fixed_bytes`` for
     library workspaces and graphs. ``step_seconds`` is one pass through the body: one step of every member.
-    ``swap_overlap`` is the share of copy time that runs beside compute, ``recompute_share`` recompute time as
+    ``swap_overlap`` is the share of copy time that overlaps compute, ``recompute_share`` recompute time as
     a share of compute time (§5.3). ``plain_peak_bytes`` are what the same sub-arrays would have in use at
-    their peak, fixed bytes included, with nothing swapped and nothing recomputed. ``num_left_out`` is how
-    many more partitions the rules would make than the bound on them let be tried. With ``num_branches`` above
-    1 members of a sub-array train side by side, on so many branches, instead of being fused.
+    their peak, fixed bytes included, with nothing swapped and nothing recomputed. ``num_left_out`` counts the
+    partitions that the limit on attempts left untried. With ``num_branches`` above
+    1 the members of a sub-array are not fused but train concurrently, on that many branches.
     """
 
     policy: str

@@ -1,4 +1,4 @@
-"""What planning knows of a step: kernels in order, the memory they touch, how long each takes (Tables A, B).
+"""Facts that planning needs: kernels in order, the memory they touch, how long each takes (Tables A, B).
 
 A tensor here is a storage: views of it are not tensors of their own. Nodes are kernels (compiled regions,
 library calls, blocks of parallel branches) in the order in which a step without any plan runs them; a
@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from trainmux.ir._files import file_format
 from trainmux.ir._graph import Phase
 
 
 class ByteClass(Enum):
-    """What a tensor is to the budget."""
+    """The role of a tensor in the budget."""
 
     PARAMETER = "parameter"
     OPTIMIZER_STATE = "optimizer state"
@@ -30,7 +31,7 @@ class ByteClass(Enum):
     TEMPORARY = "temporary"
     """Made and read for the last time in the same phase."""
     RESULT = "result"
-    """What the step hands to the user: losses, metrics. Lives until the step's end."""
+    """Handed to the user: losses, metrics. Lives until the step's end."""
 
     @property
     def is_static(self) -> bool:
@@ -95,6 +96,7 @@ class DeviceFacts:
     host_bytes: int
 
 
+@file_format("profile", version=2, remedy="profile again")
 @dataclass(frozen=True)
 class Profile:
     """One step of one sub-array of ``width`` members.

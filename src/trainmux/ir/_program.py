@@ -1,7 +1,7 @@
 """A planned step as a row of instructions on three lanes (µ-TWO §3.2 (6), Algorithm H corrected).
 
 The host enqueues instructions in one order, the *issue order*. Each lane runs its own in that order; lanes
-meet only where a ``Wait`` says so, and at the end of a part, where all of them join.
+synchronise only at a ``Wait``, and at the end of a part, where all of them join.
 
 Memory follows the issue order alone, not the clock. ``Compute``, ``Recompute`` and ``Prefetch`` take the
 bytes of what they make when they are issued, ``Free`` gives bytes back, and both happen on the compute lane:
@@ -21,7 +21,7 @@ from enum import Enum
 
 
 class Lane(Enum):
-    """Where an instruction runs."""
+    """The stream that an instruction runs on."""
 
     COMPUTE = "compute"
     OUT = "device to host"

@@ -14,56 +14,61 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from trainmux.ir import replace_file
 from trainmux.lowering._inductor import cache_folder
-from trainmux.runtime import write_whole
+from trainmux.runtime import private_folder
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def stored_key(region: str, surroundings: str) -> str:
-    """The key under which a region's code is stored."""
+    """The key that the code of a region is stored under."""
     return hashlib.sha256(f"{region}\n{surroundings}".encode()).hexdigest()
 
 
 def is_known(key: str) -> bool:
-    """Whether the code of a kernel is on disk."""
-    return _path(key, "kernel").exists()
+    """Whether the code of a kernel lies on disk."""
+    try:
+        return _path(key, "kernel").exists()
+    except OSError:
+        return False
 
 
 def recall(key: str) -> bytes:
     """The code of a kernel; empty where there is none, or not all of it."""
-    return _read(_path(key, "kernel"))
+    return _read(key, "kernel")
 
 
 def remember(key: str, code: bytes) -> None:
     """Keep the code of a kernel; a full or read-only disk only costs the next start its time."""
-    _write(_path(key, "kernel"), code)
+    _write(key, "kernel", code)
 
 
 def recall_choices(key: str) -> dict[str, str]:
-    """The fastest variants of a kernel's parts, by name, as found when it first ran; empty where unknown."""
-    data = _read(_path(key, "choices"))
+    """The variants of a kernel's parts that were the quickest when it first ran; empty if unknown."""
+    data = _read(key, "choices")
     return dict(json.loads(data)) if data else {}
 
 
 def remember_choices(key: str, choices: Mapping[str, str]) -> None:
-    """Keep the choices of variants next to the kernel's code."""
-    _write(_path(key, "choices"), json.dumps(dict(choices)).encode())
+    """Keep them beside the kernel's code."""
+    _write(key, "choices", json.dumps(dict(choices)).encode())
 
 
-def _read(path: Path) -> bytes:
+def _read(key: str, ending: str) -> bytes:
     try:
-        data = path.read_bytes()
+        data = _path(key, ending).read_bytes()
     except OSError:
         return b""
     digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     return content if hashlib.sha256(content).digest() == digest else b""
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(key: str, ending: str, content: bytes) -> None:
+    data = hashlib.sha256(content).digest() + content
     with suppress(OSError):
-        write_whole(path, hashlib.sha256(content).digest() + content)
+        replace_file(_path(key, ending), lambda file: file.write(data), is_durable=False)
 
 
 def _path(key: str, ending: str) -> Path:
-    return cache_folder() / "trainmux" / f"{key}.{ending}"
+    return private_folder(cache_folder() / "trainmux") / f"{key}.{ending}"

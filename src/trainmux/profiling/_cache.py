@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from trainmux.errors import PlanError
@@ -25,20 +26,16 @@ class ProfileCache:
 
     def get(self, fingerprint: str) -> Profile | None:
         """The profile with this fingerprint; ``None`` where there is none, or none that can be read."""
-        path = self._path(fingerprint)
         try:
-            profile = load(path, Profile)
-        except (OSError, PlanError):
+            profile = load(self._path(fingerprint), Profile)
+        except PlanError:
             return None
         return profile if profile.fingerprint == fingerprint else None
 
     def put(self, profile: Profile) -> None:
         """Keep a profile. Where it cannot be written, the next start measures again."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+        with suppress(PlanError):
             save(self._path(profile.fingerprint), profile)
-        except (OSError, PlanError):
-            return
 
     def _path(self, fingerprint: str) -> Path:
         return self._folder / f"{fingerprint}.profile.json"

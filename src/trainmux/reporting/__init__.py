@@ -4,6 +4,5 @@ from trainmux.reporting._fusion_text import format_fusion
 from trainmux.reporting._plan_page import plan_page
 from trainmux.reporting._plan_text import plan_text
 from trainmux.reporting._trace import chrome_trace
-from trainmux.reporting._units import format_bytes
 
-__all__ = ["chrome_trace", "format_bytes", "format_fusion", "plan_page", "plan_text"]
+__all__ = ["chrome_trace", "format_fusion", "plan_page", "plan_text"]

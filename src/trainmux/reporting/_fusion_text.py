@@ -1,10 +1,11 @@
-"""How a fleet was fused, as text."""
+"""Text on how a fleet was fused."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from trainmux.ir import FusionRecord, GroupSummary, MemoryUse
+from trainmux.sizes import format_bytes
 
 _MAX_NAMES = 6
 
@@ -46,7 +47,7 @@ def _fallback(record: FusionRecord) -> str:
 
 
 def _memory(use: MemoryUse) -> str:
-    reserved = f"{use.reserved_bytes / 2**30:.2f} GiB reserved on the device"
+    reserved = f"{format_bytes(use.reserved_bytes)} reserved on the device"
     if use.predicted_bytes is None:
         return f"{reserved}, not predicted: its allocations are being recorded by someone else"
-    return f"{reserved}, {use.predicted_bytes / 2**30:.2f} GiB predicted"
+    return f"{reserved}, {format_bytes(use.predicted_bytes)} predicted"

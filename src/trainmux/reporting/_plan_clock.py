@@ -26,7 +26,7 @@ from trainmux.ir import (
 LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN)
 
 Work = Compute | Recompute | Offload | Prefetch
-"""What takes time on a lane."""
+"""Instructions that take time on a lane."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,72 @@
-"""Facts about a plan that both the text and the page tell."""
+"""Facts about a plan that text, page and trace tell, and what the positions in a plan stand for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from trainmux.ir import Attempt, Multiplexing, Plan
-from trainmux.reporting._plan_lookup import PlanLookup
-from trainmux.reporting._units import counted, format_seconds, format_share, format_widths
+from trainmux.errors import PlanError
+from trainmux.ir import Attempt, Multiplexing, Plan, Profile, ProfiledNode, ProfiledTensor
+from trainmux.reporting._units import NOTHING, counted, format_seconds, format_share, format_widths
+from trainmux.sizes import format_bytes
 
 _BUDGET_TOLERANCE_SECONDS = 1e-9
+
+
+@dataclass(frozen=True)
+class PlanLookup:
+    """Nodes and tensors by (sub-array, position); ``profiles`` are in the plan's order.
+
+    Refused with `PlanError`: positions that the plan, a sub-array or its profile does not have.
+    """
+
+    plan: Plan
+    profiles: tuple[Profile, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, profiles: Sequence[Profile]) -> PlanLookup:
+        """Finds the plan's profiles among ``profiles`` by their fingerprints: any order, one per fingerprint
+        or one per sub-array. Refused with `PlanError`: a profile too few, or one of another plan."""
+        given = {profile.fingerprint: profile for profile in profiles}
+        if set(given) != set(plan.profiles):
+            raise PlanError(
+                f"the plan was made from profiles {sorted(set(plan.profiles))}, but got {sorted(given)}; "
+                "pass the profiles it was made from"
+            )
+        for position, sub_array in enumerate(plan.partition):
+            if not 0 <= sub_array.profile < len(plan.profiles):
+                raise PlanError(
+                    f"sub-array {position} must name one of {len(plan.profiles)} profiles, but names "
+                    f"{sub_array.profile}; make the plan again"
+                )
+        return cls(plan, tuple(given[fingerprint] for fingerprint in plan.profiles))
+
+    def profile(self, sub_array: int) -> Profile:
+        if not 0 <= sub_array < len(self.plan.partition):
+            raise PlanError(
+                f"expected one of {len(self.plan.partition)} sub-arrays, but got {sub_array}; "
+                "pass the program that belongs to the plan"
+            )
+        return self.profiles[self.plan.partition[sub_array].profile]
+
+    def node(self, sub_array: int, rank: int) -> ProfiledNode:
+        nodes = self.profile(sub_array).nodes
+        if not 0 <= rank < len(nodes):
+            raise PlanError(
+                f"sub-array {sub_array} has {len(nodes)} nodes, but got rank {rank}; "
+                "pass the program and the profiles that belong to the plan"
+            )
+        return nodes[rank]
+
+    def tensor(self, sub_array: int, position: int) -> ProfiledTensor:
+        tensors = self.profile(sub_array).tensors
+        if not 0 <= position < len(tensors):
+            raise PlanError(
+                f"sub-array {sub_array} has {len(tensors)} tensors, but got position {position}; "
+                "pass the program and the profiles that belong to the plan"
+            )
+        return tensors[position]
 
 
 def num_members(plan: Plan) -> int:
@@ -35,13 +92,13 @@ def seconds_per_member(plan: Plan) -> float:
     return plan.step_seconds / num_members(plan) if num_members(plan) else math.nan
 
 
-def swapped_bytes(plan: Plan, lookup: PlanLookup) -> int:
+def swapped_bytes(lookup: PlanLookup) -> int:
     """Bytes that leave the device in a step; they come back in it too."""
-    return sum(lookup.tensor(swap.sub_array, swap.tensor).size_bytes for swap in plan.swaps)
+    return sum(lookup.tensor(swap.sub_array, swap.tensor).size_bytes for swap in lookup.plan.swaps)
 
 
-def recomputed_bytes(plan: Plan, lookup: PlanLookup) -> int:
-    return sum(lookup.tensor(again.sub_array, again.tensor).size_bytes for again in plan.recomputes)
+def recomputed_bytes(lookup: PlanLookup) -> int:
+    return sum(lookup.tensor(one.sub_array, one.tensor).size_bytes for one in lookup.plan.recomputes)
 
 
 def attempts_best_first(plan: Plan) -> list[Attempt]:
@@ -60,17 +117,27 @@ def left_out(plan: Plan) -> str:
 
 
 def over_limit(plan: Plan) -> str:
-    """How the peak with nothing swapped and nothing recomputed compares with the budget (§5.3)."""
+    """Compare the peak with nothing swapped and nothing recomputed with the budget (§5.3)."""
     over = plan.peak_over_limit
     return f"{format_share(over)} over the budget" if over else "within the budget"
 
 
-def outcome(attempt: Attempt) -> str:
-    return attempt.lost_because or "chosen"
+def attempt_cells(attempt: Attempt) -> tuple[str, ...]:
+    """A row of the table of attempts: policy, widths, multiplexing, step, peak, stall, recompute, outcome."""
+    return (
+        attempt.policy,
+        format_widths(attempt.widths, attempt.num_branches),
+        attempt.multiplexing.value,
+        format_seconds(attempt.step_seconds),
+        format_bytes(attempt.peak_bytes) if attempt.peak_bytes else NOTHING,
+        format_seconds(attempt.stall_seconds),
+        format_seconds(attempt.recompute_seconds),
+        attempt.lost_because or "chosen",
+    )
 
 
 def curve_by_budget(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """What each budget costs, smallest budget first; a time that is not finite means that nothing fits."""
+    """The cost of each budget, smallest budget first; a time that is not finite means that nothing fits."""
     return sorted(curve)
 
 

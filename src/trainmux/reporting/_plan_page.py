@@ -14,7 +14,7 @@ from importlib.resources import files
 
 from trainmux.ir import Plan, Profile, Program, Timeline
 from trainmux.reporting import _plan_page_sections as sections
-from trainmux.reporting._plan_lookup import PlanLookup
+from trainmux.reporting._plan_facts import PlanLookup
 from trainmux.reporting._plan_page_data import Around, page_data, script_safe
 from trainmux.reporting._plan_page_table import escaped
 

@@ -1,4 +1,4 @@
-"""What the page's charts and its tensor table draw from, as compact JSON.
+"""The data of the page's charts and of its tensor table, as compact JSON.
 
 Columns instead of records, whole nanoseconds instead of seconds, memory as what changes from step to step:
 ten thousand instructions with two timelines stay well below three megabytes.
@@ -26,8 +26,7 @@ from trainmux.ir import (
     Wait,
 )
 from trainmux.reporting._plan_clock import LANES, ClockedPart, MemoryStep, clocked, nanoseconds
-from trainmux.reporting._plan_facts import curve_by_budget
-from trainmux.reporting._plan_lookup import PlanLookup
+from trainmux.reporting._plan_facts import PlanLookup, curve_by_budget
 from trainmux.reporting._units import shortened
 
 Json = None | bool | int | str | Sequence["Json"] | dict[str, "Json"]
@@ -49,7 +48,7 @@ _CLASS_POSITION = {found: position for position, found in enumerate(ByteClass)}
 
 @dataclass(frozen=True)
 class Around:
-    """What runs once, before the first pass through the body or after the last one."""
+    """A part that runs once, before the first pass through the body or after the last one."""
 
     name: str
     part: Part

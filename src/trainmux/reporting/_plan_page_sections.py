@@ -7,30 +7,29 @@ from collections.abc import Sequence
 
 from trainmux.ir import Attempt, Plan, Profile, Timeline
 from trainmux.reporting._plan_facts import (
+    PlanLookup,
+    attempt_cells,
     attempts_best_first,
     cheapest_seconds,
     curve_by_budget,
     curve_in_words,
     how_it_trains,
     left_out,
-    outcome,
     over_limit,
     recomputed_bytes,
     seconds_per_member,
     swapped_bytes,
 )
-from trainmux.reporting._plan_lookup import PlanLookup
 from trainmux.reporting._plan_page_data import Around
 from trainmux.reporting._plan_page_table import Cell, Column, Kind, Row, empty_table, escaped, table
 from trainmux.reporting._units import (
     NOTHING,
     counted,
-    format_bytes,
     format_change,
     format_seconds,
     format_share,
-    format_widths,
 )
+from trainmux.sizes import format_bytes
 
 
 def peak_in_use(timeline: Timeline, fixed_bytes: int) -> int | None:
@@ -67,13 +66,13 @@ def tiles(lookup: PlanLookup, predicted: Timeline, measured: Timeline | None) ->
         peak_note += f" ({format_share(plan.peak_bytes / plan.budget_bytes)})"
     stalled = format_share(plan.stall_seconds / plan.step_seconds) if plan.step_seconds else NOTHING
     swap_note = (
-        f"{format_bytes(swapped_bytes(plan, lookup))} each way, {format_share(plan.swap_overlap)} of the "
-        "copy time beside compute"
+        f"{format_bytes(swapped_bytes(lookup))} each way, {format_share(plan.swap_overlap)} of the "
+        "copy time overlaps compute"
         if plan.swaps
         else "nothing leaves the device"
     )
     again_note = (
-        f"{format_bytes(recomputed_bytes(plan, lookup))} in {format_seconds(plan.recompute_seconds)}, "
+        f"{format_bytes(recomputed_bytes(lookup))} in {format_seconds(plan.recompute_seconds)}, "
         f"{format_share(plan.recompute_share)} of the compute time"
         if plan.recomputes
         else "every node runs once"
@@ -182,7 +181,7 @@ def numbers_section(plan: Plan, predicted: Timeline, measured: Timeline | None) 
         _compared("Recompute", [timeline.recompute_seconds for timeline in timelines]),
         _compared("Compute is idle", [timeline.stall_seconds for timeline in timelines]),
         _compared("Copies run", [timeline.copy_seconds for timeline in timelines]),
-        _compared("Copies run beside compute", [timeline.hidden_copy_seconds for timeline in timelines]),
+        _compared("Copies that overlap compute", [timeline.hidden_copy_seconds for timeline in timelines]),
     ]
     peaks = [peak_in_use(timeline, plan.fixed_bytes) for timeline in timelines]
     if any(peak is not None for peak in peaks):
@@ -293,22 +292,17 @@ def _attempts_table(attempts: Sequence[Attempt]) -> str:
         Column("Recompute", Kind.NUMBER),
         Column("Outcome", Kind.TEXT),
     )
-    rows = [
-        Row(
-            (
-                Cell(attempt.policy),
-                Cell(format_widths(attempt.widths, attempt.num_branches)),
-                Cell(attempt.multiplexing.value),
-                Cell(format_seconds(attempt.step_seconds), attempt.step_seconds),
-                Cell(format_bytes(attempt.peak_bytes) if attempt.peak_bytes else NOTHING, attempt.peak_bytes),
-                Cell(format_seconds(attempt.stall_seconds), attempt.stall_seconds),
-                Cell(format_seconds(attempt.recompute_seconds), attempt.recompute_seconds),
-                Cell(outcome(attempt)),
-            ),
-            is_chosen=not attempt.lost_because,
+    rows = []
+    for attempt in attempts:
+        numbers = (
+            attempt.step_seconds,
+            attempt.peak_bytes,
+            attempt.stall_seconds,
+            attempt.recompute_seconds,
         )
-        for attempt in attempts
-    ]
+        orders = (None, None, None, *numbers, None)
+        cells = tuple(map(Cell, attempt_cells(attempt), orders))
+        rows.append(Row(cells, is_chosen=not attempt.lost_because))
     return table(columns, rows, caption="Every partition tried, and why it was not taken")
 
 

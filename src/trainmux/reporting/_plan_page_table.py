@@ -17,7 +17,7 @@ def escaped(text: str) -> str:
 
 
 class Kind(Enum):
-    """How a column is laid out; the value is its class in the page."""
+    """The layout of a column; the value is its class in the page."""
 
     NUMBER = "number"
     SHORT = "short"
@@ -34,7 +34,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell shows, and what it sorts by: a number, last where it is not finite, or else the text."""
+    """The text of a cell, and its sort key: a number, last where it is not finite, or else the text."""
 
     text: str
     order: float | None = None
@@ -58,7 +58,7 @@ def table(columns: Sequence[Column], rows: Sequence[Row], *, caption: str) -> st
 
 
 def empty_table(columns: Sequence[Column], *, caption: str) -> str:
-    """The same for rows that the page itself fills in."""
+    """A table whose rows the page's script fills in."""
     head = "".join(_header(column) for column in columns)
     return (
         f'<div class="table"><table class="cards"><caption class="hidden-text">{escaped(caption)}</caption>'

@@ -8,29 +8,28 @@ from typing import TypeVar
 
 from trainmux.ir import Plan, Profile, Recomputation, SubArray, Swap
 from trainmux.reporting._plan_facts import (
+    PlanLookup,
+    attempt_cells,
     attempts_best_first,
     cheapest_seconds,
     curve_by_budget,
     curve_in_words,
     how_it_trains,
     left_out,
-    outcome,
     over_limit,
     recomputed_bytes,
     seconds_per_member,
     swapped_bytes,
 )
-from trainmux.reporting._plan_lookup import PlanLookup
 from trainmux.reporting._units import (
     NOTHING,
     counted,
-    format_bytes,
     format_change,
     format_seconds,
     format_share,
-    format_widths,
     one_line,
 )
+from trainmux.sizes import format_bytes
 
 _MAX_DECISIONS = 10
 _MAX_NAMES = 8
@@ -42,16 +41,16 @@ _Decision = TypeVar("_Decision", Swap, Recomputation)
 def plan_text(
     plan: Plan,
     *,
-    profiles: Sequence[Profile] | None = None,
+    profiles: Sequence[Profile],
     budget_curve: Sequence[tuple[int, float]] = (),
 ) -> str:
     """The chosen plan, every partition tried, the largest swaps and recomputes, and what the budget costs.
 
-    With ``profiles``, those that the plan was made from, tensors and nodes have names and sizes; without
-    them, positions. ``budget_curve`` holds (budget in bytes, seconds a step); a time that is
-    not finite stands for a budget that nothing fits. Refused with `PlanError`: profiles of another plan.
+    ``profiles`` are those that the plan was made from. ``budget_curve`` holds (budget in bytes, seconds a
+    step); a time that is not finite stands for a budget that nothing fits. Refused with `PlanError`: profiles
+    of another plan.
     """
-    lookup = PlanLookup.of(plan, profiles) if profiles is not None else None
+    lookup = PlanLookup.of(plan, profiles)
     blocks = [
         _summary(plan, lookup),
         _partition(plan),
@@ -63,7 +62,7 @@ def plan_text(
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _summary(plan: Plan, lookup: PlanLookup | None) -> list[str]:
+def _summary(plan: Plan, lookup: PlanLookup) -> list[str]:
     step = plan.step_seconds
     used = format_share(plan.peak_bytes / plan.budget_bytes) if plan.budget_bytes else NOTHING
     stalled = format_share(plan.stall_seconds / step) if step else NOTHING
@@ -89,18 +88,18 @@ def _summary(plan: Plan, lookup: PlanLookup | None) -> list[str]:
     ]
 
 
-def _swapped(plan: Plan, lookup: PlanLookup | None) -> str:
+def _swapped(plan: Plan, lookup: PlanLookup) -> str:
     if not plan.swaps:
         return "none"
-    size = "" if lookup is None else f", {format_bytes(swapped_bytes(plan, lookup))} each way"
+    size = f", {format_bytes(swapped_bytes(lookup))} each way"
     overlap = format_share(plan.swap_overlap)
-    return f"{counted(len(plan.swaps), 'tensor')}{size}; {overlap} of the copy time runs beside compute"
+    return f"{counted(len(plan.swaps), 'tensor')}{size}; {overlap} of the copy time overlaps compute"
 
 
-def _recomputed(plan: Plan, lookup: PlanLookup | None) -> str:
+def _recomputed(plan: Plan, lookup: PlanLookup) -> str:
     if not plan.recomputes:
         return "none"
-    size = "" if lookup is None else f", {format_bytes(recomputed_bytes(plan, lookup))}"
+    size = f", {format_bytes(recomputed_bytes(lookup))}"
     return (
         f"{counted(len(plan.recomputes), 'tensor')}{size}; {format_seconds(plan.recompute_seconds)}, "
         f"{format_share(plan.recompute_share)} of the compute time"
@@ -123,24 +122,14 @@ def _attempts(plan: Plan) -> list[str]:
         return []
     header = ("", "policy", "widths", "multiplexing", "step", "peak", "stall", "recompute", "outcome")
     rows = [
-        (
-            "" if attempt.lost_because else "*",
-            one_line(attempt.policy),
-            format_widths(attempt.widths, attempt.num_branches),
-            attempt.multiplexing.value,
-            format_seconds(attempt.step_seconds),
-            format_bytes(attempt.peak_bytes) if attempt.peak_bytes else NOTHING,
-            format_seconds(attempt.stall_seconds),
-            format_seconds(attempt.recompute_seconds),
-            one_line(outcome(attempt)),
-        )
+        ("" if attempt.lost_because else "*", *map(one_line, attempt_cells(attempt)))
         for attempt in attempts_best_first(plan)
     ]
     title = f"partitions tried: {len(plan.attempts)} (* is the one chosen){left_out(plan)}"
     return [title, *_table(header, rows, right={"step", "peak", "stall", "recompute"})]
 
 
-def _swaps(plan: Plan, lookup: PlanLookup | None) -> list[str]:
+def _swaps(plan: Plan, lookup: PlanLookup) -> list[str]:
     def when(swap: Swap) -> str:
         out, back = _node(lookup, swap.offload_after), _node(lookup, swap.prefetch_prompt)
         return f"out after {out}, back before {back}"
@@ -149,34 +138,29 @@ def _swaps(plan: Plan, lookup: PlanLookup | None) -> list[str]:
         (*_tensor(lookup, swap.sub_array, swap.tensor), when(swap), one_line(swap.reason))
         for swap in _largest(plan.swaps, lookup)
     ]
-    return _decisions("swaps", len(plan.swaps), rows, lookup)
+    return _decisions("swaps", len(plan.swaps), rows)
 
 
-def _recomputes(plan: Plan, lookup: PlanLookup | None) -> list[str]:
+def _recomputes(plan: Plan, lookup: PlanLookup) -> list[str]:
     def when(again: Recomputation) -> str:
-        nodes = counted(len(again.nodes), "node")
-        if lookup is not None:
-            seconds = sum(lookup.node(again.sub_array, rank).seconds for rank in again.nodes)
-            nodes += f" ({format_seconds(seconds)})"
+        seconds = sum(lookup.node(again.sub_array, rank).seconds for rank in again.nodes)
+        nodes = f"{counted(len(again.nodes), 'node')} ({format_seconds(seconds)})"
         return f"by {nodes} before {_node(lookup, again.before)}"
 
     rows = [
         (*_tensor(lookup, again.sub_array, again.tensor), when(again), one_line(again.reason))
         for again in _largest(plan.recomputes, lookup)
     ]
-    return _decisions("recomputes", len(plan.recomputes), rows, lookup)
+    return _decisions("recomputes", len(plan.recomputes), rows)
 
 
-def _decisions(
-    noun: str, number: int, rows: list[tuple[str, str, str, str, str]], lookup: PlanLookup | None
-) -> list[str]:
+def _decisions(noun: str, number: int, rows: list[tuple[str, str, str, str, str]]) -> list[str]:
     """Two lines each: what and when, then why."""
     if not rows:
         return []
     which = f"{noun}: {number}"
     if number > len(rows):
-        kind = "largest" if lookup is not None else "first"
-        which = f"{kind} {noun}: {len(rows)} of {number}"
+        which = f"largest {noun}: {len(rows)} of {number}"
     header = ("size", "sub-array", "tensor", "when (sub-array:node)")
     head, *lines = _table(header, [row[:4] for row in rows], right={"size", "sub-array"})
     indent = " " * head.index("tensor")
@@ -186,25 +170,20 @@ def _decisions(
     return block
 
 
-def _largest(decisions: Sequence[_Decision], lookup: PlanLookup | None) -> list[_Decision]:
-    if lookup is None:
-        return list(decisions[:_MAX_DECISIONS])
+def _largest(decisions: Sequence[_Decision], lookup: PlanLookup) -> list[_Decision]:
     sizes = [lookup.tensor(one.sub_array, one.tensor).size_bytes for one in decisions]
     by_size = sorted(range(len(decisions)), key=lambda position: -sizes[position])
     return [decisions[position] for position in by_size[:_MAX_DECISIONS]]
 
 
-def _tensor(lookup: PlanLookup | None, sub_array: int, position: int) -> tuple[str, str, str]:
-    if lookup is None:
-        return NOTHING, str(sub_array), f"tensor {position}"
+def _tensor(lookup: PlanLookup, sub_array: int, position: int) -> tuple[str, str, str]:
     tensor = lookup.tensor(sub_array, position)
     return format_bytes(tensor.size_bytes), str(sub_array), one_line(tensor.name)
 
 
-def _node(lookup: PlanLookup | None, at: tuple[int, int]) -> str:
+def _node(lookup: PlanLookup, at: tuple[int, int]) -> str:
     sub_array, rank = at
-    name = f"node {rank}" if lookup is None else one_line(lookup.node(sub_array, rank).name)
-    return f"{sub_array}:{name}"
+    return f"{sub_array}:{one_line(lookup.node(sub_array, rank).name)}"
 
 
 def _curve(plan: Plan, curve: Sequence[tuple[int, float]]) -> list[str]:

@@ -19,9 +19,9 @@ from trainmux.ir import (
     Timeline,
 )
 from trainmux.reporting._plan_clock import LANES, ClockedPart, MemoryStep, Work, WorkSpan, clocked
-from trainmux.reporting._plan_facts import how_it_trains
-from trainmux.reporting._plan_lookup import PlanLookup
-from trainmux.reporting._units import format_bytes, format_seconds, one_line
+from trainmux.reporting._plan_facts import PlanLookup, how_it_trains
+from trainmux.reporting._units import format_seconds, one_line
+from trainmux.sizes import format_bytes
 
 _PROCESS = 1
 _MIB = 1024 * 1024

@@ -1,4 +1,4 @@
-"""Numbers and names as people read them: bytes as GiB or MiB, seconds as milliseconds, names on one line."""
+"""Numbers and names as people read them: seconds as milliseconds, shares as percent, names on one line."""
 
 from __future__ import annotations
 
@@ -9,25 +9,7 @@ from itertools import groupby
 NOTHING = "-"
 """Stands where there is no number, such as the step time of a partition that does not fit."""
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _MAX_LISTED_WIDTHS = 4
-
-
-def format_bytes(size_bytes: int) -> str:
-    """``19_327_352_832`` is "18.00 GiB": two places from a GiB on, one for small MiB, none below."""
-    sign = "-" if size_bytes < 0 else ""
-    value = float(abs(size_bytes))
-    unit = 0
-    while unit < len(_UNITS) - 1 and round(value) >= 1024:
-        value /= 1024
-        unit += 1
-    if unit >= _UNITS.index("GiB"):
-        text = f"{value:,.2f}"
-    elif _UNITS[unit] == "MiB" and value < 99.95:
-        text = f"{value:.1f}"
-    else:
-        text = f"{value:.0f}"
-    return f"{sign}{text} {_UNITS[unit]}"
 
 
 def format_seconds(seconds: float) -> str:

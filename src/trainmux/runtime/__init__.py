@@ -13,7 +13,7 @@ from trainmux.runtime._gpu import (
 )
 from trainmux.runtime._host import FolderFacts, HostFacts, look_at_folder, look_at_host
 from trainmux.runtime._interrupts import deferred_interrupts
-from trainmux.runtime._kept_files import device_name, source_version, user_cache_folder, write_whole
+from trainmux.runtime._kept_files import device_name, private_folder, source_version, user_cache_folder
 from trainmux.runtime._process import ignored_warnings, process_lock
 from trainmux.runtime._random import WORD_RANGE, random_words, random_words_of_elements
 from trainmux.runtime._storage import ALIGNMENT_BYTES, stacked_strides, stacked_zeros, storage_bytes
@@ -55,6 +55,7 @@ __all__ = [
     "measured_convolutions",
     "no_collections",
     "num_streams_known",
+    "private_folder",
     "probe_memory",
     "process_lock",
     "random_words",
@@ -67,5 +68,4 @@ __all__ = [
     "user_cache_folder",
     "warm_matrix_libraries",
     "workspaces_bytes",
-    "write_whole",
 ]

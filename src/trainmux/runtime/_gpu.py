@@ -10,6 +10,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,11 +1,12 @@
-"""What is kept on disk from one start to the next: where, how it is written, of which source and device."""
+"""Files kept between starts: their folders, and the source and device they belong to."""
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import os
-import tempfile
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,28 +22,34 @@ def user_cache_folder(name: str, variable: str) -> Path:
     return Path(base) / "trainmux" / name
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, its folder too if need be; nobody ever reads half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(data)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(file.name)
-            raise
+def private_folder(folder: Path) -> Path:
+    """``folder``, made if need be, for files that are trusted as code is: only this user may open it.
+
+    ``PermissionError`` where it is another user's, or where others could have written to it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if os.name == "nt":  # each user has a temporary folder of their own there
+        return folder
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(
+            errno.EPERM, "expected a folder that only this user can write to; remove it", str(folder)
+        )
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
+    return folder
 
 
 def device_name(device: torch.device) -> str:
-    """What is kept of one device and not used on another is told apart by it."""
+    """A name that tells files of one device from those of another."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 @functools.cache
 def source_version(*folders: str) -> str:
-    """A hash of the source in these folders of the package: what other code made is told apart by it."""
+    """A hash of the source in these folders of the package, to tell files that other code made apart."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
     for folder in folders:

@@ -4,7 +4,6 @@ from trainmux.scheduling._bound import bound_seconds
 from trainmux.scheduling._fixed import fit_program
 from trainmux.scheduling._plan import BudgetCost, Planner, PlanProgress
 from trainmux.scheduling._policy import Infeasible, Policy, Task
-from trainmux.scheduling.budget import in_words, parse_budget
 from trainmux.scheduling.partition import Group, Partition, PartitionSearch, find_partitions
 from trainmux.scheduling.policies import POLICY_NAMES, policy_named
 
@@ -22,7 +21,5 @@ __all__ = [
     "bound_seconds",
     "find_partitions",
     "fit_program",
-    "in_words",
-    "parse_budget",
     "policy_named",
 ]

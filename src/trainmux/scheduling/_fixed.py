@@ -16,8 +16,8 @@ from trainmux.ir import Multiplexing, Profile, Program, verify
 from trainmux.rewrite import fewer_waits
 from trainmux.scheduling._arrangement import Arrangement
 from trainmux.scheduling._candidates import Candidates
-from trainmux.scheduling.budget import in_words
 from trainmux.scheduling.policies import policy_named
+from trainmux.sizes import exact_bytes
 
 _POLICIES = ("none", "recompute_only", "capuchin", "auto")
 
@@ -43,8 +43,8 @@ def fit_program(
                 program = replace(found.program, body=fewer_waits(found.program.body, profiles))
                 verify(program, profiles, budget_bytes=available_bytes, host_bytes=host_bytes)
                 return program
-    more = f"; {in_words(int(least))} would do" if least < math.inf else ""
+    more = f"; {exact_bytes(int(least))} would do" if least < math.inf else ""
     raise BudgetError(
-        f"expected a step beside the planned one to fit into {in_words(available_bytes)}, but it does not"
+        f"expected a step beside the planned one to fit into {exact_bytes(available_bytes)}, but it does not"
         f"{more}; plan for a larger budget, or drop batches of other shapes"
     )

@@ -21,10 +21,10 @@ from trainmux.ir import Attempt, Multiplexing, Plan, Profile, verify
 from trainmux.rewrite import rewrite
 from trainmux.scheduling._arrangement import ROUNDING, Arrangement, Candidate
 from trainmux.scheduling._candidates import SAME, Candidates
-from trainmux.scheduling.budget import in_words
 from trainmux.scheduling.partition import MAX_PARTITIONS, Group, Partition, find_partitions
 from trainmux.scheduling.policies import policy_named
 from trainmux.simulate import timeline
+from trainmux.sizes import exact_bytes
 
 BESIDE_AUTO = ("mutwo", "capuchin", "recompute_only", "swap_only")
 """Policies whose plans `auto` has to beat, or takes."""
@@ -241,10 +241,11 @@ class Planner:
         smallest = self.smallest_bytes()
         hint = "" if self.policy == "auto" else ", or use policy 'auto'"
         if self._swappable_bytes() > self._host_bytes:
-            hint += f"; swaps are held down by the host, which has {in_words(self._host_bytes)} for them"
+            hint += f"; swaps are held down by the host, which has {exact_bytes(self._host_bytes)} for them"
         return BudgetError(
-            f"expected a budget that policy {self.policy!r} can keep to, but got {in_words(budget_bytes)}, "
-            f"and the smallest that works is {in_words(smallest)}; raise it to that{hint}",
+            f"expected a budget that policy {self.policy!r} can keep to, but got "
+            f"{exact_bytes(budget_bytes)}, "
+            f"and the smallest that works is {exact_bytes(smallest)}; raise it to that{hint}",
             smallest_bytes=smallest,
         )
 

@@ -1,12 +1,11 @@
 """Static placement of many tenants, some of which come back to the same bytes (D8 a).
 
-`_offsets.place` takes one span of time per tensor and looks at every pair. Here a tenant may have several
-spans, all at one offset, as a tensor needs that lies in a slab from one part of a program to the next; and
-the search through what is placed already runs over arrays, for thousands of tenants. The rule is the same:
-each tenant goes into the smallest gap that fits between those it shares time with. What matters is who comes
-first: those that are there when most bytes are in use, the longest-lived of them before the others. Then
-those that ended up too high are moved forward and it is tried again, until the slab is as good as the bytes
-in use at once or the tries are used up.
+The problem is dynamic storage allocation, NP-hard in general. A tenant may have several spans of time, all at
+one offset, as a tensor needs that lies in a slab from one part of a program to the next. Each tenant goes to
+the smallest gap that fits between those it shares time with. What matters is who comes first: those that are
+there when most bytes are in use, the longest-lived of them before the others. Then those that ended up too
+high are moved forward and it is tried again, until the slab is as good as the bytes in use at once or the
+tries are used up. The search through what is placed runs over arrays, for thousands of tenants.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainmux.errors import ConfigError
-from trainmux.simulate._offsets import round_up
 
 _MAX_PLACEMENTS = 24_000
 """Tenants that are placed in all tries together: bounds the time, 40 to 80 µs each."""
@@ -32,6 +30,11 @@ sorted by offset already."""
 
 _Spans = tuple[tuple[int, int], ...]
 _Array = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+def round_up(size: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not below ``size``."""
+    return -(-size // unit) * unit
 
 
 @dataclass(frozen=True)

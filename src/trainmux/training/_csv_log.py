@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainmux.errors import ConfigError
+from trainmux.ir import replace_file
 from trainmux.training._callbacks import Callback, FitState
 from trainmux.training._history import ROW_COLUMNS, History
 
@@ -51,17 +51,8 @@ class CSVLog(Callback):
     def _rewrite(self, history: History) -> None:
         self._columns = _columns(history)
         header = {column: column for column in self._columns}
-        temporary = self._path.with_name(f"{self._path.name}.tmp")
-        try:
-            with open(temporary, "w", encoding="utf-8", newline="") as file:
-                file.write(_csv_text([header, *history.to_rows()], self._columns))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        text = _csv_text([header, *history.to_rows()], self._columns)
+        replace_file(self._path, lambda file: file.write(text.encode()))
 
     def _check_is_log(self) -> None:
         try:

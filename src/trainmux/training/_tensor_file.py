@@ -44,13 +44,16 @@ _DTYPES = {
 }
 
 
+RawTensor = tuple[str, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class TensorFile:
-    """What was written: the file's checksum and size, and ``{name: [dtype, shape]}`` of raw entries."""
+    """A written file: its checksum and size, and ``{name: (dtype, shape)}`` of raw entries."""
 
     sha256: str
     size_bytes: int
-    raw: Mapping[str, list[Any]]
+    raw: Mapping[str, RawTensor]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -77,14 +80,14 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> Tensor
     # Wide elements first: then each tensor starts at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, Any] = {}
-    raw: dict[str, list[Any]] = {}
+    raw: dict[str, RawTensor] = {}
     offset = 0
     for name in names:
         tensor = tensors[name]
         size_bytes = tensor.numel() * tensor.element_size()
         code, shape = _CODES.get(tensor.dtype), list(tensor.shape)
         if code is None:
-            raw[name] = [dtype_name(tensor.dtype), shape]
+            raw[name] = (dtype_name(tensor.dtype), tuple(shape))
             code, shape = "U8", [size_bytes]
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, offset + size_bytes]}
         offset += size_bytes
@@ -136,7 +139,7 @@ def check_storable(tensors: Mapping[str, torch.Tensor]) -> None:
             raise CheckpointError(f"tensor {name!r} is on the meta device and has no values to save")
 
 
-def read_tensors(path: Path, raw: Mapping[str, list[Any]]) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, raw: Mapping[str, RawTensor]) -> dict[str, torch.Tensor]:
     """All tensors of the file, on the CPU, in memory of their own; ``raw`` as ``write_tensors`` gave it.
 
     Raises ``CheckpointError`` where the file is not what the writer writes; ``OSError`` passes through.

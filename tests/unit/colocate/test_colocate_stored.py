@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.record_files import edit
 
 from trainmux.colocate._demand import JobDemand, MicroBatchLane, Segment
 from trainmux.colocate._job_state import JobReport
@@ -14,10 +14,9 @@ from trainmux.colocate._stored import (
     LifespanFolder,
     StoredLifespans,
     lifespans_of,
-    load_lifespans,
-    save_lifespans,
 )
 from trainmux.errors import PlanError
+from trainmux.ir import load, save
 
 DEMAND = JobDemand("job", "abc", 1, 0, (Segment(1, 5, 2, 1.0), Segment(1, 2, 0, 1.0)))
 REPORT = JobReport("job", 3, 0.0, 0, (0.1, 1 / 3), (0.2, 0.5), 4, is_measured=True)
@@ -29,8 +28,8 @@ def kept_lifespans() -> StoredLifespans:
 
 def test_what_was_learned_comes_back_exactly(tmp_path: Path) -> None:
     kept = kept_lifespans()
-    save_lifespans(tmp_path / "job.json", kept)
-    assert load_lifespans(tmp_path / "job.json") == kept
+    save(tmp_path / "job.json", kept)
+    assert load(tmp_path / "job.json", StoredLifespans) == kept
     known = kept.apply(DEMAND)
     assert known.is_measured
     assert known.in_flight_limit == 4
@@ -54,16 +53,12 @@ def test_lifespans_of_another_job_are_refused(other: JobDemand) -> None:
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
-    save_lifespans(path, kept_lifespans())
+    save(path, kept_lifespans())
     text = path.read_text()
-    for damaged in (text[:-20], text.replace("0.1", "0.2"), text.replace("lifespans", "plan"), "[]", ""):
+    for damaged in (text[:-20], text.replace("0.1", "0.2"), text.replace("lifespans", "plan")):
         path.write_text(damaged)
         with pytest.raises(PlanError, match="profile the job again"):
-            load_lifespans(path)
-    with pytest.raises(PlanError, match="No such file"):
-        load_lifespans(tmp_path / "none.json")
-    with pytest.raises(PlanError, match="expected to write"):
-        save_lifespans(tmp_path / "no" / "folder.json", kept_lifespans())
+            load(path, StoredLifespans)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +81,10 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 )
 def test_whole_files_of_the_wrong_types_are_refused(tmp_path: Path, field: str, value: object) -> None:
     path = tmp_path / "job.json"
-    kept = kept_lifespans()
-    changed = StoredLifespans(**{**kept.__dict__, field: value})
-    save_lifespans(path, changed)
-    assert json.loads(path.read_text())["lifespans"][field] == value
+    save(path, kept_lifespans())
+    edit(path, [field], value)
     with pytest.raises(PlanError, match="profile the job again"):
-        load_lifespans(path)
+        load(path, StoredLifespans)
 
 
 def test_a_slow_first_iteration_is_not_kept() -> None:
@@ -101,8 +94,8 @@ def test_a_slow_first_iteration_is_not_kept() -> None:
 
 def test_a_segment_that_took_no_time_can_be_kept(tmp_path: Path) -> None:
     report = replace(REPORT, solo_seconds=(0.0, 1.0))
-    save_lifespans(tmp_path / "job.json", lifespans_of(DEMAND, report, device="some GPU"))
-    assert load_lifespans(tmp_path / "job.json").solo_seconds[0] > 0
+    save(tmp_path / "job.json", lifespans_of(DEMAND, report, device="some GPU"))
+    assert load(tmp_path / "job.json", StoredLifespans).solo_seconds[0] > 0
 
 
 def test_a_folder_has_what_was_learned_of_jobs_on_its_device(tmp_path: Path) -> None:

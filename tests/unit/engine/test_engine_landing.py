@@ -1,18 +1,13 @@
-"""Batches that land beside a running step, on a simulated device whose two streams run when they like.
-
-A stream is a queue of operations. The simulation picks at random which queue goes on next, and runs nothing
-sooner than it must where the host waits. Whatever the order, every step must read its own batch.
-"""
+"""Batches that land while a step runs: whatever order streams go on in, each step reads its own batch."""
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
+from tests.fake_cuda import FakeDevice, FakeEvent
 from torch import Tensor
 
 from trainmux.engine import HostLeaf, Landing
@@ -21,76 +16,15 @@ from trainmux.engine._landing import LANDING_ALIGNMENT_BYTES, NUM_LANDINGS
 CPU = torch.device("cpu")
 
 
-class Device:
-    """Two queues. An operation returns false as long as it cannot run."""
-
-    def __init__(self, seed: int) -> None:
-        self.compute: deque[Callable[[], bool]] = deque()
-        self.copies: deque[Callable[[], bool]] = deque()
-        self._random = random.Random(seed)
-
-    def advance(self) -> bool:
-        """Run one operation; false where there is none that can run."""
-        queues = [queue for queue in (self.compute, self.copies) if queue]
-        self._random.shuffle(queues)
-        for queue in queues:
-            if queue[0]():
-                queue.popleft()
-                return True
-        return False
-
-    def wander(self) -> None:
-        """A few operations, or none: the host does not know."""
-        for _ in range(self._random.choice([0, 0, 1, 3, 10])):
-            self.advance()
-
-    def run_until(self, is_reached: Callable[[], bool]) -> None:
-        while not is_reached():
-            assert self.advance(), "the host waits for something that never comes"
-
-    def finish(self) -> None:
-        self.run_until(lambda: not self.compute and not self.copies)
-
-
-class Event:
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._num_recorded = 0
-        self._num_reached = 0
-        self.num_waits = 0
-
-    def query(self) -> bool:
-        return self._num_reached == self._num_recorded
-
-    def synchronize(self) -> None:
-        self.num_waits += 1
-        self._device.run_until(self.query)
-
-    def record(self, stream: Any = None) -> None:
-        self._num_recorded += 1
-        number = self._num_recorded
-
-        def reach() -> bool:
-            self._num_reached = number
-            return True
-
-        stream.append(reach)
-
-    def wait(self, stream: deque[Callable[[], bool]]) -> None:
-        """``stream`` goes on when what is recorded so far has been reached."""
-        number = self._num_recorded
-        stream.append(lambda: self._num_reached >= number)
-
-
 class SimulatedLane:
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: FakeDevice) -> None:
         self.device = device
         self.num_copies = 0
-        self.events: list[Event] = []
+        self.events: list[FakeEvent] = []
         self.landing_bytes: list[int] = []
 
-    def make_event(self) -> Event:
-        self.events.append(Event(self.device))
+    def make_event(self) -> FakeEvent:
+        self.events.append(FakeEvent(self.device))
         return self.events[-1]
 
     def pinned(self, size_bytes: int) -> Tensor:
@@ -103,10 +37,10 @@ class SimulatedLane:
         event.wait(self.device.copies)
         return torch.full((size_bytes,), 77, dtype=torch.uint8)
 
-    def mark(self, event: Event) -> None:
+    def mark(self, event: FakeEvent) -> None:
         event.record(self.device.compute)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event, done: Event) -> None:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: FakeEvent, done: FakeEvent) -> None:
         after.wait(self.device.copies)
         for target, source in pairs:
             self.num_copies += 1
@@ -162,12 +96,12 @@ def same(read: Sequence[Sequence[Tensor]], batches: Sequence[Sequence[Tensor]]) 
 def test_every_step_reads_its_own_batch_in_any_order(sizes: tuple[int, ...]) -> None:
     for seed in range(60):
         batches = make_batches(12, sizes=sizes)
-        assert same(train(SimulatedLane(Device(seed)), batches), batches)
+        assert same(train(SimulatedLane(FakeDevice(seed)), batches), batches)
 
 
 @pytest.mark.parametrize("missing", ["after", "done", "host"])
 def test_the_simulation_finds_a_wait_that_is_missing(missing: str) -> None:
-    class Hasty(Event):
+    class Hasty(FakeEvent):
         def wait(self, stream: deque[Callable[[], bool]]) -> None:
             is_copy = stream is self._device.copies
             if missing == "host" or (missing == "after") != is_copy:
@@ -177,16 +111,16 @@ def test_the_simulation_finds_a_wait_that_is_missing(missing: str) -> None:
             return missing == "host" or super().query()
 
     class HastyLane(SimulatedLane):
-        def make_event(self) -> Event:
+        def make_event(self) -> FakeEvent:
             return Hasty(self.device)
 
     batches = make_batches(12)
-    assert not all(same(train(HastyLane(Device(seed)), batches), batches) for seed in range(60))
+    assert not all(same(train(HastyLane(FakeDevice(seed)), batches), batches) for seed in range(60))
 
 
 def test_the_copy_does_not_wait_for_the_step_before() -> None:
     """While a step is in progress, the next batch lands completely."""
-    lane = SimulatedLane(Device(0))
+    lane = SimulatedLane(FakeDevice(0))
     landing = Landing(CPU, lane)  # type: ignore[arg-type]
     *first, last = make_batches(NUM_LANDINGS + 1)
     for batch in first:  # new memory waits for whoever had it before
@@ -199,8 +133,15 @@ def test_the_copy_does_not_wait_for_the_step_before() -> None:
     assert same([landed], [last])
 
 
+def test_what_is_staged_travels_in_one_copy() -> None:
+    lane = SimulatedLane(FakeDevice(0))
+    batches = make_batches(3)
+    train(lane, batches)
+    assert lane.num_copies == 3
+
+
 def test_the_host_does_not_wait_for_a_device_that_keeps_up() -> None:
-    lane = SimulatedLane(Device(0))
+    lane = SimulatedLane(FakeDevice(0))
     landing = Landing(CPU, lane)  # type: ignore[arg-type]
     for batch in make_batches(6):
         landing.land([leaf(tensor) for tensor in batch])
@@ -209,17 +150,25 @@ def test_the_host_does_not_wait_for_a_device_that_keeps_up() -> None:
 
 
 def test_buffers_are_kept_and_grow_only_when_they_must() -> None:
-    lane = SimulatedLane(Device(0))
+    lane = SimulatedLane(FakeDevice(0))
     train(lane, make_batches(20, sizes=(4, 2, 1, 3)))
     assert len(lane.landing_bytes) == NUM_LANDINGS
-    assert lane.num_copies == 20, "expected what is staged to travel in one copy"
-    lane = SimulatedLane(Device(0))
+    lane = SimulatedLane(FakeDevice(0))
     train(lane, make_batches(20, sizes=(1,) * 10 + (500,) * 10))
     assert len(lane.landing_bytes) == 2 * NUM_LANDINGS
 
 
+def test_many_shapes_do_not_pile_up() -> None:
+    lane = SimulatedLane(FakeDevice(0))
+    landing = Landing(CPU, lane)  # type: ignore[arg-type]
+    for size in range(100, 0, -1):
+        landing.land([leaf(torch.ones(size))])
+        lane.device.finish()
+    assert all(len(buffer.layouts) <= 16 for buffer in landing._buffers)
+
+
 def land(*leaves: HostLeaf) -> list[Tensor]:
-    lane = SimulatedLane(Device(0))
+    lane = SimulatedLane(FakeDevice(0))
     landed = Landing(CPU, lane).land(leaves)  # type: ignore[arg-type]
     lane.device.finish()
     return landed
@@ -274,14 +223,14 @@ def test_what_is_no_ordinary_tensor_goes_the_plain_way() -> None:
 
 
 def test_leaves_are_as_aligned_as_the_allocator_makes_them() -> None:
-    lane = SimulatedLane(Device(0))
+    lane = SimulatedLane(FakeDevice(0))
     landing = Landing(CPU, lane)  # type: ignore[arg-type]
     landed = landing.land([leaf(torch.ones(n, dtype=torch.uint8)) for n in (1, 513, 7)])
     assert [tensor.storage_offset() % LANDING_ALIGNMENT_BYTES for tensor in landed] == [0, 0, 0]
 
 
 def test_nothing_to_land_costs_nothing() -> None:
-    lane = SimulatedLane(Device(0))
+    lane = SimulatedLane(FakeDevice(0))
     assert Landing(CPU, lane).land([]) == []  # type: ignore[arg-type]
     assert not lane.device.compute
     assert not lane.device.copies

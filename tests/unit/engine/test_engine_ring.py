@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fake_cuda import FakeDevice, FakeEvent
 
 from trainmux.engine import HostFeed
 from trainmux.engine._ring import packed_offsets
@@ -27,36 +27,20 @@ dtypes = st.sampled_from([torch.int64, torch.float64, torch.float32, torch.int16
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
 
-class FakeEvent:
-    """Done when the test says so, or when somebody waits for it. ``log`` is shared by all events."""
-
-    def __init__(self, log: list[tuple[str, int]], number: int) -> None:
-        self._log = log
-        self._number = number
-        self.is_done = True
-
-    def query(self) -> bool:
-        return self.is_done
-
-    def synchronize(self) -> None:
-        self._log.append(("wait", self._number))
-        self.is_done = True
-
-    def record(self, stream: Any = None) -> None:
-        self._log.append(("record", self._number))
-        self.is_done = False
-
-
 class Events:
-    """Makes the events of one ring."""
+    """Makes the events of one ring, on a device of their own."""
 
     def __init__(self) -> None:
-        self.log: list[tuple[str, int]] = []
+        self.device = FakeDevice()
         self.made: list[FakeEvent] = []
 
     def __call__(self) -> FakeEvent:
-        self.made.append(FakeEvent(self.log, len(self.made)))
+        self.made.append(FakeEvent(self.device))
         return self.made[-1]
+
+    @property
+    def num_waits(self) -> list[int]:
+        return [event.num_waits for event in self.made]
 
 
 # ---- layout --------------------------------------------------------------------------------------------
@@ -108,14 +92,23 @@ def test_the_host_waits_only_for_a_slot_that_is_in_flight() -> None:
     feed = HostFeed(FIELDS, CPU, num_slots=3, make_event=events)
     for _ in range(3):
         feed.push()
-    assert events.log == [("record", 0), ("record", 1), ("record", 2)]
+    assert events.num_waits == [0, 0, 0]
     feed.push()  # a fourth, while none of the three has been copied
-    assert events.log[3:] == [("wait", 0), ("record", 0)]
-    events.made[1].is_done = True
+    assert events.num_waits == [1, 0, 0]
+    events.device.run_until(events.made[1].query)
     feed.push()
-    assert events.log[5:] == [("record", 1)]
+    assert events.num_waits == [1, 0, 0]
     feed.push()
-    assert events.log[6:] == [("wait", 2), ("record", 2)]
+    assert events.num_waits == [1, 0, 1]
+
+
+def test_a_device_that_keeps_up_is_never_waited_for() -> None:
+    events = Events()
+    feed = HostFeed(FIELDS, CPU, num_slots=2, make_event=events)
+    for _ in range(9):
+        feed.push()
+        events.device.finish()
+    assert events.num_waits == [0, 0]
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 8])

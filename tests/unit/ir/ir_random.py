@@ -11,8 +11,9 @@ from dataclasses import replace
 from enum import Enum
 from random import Random
 
-from ir_programs import Tape, placed, profile, statics, tensor
+from ir_programs import Tape, placed, statics
 from mutants import PARTS, rebuilt, rows_of, with_part
+from tests.random_steps import Shape, random_profile
 
 from trainmux.ir import (
     ByteClass,
@@ -26,8 +27,6 @@ from trainmux.ir import (
     Phase,
     Prefetch,
     Profile,
-    ProfiledNode,
-    ProfiledTensor,
     Program,
     Recompute,
     Wait,
@@ -42,77 +41,9 @@ class Fate(Enum):
     RECOMPUTE = "recompute"
 
 
-def random_profile(random: Random, num_layers: int) -> Profile:
-    """Layers in a row with some connections that skip ahead, updates at once or all at the end."""
-    tensors: list[ProfiledTensor] = []
-    nodes: list[ProfiledNode] = []
-
-    def new(name: str, byte_class: ByteClass) -> int:
-        tensors.append(tensor(name, byte_class, random.randint(1, 12)))
-        return len(tensors) - 1
-
-    def run(
-        name: str,
-        phase: Phase,
-        reads: Sequence[int],
-        creates: Sequence[int],
-        changes: Sequence[int] = (),
-        is_repeatable: bool = True,
-    ) -> None:
-        workspace = random.choice([0, 0, 3, 9])
-        reads = tuple(dict.fromkeys(number for number in reads if number not in changes))
-        node = ProfiledNode(
-            name, phase, reads, tuple(creates), tuple(changes), 1e-3, workspace, is_repeatable
-        )
-        nodes.append(node)
-
-    batch = new("batch", ByteClass.BATCH)
-    weights = [new(f"w{layer}", ByteClass.PARAMETER) for layer in range(num_layers)]
-    states = [new(f"m{layer}", ByteClass.OPTIMIZER_STATE) for layer in range(num_layers)]
-    buffers = [new(f"b{layer}", ByteClass.BUFFER) if random.random() < 0.3 else None for layer in weights]
-    features: list[int] = [batch]
-    sources: list[list[int]] = []  # of each layer, as positions in features
-    masks: list[int | None] = []
-    for layer in range(num_layers):
-        skips = [random.randrange(layer)] if layer > 1 and random.random() < 0.4 else []
-        sources.append([layer, *skips])
-        made = [new(f"f{layer}", ByteClass.FEATURE_MAP)]
-        masks.append(new(f"k{layer}", ByteClass.FEATURE_MAP) if random.random() < 0.4 else None)
-        made += [mask for mask in masks[-1:] if mask is not None]
-        buffer = buffers[layer]
-        run(
-            f"fw{layer}",
-            Phase.FORWARD,
-            [*(features[source] for source in sources[-1]), weights[layer]],
-            made,
-            [] if buffer is None else [buffer],
-            is_repeatable=random.random() < 0.8,
-        )
-        features.append(made[0])
-    loss = new("loss", ByteClass.RESULT)
-    run("loss", Phase.FORWARD, [features[-1]], [loss])
-    gradients: dict[int, int] = {num_layers: new("g", ByteClass.GRADIENT_MAP)}
-    run("bw_loss", Phase.BACKWARD, [features[-1]], [gradients[num_layers]])
-    at_once = random.random() < 0.5
-    waiting: list[tuple[str, int, int]] = []
-    for layer in reversed(range(num_layers)):
-        made, changes = [new(f"gw{layer}", ByteClass.GRADIENT)], []
-        for source in sources[layer]:
-            if source in gradients:
-                changes.append(gradients[source])
-            elif source > 0:
-                gradients[source] = new(f"g{layer}_{source}", ByteClass.GRADIENT_MAP)
-                made.append(gradients[source])
-        reads = [*(features[source] for source in sources[layer]), weights[layer], gradients[layer + 1]]
-        mask = masks[layer]
-        reads += [] if mask is None else [mask]
-        run(f"bw{layer}", Phase.BACKWARD, reads, made, changes)
-        waiting.append((f"up{layer}", made[0], layer))
-        if at_once or layer == 0:
-            for name, gradient, of in waiting:
-                run(name, Phase.UPDATE, [gradient], [], [weights[of], states[of]])
-            waiting.clear()
-    return profile(tensors, nodes)
+def random_step(random: Random, num_layers: int) -> Profile:
+    shape = Shape(num_layers, skip=0.4, buffer=0.3, second_output=0.4, unrepeatable=0.2, workspace=0.5)
+    return random_profile(random.randrange(2**32), shape=shape)
 
 
 class _Writer:

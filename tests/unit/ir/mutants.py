@@ -4,14 +4,15 @@ Every mutator takes a program and its profiles (one per sub-array) and yields mu
 where it applies; on a program without such a place it yields none. Positions, waits and tenancies are kept
 consistent with the mutation, so that a mutant is wrong for its own reason.
 
-A dropped wait or offload may have been redundant; whether it was is for the caller to show (`ir_oracle` can).
-All other mutants are wrong.
+A dropped wait or offload may have been redundant: `symbolic_machine` can tell. All other mutants are wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+from tests.symbolic_machine import lane_of
 
 from trainmux.ir import (
     Compute,
@@ -45,18 +46,6 @@ class Mutant:
 
 
 Mutator = Callable[[Program, Sequence[Profile]], Iterator[Mutant]]
-
-
-def lane_of(instruction: Instruction) -> Lane:
-    match instruction:
-        case Offload():
-            return Lane.OUT
-        case Prefetch():
-            return Lane.IN
-        case Wait(lane, _):
-            return lane
-        case _:
-            return Lane.COMPUTE
 
 
 def rows_of(part: Part) -> list[Row]:

@@ -28,7 +28,7 @@ def page_of(sample: Sample, *, measured: bool = True, title: str = "A plan") -> 
 
 def large_sample() -> Sample:
     """Ten thousand instructions."""
-    return ring_sample(num_layers=310, layer_name="model.encoder.transformer.layers")
+    return ring_sample(num_layers=330, layer_name="model.encoder.transformer.layers")
 
 
 def evil_sample() -> Sample:

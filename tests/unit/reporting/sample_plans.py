@@ -1,46 +1,32 @@
-"""A hand-made plan to show: two fused sub-arrays in a ring, with swaps, recomputes and a measured pass.
-
-The program keeps to the rules of `trainmux.ir`: each sub-array's nodes run in rank order, the backward pass
-of one beside the forward pass of the other, every copy with its waits. Its clock is a small one of its own,
-so that the tests of reporting depend on the types alone.
-"""
+"""A plan to show: two fused sub-arrays in a ring, with swaps, recomputes and a measured pass."""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-
-from sample_clock import clock
 
 from trainmux.ir import (
     Attempt,
     ByteClass,
-    Compute,
     DeviceFacts,
-    Free,
-    Instruction,
-    Lane,
-    MemoryPoint,
     Multiplexing,
-    Offload,
-    Part,
     Phase,
     Plan,
-    Prefetch,
     Profile,
     ProfiledNode,
     ProfiledTensor,
     Program,
     Recomputation,
-    Recompute,
     Schedule,
     SubArray,
     Swap,
     Timeline,
-    Wait,
 )
+from trainmux.rewrite import draft, place
+from trainmux.simulate import timeline
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
@@ -70,54 +56,34 @@ def ring_sample(num_layers: int = 12, *, seed: int = 0, layer_name: str = "block
     """A row of ``num_layers`` transformer-like blocks, widths 4 and 3, in a ring."""
     profiles = (_profile(4, num_layers, layer_name), _profile(3, num_layers, layer_name))
     schedule = _schedule(profiles, num_layers)
-    writer = _Writer(profiles, schedule)
-    body = writer.body()
-    predicted = clock("predicted", body, profiles, writer.memory, None)
-    measured = clock("measured", body, profiles, writer.memory, random.Random(seed))
-    peak = max(_total(point) for point in writer.memory)
-    slab_bytes = int(peak * 1.01) // 512 * 512
-    host_bytes = sum(profiles[swap.sub_array].tensors[swap.tensor].size_bytes for swap in schedule.swaps)
-    prologue, epilogue = _before_and_after(profiles[0], schedule)
-    program = Program(
-        prologue=prologue,
-        body=body,
-        epilogue=epilogue,
-        resident=tuple(
-            (sub_array, position)
-            for sub_array, profile in enumerate(profiles)
-            for position, tensor in enumerate(profile.tensors)
-            if tensor.byte_class.is_static
+    program = place(profiles, draft(profiles, schedule))
+    predicted = timeline(program.body, profiles)
+    plan = _plan(profiles, schedule, predicted, program.slab_bytes + FIXED_BYTES, program.host_bytes)
+    shares = (0.7, 0.8, 0.85, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75)
+    costs = (float("inf"), 1.34, 1.19, 1.1, 1.0, 0.972, 0.955, 0.951, 0.951)
+    return Sample(
+        plan,
+        program,
+        profiles,
+        predicted,
+        replace(timeline(program.body, _jittered(profiles, seed)), source="measured"),
+        timeline(program.prologue, profiles),
+        timeline(program.epilogue, profiles),
+        tuple(
+            (int(plan.budget_bytes * share), plan.step_seconds * cost)
+            for share, cost in zip(shares, costs, strict=True)
         ),
-        slab_bytes=slab_bytes,
-        host_bytes=host_bytes,
     )
-    plan = _plan(profiles, schedule, predicted, slab_bytes + FIXED_BYTES, host_bytes)
-    step = plan.step_seconds
-    curve = tuple(
-        (int(plan.budget_bytes * share), step * cost)
-        for share, cost in (
-            (0.7, float("inf")),
-            (0.8, 1.34),
-            (0.85, 1.19),
-            (0.9, 1.1),
-            (1.0, 1.0),
-            (1.15, 0.972),
-            (1.3, 0.955),
-            (1.5, 0.951),
-            (1.75, 0.951),
-        )
-    )
-    around = [clock("predicted", part, profiles, [], None) for part in (prologue, epilogue)]
-    return Sample(plan, program, profiles, predicted, measured, *around, curve)
 
 
-def _before_and_after(profile: Profile, schedule: Schedule) -> tuple[Part, Part]:
-    """The first sub-array's forward pass with a copy out, and its other nodes with that copy back."""
-    num_forward = sum(node.phase is Phase.FORWARD for node in profile.nodes)
-    swapped = next(swap.tensor for swap in schedule.swaps if swap.sub_array == 0)
-    forward = [Compute(0, rank) for rank in range(num_forward)]
-    others = [Compute(0, rank) for rank in range(num_forward, len(profile.nodes))]
-    return Part((*forward, Offload(0, swapped)), ()), Part((Prefetch(0, swapped), *others), ())
+def _jittered(profiles: Sequence[Profile], seed: int) -> list[Profile]:
+    """Profiles whose every node takes a little longer or shorter."""
+    rng = random.Random(seed)
+
+    def jittered(node: ProfiledNode) -> ProfiledNode:
+        return replace(node, seconds=node.seconds * rng.lognormvariate(0.02, 0.06))
+
+    return [replace(profile, nodes=tuple(map(jittered, profile.nodes))) for profile in profiles]
 
 
 def turns_sample() -> Sample:
@@ -130,9 +96,8 @@ def turns_sample() -> Sample:
     profile = Profile("single", "analytic", 1, DeviceFacts("cpu", 8 * GIB, GIB), tensors, nodes)
     order = ((0, 0), (0, 1))
     schedule = Schedule(Multiplexing.TURNS, order, (), ())
-    writer = _Writer((profile,), schedule)
-    body = writer.body()
-    timeline = clock("predicted", body, (profile,), writer.memory, None)
+    program = place([profile], draft([profile], schedule))
+    predicted = timeline(program.body, [profile])
     plan = Plan(
         policy="none",
         budget_bytes=8 * GIB,
@@ -142,17 +107,16 @@ def turns_sample() -> Sample:
         schedule=schedule,
         peak_bytes=6 * MIB + 512,
         host_bytes=0,
-        step_seconds=timeline.seconds,
+        step_seconds=predicted.seconds,
         stall_seconds=0.0,
         recompute_seconds=0.0,
         swap_overlap=0.0,
         recompute_share=0.0,
         plain_peak_bytes=6 * MIB + 512,
     )
-    program = Program(Part((), ()), body, Part((), ()), ((0, 0),), 6 * MIB + 512, 0)
-    nothing = clock("predicted", Part((), ()), (profile,), [], None)
-    measured = replace(timeline, source="measured")
-    return Sample(plan, program, (profile,), timeline, measured, nothing, nothing, ())
+    nothing = timeline(program.prologue, [profile])
+    measured = replace(predicted, source="measured")
+    return Sample(plan, program, (profile,), predicted, measured, nothing, nothing, ())
 
 
 def _tensor(name: str, byte_class: ByteClass, size_bytes: int) -> ProfiledTensor:
@@ -289,144 +253,6 @@ def _uses(profile: Profile) -> dict[int, list[int]]:
         for position in (*node.creates, *node.reads, *node.changes):
             uses[position].append(rank)
     return uses
-
-
-@dataclass
-class _Writer:
-    """Writes the body and counts its bytes."""
-
-    profiles: tuple[Profile, ...]
-    schedule: Schedule
-    instructions: list[Instruction] = field(default_factory=list)
-    memory: list[MemoryPoint] = field(default_factory=list)
-
-    def body(self) -> Part:
-        self.live: dict[ByteClass, int] = defaultdict(int)
-        self.offloads: dict[tuple[int, int], int] = {}
-        self.prefetches: dict[tuple[int, int], int] = {}
-        self.last_node = -1
-        swapped = {(swap.sub_array, swap.tensor): swap for swap in self.schedule.swaps}
-        again = {(one.sub_array, one.tensor): one for one in self.schedule.recomputes}
-        self._begin(swapped, again)
-        uses = [_uses(profile) for profile in self.profiles]
-        releases, prefetches, recomputes = _by_node(swapped, again)
-        released: set[tuple[int, int]] = set()
-        for node in self.schedule.order:
-            for key in releases[node]:
-                if key in self.offloads:
-                    self._release(key)
-                    released.add(key)
-            for key in prefetches[node]:
-                self._prefetch(key)
-            for key in recomputes[node]:
-                self._recompute(key, again[key].nodes)
-            self._run(*node, uses[node[0]], swapped, again)
-        for key in self.offloads:
-            if key not in released:
-                self._release(key)
-        return Part(tuple(self.instructions), ())
-
-    def _begin(
-        self, swapped: dict[tuple[int, int], Swap], again: dict[tuple[int, int], Recomputation]
-    ) -> None:
-        """What is on the device already: static tensors, and in a ring what the first forward pass left."""
-        first = self.schedule.order[0]
-        for sub_array, profile in enumerate(self.profiles):
-            in_flight = sub_array == 0 and profile.nodes[first[1]].phase is Phase.BACKWARD
-            for position, tensor in enumerate(profile.tensors):
-                key = (sub_array, position)
-                saved = tensor.byte_class in (ByteClass.FEATURE_MAP, ByteClass.RESULT)
-                if tensor.byte_class.is_static or (
-                    in_flight and saved and key not in swapped and key not in again
-                ):
-                    self.live[tensor.byte_class] += tensor.size_bytes
-
-    def _recompute(self, key: tuple[int, int], nodes: tuple[int, ...]) -> None:
-        for node in nodes:
-            self._emit(Recompute(key[0], node, (key[1],)), self._node(key[0], node).workspace_bytes)
-            self.last_node = len(self.instructions) - 1
-
-    def _run(
-        self,
-        sub_array: int,
-        rank: int,
-        uses: dict[int, list[int]],
-        swapped: dict[tuple[int, int], Swap],
-        again: dict[tuple[int, int], Recomputation],
-    ) -> None:
-        node = self._node(sub_array, rank)
-        for position in (*node.reads, *node.changes):
-            if (prefetch := self.prefetches.pop((sub_array, position), None)) is not None:
-                self._emit(Wait(Lane.COMPUTE, prefetch))
-        for position in node.creates:
-            self._take((sub_array, position))
-        self._emit(Compute(sub_array, rank), node.workspace_bytes)
-        self.last_node = len(self.instructions) - 1
-        for position in (*node.creates, *node.reads):
-            key = (sub_array, position)
-            tensor = self.profiles[sub_array].tensors[position]
-            forward = [r for r in uses[position] if self._node(sub_array, r).phase is Phase.FORWARD]
-            if key in swapped and rank == forward[-1]:
-                self._emit(Wait(Lane.OUT, self.last_node))
-                self._emit(Offload(*key))
-                self.offloads[key] = len(self.instructions) - 1
-            elif not tensor.byte_class.is_static and (
-                rank == uses[position][-1] or (key in again and rank == forward[-1])
-            ):
-                self._give(key)
-
-    def _node(self, sub_array: int, rank: int) -> ProfiledNode:
-        return self.profiles[sub_array].nodes[rank]
-
-    def _take(self, key: tuple[int, int]) -> None:
-        tensor = self.profiles[key[0]].tensors[key[1]]
-        self.live[tensor.byte_class] += tensor.size_bytes
-
-    def _give(self, key: tuple[int, int]) -> None:
-        tensor = self.profiles[key[0]].tensors[key[1]]
-        self.live[tensor.byte_class] -= tensor.size_bytes
-        self._emit(Free(*key))
-
-    def _release(self, key: tuple[int, int]) -> None:
-        self._emit(Wait(Lane.COMPUTE, self.offloads[key]))
-        self._give(key)
-
-    def _prefetch(self, key: tuple[int, int]) -> None:
-        if self.last_node >= 0:
-            self._emit(Wait(Lane.IN, self.last_node))
-        if key in self.offloads:
-            self._emit(Wait(Lane.IN, self.offloads[key]))
-        self._take(key)
-        self._emit(Prefetch(*key))
-        self.prefetches[key] = len(self.instructions) - 1
-
-    def _emit(self, instruction: Instruction, workspace_bytes: int = 0) -> None:
-        if isinstance(instruction, Recompute):
-            for position in instruction.keeps:
-                self._take((instruction.sub_array, position))
-        self.instructions.append(instruction)
-        by_class = tuple((name, self.live[name]) for name in ByteClass if self.live[name])
-        self.memory.append(MemoryPoint(len(self.instructions) - 1, by_class, workspace_bytes))
-
-
-_Keys = dict[tuple[int, int], list[tuple[int, int]]]
-
-
-def _by_node(
-    swapped: dict[tuple[int, int], Swap], again: dict[tuple[int, int], Recomputation]
-) -> tuple[_Keys, _Keys, _Keys]:
-    """What is given back, fetched and made again before each node."""
-    releases, prefetches, recomputes = defaultdict(list), defaultdict(list), defaultdict(list)
-    for key, swap in swapped.items():
-        releases[swap.release_before].append(key)
-        prefetches[swap.prefetch_prompt].append(key)
-    for key, one in again.items():
-        recomputes[one.before].append(key)
-    return releases, prefetches, recomputes
-
-
-def _total(point: MemoryPoint) -> int:
-    return sum(size for _, size in point.bytes_by_class) + point.workspace_bytes
 
 
 def _plan(

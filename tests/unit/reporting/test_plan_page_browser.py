@@ -13,7 +13,7 @@ from sample_plans import ring_sample, turns_sample
 
 from trainmux.reporting import plan_page
 from trainmux.reporting._plan_clock import clocked
-from trainmux.reporting._units import format_bytes
+from trainmux.sizes import format_bytes
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None, reason="needs Chromium or Chrome on the PATH, or CHROMIUM naming one"

@@ -57,7 +57,7 @@ def test_the_summary_says_what_the_plan_costs() -> None:
 
 def test_every_partition_tried_is_listed_and_the_chosen_one_comes_first() -> None:
     plan = ring_sample().plan
-    title, header, *rows = blocks(plan_text(plan))["partitions tried"]
+    title, header, *rows = blocks(plan_text(plan, profiles=ring_sample().profiles))["partitions tried"]
     assert title == "partitions tried: 7 (* is the one chosen); 1,234 more partitions were left out"
     assert header.split() == [
         "policy",
@@ -104,17 +104,6 @@ def test_recomputes_say_how_many_nodes_run_again() -> None:
     assert "cheaper than the 1.9 ms stall" in lines[1]
 
 
-def test_without_profiles_positions_stand_for_names() -> None:
-    plan = ring_sample(num_layers=24).plan
-    text = blocks(plan_text(plan))
-    title, _, first, reason, *_ = text["first swaps"]
-    assert title == f"first swaps: 10 of {len(plan.swaps)}"
-    swap = plan.swaps[0]
-    assert f"tensor {swap.tensor} " in first
-    assert f"out after {swap.offload_after[0]}:node {swap.offload_after[1]}, back before" in first
-    assert reason.strip() == swap.reason
-
-
 def test_a_decision_without_a_reason_takes_one_line() -> None:
     sample = ring_sample()
     swaps = tuple(replace(swap, reason="") for swap in sample.plan.swaps[:2])
@@ -124,7 +113,7 @@ def test_a_decision_without_a_reason_takes_one_line() -> None:
 
 def test_what_the_budget_costs() -> None:
     sample = ring_sample()
-    text = blocks(plan_text(sample.plan, budget_curve=sample.budget_curve))
+    text = blocks(plan_text(sample.plan, profiles=sample.profiles, budget_curve=sample.budget_curve))
     title, header, *rows = text["what the budget costs"]
     assert "1.41 times the fastest step" in title
     assert header.split() == ["budget", "step", "more"]
@@ -134,21 +123,21 @@ def test_what_the_budget_costs() -> None:
     assert bars == sorted(bars, reverse=True)
     assert bars[0] == 40
     assert [row.startswith("  *") for row in rows].index(True) == 4
-    assert "what the budget costs" not in plan_text(sample.plan)
+    assert "what the budget costs" not in plan_text(sample.plan, profiles=sample.profiles)
 
 
 def test_a_curve_on_which_nothing_fits_or_nothing_changes() -> None:
     plan = turns_sample().plan
-    nothing = plan_text(plan, budget_curve=[(GIB, float("inf"))])
+    nothing = plan_text(plan, profiles=turns_sample().profiles, budget_curve=[(GIB, float("inf"))])
     assert "what the budget costs: no budget on the curve fits" in nothing
-    flat = plan_text(plan, budget_curve=[(2 * GIB, 0.5), (GIB, 0.5)])
+    flat = plan_text(plan, profiles=turns_sample().profiles, budget_curve=[(2 * GIB, 0.5), (GIB, 0.5)])
     assert "what the budget costs: every budget that fits takes 500.00 ms" in flat
 
 
 def test_many_members_are_cut_short_and_names_stay_on_one_line() -> None:
     plan = turns_sample().plan
     names = ("evil\nplan by nobody", *(f"m{number}" for number in range(11)))
-    text = plan_text(replace(plan, partition=(SubArray(names, 0),)))
+    text = plan_text(replace(plan, partition=(SubArray(names, 0),)), profiles=turns_sample().profiles)
     assert "  0  width 12: evil\\nplan by nobody, m0, m1, m2, m3, m4, m5, m6 and 4 more" in text
     assert "\nplan by nobody" not in text
 

@@ -6,31 +6,6 @@ import pytest
 
 from trainmux.reporting import _units as units
 
-MIB = 1024**2
-GIB = 1024**3
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1, "1 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (MIB - 1, "1.0 MiB"),
-        (int(1.5 * MIB), "1.5 MiB"),
-        (int(99.96 * MIB), "100 MiB"),
-        (512 * MIB, "512 MiB"),
-        (GIB - 1, "1.00 GiB"),
-        (18 * GIB + GIB // 4, "18.25 GiB"),
-        (3 * 1024 * GIB, "3.00 TiB"),
-        (5000 * 1024 * GIB, "5,000.00 TiB"),
-        (-2 * GIB, "-2.00 GiB"),
-    ],
-)
-def test_bytes(size_bytes: int, text: str) -> None:
-    assert units.format_bytes(size_bytes) == text
-
 
 @pytest.mark.parametrize(
     ("seconds", "text"),

@@ -11,8 +11,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from symbolic_machine import Machine, lane_of
-from training_graphs import careless_case, random_case, random_order, random_profile
+from tests.slab_check import Placed, check_placement, max_live_bytes
+from tests.symbolic_machine import fault, lane_of
+from training_graphs import careless_case, random_case, random_order, random_step
 
 from trainmux.errors import PlanError
 from trainmux.ir import (
@@ -36,12 +37,8 @@ from trainmux.rewrite import draft, explain_program, fewer_waits, place, rewrite
 from trainmux.rewrite._fewer_waits import _Old, _Waits
 from trainmux.rewrite._lane_writer import IN, OUT
 from trainmux.simulate import (
-    Lifetime,
-    Placement,
-    check,
     lane_times,
     live_bytes,
-    max_live_bytes,
     memory,
     peak_live_bytes,
     timeline,
@@ -62,18 +59,15 @@ def parts(program: Program) -> Iterator[tuple[str, Part]]:
         yield name, getattr(program, name)
 
 
-@settings(max_examples=40, deadline=None)
-@given(SEEDS, st.integers(0, 3), st.integers(0, 10**6))
-def test_every_node_reads_what_it_reads_without_a_plan(seed: int, num_passes: int, race: int) -> None:
+@settings(max_examples=20, deadline=None)
+@given(SEEDS)
+def test_every_node_reads_what_it_reads_without_a_plan(seed: int) -> None:
     profiles, _, program = case(seed)
-    machine = Machine(program, profiles, random.Random(race))
-    machine.run(num_passes)
-    is_ring = bool(program.prologue.instructions)
-    num_nodes = [len(profile.nodes) for profile in profiles]
-    assert machine.num_compared >= num_passes * sum(num_nodes) + is_ring * num_nodes[0]
+    assert fault(program, profiles) == ""
+    verify(program, profiles, budget_bytes=program.slab_bytes, host_bytes=program.host_bytes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(SEEDS)
 @example(398376)  # copies that are held back would have one wait more
 def test_fewer_waits_take_as_long_and_move_nothing(seed: int) -> None:
@@ -86,7 +80,7 @@ def test_fewer_waits_take_as_long_and_move_nothing(seed: int) -> None:
     check_same_work(meeting, plain.body, body)
     fewer = dataclasses.replace(plain, body=body)
     verify(fewer, meeting, budget_bytes=plain.slab_bytes, host_bytes=plain.host_bytes)
-    Machine(fewer, meeting, random.Random(seed)).run(2)
+    assert fault(fewer, meeting) == ""
 
 
 def check_same_work(profiles: Sequence[Profile], plain: Part, fewer: Part) -> None:
@@ -106,10 +100,10 @@ def check_same_work(profiles: Sequence[Profile], plain: Part, fewer: Part) -> No
         assert longer <= lane_times(plain, profiles, strain).seconds * (1 + tolerance)
 
 
-@settings(max_examples=40, deadline=None)
-@given(SEEDS, st.integers(0, 10**6))
-def test_waits_found_anew_are_enough(seed: int, race: int) -> None:
-    """However long copies are held back, and also where they are not: proved, and run with random delays."""
+@settings(max_examples=15, deadline=None)
+@given(SEEDS)
+def test_waits_found_anew_are_enough(seed: int) -> None:
+    """However long copies are held back, and also where they are not: proved, and without a race."""
     profiles, schedule, program = case(seed)
     plain = place(profiles, draft(profiles, schedule))
     old = _Old(plain.body, profiles)
@@ -118,7 +112,7 @@ def test_waits_found_anew_are_enough(seed: int, race: int) -> None:
         body = _Waits(old, shares).part()
         held = dataclasses.replace(program, body=body)
         verify(held, profiles, budget_bytes=program.slab_bytes, host_bytes=program.host_bytes)
-        Machine(held, profiles, random.Random(race)).run(2)
+        assert fault(held, profiles) == ""
 
 
 def test_a_wait_is_for_all_that_has_ended_by_then() -> None:
@@ -131,16 +125,9 @@ def test_a_wait_is_for_all_that_has_ended_by_then() -> None:
     assert saved > 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(SEEDS)
-def test_the_verifier_agrees(seed: int) -> None:
-    profiles, _, program = case(seed)
-    verify(program, profiles, budget_bytes=program.slab_bytes, host_bytes=program.host_bytes)
-
-
-@settings(max_examples=120, deadline=None)
-@given(SEEDS, st.integers(0, 10**6))
-def test_careless_schedules_are_refused_or_right(seed: int, race: int) -> None:
+def test_careless_schedules_are_refused_or_right(seed: int) -> None:
     profiles, schedule = careless_case(seed)
     refusal = ""
     try:
@@ -151,7 +138,7 @@ def test_careless_schedules_are_refused_or_right(seed: int, race: int) -> None:
         assert refusal.startswith(("swap of tensor", "recomputation of tensor", "tensor"))
         return
     verify(program, profiles, budget_bytes=program.slab_bytes, host_bytes=program.host_bytes)
-    Machine(program, profiles, random.Random(race)).run(2)
+    assert fault(program, profiles) == ""
 
 
 @settings(max_examples=30, deadline=None)
@@ -159,10 +146,9 @@ def test_careless_schedules_are_refused_or_right(seed: int, race: int) -> None:
 def test_bytes_lie_side_by_side_and_stay_where_they_are(seed: int) -> None:
     _, _, program = case(seed)
     for _, part in parts(program):
-        lifetimes = tuple(Lifetime(t.begin, t.end + (t.begin == t.end), t.size_bytes) for t in part.tenancies)
-        offsets = tuple(t.offset for t in part.tenancies)
-        check(Placement(lifetimes, offsets, program.slab_bytes, 0, ALIGNMENT))
-        assert peak_live_bytes(part) == max_live_bytes(lifetimes) <= program.slab_bytes
+        placed = [Placed(t.begin, t.end + (t.begin == t.end), t.offset, t.size_bytes) for t in part.tenancies]
+        check_placement(placed, program.slab_bytes, ALIGNMENT)
+        assert peak_live_bytes(part) == max_live_bytes(placed) <= program.slab_bytes
     ends = {name: len(part.instructions) for name, part in parts(program)}
     left = {
         name: {(t.sub_array, t.tensor): t for t in p.tenancies if t.end == ends[name]}
@@ -310,8 +296,8 @@ def test_the_random_cases_are_varied_enough() -> None:
     assert len(static) > 40
 
 
-def test_the_machine_notices_a_missing_wait() -> None:
-    """The oracle can fail: without a wait some race reads wrong values."""
+def test_a_missing_wait_is_noticed() -> None:
+    """The oracle can fail: no wait of a program can be left out."""
     noticed = dict.fromkeys(Lane, 0)
     for seed in range(25):
         profiles, _, program = case(seed)
@@ -320,27 +306,20 @@ def test_the_machine_notices_a_missing_wait() -> None:
             if not isinstance(instruction, Wait) or noticed[instruction.lane] >= 2:
                 continue
             own = [i for i in range(position) if lane_of(body[i]) is instruction.lane]
-            if not own:
-                continue
-            idle = (*body[:position], Wait(instruction.lane, own[-1]), *body[position + 1 :])
-            mutant = dataclasses.replace(program, body=Part(idle, program.body.tenancies))
-            noticed[instruction.lane] += any(goes_wrong(mutant, profiles, race) for race in range(8))
+            if own:
+                idle = (*body[:position], Wait(instruction.lane, own[-1]), *body[position + 1 :])
+                mutant = dataclasses.replace(program, body=Part(idle, program.body.tenancies))
+                noticed[instruction.lane] += bool(fault(mutant, profiles))
     assert all(count >= 2 for count in noticed.values())
-
-
-def goes_wrong(program: Program, profiles: tuple[Profile, ...], race: int) -> bool:
-    try:
-        Machine(program, profiles, random.Random(race)).run(1)
-    except AssertionError:
-        return True
-    return False
 
 
 def test_a_large_ring_is_rewritten_with_little_waste() -> None:
     rng = random.Random(5)
-    profiles = [random_profile(rng, 150) for _ in range(2)]
+    profiles = [random_step(rng, 150) for _ in range(2)]
     order = random_order(rng, profiles, Multiplexing.RING)
     program = rewrite(profiles, Schedule(Multiplexing.RING, order, (), ()))
     verify(program, profiles, budget_bytes=program.slab_bytes)
-    lifetimes = [Lifetime(t.begin, t.end + (t.begin == t.end), t.size_bytes) for t in program.body.tenancies]
-    assert program.slab_bytes <= 1.03 * max_live_bytes(lifetimes, ALIGNMENT)
+    placed = [
+        Placed(t.begin, t.end + (t.begin == t.end), t.offset, t.size_bytes) for t in program.body.tenancies
+    ]
+    assert program.slab_bytes <= 1.03 * max_live_bytes(placed, ALIGNMENT)

@@ -1,177 +1,30 @@
-"""Random profiles of training steps, and random schedules for them, from a seeded generator."""
+"""Random schedules for random training steps, from a seeded generator."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
+from tests.random_steps import Shape, random_profile
+
 from trainmux.errors import PlanError
 from trainmux.ir import (
     ByteClass,
-    DeviceFacts,
     Multiplexing,
     Phase,
     Profile,
-    ProfiledNode,
-    ProfiledTensor,
     Recomputation,
     Schedule,
     Swap,
 )
 from trainmux.rewrite import draft
 
-DEVICE = DeviceFacts("a test's device", 1 << 40, 1 << 40)
 
-
-class _Builder:
-    """Tensors and nodes of one step as they are thought of; byte classes of feature maps come last."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.tensors: list[tuple[str, ByteClass, int]] = []
-        self.nodes: list[ProfiledNode] = []
-
-    def tensor(self, name: str, byte_class: ByteClass, max_blocks: int = 8) -> int:
-        # Sizes off the alignment, of a few blocks, now and then none at all.
-        size = 0 if self.rng.random() < 0.02 else self.rng.randint(1, max_blocks * 512)
-        self.tensors.append((name, byte_class, size))
-        return len(self.tensors) - 1
-
-    def node(
-        self,
-        name: str,
-        phase: Phase,
-        reads: Sequence[int] = (),
-        creates: Sequence[int] = (),
-        changes: Sequence[int] = (),
-        is_repeatable: bool = True,
-    ) -> None:
-        self.nodes.append(
-            ProfiledNode(
-                name=name,
-                phase=phase,
-                reads=tuple(dict.fromkeys(t for t in reads if t not in changes)),
-                creates=tuple(creates),
-                changes=tuple(changes),
-                seconds=self.rng.choice([0.0, 1.0, 2.0, 3.5]) / 8,
-                workspace_bytes=self.rng.choice([0, 0, 100, 1500]),
-                is_repeatable=is_repeatable,
-            )
-        )
-
-    def profile(self) -> Profile:
-        last_phase: dict[int, Phase] = {}
-        for node in self.nodes:
-            for tensor in (*node.reads, *node.changes, *node.creates):
-                last_phase[tensor] = node.phase
-        tensors = []
-        for number, (name, byte_class, size) in enumerate(self.tensors):
-            if byte_class is ByteClass.FEATURE_MAP and last_phase[number] is Phase.FORWARD:
-                byte_class = ByteClass.TEMPORARY
-            out, back = size / 4096, size / 5120
-            tensors.append(ProfiledTensor(name, byte_class, size, out, back, out * 1.25, back * 1.5))
-        return Profile("random", "analytic", 1, DEVICE, tuple(tensors), tuple(self.nodes))
-
-
-def random_profile(rng: random.Random, num_layers: int) -> Profile:
-    """Layers with skips over others, a loss, the backward pass through all of them, and an update.
-
-    In between: batch statistics that a forward node changes, constants and parameters that nothing changes,
-    some of them read in the forward pass only, activations in place, nodes with two outputs, gradients that
-    several consumers add to, updates at once or at the end, a norm as a second result.
-    """
-    make = _Builder(rng)
-    batch = make.tensor("batch", ByteClass.BATCH)
-    features = [batch]
-    layers: list[tuple[list[int], list[int], int, list[int]]] = []  # inputs, saved, output, statics
-    for i in range(num_layers):
-        weight = make.tensor(f"weight{i}", ByteClass.PARAMETER)
-        output = make.tensor(f"map{i}", ByteClass.FEATURE_MAP)
-        inputs = [features[-1]]
-        if len(features) > 2 and rng.random() < 0.4:
-            inputs.append(rng.choice(features[1:-1]))
-        creates, changes = [output], []
-        saved = [output] if rng.random() < 0.7 else []
-        saved += [tensor for tensor in inputs if rng.random() < 0.7]
-        if rng.random() < 0.3:
-            creates.append(make.tensor(f"mask{i}", ByteClass.FEATURE_MAP))
-            saved.append(creates[-1])
-        if rng.random() < 0.15:
-            changes.append(make.tensor(f"statistics{i}", ByteClass.BUFFER, 2))
-        unchanged = _unchanged(make, i, saved)
-        make.node(
-            f"layer{i}",
-            Phase.FORWARD,
-            [*inputs, weight, *unchanged],
-            creates,
-            changes,
-            is_repeatable=rng.random() < 0.95,
-        )
-        if rng.random() < 0.15:
-            make.node(f"in place{i}", Phase.FORWARD, [], [], [output])
-        if rng.random() < 0.2:
-            scratch = make.tensor(f"scratch{i}", ByteClass.TEMPORARY)
-            make.node(f"scratch{i}", Phase.FORWARD, [output], [scratch])
-            if rng.random() < 0.7:
-                output = make.tensor(f"map{i}b", ByteClass.FEATURE_MAP)
-                make.node(f"second{i}", Phase.FORWARD, [scratch, *inputs[:1]], [output])
-                saved = [tensor if tensor != creates[0] else output for tensor in saved]
-        layers.append((inputs, saved, output, [weight]))
-        features.append(output)
-    loss = make.tensor("loss", ByteClass.RESULT, 1)
-    make.node("loss", Phase.FORWARD, [features[-1]], [loss])
-    _backward(make, rng, layers, features[-1], loss)
-    return make.profile()
-
-
-def _unchanged(make: _Builder, layer: int, saved: list[int]) -> list[int]:
-    """Tensors that a layer reads and nothing changes: a constant, a parameter that is not trained.
-
-    The constant is also read in the backward pass half of the time.
-    """
-    found = []
-    if make.rng.random() < 0.15:
-        found.append(make.tensor(f"constant{layer}", ByteClass.CONSTANT))
-        saved += found if make.rng.random() < 0.5 else []
-    if make.rng.random() < 0.15:
-        found.append(make.tensor(f"frozen{layer}", ByteClass.PARAMETER))
-    return found
-
-
-def _backward(
-    make: _Builder,
-    rng: random.Random,
-    layers: Sequence[tuple[list[int], list[int], int, list[int]]],
-    top: int,
-    loss: int,
-) -> None:
-    deferred = rng.random() < 0.4
-    updates: list[tuple[str, list[int], list[int]]] = []
-    gradients = {top: make.tensor("gradient map of top", ByteClass.GRADIENT_MAP)}
-    make.node("loss backward", Phase.BACKWARD, [top, loss], [gradients[top]])
-    for i in reversed(range(len(layers))):
-        inputs, saved, output, (weight,) = layers[i]
-        of_weight = make.tensor(f"gradient{i}", ByteClass.GRADIENT)
-        creates, changes = [of_weight], []
-        for tensor in inputs:
-            if tensor in gradients:
-                changes.append(gradients[tensor])
-            elif tensor != 0:
-                gradients[tensor] = make.tensor(f"gradient map{i}/{tensor}", ByteClass.GRADIENT_MAP)
-                creates.append(gradients[tensor])
-        make.node(f"layer{i} backward", Phase.BACKWARD, [gradients[output], *saved, weight], creates, changes)
-        states = [
-            make.tensor(f"state{i}.{j}", ByteClass.OPTIMIZER_STATE) for j in range(rng.choice([0, 1, 2]))
-        ]
-        updates.append((f"update{i}", [of_weight], [weight, *states]))
-        if not deferred:
-            make.node(updates[-1][0], Phase.UPDATE, updates[-1][1], [], updates[-1][2])
-    if rng.random() < 0.5:
-        norm = make.tensor("norm", ByteClass.RESULT, 1)
-        make.node("norm", Phase.BACKWARD, [*updates[-1][1]] if deferred else [], [norm])
-    if deferred:
-        for name, reads, changes in updates:
-            make.node(name, Phase.UPDATE, reads, [], changes)
+def random_step(rng: random.Random, num_layers: int) -> Profile:
+    """A step with everything that `Shape` knows, sizes off the alignment included."""
+    sizes = {"max_feature_kib": 4, "max_parameter_kib": 4, "odd_sizes": True}
+    shape = Shape(num_layers, in_place=0.15, scratch=0.2, empty=0.02, **sizes)
+    return random_profile(rng.randrange(2**32), shape=shape)
 
 
 def random_order(
@@ -273,7 +126,7 @@ def random_case(seed: int) -> tuple[list[Profile], Schedule]:
     """One to four sub-arrays in a ring or in turns, with up to a few dozen decisions."""
     rng = random.Random(seed)
     num_sub_arrays = rng.randint(1, 4)
-    different = [random_profile(rng, rng.randint(1, 6)) for _ in range(rng.randint(1, num_sub_arrays))]
+    different = [random_step(rng, rng.randint(1, 6)) for _ in range(rng.randint(1, num_sub_arrays))]
     profiles = [rng.choice(different) for _ in range(num_sub_arrays)]
     multiplexing = rng.choice([Multiplexing.RING, Multiplexing.RING, Multiplexing.TURNS])
     return profiles, random_schedule(rng, profiles, multiplexing, rng.choice([0, 5, 15, 30, 60]))
@@ -282,7 +135,7 @@ def random_case(seed: int) -> tuple[list[Profile], Schedule]:
 def careless_case(seed: int) -> tuple[list[Profile], Schedule]:
     """A few decisions about small steps without any thought: most such schedules make no sense."""
     rng = random.Random(seed)
-    profiles = [random_profile(rng, rng.randint(1, 3)) for _ in range(rng.randint(1, 3))]
+    profiles = [random_step(rng, rng.randint(1, 3)) for _ in range(rng.randint(1, 3))]
     multiplexing = rng.choice(list(Multiplexing))
     order = random_order(rng, profiles, multiplexing)
     swaps: list[Swap] = []

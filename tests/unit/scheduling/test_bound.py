@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from exact import solve
-from graphs import Shape, random_profile
+from tests.random_steps import Shape, random_profile
 
 from trainmux.ir import Multiplexing, Schedule
 from trainmux.rewrite import rewrite

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from graphs import Shape, random_profile
+from tests.random_steps import Shape, random_profile
 
 from trainmux.errors import BudgetError
 from trainmux.ir import Profile

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from graphs import DEVICE, KIB
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_relief import body_of
+from tests.random_steps import DEVICE, KIB
 
 from trainmux.ir import ByteClass, Multiplexing, Phase, Profile, ProfiledNode, ProfiledTensor
 from trainmux.rewrite import rewrite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from exact import solve
-from graphs import Shape, random_profile
+from tests.random_steps import Shape, random_profile
 
 from trainmux.ir import Multiplexing, Schedule, verify
 from trainmux.rewrite import rewrite

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 from exact import solve
 from fluid import fluid_seconds
-from graphs import Shape, random_profile
 from test_copies_in_a_layout import three_maps
+from tests.random_steps import Shape, random_profile
 
 from trainmux.ir import Multiplexing
 from trainmux.rewrite import rewrite

@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from graphs import Shape, random_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_walk import walk
+from tests.random_steps import Shape, random_profile
 
 from trainmux.ir import ByteClass, Multiplexing, Profile, Schedule, Swap
 from trainmux.scheduling._facts import facts_of

@@ -8,9 +8,10 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
-from graphs import random_profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.random_steps import random_profile
+from tests.symbolic_machine import fault
 
 from trainmux.errors import BudgetError, ConfigError
 from trainmux.ir import Multiplexing, Plan, Profile, find_violations, verify
@@ -19,7 +20,6 @@ from trainmux.scheduling import POLICY_NAMES, Group, Planner, PlanProgress
 from trainmux.simulate import timeline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ir"))
-from ir_oracle import fault
 from mutants import ALWAYS_WRONG, WRONG_UNLESS_REDUNDANT
 
 POLICIES = sorted(POLICY_NAMES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from graphs import random_profile
+from tests.random_steps import random_profile
 
 from trainmux.errors import BudgetError
 from trainmux.scheduling import Group, Planner

@@ -9,7 +9,7 @@ import functools
 import time
 
 import pytest
-from graphs import Shape, random_profile
+from tests.random_steps import Shape, random_profile
 
 from trainmux.errors import BudgetError
 from trainmux.ir import Plan, Profile

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graphs import random_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.random_steps import random_profile
 
 from trainmux.ir import Multiplexing
 from trainmux.scheduling._policy import Task, plain_order

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from graphs import Shape, random_profile
+from tests.random_steps import Shape, random_profile
 
 from trainmux.ir import Multiplexing, verify
 from trainmux.rewrite import rewrite

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from graphs import Shape, random_profile
+from tests.random_steps import Shape, random_profile
 
 from trainmux.ir import (
     ByteClass,

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from graphs import DEVICE, KIB, Shape, random_profile
+from tests.random_steps import DEVICE, KIB, Shape, random_profile
 
 from trainmux.ir import (
     ByteClass,

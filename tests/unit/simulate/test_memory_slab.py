@@ -8,17 +8,20 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.slab_check import Placed, check_placement, max_live_bytes
 
 from trainmux.errors import ConfigError
-from trainmux.simulate import Lifetime, Placement, Slab, Tenant, check, max_live_bytes, pack
+from trainmux.simulate import Slab, Tenant, pack
 
 
 def check_slab(tenants: list[Tenant], slab: Slab, alignment: int) -> None:
-    """By the walk through time of `check`, with each span as a lifetime of its own."""
-    lifetimes = [Lifetime(*span, tenant.size_bytes) for tenant in tenants for span in tenant.spans]
-    offsets = [o for tenant, o in zip(tenants, slab.offsets, strict=True) for _ in tenant.spans]
-    check(Placement(tuple(lifetimes), tuple(offsets), slab.total_bytes, slab.lower_bound_bytes, alignment))
-    assert slab.lower_bound_bytes == max_live_bytes(lifetimes, alignment) <= slab.total_bytes
+    placed = [
+        Placed(*span, offset, tenant.size_bytes)
+        for tenant, offset in zip(tenants, slab.offsets, strict=True)
+        for span in tenant.spans
+    ]
+    check_placement(placed, slab.total_bytes, alignment)
+    assert slab.lower_bound_bytes == max_live_bytes(placed, alignment) <= slab.total_bytes
 
 
 def random_tenants(rng: random.Random, num_tenants: int, length: int) -> list[Tenant]:

@@ -1,4 +1,4 @@
-"""Budgets as people write them."""
+"""Byte counts as people write and read them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainmux.errors import BudgetError
-from trainmux.scheduling.budget import in_words, parse_budget
+from trainmux.sizes import exact_bytes, format_bytes, parse_budget
 
-DEVICE = 80 * 2**30
+MIB, GIB = 2**20, 2**30
+DEVICE = 80 * GIB
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,28 @@ def test_a_number_is_the_same_as_its_text(num_bytes: int) -> None:
     assert parse_budget(f"{num_bytes} B", device_bytes=DEVICE) == num_bytes
 
 
-def test_bytes_in_words() -> None:
-    assert in_words(900) == "900 bytes"
-    assert in_words(3 * 2**29) == "1.50 GiB (1610612736 bytes)"
-    assert in_words(2**20) == "1.00 MiB (1048576 bytes)"
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (MIB - 1, "1.0 MiB"),
+        (int(1.5 * MIB), "1.5 MiB"),
+        (int(99.96 * MIB), "100 MiB"),
+        (512 * MIB, "512 MiB"),
+        (GIB - 1, "1.00 GiB"),
+        (18 * GIB + GIB // 4, "18.25 GiB"),
+        (3 * 1024 * GIB, "3.00 TiB"),
+        (5000 * 1024 * GIB, "5,000.00 TiB"),
+        (-2 * GIB, "-2.00 GiB"),
+    ],
+)
+def test_bytes_are_shown_in_binary_units(size_bytes: int, text: str) -> None:
+    assert format_bytes(size_bytes) == text
+
+
+def test_messages_have_the_exact_number_too() -> None:
+    assert exact_bytes(900) == "900 bytes"
+    assert exact_bytes(3 * 2**29) == "1.50 GiB (1610612736 bytes)"

@@ -1,17 +1,16 @@
-"""A slow machine that runs a program with symbols for values, and finds whatever two lanes race for.
+"""Runs a program on symbolic values and finds every race between lanes: the oracle for verifier and planners.
 
-It shares nothing with the verifier: no versions, no vector clocks, no rules. Bytes are bytes, each holding
-the last value written there; the order of instructions is a graph whose paths are followed; every pair of
-instructions that touch the same bytes is tried. A program without a race has one outcome, which is compared
-with the outcome of the steps run plainly.
+It shares nothing with the verifier: no versions, no vector clocks, no rules. The slab is cut where any tensor
+begins or ends, and each piece holds the last value written to it; the order of instructions is a graph whose
+paths are followed; every pair of instructions that touch a piece is tried. A program without a race has one
+outcome, which is compared with that of the steps run without a plan.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from mutants import lane_of
 
 from trainmux.ir import (
     ByteClass,
@@ -21,6 +20,7 @@ from trainmux.ir import (
     Lane,
     Offload,
     Part,
+    Prefetch,
     Profile,
     Program,
     Recompute,
@@ -50,31 +50,24 @@ def fault(program: Program, profiles: Sequence[Profile]) -> str:
     return ""
 
 
+def lane_of(instruction: Instruction) -> Lane:
+    match instruction:
+        case Offload():
+            return Lane.OUT
+        case Prefetch():
+            return Lane.IN
+        case Wait(lane, _):
+            return lane
+        case _:
+            return Lane.COMPUTE
+
+
 @dataclass(frozen=True)
 class _Access:
-    """Bytes that an instruction touches: of the slab, or, where ``host`` says so, of a tensor's host place.
+    """A place that an instruction touches: a tenancy in the slab, or a tensor's copy on the host."""
 
-    ``tenant`` is the tensor and the position at which it took these bytes.
-    """
-
-    host: Key | None
-    start: int
-    end: int
+    place: Tenancy | Key
     writes: bool
-    tenant: tuple[Key, int]
-
-    def conflicts(self, other: _Access) -> bool:
-        meets = self.host == other.host and self.start < other.end and other.start < self.end
-        return meets and (self.writes or other.writes)
-
-
-def _touch(tenancy: Tenancy, *, writes: bool) -> _Access:
-    tenant = ((tenancy.sub_array, tenancy.tensor), tenancy.begin)
-    return _Access(None, tenancy.offset, tenancy.offset + tenancy.size_bytes, writes, tenant)
-
-
-def _touch_host(key: Key, *, writes: bool) -> _Access:
-    return _Access(key, 0, 1, writes, (key, -1))
 
 
 def _outputs(profile: Profile, rank: int, inputs: tuple[Value, ...]) -> dict[int, Value]:
@@ -107,7 +100,14 @@ class _Machine:
 
     def __init__(self, program: Program, profiles: Sequence[Profile]) -> None:
         self._profiles = profiles
-        self._slab: list[Value] = [None] * program.slab_bytes
+        tenancies = [
+            each for part in (program.prologue, program.body, program.epilogue) for each in part.tenancies
+        ]
+        self._cuts = sorted(
+            {cut for each in tenancies for cut in (each.offset, each.offset + each.size_bytes)}
+        )
+        self._slab: list[Value] = [None] * len(self._cuts)
+        self._empty: dict[Key, Value] = {}  # of tensors without bytes
         self._host: dict[Key, Value] = {}
         self._num_steps = [0] * len(profiles)
         self._rank = [0] * len(profiles)
@@ -121,11 +121,20 @@ class _Machine:
                 elif tensor.byte_class.is_static:
                     self._host[key] = ("before", *key)
 
+    def _pieces(self, tenancy: Tenancy) -> range:
+        start, end = tenancy.offset, tenancy.offset + tenancy.size_bytes
+        return range(bisect_left(self._cuts, start), bisect_left(self._cuts, end))
+
     def _write(self, tenancy: Tenancy, value: Value) -> None:
-        self._slab[tenancy.offset : tenancy.offset + tenancy.size_bytes] = [value] * tenancy.size_bytes
+        if not tenancy.size_bytes:
+            self._empty[tenancy.sub_array, tenancy.tensor] = value
+        for piece in self._pieces(tenancy):
+            self._slab[piece] = value
 
     def _read(self, tenancy: Tenancy) -> Value:
-        values = set(self._slab[tenancy.offset : tenancy.offset + tenancy.size_bytes])
+        if not tenancy.size_bytes:
+            return self._empty.get((tenancy.sub_array, tenancy.tensor))
+        values = {self._slab[piece] for piece in self._pieces(tenancy)}
         if len(values) != 1:
             raise FaultError(f"{tenancy} holds pieces of {len(values)} values")
         return values.pop()
@@ -133,23 +142,27 @@ class _Machine:
     def run(self, part: Part) -> None:
         """Run one part in issue order; raises `FaultError` for a race and for whatever has no meaning."""
         ended = _ended_before(part.instructions)
-        seen: list[tuple[int, _Access]] = []
+        seen: dict[object, list[tuple[int, _Access]]] = {}
         there = _at(part, -1)
+        began = _by_begin(part)
         for position, instruction in enumerate(part.instructions):
-            own = _at(part, position)
+            own = began.get(position, {})
             there |= {key: tenancy for key, tenancy in own.items() if tenancy.end > position}
-            accesses = self._carry_out(instruction, there, own)
-            for access in accesses:
-                for earlier, other in seen:
-                    # A Free touches nothing: it only has to come after all that its tensor is used for.
-                    if isinstance(instruction, Free) and other.tenant != access.tenant:
-                        continue
-                    if access.conflicts(other) and not ended[position] >> earlier & 1:
-                        raise FaultError(f"[{earlier}] and [{position}] race for {access}")
+            for access in self._carry_out(instruction, there, own):
+                pieces = self._pieces(access.place) if isinstance(access.place, Tenancy) else [access.place]
+                for piece in pieces:
+                    before = seen.setdefault(piece, [])
+                    for earlier, other in before:
+                        # A Free touches nothing: it only has to come after all that its tensor is used for.
+                        if isinstance(instruction, Free) and other.place != access.place:
+                            continue
+                        is_conflict = earlier != position and (access.writes or other.writes)
+                        if is_conflict and not ended[position] >> earlier & 1:
+                            raise FaultError(f"[{earlier}] and [{position}] race for {access}")
+                    if not isinstance(instruction, Free):
+                        before.append((position, access))
             if isinstance(instruction, Free):
                 del there[instruction.sub_array, instruction.tensor]
-            else:
-                seen += [(position, access) for access in accesses]
 
     def check_end(self, program: Program, num_steps: int) -> None:
         """After the epilogue: as many steps as there should be, and every static tensor where it belongs."""
@@ -170,6 +183,8 @@ class _Machine:
                     continue
                 if key in program.resident and key not in left:
                     raise FaultError(f"{tensor.name} is not there at the end")
+                if not tensor.size_bytes:  # nothing is copied where there are no bytes
+                    continue
                 value = self._read(left[key]) if key in program.resident else self._host.get(key)
                 before = ("before", *key)
                 if value != (self._plain[sub_array].after[expected - 1][number] if expected else before):
@@ -191,13 +206,13 @@ class _Machine:
         tenancy = _find(there, key)
         if isinstance(instruction, Offload):
             self._host[key] = self._read(tenancy)
-            return [_touch(tenancy, writes=False), _touch_host(key, writes=True)]
+            return [_Access(tenancy, writes=False), _Access(key, writes=True)]
         if isinstance(instruction, Free):
-            return [_touch(tenancy, writes=True)]
+            return [_Access(tenancy, writes=True)]
         if key not in self._host:
             raise FaultError(f"nothing on the host for {instruction}")
         self._write(tenancy, self._host[key])
-        return [_touch(tenancy, writes=True), _touch_host(key, writes=False)]
+        return [_Access(tenancy, writes=True), _Access(key, writes=False)]
 
     def _compute(
         self, sub_array: int, rank: int, there: dict[Key, Tenancy], own: dict[Key, Tenancy]
@@ -239,12 +254,21 @@ class _Machine:
         for tenancy in (*made, *changed):
             self._write(tenancy, values[tenancy.tensor])
         written = (*made, *changed, *scratch)
-        return [_touch(each, writes=False) for each in read] + [_touch(each, writes=True) for each in written]
+        return [_Access(each, writes=False) for each in read] + [
+            _Access(each, writes=True) for each in written
+        ]
 
 
 def _at(part: Part, position: int) -> dict[Key, Tenancy]:
     """The tenancies that begin at a position."""
     return {(each.sub_array, each.tensor): each for each in part.tenancies if each.begin == position}
+
+
+def _by_begin(part: Part) -> dict[int, dict[Key, Tenancy]]:
+    found: dict[int, dict[Key, Tenancy]] = {}
+    for each in part.tenancies:
+        found.setdefault(each.begin, {})[each.sub_array, each.tensor] = each
+    return found
 
 
 def _find(there: dict[Key, Tenancy], key: Key) -> Tenancy:

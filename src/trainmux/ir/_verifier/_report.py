@@ -1,4 +1,4 @@
-"""What the verifier finds, as records, and the list that gathers them."""
+"""The verifier's findings, as records, and the list that gathers them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_REPORTED = 20
 
 
 class ViolationKind(Enum):
-    """Which rule is broken."""
+    """The rule that is broken."""
 
     PROFILE = "profile"
     """The profile contradicts itself: nothing can be proved with it."""

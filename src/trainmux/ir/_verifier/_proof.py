@@ -15,11 +15,11 @@ from collections.abc import Collection, Sequence
 from trainmux.errors import PlanError
 from trainmux.ir._profile import Profile
 from trainmux.ir._program import Part, Program, Tenancy
-from trainmux.ir._verify_facts import StepFacts, read_profiles
-from trainmux.ir._verify_order import PartOrder, Share, expected_shares
-from trainmux.ir._verify_report import Findings, Names, Violation, ViolationKind
-from trainmux.ir._verify_slab import AT_BEGINNING
-from trainmux.ir._verify_walk import Held, Key, Memory, PartWalk, Walked
+from trainmux.ir._verifier._facts import StepFacts, read_profiles
+from trainmux.ir._verifier._order import PartOrder, Share, expected_shares
+from trainmux.ir._verifier._report import Findings, Names, Violation, ViolationKind
+from trainmux.ir._verifier._slab import AT_BEGINNING
+from trainmux.ir._verifier._walk import Held, Key, MachineState, PartWalk, Walked
 
 
 def verify(
@@ -61,7 +61,7 @@ def find_violations(
     fixed_bytes: int = 0,
     host_bytes: int | None = None,
 ) -> tuple[Violation, ...]:
-    """What `verify` would raise, as records: the first 20 violations, none where the program is right."""
+    """The violations that `verify` would raise, as records: the first 20, none where the program is right."""
     return tuple(_examine(program, profiles, budget_bytes, fixed_bytes, host_bytes).violations)
 
 
@@ -170,7 +170,7 @@ class _Proof:
             )
         return list(found)
 
-    def _before_any_step(self) -> Memory:
+    def _before_any_step(self) -> MachineState:
         parts = (self._program.prologue, self._program.body, self._program.epilogue)
         first = next((part for part in parts if not _is_empty(part)), self._program.prologue)
         offsets = {
@@ -187,9 +187,9 @@ class _Proof:
             for tensor, is_static in enumerate(facts.is_static)
             if is_static and (sub_array, tensor) not in device
         }
-        return Memory(device, host)
+        return MachineState(device, host)
 
-    def _walk(self, name: str, part: Part, shares: Sequence[Share], entry: Memory) -> Walked:
+    def _walk(self, name: str, part: Part, shares: Sequence[Share], entry: MachineState) -> Walked:
         if _is_empty(part):  # nothing moves, and nothing needs to be said about it
             sizes = {key: self._facts[key[0]].sizes[key[1]] for key in entry.device}
             stay = [
@@ -218,8 +218,8 @@ class _Proof:
         )
         return walk.run(entry)
 
-    def _later(self, memory: Memory, num_steps: Sequence[int]) -> Memory:
-        """The same state, with versions counted from a step that is so many steps later."""
+    def _later(self, memory: MachineState, num_steps: Sequence[int]) -> MachineState:
+        """``memory`` with versions counted from a step that is ``num_steps`` later, by sub-array."""
 
         def count(key: Key, version: int | None) -> int | None:
             sub_array, tensor = key
@@ -227,12 +227,14 @@ class _Proof:
                 return None
             return version - num_steps[sub_array] * self._facts[sub_array].periods[tensor]
 
-        return Memory(
+        return MachineState(
             {key: Held(held.offset, count(key, held.version)) for key, held in memory.device.items()},
             {key: count(key, version) for key, version in memory.host.items()},
         )
 
-    def _compare(self, part: str, expected: Memory, got: Memory, host_keys: Collection[Key]) -> None:
+    def _compare(
+        self, part: str, expected: MachineState, got: MachineState, host_keys: Collection[Key]
+    ) -> None:
         """At the end of ``part`` there must be what its successor, or the next step, begins with."""
         for key, held in expected.device.items():
             after = got.device.get(key)

@@ -1,4 +1,4 @@
-"""What a step without any plan does, read from a profile: which version of each tensor each node sees.
+"""A step without any plan, read from a profile: the version of each tensor that each node sees.
 
 Nodes run in rank order. A tensor's version is a number that grows by one with every in-place change. One
 that exists before and after the step keeps its count from step to step; one that is made anew in each step
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from trainmux.ir._graph import Phase
 from trainmux.ir._profile import ByteClass, Profile
-from trainmux.ir._verify_report import Findings, ViolationKind
+from trainmux.ir._verifier._report import Findings, ViolationKind
 
 
 @dataclass(frozen=True)

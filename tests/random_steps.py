@@ -23,7 +23,8 @@ class Shape:
 
     A ``constant`` is read in the forward pass and, half of the time, in the backward pass; a ``frozen``
     parameter is read in the forward pass, now and then by two layers, and never trained. Nothing changes
-    either of them.
+    either of them. An activation may be changed ``in_place``, or pass through a ``scratch`` tensor that only
+    the forward pass has; any tensor may be ``empty``.
     """
 
     num_layers: int = 4
@@ -35,6 +36,9 @@ class Shape:
     constant: float = 0.2
     frozen: float = 0.15
     immediate_update: float = 0.5
+    in_place: float = 0.0
+    scratch: float = 0.0
+    empty: float = 0.0
     optimizer_states: int = 1
     max_feature_kib: int = 64
     max_parameter_kib: int = 16
@@ -95,6 +99,8 @@ def _write(rng: random.Random, unchanged: random.Random, shape: Shape) -> _Draft
 
     def size(limit_kib: int) -> int:
         units = rng.randint(1, limit_kib)
+        if shape.empty and rng.random() < shape.empty:
+            return 0
         return units * KIB + (rng.randint(-500, 500) if shape.odd_sizes else 0)
 
     def seconds() -> float:
@@ -137,6 +143,15 @@ def _write(rng: random.Random, unchanged: random.Random, shape: Shape) -> _Draft
             workspace(),
             not changes and rng.random() >= shape.unrepeatable,
         )
+        if shape.in_place and rng.random() < shape.in_place:
+            draft.node(f"in place{number}", Phase.FORWARD, [], [], outputs[:1], seconds())
+        if shape.scratch and rng.random() < shape.scratch:
+            scratch = draft.tensor(f"t{number}", size(shape.max_feature_kib))
+            draft.node(f"scratch{number}", Phase.FORWARD, outputs[:1], [scratch], seconds=seconds())
+            outputs[0] = draft.tensor(f"y{number}", size(shape.max_feature_kib))
+            draft.node(
+                f"after{number}", Phase.FORWARD, [scratch, inputs[0]], outputs[:1], (), seconds(), workspace()
+            )
         candidates = [*inputs, outputs[0]]
         saved = [tensor for tensor in candidates if rng.random() < 0.6] or [inputs[0]]
         layers.append((tuple(inputs), parameter, tuple(outputs), (*saved, *outputs[1:], *also_backward)))

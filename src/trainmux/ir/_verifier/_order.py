@@ -1,4 +1,4 @@
-"""Which nodes belong in which part, and whether they run there once each, in rank order, stage by stage."""
+"""The order of nodes: each in the part where it belongs, once, in rank order, stage by stage."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainmux.ir._program import Compute, Program
-from trainmux.ir._verify_facts import StepFacts
-from trainmux.ir._verify_report import Findings, Names, ViolationKind
+from trainmux.ir._verifier._facts import StepFacts
+from trainmux.ir._verifier._report import Findings, Names, ViolationKind
 
 _MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one sub-array does in a part: ``num_nodes`` nodes, from rank ``start`` on.
+    """One sub-array's work in a part: ``num_nodes`` nodes, from rank ``start`` on.
 
     Behind the last rank comes rank 0 of the next step.
     """
@@ -128,7 +128,7 @@ class PartOrder:
                 self._refuse(-1, f"every node must be computed once per pass, but {listed}{more} never run")
 
     def _check_stage(self, position: int, sub_array: int, node: int) -> None:
-        """In turns a stage is a sub-array; in a ring stage i is the backward pass of i beside a forward."""
+        """In turns a stage is a sub-array; in a ring stage i is the backward pass of i and a forward pass."""
         is_forward = node < self._facts[sub_array].num_forward
         stage = (sub_array - 1) % len(self._facts) if self._is_ring and is_forward else sub_array
         if stage < self._stage and not self._is_out_of_stage:

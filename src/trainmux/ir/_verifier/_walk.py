@@ -22,10 +22,10 @@ from trainmux.ir._program import (
     Tenancy,
     Wait,
 )
-from trainmux.ir._verify_facts import StepFacts
-from trainmux.ir._verify_order import PartOrder
-from trainmux.ir._verify_report import Findings, Names, ViolationKind
-from trainmux.ir._verify_slab import AT_BEGINNING, WORKSPACE, Slab
+from trainmux.ir._verifier._facts import StepFacts
+from trainmux.ir._verifier._order import PartOrder
+from trainmux.ir._verifier._report import Findings, Names, ViolationKind
+from trainmux.ir._verifier._slab import AT_BEGINNING, WORKSPACE, PartSlab
 
 Key = tuple[int, int]
 """A tensor: its sub-array, and its position in the sub-array's profile."""
@@ -47,8 +47,8 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What lies on the device and, by version, on the host between two parts."""
+class MachineState:
+    """Tensors on the device and, by version, on the host between two parts."""
 
     device: Mapping[Key, Held]
     host: Mapping[Key, int | None]
@@ -56,9 +56,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Walked:
-    """What a part leaves, which host copies of its beginning it relies on, and what it copies to the host."""
+    """The state a part leaves, the earlier host copies that it relies on, and the tensors it offloads."""
 
-    memory: Memory
+    memory: MachineState
     host_reads: frozenset[Key]
     offloaded: frozenset[Key]
 
@@ -97,7 +97,7 @@ class PartWalk:
         self._kept_results = kept_results
         self._names = names
         self._findings = findings
-        self._slab = Slab(name, part, slab_bytes, names=names, findings=findings)
+        self._slab = PartSlab(name, part, slab_bytes, names=names, findings=findings)
         self._position = -1
         self._device: dict[Key, _Resident] = {}
         self._freed_at: dict[Key, int] = {}
@@ -108,7 +108,7 @@ class PartWalk:
         self._clocks = [[0, 0, 0] for _ in _LANE_NAMES]
         self._clock_after: list[tuple[int, int, int]] = []
 
-    def run(self, entry: Memory) -> Walked:
+    def run(self, entry: MachineState) -> Walked:
         """Walk from ``entry`` to the end of the part, where all lanes join."""
         self._begin(entry)
         for position, instruction in enumerate(self._instructions):
@@ -121,7 +121,7 @@ class PartWalk:
         self._order.finish()
         return self._end()
 
-    def _begin(self, entry: Memory) -> None:
+    def _begin(self, entry: MachineState) -> None:
         self._host = dict(entry.host)
         begins_with = set(self._slab.begins_with())
         for key, held in entry.device.items():
@@ -157,7 +157,9 @@ class PartWalk:
                 self._slab.check_end(len(self._instructions), resident.tenancy)
             device[key] = Held(offset, resident.version)
         self._slab.finish()
-        return Walked(Memory(device, self._host), frozenset(self._host_reads), frozenset(self._offloaded_at))
+        return Walked(
+            MachineState(device, self._host), frozenset(self._host_reads), frozenset(self._offloaded_at)
+        )
 
     def _run_one(self, instruction: Instruction) -> int:
         """Check one instruction and carry it out; returns its lane."""

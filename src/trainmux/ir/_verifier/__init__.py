@@ -1,0 +1,6 @@
+"""The verifier: proves a program from profiles and instructions alone. Shares no code with planners."""
+
+from trainmux.ir._verifier._proof import find_violations, verify
+from trainmux.ir._verifier._report import Violation, ViolationKind
+
+__all__ = ["Violation", "ViolationKind", "find_violations", "verify"]
