@@ -590,7 +590,9 @@ class Reach:
         if isinstance(value, Tensor):
             return self._tensor_token(value)
         if isinstance(value, np.ndarray) and value.dtype != object:
-            return ("array", value.shape, str(value.dtype), hashlib.sha256(value.tobytes()).digest())
+            # A masked array's own ``tobytes`` leaves the mask out, and raises for ``np.ma.masked``.
+            raw = np.ndarray.tobytes(value) + np.asarray(np.ma.getmask(value)).tobytes()
+            return ("array", value.shape, str(value.dtype), hashlib.sha256(raw).digest())
         if isinstance(value, np.generic):
             return ("scalar", repr(value))
         if isinstance(value, (types.CodeType, RandomState)):
