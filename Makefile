@@ -45,7 +45,7 @@ test-gpu: ## GPU tests, with the Python that already has torch
 	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(PYTHON),python3) -m pytest tests/gpu
 
 bench: $(INSTALLED) ## CPU benchmark: a fleet of small models against eager torch and vmap
-	$(PY) -m benchmarks step --device cpu --workloads mlp,small:cnn,small:lstm --widths 16 --out $(BENCH_OUT)
+	$(PY) -m benchmarks step --device cpu --workloads mlp,small:cnn,small:transformer --widths 16 --out $(BENCH_OUT)
 	$(PY) -m benchmarks report $(BENCH_OUT)
 
 clean: ## remove caches and build output

@@ -96,28 +96,34 @@ def build(job: StepJob) -> dict[str, Any]:
 def run(jobs: list[StepJob], results: Results, limit_s: float = 240.0, builds_at_once: int = 1) -> None:
     """Measure each job, on a GPU in a process of its own; one that fails is recorded with the reason.
 
-    All share an empty folder of compiled kernels, which ``builds_at_once`` processes fill beforehand.
+    Each starts with an empty cache of compiled kernels, or with one that an earlier process has filled, of
+    which there are ``builds_at_once`` at a time.
     """
     with TemporaryDirectory(prefix="step-") as folder:
-        variables = {"TORCHINDUCTOR_CACHE_DIR": folder}
+        caches = [{"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{number}"} for number in range(len(jobs))]
         if builds_at_once > 1:
             with ThreadPoolExecutor(builds_at_once) as pool:
-                compiled = [job for job in jobs if job.way != MPS and "eager" not in job.way]
-                list(
-                    pool.map(lambda job: isolated(build, job, limit_s=limit_s, variables=variables), compiled)
-                )
-        for job in jobs:
+                for job, cache in zip(jobs, caches, strict=True):
+                    if job.way != MPS and "eager" not in job.way:
+                        pool.submit(isolated, build, job, limit_s=limit_s, variables=cache)
+        for job, cache in zip(jobs, caches, strict=True):
             case = find_case(job.workload, job.batch_size)
             try:
                 with mps_daemon(Path(folder)) if job.way == MPS else nullcontext():
                     if job.device.type == "cpu":
                         found = guarded(measure, job)
                     else:
-                        found = isolated(measure, job, limit_s=limit_s, variables=variables)
+                        found = isolated(measure, job, limit_s=limit_s, variables=cache)
             except RuntimeError as error:
                 found = {"error": str(error)}
-            name = {"workload": job.workload, "batch_size": case.batch_size}
-            results.add({**name, "width": job.width, "way": job.way, "fleet": job.fleet, **found})
+            name = {
+                "workload": job.workload,
+                "batch_size": case.batch_size,
+                "width": job.width,
+                "way": job.way,
+            }
+            how = {"fleet": job.fleet, "is_built_before": builds_at_once > 1}
+            results.add({**name, **how, **found})
             told = f"{found['median_ms']:.4g} ms" if "median_ms" in found else found["error"]
             print(f"{job.workload}, width {job.width}, {job.way}: {told}", flush=True)
 
