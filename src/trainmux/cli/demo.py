@@ -92,8 +92,8 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 
 def accuracy_fn(model: nn.Module, batch: Any) -> Tensor:
     images, labels = batch
-    logits: Tensor = model(images)
-    return (logits.argmax(1) == labels).float().mean()
+    is_correct: Tensor = model(images).argmax(1) == labels
+    return is_correct.float().mean()
 
 
 def load_data(device: torch.device) -> tuple[Loaders, list[Any]]:

@@ -359,8 +359,8 @@ class EagerCudaWork(EagerWork):
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"expected an eager job to take at most {exact_bytes(self._most_bytes)}, the need of its "
-                "first batch and some more, but it needs more, or the device has no more; let the largest batch "
-                "come first"
+                "first batch and some more, but it needs more, or the device has no more; let the largest "
+                "batch come first"
             ) from error
         finally:
             outside.wait_stream(inside)

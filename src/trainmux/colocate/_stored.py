@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainmux.colocate._demand import JobDemand
-from trainmux.colocate._job_state import JobReport
+from trainmux.colocate._job_state import MAX_IN_FLIGHT_LIMIT, JobReport
 from trainmux.errors import PlanError
 from trainmux.ir import file_format, load, save
 

@@ -1,4 +1,4 @@
-"""Models may hold masked arrays of numpy, as modules do that import pandas."""
+"""Models may hold masked arrays of numpy."""
 
 from __future__ import annotations
 
