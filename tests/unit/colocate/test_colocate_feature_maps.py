@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +22,7 @@ from trainmux.colocate._feature_maps import (
     region_bytes_for,
     stack_feature_maps,
 )
+from trainmux.colocate._step_layout import StepLayout
 from trainmux.errors import ConfigError
 from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile, ProfiledNode, ProfiledTensor
 
@@ -207,3 +211,14 @@ def test_a_demand_has_the_heights_of_its_segments() -> None:
     assert [segment.hold_bytes // REGION_BYTES for segment in coarse.segments] == [2, 2, 0]
     (whole,) = demand_of_iteration("job", three_layers(), is_one_segment=True).segments
     assert whole.height_bytes == 3 * REGION_BYTES
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(100e-6, 1), (2.1e-3, 7), (1.0, 32)])
+def test_on_a_cuda_device_segments_outlast_their_launch(seconds: float, most: int) -> None:
+    """300 µs each, and at least 8 MB of feature maps: 128 MiB are allocated and released here."""
+    rows = tuple(feature_map(str(n), 4 * MIB, n, 63 - n) for n in range(32))
+    kernels: Any = SimpleNamespace(iteration=Iteration("", (1.0,) * 64, rows))
+    layout = StepLayout(kernels, stack_feature_maps(kernels.iteration), {}, frozenset(), 0)
+    assert most / 2 <= len(layout.cut(None, torch.device("cuda"), seconds)) <= most
+    assert len(layout.cut(None, torch.device("cpu"), seconds)) == 32
+    assert len(layout.cut(0, torch.device("cuda"), seconds)) == 64
