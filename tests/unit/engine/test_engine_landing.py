@@ -218,6 +218,15 @@ def test_buffers_are_kept_and_grow_only_when_they_must() -> None:
     assert len(lane.landing_bytes) == 2 * NUM_LANDINGS
 
 
+def test_many_shapes_do_not_pile_up() -> None:
+    lane = SimulatedLane(Device(0))
+    landing = Landing(CPU, lane)  # type: ignore[arg-type]
+    for size in range(100, 0, -1):
+        landing.land([leaf(torch.ones(size))])
+        lane.device.finish()
+    assert all(len(buffer.layouts) <= 16 for buffer in landing._buffers)
+
+
 def land(*leaves: HostLeaf) -> list[Tensor]:
     lane = SimulatedLane(Device(0))
     landed = Landing(CPU, lane).land(leaves)  # type: ignore[arg-type]
