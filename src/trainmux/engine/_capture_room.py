@@ -1,20 +1,21 @@
-"""Where graphs are captured: a stream of its own, and a memory pool whose size is known beforehand (D8).
+"""Captures of CUDA graphs on a stream of their own, into one memory pool that is reserved beforehand (D8).
 
-What is to be captured is rehearsed twice. The second rehearsal is recorded: the allocator's rules, simulated
-over its allocations, say what the capture will reserve before it does, and one segment of that size is
-reserved in its place.
+Left to itself the allocator reserves a segment for each large request that finds no hole, and holes in
+different segments never join. Therefore work is rehearsed twice before it is captured. The second rehearsal
+is recorded: for each stream, one segment as large as its live bytes ever were is reserved in the pool. Then
+the work is captured, and the pool looked at. If it had to grow, because holes did not fit, the work is
+captured a second time, into segments as large as the pool has become.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from trainmux.engine._allocations import AllocationEvent, record_allocations
 from trainmux.engine._pools import pool_bytes
 from trainmux.ir import MemoryUse
 from trainmux.runtime import (
@@ -24,16 +25,87 @@ from trainmux.runtime import (
     measured_convolutions,
     warm_matrix_libraries,
 )
-from trainmux.simulate import Allocate, AllocatorRules, Event, Free, PoolForecast
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+_BLOCK_BYTES = 512
+"""Torch's allocator gives out multiples of this."""
+_SMALL_BYTES = 1 << 20
+"""Requests up to this size come out of small segments, which are never reserved here."""
+_SEGMENT_BYTES = 2 << 20
+"""The size of a small segment; large ones are multiples of it."""
+_MAX_EVENTS = 1_000_000
 
 
 @contextmanager
 def kernel_settings(*, deterministic: bool) -> Iterator[None]:
-    """Torch's switches as steps run with them: for capturing one, and for measuring what it will take."""
+    """Set torch's switches as steps run with them: to capture one, and to measure what it will take."""
     with deterministic_algorithms(deterministic), measured_convolutions(not deterministic):
         yield
+
+
+@dataclass(frozen=True)
+class PoolNeed:
+    """Bytes by stream, for large requests, and for small ones of all streams."""
+
+    large: Mapping[int, int] = field(default_factory=dict)
+    small_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.large.values()) + self.small_bytes
+
+    def shortfall(self, held: PoolNeed) -> PoolNeed:
+        """The part of this that ``held`` does not cover."""
+        large = {stream: max(0, size - held.large.get(stream, 0)) for stream, size in self.large.items()}
+        return PoolNeed(large, max(0, self.small_bytes - held.small_bytes))
+
+
+class PoolCapture(Protocol[T_co]):
+    """A piece of work that is captured into a pool."""
+
+    def rehearse(self) -> PoolNeed | None:
+        """Run the work without a trace; what it needs of a pool, ``None`` where that could not be seen."""
+        ...
+
+    def reserve(self, need: PoolNeed) -> None:
+        """Reserve one segment for each stream in the pool."""
+        ...
+
+    def capture(self) -> T_co:
+        """Capture the work."""
+        ...
+
+    def reserved(self) -> PoolNeed:
+        """Bytes that the pool has reserved."""
+        ...
+
+    def start_over(self) -> None:
+        """Drop what was captured, and the pool with it."""
+        ...
+
+
+def capture_reserved(work: PoolCapture[T]) -> tuple[T, int | None]:
+    """Capture into an empty pool; returns the result and the bytes promised for the pool before the capture.
+
+    A capture that made the pool grow is dropped. The second one gets segments as large as the pool had
+    become, in which holes join; whatever that one takes is kept.
+    """
+    need = work.rehearse()
+    if need is None:
+        return work.capture(), None
+    work.reserve(need)
+    held = work.reserved()  # torch rounds segments up
+    captured = work.capture()
+    seen = work.reserved()
+    if not any(seen.shortfall(held).large.values()):
+        return captured, sum(held.large.values()) + need.small_bytes
+    del captured  # its results lie in the pool
+    work.start_over()
+    work.rehearse()  # what the libraries keep for a stream may have gone with the graphs
+    work.reserve(seen)
+    return work.capture(), seen.total_bytes
 
 
 class CaptureRoom:
@@ -44,18 +116,16 @@ class CaptureRoom:
         self._deterministic = deterministic
         self._kept: list[torch.cuda.CUDAGraph] = []  # before the pool: what was made last goes last
         self._pool = torch.cuda.MemPool()
-        self._forecast: PoolForecast | None = PoolForecast(AllocatorRules.for_torch(torch.__version__))
         self.stream = borrow_stream(device, self, uses_matrices=True)
-        with torch.cuda.stream(self.stream):
-            warm_matrix_libraries(device)
+        self._warm()
         self.memory: MemoryUse | None = None
         self.num_captures = 0
         self.graph_bytes = 0
-        """What the graphs of `capture_all` took themselves: the driver's, in no pool."""
+        """Memory of the driver for the graphs of `capture_all`, outside any pool."""
 
     @property
     def pool_bytes(self) -> int:
-        """What the pool has reserved."""
+        """Bytes that the pool has reserved."""
         return pool_bytes(self._pool)
 
     @property
@@ -67,21 +137,17 @@ class CaptureRoom:
         """Let all graphs of `capture_all` go at once: nobody may replay one after this."""
         self._kept.clear()
 
-    def capture(
-        self, rehearse: Callable[[], Any], run: Callable[[], T]
-    ) -> tuple[torch.cuda.CUDAGraph, T, tuple[int, ...]]:
-        """The graph of ``run``, what it returned, and handles to `release` when the graph is dropped.
+    def capture(self, rehearse: Callable[[], Any], run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """The graph of ``run``, and what it returned.
 
-        ``rehearse`` does what ``run`` does and leaves no trace; it is called twice.
+        ``rehearse`` does what ``run`` does and leaves no trace; it is called at least twice.
         """
-        with self._working():
-            events = self._rehearsed(rehearse)
-            torch.cuda.empty_cache()  # the rehearsal's memory is not the graph's: the two would add up
-            predicted, handles = self._reserve(events)
+
+        def once() -> tuple[torch.cuda.CUDAGraph, T]:
             graph = torch.cuda.CUDAGraph()
-            returned = self._captured(graph, run)
-        self.memory = MemoryUse(predicted, torch.cuda.memory_reserved(self._device))
-        return graph, returned, tuple(handles)
+            return graph, self._captured(graph, run)
+
+        return self._in_pool(rehearse, once)
 
     def capture_all(
         self, rehearse: Callable[[], None], run: Sequence[Callable[[], None]]
@@ -92,10 +158,8 @@ class CaptureRoom:
         the graphs, those of a capture that failed among them: torch frees the matrix libraries' workspaces of
         a stream when a graph captured on it is destroyed (pytorch #193402), and the others still need theirs.
         """
-        with self._working():
-            events = self._rehearsed(rehearse)
-            torch.cuda.empty_cache()
-            predicted, _ = self._reserve(events)
+
+        def once() -> list[torch.cuda.CUDAGraph]:
             graphs = []
             before = self._bytes_outside_torch()
             for each in run:
@@ -103,34 +167,63 @@ class CaptureRoom:
                 self._kept.append(graphs[-1])
                 self._captured(graphs[-1], each)
             self.graph_bytes += max(0, self._bytes_outside_torch() - before)
-        self.memory = MemoryUse(predicted, torch.cuda.memory_reserved(self._device))
-        return graphs
+            return graphs
 
-    def _bytes_outside_torch(self) -> int:
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free - torch.cuda.memory_reserved(self._device)
+        return self._in_pool(rehearse, once)
 
     @contextmanager
-    def _working(self) -> Iterator[None]:
-        """The room's stream begins behind the caller's, and the caller's goes on behind it."""
+    def allocating(self) -> Iterator[None]:
+        """Allocate from the graphs' own pool, outside of a capture."""
+        with torch.cuda.use_mem_pool(self._pool, self._device):
+            yield
+
+    # ---- into the pool -------------------------------------------------------------------------------
+
+    def _in_pool(self, rehearse: Callable[[], Any], once: Callable[[], T]) -> T:
+        work = _RoomCapture(self, rehearse, once)
         outside = torch.cuda.current_stream(self._device)
         self.stream.wait_stream(outside)
         try:
             # A capture that fails leaves its own stream current.
             with kernel_settings(deterministic=self._deterministic), torch.cuda.stream(outside):
-                yield
+                if self.num_captures or self.pool_bytes:
+                    captured, promised = self._grown(work)
+                else:
+                    captured, promised = capture_reserved(work)
         finally:
             outside.wait_stream(self.stream)
+        reserved = torch.cuda.memory_reserved(self._device)
+        predicted = None if promised is None else reserved - self.pool_bytes + promised
+        self.memory = MemoryUse(predicted, reserved)
+        return captured
 
-    def _rehearsed(self, rehearse: Callable[[], Any]) -> list[AllocationEvent] | None:
-        """Run it twice; what the second time allocated, where that could be recorded."""
+    def _grown(self, work: _RoomCapture[T]) -> tuple[T, int | None]:
+        """Capture while earlier graphs stay: into the bytes they leave free, growing the pool if need be."""
+        need = work.rehearse()
+        before = self.pool_bytes
+        missing = None if need is None else need.shortfall(_pool_need(self._pool, is_free=True)).total_bytes
+        return work.capture(), None if missing is None else before + missing
+
+    def _warm(self) -> None:
+        with torch.cuda.stream(self.stream):
+            warm_matrix_libraries(self._device)
+
+    def _rehearsed(self, rehearse: Callable[[], Any]) -> PoolNeed | None:
+        """Run it twice; what the second time needed, where that could be recorded."""
         with torch.cuda.stream(self.stream):
             rehearse()
-            with record_allocations(self._device) as record:
+            with _recorded(self._device) as found:
                 kept = rehearse()
             del kept
         self.stream.synchronize()
-        return record.events
+        torch.cuda.empty_cache()  # the rehearsal's memory is not the graph's: the two would add up
+        return found[0] if found else None
+
+    def _reserve(self, need: PoolNeed) -> None:
+        with torch.cuda.use_mem_pool(self._pool, self._device):
+            for stream, size in need.large.items():
+                with torch.cuda.stream(torch.cuda.ExternalStream(stream, self._device)):
+                    torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _captured(self, graph: torch.cuda.CUDAGraph, run: Callable[[], T]) -> T:
         with capturing(graph, self.stream, self._pool):
@@ -138,47 +231,99 @@ class CaptureRoom:
         self.num_captures += 1
         return returned
 
-    @contextmanager
-    def allocating(self) -> Iterator[None]:
-        """What is allocated inside, outside of a capture, comes from the graphs' own pool."""
-        with torch.cuda.use_mem_pool(self._pool, self._device):
-            yield
+    def _start_over(self) -> None:
+        """Drop the graphs and the pool of a first capture: nobody else was captured on this stream."""
+        self._kept.clear()
+        self.graph_bytes = 0
+        self._pool = torch.cuda.MemPool()
+        torch.cuda.empty_cache()
+        self._warm()
 
-    def release(self, handles: Sequence[int]) -> None:
-        """A graph that was captured here is gone."""
-        if self._forecast is not None:
-            self._forecast.release(handles)
-
-    def _reserve(self, events: list[AllocationEvent] | None) -> tuple[int | None, list[int]]:
-        """Reserve what ``events`` need; returns what will be reserved in all, where that is known."""
-        if events is None or not _default_allocator():
-            self._forecast = None
-        if self._forecast is None:
-            return None, []
-        assert events is not None
-        held = torch.cuda.memory_reserved(self._device) - self._forecast.reserved_bytes
-        reservation, handles = self._forecast.reserve(_named(events))
-        with torch.cuda.use_mem_pool(self._pool, self._device):
-            for stream, size in reservation.segments:
-                with torch.cuda.stream(torch.cuda.ExternalStream(stream, self._device)):
-                    torch.empty(size, dtype=torch.uint8, device=self._device)
-        return held + reservation.reserved_bytes, handles
+    def _bytes_outside_torch(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)
 
 
-def _default_allocator() -> bool:
-    """Whether the rules that are simulated are those in force."""
-    settings = (os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF"))
-    return torch.cuda.get_allocator_backend() == "native" and not any(settings)
+@dataclass(frozen=True)
+class _RoomCapture(PoolCapture[T]):
+    """A piece of work in a room."""
+
+    room: CaptureRoom
+    run: Callable[[], Any]
+    once: Callable[[], T]
+
+    def rehearse(self) -> PoolNeed | None:
+        return self.room._rehearsed(self.run)
+
+    def reserve(self, need: PoolNeed) -> None:
+        self.room._reserve(need)
+
+    def capture(self) -> T:
+        return self.once()
+
+    def reserved(self) -> PoolNeed:
+        return _pool_need(self.room._pool)
+
+    def start_over(self) -> None:
+        self.room._start_over()
 
 
-def _named(events: Sequence[AllocationEvent]) -> list[Event]:
-    """The events with a name for each allocation: an address comes up again and again."""
-    names: dict[int, str] = {}
-    found: list[Event] = []
-    for number, event in enumerate(events):
-        if event.is_free:
-            found.append(Free(names.pop(event.address)))
+def _pool_need(pool: torch.cuda.MemPool, *, is_free: bool = False) -> PoolNeed:
+    """Bytes that a pool has reserved, or only the free ones."""
+    large: dict[int, int] = {}
+    small_bytes = 0
+    for segment in pool.snapshot(include_traces=False):
+        size = int(segment["total_size"]) - (int(segment["allocated_size"]) if is_free else 0)
+        if segment["segment_type"] == "small":
+            small_bytes += size
         else:
-            names[event.address] = str(number)
-            found.append(Allocate(str(number), event.size_bytes, event.stream))
-    return found
+            large[segment["stream"]] = large.get(segment["stream"], 0) + size
+    return PoolNeed(large, small_bytes)
+
+
+@contextmanager
+def _recorded(device: torch.device) -> Iterator[list[PoolNeed]]:
+    """Record what is allocated inside; the list yielded gets what that needs of a pool.
+
+    The history of allocations is the process's own: where the user has it running, it is left alone and the
+    list stays empty.
+    """
+    found: list[PoolNeed] = []
+    is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    if is_enabled is not None and is_enabled():
+        yield found
+        return
+    torch.cuda.memory._record_memory_history("all", context=None, max_entries=_MAX_EVENTS)
+    try:
+        yield found
+        found.append(peak_need(torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0]))
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def peak_need(trace: Sequence[Mapping[str, Any]]) -> PoolNeed:
+    """The most bytes live at a time on each stream, out of the allocator's history.
+
+    Frees of what was there before are left out.
+    """
+    live: dict[int, tuple[int | None, int]] = {}  # by address: stream (None for small requests) and size
+    now: dict[int | None, int] = {}
+    peak: dict[int | None, int] = {}
+    for entry in trace:
+        address = int(entry["addr"])
+        if entry["action"] == "alloc":
+            size = _rounded(int(entry["size"]), _BLOCK_BYTES)
+            key = None if size <= _SMALL_BYTES else int(entry["stream"])
+            live[address] = (key, size)
+            now[key] = now.get(key, 0) + size
+            peak[key] = max(peak.get(key, 0), now[key])
+        elif entry["action"] == "free_completed" and address in live:
+            key, size = live.pop(address)
+            now[key] -= size
+    sizes = {key: _rounded(size, _SEGMENT_BYTES) for key, size in peak.items()}
+    small_bytes = sizes.pop(None, 0)
+    return PoolNeed({stream: size for stream, size in sizes.items() if stream is not None}, small_bytes)
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

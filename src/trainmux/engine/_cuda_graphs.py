@@ -37,7 +37,6 @@ class _Captured:
     arguments: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     fed: tuple[int, ...]
-    forecast_handles: tuple[int, ...] = ()
 
     def fits(self, arguments: Sequence[Tensor]) -> bool:
         """Whether the tensors that are not copied in are still the ones of the capture."""
@@ -123,7 +122,6 @@ class CudaGraphEngine:
         _, captured = self._captured.pop(id(program), (program, None))
         if captured is not None:
             self._retired.append(captured.graph)
-            self._room.release(captured.forecast_handles)
 
     def _find(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> _Captured | None:
         held = self._captured.get(id(program))
@@ -160,13 +158,13 @@ class CudaGraphEngine:
         if isinstance(program, StepProgram):
             totals = [(static[i], static[i].clone()) for i in program.accumulator_positions()]
         try:
-            graph, outputs, handles = self._room.capture(
+            graph, outputs = self._room.capture(
                 lambda: program.module(*_without_members(program, static)), lambda: program.module(*static)
             )
         finally:
             for total, before in totals:
                 total.copy_(before)
-        return _Captured(graph, tuple(static), tuple(outputs), fed, handles)
+        return _Captured(graph, tuple(static), tuple(outputs), fed)
 
 
 def _without_members(program: StepProgram | ForwardProgram, static: Sequence[Tensor]) -> list[Tensor]:

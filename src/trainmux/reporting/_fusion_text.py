@@ -48,5 +48,5 @@ def _fallback(record: FusionRecord) -> str:
 def _memory(use: MemoryUse) -> str:
     reserved = f"{use.reserved_bytes / 2**30:.2f} GiB reserved on the device"
     if use.predicted_bytes is None:
-        return f"{reserved}, not predicted: the allocator has settings of its own, or is being recorded"
+        return f"{reserved}, not predicted: its allocations are being recorded by someone else"
     return f"{reserved}, {use.predicted_bytes / 2**30:.2f} GiB predicted"

@@ -1,46 +1,20 @@
-"""What a program will take before it runs: pools simulated, slabs laid out, memory and time foretold."""
+"""Memory and time of a program before it runs: slabs laid out, live bytes, a timeline of three lanes."""
 
-from trainmux.simulate._allocator import (
-    NO_BLOCK,
-    Allocate,
-    Block,
-    Event,
-    Free,
-    PoolSimulator,
-    PoolUse,
-    Segment,
-    replay,
-)
 from trainmux.simulate._lanes import LaneClock, LaneTimes
 from trainmux.simulate._measured_timeline import measured_timeline
 from trainmux.simulate._memory import live_bytes, memory, peak_live_bytes
 from trainmux.simulate._offsets import Lifetime, Placement, check, max_live_bytes, place
-from trainmux.simulate._reservation import PoolForecast, Reservation, find_reservation
-from trainmux.simulate._rules import AllocatorRules, TieBreak
 from trainmux.simulate._slab import Slab, Tenant, pack
 from trainmux.simulate._timeline import lane_times, timeline
 
 __all__ = [
-    "NO_BLOCK",
-    "Allocate",
-    "AllocatorRules",
-    "Block",
-    "Event",
-    "Free",
     "LaneClock",
     "LaneTimes",
     "Lifetime",
     "Placement",
-    "PoolForecast",
-    "PoolSimulator",
-    "PoolUse",
-    "Reservation",
-    "Segment",
     "Slab",
     "Tenant",
-    "TieBreak",
     "check",
-    "find_reservation",
     "lane_times",
     "live_bytes",
     "max_live_bytes",
@@ -49,6 +23,5 @@ __all__ = [
     "pack",
     "peak_live_bytes",
     "place",
-    "replay",
     "timeline",
 ]

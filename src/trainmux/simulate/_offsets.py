@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainmux.errors import ConfigError, TrainmuxError
-from trainmux.simulate._rules import round_up
+
+
+def round_up(size: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not below ``size``."""
+    return -(-size // unit) * unit
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainmux.errors import ConfigError
-from trainmux.simulate._rules import round_up
+from trainmux.simulate._offsets import round_up
 
 _MAX_PLACEMENTS = 24_000
 """Tenants that are placed in all tries together: bounds the time, 40 to 80 µs each."""

@@ -15,18 +15,10 @@ class Program:
     pass
 
 
-class Room:
-    """Where graphs are captured, without a device."""
-
-    def release(self, handles: Any) -> None:
-        pass
-
-
 def engine_with(*programs: Any) -> CudaGraphEngine:
     """An engine that has captured ``programs``, without a device."""
     engine = object.__new__(CudaGraphEngine)
     engine._retired = []
-    engine._made_room = Room()  # type: ignore[assignment]
     engine._captured = {id(program): (program, captured()) for program in programs}
     return engine
 
