@@ -53,16 +53,22 @@ CONTINUOUS: dict[str, tuple[Callable[[Tensor], Tensor], Any]] = {
     "rand": (lambda x: torch.rand(N), stats.uniform()),
     "rand double": (lambda x: torch.rand(N, dtype=torch.float64), stats.uniform()),
     "rand_like": (lambda x: torch.rand_like(x), stats.uniform()),
+    "rand_like double": (lambda x: torch.rand_like(x, dtype=torch.float64), stats.uniform()),
     "randn": (lambda x: torch.randn(N), stats.norm()),
     "randn double": (lambda x: torch.randn(N, dtype=torch.float64), stats.norm()),
     "randn_like": (lambda x: torch.randn_like(x), stats.norm()),
     "uniform_": (lambda x: torch.empty(N).uniform_(-2, 3), stats.uniform(-2, 5)),
+    "uniform_ double": (lambda x: torch.empty(N).double().uniform_(-2, 3), stats.uniform(-2, 5)),
     "normal_": (lambda x: torch.empty(N).normal_(2, 3), stats.norm(2, 3)),
     "normal sizes": (lambda x: torch.normal(2.0, 3.0, (N,)), stats.norm(2, 3)),
     "normal mean": (lambda x: torch.normal(torch.full((N,), 2.0), 3.0), stats.norm(2, 3)),
     "normal std": (lambda x: torch.normal(2.0, torch.full((N,), 3.0)), stats.norm(2, 3)),
     "normal both": (
         lambda x: torch.normal(torch.full((N,), 2.0), torch.full((N,), 3.0)),
+        stats.norm(2, 3),
+    ),
+    "normal broadcast mean": (
+        lambda x: torch.normal(torch.full((1,), 2.0), torch.full((N,), 3.0)),
         stats.norm(2, 3),
     ),
     "exponential_": (lambda x: torch.empty(N).exponential_(0.5), stats.expon(scale=2)),
@@ -103,6 +109,7 @@ def test_narrow_dtypes_stay_below_one_and_have_the_right_mean(dtype: torch.dtype
 # Name: the draw, and the probability of each value.
 DISCRETE: dict[str, tuple[Callable[[Tensor], Tensor], dict[float, float]]] = {
     "bernoulli": (lambda x: torch.bernoulli(torch.full((N,), 0.3)), {0: 0.7, 1: 0.3}),
+    "bernoulli double": (lambda x: torch.bernoulli(torch.full((N,), 0.3).double()), {0: 0.7, 1: 0.3}),
     "bernoulli p": (lambda x: torch.bernoulli(x, 0.3), {0: 0.7, 1: 0.3}),
     "bernoulli_ p": (lambda x: torch.empty(N).bernoulli_(0.3), {0: 0.7, 1: 0.3}),
     "bernoulli_ tensor": (lambda x: torch.empty(N).bernoulli_(torch.tensor(0.3)), {0: 0.7, 1: 0.3}),
@@ -110,6 +117,7 @@ DISCRETE: dict[str, tuple[Callable[[Tensor], Tensor], dict[float, float]]] = {
     "randint": (lambda x: torch.randint(4, (N,)), dict.fromkeys(range(4), 0.25)),
     "randint low": (lambda x: torch.randint(-2, 3, (N,)), dict.fromkeys(range(-2, 3), 0.2)),
     "randint dtype": (lambda x: torch.randint(4, (N,), dtype=torch.int32), dict.fromkeys(range(4), 0.25)),
+    "randint float": (lambda x: torch.randint(4, (N,), dtype=torch.float32), dict.fromkeys(range(4), 0.25)),
     "randint_like": (lambda x: torch.randint_like(x, 4), dict.fromkeys(range(4), 0.25)),
     "randint_like low": (lambda x: torch.randint_like(x, 1, 5), dict.fromkeys(range(1, 5), 0.25)),
     "randint_like dtype": (
@@ -117,6 +125,7 @@ DISCRETE: dict[str, tuple[Callable[[Tensor], Tensor], dict[float, float]]] = {
         dict.fromkeys(range(4), 0.25),
     ),
     "dropout": (lambda x: F.dropout(x, 0.25), {0: 0.25, 1 / 0.75: 0.75}),
+    "dropout in place": (lambda x: F.dropout(x.clone(), 0.25, inplace=True), {0: 0.25, 1 / 0.75: 0.75}),
     "feature dropout": (
         lambda x: F.dropout1d(x.view(1, -1, 2), 0.25)[0, :, 0].repeat(2),
         {0: 0.25, 1 / 0.75: 0.75},
