@@ -455,11 +455,7 @@ class Group:
 
     def count(self, program: StepProgram) -> None:
         """A step of every active member is on its way."""
-        num_updates = int(program.settings.applies)
-        for _, slot in self.members:
-            if slot.active:
-                slot.counter += 1
-                slot.num_updates += num_updates
+        self._numbers.count(self.members, int(program.settings.applies))
 
     def note(self, program: StepProgram, results: Sequence[Tensor]) -> None:
         """What a step returned becomes ``last``."""
