@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 
 
-class deferred_interrupts:
+class deferred_interrupts:  # noqa: N801 (used like a function)
     """Inside, a SIGINT is remembered and raised as ``KeyboardInterrupt`` at the end.
 
     Python delivers signals to the main thread only; elsewhere this does nothing. A handler that was not
