@@ -181,7 +181,7 @@ def start(name: str, *, lowering: str = "inductor") -> dict[str, Any]:
 
 def captures(fleet: Any) -> int:
     """Graphs that the fleet's engines captured so far, retired ones among them."""
-    engines = [group._engine for group in fleet._groups]
+    engines = [group.programs.engine for group in fleet._groups]
     return sum(getattr(engine, "num_captures", 0) for engine in engines)
 
 

@@ -25,7 +25,6 @@ from trainmux.colocate._simulated_gpu import Contention, SimulatedGpu
 from trainmux.colocate._tensors import Iteration, iteration_of_profile
 from trainmux.errors import ConfigError
 from trainmux.fleet import Fleet
-from trainmux.fleet._in_pieces import FleetInPieces
 from trainmux.profiling import analytic_profile, find_device
 
 _UNIT_BYTES = 2 << 20
@@ -95,7 +94,7 @@ def iteration_memory(fleet: Fleet, batch: Any, device: str = "h200-141gb") -> It
 
     Refused with `ConfigError`: a fleet of several groups, and one that cannot be co-located.
     """
-    pieces = FleetInPieces(fleet)
+    pieces = fleet._in_segments()
     parts = pieces.begin(batch, applies=True)
     if len(parts) != 1:
         raise ConfigError(

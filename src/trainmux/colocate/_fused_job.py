@@ -39,8 +39,7 @@ from trainmux.colocate._step_plan import (
 )
 from trainmux.engine import Memory
 from trainmux.errors import BatchError, ConfigError
-from trainmux.fleet import Fleet
-from trainmux.fleet._in_pieces import FleetInPieces, GroupPiece
+from trainmux.fleet import Fleet, GroupPiece
 from trainmux.scheduling.budget import in_words
 from trainmux.tracing import flatten_batch
 
@@ -70,7 +69,7 @@ class FusedJob:
     """A fleet as a job of ``num_lanes``, in an area of its own whose size is a multiple of ``unit_bytes``.
 
     ``tracking_bytes`` and ``region_bytes`` are as in `demand_of_iteration`; ``tracking_bytes`` ``None`` is
-    what suits the device. Refused with `ConfigError`: what `FleetInPieces` refuses, and several lanes for a
+    what suits the device. Refused with `ConfigError`: what `SegmentRunner` refuses, and several lanes for a
     fleet whose micro-batches change buffers.
     """
 
@@ -84,7 +83,7 @@ class FusedJob:
         unit_bytes: int,
         num_lanes: int,
     ) -> None:
-        self.pieces = FleetInPieces(fleet)
+        self.pieces = fleet._in_segments()
         self.num_lanes = num_lanes
         self._tracking_bytes = tracking_bytes
         self._unit_bytes = unit_bytes

@@ -25,8 +25,7 @@ from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.colocate._work import StepOutcome
 from trainmux.engine import HostLanes, Memory, PlannedProgram
 from trainmux.errors import BatchError, BudgetError
-from trainmux.fleet import Fleet
-from trainmux.fleet._in_pieces import GroupPiece
+from trainmux.fleet import Fleet, GroupPiece
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 from trainmux.scheduling.budget import in_words
 

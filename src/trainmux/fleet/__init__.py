@@ -4,5 +4,15 @@ from trainmux.fleet._fleet import Fleet
 from trainmux.fleet._machine import CacheFacts, MachineFacts, Rates, inspect_machine
 from trainmux.fleet._member import Member
 from trainmux.fleet._plan import Plan
+from trainmux.fleet._segment_runner import GroupPiece
 
-__all__ = ["CacheFacts", "Fleet", "MachineFacts", "Member", "Plan", "Rates", "inspect_machine"]
+__all__ = [
+    "CacheFacts",
+    "Fleet",
+    "GroupPiece",
+    "MachineFacts",
+    "Member",
+    "Plan",
+    "Rates",
+    "inspect_machine",
+]

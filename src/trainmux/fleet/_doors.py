@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from trainmux.errors import FleetError
-from trainmux.fleet._whole_step import HalfStepError
+from trainmux.fleet._half_step import HalfStepError
 from trainmux.tracing import is_plain, plain_torch
 
 if TYPE_CHECKING:

@@ -100,24 +100,6 @@ def _forward_traces(
     return list(found.values())
 
 
-def evaluate_groups(
-    groups: Sequence[Group],
-    traces: Sequence[RowTraces],
-    feeds: Sequence[GroupFeed],
-    batches: Mapping[int, Sequence[Tensor]],
-) -> list[dict[str, Tensor]]:
-    """Metrics of all groups on one batch, each by itself, without a plan."""
-    results = []
-    for group, found, feed in zip(groups, traces, feeds, strict=True):
-        merged: dict[str, Tensor] = {}
-        for trace, rows in found:
-            key = (trace.key, feed.example.spec)
-            values = group.evaluate(trace.graph, key, batches[id(group)], stacked_batch=feed.stacked)
-            take_over(merged, values, rows)
-        results.append(merged)
-    return results
-
-
 def take_over(known: dict[str, Tensor], new: Mapping[str, Tensor], rows: Sequence[int]) -> None:
     """Put the rows that ``new`` values are for among the known ones."""
     for name, value in new.items():

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from trainmux.errors import FusionError, MemberError
+from trainmux.errors import ConfigError, FusionError, MemberError
 from trainmux.fleet._batches import BatchFeed
 from trainmux.fleet._checkpoint import fleet_document, has_other_constants, refuse_copy, restore_fleet
 from trainmux.fleet._config import make_config
 from trainmux.fleet._doors import door, shielded, whole
-from trainmux.fleet._evaluate import evaluate_fleet, evaluate_groups
+from trainmux.fleet._evaluate import evaluate_fleet
 from trainmux.fleet._gather import Gather
 from trainmux.fleet._group import Group, GroupKey
 from trainmux.fleet._member import Member
@@ -24,7 +24,9 @@ from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_keeper import PlanKeeper, request_like, without_empty
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._refresh import carry_over, kept_edits, take_edits
+from trainmux.fleet._runner import Batches, GroupPart, StepRunner
 from trainmux.fleet._schedules import await_update, end_epoch, end_update
+from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
 from trainmux.fleet._slots import Slot
 from trainmux.fleet._summary import reasons_stopped, summarise
 from trainmux.fleet._traces import Trace, TraceCache
@@ -36,6 +38,8 @@ from trainmux.runtime import deferred_interrupts
 from trainmux.scheduling import PlanProgress
 from trainmux.tracing import FlatBatch, LossFunction, plain_torch
 from trainmux.training import Callback, History, fit, read_checkpoint, warn_user, write_checkpoint
+
+T = TypeVar("T")
 
 
 class Fleet:
@@ -134,27 +138,70 @@ class Fleet:
         self._require_members()
         self._watch.at_step(self._groups)
         self._arrange_groups()
-        feeds = self._feed.for_groups(batch, overrides or {}, self._groups, self._names)
         applies = (self._num_steps + 1) % self._config.accumulate == 0
-        traces = [self._trace_for(group, feeds[id(group)].example).graph for group in self._groups]
-        parts = [feeds[id(group)] for group in self._groups]
-        ready = self._plans.prepare(self._groups, traces, parts, applies=applies)
-        tensors = self._feed.tensors(feeds, self._groups, self._names)
+        ready, batches = self._begin_step(self._plans.runner, batch, overrides or {}, applies)
         # Only now, when nothing is left to be refused, does any group change; and then all of them do.
         with deferred_interrupts():
-            ready(tensors)
-            self._num_steps += 1
-            if applies:
-                end_update(self._groups)
+            ready(batches)
+            self._end_step(applies)
         self._plans.hold_budget()
         losses: Tensor = self._ordered("loss")
         return losses
+
+    def _begin_step(
+        self, runner: StepRunner[T], batch: Any, overrides: Mapping[str, Any], applies: bool
+    ) -> tuple[Callable[[Batches], T], Batches]:
+        """Check a batch and have ``runner`` prepare a step on it; groups without members have no part."""
+        groups = [group for group in self._groups if group.members]
+        feeds = self._feed.for_groups(batch, overrides, groups, self._names)
+        parts = []
+        for group in groups:
+            feed = feeds[id(group)]
+            parts.append(GroupPart(group, self._trace_for(group, feed.example), feed, applies))
+        return runner.prepare(parts), self._feed.tensors(feeds, groups, self._names)
+
+    def _end_step(self, applies: bool) -> None:
+        """Count a step that all groups have done."""
+        self._num_steps += 1
+        if applies:
+            end_update(self._groups)
+
+    def _in_segments(self) -> SegmentRunner:
+        """Let somebody else run the steps, segment by segment; see `SegmentRunner` for what is refused."""
+        if self._plans.plan is not None:
+            raise ConfigError(
+                "expected a fleet without a plan of its own, got one that trains by a plan; call "
+                "fleet.use(None) first"
+            )
+        self._require_members()
+        self._arrange_groups()
+        return SegmentRunner(self, self._groups, self._config)
+
+    @door
+    def _begin_segments(self, runner: SegmentRunner, batch: Any, applies: bool) -> tuple[GroupPiece, ...]:
+        """Check everything that ``step`` would and return the groups' pieces of a step."""
+        runner.check_slots(self._groups)
+        self._require_members()
+        self._watch.at_step(self._groups)
+        pieces, batches = self._begin_step(runner, batch, {}, applies)
+        return pieces(batches)
+
+    def _end_segments(self, applies: bool) -> Tensor:
+        self._end_step(applies)
+        losses: Tensor = self._ordered("loss")
+        return losses
+
+    def _has_groups(self, groups: Sequence[Group]) -> bool:
+        return list(groups) == self._groups
+
+    def _stay_on_host(self) -> None:
+        self._plans.stay_on_host()
 
     @shielded
     def wait_until_compiled(self) -> None:
         """With ``lowering="auto"``: return when the next step, if like one seen before, will run compiled."""
         for group in self._groups:
-            group.wait_until_compiled()
+            group.programs.wait_until_compiled()
 
     @property
     @door
@@ -217,9 +264,16 @@ class Fleet:
             self._watch.check(self._places(), ignores_mode=True)
             self._groups, self._gather = self._plans.at_step(self._groups), None
             self._plans.finish()
-        evaluate = self._plans.evaluate if self._plans.is_active else evaluate_groups
+        runner = self._plans.runner
         return evaluate_fleet(
-            evaluate, self._groups, self._names, self._traces, self._feed, loader, metric_fn, self._loss_of
+            runner.evaluate,
+            self._groups,
+            self._names,
+            self._traces,
+            self._feed,
+            loader,
+            metric_fn,
+            self._loss_of,
         )
 
     # ---- members -----------------------------------------------------------------------------------
@@ -507,7 +561,7 @@ class Fleet:
         return group
 
     def _prepare(self, group: Group, plan: Newcomer) -> None:
-        group.prepare(plan.trace.graph, plan.example.spec, stacked_batch=self._feed.stacks(plan.member))
+        group.prepare(plan.trace, stacked_batch=self._feed.stacks(plan.member))
 
     def _place(self, plan: Newcomer) -> None:
         same = [group for group in self._groups if group.key == plan.key]

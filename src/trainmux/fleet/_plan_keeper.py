@@ -1,33 +1,22 @@
-"""The plan that a fleet trains by: wanted, in use, left, made anew."""
+"""The plan that a fleet trains by, and the runner of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from trainmux.errors import PlanError
-from trainmux.fleet._batches import GroupFeed
 from trainmux.fleet._config import FleetConfig
-from trainmux.fleet._evaluate import RowTraces, take_over
 from trainmux.fleet._group import Group
+from trainmux.fleet._partition import join_groups, put_back, rejoined, split_groups
+from trainmux.fleet._plain_runner import PlainRunner
 from trainmux.fleet._plan import Plan
-from trainmux.fleet._planned_groups import (
-    PlannedGroups,
-    join_groups,
-    put_back,
-    rejoined,
-    split_groups,
-)
-from trainmux.fleet._planning import FleetPlanner, PlanRequest
-from trainmux.fleet._whole_step import run_whole
+from trainmux.fleet._planned_runner import MakePlanner, PlannedRunner
+from trainmux.fleet._planning import PlanRequest
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.runtime import deferred_interrupts, release_cached
 from trainmux.scheduling import in_words
-from trainmux.tracing import BatchSpec, TracedGraph
 from trainmux.training import warn_user
 
 _MAX_EMPTY_SHARE = 0.5
@@ -36,11 +25,6 @@ _MAX_EMPTY_SHARE = 0.5
 _MAX_TIGHTENINGS = 2
 _SLACK_BYTES = 16 << 20
 """Left free beside what was found too much, so that the next plan is not over by a little again."""
-
-ReadyStep = Callable[[Mapping[int, Sequence[Tensor]]], None]
-"""Runs a step on each group's batch, by ``id(group)``."""
-
-MakePlanner = Callable[[Sequence[Group]], FleetPlanner]
 
 
 class PlanKeeper:
@@ -55,7 +39,8 @@ class PlanKeeper:
         self._make_planner = make_planner
         self._wanted: Plan | None = None
         self._request: PlanRequest | None = None
-        self._active: PlannedGroups | None = None
+        self._plain = PlainRunner()
+        self._active: PlannedRunner | None = None
         self._is_left = False
         self._is_over = False
         self._num_tightened = 0
@@ -93,10 +78,14 @@ class PlanKeeper:
         """The groups' state lies in the host's memory: the next step takes it to the device."""
         self._is_left = True
 
+    @property
+    def runner(self) -> PlainRunner | PlannedRunner:
+        """Runs the fleet's steps as things are now; ``at_step`` may change it."""
+        return self._plain if self._active is None else self._active
+
     def finish(self) -> None:
         """Run what is in flight to its end."""
-        if self._active is not None:
-            self._active.finish()
+        self.runner.finish()
 
     def leave(self, groups: Sequence[Group]) -> list[Group]:
         """Members that the plan in use has no room for are about to come: groups as they are without it."""
@@ -175,14 +164,17 @@ class PlanKeeper:
         own = planner.steps_of(plan)
         specs = [planner.example_spec(sub_array) for sub_array in plan.partition]
         split = split_groups(groups, plan)
-        variant = _variant(split, specs, [group.stacked_batch for group in split], applies=True)
+        variant = tuple(
+            (group.variant(applies=True), spec, group.stacked_batch)
+            for group, spec in zip(split, specs, strict=True)
+        )
         slots = [list(group.slots) for group in groups]
         try:
             with deferred_interrupts():
                 for group in groups:
                     group.vacate()
                 release_cached(self._config.device)
-                self._active = PlannedGroups(plan, split, variant, own, self._config)
+                self._active = PlannedRunner(plan, split, variant, own, self._config, self._make_planner)
         except BaseException:
             with deferred_interrupts():
                 if self._active is not None:
@@ -193,86 +185,16 @@ class PlanKeeper:
             raise
         beside = ", members side by side" if plan.record.num_branches > 1 else ""
         for number, group in enumerate(split):
-            group.annotate(
+            group.notes = (
                 f"sub-array {number + 1} of {len(split)} of a plan ({plan.policy}, "
                 f"{plan.record.schedule.multiplexing.value}{beside})",
                 *group.notes[1:],
             )
         return split
 
-    def prepare(
-        self,
-        groups: Sequence[Group],
-        traced: Sequence[TracedGraph],
-        feeds: Sequence[GroupFeed],
-        *,
-        applies: bool,
-    ) -> ReadyStep:
-        """A step of all groups, by the plan if there is one, ready for batches like those of ``feeds``."""
-        active = self._active
-        if active is None:
-            return _prepare_without(groups, traced, feeds, applies=applies)
-        stacked = [feed.stacked for feed in feeds]
-        variant = _variant(groups, [feed.example.spec for feed in feeds], stacked, applies=applies)
-        if not active.knows(variant):
-            planner = self._make_planner(groups)
-            steps = planner.steps_beside(active.plan, traced, stacked, applies=applies)
-            with deferred_interrupts():
-                active.learn(variant, steps)
-        return lambda batches: active.step(variant, batches)
-
-    def evaluate(
-        self,
-        groups: Sequence[Group],
-        traces: Sequence[RowTraces],
-        feeds: Sequence[GroupFeed],
-        batches: Mapping[int, Sequence[Tensor]],
-    ) -> list[dict[str, Tensor]]:
-        """Metrics of all groups on one batch, within the plan's budget.
-
-        A planned program has one forward pass of each group. Where members of a group differ in evaluation,
-        there are as many programs as the group with the most traces needs; others run their last one again.
-        """
-        active = self._active
-        assert active is not None
-        stacked = [feed.stacked for feed in feeds]
-        merged: list[dict[str, Tensor]] = [{} for _ in groups]
-        for number in range(max(len(found) for found in traces)):
-            chosen = [found[min(number, len(found) - 1)] for found in traces]
-            variant = (
-                "evaluate",
-                *(
-                    (trace.key, feed.example.spec, feed.stacked)
-                    for (trace, _), feed in zip(chosen, feeds, strict=True)
-                ),
-            )
-            if not active.knows(variant):
-                graphs = [trace.graph for trace, _ in chosen]
-                forwards = self._make_planner(groups).forwards_beside(active.plan, graphs, stacked)
-                with deferred_interrupts():
-                    active.learn(variant, forwards)
-            # State may move: it must not stop half-way.
-            with deferred_interrupts():
-                values = active.evaluate(variant, batches)
-            for known, (_, rows), new in zip(merged, chosen, values, strict=True):
-                take_over(known, new, rows)
-        return merged
-
     def _back_to_device(self, groups: Sequence[Group]) -> None:
         for group in groups:
             group.restack(self._config.device)
-
-
-def _prepare_without(
-    groups: Sequence[Group], traced: Sequence[TracedGraph], feeds: Sequence[GroupFeed], *, applies: bool
-) -> ReadyStep:
-    """A step of all groups without a plan, ready to run on batches like those of ``feeds``."""
-    jobs = [
-        (group, group.prepare(graph, feed.example.spec, stacked_batch=feed.stacked, applies=applies))
-        for group, graph, feed in zip(groups, traced, feeds, strict=True)
-    ]
-
-    return partial(run_whole, jobs)
 
 
 def without_empty(groups: Sequence[Group]) -> list[Group]:
@@ -288,14 +210,6 @@ def request_like(plan: Plan) -> PlanRequest:
     """What would be asked for to get a plan like this one."""
     blank = PlanRequest(None, "auto", None, None, 0, None, None)
     return replace(blank, budget=plan.budget_bytes, policy=plan.policy)
-
-
-def _variant(
-    groups: Sequence[Group], specs: Sequence[BatchSpec], stacked: Sequence[bool], *, applies: bool
-) -> Hashable:
-    """What the program of a step depends on, besides the members."""
-    rows = zip(groups, specs, stacked, strict=True)
-    return tuple((group.variant(applies=applies), spec, is_stacked) for group, spec, is_stacked in rows)
 
 
 def _mostly_empty(groups: Sequence[Group]) -> bool:

@@ -20,13 +20,13 @@ from trainmux.engine import (
     run_into,
 )
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
+from trainmux.fleet._arguments import with_batch
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._fixed_bytes import fixed_bytes, known_fixed_bytes
 from trainmux.fleet._group import Group
+from trainmux.fleet._other_steps import PlannedForwards, PlannedSteps, other_forwards, other_steps, read_step
 from trainmux.fleet._plan import Plan, require_plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
-from trainmux.fleet._planned_beside import forwards_beside, read_step, steps_beside
-from trainmux.fleet._planned_groups import PlannedForwards, PlannedSteps
 from trainmux.ir import DeviceFacts, Profile, SubArray
 from trainmux.profiling import (
     MEASUREMENT_VERSION,
@@ -274,20 +274,20 @@ class FleetPlanner:
         """Of the batch that a sub-array's members were planned with."""
         return self._examples[self._owner_of(sub_array)].spec
 
-    def steps_beside(
+    def other_steps(
         self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool], *, applies: bool
     ) -> PlannedSteps:
-        """Other steps of the groups, which are the plan's sub-arrays, within the same budget."""
+        """Fit other steps of the groups, which are the plan's sub-arrays, into the plan's budget."""
         kernels, host_bytes = self._kernels_of(plan), self._facts.host_bytes
         steps = zip(self._groups, traced, stacked, strict=True)
-        return steps_beside(plan, list(steps), kernels, host_bytes, applies=applies)
+        return other_steps(plan, list(steps), kernels, host_bytes, applies=applies)
 
-    def forwards_beside(
+    def other_forwards(
         self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool]
     ) -> PlannedForwards:
-        """Forward passes of the groups, which are the plan's sub-arrays, within the same budget."""
+        """Fit forward passes of the groups, which are the plan's sub-arrays, into the plan's budget."""
         steps = zip(self._groups, traced, stacked, strict=True)
-        return forwards_beside(plan, list(steps), self._facts.host_bytes)
+        return other_forwards(plan, list(steps), self._facts.host_bytes)
 
     def _kernels_of(self, plan: Plan) -> str:
         """Of what the plan's steps are made: analytic ones are made for regions."""
@@ -406,7 +406,7 @@ class FleetPlanner:
         batch = [tensor.to(self._config.device) for tensor in self._examples[index].tensors]
         if group.stacked_batch:
             batch = [tensor.expand(group.width, *tensor.shape) for tensor in batch]
-        arguments = first_rows(program, group.arguments_of(program, batch), width)
+        arguments = first_rows(program, with_batch(group.held_arguments(program), batch), width)
         arguments = [argument.to(self._config.device) for argument in arguments]
         active = program.position_of("active")
         arguments[active] = torch.zeros_like(arguments[active])

@@ -32,7 +32,7 @@ def summarise(groups: Sequence[Group], planned: MemoryUse | None) -> tuple[Group
             group.records,
             group.unfused_because,
             group.notes,
-            planned or group.memory,
+            planned or group.programs.engine.memory,
         )
         for group in groups
     )

@@ -114,7 +114,7 @@ def test_a_free_slot_is_refilled_for_nothing(monkeypatch: pytest.MonkeyPatch) ->
     fleet.step(BATCHES[3])
     assert work.total == 0
     (group,) = fleet._groups
-    assert (group.width, len(group._programs)) == (3, 1)
+    assert (group.width, len(group.programs.kept)) == (3, 1)
 
 
 def test_a_full_group_grows_without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:

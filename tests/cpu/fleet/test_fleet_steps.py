@@ -177,7 +177,7 @@ def test_many_batch_sizes_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch)
     fleet = Fleet([sgd_member(0)], mse, EXAMPLE)
     assert_trains_alone(fleet, sgd_member, [vectors(size, size=size) for size in (5, 1, 2, 5)])
     (group,) = fleet._groups
-    assert len(group._programs) == 2
+    assert len(group.programs.kept) == 2
 
 
 # ---- data of each member's own -------------------------------------------------------------------------

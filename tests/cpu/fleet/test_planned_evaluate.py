@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import trainmux as tm
 from trainmux.errors import BudgetError
 from trainmux.fleet._fixed_bytes import FIXED_BYTES
-from trainmux.fleet._planned_groups import PlannedForwards, PlannedGroups
+from trainmux.fleet._other_steps import PlannedForwards
+from trainmux.fleet._planned_runner import PlannedRunner
 from trainmux.ir import Prefetch
 
 pytestmark = pytest.mark.usefixtures("built_once")
@@ -101,7 +102,7 @@ def num_states_in_slab(fleet: tm.Fleet) -> int:
     return sum(state.untyped_storage().data_ptr() == slab for state in states)
 
 
-def active(fleet: tm.Fleet) -> PlannedGroups:
+def active(fleet: tm.Fleet) -> PlannedRunner:
     found = fleet._plans._active
     assert found is not None
     return found

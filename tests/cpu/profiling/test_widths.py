@@ -13,7 +13,7 @@ from profiled import leave_uncompiled
 
 import trainmux as tm
 from trainmux.fleet._group import Group
-from trainmux.fleet._planned_beside import read_step
+from trainmux.fleet._other_steps import read_step
 from trainmux.fleet._planning import FleetPlanner
 from trainmux.ir import ByteClass, Phase, Profile
 from trainmux.profiling import KernelGraph, WidthProfiles, _widths, find_device, same_but_for_origin

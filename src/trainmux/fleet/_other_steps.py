@@ -1,12 +1,13 @@
-"""Steps beside the planned one, in the same memory: other batches, micro-batches, evaluations.
+"""Programs of a plan's sub-arrays for other steps than the planned one, in the same memory.
 
-Their times are only estimated. Where the members of the plan's sub-arrays train side by side, they do so here
-too: state stays where it is.
+These are steps on batches of another shape, micro-batches without an update, and evaluations. Their times are
+only estimated. Members that train on parallel branches do so here too: state stays where it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,8 +15,7 @@ from trainmux.engine import ForwardProgram, StepProgram
 from trainmux.errors import BudgetError
 from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
-from trainmux.fleet._planned_groups import PlannedForwards, PlannedSteps
-from trainmux.ir import Profile
+from trainmux.ir import Profile, Program
 from trainmux.profiling import (
     DEVICES,
     KernelGraph,
@@ -28,23 +28,50 @@ from trainmux.profiling import (
 from trainmux.scheduling import fit_program
 from trainmux.tracing import TracedGraph
 
+
+@dataclass(frozen=True)
+class PlannedSteps:
+    """The steps of all sub-arrays, their kernels, and the program that runs them.
+
+    Where members train on parallel branches, steps and kernels are those of one branch; ``branches`` counts
+    the branches of each sub-array.
+    """
+
+    steps: tuple[StepProgram, ...]
+    graphs: tuple[KernelGraph, ...]
+    program: Program
+    branches: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlannedForwards:
+    """Forward passes of all sub-arrays, their kernels, and the program that runs them."""
+
+    steps: tuple[ForwardProgram, ...]
+    graphs: tuple[KernelGraph, ...]
+    program: Program
+    branches: tuple[int, ...]
+
+
+Planned = PlannedSteps | PlannedForwards
+
 Wanted = tuple[Group, TracedGraph, bool]
 """A group that is one of the plan's sub-arrays, its graph, and whether each member has its own batch."""
 
 _ROUGHLY = "h200-141gb"
-"""Whose speed is taken."""
+"""The device whose speed is assumed for estimates."""
 
 
 def read_step(step: StepProgram | ForwardProgram) -> KernelGraph:
-    """The kernels of a step, or of a forward pass alone."""
+    """Read the kernels of a step or of a forward pass."""
     assert isinstance(step.module, torch.fx.GraphModule)
     return read_kernels(step.module, step.byte_classes())
 
 
-def steps_beside(
+def other_steps(
     plan: Plan, wanted: Sequence[Wanted], kernels: str, host_bytes: int, *, applies: bool
 ) -> PlannedSteps:
-    """Other steps of all groups within the plan's budget.
+    """Build other steps of all groups within the plan's budget.
 
     Batches of another shape run operator by operator: they are few, and compiling takes long. Where a
     micro-batch without an update has no room for optimizer state, which it does not touch, that waits on the
@@ -79,8 +106,8 @@ def _steps(
     return PlannedSteps(tuple(steps), tuple(graphs), program, _used(wanted, num_branches))
 
 
-def forwards_beside(plan: Plan, wanted: Sequence[Wanted], host_bytes: int) -> PlannedForwards:
-    """Forward passes of all groups within the plan's budget.
+def other_forwards(plan: Plan, wanted: Sequence[Wanted], host_bytes: int) -> PlannedForwards:
+    """Build forward passes of all groups within the plan's budget.
 
     Where there is room, optimizer state stays where it is. Where there is not, it waits on the host: that
     costs a copy there and back for an evaluation, swaps cost some for each of its batches.
