@@ -33,7 +33,7 @@ from trainmux.errors import (
     TrainmuxError,
     TrainmuxWarning,
 )
-from trainmux.training._batches import END_OF_PASS
+from trainmux.fleet import END_OF_PASS
 
 _AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 """What an eager step's products are of, by precision; in fp64 it would be another model."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import BatchError, LossError
-from trainmux.fleet._batches import BatchFeed, GroupFeed
+from trainmux.fleet._feed import BatchFeed, GroupFeed
 from trainmux.fleet._group import Group
 from trainmux.fleet._member import Member
 from trainmux.fleet._traces import Trace, TraceCache

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import ConfigError, FusionError, MemberError
-from trainmux.fleet._batches import BatchFeed
+from trainmux.fleet._callbacks import Callback
 from trainmux.fleet._checkpoint import fleet_document, has_other_constants, refuse_copy, restore_fleet
 from trainmux.fleet._config import make_config
 from trainmux.fleet._doors import door, shielded, whole
 from trainmux.fleet._evaluate import evaluate_fleet
+from trainmux.fleet._feed import BatchFeed
+from trainmux.fleet._fit import fit
 from trainmux.fleet._gather import Gather
 from trainmux.fleet._group import Group, GroupKey
+from trainmux.fleet._history import History
 from trainmux.fleet._member import Member
 from trainmux.fleet._names import name_of_newcomer, unique_names, unknown_member
 from trainmux.fleet._newcomer import Newcomer, describe_newcomer, loss_of
@@ -30,6 +33,7 @@ from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
 from trainmux.fleet._slots import Slot
 from trainmux.fleet._summary import reasons_stopped, summarise
 from trainmux.fleet._traces import Trace, TraceCache
+from trainmux.fleet._warn import warn_user
 from trainmux.fleet._watch import Edits, FleetWatch, MemberWatch
 from trainmux.ir import GroupSummary, Timeline
 from trainmux.profiling import Device
@@ -37,7 +41,7 @@ from trainmux.reporting import format_fusion
 from trainmux.runtime import deferred_interrupts
 from trainmux.scheduling import PlanProgress
 from trainmux.tracing import FlatBatch, LossFunction, plain_torch
-from trainmux.training import Callback, History, fit, read_checkpoint, warn_user, write_checkpoint
+from trainmux.training import read_checkpoint, write_checkpoint
 
 T = TypeVar("T")
 
@@ -231,7 +235,27 @@ class Fleet:
         log_every: int | None = None,
         member_loaders: Mapping[str, Iterable[Any]] | None = None,
     ) -> History:
-        """Train for ``epochs`` passes over ``loader`` or ``steps`` steps; see ``trainmux.training.fit``."""
+        """Train on the batches of ``loader`` for ``epochs`` passes over it, or for ``steps`` steps.
+
+        ``validation`` is evaluated with ``metric_fn`` after every epoch; with ``steps``, after every
+        ``validate_every`` of them (default: after every pass over the loader) and at the end. At the same
+        points epoch schedulers are stepped, callbacks called, records made, and a checkpoint is saved in
+        the directory ``checkpoint``. ``resume`` is ``"auto"`` (go on from a checkpoint if there is one),
+        ``"must"`` or True, ``"never"`` or False (start over, overwriting it). A resumed fit goes on with
+        the next epoch, at the batch and with the host's random state that it would have had; it returns at
+        once when all is done.
+
+        ``member_loaders`` maps names of members to loaders of their own, cycled; the others get
+        ``loader``'s batches. ``progress`` is ``"auto"`` (or True), ``"rich"``, ``"plain"`` or False.
+        ``log_every`` is the number of steps between progress updates; by default they come by wall clock.
+
+        Returns the history of each member, of a resumed run from its first epoch on. The fit ends early
+        when all members are stopped. Members that stop being finite are named in a ``TrainmuxWarning`` at
+        the end of the epoch. Refuses contradicting arguments (``ConfigError``), a loader without batches
+        (``BatchError``) and a checkpoint that cannot be read, written, or gone on with
+        (``CheckpointError``). However it ends, also on an exception or Ctrl-C, ``sync()`` comes first, so
+        that the members hold consistent weights.
+        """
         return fit(
             self,
             loader,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainmux.errors import ConfigError, MemberError
-from trainmux.fleet._batches import BatchFeed
+from trainmux.fleet._feed import BatchFeed
 from trainmux.fleet._group import GroupKey
 from trainmux.fleet._member import Member
 from trainmux.fleet._snapshot import OptimizerSnapshot, snapshot_optimizer

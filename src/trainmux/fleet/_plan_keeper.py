@@ -14,10 +14,10 @@ from trainmux.fleet._plain_runner import PlainRunner
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._planned_runner import MakePlanner, PlannedRunner
 from trainmux.fleet._planning import PlanRequest
+from trainmux.fleet._warn import warn_user
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.runtime import deferred_interrupts, release_cached
 from trainmux.scheduling import in_words
-from trainmux.training import warn_user
 
 _MAX_EMPTY_SHARE = 0.5
 """A fleet of which more than this share of slots is empty gets fewer of them at the next step."""

@@ -19,9 +19,9 @@ from trainmux.engine import (
     WatchedLanes,
 )
 from trainmux.errors import BudgetError, PlanError
-from trainmux.fleet._batches import GroupFeed
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._evaluate import RowTraces, take_over
+from trainmux.fleet._feed import GroupFeed
 from trainmux.fleet._group import Group
 from trainmux.fleet._half_step import half_step
 from trainmux.fleet._other_steps import Planned, PlannedForwards, PlannedSteps

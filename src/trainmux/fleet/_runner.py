@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from trainmux.fleet._batches import GroupFeed
+from trainmux.fleet._feed import GroupFeed
 from trainmux.fleet._group import Group
 from trainmux.fleet._traces import Trace
 from trainmux.tracing import BatchSpec

@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from trainmux.errors import MemberChangedError, OptimizerError, TrainmuxError
 from trainmux.fleet._member import Member
 from trainmux.fleet._slots import Slot, named_tensors
+from trainmux.fleet._warn import warn_user
 from trainmux.optim import OptimizerStructure, describe
 from trainmux.tracing import Holder, Items, LossFunction, Reach, same_items, unique_parameters
-from trainmux.training import warn_user
 
 if TYPE_CHECKING:
     from trainmux.fleet._group import Group

@@ -35,7 +35,7 @@ from trainmux.colocate._fused_work import _BESIDE_BYTES, _SPARE_BYTES
 from trainmux.colocate._in_flight import InFlightSweep
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentSet
 from trainmux.errors import BatchError, BudgetError, ConfigError, PlanError
-from trainmux.fleet._batches import BatchFeed
+from trainmux.fleet._feed import BatchFeed
 from trainmux.fleet._group import Group
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 

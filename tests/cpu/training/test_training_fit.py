@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_fakes import BATCHES, LRS, FakeFleet, Spy, WatchedTensor, run
 
 from trainmux.errors import BatchError, ConfigError, TrainmuxWarning
-from trainmux.training import Callback, EarlyStopping, FitState, fit
+from trainmux.fleet import Callback, EarlyStopping, FitState
+from trainmux.fleet._fit import fit
 
 # ---- epochs and steps
 
@@ -67,7 +68,7 @@ def test_means_do_not_depend_on_the_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     expected = run(FakeFleet(LRS), loader, epochs=1)["fast"][0]
     for log_every in (1, 7):
         assert run(FakeFleet(LRS), loader, epochs=1, log_every=log_every)["fast"][0] == expected
-    monkeypatch.setattr("trainmux.training._recorder._BLOCK_ROWS", 8)
+    monkeypatch.setattr("trainmux.fleet._recorder._BLOCK_ROWS", 8)
     assert run(FakeFleet(LRS), loader, epochs=1)["fast"][0] == expected
 
 

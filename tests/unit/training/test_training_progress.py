@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainmux.errors import ConfigError
-from trainmux.training import _progress as progress
-from trainmux.training._progress_view import (
+from trainmux.fleet import _progress as progress
+from trainmux.fleet._fit import Speed
+from trainmux.fleet._progress import (
     MemberRow,
     Snapshot,
     clock,
@@ -21,7 +22,6 @@ from trainmux.training._progress_view import (
     plain_line,
     progress_view,
 )
-from trainmux.training._speed import Speed
 
 
 def snapshot(losses: dict[str, float] | None = None, **changes: Any) -> Snapshot:
@@ -176,7 +176,7 @@ class Terminal(io.StringIO):
 def test_choice_of_display(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm")
-    assert type(progress.open_display("off")) is progress.SilentDisplay
+    assert type(progress.open_display("off")) is progress.Display
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert type(progress.open_display("auto")) is progress.PlainDisplay
     monkeypatch.setattr(sys, "stdout", Terminal())

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from trainmux.errors import BatchError
-from trainmux.training import _random_state
-from trainmux.training._protocol import Batch
+from trainmux.fleet import _random_state
+from trainmux.fleet._fit_options import Batch
 
 
 class EndOfPass:
