@@ -17,21 +17,26 @@ from trainmux.fleet._doors import door, shielded, whole
 from trainmux.fleet._evaluate import evaluate_fleet
 from trainmux.fleet._feed import BatchFeed
 from trainmux.fleet._fit import fit
-from trainmux.fleet._gather import Gather
 from trainmux.fleet._group import Group, GroupKey
 from trainmux.fleet._history import History
 from trainmux.fleet._member import Member
-from trainmux.fleet._names import name_of_newcomer, unique_names, unknown_member
-from trainmux.fleet._newcomer import Newcomer, describe_newcomer, loss_of
+from trainmux.fleet._newcomer import (
+    Newcomer,
+    describe_newcomer,
+    loss_of,
+    name_of_newcomer,
+    unique_names,
+    unknown_member,
+)
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_keeper import PlanKeeper, request_like, without_empty
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._refresh import carry_over, kept_edits, take_edits
+from trainmux.fleet._results import Gather, reasons_stopped, summarise
 from trainmux.fleet._runner import Batches, GroupPart, StepRunner
 from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
 from trainmux.fleet._slots import Slot
-from trainmux.fleet._summary import reasons_stopped, summarise
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.fleet._warn import warn_user
 from trainmux.fleet._watch import Edits, FleetWatch, MemberWatch

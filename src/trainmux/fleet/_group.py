@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 
 from trainmux.engine import ForwardProgram, StepProgram, UpdateSettings
-from trainmux.fleet._arguments import Program, groups_of, held_arguments, with_batch
 from trainmux.fleet._build import ProgramBuilder
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._member import Member
 from trainmux.fleet._numbers import GroupNumbers
-from trainmux.fleet._programs import ProgramCache
-from trainmux.fleet._slots import Slot, StackedState, check_shapes, named_tensors, same_values
-from trainmux.fleet._snapshot import OptimizerSnapshot
+from trainmux.fleet._programs import Program, ProgramCache, groups_of, held_arguments, with_batch
+from trainmux.fleet._slots import (
+    OptimizerSnapshot,
+    Slot,
+    StackedState,
+    check_shapes,
+    named_tensors,
+    same_values,
+)
 from trainmux.fleet._traces import Trace
 from trainmux.fleet._watch import MemberWatch
 from trainmux.ir import FusionRecord, InputKind, OutputKind

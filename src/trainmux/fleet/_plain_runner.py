@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from trainmux.engine import StepProgram, UpdateMode
+from trainmux.fleet._doors import half_step
 from trainmux.fleet._evaluate import RowTraces, take_over
 from trainmux.fleet._feed import GroupFeed
 from trainmux.fleet._group import Group
-from trainmux.fleet._half_step import half_step
 from trainmux.fleet._runner import Batches, GroupPart
 
 _Job = tuple[Group, StepProgram]

@@ -20,10 +20,10 @@ from trainmux.engine import (
 )
 from trainmux.errors import BudgetError, PlanError
 from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._doors import half_step
 from trainmux.fleet._evaluate import RowTraces, take_over
 from trainmux.fleet._feed import GroupFeed
 from trainmux.fleet._group import Group
-from trainmux.fleet._half_step import half_step
 from trainmux.fleet._other_steps import Planned, PlannedForwards, PlannedSteps
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._planning import FleetPlanner

@@ -20,13 +20,12 @@ from trainmux.engine import (
     run_into,
 )
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
-from trainmux.fleet._arguments import with_batch
 from trainmux.fleet._config import FleetConfig
-from trainmux.fleet._fixed_bytes import fixed_bytes, known_fixed_bytes
 from trainmux.fleet._group import Group
 from trainmux.fleet._other_steps import PlannedForwards, PlannedSteps, other_forwards, other_steps, read_step
 from trainmux.fleet._plan import Plan, require_plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
+from trainmux.fleet._programs import with_batch
 from trainmux.ir import DeviceFacts, Profile, SubArray
 from trainmux.profiling import (
     MEASUREMENT_VERSION,
@@ -46,10 +45,31 @@ from trainmux.profiling import (
     side_by_side,
     used_branches,
 )
-from trainmux.runtime import MATRIX_LIBRARIES_BYTES, no_collections, workspaces_bytes
+from trainmux.runtime import MATRIX_LIBRARIES_BYTES, NUM_LANDINGS, no_collections, workspaces_bytes
 from trainmux.scheduling import BudgetCost, Planner, PlanProgress, find_partitions, parse_budget
 from trainmux.scheduling import Group as PlannedGroup
 from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
+
+FIXED_BYTES = 128 << 20
+"""On a CUDA device, beside all tensors: the matrix libraries' workspaces for one stream (about 40 MiB), and
+what the driver takes for the graphs and the code of kernels that a plan is the first to run: 2 to 14 MiB for
+plans of two or three sub-arrays, 74 MiB for one with 3,400 nodes, 900 recomputations and 4,500 copies."""
+
+
+def known_fixed_bytes(groups: Sequence[Group], examples: Sequence[FlatBatch]) -> int:
+    """What is known of any device: also places where batches land, those on their way from the host, and one
+    where a ring keeps the next one."""
+    batches = sum(
+        sum(tensor.nbytes for tensor in example.tensors) * (group.width if group.stacked_batch else 1)
+        for group, example in zip(groups, examples, strict=True)
+    )
+    return FIXED_BYTES + (NUM_LANDINGS + 1) * batches
+
+
+def fixed_bytes(groups: Sequence[Group], examples: Sequence[FlatBatch], device: torch.device) -> int:
+    """The same for a device that is there, with workspaces of streams that were used before."""
+    return known_fixed_bytes(groups, examples) + sum(workspaces_bytes(device)[1:])
+
 
 _FEW_PARTITIONS = 5
 """Partitions that are tried where nobody says how many and each takes long: its widths are compiled to be

@@ -15,7 +15,7 @@ from short_workloads import SHORT
 import trainmux as tm
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.fleet import _plan, _program_store
-from trainmux.fleet._fixed_bytes import FIXED_BYTES
+from trainmux.fleet._planning import FIXED_BYTES
 from trainmux.ir import Multiplexing, to_json, verify
 from trainmux.lowering import KernelCache
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import trainmux as tm
 from trainmux.errors import BudgetError
-from trainmux.fleet._fixed_bytes import FIXED_BYTES
 from trainmux.fleet._other_steps import PlannedForwards
 from trainmux.fleet._planned_runner import PlannedRunner
+from trainmux.fleet._planning import FIXED_BYTES
 from trainmux.ir import Prefetch
 
 pytestmark = pytest.mark.usefixtures("built_once")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainmux.fleet._gather import Gather
+from trainmux.fleet._results import Gather
 
 
 @dataclass
