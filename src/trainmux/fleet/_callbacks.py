@@ -68,7 +68,7 @@ class Callback:
         """Once, when training has ended as it should; not after an exception."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has to keep of this callback, as plain values and tensors."""
+        """Return the state to keep in a checkpoint, as plain values and tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -76,14 +76,14 @@ class Callback:
 
 
 def callback_states(callbacks: tuple[Callback, ...]) -> list[dict[str, Any]]:
-    """What a checkpoint keeps of all callbacks: type and state, in order."""
+    """Collect type and state of all callbacks, in order, for a checkpoint."""
     return [{"type": type(callback).__qualname__, "state": callback.state_dict()} for callback in callbacks]
 
 
 def load_callback_states(callbacks: tuple[Callback, ...], states: list[dict[str, Any]]) -> None:
     """Give each callback its state: the n-th of a type gets the n-th that was saved for the type.
 
-    So a resumed run may have other callbacks beside; those without a saved state start fresh.
+    So a resumed run may have further callbacks; those without a saved state start fresh.
     """
     waiting = list(states)
     for callback in callbacks:

@@ -30,12 +30,12 @@ _STRATEGIES = {
 } | {"width": ("auto", FIXED, MEASURED)}
 
 _AUTO = {"cpu": FIXED, "cuda": FIXED}
-"""What "auto" is: measured choices become usual when whole steps were found to be no slower with them."""
+"""Meaning of "auto": measured choices become the default once whole steps are no slower with them."""
 
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """How a fleet trains, apart from its members."""
+    """Settings of a fleet, apart from its members."""
 
     device: torch.device
     precision: str
@@ -162,7 +162,7 @@ def _resolved(given: Mapping[str, str], device: torch.device, *, deterministic: 
 
 
 def _lowering(wanted: Any, device: torch.device, *, engine: str, deterministic: bool) -> str:
-    """What "auto" means here: "aten" without a compiler or as an oracle; waiting where runs must repeat."""
+    """Resolve "auto": "aten" without a compiler or as an oracle, "inductor" where runs must repeat."""
     _require("lowering", wanted, _LOWERINGS)
     missing = compiler_missing(device) if wanted != "aten" else ""
     if wanted == "inductor" and missing:

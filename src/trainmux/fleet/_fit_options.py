@@ -28,7 +28,7 @@ _PROGRESS: dict[Any, Progress] = {
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What ``fit`` was asked to do; exactly one of ``epochs`` and ``steps`` is set."""
+    """Checked arguments of ``fit``; exactly one of ``epochs`` and ``steps`` is set."""
 
     loader: Iterable[Batch]
     epochs: int | None

@@ -66,9 +66,9 @@ class Fleet:
     that have several, e.g. ``{"convolution": "separate"}``. ``engine`` is "auto" (CUDA graphs on a CUDA
     device), "cuda_graphs" or "reference" (node by node).
 
-    ``lowering`` is "auto" (on a CUDA device, training begins on ATen's kernels at once and goes on with
-    compiled ones as soon as they are there), "inductor" (wait for them) or "aten". ``width`` is the number
-    of members fused into one sub-array and ``branches`` the number of sub-arrays that run side by side;
+    ``lowering`` is "auto" (on a CUDA device, training begins on ATen's kernels at once and switches to
+    compiled ones as soon as they are ready), "inductor" (wait for them) or "aten". ``width`` is the number
+    of members fused into one sub-array and ``branches`` the number of sub-arrays that run in parallel;
     ``None`` chooses by what was measured for models of this kind.
 
     ``update`` is "deferred" (after all gradients exist), "bucketed" (the same, compiled to fewer kernels) or
@@ -472,7 +472,7 @@ class Fleet:
     def watch(self, batch: Any = None, overrides: Mapping[str, Any] | None = None) -> Timeline:
         """A step by the plan in use, as ``step``; returns when each instruction ran.
 
-        Beside what the plan predicts: ``plan.report(path, measured=fleet.watch(batch))``.
+        To compare with what the plan predicts: ``plan.report(path, measured=fleet.watch(batch))``.
         """
         self._arrange_groups()
         return self._plans.watch(lambda: self.step(batch, overrides))
@@ -482,7 +482,7 @@ class Fleet:
         return format_fusion(self.summary())
 
     def summary(self) -> tuple[GroupSummary, ...]:
-        """The same as records."""
+        """Return what ``explain`` says as records."""
         return summarise(self._groups, self._plans.memory)
 
     @door
@@ -554,7 +554,7 @@ class Fleet:
         return trace.key == group.key.graph
 
     def _find(self, name: str, watch: MemberWatch | None = None) -> tuple[Group, int]:
-        """Where a member is; with ``watch`` the place that has it, of two while it moves."""
+        """Find a member's group and row; with ``watch``, the one of two that has it while it moves."""
         for group in self._groups:
             for row, slot in group.members:
                 if slot.name == name and watch in (None, slot.watch):

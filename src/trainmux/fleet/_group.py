@@ -32,7 +32,7 @@ from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What members must have in common to be fused."""
+    """Key of members that can be fused."""
 
     graph: str
     structure: OptimizerStructure
@@ -139,7 +139,7 @@ class Group:
         self.forget_fed()
 
     def taken(self, rows: Sequence[int]) -> Group:
-        """A group of these rows' members alone, with copies of their state in the host's memory."""
+        """Make a group of these rows' members alone, with copies of their state in host memory."""
         other = Group(self.key, self.traced, self.config, len(rows))
         other.slots = [self.slots[row] for row in rows]
         host = torch.device("cpu")
@@ -324,7 +324,7 @@ class Group:
         return (self._numbers.idle, self._numbers.clips, applies)
 
     def compile_widths(self, widths: Sequence[int]) -> None:
-        """Compile the steps of arrays of these widths, all of their kernels side by side."""
+        """Compile the steps of arrays of these widths, all kernels in parallel."""
         self._numbers.read(self.members)
         settings = self._settings(self._numbers.idle, self._numbers.clips)
         builder, stacked = self._builder(), self.stacked_batch
@@ -380,7 +380,7 @@ class Group:
         self._numbers.push(self.members, num_ahead=num_ahead)
 
     def told(self, *, applies: bool) -> Hashable:
-        """Return all that a step would be told now beside its batch; equal as long as nothing has changed."""
+        """Return all that a step would be fed now but its batch; equal as long as nothing changes."""
         return (self.width, self.variant(applies=applies), self._numbers.told(self.members))
 
     def fed(self, program: Program, batch: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -112,7 +112,7 @@ class GroupNumbers:
             slot.num_updates += num_updates
 
     def told(self, members: Members) -> tuple[bytes, ...]:
-        """What ``push`` would send now, after ``read``: equal as long as nothing has changed."""
+        """Return what ``push`` would send now, after ``read``; equal as long as nothing has changed."""
         host = self._feed.host
         counters = np.array([slot.counter for _, slot in members], np.int64)
         return (counters.tobytes(), *(host[name].tobytes() for name in ("scalars", "limits", "active")))

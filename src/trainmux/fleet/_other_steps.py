@@ -30,30 +30,18 @@ from trainmux.tracing import TracedGraph
 
 
 @dataclass(frozen=True)
-class PlannedSteps:
-    """The steps of all sub-arrays, their kernels, and the program that runs them.
+class PlannedPrograms:
+    """Steps, or forward passes, of all sub-arrays, their kernels, and the program that runs them.
 
     Where members train on parallel branches, steps and kernels are those of one branch; ``branches`` counts
     the branches of each sub-array.
     """
 
-    steps: tuple[StepProgram, ...]
+    steps: tuple[StepProgram, ...] | tuple[ForwardProgram, ...]
     graphs: tuple[KernelGraph, ...]
     program: Program
     branches: tuple[int, ...]
 
-
-@dataclass(frozen=True)
-class PlannedForwards:
-    """Forward passes of all sub-arrays, their kernels, and the program that runs them."""
-
-    steps: tuple[ForwardProgram, ...]
-    graphs: tuple[KernelGraph, ...]
-    program: Program
-    branches: tuple[int, ...]
-
-
-Planned = PlannedSteps | PlannedForwards
 
 Wanted = tuple[Group, TracedGraph, bool]
 """A group that is one of the plan's sub-arrays, its graph, and whether each member has its own batch."""
@@ -70,54 +58,63 @@ def read_step(step: StepProgram | ForwardProgram) -> KernelGraph:
 
 def other_steps(
     plan: Plan, wanted: Sequence[Wanted], kernels: str, host_bytes: int, *, applies: bool
-) -> PlannedSteps:
+) -> PlannedPrograms:
     """Build other steps of all groups within the plan's budget.
 
     Batches of another shape run operator by operator: they are few, and compiling takes long. Where a
     micro-batch without an update has no room for optimizer state, which it does not touch, that waits on the
     host, at the cost of a copy there and back for every update.
     """
+
+    def build(*, carries_state: bool) -> PlannedPrograms:
+        num_branches = plan.record.num_branches
+        steps = tuple(
+            group.sub_array_program(
+                branch_width(group.width, num_branches),
+                kernels=kernels if traced is group.traced else "aten",
+                traced=traced,
+                stacked_batch=stacked,
+                applies=applies,
+                carries_state=carries_state,
+            )
+            for group, traced, stacked in wanted
+        )
+        return _fit(plan, wanted, steps, host_bytes)
+
     try:
-        return _steps(plan, wanted, kernels, host_bytes, applies=applies, carries_state=True)
+        return build(carries_state=True)
     except BudgetError:
         if applies:
             raise
-    return _steps(plan, wanted, kernels, host_bytes, applies=False, carries_state=False)
+    return build(carries_state=False)
 
 
-def _steps(
-    plan: Plan, wanted: Sequence[Wanted], kernels: str, host_bytes: int, *, applies: bool, carries_state: bool
-) -> PlannedSteps:
-    num_branches = plan.record.num_branches
-    steps, graphs, profiles = [], [], []
-    for group, traced, stacked in wanted:
-        step = group.sub_array_program(
-            branch_width(group.width, num_branches),
-            kernels=kernels if traced is group.traced else "aten",
-            traced=traced,
-            stacked_batch=stacked,
-            applies=applies,
-            carries_state=carries_state,
-        )
-        steps.append(step)
-        graphs.append(read_step(step))
-        profiles.append(_roughly(graphs[-1], group, num_branches))
-    program = fit_program(profiles, _available_bytes(plan), host_bytes)
-    return PlannedSteps(tuple(steps), tuple(graphs), program, _used(wanted, num_branches))
-
-
-def other_forwards(plan: Plan, wanted: Sequence[Wanted], host_bytes: int) -> PlannedForwards:
+def other_forwards(plan: Plan, wanted: Sequence[Wanted], host_bytes: int) -> PlannedPrograms:
     """Build forward passes of all groups within the plan's budget.
 
     Where there is room, optimizer state stays where it is. Where there is not, it waits on the host: that
-    costs a copy there and back for an evaluation, swaps cost some for each of its batches.
+    costs a copy there and back for an evaluation, offloading costs some for each of its batches.
     """
+
+    def build(*, carries_state: bool) -> PlannedPrograms:
+        num_branches = plan.record.num_branches
+        forwards = tuple(
+            group.planned_forward(
+                traced,
+                branch_width(group.width, num_branches),
+                stacked_batch=stacked,
+                carries_state=carries_state,
+            )
+            for group, traced, stacked in wanted
+        )
+        return _fit(plan, wanted, forwards, host_bytes, plainly=carries_state)
+
     try:
-        return _forwards(plan, wanted, host_bytes, carries_state=True)
+        return build(carries_state=True)
     except BudgetError:
         pass
     try:
-        return _forwards(plan, wanted, host_bytes, carries_state=False)
+        return build(carries_state=False)
     except BudgetError as error:
         raise BudgetError(
             f"expected an evaluation to fit into the plan's {plan.budget_bytes} bytes, but it does not; "
@@ -125,23 +122,23 @@ def other_forwards(plan: Plan, wanted: Sequence[Wanted], host_bytes: int) -> Pla
         ) from error
 
 
-def _forwards(
-    plan: Plan, wanted: Sequence[Wanted], host_bytes: int, *, carries_state: bool
-) -> PlannedForwards:
+def _fit(
+    plan: Plan,
+    wanted: Sequence[Wanted],
+    steps: tuple[StepProgram, ...] | tuple[ForwardProgram, ...],
+    host_bytes: int,
+    *,
+    plainly: bool = False,
+) -> PlannedPrograms:
+    """Fit steps into the plan's budget, by estimated times; refused with `BudgetError`."""
     num_branches = plan.record.num_branches
-    forwards, graphs, profiles = [], [], []
-    for group, traced, stacked in wanted:
-        width = branch_width(group.width, num_branches)
-        forward = group.planned_forward(traced, width, stacked_batch=stacked, carries_state=carries_state)
-        forwards.append(forward)
-        graphs.append(read_step(forward))
-        profiles.append(_roughly(graphs[-1], group, num_branches))
-    program = fit_program(profiles, _available_bytes(plan), host_bytes, plainly=carries_state)
-    return PlannedForwards(tuple(forwards), tuple(graphs), program, _used(wanted, num_branches))
-
-
-def _used(wanted: Sequence[Wanted], num_branches: int) -> tuple[int, ...]:
-    return used_branches([group.width for group, _, _ in wanted], num_branches)
+    groups = [group for group, _, _ in wanted]
+    graphs = tuple(map(read_step, steps))
+    profiles = [_roughly(graph, group, num_branches) for graph, group in zip(graphs, groups, strict=True)]
+    available_bytes = plan.budget_bytes - plan.record.fixed_bytes
+    program = fit_program(profiles, available_bytes, host_bytes, plainly=plainly)
+    branches = used_branches([group.width for group in groups], num_branches)
+    return PlannedPrograms(steps, graphs, program, branches)
 
 
 def _roughly(graph: KernelGraph, group: Group, num_branches: int) -> Profile:
@@ -149,7 +146,3 @@ def _roughly(graph: KernelGraph, group: Group, num_branches: int) -> Profile:
     width = branch_width(group.width, num_branches)
     profile = analytic_profile(graph, width, DEVICES[_ROUGHLY], half=half)
     return side_by_side(profile, num_branches, group.width)
-
-
-def _available_bytes(plan: Plan) -> int:
-    return plan.budget_bytes - plan.record.fixed_bytes

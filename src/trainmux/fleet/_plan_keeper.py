@@ -24,7 +24,7 @@ _MAX_EMPTY_SHARE = 0.5
 
 _MAX_TIGHTENINGS = 2
 _SLACK_BYTES = 16 << 20
-"""Left free beside what was found too much, so that the next plan is not over by a little again."""
+"""Left free in addition to the overshoot, so that the next plan is not over by a little again."""
 
 
 class PlanKeeper:
@@ -58,7 +58,7 @@ class PlanKeeper:
 
     @property
     def memory(self) -> MemoryUse | None:
-        """What the device holds under the plan in use, once a step was captured."""
+        """Memory on the device under the plan in use, once a step was captured."""
         return None if self._active is None else self._active.memory
 
     def want(self, plan: Plan, request: PlanRequest) -> None:
@@ -75,7 +75,7 @@ class PlanKeeper:
         return left
 
     def stay_on_host(self) -> None:
-        """The groups' state lies in the host's memory: the next step takes it to the device."""
+        """Have the next step move the groups' state from host memory to the device."""
         self._is_left = True
 
     @property
@@ -88,7 +88,7 @@ class PlanKeeper:
         self.runner.finish()
 
     def leave(self, groups: Sequence[Group]) -> list[Group]:
-        """Members that the plan in use has no room for are about to come: groups as they are without it."""
+        """Stop using the plan, which has no room for members that will come; returns joined groups."""
         if self._active is None:
             return rejoined(groups) if self._is_left else list(groups)
         with deferred_interrupts():
@@ -98,18 +98,18 @@ class PlanKeeper:
             return join_groups(groups)
 
     def start_over(self, groups: Sequence[Group]) -> list[Group]:
-        """Leave the plan in use, whose step has failed half-way; the next step uses it anew."""
+        """Leave the plan in use, whose step has failed half-way; the next step uses it again."""
         if self._active is None:
             return list(groups)
         self._wanted = self._wanted or self._active.plan
         return self.leave(groups)
 
     def whole(self, groups: Sequence[Group]) -> list[Group]:
-        """Groups as they are without a plan, to look at: copies where a plan is in use."""
+        """Return the groups as they would be without a plan; copies where one is in use."""
         return list(groups) if self._active is None else join_groups(groups)
 
     def watch(self, step: Callable[[], Any]) -> Timeline:
-        """Run ``step``, a step of the fleet by its plan, and tell when each instruction ran."""
+        """Run ``step``, a step of the fleet by its plan, and return when each instruction ran."""
         if self._active is None:
             raise PlanError(
                 "expected a fleet that trains by a plan, got one without; call plan() or use(), and step once"
@@ -123,10 +123,10 @@ class PlanKeeper:
             active.watch_no_more()  # a step that was refused must not leave the next one watched
 
     def hold_budget(self) -> None:
-        """After a step: where the device holds more than the budget, plan anew with that much less.
+        """After a step that holds more than the budget, plan again with that much less.
 
-        What nodes need beside the slab is measured one by one, before; what the allocator makes of it, and of
-        what nobody knew, shows when a plan runs for the first time.
+        The scratch of each node is measured before; what the allocator makes of it, and scratch that was not
+        accounted for, shows when a plan runs for the first time.
         """
         active, request = self._active, self._request
         if active is None or request is None:
@@ -183,11 +183,11 @@ class PlanKeeper:
                 self._is_left = True
                 put_back(groups, slots, split)
             raise
-        beside = ", members side by side" if plan.record.num_branches > 1 else ""
+        parallel = ", members side by side" if plan.record.num_branches > 1 else ""
         for number, group in enumerate(split):
             group.notes = (
                 f"sub-array {number + 1} of {len(split)} of a plan ({plan.policy}, "
-                f"{plan.record.schedule.multiplexing.value}{beside})",
+                f"{plan.record.schedule.multiplexing.value}{parallel})",
                 *group.notes[1:],
             )
         return split
@@ -207,7 +207,7 @@ def without_empty(groups: Sequence[Group]) -> list[Group]:
 
 
 def request_like(plan: Plan) -> PlanRequest:
-    """What would be asked for to get a plan like this one."""
+    """Make a request for a plan like this one."""
     blank = PlanRequest(None, "auto", None, None, 0, None, None)
     return replace(blank, budget=plan.budget_bytes, policy=plan.policy)
 

@@ -24,7 +24,7 @@ from trainmux.fleet._doors import half_step
 from trainmux.fleet._evaluate import RowTraces, take_over
 from trainmux.fleet._feed import GroupFeed
 from trainmux.fleet._group import Group
-from trainmux.fleet._other_steps import Planned, PlannedForwards, PlannedSteps
+from trainmux.fleet._other_steps import PlannedPrograms
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._planning import FleetPlanner
 from trainmux.fleet._runner import Batches, GroupPart
@@ -75,7 +75,7 @@ class PlannedRunner:
         plan: Plan,
         groups: Sequence[Group],
         variant: Hashable,
-        own: PlannedSteps,
+        own: PlannedPrograms,
         config: FleetConfig,
         make_planner: MakePlanner,
         *,
@@ -95,7 +95,7 @@ class PlannedRunner:
         self._room = CaptureRoom(config.device, deterministic=config.deterministic) if captures else None
         self._watching: WatchedLanes | None = None
         self._own = variant
-        self._engines: OrderedDict[Hashable, tuple[Planned, PlannedEngine]] = OrderedDict()
+        self._engines: OrderedDict[Hashable, tuple[PlannedPrograms, PlannedEngine]] = OrderedDict()
         self._engines[variant] = (own, self._new_engine(own))
         self._in_use = variant
         self._adopt()
@@ -132,7 +132,7 @@ class PlannedRunner:
                 self.learn(variant, steps)
         return partial(self.step, variant)
 
-    def learn(self, variant: Hashable, steps: Planned) -> None:
+    def learn(self, variant: Hashable, steps: PlannedPrograms) -> None:
         """Add a program; the least recently used one of too many goes."""
         if steps.program.slab_bytes > self.slab_bytes:
             self.finish()
@@ -173,8 +173,8 @@ class PlannedRunner:
         if variant != self._own:
             self._watching = None
         steps, engine = self._turn_to(variant)
-        assert isinstance(steps, PlannedSteps)
-        pairs = list(zip(self.groups, steps.steps, strict=True))
+        programs = zip(self.groups, steps.steps, strict=True)
+        pairs = [(group, step) for group, step in programs if isinstance(step, StepProgram)]
         for group in self.groups:
             group.push_numbers()
         fed = [group.fed(step, batches[id(group)]) for group, step in pairs]
@@ -214,7 +214,6 @@ class PlannedRunner:
 
     def _forward(self, variant: Hashable, batches: Batches) -> list[dict[str, Tensor]]:
         forwards, engine = self._turn_to(variant)
-        assert isinstance(forwards, PlannedForwards)
         pairs = list(zip(self.groups, forwards.steps, strict=True))
         results = engine.step([group.fed(forward, batches[id(group)]) for group, forward in pairs])
         return [
@@ -222,7 +221,7 @@ class PlannedRunner:
             for forward, found in zip(forwards.steps, results, strict=True)
         ]
 
-    def _turn_to(self, variant: Hashable) -> tuple[Planned, PlannedEngine]:
+    def _turn_to(self, variant: Hashable) -> tuple[PlannedPrograms, PlannedEngine]:
         """Switch to the program of a variant, and move the groups' state to where it has it."""
         if variant != self._in_use:
             self.finish()
@@ -238,8 +237,9 @@ class PlannedRunner:
         with self._told_if_torn(engine):
             engine.finish()
         if was_in_flight:
-            assert isinstance(steps, PlannedSteps)
-            self.groups[0].note(steps.steps[0], engine.results(0))
+            first = steps.steps[0]
+            assert isinstance(first, StepProgram)
+            self.groups[0].note(first, engine.results(0))
 
     @contextmanager
     def _told_if_torn(self, engine: PlannedEngine) -> Iterator[None]:
@@ -292,7 +292,7 @@ class PlannedRunner:
 
     # ---- memory ------------------------------------------------------------------------------------
 
-    def _new_engine(self, steps: Planned) -> PlannedEngine:
+    def _new_engine(self, steps: PlannedPrograms) -> PlannedEngine:
         like = next((engine for _, engine in self._engines.values()), None)
         memory = Memory.over(self._slab, steps.program, steps.graphs, max(steps.branches))
         return PlannedEngine(

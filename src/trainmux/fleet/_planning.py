@@ -22,7 +22,7 @@ from trainmux.engine import (
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
-from trainmux.fleet._other_steps import PlannedForwards, PlannedSteps, other_forwards, other_steps, read_step
+from trainmux.fleet._other_steps import PlannedPrograms, other_forwards, other_steps, read_step
 from trainmux.fleet._plan import Plan, require_plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
 from trainmux.fleet._programs import with_batch
@@ -51,14 +51,13 @@ from trainmux.scheduling import Group as PlannedGroup
 from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
 
 FIXED_BYTES = 128 << 20
-"""On a CUDA device, beside all tensors: the matrix libraries' workspaces for one stream (about 40 MiB), and
+"""On a CUDA device, besides tensors: the matrix libraries' workspaces for one stream (about 40 MiB), and
 what the driver takes for the graphs and the code of kernels that a plan is the first to run: 2 to 14 MiB for
 plans of two or three sub-arrays, 74 MiB for one with 3,400 nodes, 900 recomputations and 4,500 copies."""
 
 
 def known_fixed_bytes(groups: Sequence[Group], examples: Sequence[FlatBatch]) -> int:
-    """What is known of any device: also places where batches land, those on their way from the host, and one
-    where a ring keeps the next one."""
+    """Estimate them for any device, with places for batches in flight and for the next one of a ring."""
     batches = sum(
         sum(tensor.nbytes for tensor in example.tensors) * (group.width if group.stacked_batch else 1)
         for group, example in zip(groups, examples, strict=True)
@@ -67,12 +66,12 @@ def known_fixed_bytes(groups: Sequence[Group], examples: Sequence[FlatBatch]) ->
 
 
 def fixed_bytes(groups: Sequence[Group], examples: Sequence[FlatBatch], device: torch.device) -> int:
-    """The same for a device that is there, with workspaces of streams that were used before."""
+    """Estimate them for a device that is present, with workspaces of streams that were used before."""
     return known_fixed_bytes(groups, examples) + sum(workspaces_bytes(device)[1:])
 
 
 _FEW_PARTITIONS = 5
-"""Partitions that are tried where nobody says how many and each takes long: its widths are compiled to be
+"""Partitions tried by default where each takes long: its widths are compiled to be
 measured, or a member's graph is large."""
 
 _LARGE_GRAPH = 1000
@@ -83,9 +82,9 @@ Progress = Callable[[PlanProgress], None]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked for; ``device`` ``None`` is the fleet's own, measured.
+    """Arguments of ``Fleet.plan``; ``device`` ``None`` is the fleet's own, measured.
 
-    ``reserve_bytes`` of the budget are left free: a plan like it was found to need them beside what it knew.
+    ``reserve_bytes`` of the budget are left free: a plan like it needed that much more than predicted.
     """
 
     budget: int | str | None
@@ -144,7 +143,7 @@ class FleetPlanner:
         return plan
 
     def _fixed_bytes(self) -> int:
-        """What is reserved beside all tensors and what nodes need while they run."""
+        """Return what is reserved in addition to tensors and the scratch of nodes."""
         device = self._config.device
         if self._device is not None:
             return known_fixed_bytes(self._groups, self._examples)
@@ -160,7 +159,7 @@ class FleetPlanner:
         planned: Sequence[PlannedGroup],
         bound: Mapping[str, int],
     ) -> str:
-        """What the plan is kept by; empty where it is not: measured ways may be others the next time."""
+        """Return the plan's cache key; empty where measured strategies may differ the next time."""
         if self._config.measures:
             return ""
         asked = (
@@ -271,12 +270,12 @@ class FleetPlanner:
 
     @property
     def kernels(self) -> str:
-        """What steps are made of: the fleet's own kernels where they are measured, regions elsewhere."""
+        """Kind of kernels: the fleet's own where they are measured, lowered regions elsewhere."""
         if self._device is not None:
             return "lowered"
         return "aten" if self._config.lowering == "aten" else "compiled"
 
-    def steps_of(self, plan: Plan) -> PlannedSteps:
+    def steps_of(self, plan: Plan) -> PlannedPrograms:
         """The steps of the plan's sub-arrays and their kernels, ready to run; a stale plan is refused."""
         self._check_kernels(plan)
         num_branches = plan.record.num_branches
@@ -288,7 +287,7 @@ class FleetPlanner:
             for sub_array, width in zip(plan.partition, widths, strict=True)
         ]
         steps, graphs = tuple(step for _, step in found), tuple(graph for graph, _ in found)
-        return PlannedSteps(steps, graphs, plan.program, used_branches(widths, num_branches))
+        return PlannedPrograms(steps, graphs, plan.program, used_branches(widths, num_branches))
 
     def example_spec(self, sub_array: SubArray) -> BatchSpec:
         """Of the batch that a sub-array's members were planned with."""
@@ -296,7 +295,7 @@ class FleetPlanner:
 
     def other_steps(
         self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool], *, applies: bool
-    ) -> PlannedSteps:
+    ) -> PlannedPrograms:
         """Fit other steps of the groups, which are the plan's sub-arrays, into the plan's budget."""
         kernels, host_bytes = self._kernels_of(plan), self._facts.host_bytes
         steps = zip(self._groups, traced, stacked, strict=True)
@@ -304,7 +303,7 @@ class FleetPlanner:
 
     def other_forwards(
         self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool]
-    ) -> PlannedForwards:
+    ) -> PlannedPrograms:
         """Fit forward passes of the groups, which are the plan's sub-arrays, into the plan's budget."""
         steps = zip(self._groups, traced, stacked, strict=True)
         return other_forwards(plan, list(steps), self._facts.host_bytes)
@@ -325,7 +324,7 @@ class FleetPlanner:
         )
 
     def _compile_ahead(self, planned: Sequence[PlannedGroup], bound: Mapping[str, int]) -> None:
-        """Compile the kernels of every width that will be asked for side by side."""
+        """Compile the kernels of every width that will be needed, in parallel."""
         search = find_partitions([len(group.members) for group in planned], **bound)
         for index, group in enumerate(self._groups):
             widths = {width for partition in search.partitions for width in partition.widths[index]}
@@ -359,7 +358,7 @@ class FleetPlanner:
             self._cache.put(found)
         workspaces = [node.workspace_bytes for node in found.nodes]
         self._scratch[found.fingerprint] = measured_scratch_bytes(graph, workspaces)
-        # Workspaces are not in the slab: one scratch pool beside it serves them all in turn.
+        # Workspaces are not in the slab: one scratch pool serves them all in turn.
         nodes = tuple(replace(node, workspace_bytes=0) for node in found.nodes)
         return replace(found, nodes=nodes)
 

@@ -107,7 +107,7 @@ class Recorder:
         return result
 
     def _counted(self, losses: FloatArray, finite: BoolArray | None, stopped: Mapping[str, str]) -> BoolArray:
-        """Which (row, member) values belong to an active member in a finite step."""
+        """Mark the (row, member) values of active members in finite steps."""
         good = np.isfinite(losses)
         if finite is not None:
             good &= finite

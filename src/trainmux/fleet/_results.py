@@ -1,4 +1,4 @@
-"""Per-member values of several groups, in the order of the fleet's names."""
+"""Per-member results of several groups, and records of groups for people to read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainmux.ir import GroupSummary, MemoryUse
 
 
 class Gather:
-    """Where each member's row is; made anew when membership changes."""
+    """Puts per-member values into the order of names; replaced when membership changes."""
 
     def __init__(self, names: Sequence[str], groups: Sequence[Group]) -> None:
         place: dict[str, tuple[int, int]] = {}

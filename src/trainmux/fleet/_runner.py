@@ -1,4 +1,4 @@
-"""How a step of a fleet is run: one protocol, three implementations.
+"""Running a step of a fleet: one protocol, three implementations.
 
 `Fleet` checks a batch, cuts it into one part per group and asks a runner to prepare them. Everything that may
 be refused is refused by then; only the prepared step changes members. The runners are

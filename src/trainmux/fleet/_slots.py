@@ -59,7 +59,7 @@ class StackedState:
     seeds: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> StackedState:
-        """The same state with ``change`` applied to every tensor."""
+        """Apply ``change`` to every tensor."""
         return StackedState(
             {name: change(rows) for name, rows in self.parameters.items()},
             {name: change(rows) for name, rows in self.buffers.items()},
@@ -94,7 +94,7 @@ class StackedState:
     def resized(
         self, width: int, kept: list[int], device: torch.device, copy: CopyPairs | None = None
     ) -> StackedState:
-        """The same state with ``width`` rows; ``kept`` are the old rows that go to the front, in order.
+        """Copy the state to ``width`` rows; ``kept`` are the old rows that go to the front, in order.
 
         ``copy`` copies (new, old) pairs of rows, all at once; without it they are copied one by one.
         """

@@ -1,4 +1,4 @@
-"""How a group is partitioned when it is not told: one wide array, or narrow ones side by side.
+"""Default partition of a group: one wide array, or narrow ones in parallel.
 
 Where measuring is allowed, the group's library calls are timed (`fusion/strategies/_skeleton.py`) at width 1
 and as the rule below has it, then at growing widths as long as that helps; the answers are kept on disk.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import trainmux as tm
 from trainmux.fleet._group import Group
-from trainmux.fleet._other_steps import PlannedSteps, read_step
+from trainmux.fleet._other_steps import PlannedPrograms, read_step
 from trainmux.fleet._planned_runner import PlannedRunner
 from trainmux.ir import Multiplexing, Profile, Program
 from trainmux.profiling import DEVICES, analytic_profile, branch_width, side_by_side, used_branches
@@ -97,7 +97,7 @@ class Case:
         return [leaf.to(self.fleet._config.device) for leaf in flat.leaves]
 
     def planned(self, program: Program, **options: Any) -> PlannedRunner:
-        own = PlannedSteps(self.steps, self.graphs, program, self.branches)
+        own = PlannedPrograms(self.steps, self.graphs, program, self.branches)
         config = self.fleet._config
         return PlannedRunner(None, self.groups(), "own", own, config, None, **options)  # type: ignore[arg-type]
 

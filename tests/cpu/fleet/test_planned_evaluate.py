@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import trainmux as tm
+from trainmux.engine import ForwardProgram
 from trainmux.errors import BudgetError
-from trainmux.fleet._other_steps import PlannedForwards
+from trainmux.fleet._other_steps import PlannedPrograms
 from trainmux.fleet._planned_runner import PlannedRunner
 from trainmux.fleet._planning import FIXED_BYTES
 from trainmux.ir import Prefetch
@@ -108,9 +109,9 @@ def active(fleet: tm.Fleet) -> PlannedRunner:
     return found
 
 
-def forwards(fleet: tm.Fleet) -> list[PlannedForwards]:
+def forwards(fleet: tm.Fleet) -> list[PlannedPrograms]:
     known = [steps for steps, _ in active(fleet)._engines.values()]
-    return [steps for steps in known if isinstance(steps, PlannedForwards)]
+    return [steps for steps in known if isinstance(steps.steps[0], ForwardProgram)]
 
 
 def state_of(fleet: tm.Fleet) -> list[Tensor]:
