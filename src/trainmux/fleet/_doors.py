@@ -56,22 +56,8 @@ def whole(method: Call[P, T]) -> Call[P, T]:
     return call
 
 
-def shielded(method: Call[P, T]) -> Call[P, T]:
-    """Run the call with torch's ambient switches put aside: autocast, a default device and the like."""
-
-    @functools.wraps(method)
-    def call(fleet: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        dtype = fleet._config.default_dtype
-        if is_plain(dtype):
-            return method(fleet, *args, **kwargs)
-        with plain_torch(dtype):
-            return method(fleet, *args, **kwargs)
-
-    return call
-
-
 def door(method: Call[P, T]) -> Call[P, T]:
-    """Apply both `whole` and `shielded`, in one call: it is on the way of every step."""
+    """As `whole`, and with torch's ambient switches put aside: autocast, a default device and the like."""
 
     @functools.wraps(method)
     def call(fleet: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -13,7 +13,7 @@ from trainmux.errors import ConfigError, FusionError, MemberError
 from trainmux.fleet._callbacks import Callback
 from trainmux.fleet._checkpoint import fleet_document, has_other_constants, refuse_copy, restore_fleet
 from trainmux.fleet._config import make_config
-from trainmux.fleet._doors import door, shielded, whole
+from trainmux.fleet._doors import door, whole
 from trainmux.fleet._evaluate import evaluate_fleet
 from trainmux.fleet._feed import BatchFeed
 from trainmux.fleet._fit import fit
@@ -206,11 +206,11 @@ class Fleet:
     def _stay_on_host(self) -> None:
         self._plans.stay_on_host()
 
-    @shielded
     def wait_until_compiled(self) -> None:
         """With ``lowering="auto"``: return when the next step, if like one seen before, will run compiled."""
-        for group in self._groups:
-            group.programs.wait_until_compiled()
+        with plain_torch(self._config.default_dtype):
+            for group in self._groups:
+                group.programs.wait_until_compiled()
 
     @property
     @door
@@ -503,16 +503,16 @@ class Fleet:
         tensors, document = fleet_document(self._groups, self._names, self._num_steps, self._config)
         write_checkpoint(path, tensors, {**document, "extra": dict(extra or {})})
 
-    @shielded
     def restore(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
         """Go back to a saved state; the fleet must have the same members. Returns what ``extra`` was."""
-        tensors, document = read_checkpoint(path)
-        if self._broken:
-            self._groups, self._gather = self._plans.start_over(self._groups), None
-        self._plans.finish()
-        if self._plans.is_active and has_other_constants(self._groups, tensors, document):
-            self._leave_plan()
-        self._num_steps = restore_fleet(self._groups, self._names, self._config, tensors, document, path)
+        with plain_torch(self._config.default_dtype):
+            tensors, document = read_checkpoint(path)
+            if self._broken:
+                self._groups, self._gather = self._plans.start_over(self._groups), None
+            self._plans.finish()
+            if self._plans.is_active and has_other_constants(self._groups, tensors, document):
+                self._leave_plan()
+            self._num_steps = restore_fleet(self._groups, self._names, self._config, tensors, document, path)
         self._broken = ""
         return dict(document["extra"])
 

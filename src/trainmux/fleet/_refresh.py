@@ -50,9 +50,8 @@ def take_edits(group: Group, row: int, plan: Newcomer, edits: Edits) -> None:
             place[row].copy_(tensors[name])
         for key, value in plan.optimizer.states.items():
             if key[0] in edits.states:
-                state.states[key][row].copy_(value) if isinstance(value, Tensor) else state.states[key][
-                    row
-                ].fill_(value)
+                place = state.states[key][row]
+                place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
     done = int(state.updates[row])
     slot.base_steps = tuple(steps - done for steps in plan.optimizer.steps)
     slot.num_updates = done
