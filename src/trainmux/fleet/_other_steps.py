@@ -37,7 +37,7 @@ class PlannedPrograms:
     the branches of each sub-array.
     """
 
-    steps: tuple[StepProgram, ...] | tuple[ForwardProgram, ...]
+    steps: tuple[StepProgram | ForwardProgram, ...]
     graphs: tuple[KernelGraph, ...]
     program: Program
     branches: tuple[int, ...]
@@ -125,7 +125,7 @@ def other_forwards(plan: Plan, wanted: Sequence[Wanted], host_bytes: int) -> Pla
 def _fit(
     plan: Plan,
     wanted: Sequence[Wanted],
-    steps: tuple[StepProgram, ...] | tuple[ForwardProgram, ...],
+    steps: tuple[StepProgram | ForwardProgram, ...],
     host_bytes: int,
     *,
     plainly: bool = False,

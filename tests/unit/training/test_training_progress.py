@@ -17,8 +17,6 @@ from trainmux.fleet._fit import Speed
 from trainmux.fleet._progress import (
     MemberRow,
     Snapshot,
-    clock,
-    format_loss,
     plain_line,
     progress_view,
 )
@@ -75,37 +73,6 @@ def test_every_member_is_shown_or_counted(losses: list[float], max_rows: int) ->
 
 def test_names_cannot_steer_the_terminal() -> None:
     assert progress_view(snapshot({"a\x1b[2J\nb": 1.0}), 5).top[0].name == "a?[2J?b"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (7, "0:07"),
-        (750, "12:30"),
-        (11100, "3:05:00"),
-        (183900, "2d 03:05:00"),
-        (59.7, "1:00"),
-        (math.inf, "?"),
-    ],
-)
-def test_clock(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("loss", "text"),
-    [
-        (0.0, "0"),
-        (0.12345, "0.1235"),
-        (1234.6, "1235"),
-        (123456.0, "1.235e+05"),
-        (1e-7, "1e-07"),
-        (math.nan, "nan"),
-        (-math.inf, "-inf"),
-    ],
-)
-def test_format_loss(loss: float, text: str) -> None:
-    assert format_loss(loss) == text
 
 
 def test_plain_line() -> None:
