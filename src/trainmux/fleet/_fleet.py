@@ -382,11 +382,12 @@ class Fleet:
         self._plans.finish()
         names = self._names if name is None else [name]
         for one in names:
-            self._describe(self._slot(one).member, one, self._names.index(one))  # refused before any changes
+            group, row = self._find(one)
+            self._describe(group.slot(row).member, one, self._names.index(one))  # refused before any changes
         moving: dict[GroupKey, list[tuple[Newcomer, Edits]]] = {}
         for one in names:
             group, row = self._find(one)
-            slot = self._slot(one)
+            slot = group.slot(row)
             edits = slot.watch.edits()
             group.check_export(row)
             with kept_edits(slot.member, edits):
@@ -538,12 +539,6 @@ class Fleet:
             trace = group.traces[example.spec] = self._traces.joint_for_group(slots, losses, example)
         return trace
 
-    def _slot(self, name: str) -> Slot:
-        group, row = self._find(name)
-        slot = group.slots[row]
-        assert slot is not None
-        return slot
-
     def _places(self) -> list[tuple[Group, Slot]]:
         return [(group, slot) for group in self._groups for _, slot in group.members]
 
@@ -633,8 +628,7 @@ class Fleet:
         return True
 
     def _take_out(self, group: Group, row: int) -> Member:
-        slot = group.slots[row]
-        assert slot is not None
+        slot = group.slot(row)
         group.check_export(row)
         self._watch.warn([(group, slot)], "it leaves without it, and edited values are overwritten")
         group.export(row)

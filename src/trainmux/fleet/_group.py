@@ -179,6 +179,12 @@ class Group:
             self._members = [(row, slot) for row, slot in enumerate(self.slots) if slot is not None]
         return self._members
 
+    def slot(self, row: int) -> Slot:
+        """Return the slot of an occupied row."""
+        slot = self.slots[row]
+        assert slot is not None
+        return slot
+
     def free_row(self) -> int | None:
         """A row without a member, if there is one."""
         return next((row for row, slot in enumerate(self.slots) if slot is None), None)
@@ -217,8 +223,7 @@ class Group:
 
     def check_export(self, row: int) -> None:
         """Refuse, before anything is written, an export into a model that changed its shape."""
-        slot = self.slots[row]
-        assert slot is not None
+        slot = self.slot(row)
         expected = {
             name: rows.shape[1:]
             for kind in (self.state.parameters, self.state.buffers)
@@ -228,8 +233,7 @@ class Group:
 
     def export(self, row: int) -> None:
         """Write a row back into the member's own model and optimizer."""
-        slot = self.slots[row]
-        assert slot is not None
+        slot = self.slot(row)
         tensors = named_tensors(slot.member)
         parameters = unique_parameters(slot.member.model)
         done = int(self.state.updates[row])
@@ -257,8 +261,7 @@ class Group:
 
     def stop(self, row: int, reason: str) -> None:
         """No more changes to a row; the member stays in it."""
-        slot = self.slots[row]
-        assert slot is not None
+        slot = self.slot(row)
         slot.active, slot.waits, slot.reason = False, False, reason
         self.forget_fed()
 
