@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from trainmux.colocate._tensors import Iteration, TensorClass, iteration_of_profile
 
 import trainmux as tm
-from trainmux.fleet._in_pieces import FleetInPieces
+from trainmux.colocate._feature_maps import Iteration, TensorClass, iteration_of_profile
 from trainmux.profiling import analytic_profile, find_device
 
 from .jobs import BenchJob
@@ -52,7 +51,7 @@ def iteration_record(job: BenchJob, seconds: float | None) -> dict[str, Any]:
 
 def _iteration(fleet: tm.Fleet, batch: Any) -> Iteration:
     """Read a step as co-location does. No public name offers this; all that it needs of inside is here."""
-    pieces = FleetInPieces(fleet)
+    pieces = fleet._in_segments()
     (part,) = pieces.begin(batch, applies=True)
     _, graph = part.kernels()
     device = find_device(_MODELLED_DEVICE)

@@ -18,9 +18,19 @@ from trainmux.errors import (
     TrainmuxError,
     TrainmuxWarning,
 )
-from trainmux.fleet import Fleet, MachineFacts, Member, Plan, inspect_machine
+from trainmux.fleet import (
+    Callback,
+    CSVLog,
+    EarlyStopping,
+    EpochRecord,
+    Fleet,
+    History,
+    MachineFacts,
+    Member,
+    Plan,
+    inspect_machine,
+)
 from trainmux.profiling import DEVICES, Device
-from trainmux.training import Callback, CSVLog, EarlyStopping, EpochRecord, History
 
 __version__ = "0.1.0"
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from trainmux.engine import _units
-from trainmux.fleet import _build, _in_pieces, _planned_beside, _planning, _program_store, _traces
+from trainmux.fleet import _build, _other_steps, _planning, _program_store, _segment_runner, _traces
 from trainmux.fusion import FusedGraph, fuse
 from trainmux.profiling import KernelGraph, LinkRates, _measured
 from trainmux.tracing import Reach, TracedGraph, graph_module
@@ -117,7 +117,7 @@ def built_once(
     folder = tmp_path_factory.getbasetemp() / "steps of all tests"
     monkeypatch.setattr(_program_store, "cache_folder", lambda: folder)
 
-    read, probe = _planned_beside.read_step, _measured.probe_link
+    read, probe = _other_steps.read_step, _measured.probe_link
 
     def read_once(program: Any) -> KernelGraph:
         # The program is kept with its kernels: its address is not given away again.
@@ -128,6 +128,6 @@ def built_once(
         found: LinkRates = _kept_rates.get(device, lambda: probe(device))
         return found
 
-    for module in (_planning, _in_pieces, _planned_beside):
+    for module in (_planning, _segment_runner, _other_steps):
         monkeypatch.setattr(module, "read_step", read_once)
     monkeypatch.setattr(_measured, "probe_link", probe_once)

@@ -10,7 +10,8 @@ import pytest
 from decided_plans import decided
 from planned import Case, State, train_plain
 
-from trainmux.fleet._planned_groups import PlannedGroups, PlannedSteps
+from trainmux.fleet._other_steps import PlannedPrograms
+from trainmux.fleet._planned_runner import PlannedRunner
 from trainmux.ir import Multiplexing, Program
 
 NAMES = ("mlp", "cnn_with_dropout", "transformer_with_dropout", "lstm_with_dropout")
@@ -51,8 +52,8 @@ def program_of(name: str, way: str, *, swaps: bool, recomputes: bool, with_stati
     )
 
 
-def planned_of(case: Case, program: Program, *, captured: bool, **options: Any) -> PlannedGroups:
+def planned_of(case: Case, program: Program, *, captured: bool, **options: Any) -> PlannedRunner:
     """The case's groups under a program: enqueued instruction by instruction, or as CUDA graphs."""
-    own = PlannedSteps(case.steps, case.graphs, program, case.branches)
+    own = PlannedPrograms(case.steps, case.graphs, program, case.branches)
     config = replace(case.fleet._config, engine="cuda_graphs" if captured else "reference")
-    return PlannedGroups(None, case.groups(), "own", own, config, **options)  # type: ignore[arg-type]
+    return PlannedRunner(None, case.groups(), "own", own, config, None, **options)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from trainmux.errors import (
     TrainmuxError,
     TrainmuxWarning,
 )
-from trainmux.training._batches import END_OF_PASS
+from trainmux.fleet import END_OF_PASS
 
 _AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 """The dtype of products in an eager step, by precision; fp64 would need another model."""

@@ -32,8 +32,7 @@ from trainmux.colocate._step_layout import (
 )
 from trainmux.engine import Memory
 from trainmux.errors import BatchError, ConfigError
-from trainmux.fleet import Fleet
-from trainmux.fleet._in_pieces import FleetInPieces, GroupPiece
+from trainmux.fleet import Fleet, GroupPiece
 from trainmux.profiling import device_present
 from trainmux.sizes import exact_bytes
 from trainmux.tracing import flatten_batch
@@ -64,7 +63,7 @@ class FusedJob:
     """A fleet as a job of ``num_lanes``, in an area whose size is a multiple of ``unit_bytes``.
 
     ``tracking_bytes`` are the bytes of feature maps between cuts, ``None`` to choose by device. Refused with
-    `ConfigError`: fleets that `FleetInPieces` refuses, and several lanes for a fleet whose micro-batches
+    `ConfigError`: fleets that `SegmentRunner` refuses, and several lanes for a fleet whose micro-batches
     change buffers.
     """
 
@@ -78,7 +77,7 @@ class FusedJob:
         unit_bytes: int,
         num_lanes: int,
     ) -> None:
-        self.pieces = FleetInPieces(fleet)
+        self.pieces = fleet._in_segments()
         self.num_lanes = num_lanes
         self._tracking_bytes = tracking_bytes
         self._unit_bytes = unit_bytes

@@ -24,8 +24,7 @@ from trainmux.colocate._step_layout import PlacedStep, StepKernels
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.engine import HostLanes, Memory, PlannedProgram
 from trainmux.errors import BatchError, BudgetError
-from trainmux.fleet import Fleet
-from trainmux.fleet._in_pieces import GroupPiece
+from trainmux.fleet import Fleet, GroupPiece
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 from trainmux.sizes import exact_bytes
 

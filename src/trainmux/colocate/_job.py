@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainmux.errors import ConfigError
-from trainmux.fleet import Fleet, Member
+from trainmux.fleet import END_OF_PASS, BatchCursor, Fleet, Member
 from trainmux.tracing import LossFunction
-from trainmux.training._batches import END_OF_PASS, BatchCursor
 
 if TYPE_CHECKING:
     from trainmux.colocate._colocation import Colocation

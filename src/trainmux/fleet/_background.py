@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prepared(Generic[T]):
-    """``work`` may run beside anything; ``finish`` gives the result when it is done."""
+    """``work`` may run on another thread; ``finish`` makes the result when it is done."""
 
     work: Callable[[], None]
     finish: Callable[[], T]
 
 
 class Upgrade(Generic[T]):
-    """Something better in the making, a part of it on a thread.
+    """A replacement that is made while training goes on, a part of it on a thread.
 
     ``prepare`` and what it returns as ``finish`` run on the caller's thread, because they trace, which only
-    one thread can do at a time. Only ``work``, which waits for other processes, runs beside it. A failure is
-    said once; then there is no upgrade.
+    one thread can do at a time. ``work``, which waits for other processes, runs on a thread. A failure is
+    warned about once; then there is no upgrade.
     """
 
     def __init__(self, prepare: Callable[[], Prepared[T]]) -> None:
@@ -44,7 +44,7 @@ class Upgrade(Generic[T]):
         return self._error is not None or (self._thread is not None and not self._thread.is_alive())
 
     def start(self) -> None:
-        """Trace now, work from now on."""
+        """Prepare now and start working in the background."""
         if self.is_started:
             return
         try:
@@ -56,13 +56,13 @@ class Upgrade(Generic[T]):
         self._thread.start()
 
     def wait(self) -> None:
-        """Until it is ready."""
+        """Wait until it is ready."""
         self.start()
         if self._thread is not None:
             self._thread.join()
 
     def result(self) -> T | None:
-        """What was made; ``None`` where it could not be."""
+        """Return the result, or ``None``, with a warning, where there is none."""
         self.wait()
         try:
             if self._error is not None:

@@ -47,7 +47,7 @@ def _kernels(deterministic: bool) -> KernelCache:
 
 
 def _typed(build: Callable[P, T]) -> Callable[P, T]:
-    """Whatever stops the making of a step becomes a typed error, but for a lack of memory."""
+    """Turn any failure to build a step into a typed error, except a lack of memory."""
 
     @functools.wraps(build)
     def built(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -163,7 +163,7 @@ class ProgramBuilder:
         )
 
     def compile(self, *steps: StoredStep) -> None:
-        """Compile the kernels of lowered steps, side by side."""
+        """Compile the kernels of lowered steps in parallel."""
         kernels = {kernel.key: kernel for step in steps for kernel in step.lowered.kernels}
         self._cache().compile(kernels.values())
 
@@ -238,7 +238,7 @@ def _partition_text(width: int, array: int, branches: int) -> str:
 
 
 def _update_text(config: FleetConfig) -> tuple[str, ...]:
-    """How parameters are updated, where it is not the usual way."""
+    """Describe an update mode other than the default one."""
     if config.update is UpdateMode.IMMEDIATE:
         return ("each parameter is updated as soon as its gradient exists",)
     if config.update is UpdateMode.BUCKETED:
@@ -248,7 +248,7 @@ def _update_text(config: FleetConfig) -> tuple[str, ...]:
 
 
 def _precision_text(config: FleetConfig) -> str:
-    """What torch's own switches say about products of single-precision numbers."""
+    """Describe torch's switches for products of single-precision numbers."""
     if config.device.type != "cuda":
         return f"fp32 products at torch's precision {torch.get_float32_matmul_precision()!r}"
     products = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "full fp32"

@@ -26,7 +26,7 @@ _UPDATES = tuple(mode.value for mode in UpdateMode)
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """How a fleet trains, apart from its members."""
+    """Settings of a fleet, apart from its members."""
 
     device: torch.device
     precision: str
@@ -126,7 +126,7 @@ def _default_device(own: torch.device) -> torch.device | None:
 
 
 def _lowering(wanted: Any, device: torch.device, *, engine: str, deterministic: bool) -> str:
-    """What "auto" means here: "aten" without a compiler or as an oracle; waiting where runs must repeat."""
+    """Resolve "auto": "aten" without a compiler or as an oracle, "inductor" where runs must repeat."""
     _require("lowering", wanted, _LOWERINGS)
     missing = compiler_missing(device) if wanted != "aten" else ""
     if wanted == "inductor" and missing:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import BatchError, LossError
-from trainmux.fleet._batches import BatchFeed, GroupFeed
+from trainmux.fleet._feed import BatchFeed, GroupFeed
 from trainmux.fleet._group import Group
 from trainmux.fleet._member import Member
 from trainmux.fleet._traces import Trace, TraceCache
@@ -98,24 +98,6 @@ def _forward_traces(
         trace = traces.forward(slot.name, slot.member.model, metric, example)
         found.setdefault(trace.key, (trace, []))[1].append(row)
     return list(found.values())
-
-
-def evaluate_groups(
-    groups: Sequence[Group],
-    traces: Sequence[RowTraces],
-    feeds: Sequence[GroupFeed],
-    batches: Mapping[int, Sequence[Tensor]],
-) -> list[dict[str, Tensor]]:
-    """Metrics of all groups on one batch, each by itself, without a plan."""
-    results = []
-    for group, found, feed in zip(groups, traces, feeds, strict=True):
-        merged: dict[str, Tensor] = {}
-        for trace, rows in found:
-            key = (trace.key, feed.example.spec)
-            values = group.evaluate(trace.graph, key, batches[id(group)], stacked_batch=feed.stacked)
-            take_over(merged, values, rows)
-        results.append(merged)
-    return results
 
 
 def take_over(known: dict[str, Tensor], new: Mapping[str, Tensor], rows: Sequence[int]) -> None:

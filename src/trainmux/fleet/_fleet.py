@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from trainmux.errors import FusionError, MemberError
-from trainmux.fleet._batches import BatchFeed
+from trainmux.errors import ConfigError, FusionError, MemberError
+from trainmux.fleet._callbacks import Callback
 from trainmux.fleet._checkpoint import fleet_document, has_other_constants, refuse_copy, restore_fleet
 from trainmux.fleet._config import make_config
-from trainmux.fleet._doors import door, shielded, whole
-from trainmux.fleet._evaluate import evaluate_fleet, evaluate_groups
-from trainmux.fleet._gather import Gather
+from trainmux.fleet._doors import door, whole
+from trainmux.fleet._evaluate import evaluate_fleet
+from trainmux.fleet._feed import BatchFeed
+from trainmux.fleet._fit import fit
 from trainmux.fleet._group import Group, GroupKey
+from trainmux.fleet._history import History
 from trainmux.fleet._member import Member
-from trainmux.fleet._names import name_of_newcomer, unique_names, unknown_member
-from trainmux.fleet._newcomer import Newcomer, describe_newcomer, loss_of
+from trainmux.fleet._newcomer import (
+    Newcomer,
+    describe_newcomer,
+    loss_of,
+    name_of_newcomer,
+    unique_names,
+    unknown_member,
+)
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_keeper import PlanKeeper, request_like, without_empty
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._refresh import carry_over, kept_edits, take_edits
+from trainmux.fleet._results import Gather, reasons_stopped, summarise
+from trainmux.fleet._runner import Batches, GroupPart, StepRunner
 from trainmux.fleet._schedules import await_update, end_epoch, end_update
+from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
 from trainmux.fleet._slots import Slot
-from trainmux.fleet._summary import reasons_stopped, summarise
 from trainmux.fleet._traces import Trace, TraceCache
+from trainmux.fleet._warn import warn_user
 from trainmux.fleet._watch import Edits, FleetWatch, MemberWatch
 from trainmux.ir import GroupSummary, Timeline
 from trainmux.profiling import Device
@@ -35,7 +46,9 @@ from trainmux.reporting import format_fusion
 from trainmux.runtime import deferred_interrupts
 from trainmux.scheduling import PlanProgress
 from trainmux.tracing import FlatBatch, LossFunction, plain_torch
-from trainmux.training import Callback, History, fit, read_checkpoint, warn_user, write_checkpoint
+from trainmux.training import read_checkpoint, write_checkpoint
+
+T = TypeVar("T")
 
 
 class Fleet:
@@ -52,9 +65,9 @@ class Fleet:
     (autocast) or "fp64" (everything floating is held in fp64). ``engine`` is "auto" (CUDA graphs on a CUDA
     device), "cuda_graphs" or "reference" (node by node).
 
-    ``lowering`` is "auto" (on a CUDA device, training begins on ATen's kernels at once and goes on with
-    compiled ones as soon as they are there), "inductor" (wait for them) or "aten". ``width`` is the number
-    of members fused into one sub-array and ``branches`` the number of sub-arrays that run side by side;
+    ``lowering`` is "auto" (on a CUDA device, training begins on ATen's kernels at once and switches to
+    compiled ones as soon as they are ready), "inductor" (wait for them) or "aten". ``width`` is the number
+    of members fused into one sub-array and ``branches`` the number of sub-arrays that run in parallel;
     ``None`` chooses by what was measured for models of this kind.
 
     ``update`` is "deferred" (after all gradients exist), "bucketed" (the same, compiled to fewer kernels) or
@@ -132,27 +145,70 @@ class Fleet:
         self._require_members()
         self._watch.at_step(self._groups)
         self._arrange_groups()
-        feeds = self._feed.for_groups(batch, overrides or {}, self._groups, self._names)
         applies = (self._num_steps + 1) % self._config.accumulate == 0
-        traces = [self._trace_for(group, feeds[id(group)].example).graph for group in self._groups]
-        parts = [feeds[id(group)] for group in self._groups]
-        ready = self._plans.prepare(self._groups, traces, parts, applies=applies)
-        tensors = self._feed.tensors(feeds, self._groups, self._names)
+        ready, batches = self._begin_step(self._plans.runner, batch, overrides or {}, applies)
         # Only now, when nothing is left to be refused, does any group change; and then all of them do.
         with deferred_interrupts():
-            ready(tensors)
-            self._num_steps += 1
-            if applies:
-                end_update(self._groups)
+            ready(batches)
+            self._end_step(applies)
         self._plans.hold_budget()
         losses: Tensor = self._ordered("loss")
         return losses
 
-    @shielded
+    def _begin_step(
+        self, runner: StepRunner[T], batch: Any, overrides: Mapping[str, Any], applies: bool
+    ) -> tuple[Callable[[Batches], T], Batches]:
+        """Check a batch and have ``runner`` prepare a step on it; groups without members have no part."""
+        groups = [group for group in self._groups if group.members]
+        feeds = self._feed.for_groups(batch, overrides, groups, self._names)
+        parts = []
+        for group in groups:
+            feed = feeds[id(group)]
+            parts.append(GroupPart(group, self._trace_for(group, feed.example), feed, applies))
+        return runner.prepare(parts), self._feed.tensors(feeds, groups, self._names)
+
+    def _end_step(self, applies: bool) -> None:
+        """Count a step that all groups have done."""
+        self._num_steps += 1
+        if applies:
+            end_update(self._groups)
+
+    def _in_segments(self) -> SegmentRunner:
+        """Let somebody else run the steps, segment by segment; see `SegmentRunner` for what is refused."""
+        if self._plans.plan is not None:
+            raise ConfigError(
+                "expected a fleet without a plan of its own, got one that trains by a plan; call "
+                "fleet.use(None) first"
+            )
+        self._require_members()
+        self._arrange_groups()
+        return SegmentRunner(self, self._groups, self._config)
+
+    @door
+    def _begin_segments(self, runner: SegmentRunner, batch: Any, applies: bool) -> tuple[GroupPiece, ...]:
+        """Check everything that ``step`` would and return the groups' pieces of a step."""
+        runner.check_slots(self._groups)
+        self._require_members()
+        self._watch.at_step(self._groups)
+        pieces, batches = self._begin_step(runner, batch, {}, applies)
+        return pieces(batches)
+
+    def _end_segments(self, applies: bool) -> Tensor:
+        self._end_step(applies)
+        losses: Tensor = self._ordered("loss")
+        return losses
+
+    def _has_groups(self, groups: Sequence[Group]) -> bool:
+        return list(groups) == self._groups
+
+    def _stay_on_host(self) -> None:
+        self._plans.stay_on_host()
+
     def wait_until_compiled(self) -> None:
         """With ``lowering="auto"``: return when the next step, if like one seen before, will run compiled."""
-        for group in self._groups:
-            group.wait_until_compiled()
+        with plain_torch(self._config.default_dtype):
+            for group in self._groups:
+                group.programs.wait_until_compiled()
 
     @property
     @door
@@ -182,7 +238,27 @@ class Fleet:
         log_every: int | None = None,
         member_loaders: Mapping[str, Iterable[Any]] | None = None,
     ) -> History:
-        """Train for ``epochs`` passes over ``loader`` or ``steps`` steps; see ``trainmux.training.fit``."""
+        """Train on the batches of ``loader`` for ``epochs`` passes over it, or for ``steps`` steps.
+
+        ``validation`` is evaluated with ``metric_fn`` after every epoch; with ``steps``, after every
+        ``validate_every`` of them (default: after every pass over the loader) and at the end. At the same
+        points epoch schedulers are stepped, callbacks called, records made, and a checkpoint is saved in
+        the directory ``checkpoint``. ``resume`` is ``"auto"`` (go on from a checkpoint if there is one),
+        ``"must"`` or True, ``"never"`` or False (start over, overwriting it). A resumed fit goes on with
+        the next epoch, at the batch and with the host's random state that it would have had; it returns at
+        once when all is done.
+
+        ``member_loaders`` maps names of members to loaders of their own, cycled; the others get
+        ``loader``'s batches. ``progress`` is ``"auto"`` (or True), ``"rich"``, ``"plain"`` or False.
+        ``log_every`` is the number of steps between progress updates; by default they come by wall clock.
+
+        Returns the history of each member, of a resumed run from its first epoch on. The fit ends early
+        when all members are stopped. Members that stop being finite are named in a ``TrainmuxWarning`` at
+        the end of the epoch. Refuses contradicting arguments (``ConfigError``), a loader without batches
+        (``BatchError``) and a checkpoint that cannot be read, written, or gone on with
+        (``CheckpointError``). However it ends, also on an exception or Ctrl-C, ``sync()`` comes first, so
+        that the members hold consistent weights.
+        """
         return fit(
             self,
             loader,
@@ -215,9 +291,16 @@ class Fleet:
             self._watch.check(self._places(), ignores_mode=True)
             self._groups, self._gather = self._plans.at_step(self._groups), None
             self._plans.finish()
-        evaluate = self._plans.evaluate if self._plans.is_active else evaluate_groups
+        runner = self._plans.runner
         return evaluate_fleet(
-            evaluate, self._groups, self._names, self._traces, self._feed, loader, metric_fn, self._loss_of
+            runner.evaluate,
+            self._groups,
+            self._names,
+            self._traces,
+            self._feed,
+            loader,
+            metric_fn,
+            self._loss_of,
         )
 
     # ---- members -----------------------------------------------------------------------------------
@@ -298,11 +381,12 @@ class Fleet:
         self._plans.finish()
         names = self._names if name is None else [name]
         for one in names:
-            self._describe(self._slot(one).member, one, self._names.index(one))  # refused before any changes
+            group, row = self._find(one)
+            self._describe(group.slot(row).member, one, self._names.index(one))  # refused before any changes
         moving: dict[GroupKey, list[tuple[Newcomer, Edits]]] = {}
         for one in names:
             group, row = self._find(one)
-            slot = self._slot(one)
+            slot = group.slot(row)
             edits = slot.watch.edits()
             group.check_export(row)
             with kept_edits(slot.member, edits):
@@ -389,7 +473,7 @@ class Fleet:
     def watch(self, batch: Any = None, overrides: Mapping[str, Any] | None = None) -> Timeline:
         """A step by the plan in use, as ``step``; returns when each instruction ran.
 
-        Beside what the plan predicts: ``plan.report(path, measured=fleet.watch(batch))``.
+        To compare with what the plan predicts: ``plan.report(path, measured=fleet.watch(batch))``.
         """
         self._arrange_groups()
         return self._plans.watch(lambda: self.step(batch, overrides))
@@ -399,7 +483,7 @@ class Fleet:
         return format_fusion(self.summary())
 
     def summary(self) -> tuple[GroupSummary, ...]:
-        """The same as records."""
+        """Return what ``explain`` says as records."""
         return summarise(self._groups, self._plans.memory)
 
     @door
@@ -420,16 +504,16 @@ class Fleet:
         tensors, document = fleet_document(self._groups, self._names, self._num_steps, self._config)
         write_checkpoint(path, tensors, {**document, "extra": dict(extra or {})})
 
-    @shielded
     def restore(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
         """Go back to a saved state; the fleet must have the same members. Returns what ``extra`` was."""
-        tensors, document = read_checkpoint(path)
-        if self._broken:
-            self._groups, self._gather = self._plans.start_over(self._groups), None
-        self._plans.finish()
-        if self._plans.is_active and has_other_constants(self._groups, tensors, document):
-            self._leave_plan()
-        self._num_steps = restore_fleet(self._groups, self._names, self._config, tensors, document, path)
+        with plain_torch(self._config.default_dtype):
+            tensors, document = read_checkpoint(path)
+            if self._broken:
+                self._groups, self._gather = self._plans.start_over(self._groups), None
+            self._plans.finish()
+            if self._plans.is_active and has_other_constants(self._groups, tensors, document):
+                self._leave_plan()
+            self._num_steps = restore_fleet(self._groups, self._names, self._config, tensors, document, path)
         self._broken = ""
         return dict(document["extra"])
 
@@ -455,12 +539,6 @@ class Fleet:
             trace = group.traces[example.spec] = self._traces.joint_for_group(slots, losses, example)
         return trace
 
-    def _slot(self, name: str) -> Slot:
-        group, row = self._find(name)
-        slot = group.slots[row]
-        assert slot is not None
-        return slot
-
     def _places(self) -> list[tuple[Group, Slot]]:
         return [(group, slot) for group in self._groups for _, slot in group.members]
 
@@ -471,7 +549,7 @@ class Fleet:
         return trace.key == group.key.graph
 
     def _find(self, name: str, watch: MemberWatch | None = None) -> tuple[Group, int]:
-        """Where a member is; with ``watch`` the place that has it, of two while it moves."""
+        """Find a member's group and row; with ``watch``, the one of two that has it while it moves."""
         for group in self._groups:
             for row, slot in group.members:
                 if slot.name == name and watch in (None, slot.watch):
@@ -507,7 +585,7 @@ class Fleet:
         return group
 
     def _prepare(self, group: Group, plan: Newcomer) -> None:
-        group.prepare(plan.trace.graph, plan.example.spec, stacked_batch=self._feed.stacks(plan.member))
+        group.prepare(plan.trace, stacked_batch=self._feed.stacks(plan.member))
 
     def _place(self, plan: Newcomer) -> None:
         same = [group for group in self._groups if group.key == plan.key]
@@ -550,8 +628,7 @@ class Fleet:
         return True
 
     def _take_out(self, group: Group, row: int) -> Member:
-        slot = group.slots[row]
-        assert slot is not None
+        slot = group.slot(row)
         group.check_export(row)
         self._watch.warn([(group, slot)], "it leaves without it, and edited values are overwritten")
         group.export(row)

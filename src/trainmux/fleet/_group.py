@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,27 +9,30 @@ import torch
 from torch import Tensor
 
 from trainmux.engine import ForwardProgram, StepProgram, Transfers, UpdateSettings
-from trainmux.fleet._arguments import Program, groups_of, held_arguments, with_batch
-from trainmux.fleet._background import Upgrade
 from trainmux.fleet._build import ProgramBuilder
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._member import Member
 from trainmux.fleet._numbers import GroupNumbers
-from trainmux.fleet._slots import Slot, StackedState, check_shapes, named_tensors, same_values
-from trainmux.fleet._snapshot import OptimizerSnapshot
+from trainmux.fleet._programs import Program, ProgramCache, groups_of, held_arguments, with_batch
+from trainmux.fleet._slots import (
+    OptimizerSnapshot,
+    Slot,
+    StackedState,
+    check_shapes,
+    named_tensors,
+    same_values,
+)
 from trainmux.fleet._traces import Trace
 from trainmux.fleet._watch import MemberWatch
 from trainmux.fusion.optimizers import OptimizerStructure, state_names, write_state
-from trainmux.ir import FusionRecord, InputKind, MemoryUse, OutputKind
+from trainmux.ir import FusionRecord, InputKind, OutputKind
 from trainmux.runtime import stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
-
-_MAX_PROGRAMS = 8
 
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What members must have in common to be fused."""
+    """Key of members that can be fused."""
 
     graph: str
     structure: OptimizerStructure
@@ -38,7 +40,7 @@ class GroupKey:
 
 
 class Group:
-    """Slots, their storage and the programs over it. All tensors live on the fleet's device."""
+    """Slots, their storage, and the programs for it, which a runner runs."""
 
     def __init__(self, key: GroupKey, traced: TracedGraph, config: FleetConfig, width: int) -> None:
         self.key = key
@@ -48,15 +50,14 @@ class Group:
         self.slots: list[Slot | None] = [None] * width
         self.unfused_because = ""
         self.last: dict[str, Tensor] = {}
-        self._engine = config.make_engine()
-        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
-        # By the program's id, with the program itself: its id must not be given to another one.
-        self._held_arguments: dict[int, tuple[Program, list[Tensor | None]]] = {}
+        self.programs = ProgramCache(config)
         self._members: list[tuple[int, Slot]] | None = None
-        self._upgrades: dict[Hashable, Upgrade[StepProgram]] = {}
-        self._records: tuple[FusionRecord, ...] = ()
-        self._num_nodes = 0
-        self._notes: tuple[str, ...] = ()
+        self.records: tuple[FusionRecord, ...] = ()
+        """How the operators of the last built step were fused."""
+        self.num_nodes = 0
+        """Nodes of the last built step."""
+        self.notes: tuple[str, ...] = ()
+        """How the last prepared step runs, in words."""
         self.stacked_batch = False
         self._gradients = tuple(o.name for o in traced.outputs if o.kind is OutputKind.GRADIENT)
         self._changing = frozenset(o.name for o in traced.outputs if o.kind is OutputKind.BUFFER)
@@ -69,7 +70,7 @@ class Group:
         self._neutral = torch.tensor(neutral, dtype=torch.float64, device=config.device).reshape(-1, 1)
 
     def _make_numbers(self) -> None:
-        """What the host feeds, at the width there is now, and the counters of an evaluation's draws."""
+        """Make what the host feeds, and the counters of an evaluation's draws, for the current width."""
         self._numbers = GroupNumbers(self.key.structure, self.width, self.config.device)
         self._evaluation = torch.zeros(self.width, dtype=torch.int64, device=self.config.device)
 
@@ -89,7 +90,7 @@ class Group:
                 continue
             rows = stacked_zeros(self.width, example.shape, dtype, self.config.device)
             (self.state.parameters if name in parameters else self.state.buffers)[name] = rows
-        for key in self._state_keys():
+        for key in self._settings().state_keys():
             like = self.state.parameters[key[0]]
             self.state.states[key] = self._zeros_like(like)
         if self.config.accumulate > 1:
@@ -124,7 +125,7 @@ class Group:
             rows.copy_(value.unsqueeze(0).expand_as(rows))
             (self.state.parameters if name in parameters else self.state.buffers)[name] = rows
         self.state.shared.clear()
-        self._forget_programs()
+        self.programs.clear()
 
     def resize(self, width: int) -> None:
         """Change the number of slots, keeping the members (moved together) and their state."""
@@ -133,27 +134,27 @@ class Group:
         self.slots = [self.slots[row] for row in kept] + [None] * (width - len(kept))
         self.width = width
         self.last = {}
-        self._forget_programs()
+        self.programs.clear()
         self._make_numbers()
         self.forget_fed()
 
     def taken(self, rows: Sequence[int]) -> Group:
-        """A group of these rows' members alone, with copies of their state in the host's memory."""
+        """Make a group of these rows' members alone, with copies of their state in host memory."""
         other = Group(self.key, self.traced, self.config, len(rows))
         other.slots = [self.slots[row] for row in rows]
         host = torch.device("cpu")
         other.state = self.state.resized(len(rows), list(rows), host, self._transfers.copy)
         other.state.shared = {name: value.cpu() for name, value in self.state.shared.items()}
         other.traces = self.traces
-        other._records, other._num_nodes, other._notes = self._records, self._num_nodes, self._notes
+        other.records, other.num_nodes, other.notes = self.records, self.num_nodes, self.notes
         other.unfused_because = self.unfused_because
         other.stacked_batch = self.stacked_batch
         return other
 
     def vacate(self) -> None:
-        """Let go of all storage: the members have moved to another group."""
+        """Free all storage: the members have moved to another group."""
         self.rebase(lambda tensor: tensor.new_empty(0))
-        self._engine = self.config.make_engine()  # the old one's graphs hold memory
+        self.programs = ProgramCache(self.config)  # the old one's graphs hold memory
         self.slots = [None] * self.width
         self._members = None
 
@@ -162,23 +163,12 @@ class Group:
         shared = {name: value.to(device) for name, value in self.state.shared.items()}
         self.state = self.state.resized(self.width, list(range(self.width)), device, self._transfers.copy)
         self.state.shared = shared
-        self._forget_programs()
+        self.programs.clear()
 
     def rebase(self, change: Callable[[Tensor], Tensor]) -> None:
         """Put every tensor of the state where ``change`` says; programs made before are forgotten."""
         self.state = self.state.mapped(change)
-        self._forget_programs()
-
-    def _forget_programs(self) -> None:
-        for program in self._programs.values():
-            self._forget(program)
-        self._programs.clear()
-        self._upgrades.clear()
-        self._held_arguments.clear()
-
-    def _forget(self, program: Program) -> None:
-        self._engine.forget([program])
-        self._held_arguments.pop(id(program), None)
+        self.programs.clear()
 
     # ---- members -----------------------------------------------------------------------------------
 
@@ -188,6 +178,12 @@ class Group:
         if self._members is None:
             self._members = [(row, slot) for row, slot in enumerate(self.slots) if slot is not None]
         return self._members
+
+    def slot(self, row: int) -> Slot:
+        """Return the slot of an occupied row."""
+        slot = self.slots[row]
+        assert slot is not None
+        return slot
 
     def free_row(self) -> int | None:
         """A row without a member, if there is one."""
@@ -227,8 +223,7 @@ class Group:
 
     def check_export(self, row: int) -> None:
         """Refuse, before anything is written, an export into a model that changed its shape."""
-        slot = self.slots[row]
-        assert slot is not None
+        slot = self.slot(row)
         expected = {
             name: rows.shape[1:]
             for kind in (self.state.parameters, self.state.buffers)
@@ -238,8 +233,7 @@ class Group:
 
     def export(self, row: int) -> None:
         """Write a row back into the member's own model and optimizer."""
-        slot = self.slots[row]
-        assert slot is not None
+        slot = self.slot(row)
         tensors = named_tensors(slot.member)
         parameters = unique_parameters(slot.member.model)
         done = int(self.state.updates[row])
@@ -267,15 +261,11 @@ class Group:
 
     def stop(self, row: int, reason: str) -> None:
         """No more changes to a row; the member stays in it."""
-        slot = self.slots[row]
-        assert slot is not None
+        slot = self.slot(row)
         slot.active, slot.waits, slot.reason = False, False, reason
         self.forget_fed()
 
     # ---- programs ----------------------------------------------------------------------------------
-
-    def _state_keys(self) -> tuple[tuple[str, str], ...]:
-        return self._settings().state_keys()
 
     def _settings(
         self,
@@ -297,76 +287,47 @@ class Group:
             mode=self.config.update,
         )
 
-    def _cached(self, key: Hashable, build: Callable[[], Program]) -> Program:
-        known = self._programs.get(key)
-        if known is not None:
-            self._programs.move_to_end(key)
-            return known
-        program = build()
-        self._programs[key] = program
-        while len(self._programs) > _MAX_PROGRAMS:
-            self._forget(self._programs.popitem(last=False)[1])
-        return program
-
-    def _upgrade(self, key: Hashable) -> None:
-        """Put the compiled step in the place of the one that training began with, once it is there.
-
-        It is begun at a step's second use: what runs once, such as a short last batch, is never compiled.
-        """
-        upgrade = self._upgrades.get(key)
-        if upgrade is None:
-            return
-        upgrade.start()
-        if not upgrade.is_ready:
-            return
-        del self._upgrades[key]
-        better = upgrade.result()
-        if better is not None and key in self._programs:
-            self._forget(self._programs[key])
-            self._programs[key] = better
-
-    def wait_until_compiled(self) -> None:
-        """Until every step that is being compiled will run compiled."""
-        for upgrade in self._upgrades.values():
-            upgrade.wait()
-
     def _builder(self) -> ProgramBuilder:
         return ProgramBuilder(self.config, self.state.shared)
 
-    def prepare(
-        self, traced: TracedGraph, key: Hashable, *, stacked_batch: bool, applies: bool = True
-    ) -> StepProgram:
-        """The program for a batch like the one ``traced`` was made with, built if it is new.
+    def prepare(self, trace: Trace, *, stacked_batch: bool, applies: bool = True) -> StepProgram:
+        """Find or build the program for a batch like the one that was traced.
 
         Reads the members' settings as they are now, for the program and for the step that comes next;
-        refuses those that are no numbers any more.
+        refuses settings that are not numbers.
         """
         self._numbers.read(self.members)
         self.stacked_batch = stacked_batch
         idle, clips = self._numbers.idle, self._numbers.clips
+        key = ("step", trace.key, idle, applies, clips, stacked_batch)
 
         def build() -> StepProgram:
             settings = self._settings(idle, clips, applies=applies)
-            built = self._builder().step(traced, self.width, settings, stacked_batch=stacked_batch)
-            self._records, self._num_nodes = built.records, built.num_nodes
+            built = self._builder().step(trace.graph, self.width, settings, stacked_batch=stacked_batch)
+            self.records, self.num_nodes = built.records, built.num_nodes
             if built.upgrade is not None:
-                self._upgrades[full_key] = built.upgrade
+                self.programs.expect(key, built.upgrade)
             return built.program
 
-        full_key = ("step", key, idle, applies, clips, stacked_batch)
-        self._upgrade(full_key)
-        program = self._cached(full_key, build)
-        assert isinstance(program, StepProgram)
-        self._notes = program.notes
+        self.programs.upgrade(key)
+        program = self.programs.get(key, build)
+        self.notes = program.notes
         return program
 
+    def forward_program(self, trace: Trace, spec: BatchSpec, *, stacked_batch: bool) -> ForwardProgram:
+        """Find or build the program that computes metrics of all members, ``[width]`` each."""
+        return self.programs.get(
+            ("evaluate", trace.key, spec, stacked_batch),
+            lambda: self._builder().forward(trace.graph, self.width, stacked_batch=stacked_batch),
+        )
+
     def variant(self, *, applies: bool = True) -> Hashable:
-        """What of the members' settings, as they are now, a step's program depends on."""
+        """Read the members' settings and return what a step's program depends on."""
         self._numbers.read(self.members)
         return (self._numbers.idle, self._numbers.clips, applies)
 
     def compile_widths(self, widths: Sequence[int]) -> None:
-        """Compile the steps of arrays of these widths, all of their kernels side by side."""
+        """Compile the steps of arrays of these widths, all kernels in parallel."""
         self._numbers.read(self.members)
         settings = self._settings(self._numbers.idle, self._numbers.clips)
         builder, stacked = self._builder(), self.stacked_batch
@@ -412,57 +373,30 @@ class Group:
         carried = self._settings() if carries_state else None
         return self._builder().planned_forward(traced, width, carried, stacked_batch=stacked_batch)
 
-    @property
-    def records(self) -> tuple[FusionRecord, ...]:
-        """How the operators of the last built step were fused."""
-        return self._records
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """How the last prepared step runs."""
-        return self._notes
-
-    def annotate(self, *notes: str) -> None:
-        """Say how it runs from now on."""
-        self._notes = notes
-
-    @property
-    def memory(self) -> MemoryUse | None:
-        """What the device holds for it, once a step was captured."""
-        return self._engine.memory
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the last built step."""
-        return self._num_nodes
-
     # ---- running -----------------------------------------------------------------------------------
 
-    def begin(self, program: StepProgram, batch: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Compute a micro-batch of all active members, with what ``prepare`` read; the result applies it."""
-        self._numbers.push(self.members)
-        return self._engine.begin(program, self._arguments(program, batch))
+    def push_numbers(self, *, num_ahead: int = 0) -> None:
+        """Send the members' numbers as they were read last.
 
-    def fed(self, program: StepProgram, batch: Sequence[Tensor]) -> dict[int, Tensor]:
-        """What is new for a step, with what was read last, by position among its arguments."""
-        self._numbers.push(self.members)
-        return self.fed_forward(program, batch)
+        ``num_ahead`` steps, none with an update, were fed before and have not ended yet.
+        """
+        self._numbers.push(self.members, num_ahead=num_ahead)
 
-    def fed_forward(self, program: Program, batch: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The same for an evaluation, which takes no numbers from the members."""
-        arguments = self.arguments_of(program, batch)
+    def told(self, *, applies: bool) -> Hashable:
+        """Return all that a step would be fed now but its batch; equal as long as nothing changes."""
+        return (self.width, self.variant(applies=applies), self._numbers.told(self.members))
+
+    def fed(self, program: Program, batch: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return what is new with every step, by position among a program's arguments."""
+        arguments = self.arguments(program, batch)
         return {position: arguments[position] for position in program.positions_fed_anew()}
 
     def count(self, program: StepProgram) -> None:
-        """A step of every active member is on its way."""
-        num_updates = int(program.settings.applies)
-        for _, slot in self.members:
-            if slot.active:
-                slot.counter += 1
-                slot.num_updates += num_updates
+        """Count a step of every active member."""
+        self._numbers.count(self.members, int(program.settings.applies))
 
     def note(self, program: StepProgram, results: Sequence[Tensor]) -> None:
-        """What a step returned becomes ``last``."""
+        """Keep what a step returned as ``last``."""
         loss, norm, finite, *metrics = results
         self.last = {"loss": loss, "grad_norm": norm, "finite": finite}
         self.last.update(zip(program.metrics, metrics, strict=True))
@@ -471,34 +405,16 @@ class Group:
         """Draws for the batch ``index`` of an evaluation: below those of training, which count from 0."""
         self._evaluation.fill_(-1 - index)
 
-    def evaluate(
-        self, traced: TracedGraph, key: Hashable, batch: Sequence[Tensor], *, stacked_batch: bool
-    ) -> dict[str, Tensor]:
-        """Metrics of all members on one batch, ``[width]`` each."""
-        program = self._cached(
-            ("evaluate", key, stacked_batch),
-            lambda: self._builder().forward(traced, self.width, stacked_batch=stacked_batch),
-        )
-        found = self._engine.run(program, self._arguments(program, batch))
-        return dict(zip(program.metrics, found, strict=True))
-
-    def arguments_of(self, program: Program, batch: Sequence[Tensor]) -> list[Tensor]:
-        """The arguments of a program that is not kept, at the group's whole width."""
-        return with_batch(self.held_arguments(program), batch)
-
-    def _arguments(self, program: Program, batch: Sequence[Tensor]) -> list[Tensor]:
-        """All tensors that a program takes, in order: the batch, and those that are always the same."""
-        held = self._held_arguments.get(id(program))
-        if held is None:
-            held = self._held_arguments[id(program)] = (program, self.held_arguments(program))
-        return with_batch(held[1], batch)
+    def arguments(self, program: Program, batch: Sequence[Tensor]) -> list[Tensor]:
+        """List all tensors that a program takes, in order."""
+        return with_batch(self.programs.held_arguments(program, self.held_arguments), batch)
 
     def held_arguments(self, program: Program) -> list[Tensor | None]:
-        """The arguments of a program; ``None`` for each leaf of the batch."""
+        """List the arguments of a program, with ``None`` for each leaf of the batch."""
         own = {"neutral": self._neutral, "tangent": self._tangent, "evaluation": self._evaluation}
         return held_arguments(program, self.state, {**self._numbers.tensors, **own})
 
     def forget_fed(self) -> None:
-        """Members came, left or stopped: what the host feeds has to be written anew."""
+        """Write what the host feeds anew, after members came, left or stopped."""
         self._members = None
         self._numbers.forget()

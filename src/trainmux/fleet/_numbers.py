@@ -1,4 +1,8 @@
-"""What the host tells the device with every step: counters, the optimizers' scalars, limits, who trains."""
+"""Numbers that the host feeds to the device with every step.
+
+They are counters, the optimizers' scalars, clipping limits and a mask of the members that train. Settings may
+change at any time, so every member is looked at for every step: these loops are most of a step's host time.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,9 @@ class GroupNumbers:
             device,
         )
         self._rows: list[int] | slice = []
+        self._slots: list[Slot] = []
         self._members: list[Member] = []
+        self._training: list[Slot] | None = None
         self._limits: list[float | None] | None = None
         self.idle: tuple[frozenset[str], ...] = ()
         """After ``read``: for each param group, the settings that no member makes use of."""
@@ -60,8 +66,8 @@ class GroupNumbers:
         return self._feed.device
 
     def forget(self) -> None:
-        """Members came, left or stopped: write everything anew."""
-        self._limits = None
+        """Write everything anew, after members came, left or stopped."""
+        self._limits = self._training = None
 
     def read(self, members: Members) -> None:
         """Take over settings and limits; refuses settings that are no numbers any more, naming the member."""
@@ -74,7 +80,7 @@ class GroupNumbers:
             scalars = None
             if members and columns.read(torch_groups):
                 idle.append(columns.idle)
-                scalars = columns.scalars([slot.base_steps[index] + slot.num_updates for _, slot in members])
+                scalars = columns.scalars([slot.base_steps[index] + slot.num_updates for slot in self._slots])
             else:
                 unused = [idle_settings(torch_group) for torch_group in torch_groups]
                 idle.append(frozenset.intersection(*unused) if unused else frozenset())
@@ -91,11 +97,22 @@ class GroupNumbers:
 
     def push(self, members: Members, *, num_ahead: int = 0) -> None:
         """Send everything, with the counters that members have once ``num_ahead`` more steps have ended."""
-        self._feed.host["counters"][self._rows] = [slot.counter + num_ahead for _, slot in members]
+        counters = self._feed.host["counters"]
+        counters[self._rows] = [slot.counter for slot in self._slots]
+        if num_ahead:
+            counters[self._rows] += num_ahead
         self._feed.push()
 
+    def count(self, members: Members, num_updates: int) -> None:
+        """Count a step, and ``num_updates`` updates, of every member that trains."""
+        if self._training is None:
+            self._training = [slot for _, slot in members if slot.active]
+        for slot in self._training:
+            slot.counter += 1
+            slot.num_updates += num_updates
+
     def told(self, members: Members) -> tuple[bytes, ...]:
-        """What ``push`` would send now, after ``read``: equal as long as nothing has changed."""
+        """Return what ``push`` would send now, after ``read``; equal as long as nothing has changed."""
         host = self._feed.host
         counters = np.array([slot.counter for _, slot in members], np.int64)
         return (counters.tobytes(), *(host[name].tobytes() for name in ("scalars", "limits", "active")))
@@ -105,6 +122,7 @@ class GroupNumbers:
         width = len(host["active"])
         rows = [row for row, _ in members]
         self._rows = slice(None) if rows == list(range(width)) else rows
+        self._slots = [slot for _, slot in members]
         self._members = [slot.member for _, slot in members]
         host["counters"][:] = 0
         host["scalars"][:] = 0.0

@@ -31,7 +31,7 @@ from trainmux.sizes import exact_bytes
 
 
 class Plan:
-    """How a fleet would train within a budget: ``fleet.plan(...)`` makes one, ``save`` and ``load`` keep it.
+    """A schedule for a fleet within a budget: ``fleet.plan(...)`` makes one, ``save`` and ``load`` keep it.
 
     All numbers are predictions for one step of every member. ``curve`` says what other budgets would cost,
     where that was asked for.
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """What will be reserved on the device."""
+        """Bytes that will be reserved on the device."""
         return self.record.peak_bytes
 
     @property

@@ -1,48 +1,32 @@
-"""The plan that a fleet trains by: wanted, in use, left, made anew."""
+"""The plan that a fleet trains by, and the runner of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from trainmux.engine import release_cached
 from trainmux.errors import PlanError
-from trainmux.fleet._batches import GroupFeed
 from trainmux.fleet._config import FleetConfig
-from trainmux.fleet._evaluate import RowTraces, take_over
 from trainmux.fleet._group import Group
+from trainmux.fleet._partition import join_groups, put_back, rejoined, split_groups
+from trainmux.fleet._plain_runner import PlainRunner
 from trainmux.fleet._plan import Plan
-from trainmux.fleet._planned_groups import (
-    PlannedGroups,
-    join_groups,
-    put_back,
-    rejoined,
-    split_groups,
-)
-from trainmux.fleet._planning import FleetPlanner, PlanRequest
-from trainmux.fleet._whole_step import run_whole
+from trainmux.fleet._planned_runner import MakePlanner, PlannedRunner
+from trainmux.fleet._planning import PlanRequest
+from trainmux.fleet._warn import warn_user
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.runtime import deferred_interrupts
 from trainmux.sizes import exact_bytes
-from trainmux.tracing import BatchSpec, TracedGraph
-from trainmux.training import warn_user
 
 _MAX_EMPTY_SHARE = 0.5
 """A fleet of which more than this share of slots is empty gets fewer of them at the next step."""
 
 _MAX_TIGHTENINGS = 2
 _SLACK_BYTES = 16 << 20
-"""Left free beside what was found too much, so that the next plan is not over by a little again."""
-
-ReadyStep = Callable[[Mapping[int, Sequence[Tensor]]], None]
-"""Runs a step on each group's batch, by ``id(group)``."""
-
-MakePlanner = Callable[[Sequence[Group]], FleetPlanner]
+"""Left free in addition to the overshoot, so that the next plan is not over by a little again."""
 
 
 class PlanKeeper:
@@ -57,7 +41,8 @@ class PlanKeeper:
         self._make_planner = make_planner
         self._wanted: Plan | None = None
         self._request: PlanRequest | None = None
-        self._active: PlannedGroups | None = None
+        self._plain = PlainRunner()
+        self._active: PlannedRunner | None = None
         self._is_left = False
         self._is_over = False
         self._num_tightened = 0
@@ -75,7 +60,7 @@ class PlanKeeper:
 
     @property
     def memory(self) -> MemoryUse | None:
-        """What the device holds under the plan in use, once a step was captured."""
+        """Memory on the device under the plan in use, once a step was captured."""
         return None if self._active is None else self._active.memory
 
     def want(self, plan: Plan, request: PlanRequest) -> None:
@@ -92,16 +77,20 @@ class PlanKeeper:
         return left
 
     def stay_on_host(self) -> None:
-        """The groups' state lies in the host's memory: the next step takes it to the device."""
+        """Have the next step move the groups' state from host memory to the device."""
         self._is_left = True
+
+    @property
+    def runner(self) -> PlainRunner | PlannedRunner:
+        """Runs the fleet's steps as things are now; ``at_step`` may change it."""
+        return self._plain if self._active is None else self._active
 
     def finish(self) -> None:
         """Run what is in flight to its end."""
-        if self._active is not None:
-            self._active.finish()
+        self.runner.finish()
 
     def leave(self, groups: Sequence[Group]) -> list[Group]:
-        """Members that the plan in use has no room for are about to come: groups as they are without it."""
+        """Stop using the plan, which has no room for members that will come; returns joined groups."""
         if self._active is None:
             return rejoined(groups) if self._is_left else list(groups)
         with deferred_interrupts():
@@ -111,18 +100,18 @@ class PlanKeeper:
             return join_groups(groups)
 
     def start_over(self, groups: Sequence[Group]) -> list[Group]:
-        """Leave the plan in use, whose step has failed half-way; the next step uses it anew."""
+        """Leave the plan in use, whose step has failed half-way; the next step uses it again."""
         if self._active is None:
             return list(groups)
         self._wanted = self._wanted or self._active.plan
         return self.leave(groups)
 
     def whole(self, groups: Sequence[Group]) -> list[Group]:
-        """Groups as they are without a plan, to look at: copies where a plan is in use."""
+        """Return the groups as they would be without a plan; copies where one is in use."""
         return list(groups) if self._active is None else join_groups(groups)
 
     def watch(self, step: Callable[[], Any]) -> Timeline:
-        """Run ``step``, a step of the fleet by its plan, and tell when each instruction ran."""
+        """Run ``step``, a step of the fleet by its plan, and return when each instruction ran."""
         if self._active is None:
             raise PlanError(
                 "expected a fleet that trains by a plan, got one without; call plan() or use(), and step once"
@@ -136,10 +125,10 @@ class PlanKeeper:
             active.watch_no_more()  # a step that was refused must not leave the next one watched
 
     def hold_budget(self) -> None:
-        """After a step: where the device holds more than the budget, plan anew with that much less.
+        """After a step that holds more than the budget, plan again with that much less.
 
-        What nodes need beside the slab is measured one by one, before; what the allocator makes of it, and of
-        what nobody knew, shows when a plan runs for the first time.
+        The scratch of each node is measured before; what the allocator makes of it, and scratch that was not
+        accounted for, shows when a plan runs for the first time.
         """
         active, request = self._active, self._request
         if active is None or request is None:
@@ -189,14 +178,17 @@ class PlanKeeper:
         own = planner.steps_of(plan)
         specs = [planner.example_spec(sub_array) for sub_array in plan.partition]
         split = split_groups(groups, plan)
-        variant = _variant(split, specs, [group.stacked_batch for group in split], applies=True)
+        variant = tuple(
+            (group.variant(applies=True), spec, group.stacked_batch)
+            for group, spec in zip(split, specs, strict=True)
+        )
         slots = [list(group.slots) for group in groups]
         try:
             with deferred_interrupts():
                 for group in groups:
                     group.vacate()
                 release_cached(self._config.device)
-                self._active = PlannedGroups(plan, split, variant, own, self._config)
+                self._active = PlannedRunner(plan, split, variant, own, self._config, self._make_planner)
         except BaseException:
             with deferred_interrupts():
                 if self._active is not None:
@@ -205,88 +197,18 @@ class PlanKeeper:
                 self._is_left = True
                 put_back(groups, slots, split)
             raise
-        beside = ", members side by side" if plan.record.num_branches > 1 else ""
+        parallel = ", members side by side" if plan.record.num_branches > 1 else ""
         for number, group in enumerate(split):
-            group.annotate(
+            group.notes = (
                 f"sub-array {number + 1} of {len(split)} of a plan ({plan.policy}, "
-                f"{plan.record.schedule.multiplexing.value}{beside})",
+                f"{plan.record.schedule.multiplexing.value}{parallel})",
                 *group.notes[1:],
             )
         return split
 
-    def prepare(
-        self,
-        groups: Sequence[Group],
-        traced: Sequence[TracedGraph],
-        feeds: Sequence[GroupFeed],
-        *,
-        applies: bool,
-    ) -> ReadyStep:
-        """A step of all groups, by the plan if there is one, ready for batches like those of ``feeds``."""
-        active = self._active
-        if active is None:
-            return _prepare_without(groups, traced, feeds, applies=applies)
-        stacked = [feed.stacked for feed in feeds]
-        variant = _variant(groups, [feed.example.spec for feed in feeds], stacked, applies=applies)
-        if not active.knows(variant):
-            planner = self._make_planner(groups)
-            steps = planner.steps_beside(active.plan, traced, stacked, applies=applies)
-            with deferred_interrupts():
-                active.learn(variant, steps)
-        return lambda batches: active.step(variant, batches)
-
-    def evaluate(
-        self,
-        groups: Sequence[Group],
-        traces: Sequence[RowTraces],
-        feeds: Sequence[GroupFeed],
-        batches: Mapping[int, Sequence[Tensor]],
-    ) -> list[dict[str, Tensor]]:
-        """Metrics of all groups on one batch, within the plan's budget.
-
-        A planned program has one forward pass of each group. Where members of a group differ in evaluation,
-        there are as many programs as the group with the most traces needs; others run their last one again.
-        """
-        active = self._active
-        assert active is not None
-        stacked = [feed.stacked for feed in feeds]
-        merged: list[dict[str, Tensor]] = [{} for _ in groups]
-        for number in range(max(len(found) for found in traces)):
-            chosen = [found[min(number, len(found) - 1)] for found in traces]
-            variant = (
-                "evaluate",
-                *(
-                    (trace.key, feed.example.spec, feed.stacked)
-                    for (trace, _), feed in zip(chosen, feeds, strict=True)
-                ),
-            )
-            if not active.knows(variant):
-                graphs = [trace.graph for trace, _ in chosen]
-                forwards = self._make_planner(groups).forwards_beside(active.plan, graphs, stacked)
-                with deferred_interrupts():
-                    active.learn(variant, forwards)
-            # State may move: it must not stop half-way.
-            with deferred_interrupts():
-                values = active.evaluate(variant, batches)
-            for known, (_, rows), new in zip(merged, chosen, values, strict=True):
-                take_over(known, new, rows)
-        return merged
-
     def _back_to_device(self, groups: Sequence[Group]) -> None:
         for group in groups:
             group.restack(self._config.device)
-
-
-def _prepare_without(
-    groups: Sequence[Group], traced: Sequence[TracedGraph], feeds: Sequence[GroupFeed], *, applies: bool
-) -> ReadyStep:
-    """A step of all groups without a plan, ready to run on batches like those of ``feeds``."""
-    jobs = [
-        (group, group.prepare(graph, feed.example.spec, stacked_batch=feed.stacked, applies=applies))
-        for group, graph, feed in zip(groups, traced, feeds, strict=True)
-    ]
-
-    return partial(run_whole, jobs)
 
 
 def without_empty(groups: Sequence[Group]) -> list[Group]:
@@ -299,17 +221,9 @@ def without_empty(groups: Sequence[Group]) -> list[Group]:
 
 
 def request_like(plan: Plan) -> PlanRequest:
-    """What would be asked for to get a plan like this one."""
+    """Make a request for a plan like this one."""
     blank = PlanRequest(None, "auto", None, None, 0, None, None)
     return replace(blank, budget=plan.budget_bytes, policy=plan.policy)
-
-
-def _variant(
-    groups: Sequence[Group], specs: Sequence[BatchSpec], stacked: Sequence[bool], *, applies: bool
-) -> Hashable:
-    """What the program of a step depends on, besides the members."""
-    rows = zip(groups, specs, stacked, strict=True)
-    return tuple((group.variant(applies=applies), spec, is_stacked) for group, spec, is_stacked in rows)
 
 
 def _mostly_empty(groups: Sequence[Group]) -> bool:

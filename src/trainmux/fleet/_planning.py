@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainmux.engine import (
+    NUM_LANDINGS,
     StepProgram,
     first_rows,
     handed_over,
@@ -21,12 +22,11 @@ from trainmux.engine import (
 )
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
 from trainmux.fleet._config import FleetConfig
-from trainmux.fleet._fixed_bytes import fixed_bytes, known_fixed_bytes
 from trainmux.fleet._group import Group
+from trainmux.fleet._other_steps import PlannedPrograms, other_forwards, other_steps, read_step
 from trainmux.fleet._plan import Plan, require_plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
-from trainmux.fleet._planned_beside import forwards_beside, read_step, steps_beside
-from trainmux.fleet._planned_groups import PlannedForwards, PlannedSteps
+from trainmux.fleet._programs import with_batch
 from trainmux.ir import DeviceFacts, Profile, SubArray
 from trainmux.profiling import (
     MEASUREMENT_VERSION,
@@ -52,8 +52,28 @@ from trainmux.scheduling import Group as PlannedGroup
 from trainmux.sizes import parse_budget
 from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
 
+FIXED_BYTES = 128 << 20
+"""On a CUDA device, besides tensors: the matrix libraries' workspaces for one stream (about 40 MiB), and
+what the driver takes for the graphs and the code of kernels that a plan is the first to run: 2 to 14 MiB for
+plans of two or three sub-arrays, 74 MiB for one with 3,400 nodes, 900 recomputations and 4,500 copies."""
+
+
+def known_fixed_bytes(groups: Sequence[Group], examples: Sequence[FlatBatch]) -> int:
+    """Estimate them for any device, with places for batches in flight and for the next one of a ring."""
+    batches = sum(
+        sum(tensor.nbytes for tensor in example.tensors) * (group.width if group.stacked_batch else 1)
+        for group, example in zip(groups, examples, strict=True)
+    )
+    return FIXED_BYTES + (NUM_LANDINGS + 1) * batches
+
+
+def fixed_bytes(groups: Sequence[Group], examples: Sequence[FlatBatch], device: torch.device) -> int:
+    """Estimate them for a device that is present, with workspaces of streams that were used before."""
+    return known_fixed_bytes(groups, examples) + sum(workspaces_bytes(device)[1:])
+
+
 _FEW_PARTITIONS = 5
-"""Partitions that are tried where nobody says how many and each takes long: its widths are compiled to be
+"""Partitions tried by default where each takes long: its widths are compiled to be
 measured, or a member's graph is large."""
 
 _LARGE_GRAPH = 1000
@@ -64,9 +84,9 @@ Progress = Callable[[PlanProgress], None]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked for; ``device`` ``None`` is the fleet's own, measured.
+    """Arguments of ``Fleet.plan``; ``device`` ``None`` is the fleet's own, measured.
 
-    ``reserve_bytes`` of the budget are left free: a plan like it was found to need them beside what it knew.
+    ``reserve_bytes`` of the budget are left free: a plan like it needed that much more than predicted.
     """
 
     budget: int | str | None
@@ -124,7 +144,7 @@ class FleetPlanner:
         return plan
 
     def _fixed_bytes(self) -> int:
-        """What is reserved beside all tensors and what nodes need while they run."""
+        """Return what is reserved in addition to tensors and the scratch of nodes."""
         device = self._config.device
         if self._device is not None:
             return known_fixed_bytes(self._groups, self._examples)
@@ -249,12 +269,12 @@ class FleetPlanner:
 
     @property
     def kernels(self) -> str:
-        """What steps are made of: the fleet's own kernels where they are measured, regions elsewhere."""
+        """Kind of kernels: the fleet's own where they are measured, lowered regions elsewhere."""
         if self._device is not None:
             return "lowered"
         return "aten" if self._config.lowering == "aten" else "compiled"
 
-    def steps_of(self, plan: Plan) -> PlannedSteps:
+    def steps_of(self, plan: Plan) -> PlannedPrograms:
         """The steps of the plan's sub-arrays and their kernels, ready to run; a stale plan is refused."""
         self._check_kernels(plan)
         num_branches = plan.record.num_branches
@@ -266,26 +286,26 @@ class FleetPlanner:
             for sub_array, width in zip(plan.partition, widths, strict=True)
         ]
         steps, graphs = tuple(step for _, step in found), tuple(graph for graph, _ in found)
-        return PlannedSteps(steps, graphs, plan.program, used_branches(widths, num_branches))
+        return PlannedPrograms(steps, graphs, plan.program, used_branches(widths, num_branches))
 
     def example_spec(self, sub_array: SubArray) -> BatchSpec:
         """Of the batch that a sub-array's members were planned with."""
         return self._examples[self._owner_of(sub_array)].spec
 
-    def steps_beside(
+    def other_steps(
         self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool], *, applies: bool
-    ) -> PlannedSteps:
-        """Other steps of the groups, which are the plan's sub-arrays, within the same budget."""
+    ) -> PlannedPrograms:
+        """Fit other steps of the groups, which are the plan's sub-arrays, into the plan's budget."""
         kernels, host_bytes = self._kernels_of(plan), self._facts.host_bytes
         steps = zip(self._groups, traced, stacked, strict=True)
-        return steps_beside(plan, list(steps), kernels, host_bytes, applies=applies)
+        return other_steps(plan, list(steps), kernels, host_bytes, applies=applies)
 
-    def forwards_beside(
+    def other_forwards(
         self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool]
-    ) -> PlannedForwards:
-        """Forward passes of the groups, which are the plan's sub-arrays, within the same budget."""
+    ) -> PlannedPrograms:
+        """Fit forward passes of the groups, which are the plan's sub-arrays, into the plan's budget."""
         steps = zip(self._groups, traced, stacked, strict=True)
-        return forwards_beside(plan, list(steps), self._facts.host_bytes)
+        return other_forwards(plan, list(steps), self._facts.host_bytes)
 
     def _kernels_of(self, plan: Plan) -> str:
         """Of what the plan's steps are made: analytic ones are made for regions."""
@@ -303,7 +323,7 @@ class FleetPlanner:
         )
 
     def _compile_ahead(self, planned: Sequence[PlannedGroup], bound: Mapping[str, int]) -> None:
-        """Compile the kernels of every width that will be asked for side by side."""
+        """Compile the kernels of every width that will be needed, in parallel."""
         search = find_partitions([len(group.members) for group in planned], **bound)
         for index, group in enumerate(self._groups):
             widths = {width for partition in search.partitions for width in partition.widths[index]}
@@ -337,7 +357,7 @@ class FleetPlanner:
             self._cache.put(found)
         workspaces = [node.workspace_bytes for node in found.nodes]
         self._scratch[found.fingerprint] = measured_scratch_bytes(graph, workspaces)
-        # Workspaces are not in the slab: one scratch pool beside it serves them all in turn.
+        # Workspaces are not in the slab: one scratch pool serves them all in turn.
         nodes = tuple(replace(node, workspace_bytes=0) for node in found.nodes)
         return replace(found, nodes=nodes)
 
@@ -404,7 +424,7 @@ class FleetPlanner:
         batch = [tensor.to(self._config.device) for tensor in self._examples[index].tensors]
         if group.stacked_batch:
             batch = [tensor.expand(group.width, *tensor.shape) for tensor in batch]
-        arguments = first_rows(program, group.arguments_of(program, batch), width)
+        arguments = first_rows(program, with_batch(group.held_arguments(program), batch), width)
         arguments = [argument.to(self._config.device) for argument in arguments]
         active = program.position_of("active")
         arguments[active] = torch.zeros_like(arguments[active])

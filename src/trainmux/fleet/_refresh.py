@@ -12,7 +12,7 @@ from torch import Tensor
 from trainmux.fleet._group import Group
 from trainmux.fleet._member import Member
 from trainmux.fleet._newcomer import Newcomer
-from trainmux.fleet._slots import Slot, named_tensors
+from trainmux.fleet._slots import named_tensors
 from trainmux.fleet._watch import Edits
 
 
@@ -39,7 +39,7 @@ def kept_edits(member: Member, edits: Edits) -> Iterator[None]:
 
 def take_edits(group: Group, row: int, plan: Newcomer, edits: Edits) -> None:
     """Load a member's edited values into the row that it has."""
-    slot = _slot(group, row)
+    slot = group.slot(row)
     tensors, state = named_tensors(plan.member), group.state
     with torch.no_grad():
         for name in edits.tensors:
@@ -50,9 +50,8 @@ def take_edits(group: Group, row: int, plan: Newcomer, edits: Edits) -> None:
             place[row].copy_(tensors[name])
         for key, value in plan.optimizer.states.items():
             if key[0] in edits.states:
-                state.states[key][row].copy_(value) if isinstance(value, Tensor) else state.states[key][
-                    row
-                ].fill_(value)
+                place = state.states[key][row]
+                place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
     done = int(state.updates[row])
     slot.base_steps = tuple(steps - done for steps in plan.optimizer.steps)
     slot.num_updates = done
@@ -84,12 +83,6 @@ def carry_over(old: Group, old_row: int, new: Group, new_row: int, edits: Edits)
             if name in before.totals:
                 total[new_row].copy_(before.totals[name][old_row])
         after.alive[new_row].copy_(before.alive[old_row])
-    was, now = _slot(old, old_row), _slot(new, new_row)
+    was, now = old.slot(old_row), new.slot(new_row)
     now.active, now.waits, now.reason = was.active, was.waits, was.reason
     new.forget_fed()
-
-
-def _slot(group: Group, row: int) -> Slot:
-    slot = group.slots[row]
-    assert slot is not None
-    return slot

@@ -26,20 +26,19 @@ def end_update(groups: Sequence[Group]) -> None:
 
     All advance, then the first error of a schedule is raised.
     """
-    due = [
-        slot
-        for group in groups
-        for _, slot in group.members
-        if slot.member.scheduler is not None and slot.active and not slot.member.steps_by_epoch
-    ]
+    due: list[tuple[Slot, tuple[float, ...]]] = []
     for group in groups:
-        waiting = [slot for _, slot in group.members if slot.waits] if group.config.accumulate > 1 else []
+        members = group.members
+        for _, slot in members:
+            if slot.member.scheduler is not None and slot.active and not slot.member.steps_by_epoch:
+                due.append((slot, ()))
+        waiting = [slot for _, slot in members if slot.waits] if group.config.accumulate > 1 else []
         for slot in waiting:
             slot.waits, slot.active = False, True
         if waiting:
             group.forget_fed()
     if due:
-        _step_all([(slot, ()) for slot in due])
+        _step_all(due)
 
 
 def end_epoch(groups: Sequence[Group], monitored: Mapping[str, Mapping[str, float]]) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from trainmux.errors import MemberError
 from trainmux.fleet._member import Member
-from trainmux.fusion.optimizers import OptimizerStructure
+from trainmux.fusion.optimizers import OptimizerStructure, read_state, read_steps
+from trainmux.ir import OutputKind
 from trainmux.runtime import stacked_zeros
-from trainmux.tracing import unique_buffers, unique_parameters
+from trainmux.tracing import TracedGraph, unique_buffers, unique_parameters
 
 if TYPE_CHECKING:
     from trainmux.fleet._watch import MemberWatch
@@ -58,7 +59,7 @@ class StackedState:
     seeds: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> StackedState:
-        """The same state with ``change`` applied to every tensor."""
+        """Apply ``change`` to every tensor."""
         return StackedState(
             {name: change(rows) for name, rows in self.parameters.items()},
             {name: change(rows) for name, rows in self.buffers.items()},
@@ -93,7 +94,7 @@ class StackedState:
     def resized(
         self, width: int, kept: list[int], device: torch.device, copy: CopyPairs | None = None
     ) -> StackedState:
-        """The same state with ``width`` rows; ``kept`` are the old rows that go to the front, in order.
+        """Copy the state to ``width`` rows; ``kept`` are the old rows that go to the front, in order.
 
         ``copy`` copies (new, old) pairs of rows, all at once; without it they are copied one by one.
         """
@@ -154,3 +155,34 @@ def check_shapes(slot_name: str, member: Member, expected: dict[str, torch.Size]
                 f"member {slot_name!r}: expected {name} of shape {tuple(shape)}, got "
                 f"{tuple(found[name].shape)}; do not change a model while it is in the fleet (drop it first)"
             )
+
+
+@dataclass(frozen=True)
+class OptimizerSnapshot:
+    """A member's optimizer, read and checked before the member joins.
+
+    ``states`` maps (parameter, state name) to a tensor, or to the number that fills a state torch has not
+    made yet; ``steps`` has the updates done, one number per parameter group.
+    """
+
+    structure: OptimizerStructure
+    steps: tuple[int, ...]
+    states: dict[tuple[str, str], Tensor | float]
+
+
+def snapshot_optimizer(
+    member: Member, name: str, structure: OptimizerStructure, traced: TracedGraph
+) -> OptimizerSnapshot:
+    """Read the state of every parameter that gets a gradient; ``OptimizerError`` if it cannot be used."""
+    parameters = unique_parameters(member.model)
+    learning = {output.name for output in traced.outputs if output.kind is OutputKind.GRADIENT}
+    used = {position for position, item in enumerate(parameters) if item.name in learning}
+    tensors = [item.tensor for item in parameters]
+    steps = read_steps(member.optimizer, structure, tensors, used, member=name)
+    states: dict[tuple[str, str], Tensor | float] = {}
+    for index, group in enumerate(structure.groups):
+        for position in used.intersection(group.params):
+            values, _ = read_state(member.optimizer, index, tensors[position])
+            for state, value in values.items():
+                states[parameters[position].name, state] = value
+    return OptimizerSnapshot(structure, steps, states)

@@ -1,8 +1,8 @@
-"""State on its way between the device and the host: many tensors at once, at the link's full rate.
+"""Copies of state between device and host: many tensors at once, at the link's full rate.
 
 Rows of a stacked tensor lie a few bytes apart where their length is odd. Such a tensor is still one row of
-bytes with its gaps, and moves as one. Where members train side by side their rows lie far apart. They move
-one by one: torch would put them together first, in memory that no budget has.
+bytes with its gaps, and moves as one. Rows of members that train on parallel branches lie far apart and
+move one by one: torch would put them together first, in memory that no budget has.
 """
 
 from __future__ import annotations

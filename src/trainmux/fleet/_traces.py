@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from trainmux.errors import MemberError, TrainmuxError
-from trainmux.fleet._signature import graph_key
 from trainmux.fleet._slots import Slot
 from trainmux.tracing import (
     FlatBatch,
@@ -17,9 +17,22 @@ from trainmux.tracing import (
     Reach,
     TracedGraph,
     TraceSettings,
+    graph_constant,
+    tensor_digest,
     trace_forward,
     trace_joint,
 )
+
+
+def graph_key(traced: TracedGraph) -> str:
+    """Equal for graphs that compute the same: code, input and output descriptions, constants."""
+    digest = hashlib.sha256(traced.module.code.encode())
+    digest.update(repr((traced.inputs, traced.outputs)).encode())
+    for node in traced.module.graph.nodes:
+        if node.op == "get_attr":
+            digest.update(tensor_digest(graph_constant(traced.module, node)))
+    return digest.hexdigest()
+
 
 _MAX_TRACES = 64
 

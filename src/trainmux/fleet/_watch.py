@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from trainmux.errors import MemberChangedError, OptimizerError, TrainmuxError
 from trainmux.fleet._member import Member
 from trainmux.fleet._slots import Slot, named_tensors
+from trainmux.fleet._warn import warn_user
 from trainmux.fusion.optimizers import OptimizerStructure, describe
 from trainmux.tracing import Holder, Items, LossFunction, Reach, same_items, unique_parameters
-from trainmux.training import warn_user
 
 if TYPE_CHECKING:
     from trainmux.fleet._group import Group
@@ -42,7 +42,7 @@ _REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module that stay the same objects: what they hold is looked at by itself."""
 
 _MARKS = (attrgetter("_version"), attrgetter("requires_grad"))
-"""How often a tensor was written to, and whether it learns."""
+"""Version of a tensor's data, and whether it learns."""
 
 _HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
 """Empty or ``None`` for a tensor without hooks."""
@@ -225,7 +225,7 @@ class MemberWatch:
         self.snapshot = _Snapshot.merged([self._containers, marked])
 
     def changes(self, computes_alike: Callable[[], bool], *, ignores_mode: bool = False) -> Iterator[str]:
-        """What was changed that the fleet does not follow, in words; nothing where it makes no difference.
+        """Describe changes that the fleet does not follow; nothing where they make no difference.
 
         ``computes_alike`` traces the member as it is now and tells whether its graph is the one it trains by.
         With ``ignores_mode`` modules may be in another mode (``train()``, ``eval()``).

@@ -1,4 +1,4 @@
-"""Choose a group's partition where the user does not: one wide array, or narrow ones side by side.
+"""Default partition of a group: one wide array, or narrow ones in parallel.
 
 Measured on an H200 (bf16, eight members, `benchmarks/results/`): transformers,
 recommenders and small models gain from complete fusion; large convolutions do not, because one grouped

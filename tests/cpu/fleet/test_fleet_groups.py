@@ -172,6 +172,7 @@ def test_metrics_of_several_groups() -> None:
     largest = metrics["largest"]
     assert torch.isnan(largest).tolist() == [False, False, True, True]
     _, expected = mse_with_metrics(sgd_member(1).model, EXAMPLE)
+    assert largest.dtype == expected["largest"].dtype, "missing values do not change it"
     torch.testing.assert_close(largest[1], expected["largest"].detach(), rtol=TOLERANCE, atol=0.0)
     assert isinstance(metrics["per_output"], list)
     shapes = [None if value is None else tuple(value.shape) for value in metrics["per_output"]]

@@ -146,7 +146,7 @@ class Spy:
 
 def spy_on(fleet: Fleet) -> Spy:
     (group,) = fleet._groups
-    group._engine = spy = Spy(group._engine)  # type: ignore[assignment]
+    group.programs.engine = spy = Spy(group.programs.engine)  # type: ignore[assignment]
     return spy
 
 

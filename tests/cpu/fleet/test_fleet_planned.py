@@ -12,7 +12,7 @@ from planned_fleets import batch, fleet_of, member, parameters, same
 
 import trainmux as tm
 from trainmux.errors import BudgetError, PlanError, TrainmuxWarning
-from trainmux.fleet._planned_groups import PlannedGroups
+from trainmux.fleet._planned_runner import PlannedRunner
 from trainmux.ir import Multiplexing
 
 pytestmark = pytest.mark.usefixtures("built_once")
@@ -244,12 +244,12 @@ def test_a_plan_that_holds_more_than_its_budget_is_made_anew(monkeypatch: pytest
     fleets = [fleet_of(), fleet_of()]
     budget = 64 << 20
     fleets[0].plan(budget, "none")
-    held = PlannedGroups._held_bytes
-    monkeypatch.setattr(PlannedGroups, "_held_bytes", lambda self: held(self) + budget)
+    held = PlannedRunner._held_bytes
+    monkeypatch.setattr(PlannedRunner, "_held_bytes", lambda self: held(self) + budget)
     with pytest.warns(TrainmuxWarning, match="more than its budget"):
         losses = [fleet.step(batch(0)) for fleet in fleets]
     assert torch.equal(*losses)
-    monkeypatch.setattr(PlannedGroups, "_held_bytes", held)
+    monkeypatch.setattr(PlannedRunner, "_held_bytes", held)
     first = fleets[0]._plans.plan
     assert torch.equal(*[fleet.step(batch(1)) for fleet in fleets])
     second = fleets[0]._plans.plan

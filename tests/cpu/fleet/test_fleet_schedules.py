@@ -84,7 +84,7 @@ def test_every_member_has_its_own_schedule(monkeypatch: pytest.MonkeyPatch, kind
     assert_trains_alone(fleet, make, BATCHES[:11])
     assert (work.traces, work.fusions) == (1, 1)
     (group,) = fleet._groups
-    assert len(group._programs) == 1
+    assert len(group.programs.kept) == 1
     for i, member in enumerate(fleet.members):
         alone = make(i)
         train_alone(alone, BATCHES[:11])

@@ -32,7 +32,7 @@ from fleet_cases import (
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import trainmux.fleet._group as group_module
+import trainmux.fleet._programs as programs_module
 from trainmux import Fleet, Member
 
 pytestmark = pytest.mark.usefixtures("built_once")
@@ -173,11 +173,11 @@ def test_a_short_last_batch_with_running_statistics() -> None:
 
 
 def test_many_batch_sizes_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "_MAX_PROGRAMS", 2)
+    monkeypatch.setattr(programs_module, "_MAX_PROGRAMS", 2)
     fleet = Fleet([sgd_member(0)], mse, EXAMPLE)
     assert_trains_alone(fleet, sgd_member, [vectors(size, size=size) for size in (5, 1, 2, 5)])
     (group,) = fleet._groups
-    assert len(group._programs) == 2
+    assert len(group.programs.kept) == 2
 
 
 # ---- data of each member's own -------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.record_files import edit
 import trainmux as tm
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.fleet import _program_store
-from trainmux.fleet._fixed_bytes import FIXED_BYTES
+from trainmux.fleet._planning import FIXED_BYTES
 from trainmux.ir import Multiplexing, verify
 from trainmux.lowering import KernelCache
 

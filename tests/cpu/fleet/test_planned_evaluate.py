@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import trainmux as tm
+from trainmux.engine import ForwardProgram
 from trainmux.errors import BudgetError
-from trainmux.fleet._fixed_bytes import FIXED_BYTES
-from trainmux.fleet._planned_groups import PlannedForwards, PlannedGroups
+from trainmux.fleet._other_steps import PlannedPrograms
+from trainmux.fleet._planned_runner import PlannedRunner
+from trainmux.fleet._planning import FIXED_BYTES
 from trainmux.ir import Prefetch
 
 pytestmark = pytest.mark.usefixtures("built_once")
@@ -101,15 +103,15 @@ def num_states_in_slab(fleet: tm.Fleet) -> int:
     return sum(state.untyped_storage().data_ptr() == slab for state in states)
 
 
-def active(fleet: tm.Fleet) -> PlannedGroups:
+def active(fleet: tm.Fleet) -> PlannedRunner:
     found = fleet._plans._active
     assert found is not None
     return found
 
 
-def forwards(fleet: tm.Fleet) -> list[PlannedForwards]:
+def forwards(fleet: tm.Fleet) -> list[PlannedPrograms]:
     known = [steps for steps, _ in active(fleet)._engines.values()]
-    return [steps for steps in known if isinstance(steps, PlannedForwards)]
+    return [steps for steps in known if isinstance(steps.steps[0], ForwardProgram)]
 
 
 def state_of(fleet: tm.Fleet) -> list[Tensor]:

@@ -15,7 +15,7 @@ from planned_fleets import batch, fleet_of
 import trainmux as tm
 from trainmux.engine import _planned
 from trainmux.errors import BudgetError, TrainmuxError
-from trainmux.fleet import _plan_keeper, _planned_groups, _planning
+from trainmux.fleet import _plan_keeper, _planned_runner, _planning
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
@@ -62,7 +62,7 @@ def after(num_calls: int, work: Callable[..., Any]) -> Callable[..., Any]:
 def no_slab(patched: pytest.MonkeyPatch) -> None:
     zeros = torch.zeros
     patched.setattr(
-        _planned_groups.torch,
+        _planned_runner.torch,
         "zeros",
         lambda *size, **options: (
             out_of_memory()
@@ -181,8 +181,8 @@ def interrupting(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 INTERRUPTED = (
-    (_plan_keeper, "PlannedGroups"),
-    (_planned_groups.PlannedGroups, "release"),
+    (_plan_keeper, "PlannedRunner"),
+    (_planned_runner.PlannedRunner, "release"),
 )
 
 

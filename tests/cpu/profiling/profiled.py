@@ -33,9 +33,9 @@ def program_of(
     batch = workload.batch(0, torch.float32)
     fleet = tm.Fleet(members, workload.loss, batch, lowering=lowering, **options)
     (group,) = fleet._groups
-    program = next(iter(group._programs.values()))
+    program = next(iter(group.programs.kept.values()))
     assert isinstance(program, StepProgram)
-    arguments = group._arguments(program, flatten_batch(batch).tensors)
+    arguments = group.arguments(program, flatten_batch(batch).tensors)
     active = program.position_of("active")
     arguments[active] = torch.zeros_like(arguments[active])
     return program, arguments

@@ -12,8 +12,8 @@ from profiled import leave_uncompiled
 
 import trainmux as tm
 from trainmux.fleet._group import Group
+from trainmux.fleet._other_steps import read_step
 from trainmux.fleet._plan_cache import PlanCache
-from trainmux.fleet._planned_beside import read_step
 from trainmux.ir import ByteClass, Phase, Profile
 from trainmux.profiling import KernelGraph, WidthProfiles, _analytic, find_device, same_but_for_origin
 from trainmux.profiling._analytic import Outline, OutlineStep, outline_between

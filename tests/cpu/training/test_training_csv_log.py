@@ -11,7 +11,8 @@ import torch
 from training_fakes import FakeFleet
 
 from trainmux.errors import ConfigError
-from trainmux.training import CSVLog, fit
+from trainmux.fleet import CSVLog
+from trainmux.fleet._fit import fit
 
 LRS = {"a": 0.1, 'b, "quoted"\nname': 0.2}
 BATCHES = [torch.tensor([1.0]), torch.tensor([2.0])]

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_fakes import BATCHES, LRS, FakeFleet, Spy, WatchedTensor, run
 
 from trainmux.errors import BatchError, ConfigError, TrainmuxWarning
-from trainmux.training import Callback, EarlyStopping, FitState, fit
+from trainmux.fleet import Callback, EarlyStopping, FitState
+from trainmux.fleet._fit import fit
 
 # ---- epochs and steps
 
@@ -67,17 +68,8 @@ def test_means_do_not_depend_on_the_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     expected = run(FakeFleet(LRS), loader, epochs=1)["fast"][0]
     for log_every in (1, 7):
         assert run(FakeFleet(LRS), loader, epochs=1, log_every=log_every)["fast"][0] == expected
-    monkeypatch.setattr("trainmux.training._recorder._BLOCK_ROWS", 8)
+    monkeypatch.setattr("trainmux.fleet._recorder._BLOCK_ROWS", 8)
     assert run(FakeFleet(LRS), loader, epochs=1)["fast"][0] == expected
-
-
-def test_validation_metrics_and_monitored() -> None:
-    fleet = FakeFleet(LRS)
-    history = run(fleet, epochs=1, validation=BATCHES, metric_fn=lambda name: float(len(name)))
-    record = history["slow"][0]
-    assert record.metrics["val_extra"] == 4.0
-    assert record.metrics["val_loss"] == fleet.evaluate(BATCHES)["slow"]["loss"]
-    assert fleet.monitored == [{name: history[name][0].values() for name in LRS}]
 
 
 def test_steps_cycle_the_loader() -> None:
@@ -94,13 +86,6 @@ def test_steps_cycle_the_loader() -> None:
 
 def test_steps_that_end_with_a_pass() -> None:
     assert [record.step for record in run(FakeFleet(LRS), steps=6)["slow"]] == [3, 6]
-
-
-def test_validate_every() -> None:
-    fleet = FakeFleet(LRS)
-    history = run(fleet, steps=5, validate_every=2, validation=BATCHES)
-    assert [record.step for record in history["slow"]] == [2, 4, 5]
-    assert fleet.log.count("evaluate") == 3
 
 
 def test_steps_take_an_endless_iterator() -> None:
@@ -293,16 +278,6 @@ def test_end_fit_within_an_epoch(tmp_path: Path) -> None:
     history = run(again, epochs=3, checkpoint=tmp_path)
     assert [record.step for record in history["fast"]] == [3, 4, 7]
     assert [row[0] for row in again.seen] == [1, 2, 3]
-
-
-def test_early_stopping_per_member() -> None:
-    # "still" never moves, so that its loss stays; "fast" improves for many epochs.
-    fleet = FakeFleet({"still": 0.0, "fast": 0.01})
-    history = run(fleet, epochs=6, callbacks=[EarlyStopping("val_loss", patience=2)], validation=BATCHES)
-    assert len(history["still"]) == 3
-    assert history["still"][-1].stopped == "stopped"
-    assert len(history["fast"]) == 6
-    assert fleet.log.count("stop still") == 1
 
 
 def test_early_stopping_ends_the_fit() -> None:

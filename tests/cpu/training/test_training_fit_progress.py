@@ -10,7 +10,7 @@ import torch
 from training_fakes import FakeFleet
 
 from trainmux.errors import TrainmuxWarning
-from trainmux.training import fit
+from trainmux.fleet._fit import fit
 
 BATCHES = [torch.tensor([1.0]), torch.tensor([2.0])]
 

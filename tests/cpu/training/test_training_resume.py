@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_fakes import BATCHES, LRS, FakeFleet, Spy, run
 
 from trainmux.errors import CheckpointError
-from trainmux.training import EarlyStopping, write_checkpoint
+from trainmux.fleet import EarlyStopping
+from trainmux.training import write_checkpoint
 
 
 def first_columns(rows: list[tuple[torch.Tensor]]) -> torch.Tensor:

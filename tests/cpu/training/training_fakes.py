@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from trainmux.training import Callback, FitState, History, fit, read_checkpoint, write_checkpoint
+from trainmux.fleet import Callback, FitState, History
+from trainmux.fleet._fit import fit
+from trainmux.training import read_checkpoint, write_checkpoint
 
 LRS = {"slow": 0.01, "fast": 0.1}
 BATCHES = [torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])]
@@ -26,7 +28,7 @@ class WatchedTensor(torch.Tensor):
 
 
 class FakeFleet:
-    """Implements ``Trainable``. ``poison`` maps a member to the step at which its loss becomes NaN."""
+    """Stands in for a fleet. ``poison`` maps a member to the step at which its loss becomes NaN."""
 
     def __init__(self, lrs: Mapping[str, float], *, poison: Mapping[str, int] | None = None) -> None:
         self._names = tuple(lrs)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from trainmux.fleet._signature import graph_key
+from trainmux.fleet._traces import graph_key
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
 from trainmux.tracing import Reach, TracedGraph
 

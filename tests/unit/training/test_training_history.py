@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainmux.errors import ConfigError
-from trainmux.training import EarlyStopping, EpochRecord, History
+from trainmux.fleet import EarlyStopping, EpochRecord, History
 
 
 def history_of(**losses: list[float]) -> History:

@@ -12,16 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainmux.errors import ConfigError
-from trainmux.training import _progress as progress
-from trainmux.training._progress_view import (
+from trainmux.fleet import _progress as progress
+from trainmux.fleet._fit import Speed
+from trainmux.fleet._progress import (
     MemberRow,
     Snapshot,
-    clock,
-    format_loss,
     plain_line,
     progress_view,
 )
-from trainmux.training._speed import Speed
 
 
 def snapshot(losses: dict[str, float] | None = None, **changes: Any) -> Snapshot:
@@ -75,37 +73,6 @@ def test_every_member_is_shown_or_counted(losses: list[float], max_rows: int) ->
 
 def test_names_cannot_steer_the_terminal() -> None:
     assert progress_view(snapshot({"a\x1b[2J\nb": 1.0}), 5).top[0].name == "a?[2J?b"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (7, "0:07"),
-        (750, "12:30"),
-        (11100, "3:05:00"),
-        (183900, "2d 03:05:00"),
-        (59.7, "1:00"),
-        (math.inf, "?"),
-    ],
-)
-def test_clock(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("loss", "text"),
-    [
-        (0.0, "0"),
-        (0.12345, "0.1235"),
-        (1234.6, "1235"),
-        (123456.0, "1.235e+05"),
-        (1e-7, "1e-07"),
-        (math.nan, "nan"),
-        (-math.inf, "-inf"),
-    ],
-)
-def test_format_loss(loss: float, text: str) -> None:
-    assert format_loss(loss) == text
 
 
 def test_plain_line() -> None:
@@ -176,7 +143,7 @@ class Terminal(io.StringIO):
 def test_choice_of_display(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm")
-    assert type(progress.open_display("off")) is progress.SilentDisplay
+    assert type(progress.open_display("off")) is progress.Display
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert type(progress.open_display("auto")) is progress.PlainDisplay
     monkeypatch.setattr(sys, "stdout", Terminal())

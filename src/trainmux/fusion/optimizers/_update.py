@@ -8,6 +8,7 @@ what it cannot do to ``scalar_values``, one member at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,8 @@ class SettingColumns:
         self._settings = [
             (setting.label, setting.name, setting.index) for setting in (*self._rule.settings, _MAXIMIZE)
         ]
+        self._values = itemgetter(*dict.fromkeys(name for _, name, _ in self._settings))
+        self._rows: list[Any] | None = None
         self._columns: dict[str, list[Any]] = {}
         self._numbers: dict[str, Number] = {}
         self.idle: frozenset[str] = frozenset()
@@ -125,10 +128,15 @@ class SettingColumns:
     def read(self, torch_groups: Sequence[Settings]) -> bool:
         """Take over the members' torch param groups; false where they hold more than plain numbers."""
         try:
+            rows = [self._values(torch_group) for torch_group in torch_groups]
+            if self._rows is not None and rows == self._rows:
+                return True
             changed = [self._read(*setting, torch_groups) for setting in self._settings]
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
             self._columns.clear()
+            self._rows = None
             return False
+        self._rows = rows if _hold_no_lists(rows) else None
         if any(changed):
             maximize = self._columns["maximize"]
             self._numbers["sign"] = _number([-1.0 if value else 1.0 for value in maximize])
@@ -160,6 +168,11 @@ class SettingColumns:
         self._numbers[label] = _number(column)
         self._columns[label] = column
         return True
+
+
+def _hold_no_lists(rows: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether no setting can change in place, such as betas in a list: equal rows are then unchanged ones."""
+    return all(type(value) in _PLAIN or type(value) is tuple for row in rows for value in row)
 
 
 def _number(column: list[Any]) -> Number:

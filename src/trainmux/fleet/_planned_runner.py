@@ -1,11 +1,11 @@
-"""A fleet under a plan: one group for each sub-array, their tensors in the plan's slab."""
+"""Steps by a plan: one group for each sub-array, their tensors in the plan's slab."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,111 +22,24 @@ from trainmux.engine import (
 )
 from trainmux.errors import BudgetError, PlanError
 from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._doors import half_step
+from trainmux.fleet._evaluate import RowTraces, take_over
+from trainmux.fleet._feed import GroupFeed
 from trainmux.fleet._group import Group
+from trainmux.fleet._other_steps import PlannedPrograms
 from trainmux.fleet._plan import Plan
-from trainmux.fleet._slots import Slot, StackedState
+from trainmux.fleet._planning import FleetPlanner
+from trainmux.fleet._runner import Batches, GroupPart
 from trainmux.fleet._state_moves import copy_into_places, host_copies
-from trainmux.fleet._whole_step import half_step
-from trainmux.ir import MemoryUse, Program, Timeline
-from trainmux.profiling import KernelGraph
-from trainmux.runtime import workspaces_bytes
+from trainmux.ir import MemoryUse, Timeline
+from trainmux.runtime import deferred_interrupts, workspaces_bytes
 from trainmux.simulate import measured_timeline
 
 _MAX_VARIANTS = 4
 _MAX_GRAPHS = 24
-"""A room keeps graphs that are no longer wanted; with more than this all go, and are captured anew."""
+"""A capture room keeps graphs that are no longer wanted; with more than this, all are captured anew."""
 
-
-@dataclass(frozen=True)
-class PlannedSteps:
-    """The steps of all sub-arrays, their kernels, and the program that runs them.
-
-    Where members train side by side, steps and kernels are those of one branch, and ``branches`` are how many
-    each sub-array has a member on.
-    """
-
-    steps: tuple[StepProgram, ...]
-    graphs: tuple[KernelGraph, ...]
-    program: Program
-    branches: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PlannedForwards:
-    """Forward passes alone of all sub-arrays, their kernels, and the program that runs them."""
-
-    steps: tuple[ForwardProgram, ...]
-    graphs: tuple[KernelGraph, ...]
-    program: Program
-    branches: tuple[int, ...]
-
-
-Planned = PlannedSteps | PlannedForwards
-
-
-def join_groups(groups: Sequence[Group]) -> list[Group]:
-    """One group of all that share a graph, as far as they can be fused; their state in the host's memory."""
-    found: dict[Hashable, list[Group]] = {}
-    for number, group in enumerate(groups):
-        key: Hashable = (group.key, number) if group.unfused_because else group.key
-        found.setdefault(key, []).append(group)
-    return [_joined(same) for same in found.values()]
-
-
-def _joined(groups: Sequence[Group]) -> Group:
-    """One group of all members of ``groups``, with copies of their state in the host's memory."""
-    first = groups[0].state.shared
-    if not all(_same_constants(group.state.shared, first) for group in groups[1:]):
-        for group in groups:
-            group.unshare()
-    parts = [group.taken([row for row, _ in group.members]) for group in groups if group.members]
-    if len(parts) < 2:
-        return parts[0] if parts else groups[0].taken([])
-    whole = Group(parts[0].key, parts[0].traced, parts[0].config, sum(part.width for part in parts))
-    whole.slots = [slot for part in parts for slot in part.slots]
-    whole.state = StackedState.joined([part.state for part in parts])
-    whole.traces, whole.stacked_batch = parts[0].traces, parts[0].stacked_batch
-    whole.annotate(*parts[0].notes)
-    return whole
-
-
-def _same_constants(shared: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return shared.keys() == other.keys() and all(
-        torch.equal(value.cpu(), other[name].cpu()) for name, value in shared.items()
-    )
-
-
-def rejoined(groups: Sequence[Group]) -> list[Group]:
-    """The same groups, or `join_groups` of them where some are still apart as a plan had them."""
-    keys = [group.key for group in groups if not group.unfused_because]
-    return list(groups) if len(set(keys)) == len(keys) else join_groups(groups)
-
-
-def split_groups(groups: Sequence[Group], plan: Plan) -> list[Group]:
-    """One group per sub-array of ``plan``, in its order, with their members' state in the host's memory."""
-    places = {slot.name: (group, row) for group in groups for row, slot in group.members}
-    found = []
-    for sub_array in plan.partition:
-        owner, _ = places[sub_array.members[0]]
-        found.append(owner.taken([places[name][1] for name in sub_array.members]))
-    return found
-
-
-def put_back(groups: Sequence[Group], slots: Sequence[list[Slot | None]], split: Sequence[Group]) -> None:
-    """Undo a split: the groups get the slots that they had, with their state in the host's memory."""
-    for group, held in zip(groups, slots, strict=True):
-        own = {id(slot) for slot in held if slot is not None}
-        parts = [part for part in split if any(id(slot) in own for slot in part.slots)]
-        if not parts:
-            continue
-        found = [id(slot) for part in parts for slot in part.slots]
-        # An empty slot takes anybody's numbers: whoever comes into it brings new ones.
-        rows = [0 if slot is None else found.index(id(slot)) for slot in held]
-        group.state = StackedState.joined([part.state for part in parts]).resized(
-            len(held), rows, torch.device("cpu")
-        )
-        group.slots = list(held)
-        group.forget_fed()
+MakePlanner = Callable[[Sequence[Group]], FleetPlanner]
 
 
 def _reserved_bytes(device: torch.device) -> int:
@@ -134,12 +47,12 @@ def _reserved_bytes(device: torch.device) -> int:
 
 
 def _others_bytes(device: torch.device) -> int:
-    """What is reserved for others; workspaces of streams that are lent to one after another are not."""
+    """Return what is reserved for others; workspaces of shared streams do not count."""
     return _reserved_bytes(device) - (sum(workspaces_bytes(device)) if device.type == "cuda" else 0)
 
 
 def _new_slab(slab_bytes: int, device: torch.device) -> Tensor:
-    """In memory of whole elements of every type: some operators look at all that a tensor lies in."""
+    """Allocate the slab as whole elements of every type: some operators look at a tensor's whole storage."""
     largest = torch.complex128.itemsize
     try:
         memory = torch.zeros(-(-slab_bytes // largest) * largest, dtype=torch.uint8, device=device)
@@ -152,12 +65,11 @@ def _new_slab(slab_bytes: int, device: torch.device) -> Tensor:
     )
 
 
-class PlannedGroups:
-    """Groups that train by planned programs: the plan's own, and others beside it in the same memory.
+class PlannedRunner:
+    """Runs groups by planned programs: the plan's own, and others in the same memory.
 
-    Their state lies where the program in use has it between steps: in the slab, or in the host's memory
-    where it is swapped, or where the program does not know it. ``finish`` before anything else reads or
-    changes it.
+    State lies where the program in use has it between steps: in the slab, or in host memory where it is
+    offloaded or not known to the program. ``finish`` before anything else reads or changes it.
     """
 
     def __init__(
@@ -165,11 +77,13 @@ class PlannedGroups:
         plan: Plan,
         groups: Sequence[Group],
         variant: Hashable,
-        own: PlannedSteps,
+        own: PlannedPrograms,
         config: FleetConfig,
+        make_planner: MakePlanner,
         *,
         poisons: bool = False,
     ) -> None:
+        self._make_planner = make_planner
         self.plan = plan
         self.groups = tuple(groups)
         self._config = config
@@ -178,19 +92,19 @@ class PlannedGroups:
         self._others_bytes = _others_bytes(config.device)
         self._slab = _new_slab(max(1, own.program.slab_bytes), config.device)
         self._is_weighed = False
-        # One for all variants: they run one after another, in the same memory beside the slab.
+        # One for all variants: they run one after another, and share what lies outside the slab.
         captures = config.device.type == "cuda" and config.engine != "reference"
         self._room = CaptureRoom(config.device, deterministic=config.deterministic) if captures else None
         self._watching: WatchedLanes | None = None
         self._own = variant
-        self._engines: OrderedDict[Hashable, tuple[Planned, PlannedEngine]] = OrderedDict()
+        self._engines: OrderedDict[Hashable, tuple[PlannedPrograms, PlannedEngine]] = OrderedDict()
         self._engines[variant] = (own, self._new_engine(own))
         self._in_use = variant
         self._adopt()
 
     @property
     def memory(self) -> MemoryUse | None:
-        """What the device holds, once a step was captured."""
+        """Memory on the device, once a step was captured."""
         return self._engines[self._in_use][1].memory
 
     @property
@@ -198,7 +112,7 @@ class PlannedGroups:
         return self._slab.numel()
 
     def excess_bytes(self) -> int:
-        """What the device holds for these groups beyond their budget, when something new has just run."""
+        """Return what the groups take beyond their budget; looks only after something new has run."""
         if self._is_weighed:
             return 0
         self._is_weighed = True
@@ -209,12 +123,19 @@ class PlannedGroups:
             return self.slab_bytes
         return _reserved_bytes(self._config.device) - self._others_bytes
 
-    def knows(self, variant: Hashable) -> bool:
-        """Whether there is a program for a variant of the step, or for an evaluation."""
-        return variant in self._engines
+    def prepare(self, parts: Sequence[GroupPart]) -> Callable[[Batches], None]:
+        """Find the program for a step, or fit another one into the budget."""
+        variant = tuple(part.variant() for part in parts)
+        if variant not in self._engines:
+            planner = self._make_planner([part.group for part in parts])
+            graphs, stacked = [part.trace.graph for part in parts], [part.feed.stacked for part in parts]
+            steps = planner.other_steps(self.plan, graphs, stacked, applies=parts[0].applies)
+            with deferred_interrupts():
+                self.learn(variant, steps)
+        return partial(self.step, variant)
 
-    def learn(self, variant: Hashable, steps: Planned) -> None:
-        """Take in a program beside the plan's own; the least recently used one of too many goes."""
+    def learn(self, variant: Hashable, steps: PlannedPrograms) -> None:
+        """Add a program; the least recently used one of too many goes."""
         if steps.program.slab_bytes > self.slab_bytes:
             self.finish()
             self._grow(steps.program.slab_bytes)
@@ -230,15 +151,15 @@ class PlannedGroups:
             self._room.drop_kept()
 
     def watch_next(self) -> None:
-        """Have the next step of the plan's own program watched; ``watched`` tells what was seen."""
+        """Time every instruction of the next step by the plan's own program; ``watched`` returns it."""
         self._watching = self._engines[self._own][1].watched_lanes()
 
     def watch_no_more(self) -> None:
-        """The next step is an ordinary one."""
+        """Run the next step without timing it."""
         self._watching = None
 
     def watched(self) -> Timeline:
-        """When each instruction of the last watched step ran."""
+        """Return when each instruction of the last watched step ran."""
         if self._watching is None:
             raise PlanError(
                 "expected a step on a batch like the one that was planned for, got another, which the plan "
@@ -249,13 +170,15 @@ class PlannedGroups:
         profiles = [self.plan.profiles[sub_array.profile] for sub_array in self.plan.partition]
         return measured_timeline(self.plan.program.body, profiles, spans, seconds)
 
-    def step(self, variant: Hashable, batches: Mapping[int, Sequence[Tensor]]) -> None:
-        """One step of every group on its batch, by ``id(group)``, with the numbers that were read last."""
+    def step(self, variant: Hashable, batches: Batches) -> None:
+        """Run one step of every group, with the numbers that were read last."""
         if variant != self._own:
             self._watching = None
         steps, engine = self._turn_to(variant)
-        assert isinstance(steps, PlannedSteps)
-        pairs = list(zip(self.groups, steps.steps, strict=True))
+        programs = zip(self.groups, steps.steps, strict=True)
+        pairs = [(group, step) for group, step in programs if isinstance(step, StepProgram)]
+        for group in self.groups:
+            group.push_numbers()
         fed = [group.fed(step, batches[id(group)]) for group, step in pairs]
         with self._told_if_torn(engine):
             results = engine.step(fed, self._watching)
@@ -263,19 +186,45 @@ class PlannedGroups:
             group.count(step)
             group.note(step, found)
 
-    def evaluate(self, variant: Hashable, batches: Mapping[int, Sequence[Tensor]]) -> list[dict[str, Tensor]]:
-        """Every group's metrics on its batch, by ``id(group)``; nothing that lasts changes."""
+    def evaluate(
+        self,
+        groups: Sequence[Group],
+        traces: Sequence[RowTraces],
+        feeds: Sequence[GroupFeed],
+        batches: Batches,
+    ) -> list[dict[str, Tensor]]:
+        """Compute the metrics of all groups on one batch, within the plan's budget.
+
+        A planned program has one forward pass of each group. Where members of a group differ in evaluation,
+        there are as many programs as the group with the most traces needs; others run their last one again.
+        """
+        merged: list[dict[str, Tensor]] = [{} for _ in groups]
+        for number in range(max(len(found) for found in traces)):
+            chosen = [found[min(number, len(found) - 1)] for found in traces]
+            pairs = zip(chosen, feeds, strict=True)
+            variant = ("evaluate", *((trace.key, f.example.spec, f.stacked) for (trace, _), f in pairs))
+            if variant not in self._engines:
+                graphs, stacked = [trace.graph for trace, _ in chosen], [feed.stacked for feed in feeds]
+                forwards = self._make_planner(groups).other_forwards(self.plan, graphs, stacked)
+                with deferred_interrupts():
+                    self.learn(variant, forwards)
+            with deferred_interrupts():  # state may move, and must not stop half-way
+                values = self._forward(variant, batches)
+            for known, (_, rows), new in zip(merged, chosen, values, strict=True):
+                take_over(known, new, rows)
+        return merged
+
+    def _forward(self, variant: Hashable, batches: Batches) -> list[dict[str, Tensor]]:
         forwards, engine = self._turn_to(variant)
-        assert isinstance(forwards, PlannedForwards)
         pairs = list(zip(self.groups, forwards.steps, strict=True))
-        results = engine.step([group.fed_forward(forward, batches[id(group)]) for group, forward in pairs])
+        results = engine.step([group.fed(forward, batches[id(group)]) for group, forward in pairs])
         return [
             dict(zip(forward.metrics, found, strict=True))
             for forward, found in zip(forwards.steps, results, strict=True)
         ]
 
-    def _turn_to(self, variant: Hashable) -> tuple[Planned, PlannedEngine]:
-        """The program of a variant, with the groups' state where it has it."""
+    def _turn_to(self, variant: Hashable) -> tuple[PlannedPrograms, PlannedEngine]:
+        """Switch to the program of a variant, and move the groups' state to where it has it."""
         if variant != self._in_use:
             self.finish()
             self._in_use = variant
@@ -290,8 +239,9 @@ class PlannedGroups:
         with self._told_if_torn(engine):
             engine.finish()
         if was_in_flight:
-            assert isinstance(steps, PlannedSteps)
-            self.groups[0].note(steps.steps[0], engine.results(0))
+            first = steps.steps[0]
+            assert isinstance(first, StepProgram)
+            self.groups[0].note(first, engine.results(0))
 
     @contextmanager
     def _told_if_torn(self, engine: PlannedEngine) -> Iterator[None]:
@@ -304,13 +254,13 @@ class PlannedGroups:
             raise
 
     def release(self) -> None:
-        """Finish, and take the groups' state to the host's memory; all else goes."""
+        """Finish, move the groups' state to host memory and free everything else."""
         self.finish()
         self._to_host()
         self._let_go()
 
     def _grow(self, slab_bytes: int) -> None:
-        """A larger slab for all: their state waits on the host meanwhile."""
+        """Make a larger slab; the groups' state waits in host memory meanwhile."""
         kept = {variant: steps for variant, (steps, _) in self._engines.items()}
         smaller = self.slab_bytes
         self._to_host()
@@ -328,14 +278,14 @@ class PlannedGroups:
             raise refusal
 
     def _to_host(self) -> None:
-        """Copies of all state in the host's memory, for the groups to use."""
+        """Move the groups' state to host memory."""
         for group in self.groups:
             tensors = [*group.state.stacked(), *group.state.shared.values()]
             copies = dict(zip(map(id, tensors), host_copies(tensors, self._transfers), strict=True))
             group.rebase(lambda tensor, copies=copies: copies[id(tensor)])  # type: ignore[misc]
 
     def _let_go(self) -> None:
-        """Drop the engines, their graphs and the slab, and return their memory to the device."""
+        """Free the engines, their graphs and the slab."""
         self._engines.clear()
         if self._room is not None:
             self._room.drop_kept()
@@ -344,7 +294,7 @@ class PlannedGroups:
 
     # ---- memory ------------------------------------------------------------------------------------
 
-    def _new_engine(self, steps: Planned) -> PlannedEngine:
+    def _new_engine(self, steps: PlannedPrograms) -> PlannedEngine:
         like = next((engine for _, engine in self._engines.values()), None)
         memory = Memory.over(self._slab, steps.program, steps.graphs, max(steps.branches))
         return PlannedEngine(
@@ -360,10 +310,10 @@ class PlannedGroups:
         )
 
     def _adopt(self) -> None:
-        """Take state and constants to where the engine in use has them; the groups use them there.
+        """Move state and constants to where the engine in use has them; the groups use them there.
 
-        Places of two programs may overlap in another order: what moves goes through the host's memory. So
-        does what the engine has no place for, and it stays there.
+        Places of two programs may overlap in another order, so tensors move by way of host memory. Tensors
+        for which the engine has no place stay there.
         """
         steps, engine = self._engines[self._in_use]
         moved: list[dict[int, Tensor]] = [{} for _ in self.groups]
@@ -395,6 +345,6 @@ class PlannedGroups:
             group.rebase(lambda tensor, places=places: places[id(tensor)])  # type: ignore[misc]
 
     def _outside(self, tensor: Tensor) -> Tensor:
-        """The same tensor, as a copy on the host where its bytes are the slab's."""
+        """Copy a tensor to the host if it lies in the slab."""
         in_slab = tensor.untyped_storage().data_ptr() == self._slab.untyped_storage().data_ptr()
         return tensor.to("cpu", copy=True) if in_slab else tensor

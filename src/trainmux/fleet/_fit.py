@@ -7,92 +7,66 @@ lies between two validations, or one pass over the loader.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainmux.errors import CheckpointError
-from trainmux.training import _random_state
-from trainmux.training._batches import END_OF_PASS, BatchCursor
-from trainmux.training._callbacks import Callback, FitState, callback_states, load_callback_states
-from trainmux.training._checkpoint import checkpoint_exists
-from trainmux.training._history import EpochRecord, History
-from trainmux.training._options import FitOptions, check_options
-from trainmux.training._progress import Display, open_display
-from trainmux.training._progress_view import Snapshot, printable
-from trainmux.training._protocol import STOPPED_ON_REQUEST, Batch, MetricFn, Trainable
-from trainmux.training._recorder import Recorder
-from trainmux.training._speed import Speed
-from trainmux.training._warn import warn_user
+from trainmux.fleet import _random_state
+from trainmux.fleet._callbacks import FitState, callback_states, load_callback_states
+from trainmux.fleet._cursor import END_OF_PASS, BatchCursor
+from trainmux.fleet._fit_options import Batch, FitOptions, check_options
+from trainmux.fleet._history import EpochRecord, History
+from trainmux.fleet._progress import Display, Snapshot, open_display, printable
+from trainmux.fleet._recorder import STOPPED_ON_REQUEST, Recorder
+from trainmux.fleet._warn import warn_user
+from trainmux.training import checkpoint_exists
+
+if TYPE_CHECKING:
+    from trainmux.fleet._fleet import Fleet
 
 _REFRESH_S = 0.5
 _MAX_NAMED = 10
 _STATE_KEY = "fit"
 
 
-def fit(
-    fleet: Trainable,
-    loader: Iterable[Batch],
-    *,
-    epochs: int | None = None,
-    steps: int | None = None,
-    validation: Iterable[Batch] | None = None,
-    validate_every: int | None = None,
-    metric_fn: MetricFn | None = None,
-    callbacks: Iterable[Callback] = (),
-    checkpoint: str | os.PathLike[str] | None = None,
-    resume: str | bool = "auto",
-    progress: str | bool = "auto",
-    log_every: int | None = None,
-    member_loaders: Mapping[str, Iterable[Batch]] | None = None,
-) -> History:
-    """Train ``fleet`` on the batches of ``loader`` for ``epochs`` passes over it, or for ``steps`` steps.
-
-    ``validation`` is evaluated with ``metric_fn`` after every epoch; with ``steps``, after every
-    ``validate_every`` of them (default: after every pass over the loader) and at the end. At the same points
-    epoch schedulers are stepped, callbacks called, records made, and a checkpoint is saved in the directory
-    ``checkpoint``. ``resume`` is ``"auto"`` (go on from a checkpoint if there is one), ``"must"`` or True,
-    ``"never"`` or False (start over, overwriting it). A resumed fit goes on with the next epoch, at the
-    batch and with the host's random state that it would have had; it returns at once when all is done.
-
-    ``member_loaders`` maps names of members to loaders of their own, cycled; the others get ``loader``'s
-    batches. ``progress`` is ``"auto"`` (or True), ``"rich"``, ``"plain"`` or False. ``log_every`` is the
-    number of steps between progress updates; by default they come by wall clock.
-
-    Returns the history of each member, of a resumed run from its first epoch on. The fit ends early when all
-    members are stopped. Members that stop being finite are named in a ``TrainmuxWarning`` at the end of the
-    epoch. Refuses contradicting arguments (``ConfigError``), a loader without batches (``BatchError``) and a
-    checkpoint that cannot be read, written, or gone on with (``CheckpointError``). However it ends, also on
-    an exception or Ctrl-C, ``fleet.sync()`` comes first, so that the members hold consistent weights.
-    """
-    options = check_options(
-        fleet.names,
-        loader=loader,
-        epochs=epochs,
-        steps=steps,
-        validation=validation,
-        validate_every=validate_every,
-        metric_fn=metric_fn,
-        callbacks=callbacks,
-        checkpoint=checkpoint,
-        resume=resume,
-        progress=progress,
-        log_every=log_every,
-        member_loaders=member_loaders,
-    )
+def fit(fleet: Fleet, loader: Iterable[Batch], **options: Any) -> History:
+    """Run the loop behind `Fleet.fit`, which describes the options."""
+    checked = check_options(fleet.names, loader, **options)
     # Opened before a checkpoint is restored: what it refuses leaves the fleet as it was.
-    display = open_display(options.progress, every_update=options.log_every is not None)
-    run = _FitRun(fleet, options, display)
-    return run.run()
+    display = open_display(checked.progress, every_update=checked.log_every is not None)
+    return _FitRun(fleet, checked, display).run()
+
+
+_NEW_SHARE = 0.3
+"""Weight of the latest interval in the smoothed speed."""
+
+
+class Speed:
+    """Steps per second, smoothed; updated whenever the device has caught up with the host."""
+
+    def __init__(self, step: int, time_s: Callable[[], float] = time.monotonic) -> None:
+        self._time_s = time_s
+        self._step = step
+        self.last_s = time_s()
+        self.steps_per_s: float | None = None
+
+    def update(self, step: int) -> None:
+        """Take in that the device has finished ``step`` steps by now."""
+        now_s = self._time_s()
+        if step > self._step and now_s > self.last_s:
+            rate = (step - self._step) / (now_s - self.last_s)
+            old = self.steps_per_s
+            self.steps_per_s = rate if old is None else old + _NEW_SHARE * (rate - old)
+        self._step, self.last_s = step, now_s
 
 
 class _FitRun:
     """One call of ``fit``."""
 
-    def __init__(self, fleet: Trainable, options: FitOptions, display: Display) -> None:
+    def __init__(self, fleet: Fleet, options: FitOptions, display: Display) -> None:
         self._fleet = fleet
         self._options = options
         self._display = display

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainmux.errors import ConfigError
-from trainmux.training._callbacks import Callback
-from trainmux.training._protocol import Batch, MetricFn
+from trainmux.fleet._callbacks import Callback
 
+Batch = Any
+MetricFn = Callable[..., Any]
 Resume = Literal["auto", "must", "never"]
 Progress = Literal["auto", "rich", "plain", "off"]
 
@@ -27,7 +28,7 @@ _PROGRESS: dict[Any, Progress] = {
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What ``fit`` was asked to do; exactly one of ``epochs`` and ``steps`` is set."""
+    """Checked arguments of ``fit``; exactly one of ``epochs`` and ``steps`` is set."""
 
     loader: Iterable[Batch]
     epochs: int | None
@@ -45,21 +46,21 @@ class FitOptions:
 
 def check_options(
     names: tuple[str, ...],
-    *,
     loader: Iterable[Batch],
-    epochs: int | None,
-    steps: int | None,
-    validation: Iterable[Batch] | None,
-    validate_every: int | None,
-    metric_fn: MetricFn | None,
-    callbacks: Iterable[object],
-    checkpoint: str | os.PathLike[str] | None,
-    resume: str | bool,
-    progress: str | bool,
-    log_every: int | None,
-    member_loaders: Mapping[str, Iterable[Batch]] | None,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    validation: Iterable[Batch] | None = None,
+    validate_every: int | None = None,
+    metric_fn: MetricFn | None = None,
+    callbacks: Iterable[object] = (),
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: str | bool = "auto",
+    progress: str | bool = "auto",
+    log_every: int | None = None,
+    member_loaders: Mapping[str, Iterable[Batch]] | None = None,
 ) -> FitOptions:
-    """The options, or a ``ConfigError`` that says which argument is wrong. No loader is iterated."""
+    """Check the arguments; ``ConfigError`` says which one is wrong. No loader is iterated."""
     if (epochs is None) == (steps is None):
         raise ConfigError(
             f"give exactly one of epochs= and steps=, but got epochs={epochs!r} and steps={steps!r}"

@@ -1,4 +1,4 @@
-"""Per-member values of several groups, in the order of the fleet's names."""
+"""Per-member results of several groups, and records of groups for people to read."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from trainmux.fleet._group import Group
+from trainmux.ir import GroupSummary, MemoryUse
 
 
 class Gather:
-    """Where each member's row is; made anew when membership changes."""
+    """Puts per-member values into the order of names; replaced when membership changes."""
 
     def __init__(self, names: Sequence[str], groups: Sequence[Group]) -> None:
         place: dict[str, tuple[int, int]] = {}
@@ -52,3 +53,33 @@ class Gather:
             None if values[index] is None else values[index][row]  # type: ignore[index]
             for index, row in self._places
         ]
+
+
+def reasons_stopped(groups: Sequence[Group]) -> dict[str, str]:
+    """Members that train no more and why; waits for the device."""
+    found: dict[str, str] = {}
+    for group in groups:
+        alive, updates = group.state.alive.tolist(), group.state.updates.tolist()
+        for row, slot in group.members:
+            if not alive[row]:
+                slot.reason = f"not finite at step {max(slot.base_steps, default=0) + updates[row] + 1}"
+            if slot.reason is not None:
+                found[slot.name] = slot.reason
+    return found
+
+
+def summarise(groups: Sequence[Group], planned: MemoryUse | None) -> tuple[GroupSummary, ...]:
+    """One record per group; ``planned`` is the memory of all of them together, under a plan."""
+    return tuple(
+        GroupSummary(
+            tuple(slot.name for _, slot in group.members),
+            group.width,
+            ", ".join(dict.fromkeys(part.kind for part in group.key.structure.groups)),
+            group.num_nodes,
+            group.records,
+            group.unfused_because,
+            group.notes,
+            planned or group.programs.engine.memory,
+        )
+        for group in groups
+    )

@@ -14,8 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainmux.training._history import RESERVED_METRICS
-from trainmux.training._protocol import STOPPED_ON_REQUEST
+from trainmux.fleet._history import RESERVED_METRICS
+
+STOPPED_ON_REQUEST = "stopped"
+"""The reason that ``Fleet.stopped`` gives for a member that was stopped on request. Any other one means that
+training could not go on, and is reported as a warning."""
 
 _LOSS = "loss"
 _FINITE = "finite"
@@ -104,7 +107,7 @@ class Recorder:
         return result
 
     def _counted(self, losses: FloatArray, finite: BoolArray | None, stopped: Mapping[str, str]) -> BoolArray:
-        """Which (row, member) values belong to an active member in a finite step."""
+        """Mark the (row, member) values of active members in finite steps."""
         good = np.isfinite(losses)
         if finite is not None:
             good &= finite

@@ -1,4 +1,4 @@
-"""What each member did, epoch by epoch."""
+"""Records of each member, epoch by epoch."""
 
 from __future__ import annotations
 

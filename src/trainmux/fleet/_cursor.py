@@ -1,4 +1,4 @@
-"""Walks over loaders that can be written into a checkpoint and taken up again at the same batch."""
+"""Positions in loaders that can be saved in a checkpoint and resumed at the same batch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from trainmux.errors import BatchError
-from trainmux.training import _random_state
-from trainmux.training._protocol import Batch
+from trainmux.fleet import _random_state
+from trainmux.fleet._fit_options import Batch
 
 
 class EndOfPass:
-    """What ``BatchCursor.next`` returns once between two passes over the loader."""
+    """Returned by ``BatchCursor.next`` once between two passes over the loader."""
 
 
 END_OF_PASS: Final = EndOfPass()
@@ -76,7 +76,7 @@ class BatchCursor:
         self._position = Position(self._position.num_passes + 1, 0)
 
     def state(self) -> dict[str, Any]:
-        """Where the walk stands, for a checkpoint."""
+        """Return the position, for a checkpoint."""
         return {
             "num_passes": self._position.num_passes,
             "num_batches": self._position.num_batches,

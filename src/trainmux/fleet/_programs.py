@@ -1,0 +1,144 @@
+"""Programs of a group at its whole width, upgraded when their kernels are compiled, and their engine."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from trainmux.engine import CudaGraphEngine, ForwardProgram, StepProgram
+from trainmux.fleet._background import Upgrade
+from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._slots import StackedState
+from trainmux.fusion.optimizers import OptimizerStructure
+from trainmux.ir import InputKind
+from trainmux.tracing import TracedGraph
+
+Program = StepProgram | ForwardProgram
+
+
+def held_arguments(
+    program: Program, state: StackedState, numbers: Mapping[str, Tensor]
+) -> list[Tensor | None]:
+    """The arguments of a program; ``None`` for each leaf of the batch.
+
+    ``numbers`` has those that the host feeds, and what is neither state nor fed: "neutral" settings, the
+    "tangent", and the counters of an "evaluation".
+    """
+    own = {
+        InputKind.BATCH: None,
+        InputKind.SEED: state.seeds,
+        InputKind.COUNTER: numbers["counters" if program.counts_draws else "evaluation"],
+        InputKind.TANGENT: numbers["tangent"],
+    }
+    by_name = {**state.shared, **state.buffers, **state.parameters}
+    given = {**numbers, "alive": state.alive, "updates": state.updates}
+    return [
+        *(own[item.kind] if item.kind in own else by_name[item.name] for item in program.inputs),
+        *(state.states[key] for key in program.state_keys()),
+        *(state.totals[name] for name in program.total_names()),
+        *(given[name] for name in program.number_names()),
+    ]
+
+
+def groups_of(
+    parameters: Sequence[str], traced: TracedGraph, structure: OptimizerStructure
+) -> tuple[int | None, ...]:
+    """The optimizer's parameter group of each parameter; ``None`` for those that it does not have."""
+    names = [item.name for item in traced.inputs if item.kind is InputKind.PARAMETER]
+    owner = {
+        names[position]: index for index, group in enumerate(structure.groups) for position in group.params
+    }
+    return tuple(owner.get(name) for name in parameters)
+
+
+def with_batch(held: Sequence[Tensor | None], batch: Sequence[Tensor]) -> list[Tensor]:
+    """All arguments: the leaves of ``batch`` in the places that were left for them."""
+    leaves = iter(batch)
+    return [next(leaves) if argument is None else argument for argument in held]
+
+
+_MAX_PROGRAMS = 8
+
+P = TypeVar("P", bound=Program)
+
+
+class ProgramCache:
+    """The most recently used programs of one group, with the tensors that each is called with."""
+
+    def __init__(self, config: FleetConfig) -> None:
+        self._config = config
+        self.engine = config.make_engine()
+        self.kept: OrderedDict[Hashable, Program] = OrderedDict()
+        self._upgrades: dict[Hashable, Upgrade[StepProgram]] = {}
+        # By the program's id, with the program itself: its id must not be given to another one.
+        self._held: dict[int, tuple[Program, list[Tensor | None]]] = {}
+
+    def get(self, key: Hashable, build: Callable[[], P]) -> P:
+        """Find a program or build it; the least recently used one of too many goes."""
+        known = self.kept.get(key)
+        if known is not None:
+            self.kept.move_to_end(key)
+            return known  # type: ignore[return-value]
+        program = build()
+        self.kept[key] = program
+        while len(self.kept) > _MAX_PROGRAMS:
+            self._forget(self.kept.popitem(last=False)[1])
+        return program
+
+    def held_arguments(
+        self, program: Program, find: Callable[[Program], list[Tensor | None]]
+    ) -> list[Tensor | None]:
+        """Remember what ``find`` returns for a program until state moves."""
+        held = self._held.get(id(program))
+        if held is None:
+            held = self._held[id(program)] = (program, find(program))
+        return held[1]
+
+    def expect(self, key: Hashable, upgrade: Upgrade[StepProgram]) -> None:
+        """Have ``upgrade`` replace a program once it is ready."""
+        self._upgrades[key] = upgrade
+
+    def upgrade(self, key: Hashable) -> None:
+        """Replace the program that training began with by the compiled one, once it is ready.
+
+        Compilation starts at a program's second use: what runs once, such as a short last batch, is never
+        compiled.
+        """
+        upgrade = self._upgrades.get(key)
+        if upgrade is None:
+            return
+        upgrade.start()
+        if not upgrade.is_ready:
+            return
+        del self._upgrades[key]
+        better = upgrade.result()
+        if better is not None and key in self.kept:
+            self._forget(self.kept[key])
+            self.kept[key] = better
+
+    def wait_until_compiled(self) -> None:
+        """Wait for every compilation that is under way or due."""
+        for upgrade in self._upgrades.values():
+            upgrade.wait()
+
+    def clear(self) -> None:
+        """Forget all programs: state has moved, or the group has another width."""
+        for program in self.kept.values():
+            self._forget(program)
+        self.kept.clear()
+        self._upgrades.clear()
+        self._held.clear()
+
+    def drop_graphs(self) -> bool:
+        """Free captured graphs with their pool and workspaces; false where there are none."""
+        has_graphs = isinstance(self.engine, CudaGraphEngine) and self.engine.num_captures > 0
+        if has_graphs:
+            self.engine = self._config.make_engine()
+        return has_graphs
+
+    def _forget(self, program: Program) -> None:
+        self.engine.forget([program])
+        self._held.pop(id(program), None)

@@ -1,0 +1,223 @@
+"""Steps of a fleet that somebody else runs, segment by segment.
+
+`Fleet.step` checks a batch, feeds every group, runs it, counts it and notes its results. Here these are calls
+of their own, so that the kernels of a step can run in memory that is laid out elsewhere, with other work in
+between. Nothing changes before a piece is fed; a step that was fed must be ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainmux.engine import StepProgram
+from trainmux.errors import ConfigError
+from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._group import Group
+from trainmux.fleet._other_steps import read_step
+from trainmux.fleet._runner import Batches, GroupPart
+from trainmux.profiling import KernelGraph
+from trainmux.tracing import plain_torch
+
+if TYPE_CHECKING:
+    from trainmux.fleet._fleet import Fleet
+
+_MAX_KNOWN = 8
+_KNOWN: weakref.WeakKeyDictionary[Group, dict[Hashable, tuple[StepProgram, KernelGraph]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Steps that were read before, by group: a fleet may share a device more than once."""
+
+
+@dataclass(frozen=True)
+class GroupPiece:
+    """One group's part of a step, with the batch to feed.
+
+    Steps of the group with one ``variant`` have the same program; ``index`` is the group's place among all.
+    """
+
+    index: int
+    part: GroupPart
+    variant: Hashable
+    batch: tuple[Tensor, ...]
+
+    @property
+    def group(self) -> Group:
+        return self.part.group
+
+    @property
+    def applies(self) -> bool:
+        """Whether the step updates."""
+        return self.part.applies
+
+    def kernels(self) -> tuple[StepProgram, KernelGraph]:
+        """Return the step of the whole group as one array, and its kernels.
+
+        It is the step that `Fleet.step` runs, where that is one array of kernels that do not change.
+        """
+        known = _KNOWN.setdefault(self.group, {})
+        key = (self.variant, self.group.width, frozenset(self.group.state.shared))
+        if key not in known:
+            with plain_torch(self.group.config.default_dtype):
+                step = self._step()
+            known[key] = (step, read_step(step))
+            while len(known) > _MAX_KNOWN:
+                del known[next(iter(known))]
+        return known[key]
+
+    def _step(self) -> StepProgram:
+        """Build the group's step as one array.
+
+        Where a fleet starts on ATen's kernels and switches to compiled ones later, the usual step is compiled
+        now, because its memory is placed once. So is one that the fleet would run in several arrays.
+        """
+        group, traced, stacked = self.group, self.part.trace.graph, self.part.feed.stacked
+        if group.config.lowering != "auto":
+            step = group.prepare(self.part.trace, stacked_batch=stacked, applies=self.applies)
+            if isinstance(step.module, torch.fx.GraphModule):
+                return step
+        group.stacked_batch = stacked
+        is_compiled = group.config.lowering != "aten" and traced is group.traced
+        return group.sub_array_program(
+            group.width,
+            kernels="compiled" if is_compiled else "aten",
+            traced=traced,
+            stacked_batch=stacked,
+            applies=self.applies,
+        )
+
+    def feed(self, program: StepProgram, *, num_ahead: int = 0) -> dict[int, Tensor]:
+        """Return what is new for this step, by position among the program's arguments.
+
+        ``num_ahead`` steps of the group, none with an update, were fed before and have not ended yet.
+        """
+        self.group.push_numbers(num_ahead=num_ahead)
+        return self.group.fed(program, self.batch)
+
+    def end(self, program: StepProgram, results: Sequence[Tensor]) -> None:
+        """Count the group's step and keep what it returned."""
+        self.group.count(program)
+        self.group.note(program, results)
+
+
+class SegmentRunner:
+    """Hands out the steps of a fleet as pieces, one per group.
+
+    Made by `Fleet`, which refuses with `ConfigError` to share a fleet that trains by a plan; so is one whose
+    groups are cut into narrower arrays. Groups may not change their number of slots meanwhile.
+    """
+
+    def __init__(self, fleet: Fleet, groups: Sequence[Group], config: FleetConfig) -> None:
+        self.fleet = fleet
+        self.groups = tuple(groups)
+        self._config = config
+        for group in self.groups:
+            if config.width is not None and config.width < group.width:
+                raise ConfigError(
+                    f"expected groups that train as one array, got width={config.width} for a group "
+                    f"of {group.width}; leave out the fleet's width"
+                )
+        self._widths = [group.width for group in self.groups]
+
+    @property
+    def device(self) -> torch.device:
+        return self._config.device
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self._config.deterministic
+
+    @property
+    def compiles_usual_only(self) -> bool:
+        """Whether steps on other batches than the usual ones may run through ATen, unlike those."""
+        lowering = self._config.lowering
+        is_wide = any(group.width > 1 for group in self.groups)
+        return lowering == "auto" or (lowering == "inductor" and is_wide)
+
+    @property
+    def accumulate(self) -> int:
+        """Every so many steps update."""
+        return self._config.accumulate
+
+    @property
+    def num_accumulated(self) -> int:
+        """Steps that have ended since the last update."""
+        return self.fleet.num_steps % self.accumulate
+
+    @property
+    def uses_half(self) -> bool:
+        """Whether matrix products are of 16-bit numbers."""
+        return self._config.precision == "bf16"
+
+    def begin(self, batch: Any, *, applies: bool | None = None, num_ahead: int = 0) -> tuple[GroupPiece, ...]:
+        """Check a batch and read the members' settings as they are now; refuses what `Fleet.step` would.
+
+        ``applies`` says whether the step updates; left out, it is what comes next, behind ``num_ahead`` steps
+        that have begun and not ended. Groups that have lost all members have no part in it.
+        """
+        if applies is None:
+            applies = (self.fleet.num_steps + num_ahead + 1) % self.accumulate == 0
+        return self.fleet._begin_segments(self, batch, applies)
+
+    def check_slots(self, groups: Sequence[Group]) -> None:
+        """Refuse a fleet whose groups or slots are not those that it had when its job began."""
+        if list(self.groups) != list(groups) or self._widths != [group.width for group in self.groups]:
+            raise ConfigError(
+                "expected a fleet with the slots that it had when its job began, got others; add members "
+                "before the job begins, or replace() one"
+            )
+
+    def prepare(self, parts: Sequence[GroupPart]) -> Callable[[Batches], tuple[GroupPiece, ...]]:
+        """Read the members' settings; the result adds the batches."""
+        variants = [part.variant() for part in parts]
+
+        def pieces(batches: Batches) -> tuple[GroupPiece, ...]:
+            return tuple(
+                GroupPiece(self.groups.index(part.group), part, variant, tuple(batches[id(part.group)]))
+                for part, variant in zip(parts, variants, strict=True)
+            )
+
+        return pieces
+
+    def finish(self) -> None:
+        """Return at once: whoever runs the pieces ends them."""
+
+    def told(self, *, applies: bool) -> Hashable:
+        """Return all that a step that begins now would be told beside its batch.
+
+        Whoever feeds a step ahead of time sees by this whether it has to be fed again.
+        """
+        told = tuple(group.told(applies=applies) for group in self.groups)
+        return (self.fleet._has_groups(self.groups), self.fleet.names, told)
+
+    def end(self, pieces: Sequence[GroupPiece]) -> Tensor:
+        """Count a step that all groups have ended. Returns losses in the order of the fleet's names."""
+        return self.fleet._end_segments(pieces[0].applies)
+
+    def rest(self) -> None:
+        """Free what the fleet's own steps have left on the device: graphs, their pool, workspaces."""
+        had_graphs = [group.programs.drop_graphs() for group in self.groups]
+        if any(had_graphs):
+            gc.collect()  # what graphs held is free only when they are gone
+
+    def go_back(self) -> None:
+        """Put the groups' state into storage of their own again.
+
+        Where the device has no room for it, it stays in host memory until the fleet's next step.
+        """
+        try:
+            self._restack(self.device)
+        except torch.OutOfMemoryError:
+            self._restack(torch.device("cpu"))
+            self.fleet._stay_on_host()
+
+    def _restack(self, device: torch.device) -> None:
+        for group in self.groups:
+            group.restack(device)
+            group.state.shared = {name: value.clone() for name, value in group.state.shared.items()}
