@@ -16,13 +16,13 @@ import torch
 from trainmux.errors import CheckpointError
 from trainmux.fleet import _random_state
 from trainmux.fleet._callbacks import FitState, callback_states, load_callback_states
+from trainmux.fleet._checkpoint_files import checkpoint_exists
 from trainmux.fleet._cursor import END_OF_PASS, BatchCursor
 from trainmux.fleet._fit_options import Batch, FitOptions, check_options
 from trainmux.fleet._history import EpochRecord, History
 from trainmux.fleet._progress import Display, Snapshot, open_display, printable
 from trainmux.fleet._recorder import STOPPED_ON_REQUEST, Recorder
 from trainmux.fleet._warn import warn_user
-from trainmux.training import checkpoint_exists
 
 if TYPE_CHECKING:
     from trainmux.fleet._fleet import Fleet

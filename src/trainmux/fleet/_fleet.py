@@ -12,6 +12,7 @@ from torch import Tensor
 from trainmux.errors import ConfigError, FusionError, MemberError
 from trainmux.fleet._callbacks import Callback
 from trainmux.fleet._checkpoint import fleet_document, has_other_constants, refuse_copy, restore_fleet
+from trainmux.fleet._checkpoint_files import read_checkpoint, write_checkpoint
 from trainmux.fleet._config import make_config
 from trainmux.fleet._doors import door, whole
 from trainmux.fleet._evaluate import evaluate_fleet
@@ -46,7 +47,6 @@ from trainmux.reporting import format_fusion
 from trainmux.runtime import deferred_interrupts
 from trainmux.scheduling import PlanProgress
 from trainmux.tracing import FlatBatch, LossFunction, plain_torch
-from trainmux.training import read_checkpoint, write_checkpoint
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from torch.optim import lr_scheduler
 
 from trainmux import Fleet, Member
 from trainmux.errors import CheckpointError
-from trainmux.training import write_checkpoint
+from trainmux.fleet._checkpoint_files import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("built_once")
 

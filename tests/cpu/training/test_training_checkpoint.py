@@ -19,7 +19,7 @@ from safetensors import safe_open
 from tests.record_files import edit
 
 from trainmux.errors import CheckpointError
-from trainmux.training import checkpoint_exists, read_checkpoint, write_checkpoint
+from trainmux.fleet._checkpoint_files import checkpoint_exists, read_checkpoint, write_checkpoint
 
 BASE = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
 TENSORS = {
@@ -383,7 +383,7 @@ def test_full_disk_during_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 KILLER = """
 import os, signal, sys, time
 import torch
-from trainmux.training import read_checkpoint, write_checkpoint
+from trainmux.fleet._checkpoint_files import read_checkpoint, write_checkpoint
 
 torch.set_num_threads(1)  # threads do not survive a fork
 path, number = sys.argv[1], 0

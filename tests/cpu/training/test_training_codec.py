@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.record_files import edit
 
 from trainmux.errors import CheckpointError
-from trainmux.training import read_checkpoint, write_checkpoint
+from trainmux.fleet._checkpoint_files import read_checkpoint, write_checkpoint
 
 keys = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 hashables = st.recursive(keys, lambda inner: st.tuples(inner, inner), max_leaves=4)

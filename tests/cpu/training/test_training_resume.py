@@ -12,7 +12,7 @@ from training_fakes import BATCHES, LRS, FakeFleet, Spy, run
 
 from trainmux.errors import CheckpointError
 from trainmux.fleet import EarlyStopping
-from trainmux.training import write_checkpoint
+from trainmux.fleet._checkpoint_files import write_checkpoint
 
 
 def first_columns(rows: list[tuple[torch.Tensor]]) -> torch.Tensor:

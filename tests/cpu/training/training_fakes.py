@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from trainmux.fleet import Callback, FitState, History
+from trainmux.fleet._checkpoint_files import read_checkpoint, write_checkpoint
 from trainmux.fleet._fit import fit
-from trainmux.training import read_checkpoint, write_checkpoint
 
 LRS = {"slow": 0.01, "fast": 0.1}
 BATCHES = [torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])]

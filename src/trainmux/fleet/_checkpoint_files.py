@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from trainmux.errors import CheckpointError
+from trainmux.fleet._codec import DocumentEncoder, decode
+from trainmux.fleet._tensor_file import check_names, check_storable, read_tensors, write_tensors
 from trainmux.ir import failure_reason, failure_remedy, file_format, load, replace_file, to_bytes
-from trainmux.training._codec import DocumentEncoder, decode
-from trainmux.training._tensor_file import check_names, check_storable, read_tensors, write_tensors
 
 JSON_NAME = "checkpoint.json"
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from trainmux.errors import CheckpointError
-from trainmux.training._tensor_file import dtype_name, dtype_named
+from trainmux.fleet._tensor_file import dtype_name, dtype_named
 
 JSONValue = Any
 
