@@ -348,7 +348,7 @@ class Fleet:
             old = self._take_out(group, row)
             self._put(group, plan)
         else:
-            watch = self._slot(name).watch
+            watch = group.slot(row).watch
             self._place(plan)
             old = self._take_out(*self._find(name, watch))  # it moved if that left the plan in use
         await_update(self._groups, new_name, self._num_steps)
