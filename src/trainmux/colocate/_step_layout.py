@@ -27,8 +27,8 @@ from trainmux.colocate._feature_maps import (
 )
 from trainmux.engine import StepProgram, scratch_bytes
 from trainmux.ir import Compute, Free, InputKind, Instruction, Part, Program, Tenancy
+from trainmux.planning import Tenant, pack
 from trainmux.profiling import Device, KernelGraph, analytic_profile
-from trainmux.simulate import Tenant, pack
 
 _SEGMENT_SECONDS = 300e-6
 """Duration of a segment on a CUDA device: launching one takes the host some tens of microseconds."""

@@ -42,10 +42,10 @@ from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.fleet._warn import warn_user
 from trainmux.fleet._watch import Edits, FleetWatch, MemberWatch
 from trainmux.ir import GroupSummary, Timeline
+from trainmux.planning import PlanProgress
 from trainmux.profiling import Device
 from trainmux.reporting import format_fusion
 from trainmux.runtime import deferred_interrupts
-from trainmux.scheduling import PlanProgress
 from trainmux.tracing import FlatBatch, LossFunction, plain_torch
 
 T = TypeVar("T")

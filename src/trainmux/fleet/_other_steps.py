@@ -16,6 +16,7 @@ from trainmux.errors import BudgetError
 from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
 from trainmux.ir import Profile, Program
+from trainmux.planning import fit_program
 from trainmux.profiling import (
     KernelGraph,
     analytic_profile,
@@ -25,7 +26,6 @@ from trainmux.profiling import (
     side_by_side,
     used_branches,
 )
-from trainmux.scheduling import fit_program
 from trainmux.tracing import TracedGraph
 
 

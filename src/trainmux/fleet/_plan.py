@@ -23,10 +23,8 @@ from trainmux.ir import (
     write_file,
 )
 from trainmux.ir import Plan as PlanRecord
+from trainmux.planning import BudgetCost, bound_seconds, rewrite, timeline
 from trainmux.reporting import chrome_trace, plan_page, plan_text
-from trainmux.rewrite import rewrite
-from trainmux.scheduling import BudgetCost, bound_seconds
-from trainmux.simulate import timeline
 from trainmux.sizes import exact_bytes
 
 

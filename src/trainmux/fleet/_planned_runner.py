@@ -32,8 +32,8 @@ from trainmux.fleet._planning import FleetPlanner
 from trainmux.fleet._runner import Batches, GroupPart
 from trainmux.fleet._state_moves import copy_into_places, host_copies
 from trainmux.ir import MemoryUse, Timeline
+from trainmux.planning import measured_timeline
 from trainmux.runtime import deferred_interrupts, workspaces_bytes
-from trainmux.simulate import measured_timeline
 
 _MAX_VARIANTS = 4
 _MAX_GRAPHS = 24

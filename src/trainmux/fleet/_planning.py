@@ -28,6 +28,8 @@ from trainmux.fleet._plan import Plan, require_plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
 from trainmux.fleet._programs import with_batch
 from trainmux.ir import DeviceFacts, Profile, SubArray
+from trainmux.planning import BudgetCost, Planner, PlanProgress, find_partitions
+from trainmux.planning import Group as PlannedGroup
 from trainmux.profiling import (
     MEASUREMENT_VERSION,
     Device,
@@ -47,8 +49,6 @@ from trainmux.profiling import (
     used_branches,
 )
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES, no_collections, workspaces_bytes
-from trainmux.scheduling import BudgetCost, Planner, PlanProgress, find_partitions
-from trainmux.scheduling import Group as PlannedGroup
 from trainmux.sizes import parse_budget
 from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from planned import Case
 
 from trainmux.ir import Multiplexing, Offload, Prefetch, Program, Recompute, verify
-from trainmux.rewrite import rewrite
-from trainmux.scheduling._policy import Task, plain_order
-from trainmux.scheduling.policies._body import FixedBody
-from trainmux.scheduling.policies._gaps import Choice, Gap, find_gaps
-from trainmux.scheduling.policies._layout import demand, lay_out
+from trainmux.planning import rewrite
+from trainmux.planning._policy import Task, plain_order
+from trainmux.planning.policies._body import FixedBody
+from trainmux.planning.policies._gaps import Choice, Gap, find_gaps
+from trainmux.planning.policies._layout import demand, lay_out
 
 _NO_LIMIT = 1 << 50
 

@@ -18,9 +18,9 @@ from trainmux.fleet._group import Group
 from trainmux.fleet._other_steps import PlannedPrograms, read_step
 from trainmux.fleet._planned_runner import PlannedRunner
 from trainmux.ir import Multiplexing, Profile, Program
+from trainmux.planning._candidates import Arrangement, Candidate, Candidates
+from trainmux.planning.policies import policy_named
 from trainmux.profiling import DEVICES, analytic_profile, branch_width, side_by_side, used_branches
-from trainmux.scheduling._candidates import Arrangement, Candidate, Candidates
-from trainmux.scheduling.policies import policy_named
 
 HOST_BYTES = 1 << 34
 

@@ -16,8 +16,8 @@ from trainmux.errors import PlanError
 from trainmux.fleet import _plan_cache, _planning, _program_store
 from trainmux.fleet._plan_cache import PlanCache, plan_key
 from trainmux.lowering import KernelCache
+from trainmux.planning import Planner
 from trainmux.profiling import ProfileCache
-from trainmux.scheduling import Planner
 
 pytestmark = pytest.mark.usefixtures("built_once")
 

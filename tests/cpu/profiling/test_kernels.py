@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 from trainmux.ir import ByteClass, Multiplexing, Phase, Schedule, verify
 from trainmux.lowering import extended_product, lower
 from trainmux.lowering._compile import KernelCache
+from trainmux.planning import rewrite
 from trainmux.profiling import KernelGraph, analytic_profile, find_device, read_kernels
 from trainmux.profiling._kernels import view_strides
-from trainmux.rewrite import rewrite
 from trainmux.tracing import make_fx, static_fake_mode
 
 pytestmark = pytest.mark.usefixtures("built_once")

@@ -25,8 +25,8 @@ from trainmux.ir import (
     Swap,
     Timeline,
 )
-from trainmux.rewrite import draft, place
-from trainmux.simulate import timeline
+from trainmux.planning import timeline
+from trainmux.planning._rewrite import draft, place
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB

@@ -1,0 +1,277 @@
+"""Fewer waits between lanes: those that values and bytes take where they lie, each for all it can be for.
+
+A wait between a kernel and a copy costs even where what is waited for has long ended: some microseconds in a
+CUDA graph (`Profile.meeting_seconds`), for an edge between two engines, whichever of the two waits.
+
+Copies wait for compute. Before bytes had places, one that brings a tensor back had to wait for all of compute
+before it: any of it might have had the bytes. Now the last that had them is known; and one that takes a
+tensor away needs whoever wrote it, no more. Where that is known to have ended there is no wait. Where there
+must be one, it is for all of compute before it, so that later copies need none. And copies are held back
+until there are some to begin together, for as long as nobody will miss them.
+
+Compute waits for copies. Copies of one direction run one after another, so whoever waits for one knows that
+all before it have ended. A wait for the latest copy that will have ended by then holds compute up no longer
+than the one that is needed, and makes later waits needless.
+
+When things end is taken from the simulation, as predicted and with slower copies: if those come true, nothing
+is held up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+
+import numpy as np
+
+from trainmux.ir import (
+    Compute,
+    Free,
+    Offload,
+    Part,
+    Prefetch,
+    Profile,
+    Recompute,
+    Tenancy,
+    Wait,
+    lane_of,
+)
+from trainmux.planning._lane_writer import COMPUTE, IN, LANES, OUT, LaneWriter
+from trainmux.planning._timeline import lane_times
+from trainmux.planning._views import Key
+
+_STRAIN = 1.25
+"""How many times as long as predicted copies may take without a wait that was moved holding up compute."""
+_TOLERANCES = (1e-12, 1e-2)
+"""By how much a part may become slower where copies take as long as predicted, and where they take longer."""
+_HELD_SHARES = ({OUT: 0.5, IN: 0.5}, {OUT: 0.25, IN: 0.0}, {OUT: 0.0, IN: 0.0})
+"""By lane, the share of the time until somebody needs it that a copy is held back for; the quickest is taken,
+and where meetings cost nothing the one with the fewest waits."""
+_MOST_HELD = 1 / 64
+"""Of the part's time: no copy is held back for longer. Others will queue behind it."""
+_MOST_PASSES = 3
+"""A pass knows who had ended when by the times of the part before it, and some more are found by the next."""
+
+
+def fewer_waits(part: Part, profiles: Sequence[Profile]) -> Part:
+    """The same part with as few waits as this gives: bytes where they are, each lane's work in its order, and
+    not slower as predicted, by at most a hundredth where copies are slower."""
+    if not any(isinstance(item, Wait) for item in part.instructions):
+        return part
+    old = _Old(part, profiles)
+    at_most = [
+        times.seconds * (1 + tolerance) for times, tolerance in zip(old.times, _TOLERANCES, strict=True)
+    ]
+    for _ in range(_MOST_PASSES):
+        found = _quickest(old, at_most)
+        if found is old.part:
+            break
+        old = _Old(found, profiles)
+    return old.part
+
+
+def _quickest(old: _Old, at_most: Sequence[float]) -> Part:
+    """What one pass makes of a part: the quickest of all ways that take at most so many seconds, without
+    strain and with it, and have no more waits; of those that take the same, the one with the fewest."""
+    part, profiles = old.part, old.profiles
+    best, best_rank = part, _rank(part, old.times[0].seconds, at_most[0])
+    for shares in (*_HELD_SHARES, None):
+        # A copy that begins earlier may meet one of the other direction, and both take longer; and what a
+        # wait taught others that is gone now, they may have to wait for themselves.
+        found = _Waits(old, shares).part()
+        if len(found.instructions) > len(part.instructions):
+            continue
+        taken = lane_times(found, profiles).seconds
+        rank = _rank(found, taken, at_most[0])
+        if taken > at_most[0] or rank >= best_rank:
+            continue
+        if lane_times(found, profiles, _STRAIN).seconds <= at_most[1]:
+            best, best_rank = found, rank
+    return best
+
+
+def _rank(part: Part, seconds: float, at_most: float) -> tuple[int, int]:
+    """Quicker ones first, but for rounding; then those with fewer waits."""
+    return round(1e9 * seconds / at_most) if at_most > 0 else 0, len(part.instructions)
+
+
+class _Old:
+    """A part as it is, with its times, who needs which copy first, and who had which bytes."""
+
+    def __init__(self, part: Part, profiles: Sequence[Profile]) -> None:
+        self.part = part
+        self.profiles = profiles
+        self.times = [lane_times(part, profiles, strain) for strain in (1.0, _STRAIN)]
+        self.needed_at = _first_needs(part, profiles)
+        self.tenants = _Tenants(part)
+
+
+class _Waits(LaneWriter):
+    """The instructions of a part once more with waits found anew, copies held back for ``shares`` of their
+    slack.
+
+    Without ``shares`` copies begin where they began, and wait for all of compute before them, whatever it
+    was.
+    """
+
+    def __init__(self, old: _Old, shares: Mapping[int, float] | None) -> None:
+        super().__init__()
+        self._old = old
+        self._shares = shares
+        self._held: dict[int, list[int]] = {OUT: [], IN: []}
+        self._moved = {-1: -1}
+        self._copies: dict[int, list[tuple[int, int]]] = {OUT: [], IN: []}
+        self._written: dict[Key, int] = {}
+        self._position = -1
+        """Of the old part's instruction that is being written."""
+
+    def part(self) -> Part:
+        """The part with the waits that it takes."""
+        old = self._old.part
+        for position, item in enumerate(old.instructions):
+            if isinstance(item, Wait):
+                continue
+            for lane in self._held:
+                if self._are_due(lane, position):
+                    self._begin_held(lane)
+            lane = LANES.index(lane_of(item))
+            if lane in self._held:
+                self._held[lane].append(position)
+            else:
+                self._put(position)
+        for lane in self._held:
+            self._begin_held(lane)
+        moved = self._moved
+        moved[len(old.instructions)] = len(self._instructions)
+        return Part(
+            tuple(self._instructions),
+            tuple(
+                Tenancy(
+                    each.sub_array,
+                    each.tensor,
+                    moved[each.begin],
+                    moved[each.end],
+                    each.offset,
+                    each.size_bytes,
+                )
+                for each in old.tenancies
+            ),
+        )
+
+    def _are_due(self, lane: int, position: int) -> bool:
+        """Whether copies that are held back must begin before the old part's instruction at ``position``.
+
+        They will wait for all of compute that is issued before them, and then for each other.
+        """
+        held, needed_at = self._held[lane], self._old.needed_at
+        if not held:
+            return False
+        if self._shares is None or any(needed_at[copy] <= position for copy in held):
+            return True
+        for times in self._old.times:
+            end = times.ends[position]
+            for copy in held:
+                end = max(end, times.starts[copy]) + times.ends[copy] - times.starts[copy]
+                need = needed_at[copy]
+                until = times.starts[need] if need < len(times.starts) else times.seconds
+                slack = max(0.0, until - times.ends[copy])
+                if end > times.ends[copy] + min(self._shares[lane] * slack, _MOST_HELD * times.seconds):
+                    return True
+        return False
+
+    def _begin_held(self, lane: int) -> None:
+        for position in self._held[lane]:
+            self._put(position)
+        self._held[lane].clear()
+
+    def _put(self, position: int) -> None:
+        """An instruction of the old part, with the waits that it takes."""
+        self._position = position
+        match self._old.part.instructions[position]:
+            case Compute() | Recompute() as item:
+                node = self._old.profiles[item.sub_array].nodes[item.node]
+                new = self._compute(item, node.reads, node.changes)
+                for tensor in (*node.creates, *node.changes):
+                    self._written[item.sub_array, tensor] = new
+            case Free(sub_array, tensor):
+                new = self._free((sub_array, tensor))
+            case Offload(sub_array, tensor):
+                new = self._copy_out((sub_array, tensor))
+                self._copies[OUT].append((position, new))
+            case Prefetch(sub_array, tensor):
+                new = self._copy_back((sub_array, tensor))
+                self._copies[IN].append((position, new))
+        self._moved[position] = new
+
+    def _wait_for_copies(self, needed: Iterable[int]) -> None:
+        for on in sorted(needed, reverse=True):
+            if on >= 0 and not self._known.has_ended(COMPUTE, on):
+                self._wait(COMPUTE, self._latest_ended(on))
+
+    def _wait_for_maker(self, key: Key) -> None:
+        if self._shares is None or self._is_news(OUT, self._written.get(key, -1)):
+            super()._wait_for_maker(key)
+
+    def _wait_for_bytes(self) -> None:
+        last = self._moved[self._old.tenants.last_end_before(self._position)]
+        if self._shares is None or self._is_news(IN, last):
+            super()._wait_for_bytes()
+
+    def _is_news(self, lane: int, position: int) -> bool:
+        """Whether a lane does not know that an instruction, if there is one, has ended."""
+        return position >= 0 and not self._known.has_ended(lane, position)
+
+    def _latest_ended(self, needed: int) -> int:
+        """The last copy of a lane that has ended when ``needed`` must have."""
+        copies = self._copies[self._known.lane_of(needed)]
+        later = takewhile(lambda copy: copy[1] > needed, reversed(copies))
+        ended = (
+            new
+            for old, new in later
+            if all(times.ends[old] <= times.starts[self._position] for times in self._old.times)
+        )
+        return next(ended, needed)
+
+
+def _first_needs(part: Part, profiles: Sequence[Profile]) -> dict[int, int]:
+    """By position of a copy: the first instruction behind it that may not begin before it has ended."""
+    length = len(part.instructions)
+    found: dict[int, int] = {}
+    of_offloads: dict[Key, int] = {}
+    of_prefetches: dict[Key, int] = {}
+    for position in range(length - 1, -1, -1):
+        match part.instructions[position]:
+            case Compute(sub_array, node) | Recompute(sub_array, node):
+                profiled = profiles[sub_array].nodes[node]
+                for tensor in (*profiled.reads, *profiled.changes):
+                    of_prefetches[sub_array, tensor] = position
+                for tensor in profiled.changes:
+                    of_offloads[sub_array, tensor] = position
+            case Free(sub_array, tensor):
+                of_offloads[sub_array, tensor] = of_prefetches[sub_array, tensor] = position
+            case Offload(sub_array, tensor):
+                found[position] = of_offloads.get((sub_array, tensor), length)
+                of_prefetches[sub_array, tensor] = position
+            case Prefetch(sub_array, tensor):
+                found[position] = of_prefetches.get((sub_array, tensor), length)
+                of_offloads[sub_array, tensor] = position
+    return found
+
+
+class _Tenants:
+    """Who had which bytes of a part, and until when."""
+
+    def __init__(self, part: Part) -> None:
+        rows = [(t.end, t.offset, t.offset + t.size_bytes) for t in part.tenancies]
+        self._end, self._low, self._high = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        self._own = {
+            t.begin: (t.offset, t.offset + t.size_bytes)
+            for t in part.tenancies
+            if t.begin >= 0 and isinstance(part.instructions[t.begin], Prefetch)
+        }
+
+    def last_end_before(self, position: int) -> int:
+        """Where the bytes that the copy at ``position`` takes were last given back, -1: not in this part."""
+        low, high = self._own[position]
+        had = (self._end < position) & (self._low < high) & (low < self._high)
+        return int(self._end[had].max(initial=-1))

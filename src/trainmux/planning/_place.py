@@ -1,0 +1,113 @@
+"""Offsets for every byte of a program's parts: one slab, and what crosses from part to part stays put."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+from trainmux.ir import Part, Tenancy
+from trainmux.planning._slab import Slab, Tenant, pack
+from trainmux.planning._views import Key
+
+_MOST_SLABS = 64
+
+
+def place_parts(
+    parts: Sequence[Part],
+    alignment: int,
+    first: Callable[[Key], bool] = lambda key: False,
+    *,
+    enough_bytes: int = 0,
+) -> tuple[tuple[Part, ...], int]:
+    """The parts with offsets, and the end of the highest tenancy; no lower one is sought than `enough_bytes`.
+
+    What is there all the time lies at the bottom, in the order of its numbers, beginning with what ``first``
+    names: programs over the same such tensors have them at the same offsets.
+
+    The parts are laid out one behind the other on one axis of time. All that a tensor takes at either end of
+    any part is one tenant with several spans: so it lies at the same offset where one part ends and the next
+    one begins, the body following itself. What is not there at the ends is placed anew each time.
+    """
+    sizes: list[int] = []
+    spans: list[list[tuple[int, int]]] = []
+    numbers: list[list[int]] = []
+    crossing: dict[Key, int] = {}
+    start = 0
+    for part in parts:
+        num_instructions = len(part.instructions)
+        own = []
+        for tenancy in part.tenancies:
+            key = (tenancy.sub_array, tenancy.tensor)
+            crosses = tenancy.begin == -1 or tenancy.end == num_instructions
+            number = crossing.get(key) if crosses else None
+            if number is None:
+                number = len(sizes)
+                sizes.append(tenancy.size_bytes)
+                spans.append([])
+                if crosses:
+                    crossing[key] = number
+            begin, end = _times(tenancy, start)
+            if spans[number] and spans[number][-1][1] == begin:
+                begin = spans[number].pop()[0]
+            spans[number].append((begin, end))
+            own.append(number)
+        numbers.append(own)
+        start += num_instructions + 1
+    keys = {number: key for key, number in crossing.items()}
+    offsets = _offsets(sizes, spans, keys, alignment, first, enough_bytes)
+    placed = tuple(
+        Part(
+            part.instructions,
+            tuple(
+                Tenancy(t.sub_array, t.tensor, t.begin, t.end, offsets[number], t.size_bytes)
+                for t, number in zip(part.tenancies, own, strict=True)
+            ),
+        )
+        for part, own in zip(parts, numbers, strict=True)
+    )
+    return placed, max((t.offset + t.size_bytes for part in placed for t in part.tenancies), default=0)
+
+
+def _offsets(
+    sizes: Sequence[int],
+    spans: Sequence[Sequence[tuple[int, int]]],
+    keys: Mapping[int, Key],
+    alignment: int,
+    first: Callable[[Key], bool],
+    enough_bytes: int,
+) -> list[int]:
+    begin = min((span[0][0] for span in spans), default=0)
+    end = max((span[-1][1] for span in spans), default=0)
+    always = [number for number in keys if _covers(spans[number], begin, end)]
+    always.sort(key=lambda number: (not first(keys[number]), keys[number]))
+    offsets = [0] * len(sizes)
+    bottom = 0
+    for number in always:
+        offsets[number] = bottom
+        bottom += -(-sizes[number] // alignment) * alignment
+    rest = sorted(set(range(len(sizes))) - set(always))
+    tenants = [Tenant(sizes[number], tuple(spans[number])) for number in rest]
+    packed = _packed(tuple(tenants), alignment, enough_bytes - bottom)
+    for number, offset in zip(rest, packed.offsets, strict=True):
+        offsets[number] = bottom + offset
+    return offsets
+
+
+@lru_cache(maxsize=_MOST_SLABS)
+def _packed(tenants: tuple[Tenant, ...], alignment: int, enough_bytes: int) -> Slab:
+    """A planner asks again for what it placed for another budget: the last slabs are kept."""
+    return pack(tenants, alignment, enough_bytes=enough_bytes)
+
+
+def _covers(spans: Sequence[tuple[int, int]], begin: int, end: int) -> bool:
+    """Whether a tenant is there from ``begin`` to ``end`` without a gap."""
+    return len(spans) == 1 and spans[0] == (begin, end)
+
+
+def _times(tenancy: Tenancy, start: int) -> tuple[int, int]:
+    """When its bytes are in use, the end not included, in a part that begins at ``start``.
+
+    The moment ``start`` itself is for what is there before the first instruction.
+    """
+    for_now = tenancy.begin == tenancy.end
+    return start + 1 + tenancy.begin, start + 1 + tenancy.end + for_now

@@ -1,0 +1,141 @@
+"""A part of a program on the clock, before it runs: spans on three lanes, stalls, hidden copies (D6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainmux.errors import PlanError
+from trainmux.ir import (
+    Compute,
+    Free,
+    Lane,
+    Offload,
+    Part,
+    Prefetch,
+    Profile,
+    Recompute,
+    Span,
+    Timeline,
+    Wait,
+)
+from trainmux.planning._lanes import COMPUTE, IN, LANE_NUMBERS, NO_WAIT, OUT, LaneTimes, run_lanes
+from trainmux.planning._memory import memory
+
+_LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN)
+
+
+def timeline(
+    part: Part, profiles: Sequence[Profile], source: str = "predicted", *, counts_meetings: bool = True
+) -> Timeline:
+    """One pass through ``part``: every node and copy with its start and end, and the memory meanwhile.
+
+    ``profiles`` has one profile per sub-array. A draft has several times as many waits as the program that is
+    made of it: for a draft, what nodes take longer that meet copies is not to be counted. Refused with
+    `PlanError`: instructions that name nothing in the profiles, and a wait for an instruction that is not
+    issued before it.
+    """
+    lanes, times = _run(part, profiles, counts_meetings=counts_meetings)
+    starts, ends = times.starts, times.ends
+    recompute_seconds = 0.0
+    spans = []
+    for position, instruction in enumerate(part.instructions):
+        if isinstance(instruction, Wait | Free):
+            continue
+        if isinstance(instruction, Recompute):
+            recompute_seconds += profiles[instruction.sub_array].nodes[instruction.node].seconds
+        spans.append(Span(_LANES[lanes[position]], position, starts[position], ends[position]))
+    return Timeline(
+        source=source,
+        seconds=times.seconds,
+        compute_seconds=times.compute_seconds,
+        recompute_seconds=recompute_seconds,
+        stall_seconds=times.stall_seconds,
+        copy_seconds=times.copy_seconds,
+        hidden_copy_seconds=times.hidden_copy_seconds,
+        spans=tuple(spans),
+        memory=memory(part, profiles),
+    )
+
+
+def lane_times(
+    part: Part, profiles: Sequence[Profile], strain: float = 1.0, *, counts_meetings: bool = True
+) -> LaneTimes:
+    """The times of `timeline` without spans and memory, for planners that try many parts.
+
+    With ``strain``, copies take so many times what the profiles say.
+    """
+    return _run(part, profiles, strain, counts_meetings=counts_meetings)[1]
+
+
+def _run(
+    part: Part, profiles: Sequence[Profile], strain: float = 1.0, *, counts_meetings: bool = True
+) -> tuple[list[int], LaneTimes]:
+    lanes: list[int] = []
+    alone: list[float] = []
+    duplex: list[float] = []
+    waits: list[int] = []
+    nodes = [[node.seconds for node in profile.nodes] for profile in profiles]
+    slowdowns = [profile.slowdown_by_copies for profile in profiles]
+    tensors = [profile.tensors for profile in profiles]
+    for position, instruction in enumerate(part.instructions):
+        on = NO_WAIT
+        slow = seconds = 0.0
+        try:
+            if isinstance(instruction, Compute | Recompute):
+                lane = COMPUTE
+                seconds = nodes[instruction.sub_array][instruction.node]
+                slow = seconds * slowdowns[instruction.sub_array]
+            elif isinstance(instruction, Wait):
+                lane = LANE_NUMBERS[instruction.lane]
+                on = instruction.on
+            elif isinstance(instruction, Free):
+                lane = COMPUTE
+            elif isinstance(instruction, Offload):
+                lane = OUT
+                tensor = tensors[instruction.sub_array][instruction.tensor]
+                seconds = strain * tensor.swap_out_seconds
+                slow = strain * tensor.swap_out_duplex_seconds
+            elif isinstance(instruction, Prefetch):
+                lane = IN
+                tensor = tensors[instruction.sub_array][instruction.tensor]
+                seconds = strain * tensor.swap_in_seconds
+                slow = strain * tensor.swap_in_duplex_seconds
+        except IndexError:
+            raise PlanError(
+                f"instruction {position} must name a sub-array, node and tensor of the profiles, but got "
+                f"{instruction}; pass the profiles that the program was made for, one per sub-array"
+            ) from None
+        lanes.append(lane)
+        alone.append(seconds)
+        duplex.append(slow)
+        waits.append(on)
+    if counts_meetings and any(profile.meeting_seconds for profile in profiles):
+        for position, sub_array in _meetings(part, lanes, waits):
+            alone[position] += profiles[sub_array].meeting_seconds
+            duplex[position] += profiles[sub_array].meeting_seconds
+    return lanes, run_lanes(lanes, alone, duplex, waits)
+
+
+def _meetings(part: Part, lanes: Sequence[int], waits: Sequence[int]) -> list[tuple[int, int]]:
+    """Positions and sub-arrays of nodes that wait for copies, and of those that copies wait for; a node that
+    is both is there twice."""
+    waiting: list[tuple[int, int]] = []
+    waited_for: set[tuple[int, int]] = set()
+    latest: list[tuple[int, int] | None] = []
+    node: tuple[int, int] | None = None
+    waits_for_copies = False
+    for position, instruction in enumerate(part.instructions):
+        on = waits[position]
+        if isinstance(instruction, Compute | Recompute):
+            node = (position, instruction.sub_array)
+            if waits_for_copies:
+                waiting.append(node)
+                waits_for_copies = False
+        elif 0 <= on < position and (lanes[position] == COMPUTE) != (lanes[on] == COMPUTE):
+            before = latest[on]
+            if lanes[position] == COMPUTE:
+                waits_for_copies = True
+            elif before is not None:
+                waited_for.add(before)
+        latest.append(node)
+    return [*waiting, *waited_for]

@@ -1,0 +1,155 @@
+"""A body whose order is fixed: positions, times and bytes as arrays, for policies that try many decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trainmux.ir import ByteClass, Multiplexing, Schedule
+from trainmux.planning._facts import Facts, facts_of
+from trainmux.planning._policy import Infeasible, Node, Task
+from trainmux.planning._remember import remembered
+from trainmux.planning.policies._gaps import Derivations, Gap
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+class FixedBody:
+    """The nodes of a body by position, with nothing decided yet.
+
+    ``place`` has the position of each rank by sub-array, ``seconds`` the time of each position's node and
+    ``starts`` when it begins if nothing holds it up (one entry more than there are nodes). ``tensors`` are
+    the bytes of all tensors at each position, what the node creates included; ``workspace`` and ``created``
+    those of the node's workspace and of what it creates.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        order: Sequence[Node],
+        all_facts: Sequence[Facts] | None = None,
+        derivations: Derivations | None = None,
+    ) -> None:
+        self.task = task
+        self.order = tuple(order)
+        self.all_facts = tuple(all_facts) if all_facts is not None else known_facts(task)
+        self.derivations = derivations if derivations is not None else Derivations()
+        self.length = len(self.order)
+        self.place = [[0] * len(facts.nodes) for facts in self.all_facts]
+        for position, (sub_array, rank) in enumerate(self.order):
+            self.place[sub_array][rank] = position
+        nodes = [task.profiles[sub_array].nodes[rank] for sub_array, rank in self.order]
+        self.seconds: Floats = np.asarray([node.seconds for node in nodes], dtype=np.float64)
+        self.starts: Floats = np.zeros(self.length + 1)
+        np.cumsum(self.seconds, out=self.starts[1:])
+        self.workspace: Ints = np.asarray([node.workspace_bytes for node in nodes], dtype=np.int64)
+        sizes = [[tensor.size_bytes for tensor in profile.tensors] for profile in task.profiles]
+        self.created: Ints = np.asarray(
+            [
+                sum(sizes[sub_array][tensor] for tensor in node.creates)
+                for (sub_array, _), node in zip(self.order, nodes, strict=True)
+            ],
+            dtype=np.int64,
+        )
+        self.tensors = self._tensors()
+
+    def needed(self) -> Ints:
+        """The bytes needed at each position while nothing is decided."""
+        needed: Ints = self.tensors + self.workspace
+        return needed
+
+    def gap_places(self, gap: Gap) -> tuple[int, int]:
+        """The positions of the uses around a gap; the second may lie before the first, in the next pass."""
+        own = self.place[gap.sub_array]
+        return own[gap.last], own[gap.first]
+
+    def reordered(self, order: Sequence[Node]) -> FixedBody:
+        """The same task in another order."""
+        return FixedBody(self.task, order, self.all_facts, self.derivations)
+
+    def plain_schedule(self) -> Schedule:
+        """The order, with nothing swapped and nothing recomputed."""
+        return Schedule(self.task.multiplexing, self.order, (), ())
+
+    def _tensors(self) -> Ints:
+        steps: Ints = np.zeros(self.length + 1, dtype=np.int64)
+        base = 0
+        ring = self.task.multiplexing is Multiplexing.RING
+        for sub_array, facts in enumerate(self.all_facts):
+            spans = _spans(facts)
+            base += spans.static_bytes
+            places: Ints = np.asarray(self.place[sub_array], dtype=np.int64)
+            begins, ends = places[spans.begins], places[spans.ends] + 1
+            # A result stays to the end of the body, unless its step ends within it.
+            within = ring and sub_array == 0
+            stays = spans.is_result & ~((spans.begins < facts.num_forward) & within)
+            ends = np.where(stays, self.length, ends)
+            np.add.at(steps, begins, spans.sizes)
+            np.subtract.at(steps, ends, spans.sizes)
+            base += int(spans.sizes[ends <= begins].sum())
+        tensors: Ints = np.cumsum(steps[:-1]) + base
+        return tensors
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """The lifetimes of all tensors of a sub-array that are made in the step, by ranks."""
+
+    static_bytes: int
+    begins: Ints
+    ends: Ints
+    sizes: Ints
+    is_result: npt.NDArray[np.bool_]
+
+
+@remembered
+def _spans(facts: Facts) -> _Spans:
+    records = [record for record in facts.tensors if not record.byte_class.is_static]
+    return _Spans(
+        sum(record.memory_size for record in facts.tensors if record.byte_class.is_static),
+        np.asarray([record.lifetime[0] for record in records], dtype=np.int64),
+        np.asarray([record.lifetime[1] for record in records], dtype=np.int64),
+        np.asarray([record.memory_size for record in records], dtype=np.int64),
+        np.asarray([record.byte_class is ByteClass.RESULT for record in records], dtype=np.bool_),
+    )
+
+
+def known_facts(task: Task) -> tuple[Facts, ...]:
+    """The facts of each sub-array; those that share a profile share them."""
+    return tuple(facts_of(profile) for profile in task.profiles)
+
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """Bytes of a task that no policy for feature maps can do without: static tensors, and results."""
+
+    static: int
+    results: int
+
+    @property
+    def total(self) -> int:
+        return self.static + self.results
+
+
+def static_bytes(all_facts: Sequence[Facts]) -> StaticBytes:
+    """Of all sub-arrays together."""
+    records = [record for facts in all_facts for record in facts.tensors]
+    return StaticBytes(
+        sum(record.memory_size for record in records if record.byte_class.is_static),
+        sum(record.memory_size for record in records if record.byte_class is ByteClass.RESULT),
+    )
+
+
+def infeasible(task: Task, policy: str, excess_bytes: int) -> Infeasible:
+    """What a policy raises whose best is ``excess_bytes`` over the limit."""
+    widths = ", ".join(str(profile.width) for profile in task.profiles)
+    return Infeasible(
+        f"sub-arrays of widths {widths} must fit into {task.limit_bytes} bytes, but {policy} needs "
+        f"{excess_bytes} more; raise the budget or make the sub-arrays narrower",
+        excess_bytes=excess_bytes,
+    )

@@ -1,0 +1,347 @@
+"""Where swaps are released and fetched back, for given decisions: as late and as early as memory allows.
+
+Offloads run in the order of the last uses. A tensor's bytes are given back when its copy has ended. Where
+memory demands it earlier, compute waits for the copies that end first. Prefetches run in the order of their
+deadlines; each is issued as soon as the lane is free and there is memory for it until it is used. Taking
+memory early for the one that is due first never holds up one that is due later, as that could not have been
+copied before it.
+
+What must be on the device in any case decides whether the decisions fit at all; the rest is slack. Times
+here serve to place copies: those to the host as if the link were always busy both ways, for compute waits
+where bytes are given back though nobody needs them yet; those back as if it never were. How long a schedule
+takes is said by `_clock`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainmux.ir import ProfiledTensor, Recomputation, Schedule, Swap
+from trainmux.planning.policies._body import FixedBody, Floats, Ints
+from trainmux.planning.policies._gaps import Choice, Derivation, Derived, Gap
+
+
+@dataclass(frozen=True, slots=True)
+class WantedSwap:
+    """A swap of which the two uses are known: offloaded after position ``out``, back before ``deadline``.
+
+    ``copies_out`` is false where the host has a true copy already.
+    """
+
+    gap: int
+    out: int
+    deadline: int
+    copies_out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSwap:
+    """A swap by positions: ``release`` is the body's length where the bytes are given back at its end."""
+
+    gap: int
+    out: int
+    release: int
+    back: int
+    copies_out: bool
+
+
+@dataclass(frozen=True)
+class PlacedRecompute:
+    """A recomputation just before a position."""
+
+    sub_array: int
+    derived: Derived
+    before: int
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What decisions demand wherever copies are placed.
+
+    ``tensors`` and ``beyond`` add up to the bytes needed at each position; ``recompute_seconds`` run just
+    before each.
+    """
+
+    tensors: Ints
+    beyond: Ints
+    recompute_seconds: Floats
+    swaps: tuple[WantedSwap, ...]
+    recomputes: tuple[PlacedRecompute, ...]
+    host_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return int((self.tensors + self.beyond).max())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Decisions with every copy placed. ``peak_bytes`` is what is needed at most."""
+
+    body: FixedBody
+    gaps: tuple[Gap, ...]
+    swaps: tuple[PlacedSwap, ...]
+    recomputes: tuple[PlacedRecompute, ...]
+    peak_bytes: int
+    host_bytes: int
+
+    def schedule(self, reasons: str | Mapping[tuple[int, int], str]) -> Schedule:
+        """The same as records that name nodes; ``reasons`` by sub-array and tensor, or one for all."""
+        order = self.body.order
+
+        def reason(sub_array: int, tensor: int) -> str:
+            return reasons if isinstance(reasons, str) else reasons.get((sub_array, tensor), "")
+
+        swaps = tuple(
+            Swap(
+                gap.sub_array,
+                gap.tensor,
+                order[swap.out],
+                order[swap.release % len(order)],
+                order[swap.back],
+                reason(gap.sub_array, gap.tensor),
+            )
+            for swap in self.swaps
+            for gap in (self.gaps[swap.gap],)
+        )
+        recomputes = tuple(
+            Recomputation(
+                each.sub_array,
+                each.derived.tensor,
+                each.derived.ranks,
+                order[each.before],
+                reason(each.sub_array, each.derived.tensor),
+            )
+            for each in self.recomputes
+        )
+        return Schedule(self.body.task.multiplexing, order, swaps, recomputes)
+
+
+def demand(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]) -> Demand | None:
+    """What ``choices``, one per gap, demand; ``None`` where a recomputation is not possible."""
+    derivations = _derive_all(body, gaps, choices)
+    if derivations is None:
+        return None
+    beyond = body.workspace.copy()
+    seconds = np.zeros(body.length)
+    recomputes: list[PlacedRecompute] = []
+    made_before: dict[tuple[int, int], int] = {}
+    for sub_array, derivation in derivations.items():
+        for derived in derivation.recomputes:
+            before = body.place[sub_array][derived.before]
+            recomputes.append(PlacedRecompute(sub_array, derived, before))
+            made_before[sub_array, derived.tensor] = before
+            seconds[before] += derived.seconds
+            beyond[before] = max(beyond[before], derived.beyond_bytes - body.created[before])
+    swaps = []
+    host_bytes = {}
+    changes = [0] * (body.length + 1)  # of the bytes on the device, from one position to the next
+    for number, choice in enumerate(choices):
+        if choice is Choice.KEEP:
+            continue
+        gap = gaps[number]
+        last, back = body.gap_places(gap)
+        if choice is Choice.SWAP:
+            back = body.place[gap.sub_array][_deadline(gap, derivations.get(gap.sub_array))]
+            swaps.append(WantedSwap(number, last, back, _copies_out(body, gaps, choices, number)))
+            host_bytes[gap.sub_array, gap.tensor] = gap.size_bytes
+        else:
+            back = made_before[gap.sub_array, gap.tensor]
+        changes[last + 1] -= gap.size_bytes
+        changes[back] += gap.size_bytes
+        if back < last + 1:  # around the body's end
+            changes[0] -= gap.size_bytes
+    tensors: Ints = body.tensors + np.cumsum(np.asarray(changes[:-1], dtype=np.int64))
+    return Demand(tensors, beyond, seconds, tuple(swaps), tuple(recomputes), sum(host_bytes.values()))
+
+
+def lay_out(
+    body: FixedBody, gaps: tuple[Gap, ...], needs: Demand, limit_bytes: int, *, late: bool = False
+) -> Layout | None:
+    """Place the copies of ``needs`` within the limit; ``None`` where that is not possible.
+
+    With ``late`` prefetches are issued as late as they can be without holding up compute, not as early.
+    """
+    if needs.peak_bytes > limit_bytes or needs.host_bytes > body.task.host_bytes:
+        return None
+    curve = needs.tensors + needs.beyond
+    turns = body.starts.copy()
+    turns[1:] += np.cumsum(needs.recompute_seconds)  # a turn begins with what is recomputed before its node
+    placing = _Placing(body, gaps, curve, turns, needs.recompute_seconds, limit_bytes)
+    released = placing.releases(needs.swaps)
+    swaps = placing.prefetches(needs.swaps, released, late)
+    return Layout(body, gaps, swaps, needs.recomputes, int(curve.max()), needs.host_bytes)
+
+
+class _Placing:
+    """``curve`` are the bytes needed at each position so far, ``turns`` when each position's turn comes."""
+
+    def __init__(
+        self,
+        body: FixedBody,
+        gaps: Sequence[Gap],
+        curve: Ints,
+        turns: Floats,
+        recompute_seconds: Floats,
+        limit_bytes: int,
+    ) -> None:
+        self.body = body
+        self.gaps = gaps
+        self.curve = curve
+        self.turns = turns
+        self.recompute_seconds = recompute_seconds
+        self.limit = limit_bytes
+        self.out_ends: dict[int, float] = {}
+
+    def releases(self, swaps: Sequence[WantedSwap]) -> dict[int, int]:
+        """For each swapped gap the position before which its bytes are given back.
+
+        Where memory is short, those give theirs back whose copies end first: compute waits for as few copies
+        as it can, and what is copied behind them stays for longer.
+        """
+        length = self.body.length
+        curve, turns = self.curve.tolist(), self.turns.tolist()
+        in_order = sorted(swaps, key=lambda swap: (swap.out, swap.gap))
+        due: dict[int, list[int]] = {}
+        for swap in in_order:
+            if swap.deadline > swap.out:
+                due.setdefault(swap.deadline, []).append(swap.gap)
+        coming, leaving = deque(in_order), deque[int]()
+        released: dict[int, int] = {}
+        waits: dict[int, float] = {}
+        free_from = waited = 0.0
+        held_bytes = position = 0
+
+        def release(number: int) -> None:
+            nonlocal held_bytes
+            released[number] = position
+            held_bytes -= self.gaps[number].size_bytes
+
+        while coming or leaving:
+            position = position + 1 if leaving else max(position, coming[0].out) + 1
+            while coming and coming[0].out < position:
+                swap = coming.popleft()
+                end = max(free_from, turns[position] + waited)
+                if swap.copies_out:
+                    end += self._record(swap).swap_out_duplex_seconds
+                    free_from = end
+                self.out_ends[swap.gap] = end
+                leaving.append(swap.gap)
+                held_bytes += self.gaps[swap.gap].size_bytes
+            if position == length:
+                break
+            for number in due.get(position, ()):
+                if number not in released:
+                    release(number)
+            while leaving:
+                if leaving[0] not in released:
+                    wait = self.out_ends[leaving[0]] - turns[position] - waited
+                    if wait > 0:
+                        if curve[position] + held_bytes <= self.limit:
+                            break
+                        waits[position] = waits.get(position, 0.0) + wait
+                        waited += wait
+                    release(leaving[0])
+                leaving.popleft()
+        for position, wait in waits.items():
+            self.turns[position:] += wait
+        for swap in in_order:
+            until = released.setdefault(swap.gap, length)
+            self.curve[swap.out + 1 : until] += self.gaps[swap.gap].size_bytes
+        return released
+
+    def _record(self, swap: WantedSwap) -> ProfiledTensor:
+        gap = self.gaps[swap.gap]
+        return self.body.task.profiles[gap.sub_array].tensors[gap.tensor]
+
+    def prefetches(
+        self, swaps: Sequence[WantedSwap], released: dict[int, int], late: bool
+    ) -> tuple[PlacedSwap, ...]:
+        """Place the copies back in the order of their deadlines."""
+        curve, turns = self.curve, self.turns
+        free_from = 0.0
+        issued = 0
+        placed = []
+        stalls: dict[int, float] = {}
+        by_deadline = sorted(swaps, key=lambda swap: (swap.deadline, swap.gap))
+        latest = self._latest_starts(by_deadline) if late else {}
+        for swap in by_deadline:
+            gap, last, due = self.gaps[swap.gap], swap.out, swap.deadline
+            release = released[swap.gap]
+            in_this_pass = due > last
+            lowest = max(issued, release if in_this_pass else 0)
+            back = due
+            if lowest < due:
+                over = np.nonzero(curve[lowest:due] > self.limit - gap.size_bytes)[0]
+                by_memory = lowest + int(over[-1]) + 1 if len(over) else lowest
+                start = max(free_from, latest.get(swap.gap, 0.0))
+                by_lane = int(np.searchsorted(turns[:-1], start, side="right")) - 1
+                back = min(max(by_memory, by_lane), due)
+                curve[back:due] += gap.size_bytes
+            start = max(free_from, float(turns[back]))
+            if in_this_pass:
+                start = max(start, self.out_ends[swap.gap])
+            free_from = start + self._record(swap).swap_in_seconds
+            issued = max(issued, min(back, due))
+            ready = float(turns[due]) + float(self.recompute_seconds[due]) + stalls.get(due, 0.0)
+            if free_from > ready:
+                stalls[due] = stalls.get(due, 0.0) + free_from - ready
+                turns[due + 1 :] += free_from - ready
+            placed.append(PlacedSwap(swap.gap, last, release, back, swap.copies_out))
+        return tuple(placed)
+
+    def _latest_starts(self, by_deadline: Sequence[WantedSwap]) -> dict[int, float]:
+        """When each copy back must start at the latest so that it and all behind it are in time."""
+        starts = {}
+        limit = float(self.turns[-1])
+        for swap in reversed(by_deadline):
+            limit = min(limit, float(self.turns[swap.deadline])) - self._record(swap).swap_in_seconds
+            starts[swap.gap] = limit
+        return starts
+
+
+def _derive_all(
+    body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]
+) -> dict[int, Derivation] | None:
+    """The derivation of each sub-array that recomputes something."""
+    recomputed: dict[int, dict[int, Choice]] = {}
+    for gap, choice in zip(gaps, choices, strict=True):
+        if choice >= Choice.RECOMPUTE:
+            recomputed.setdefault(gap.sub_array, {})[gap.tensor] = choice
+    found = {}
+    for sub_array, own in recomputed.items():
+        derivation = body.derivations.of(body.all_facts[sub_array], own)
+        if derivation is None:
+            return None
+        found[sub_array] = derivation
+    return found
+
+
+def _copies_out(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice], number: int) -> bool:
+    """Whether a swap has to copy: not where a static tensor came from the host and is unchanged since."""
+    gap = gaps[number]
+    if not gap.is_static or not gap.copies_out:
+        return gap.copies_out
+    changed_at = body.all_facts[gap.sub_array].tensors[gap.tensor].changed_at
+    if gap.last >= gap.first:
+        return True
+    others = range(max(0, number - 1), min(len(gaps), number + 2))
+    came_from_host = any(
+        other != number
+        and choices[other] is Choice.SWAP
+        and (gaps[other].sub_array, gaps[other].tensor) == (gap.sub_array, gap.tensor)
+        for other in others
+    )
+    return not came_from_host or any(rank <= gap.last for rank in changed_at)
+
+
+def _deadline(gap: Gap, derivation: Derivation | None) -> int:
+    """The rank before which a swapped tensor must be back: its next use, or a recomputation before that."""
+    if derivation is None:
+        return gap.first
+    due = derivation.first_reads.get(gap.tensor, gap.first)
+    return due if gap.last < due < gap.first else gap.first

@@ -1,0 +1,187 @@
+"""Capuchin's decisions (Peng et al. 2020) on fused arrays: µ-TWO's baseline HFTA-Capuchin.
+
+As in that paper, tensors that are idle during the peak are ranked by *free time*: from the end of the copy
+out, started after the evicting access, to the latest start of the copy back. Swapping comes first, as long as
+the free time hides it; the lane back is exclusive, and no copy back runs before the peak is over. From then
+on the swap with the most free time is weighed against the recomputation that saves the most memory per second
+(MSPS), and the one with less overhead is taken. A recomputation changes the sources, and so the MSPS, of
+those left. Each copy back is triggered as late as it can be (*in-trigger*).
+
+What differs: Capuchin measures at run time and shifts in-triggers by feedback; here the profile is known, so
+they are computed. It also lets the first iterations run with passive swapping, which a plan has no need for.
+There is no multiplexing: sub-arrays run in turns, and the partition that is meant is complete fusion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trainmux.ir import ProfiledTensor, Schedule
+from trainmux.planning._policy import Task, plain_order
+from trainmux.planning.policies._body import FixedBody, Floats, Ints, infeasible
+from trainmux.planning.policies._gaps import Choice, Gap, RecomputePrices, find_gaps
+from trainmux.planning.policies._layout import Demand, demand, lay_out
+
+
+@dataclass(frozen=True)
+class Capuchin:
+    """The policy ``capuchin``."""
+
+    name: str = "capuchin"
+
+    def schedule(self, task: Task) -> Schedule:
+        body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
+        return _Deciding(body, self.name).run()
+
+
+@dataclass
+class _Deciding:
+    body: FixedBody
+    policy: str
+    gaps: tuple[Gap, ...] = ()
+    choices: list[Choice] = field(default_factory=list)
+    reasons: dict[tuple[int, int], str] = field(default_factory=dict)
+    cannot: set[int] = field(default_factory=set)
+    prices: list[RecomputePrices] = field(default_factory=list)
+
+    def run(self) -> Schedule:
+        body, limit = self.body, self.body.task.limit_bytes
+        self.gaps = find_gaps(body.all_facts, with_static=False)
+        self.choices = [Choice.KEEP] * len(self.gaps)
+        self.prices = self._prices()
+        lowest: int | None = None
+        needs = demand(body, self.gaps, self.choices)
+        while True:
+            assert needs is not None
+            needed = needs.tensors + needs.beyond
+            over = np.nonzero(needed > limit)[0]
+            if not len(over):
+                return self._emit(needs)
+            excess = int(needed.max()) - limit
+            lowest = excess if lowest is None else min(lowest, excess)
+            taken = self._decide(needs, over)
+            if taken is None:
+                raise infeasible(body.task, self.policy, lowest)
+            after = demand(body, self.gaps, self.choices)
+            if after is None:
+                self.choices[taken] = Choice.KEEP
+                self.cannot.add(taken)
+                self.prices = self._prices()
+            else:
+                needs = after
+
+    def _decide(self, needs: Demand, over: Ints) -> int | None:
+        """Choose one tensor more to give up; returns its gap, ``None`` where there is none."""
+        candidates = [number for number in range(len(self.gaps)) if self._helps(number, over)]
+        if not candidates:
+            return None
+        turns = self.body.starts.copy()
+        turns[1:] += np.cumsum(needs.recompute_seconds)
+        peak_end = float(turns[int(over[-1]) + 1])
+        swap, swap_overhead = self._best_swap(candidates, needs, turns, peak_end)
+        if swap is not None and swap_overhead <= 0:
+            self._take(swap, Choice.SWAP, "its free time hides it")
+            return swap
+        recompute, recompute_overhead = self._best_recompute(candidates)
+        if recompute is not None and (swap is None or recompute_overhead <= swap_overhead):
+            against = f", a swap stalls for {swap_overhead:.3g} s" if swap is not None else ""
+            self._take(recompute, Choice.RECOMPUTE, f"recomputed in {recompute_overhead:.3g} s{against}")
+            return recompute
+        if swap is not None:
+            self._take(swap, Choice.SWAP, f"stalls for {swap_overhead:.3g} s")
+        return swap
+
+    def _take(self, number: int, choice: Choice, reason: str) -> None:
+        gap = self.gaps[number]
+        self.choices[number] = choice
+        self.reasons[gap.sub_array, gap.tensor] = reason
+        if choice is Choice.RECOMPUTE:
+            self.prices[gap.sub_array].add(gap.tensor, choice)
+
+    def _prices(self) -> list[RecomputePrices]:
+        """What recomputing one more costs in each sub-array, with what is recomputed so far."""
+        recomputed: list[dict[int, Choice]] = [{} for _ in self.body.all_facts]
+        for gap, choice in zip(self.gaps, self.choices, strict=True):
+            if choice is Choice.RECOMPUTE:
+                recomputed[gap.sub_array][gap.tensor] = choice
+        return [
+            RecomputePrices(facts, own) for facts, own in zip(self.body.all_facts, recomputed, strict=True)
+        ]
+
+    def _helps(self, number: int, over: Ints) -> bool:
+        """Whether a tensor that nothing is decided about is idle at a position over the limit."""
+        if self.choices[number] is not Choice.KEEP:
+            return False
+        last, first = self.body.gap_places(self.gaps[number])
+        after, before = np.searchsorted(over, [last + 1, first])
+        return bool(after < before) if last < first else bool(after < len(over) or before > 0)
+
+    def _best_swap(
+        self, candidates: Sequence[int], needs: Demand, turns: Floats, peak_end: float
+    ) -> tuple[int | None, float]:
+        """The candidate with the most free time that the host has room for, and the stall it brings."""
+        room = self.body.task.host_bytes - needs.host_bytes
+        open_ones = [number for number in candidates if self.gaps[number].size_bytes <= room]
+        if not open_ones:
+            return None, 0.0
+        chosen = max(open_ones, key=lambda number: (self._free_time(number, turns), -number))
+        swapped = [number for number, choice in enumerate(self.choices) if choice is Choice.SWAP]
+        before = self._stall(swapped, turns, peak_end)
+        return chosen, self._stall([*swapped, chosen], turns, peak_end) - before
+
+    def _free_time(self, number: int, turns: Floats) -> float:
+        gap = self.gaps[number]
+        last, first = self.body.gap_places(gap)
+        record = self.body.task.profiles[gap.sub_array].tensors[gap.tensor]
+        swap_out_end = float(turns[last + 1]) + record.swap_out_seconds
+        swap_in_start = float(turns[first]) - record.swap_in_seconds
+        around = float(turns[-1]) if first <= last else 0.0
+        return swap_in_start + around - swap_out_end
+
+    def _stall(self, swapped: Sequence[int], turns: Floats, peak_end: float) -> float:
+        """How long compute waits for these copies back, one after another and none during the peak."""
+        stall = 0.0
+        free_from = out_free_from = 0.0
+        out_end: dict[int, float] = {}
+        places = {number: self.body.gap_places(self.gaps[number]) for number in swapped}
+        for number in sorted(swapped, key=lambda n: (places[n][0], n)):
+            record = self._record(number)
+            out_free_from = max(out_free_from, float(turns[places[number][0] + 1])) + record.swap_out_seconds
+            out_end[number] = out_free_from
+        for number in sorted(swapped, key=lambda n: (places[n][1], n)):
+            last, first = places[number]
+            due = float(turns[first]) + stall
+            # A copy back that is due while the peak lasts has to run then all the same.
+            start = max(free_from, min(peak_end, due))
+            if first > last:
+                start = max(start, out_end[number])
+            free_from = start + self._record(number).swap_in_seconds
+            stall += max(0.0, free_from - due)
+        return stall
+
+    def _best_recompute(self, candidates: Sequence[int]) -> tuple[int | None, float]:
+        """The candidate with the highest MSPS, and the seconds it takes."""
+        best: tuple[float, int, float] | None = None
+        for number in candidates:
+            gap = self.gaps[number]
+            if not gap.can_recompute or number in self.cannot:
+                continue
+            seconds = self.prices[gap.sub_array].seconds(gap.tensor)
+            if seconds is None:
+                continue
+            msps = gap.size_bytes / seconds if seconds > 0 else float("inf")
+            if best is None or msps > best[0]:
+                best = (msps, number, seconds)
+        return (best[1], best[2]) if best is not None else (None, 0.0)
+
+    def _record(self, number: int) -> ProfiledTensor:
+        gap = self.gaps[number]
+        return self.body.task.profiles[gap.sub_array].tensors[gap.tensor]
+
+    def _emit(self, needs: Demand) -> Schedule:
+        layout = lay_out(self.body, self.gaps, needs, self.body.task.limit_bytes, late=True)
+        assert layout is not None
+        return layout.schedule(self.reasons)

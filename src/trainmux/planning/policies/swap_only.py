@@ -1,0 +1,67 @@
+"""Swapping alone, layer by layer: the class of vDNN (Rhu et al. 2016; µ-TWO Table E).
+
+Feature maps leave after their last forward use, those that are idle for the longest time first, until the
+rest fits. As in vDNN a copy has the time of one layer: the bytes are given back when the next node has run,
+whether the copy is ready or not (compute then waits), and a feature map is fetched back when the layer before
+its own begins its backward pass. Where memory does not allow that layer of advance, it is fetched when it is
+needed.
+
+A layer here is a node of the backward pass that is the first to need a feature map, with the nodes behind it
+that need none.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trainmux.ir import Schedule
+from trainmux.planning._policy import Task, plain_order
+from trainmux.planning.policies._body import FixedBody, infeasible
+from trainmux.planning.policies._gaps import Choice, Gap, find_gaps
+from trainmux.planning.policies._layout import Demand, Layout, PlacedSwap
+from trainmux.planning.policies._relieve import LinkPrice, Reliever, Shortfall
+
+
+@dataclass(frozen=True)
+class SwapOnly:
+    """The policy ``swap_only``."""
+
+    name: str = "swap_only"
+
+    def schedule(self, task: Task) -> Schedule:
+        body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
+        gaps = find_gaps(body.all_facts, with_static=False)
+        relief = Reliever(gaps, [True] * len(gaps)).relieve(body, task.limit_bytes, LinkPrice(0.0))
+        if isinstance(relief, Shortfall):
+            raise infeasible(task, self.name, relief.excess_bytes)
+        assert all(choice in (Choice.KEEP, Choice.SWAP) for choice in relief.choices)
+        return _a_layer_ahead(body, gaps, relief.needs).schedule("fetched back one layer ahead")
+
+
+def _a_layer_ahead(body: FixedBody, gaps: tuple[Gap, ...], needs: Demand) -> Layout:
+    """Place each copy back one layer before its use, or at its use where memory does not allow more."""
+    limit = body.task.limit_bytes
+    curve = needs.tensors + needs.beyond
+    layers = sorted({body.gap_places(gap)[1] for gap in gaps})
+    swaps: list[PlacedSwap] = []
+    for wanted in sorted(needs.swaps, key=lambda swap: (swap.deadline, swap.gap)):
+        size = gaps[wanted.gap].size_bytes
+        stop = wanted.deadline if wanted.deadline > wanted.out else body.length
+        release = min(wanted.out + 1, stop)
+        if release < stop and curve[release] + size <= limit:
+            curve[release] += size
+            release += 1
+        index = bisect_left(layers, wanted.deadline)
+        back = layers[index - 1] if index else 0
+        earliest = release if wanted.deadline > wanted.out else 0
+        back = max(back, earliest)
+        if back < wanted.deadline and np.all(curve[back : wanted.deadline] + size <= limit):
+            curve[back : wanted.deadline] += size
+        else:
+            back = wanted.deadline
+        swaps.append(PlacedSwap(wanted.gap, wanted.out, release, back, wanted.copies_out))
+    layout = Layout(body, gaps, tuple(swaps), (), int(curve.max()), needs.host_bytes)
+    return replace(layout, swaps=tuple(sorted(swaps, key=lambda swap: (swap.back, swap.gap))))
