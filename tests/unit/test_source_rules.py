@@ -11,7 +11,7 @@ import trainmux
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = Path(trainmux.__file__).parent
-PURE = ("ir", "simulate", "rewrite", "scheduling", "sizes.py", "errors.py")
+PURE = ("ir", "planning", "sizes.py", "errors.py")
 """Data and decisions only: planning for a GPU works where there is none."""
 
 

@@ -158,7 +158,7 @@ def test_a_plan_over_profiles_that_are_gone_or_kernels_that_changed_is_stale(
     assert PlanCache().get(key, ProfileCache(tmp_path / "no profiles")) is None
     monkeypatch.setattr(_planning.FleetPlanner, "_fingerprint", lambda *args: "other kernels")
     with pytest.raises(PlanError, match="plan again"):
-        fleet.step(SMALL["mlp"].batch(1, torch.float32))
+        fleet.use(plan)
     assert not list(folder.iterdir())
 
 

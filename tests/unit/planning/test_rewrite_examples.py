@@ -43,9 +43,8 @@ from trainmux.ir import (
     Wait,
     verify,
 )
-from trainmux.planning import Slab, Tenant, pack, peak_live_bytes, timeline
+from trainmux.planning import Slab, Tenant, _place, pack, peak_live_bytes, timeline
 from trainmux.planning._issue import UNPLACED
-from trainmux.planning._place import _place
 from trainmux.planning._rewrite import draft
 
 TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
