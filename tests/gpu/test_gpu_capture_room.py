@@ -12,7 +12,7 @@ from torch import Tensor
 from trainmux.engine import CaptureRoom
 
 MIB = 1 << 20
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
