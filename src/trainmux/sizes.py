@@ -89,3 +89,8 @@ def _bytes_of_text(text: str, device_bytes: int) -> int:
             f'{text!r}; write for example "20GiB"'
         )
     return -1 if is_negative else int(num_bytes)
+
+
+def round_up(size: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not below ``size``."""
+    return -(-size // unit) * unit

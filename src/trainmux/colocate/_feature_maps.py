@@ -25,6 +25,7 @@ import numpy as np
 
 from trainmux.errors import ConfigError
 from trainmux.ir import ByteClass, Phase, Profile
+from trainmux.sizes import round_up
 
 ALIGNMENT_BYTES = 512
 """Also the smallest region size: heights then follow single tensors."""
@@ -180,11 +181,6 @@ def classify_by_peak(iteration: Iteration) -> Iteration:
 
 
 # ---- where feature maps lie ----------------------------------------------------------------------------
-
-
-def round_up(size_bytes: int, unit: int) -> int:
-    """The smallest multiple of ``unit`` that is not below ``size_bytes``."""
-    return -(-size_bytes // unit) * unit
 
 
 def region_bytes_for(peaks: Iterable[int], unit_bytes: int) -> int:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainmux.colocate._demand import MicroBatchLane, Segment
-from trainmux.colocate._feature_maps import round_up
 from trainmux.colocate._step_layout import (
     PlacedStep,
     StaticArea,
@@ -34,7 +33,7 @@ from trainmux.engine import Memory
 from trainmux.errors import BatchError, ConfigError
 from trainmux.fleet import Fleet, GroupPiece
 from trainmux.profiling import device_present
-from trainmux.sizes import exact_bytes
+from trainmux.sizes import exact_bytes, round_up
 from trainmux.tracing import flatten_batch
 
 _MISJUDGED = 1.5

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from trainmux.colocate._demand import SegmentRef
-from trainmux.colocate._feature_maps import ALIGNMENT_BYTES, round_up
+from trainmux.colocate._feature_maps import ALIGNMENT_BYTES
 from trainmux.colocate._layout import ArenaLayout, MemoryLayout
 from trainmux.colocate._protocols import Ended, MemoryNeed
 from trainmux.engine import Memory
+from trainmux.sizes import round_up
 
 _POISON = 0xFF
 """A byte that makes every floating-point number NaN."""

@@ -22,13 +22,13 @@ from trainmux.colocate._feature_maps import (
     Iteration,
     TensorClass,
     iteration_of_profile,
-    round_up,
     stack_feature_maps,
 )
 from trainmux.engine import StepProgram, scratch_bytes
 from trainmux.ir import Compute, Free, InputKind, Instruction, Part, Program, Tenancy
 from trainmux.planning import Tenant, pack
 from trainmux.profiling import Device, KernelGraph, analytic_profile
+from trainmux.sizes import round_up
 
 _SEGMENT_SECONDS = 300e-6
 """Duration of a segment on a CUDA device: launching one takes the host some tens of microseconds."""
@@ -185,7 +185,7 @@ class StepLayout:
     area_end: int
 
     def cut(self, tracking_bytes: int | None, device: torch.device, seconds: float) -> tuple[int, ...]:
-        """Where to cut a step that takes ``seconds``.
+        """The kernels before which to cut a step that takes ``seconds``.
 
         Without ``tracking_bytes`` the paper's 8 MB of feature maps between cuts; on a CUDA device as much
         more as lets a segment last until the next is launched.

@@ -25,6 +25,7 @@ from trainmux.runtime import (
     measured_convolutions,
     warm_matrix_libraries,
 )
+from trainmux.sizes import round_up
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -312,7 +313,7 @@ def peak_need(trace: Sequence[Mapping[str, Any]]) -> PoolNeed:
     for entry in trace:
         address = int(entry["addr"])
         if entry["action"] == "alloc":
-            size = _rounded(int(entry["size"]), _BLOCK_BYTES)
+            size = round_up(int(entry["size"]), _BLOCK_BYTES)
             key = None if size <= _SMALL_BYTES else int(entry["stream"])
             live[address] = (key, size)
             now[key] = now.get(key, 0) + size
@@ -320,10 +321,6 @@ def peak_need(trace: Sequence[Mapping[str, Any]]) -> PoolNeed:
         elif entry["action"] == "free_completed" and address in live:
             key, size = live.pop(address)
             now[key] -= size
-    sizes = {key: _rounded(size, _SEGMENT_BYTES) for key, size in peak.items()}
+    sizes = {key: round_up(size, _SEGMENT_BYTES) for key, size in peak.items()}
     small_bytes = sizes.pop(None, 0)
     return PoolNeed({stream: size for stream, size in sizes.items() if stream is not None}, small_bytes)
-
-
-def _rounded(size: int, unit: int) -> int:
-    return -(-size // unit) * unit

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainmux.errors import ConfigError
+from trainmux.sizes import round_up
 
 _MAX_PLACEMENTS = 24_000
 """Tenants that are placed in all tries together: bounds the time, 40 to 80 µs each."""
@@ -30,11 +31,6 @@ sorted by offset already."""
 
 _Spans = tuple[tuple[int, int], ...]
 _Array = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-
-def round_up(size: int, unit: int) -> int:
-    """The smallest multiple of ``unit`` that is not below ``size``."""
-    return -(-size // unit) * unit
 
 
 @dataclass(frozen=True)
