@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import config as functorch_config
+from torch._functorch.predispatch import lazy_load_decompositions
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -458,7 +459,11 @@ def higher_order_operator(error: Exception) -> str | None:
 
 
 def has_vmap_rule(op: OpOverload) -> bool:
-    """Whether ``torch.vmap`` knows the operator; without a rule it loops, and says so on stderr only."""
+    """Whether ``torch.vmap`` knows the operator; without a rule it loops, and says so on stderr only.
+
+    Torch registers some rules, that of the cross entropy among them, only when ``vmap`` is first called.
+    """
+    lazy_load_decompositions()
     has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
     layers = ("Batched", "BatchedDecomposition", "DynamicLayerFrontMode", "VmapMode")
     return any(has_kernel(op.name(), f"FuncTorch{layer}") for layer in layers)
