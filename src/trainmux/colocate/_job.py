@@ -35,8 +35,6 @@ class JobStep:
 
 JobCallback = Callable[[JobStep], object]
 
-MAX_CONCURRENT_MICRO_BATCHES = 2
-
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -48,10 +46,6 @@ class Job:
     ``callbacks`` is called with a `JobStep` after every iteration. ``seed``, ``scheduler``, ``precision``,
     ``device``, ``deterministic`` and ``accumulate`` are for a model, as in `Member` and `Fleet`; a fleet has
     its own. Where gradients are accumulated, an iteration is a micro-batch.
-
-    With ``concurrent_micro_batches=2`` two micro-batches between two updates run at the same time where
-    memory allows it, with the same results as one after the other. Callbacks are then called after the
-    update, for each micro-batch in order.
 
     A loader draws its order from random numbers of the job's own, which start at torch's state when the job
     is handed over, so other jobs do not change it. Refused with `ConfigError`: a job with both a model and a
@@ -73,7 +67,6 @@ class Job:
     device: str | torch.device = "cpu"
     deterministic: bool = False
     accumulate: int = 1
-    concurrent_micro_batches: int = 1
 
     def __post_init__(self) -> None:
         label = f"job {self.name!r}"
@@ -127,24 +120,6 @@ class Job:
             f"accumulate must be a whole number of at least 1, but got {self.accumulate!r}; leave it out to "
             "update with every batch",
         )
-        at_once = self.concurrent_micro_batches
-        require(
-            _is_count(at_once) and at_once <= MAX_CONCURRENT_MICRO_BATCHES,
-            f"concurrent_micro_batches must be 1 or {MAX_CONCURRENT_MICRO_BATCHES}, one for each end of an "
-            f"arena, but got {at_once!r}; leave it out for one after the other",
-        )
-        accumulate = self.accumulate if self.fleet is None else self.fleet._config.accumulate
-        require(
-            at_once <= accumulate,
-            f"concurrent_micro_batches={at_once} must not be above accumulate, but got "
-            f"accumulate={accumulate}; only micro-batches between two updates can run at once",
-        )
-
-    @property
-    def num_lanes(self) -> int:
-        """The number of its iterations that may run at the same time."""
-        at_once = self.concurrent_micro_batches
-        return at_once if self.steps is None or self.steps >= at_once else 1
 
     @property
     def where(self) -> torch.device:

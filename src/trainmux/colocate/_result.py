@@ -47,7 +47,7 @@ class ColocationResult:
 
     ``peak_bytes`` is the most that was laid out at one time, ``used_bytes`` the most of it that was in use.
     ``budget_bytes`` is the last budget in force. Jobs that could share the device were time-sliced for a
-    while ``num_fall_backs`` times, because they slowed each other down or were mispredicted.
+    while ``num_fall_backs`` times, because their memory was mispredicted.
     """
 
     jobs: Mapping[str, JobResult]
