@@ -16,10 +16,9 @@ from torch import Tensor
 from trainmux.colocate._demand import JobDemand
 from trainmux.colocate._eager import EagerCudaWork, EagerStep, EagerWork, SpareMemory
 from trainmux.colocate._fused_work import FusedWork, runs_as_graphs
-from trainmux.colocate._job import Job, JobBatches
+from trainmux.colocate._job import Job, JobBatches, JobResult, JobUsage
 from trainmux.colocate._job_state import JobReport
 from trainmux.colocate._protocols import JobWork, StepOutcome, forget_locals
-from trainmux.colocate._result import JobResult, JobUsage
 from trainmux.colocate._stored import LifespanFolder
 from trainmux.engine import Memory
 from trainmux.errors import (

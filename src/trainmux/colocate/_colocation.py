@@ -22,10 +22,9 @@ from trainmux.colocate._demand import SegmentRef
 from trainmux.colocate._eager import SpareMemory
 from trainmux.colocate._feature_maps import ALIGNMENT_BYTES, region_bytes_for
 from trainmux.colocate._host_device import HostDevice
-from trainmux.colocate._job import Job, JobCallback, JobStep, check_jobs
+from trainmux.colocate._job import ColocationResult, Job, JobCallback, JobStep, JobUsage, check_jobs
 from trainmux.colocate._layout import MemoryLayout
 from trainmux.colocate._protocols import ColocationDevice, Ended, StepOutcome, forget_locals
-from trainmux.colocate._result import ColocationResult, JobUsage
 from trainmux.colocate._scheduler import Enqueue, Idle, Remap, ScroogeScheduler
 from trainmux.colocate._stored import LifespanFolder
 from trainmux.colocate._threads import FairLock, prompt_threads

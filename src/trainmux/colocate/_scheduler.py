@@ -75,7 +75,6 @@ class ScroogeScheduler:
         self._sides: list[tuple[Arena, ArenaSide, ArenaSide]] = []
         self._side_of: dict[str, tuple[Arena, ArenaSide]] = {}
         self._profiling: JobState | None = None
-        self._num_to_profile = 0
         self._wanted = {demand.name: demand for demand in demands}
         self._wanted_budget = budget_bytes
         self._target: MemoryLayout | None = None
@@ -140,9 +139,7 @@ class ScroogeScheduler:
         assert not job.num_begun
         assert demand.peak_bytes <= job.demand.peak_bytes
         self._wanted[demand.name] = replace(demand, local_bytes=job.demand.local_bytes)
-        self._num_to_profile -= job.needs_profiling
         job.cut_as(self._wanted[demand.name])
-        self._num_to_profile += job.needs_profiling
         self._side_of[demand.name][0].learn()
 
     # ---- questions and reports of the dispatcher -----------------------------------------------------
@@ -242,7 +239,7 @@ class ScroogeScheduler:
         """The segments behind which an iteration of ``job`` may begin now; ``None`` if it may not."""
         if self._profiling is not None:
             return None
-        if self._num_to_profile:
+        if any(one.needs_profiling for one in self._jobs.values()):
             if not job.needs_profiling or not all(one.is_idle for _, one, _ in self._sides):
                 return None
             self._profiling = job
@@ -296,7 +293,6 @@ class ScroogeScheduler:
             job.learn_solo(job.observed)
             job.trend.set_seconds(job.observed)
             job.needs_profiling = False
-            self._num_to_profile -= 1
         else:
             job.trend.refine(job.observed, _FEEDBACK_WEIGHT)
             job.num_mispredicted += job.was_mispredicted
@@ -313,7 +309,6 @@ class ScroogeScheduler:
         arena, side = self._side_of[job.name]
         if not job.is_done or any(entry.job is job for entry in side.in_flight):
             return
-        self._num_to_profile -= job.needs_profiling
         if self._profiling is job:
             self._profiling = None
         self._ended[job.name] = job.report()
@@ -345,7 +340,6 @@ class ScroogeScheduler:
         for demand in self._wanted.values():
             if demand.name not in self._jobs:
                 self._jobs[demand.name] = JobState(demand)
-                self._num_to_profile += not demand.is_measured
         kept = {frozenset(arena.layout.names): arena for arena in self._arenas}
         self._arenas = [Arena(row, self._jobs, now, kept.get(frozenset(row.names))) for row in target.arenas]
         self._sides = [side for arena in self._arenas for side in arena.sides()]

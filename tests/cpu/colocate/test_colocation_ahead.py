@@ -21,7 +21,6 @@ from colocation_cases import (
     mse,
     smallest_budget,
     state_of,
-    sum_of_peaks,
     tiny_batches,
     tiny_fleet,
     tiny_job,
@@ -88,22 +87,6 @@ def beside(job: tm.Job) -> tm.ColocationResult:
     result = colocation.run()
     assert_as_alone(result, other, 1, 6)
     return result
-
-
-def test_jobs_are_as_alone_while_the_budget_changes() -> None:
-    budgets: list[int] = []
-
-    def squeeze(event: tm.JobStep) -> None:
-        if event.step in (3, 6):
-            event.colocation.set_budget(budgets[0] if event.step == 3 else budgets[1])
-
-    jobs = [tiny_job("a", 0, steps=10, callbacks=[squeeze]), tiny_job("b", 1, steps=10)]
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, poisons=True)
-    budgets += [smallest_budget(colocation), sum_of_peaks(colocation)]
-    colocation.set_budget(budgets[1])
-    result = colocation.run()
-    assert_as_alone(result, jobs[0], 0, 10)
-    assert_as_alone(result, jobs[1], 1, 10)
 
 
 def test_a_loader_that_raises_ends_its_job_alone() -> None:
@@ -320,8 +303,8 @@ def replace_member(fleet: tm.Fleet) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda fleet: fleet.stop("m1"), lambda fleet: fleet.drop("m1"), set_learning_rate, replace_member],
-    ids=["stop", "drop", "learning rate", "replace"],
+    [lambda fleet: fleet.drop("m1"), set_learning_rate, replace_member],
+    ids=["drop", "learning rate", "replace"],
 )
 def test_members_that_change_while_a_batch_is_ahead(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[tm.Fleet], None]

@@ -165,18 +165,6 @@ def test_a_step_that_was_misjudged_is_cut_anew(monkeypatch: pytest.MonkeyPatch) 
     assert len(asked) >= 4  # estimated, and measured
 
 
-def test_a_step_as_long_as_estimated_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(self: SegmentSet) -> float:
-        return 1.4 * estimated
-
-    monkeypatch.setattr(SegmentSet, "replay_seconds", seconds)
-    made = rooms_made(monkeypatch)
-    colocation = tm.colocate([tm.Job("0", fleet=page_fleet(0), loader=page_batches(0), steps=1)], "4GiB")
-    (estimated,) = colocation._jobs["0"].work.step_seconds
-    assert colocation.run().failed == ()
-    assert len(made) == 1
-
-
 def rooms_made(monkeypatch: pytest.MonkeyPatch) -> list[PaperRoom]:
     """Fills with what graphs are captured in: one for each capture of a job's step."""
     made: list[PaperRoom] = []
@@ -261,35 +249,6 @@ def test_other_steps_run_once_and_are_captured_then() -> None:
     for row in captured.values():
         assert row[-1] > row[0]
         assert row[-1] == row[len(row) * 3 // 4]
-
-
-def test_jobs_come_and_go(driver: SystemDriver) -> None:
-    held: list[int] = []
-
-    def turn_over(event: tm.JobStep) -> None:
-        others = [row for row in event.colocation.usage() if row.name != "stays" and row.state != "done"]
-        if event.job != "stays" or others or len(held) == 4:
-            return
-        held.append(driver.held_bytes)
-        if len(held) == 4:
-            event.colocation.remove("stays")
-        else:
-            guest = tm.Job(f"guest {len(held)}", fleet=guest_fleet, loader=page_batches(1), steps=2)
-            event.colocation.add(guest)
-
-    stays_fleet, guest_fleet = page_fleet(0), page_fleet(1)
-    stays = tm.Job("stays", fleet=stays_fleet, loader=page_batches(0), steps=10**6)
-    result = tm.colocate([stays], "4GiB", callbacks=[turn_over], poisons=True).run()
-    assert result.failed == ()
-    assert held[1] == held[-1]
-    assert driver.held_bytes == 0
-    losses, state = trained(page_fleet(1), page_batches(1), 2)  # its loader begins anew with each job
-    assert torch.equal(result["guest 1"].losses, losses)
-    assert result["guest 3"].num_steps == 2
-    steps = result["stays"].num_steps
-    losses, state = trained(page_fleet(0), page_batches(0), steps)
-    assert torch.equal(result["stays"].losses, losses)
-    assert_same_state(state_of(stays_fleet), state, "stays")
 
 
 # ---- memory that runs out --------------------------------------------------------------------------------

@@ -137,19 +137,6 @@ def test_with_less_room_iterations_are_shifted() -> None:
     assert shifted > len(pairs()) // 2
 
 
-def test_more_than_enough_changes_nothing() -> None:
-    for case in pairs():
-        enough = [
-            (row.ref, row.started_at, row.ended_at)
-            for row in case.run(case.scheduler(case.sum_of_peaks)).executed
-        ]
-        plenty = [
-            (row.ref, row.started_at, row.ended_at)
-            for row in case.run(case.scheduler(3 * case.sum_of_peaks)).executed
-        ]
-        assert enough == plenty
-
-
 def test_the_smallest_budget_is_kept_and_one_byte_less_is_refused() -> None:
     for case in pairs()[:50]:
         least = smallest_budget(case.demands)

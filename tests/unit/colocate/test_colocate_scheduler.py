@@ -202,16 +202,6 @@ def test_a_job_may_be_cut_anew_before_it_begins() -> None:
     assert run.executed == same.executed
 
 
-def test_memory_enough_without_shift_is_as_good_as_more() -> None:
-    """Section 7.3: what needs no TimeShift at 70% does not get faster with more memory."""
-    ends = []
-    for budget in (75, 80, 90, 100):
-        jobs = [wave(name, 45, steps=20, fingerprint="nasnet") for name in "ab"]
-        ends.append(gpu_of(ScroogeScheduler(jobs, budget), jobs).run().ended_at)
-    assert ends[0] <= 1.03 * ends[-1]
-    assert ends[-1] == ends[-2]
-
-
 def test_a_short_job_runs_more_often_than_a_long_one() -> None:
     """Figure 9: while NASNet runs once, ResNet-110 runs several times where it fits."""
     jobs = [wave("resnet", 40, 0.25, steps=200), wave("nasnet", 90, 1.5, steps=20)]
@@ -415,19 +405,10 @@ def test_a_job_that_fails_leaves_at_once_and_the_other_goes_on() -> None:
     assert scheduler.is_done
 
 
-def test_four_jobs_share_in_pairs() -> None:
-    jobs = [wave(name, 20, steps=5) for name in "abcd"]
-    scheduler = ScroogeScheduler(jobs, 60)
-    run = gpu_of(scheduler, jobs, compute_demand=0.2).run()
-    layout = run.remaps[0][1].layout
-    assert sorted(len(arena.names) for arena in layout.arenas) == [2, 2]
-    assert sum(arena.capacity_bytes for arena in layout.arenas) <= 60
-
-
 def test_a_budget_that_grows_is_in_force_before_all_arenas_have_grown() -> None:
     """One pair is amid its peaks, the other between two iterations and gets its part at once."""
     num_parts = 0
-    for moment in range(60):
+    for moment in range(0, 60, 3):
         demands = [wave(name, 20, 1.0 + 0.3 * number, steps=6) for number, name in enumerate("abcd")]
         scheduler = ScroogeScheduler(demands, 50)
         gpu = gpu_of(scheduler, demands)
