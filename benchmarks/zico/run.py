@@ -114,7 +114,7 @@ class _Run:
                     self._tell(f"{label}, {row['way']}: {rates} iterations per second")
             record |= {"local_bytes": bench.local_bytes, "peak_bytes": bench.peak_bytes}
             self._save()
-        record["is_complete"] = not is_cut_off
+        record["is_complete"] = not is_cut_off and not failed
         self._save()
 
     def memory(self, name: str) -> None:

@@ -52,12 +52,6 @@ class InFlight(NamedTuple):
     was_gated: bool
 
 
-class Gate(NamedTuple):
-    """Permission to enqueue a segment, after ``behind`` of the other side where that is given."""
-
-    behind: SegmentRef | None
-
-
 class ArenaSide:
     """The jobs that use one end of an arena, one iteration after the other."""
 
@@ -126,8 +120,10 @@ class ArenaSide:
         """
         return len(self.in_flight) < _MOST_IN_FLIGHT and (fits_all or self.is_falling)
 
-    def gate(self, job: JobState, segment: int, other: ArenaSide, capacity_bytes: int) -> Gate | None:
-        """How ``segment`` of ``job`` may be enqueued here next; ``None`` if it must not be yet."""
+    def gate(
+        self, job: JobState, segment: int, other: ArenaSide, capacity_bytes: int
+    ) -> tuple[SegmentRef, ...] | None:
+        """The segments behind which ``segment`` may be enqueued here next; ``None`` if it must not be yet."""
         room = capacity_bytes - job.heights[segment]
         if other.tail_hold_bytes > room:
             return None
@@ -135,8 +131,8 @@ class ArenaSide:
             return None
         for there in reversed(other.in_flight):
             if there.height_bytes > room:
-                return Gate(there.ref)
-        return Gate(None)
+                return (there.ref,)
+        return ()
 
     @staticmethod
     def _stays_safe(job: JobState, segment: int, other: ArenaSide, capacity_bytes: int) -> bool:

@@ -52,18 +52,6 @@ class TensorClass(Enum):
     RESIDENT = "resident"
     """Lives before or after the iteration (weights, optimizer state, losses): job-local."""
 
-    @property
-    def is_sharable(self) -> bool:
-        """Whether the memory may be another job's at other times."""
-        return self is TensorClass.FEATURE_MAP
-
-
-def classify(*, source_is_forward: bool, read_by_others: bool, read_in_backward: bool) -> TensorClass:
-    """The class of a tensor that an iteration makes and frees, from the paper's three facts."""
-    if read_by_others and read_in_backward:
-        return TensorClass.FEATURE_MAP if source_is_forward else TensorClass.GRADIENT_MAP
-    return TensorClass.TEMPORARY
-
 
 @dataclass(frozen=True)
 class Allocation:
@@ -91,7 +79,7 @@ class Iteration:
     @property
     def feature_maps(self) -> tuple[Allocation, ...]:
         """The allocations that lie in the shared arena."""
-        return tuple(row for row in self.allocations if row.tensor_class.is_sharable)
+        return tuple(row for row in self.allocations if row.tensor_class is TensorClass.FEATURE_MAP)
 
 
 def iteration_of_profile(profile: Profile) -> Iteration:
@@ -111,13 +99,14 @@ def iteration_of_profile(profile: Profile) -> Iteration:
         source = created[number]
         readers = [rank for rank in uses.get(number, ()) if rank != source]
         last_use = max(readers, default=source)
-        tensor_class = classify(
-            source_is_forward=profile.nodes[source].phase is Phase.FORWARD,
-            read_by_others=bool(readers),
-            read_in_backward=any(profile.nodes[rank].phase is not Phase.FORWARD for rank in readers),
-        )
         if tensor.byte_class is ByteClass.RESULT:
             last_use, tensor_class = last_rank, TensorClass.RESIDENT
+        elif all(profile.nodes[rank].phase is Phase.FORWARD for rank in readers):
+            tensor_class = TensorClass.TEMPORARY
+        elif profile.nodes[source].phase is Phase.FORWARD:
+            tensor_class = TensorClass.FEATURE_MAP
+        else:
+            tensor_class = TensorClass.GRADIENT_MAP
         allocations.append(Allocation(tensor.name, tensor.size_bytes, source, last_use, tensor_class))
     return Iteration(
         profile.fingerprint,

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from trainmux.colocate._arena import Arena, ArenaSide, Gate
+from trainmux.colocate._arena import Arena, ArenaSide
 from trainmux.colocate._demand import JobDemand, SegmentRef
 from trainmux.colocate._job_state import JobReport, JobState
 from trainmux.colocate._layout import MemoryLayout, check_budget, choose_layout
@@ -149,15 +149,15 @@ class ScroogeScheduler:
         self._now = now
         if self._target is not None and self._change_layout(now):
             return Remap(self.layout, self.budget_bytes)
-        ready: list[tuple[ArenaSide, ArenaSide, JobState, Gate]] = []
-        further: list[tuple[ArenaSide, ArenaSide, JobState, Gate]] = []
+        ready: list[tuple[ArenaSide, ArenaSide, JobState, tuple[SegmentRef, ...]]] = []
+        further = ready.copy()
         for arena, side, other in self._sides:
             job = side.job
             if job is None or not (side.takes_another or side.takes_more(fits_all=arena.fits_all)):
                 continue
-            gate = side.gate(job, side.next_segment, other, arena.capacity_bytes)
-            if gate is not None:
-                (ready if side.takes_another else further).append((side, other, job, gate))
+            behind = side.gate(job, side.next_segment, other, arena.capacity_bytes)
+            if behind is not None:
+                (ready if side.takes_another else further).append((side, other, job, behind))
             elif not other.is_falling:
                 side.is_gated = True
         if not ready:
@@ -167,11 +167,9 @@ class ScroogeScheduler:
             ready = further
         # The side that runs dry first goes first.
         first = ready[0] if len(ready) == 1 else min(ready, key=lambda row: row[0].tail_at(now))
-        side, other, job, gate = first
-        if gate.behind is None:
-            return self._enqueue(side, job, side.next_segment, ())
-        side.is_gated = side.is_gated or not other.is_falling
-        return self._enqueue(side, job, side.next_segment, (gate.behind,))
+        side, other, job, behind = first
+        side.is_gated = side.is_gated or bool(behind and not other.is_falling)
+        return self._enqueue(side, job, side.next_segment, behind)
 
     def complete(self, ref: SegmentRef, started_at: float, ended_at: float) -> None:
         """Report that a segment ran from ``started_at`` to ``ended_at``. Segments of a side end in order."""
@@ -251,10 +249,10 @@ class ScroogeScheduler:
         if side.asked_at is not None and now < side.retry_at and side.seen_epoch == other.epoch:
             return None
         shift = self._predict(arena, side, other, job, now)
-        gate = None if shift is None or shift > 0 else side.gate(job, 0, other, arena.capacity_bytes)
-        if gate is not None:
+        behind = None if shift is None or shift > 0 else side.gate(job, 0, other, arena.capacity_bytes)
+        if behind is not None:
             side.retry_at = 0.0
-            return () if gate.behind is None else (gate.behind,)
+            return behind
         time_step = _TIME_STEP_SHARE * job.trend.iteration_seconds
         side.retry_at = now + time_step * max(1, math.ceil((shift or 0.0) / time_step))
         side.seen_epoch = other.epoch

@@ -227,7 +227,7 @@ def lay_out_step(kernels: StepKernels, statics: StaticArea, *, region_bytes: int
             offsets[number] = found
     transient = frozenset(number for number, _ in rows)
     for number, row in zip(kernels.numbers, kernels.iteration.allocations, strict=True):
-        if not row.tensor_class.is_sharable:
+        if row.tensor_class is not TensorClass.FEATURE_MAP:
             span = (row.allocated_by, row.last_used_by + 1)
             rows.append((number, Tenant(row.size_bytes, (span,))))
     slab = pack([tenant for _, tenant in rows], ALIGNMENT_BYTES)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from simulated_gpu import Contention, SimulatedGpu
 
 from trainmux.colocate import _arena
-from trainmux.colocate._arena import ArenaSide, Gate
+from trainmux.colocate._arena import ArenaSide
 from trainmux.colocate._demand import JobDemand, Segment
 from trainmux.colocate._layout import smallest_budget
 from trainmux.colocate._scheduler import ScroogeScheduler
@@ -149,7 +149,7 @@ def test_the_smallest_budget_is_kept_and_one_byte_less_is_refused() -> None:
 
 def test_without_gates_memory_would_be_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks above can fail: predictions alone do not keep jittering jobs apart."""
-    monkeypatch.setattr(ArenaSide, "gate", lambda self, job, segment, other, capacity: Gate(None))
+    monkeypatch.setattr(ArenaSide, "gate", lambda self, job, segment, other, capacity: ())
     assert any(violations(case, case.run()) for case in map(random_case, range(60)))
 
 
