@@ -12,7 +12,6 @@ import typer
 app = typer.Typer(pretty_exceptions_enable=False)
 
 DEFAULT_PAIRS = "rhn+gnmt,nasnet+gnmt,bert+gnmt,nasnet+resnet110"
-DEVICE_LOST_STATUS = 3
 
 
 @app.command()
@@ -24,7 +23,7 @@ def zico(
     excesses: Annotated[
         str, typer.Option(help="Factors by which both jobs' peaks exceed the budgets, with commas.")
     ] = "1.3,1.8",
-    parts: Annotated[str, typer.Option(help="pairs, memory or both; build only compiles.")] = "pairs,memory",
+    parts: Annotated[str, typer.Option(help="pairs, memory or both.")] = "pairs,memory",
     device: Annotated[str, typer.Option(help="cuda or cpu.", show_default="cuda if there is one")] = "",
     lowering: Annotated[
         str, typer.Option(help="inductor or aten.", show_default="inductor on a GPU, aten on a CPU")
@@ -38,10 +37,7 @@ def zico(
     ] = None,
     out: Annotated[Path, typer.Option(help="Results file to write.")] = Path("runs/bench/zico.json"),
     resume: Annotated[bool, typer.Option(help="Keep what the file has and measure the rest.")] = False,
-    read: Annotated[
-        list[Path] | None,
-        typer.Option(help="Measure nothing: merge these files into --out; later ones win."),
-    ] = None,
+    read: Annotated[Path | None, typer.Option(help="Measure nothing: read this results file.")] = None,
     page: Annotated[
         Path | None, typer.Option(help="Page whose tables and figures are refreshed from the results.")
     ] = None,
@@ -52,15 +48,13 @@ def zico(
     from . import results
     from .cases import parse_pairs
     from .jobs import ZicoOptions
-    from .run import PARTS, DeviceLostError, ZicoPlan, measure
+    from .run import PARTS, ZicoPlan, measure
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chosen = [word.strip() for word in parts.split(",")]
     try:
         if read:
-            document = results.merge([results.read(path) for path in read])
-            if len(read) > 1:
-                results.write(document, out)
+            document = results.read(read)
         else:
             factors = [float(word) for word in excesses.split(",") if word.strip()]
             if not all(factor > 1 for factor in factors):
@@ -78,9 +72,6 @@ def zico(
                 typer.echo(f"written to {out}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    except DeviceLostError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(DEVICE_LOST_STATUS) from None
     if page is not None:
         from .page import refresh
 

@@ -134,18 +134,6 @@ def used_bytes(device: torch.device) -> int:
     return total - free
 
 
-def is_lost(device: torch.device) -> bool:
-    """Whether the device fails whatever it is asked to do, until the process ends."""
-    try:
-        torch.zeros(1, device=device).add_(1)
-        wait_for(device)
-    except torch.OutOfMemoryError:
-        return False
-    except RuntimeError:
-        return True
-    return False
-
-
 def _on_device(batch: Any, device: torch.device) -> Any:
     """Move the tensors of a tuple or dict; batches of small workloads, for the CPU, may be other trees."""
     if device.type == "cpu":

@@ -7,11 +7,10 @@ name, ``cases`` says what the names stand for.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,40 +69,6 @@ def put_pair(document: Document, record: Mapping[str, Any]) -> None:
         document["pairs"][names.index(record["names"])] = record
     else:
         document["pairs"].append(record)
-
-
-def merge(documents: Sequence[Document]) -> Document:
-    """Join the records of several files; of what several have, the last, but never half a pair for a whole.
-
-    Runs without any record left are dropped. `ValueError` where devices, precisions or lowerings differ.
-    """
-    merged = empty()
-    for document in copy.deepcopy(list(documents)):
-        offset = len(merged["runs"])
-        merged["runs"] += document["runs"]
-        merged["cases"] |= document["cases"]
-        for record in _records(document):
-            record["run"] += offset
-        whole = [pair["names"] for pair in merged["pairs"] if pair["is_complete"]]
-        for pair in document["pairs"]:
-            if pair["is_complete"] or pair["names"] not in whole:
-                put_pair(merged, pair)
-        merged["memory"] |= document["memory"]
-    used = sorted({record["run"] for record in _records(merged)})
-    for record in _records(merged):
-        record["run"] = used.index(record["run"])
-    merged["runs"] = [merged["runs"][index] for index in used]
-    settings = {
-        (run["environment"]["device"], run["settings"]["precision"], run["settings"]["lowering"])
-        for run in merged["runs"]
-    }
-    if len(settings) > 1:
-        raise ValueError(f"expected results of one device, precision and lowering; got {sorted(settings)}")
-    return merged
-
-
-def _records(document: Document) -> list[Document]:
-    return [*document["pairs"], *document["memory"].values()]
 
 
 def pair_frame(document: Document) -> pd.DataFrame:

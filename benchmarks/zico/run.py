@@ -15,16 +15,11 @@ from benchmarks.environment import describe
 
 from . import results
 from .cases import PairNames, find_zico_case
-from .jobs import BenchJob, ZicoOptions, is_lost, release_cached
+from .jobs import BenchJob, ZicoOptions, release_cached
 from .memory import iteration_record
 from .pair import PairBench
 
-PARTS = ("pairs", "memory", "build")
-"""``build`` only compiles, for a run that follows."""
-
-
-class DeviceLostError(Exception):
-    """The device does not answer any more in this process; what was measured is in the file."""
+PARTS = ("pairs", "memory")
 
 
 @dataclass(frozen=True)
@@ -54,8 +49,7 @@ def measure(
 ) -> results.Document:
     """Measure and write what there is after every way; with ``resumes``, only what ``out`` lacks.
 
-    A way that fails is recorded with its error, and the rest goes on. Raises `DeviceLostError` where only a
-    new process could go on.
+    A way that fails is recorded with its error, and the rest goes on.
     """
     document = results.read(out) if resumes and out.exists() else results.empty()
     document["runs"].append(
@@ -67,8 +61,6 @@ def measure(
         }
     )
     run = _Run(plan, options, document, out, tell)
-    for name in plan.names if "build" in plan.parts else ():
-        run.build(name, 0)
     for names in plan.pairs if "pairs" in plan.parts else ():
         run.pair(names)
     for name in plan.names if "memory" in plan.parts else ():
@@ -122,7 +114,7 @@ class _Run:
                     self._tell(f"{label}, {row['way']}: {rates} iterations per second")
             record |= {"local_bytes": bench.local_bytes, "peak_bytes": bench.peak_bytes}
             self._save()
-        record["is_complete"] = not is_cut_off
+        record["is_complete"] = not is_cut_off and not failed
         self._save()
 
     def memory(self, name: str) -> None:
@@ -161,10 +153,6 @@ class _Run:
             failed[way] = f"{type(error).__name__}: {error}"[:500]
             self._tell(f"{names}, {way}: failed: {failed[way]}")
             self._save()
-            if is_lost(self._options.where):
-                raise DeviceLostError(
-                    "the device does not answer any more; what was measured is kept: run again with --resume"
-                ) from error
 
     def _save(self) -> None:
         results.write(self._document, self._out)

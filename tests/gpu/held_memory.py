@@ -40,8 +40,7 @@ def look_at_memory(device: torch.device, colocation: tm.Colocation | None = None
         arenas = colocation._device._arenas.values()
         arena_bytes = sum(block.size_bytes for blocks in arenas for block in blocks)
         for name, placed in colocation._device._placed.items():
-            job, lane = colocation._lanes[name]
-            work = job._works[lane] if job._works else None
+            work = colocation._jobs[name]._work
             area_bytes += placed.need.area_bytes
             lines.append(
                 f"job {name}: area{_mib(placed.need.area_bytes)}, promised scratch"

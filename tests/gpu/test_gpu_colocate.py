@@ -38,7 +38,7 @@ from wide_jobs import (
 )
 
 import trainmux as tm
-from trainmux.colocate import _fused_job, _fused_work
+from trainmux.colocate import _fused_work
 from trainmux.colocate._cuda_device import CudaDevice
 from trainmux.colocate._demand import SegmentRef
 from trainmux.colocate._layout import ArenaLayout, MemoryLayout
@@ -70,7 +70,7 @@ def used_bytes() -> int:
 
 
 def captures_of(colocation: tm.Colocation) -> dict[str, int]:
-    return {name: admitted._works[0].num_captures for name, admitted in colocation._inside.items()}  # type: ignore[attr-defined]
+    return {name: admitted.work.num_captures for name, admitted in colocation._inside.items()}  # type: ignore[attr-defined]
 
 
 # ---- the mechanism --------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_jobs_that_are_cut_anew_keep_bits_and_budget(monkeypatch: pytest.MonkeyP
     """Captured once more when they were found to take another time than their cuts were chosen for."""
 
     cut_by(monkeypatch, lambda kernels, seconds: 1 << 40 if seconds == kernels.estimated_seconds else 4 * MIB)
-    monkeypatch.setattr(_fused_job, "_MISJUDGED", 1.0)  # whatever it was, it was wrong
+    monkeypatch.setattr(_fused_work, "_MISJUDGED", 1.0)  # whatever it was, it was wrong
     warm_up()
     settle(clears_workspaces=True)
     watch = MemoryWatch()
@@ -313,7 +313,7 @@ def test_jobs_that_are_cut_anew_keep_bits_and_budget(monkeypatch: pytest.MonkeyP
     colocation = tm.colocate(
         jobs, "20GiB", region_bytes=REGION, callbacks=[lambda event: watch.look(event.colocation)]
     )
-    before = [len(admitted.demands[0].segments) for admitted in colocation._jobs.values()]
+    before = [job.num_segments for job in colocation.results().jobs.values()]
     budget = smallest_budget(colocation) + 5 * REGION
     colocation.set_budget(budget)
     result = colocation.run()
@@ -338,7 +338,7 @@ def test_segments_last_as_long_as_meant() -> None:
     member = tm.Member(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     fleet = tm.Fleet([member], mean_square, batch, device="cuda", lowering="aten")
     colocation = tm.colocate([tm.Job("convolutions", fleet=fleet, loader=[batch], steps=6)], "60GiB")
-    before = len(colocation._jobs["convolutions"].demands[0].segments)
+    before = colocation.results()["convolutions"].num_segments
     result = colocation.run()
     assert [repr(job.error) for job in result.jobs.values() if job.error] == []
     seconds = colocation._scheduler.report("convolutions").solo_seconds
@@ -364,7 +364,7 @@ def test_jobs_that_are_known_begin_beside_each_other(tmp_path: Path) -> None:
             profiles=tmp_path / "profiles",
             callbacks=[lambda event: watch.look(event.colocation)],
         )
-        known = [admitted.demands[0].is_measured for admitted in colocation._jobs.values()]
+        known = [admitted.demand.is_measured for admitted in colocation._jobs.values()]
         budget = smallest_budget(colocation) + 5 * REGION
         colocation.set_budget(budget)
         result = colocation.run()

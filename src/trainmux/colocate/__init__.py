@@ -1,8 +1,7 @@
 """Independent jobs that share one device and one memory arena (Zico)."""
 
 from trainmux.colocate._colocation import Colocation, colocate
-from trainmux.colocate._job import Job, JobCallback, JobStep
-from trainmux.colocate._result import ColocationResult, JobResult, JobUsage
+from trainmux.colocate._job import ColocationResult, Job, JobCallback, JobResult, JobStep, JobUsage
 
 __all__ = [
     "Colocation",

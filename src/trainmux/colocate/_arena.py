@@ -8,8 +8,7 @@ enqueued before it.
 
 Every state is kept *safe* (the banker's rule): one of the two sides can run its iteration to the end next to
 what the other holds now. From a safe state that side can go on, and each of its steps leads to a safe state,
-so there is no deadlock. Where both sides run micro-batches of one job, the later one may have to wait for the
-earlier: then the earlier has to be the one that can finish.
+so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from trainmux.colocate._demand import SegmentRef
-from trainmux.colocate._health import StallCounter
 from trainmux.colocate._job_state import JobState
 from trainmux.colocate._layout import ArenaLayout
 from trainmux.colocate._trend import Remainder, Trend
 
+_IN_FLIGHT = 4
+"""Segments of one side in flight while they may take memory that the other side waits for (§6.1)."""
 _MOST_IN_FLIGHT = 16
 """Segments of one side in flight at most: a row of launches should not block the host from everything
 else."""
@@ -34,6 +34,10 @@ _LEEWAY = 1.5
 both do most together when neither waits for the sake of the other's share."""
 _REMEMBERED_ITERATIONS = 64
 """With leeway, service counts for about this many iterations of the longest job."""
+_FIRST_ROUNDS, _MOST_ROUNDS, _ROUNDS_GROWTH = 16, 1024, 4
+"""Rounds of time slicing before sharing is tried again, and their growth with each failure."""
+_STALL_WINDOW, _STALLS_TO_FALL_BACK = 8, 4
+"""A pair falls back at this many mispredictions among its last iterations."""
 
 
 class InFlight(NamedTuple):
@@ -46,12 +50,6 @@ class InFlight(NamedTuple):
     job: JobState
     height_bytes: int
     was_gated: bool
-
-
-class Gate(NamedTuple):
-    """Permission to enqueue a segment, after ``behind`` of the other side where that is given."""
-
-    behind: SegmentRef | None
 
 
 class ArenaSide:
@@ -101,7 +99,7 @@ class ArenaSide:
         """The job to run next: one to be profiled, else the one with the least service."""
         chosen: JobState | None = None
         for job in self.jobs:
-            if not job.has_more or not job.is_in_order:
+            if not job.has_more:
                 continue
             if job.needs_profiling:
                 return job
@@ -109,23 +107,23 @@ class ArenaSide:
                 chosen = job
         return chosen
 
-    def takes_another(self, job: JobState) -> bool:
+    @property
+    def takes_another(self) -> bool:
         """Whether the limit, which keeps memory from being taken too early, allows another segment."""
-        return len(self.in_flight) < job.in_flight_limit
+        return len(self.in_flight) < _IN_FLIGHT
 
-    def takes_more(self, job: JobState, *, fits_all: bool) -> bool:
+    def takes_more(self, *, fits_all: bool) -> bool:
         """Whether the next segment of the begun iteration may be in flight beyond the limit.
 
         Where it only gives memory back from here on, or both peaks fit, nothing is left to decide. Segments
-        in flight then bridge the time in which the host is busy with other jobs. Not while the limit is being
-        found.
+        in flight then bridge the time in which the host is busy with other jobs.
         """
-        if job.needs_profiling or len(self.in_flight) >= _MOST_IN_FLIGHT:
-            return False
-        return fits_all or self.is_falling
+        return len(self.in_flight) < _MOST_IN_FLIGHT and (fits_all or self.is_falling)
 
-    def gate(self, job: JobState, segment: int, other: ArenaSide, capacity_bytes: int) -> Gate | None:
-        """How ``segment`` of ``job`` may be enqueued here next; ``None`` if it must not be yet."""
+    def gate(
+        self, job: JobState, segment: int, other: ArenaSide, capacity_bytes: int
+    ) -> tuple[SegmentRef, ...] | None:
+        """The segments behind which ``segment`` may be enqueued here next; ``None`` if it must not be yet."""
         room = capacity_bytes - job.heights[segment]
         if other.tail_hold_bytes > room:
             return None
@@ -133,16 +131,14 @@ class ArenaSide:
             return None
         for there in reversed(other.in_flight):
             if there.height_bytes > room:
-                return Gate(there.ref)
-        return Gate(None)
+                return (there.ref,)
+        return ()
 
     @staticmethod
     def _stays_safe(job: JobState, segment: int, other: ArenaSide, capacity_bytes: int) -> bool:
         """Whether one of the sides can still run to the end once ``segment`` is enqueued."""
         this_can_end = job.trend.need_from[segment + 1] + other.tail_hold_bytes <= capacity_bytes
         other_can_end = other.need_bytes + job.holds[segment] <= capacity_bytes
-        if job.order is not None and other.job is not None and other.job.order is job.order:
-            return this_can_end if job.order.is_foremost(job) else other_can_end
         return this_can_end or other_can_end
 
     def push(self, job: JobState, segment: int, ref: SegmentRef, now: float) -> None:
@@ -215,6 +211,45 @@ class ArenaSide:
         return self.in_flight[-1].job.trend
 
 
+class StallCounter:
+    """Counts the mispredicted iterations of a pair of jobs: gates held up iterations that were let in.
+
+    While ``is_slicing`` the pair runs one iteration at a time; for longer each time that sharing fails again.
+    """
+
+    def __init__(self) -> None:
+        self.is_slicing = False
+        self._num_clean = 0
+        self._recent: deque[bool] = deque(maxlen=_STALL_WINDOW)
+        self._next_rounds = _FIRST_ROUNDS
+        self._until = 0.0
+
+    def iteration_ended(self, now: float, round_seconds: float, *, stalled: bool) -> bool:
+        """Count an iteration of a pair, whose rounds take ``round_seconds``; true if slicing begins now."""
+        if self.is_slicing:
+            if now >= self._until:
+                self.is_slicing = False
+                self._recent.clear()
+            return False
+        self._recent.append(stalled)
+        if sum(self._recent) >= _STALLS_TO_FALL_BACK:
+            self.is_slicing = True
+            self._until = now + self._next_rounds * round_seconds
+            self._next_rounds = min(_ROUNDS_GROWTH * self._next_rounds, _MOST_ROUNDS)
+            self._num_clean = 0
+            return True
+        self._num_clean += not stalled
+        if self._num_clean >= 4 * _STALL_WINDOW:
+            self._next_rounds = _FIRST_ROUNDS
+        return False
+
+    def share_again(self) -> None:
+        """End time slicing, because its cause may be over."""
+        self.is_slicing = False
+        self._recent.clear()
+        self._next_rounds = _FIRST_ROUNDS
+
+
 class Arena:
     """Both sides of one arena. The stalls that a ``former`` arena of the same jobs counted are kept."""
 
@@ -252,7 +287,7 @@ class Arena:
         self.layout = layout
         self.base.epoch += 1
         self.top.epoch += 1
-        self.stalls.slicing.end()
+        self.stalls.share_again()
         self.learn()
 
     def is_served_less(self, other: ArenaSide, job: JobState) -> bool:

@@ -22,11 +22,9 @@ from trainmux.colocate._demand import SegmentRef
 from trainmux.colocate._eager import SpareMemory
 from trainmux.colocate._feature_maps import ALIGNMENT_BYTES, region_bytes_for
 from trainmux.colocate._host_device import HostDevice
-from trainmux.colocate._job import Job, JobCallback, JobStep, check_jobs
-from trainmux.colocate._job_state import JobReport
+from trainmux.colocate._job import ColocationResult, Job, JobCallback, JobStep, JobUsage, check_jobs
 from trainmux.colocate._layout import MemoryLayout
 from trainmux.colocate._protocols import ColocationDevice, Ended, StepOutcome, forget_locals
-from trainmux.colocate._result import ColocationResult, JobUsage
 from trainmux.colocate._scheduler import Enqueue, Idle, Remap, ScroogeScheduler
 from trainmux.colocate._stored import LifespanFolder
 from trainmux.colocate._threads import FairLock, prompt_threads
@@ -77,13 +75,9 @@ class Colocation:
         self._jobs = {job.name: self._admit(job, lambda: nullcontext(budget_bytes)) for job in jobs}
         if region_bytes is None:
             self._choose_regions()
-        self._lanes: dict[str, tuple[AdmittedJob, int]] = {}
-        """Job and lane, by the name that scheduler and device know it by."""
-        for job in self._jobs.values():
-            self._register(job)
         self._inside: dict[str, AdmittedJob] = {}
         """The jobs whose state lies in memory of the device's layout."""
-        demands = [demand for job in self._jobs.values() for demand in job.demands]
+        demands = [job.demand for job in self._jobs.values() if job.demand is not None]
         self._scheduler = ScroogeScheduler(demands, budget_bytes, now=self._device.now())
 
     # ---- the user's calls --------------------------------------------------------------------------
@@ -134,10 +128,9 @@ class Colocation:
         admitted = self._admit(job, self._spare_memory)  # tracing takes a while: the others go on meanwhile
         with self._lock.held():
             self._check_new(job)
-            if admitted.demands:
-                self._scheduler.add(*admitted.demands)
+            if admitted.demand is not None:
+                self._scheduler.add(admitted.demand)
             self._jobs[job.name] = admitted
-            self._register(admitted)
         self._changed.set()
 
     def remove(self, name: str) -> None:
@@ -162,7 +155,7 @@ class Colocation:
     def results(self) -> ColocationResult:
         """The results of every job so far."""
         with self._lock.held():
-            jobs = {name: job.result(self._reports(job)) for name, job in self._jobs.items()}
+            jobs = {name: job.result(self._scheduler.report(name)) for name, job in self._jobs.items()}
             budget = self._scheduler.budget_bytes
             fall_backs = self._scheduler.num_fall_backs
             return ColocationResult(
@@ -261,11 +254,10 @@ class Colocation:
 
     def _arrange(self, action: Remap) -> None:
         """Move ended jobs out, lay out memory, and move new jobs in."""
-        lanes = {name: self._lanes[name] for arena in action.layout.arenas for name in arena.names}
-        named = {job.name for job, _ in lanes.values()}
+        named = action.layout.names
         for name in self._inside.keys() - named:
             self._move_out(name)
-        needs = {name: job.need(lane) for name, (job, lane) in lanes.items()}
+        needs = {name: self._jobs[name].work.need for name in named}
         newcomers = sorted(named - self._inside.keys())
         try:
             self._device.arrange(action.layout, needs)
@@ -290,9 +282,8 @@ class Colocation:
         """Move a job's state into the layout; an error ends this job alone."""
         job = self._inside[name] = self._jobs[name]
         try:
-            for lane, lane_name in enumerate(job.lane_names):
-                with self._device.lane(lane_name):
-                    job.settle(lane, self._device.memory_of(lane_name), self._device.now())
+            with self._device.lane(name):
+                job.settle(self._device.memory_of(name), self._device.now())
         except BudgetError as error:
             forget_locals(error)  # graphs and their pool among them
             self._give_more(name)
@@ -303,10 +294,11 @@ class Colocation:
     def _tell_scheduler_of(self, newcomers: list[AdmittedJob]) -> None:
         """Tell the scheduler how newcomers are cut now. Memory that they asked for and do not need goes to
         the arenas, if the device has it."""
-        wanted = self._scheduler.names
-        settled = [one for one in newcomers if one.error is None and one.name in wanted]
-        self._scheduler.cut_anew(*[demand for job in settled for demand in job.demands])
-        needs = {name: one.need(lane) for one in settled for lane, name in enumerate(one.lane_names)}
+        settled = [job for job in newcomers if job.error is None]
+        for job in settled:
+            assert job.demand is not None
+            self._scheduler.cut_anew(job.demand)
+        needs = {job.name: job.work.need for job in settled}
         before = self._device.reserved_bytes
         self._device.keep_less(needs)
         if before - self._device.reserved_bytes <= self._device.free_bytes:
@@ -324,10 +316,10 @@ class Colocation:
         job = self._inside.pop(name)
         self._scheduler.remove(name, at_once=True)
         try:
-            self._leave_further_lanes(job)
             with self._device.lane(name):
                 job.ask_for_more()
-            self._scheduler.add(*job.demands)
+            assert job.demand is not None
+            self._scheduler.add(job.demand)
         except Exception as error:
             job.fail(error)
             job.leave()
@@ -335,77 +327,58 @@ class Colocation:
     def _move_out(self, name: str) -> None:
         """Move a job's state back into its own objects."""
         job = self._inside.pop(name)
-        self._tell(job, leaves=True)
-        self._leave_further_lanes(job)
         with self._device.lane(name):
-            job.leave(self._reports(job))
-
-    def _leave_further_lanes(self, job: AdmittedJob) -> None:
-        for lane in range(len(job.lane_names) - 1, 0, -1):
-            with self._device.lane(job.lane_names[lane]):
-                job.leave_lane(lane)
+            job.leave(self._scheduler.report(name))
 
     def _run_segment(self, ref: SegmentRef) -> None:
-        """Run a segment for the device."""
-        job, lane = self._lanes[ref.job]
-        needed, runs = job.demands[lane].segments[ref.segment], job.runs(lane, ref.iteration)
-        job.segment_began(lane, *((needed.height_bytes, needed.hold_bytes) if runs else (0, 0)))
+        """Run a segment for the device; an error ends its job alone."""
+        job = self._jobs[ref.job]
+        job.segment_began(ref.segment)
         try:
-            outcome = job.run(lane, ref.iteration, ref.segment)
+            outcome = job.run(ref.segment)
         except Exception as error:
-            # Now: further segments may be enqueued before the end of this one is reported.
-            job.fail_in(lane, ref.iteration, error)
-            raise
-        if outcome is not None:
-            self._outcomes[ref] = outcome
+            job.fail(error)
+        else:
+            if outcome is not None:
+                self._outcomes[ref] = outcome
 
     def _complete(self, ended: Ended) -> None:
         """Report a segment to the scheduler, and an iteration to callbacks."""
         ref = ended.ref
-        job, lane = self._lanes[ref.job]
+        job = self._jobs[ref.job]
         self._used_bytes = max(self._used_bytes, sum(one.held_bytes for one in self._inside.values()))
-        job.segment_ended(lane)
-        if ended.error is not None:
-            job.fail_in(lane, ref.iteration, ended.error)
+        job.segment_ended()
         if job.is_over:
-            if not job.runs(lane, ref.iteration):
-                job.heights[lane] = 0
             self._let_go(job, at_once=True)
         self._scheduler.complete(ref, ended.started_at, ended.ended_at)
         outcome = self._outcomes.pop(ref, None)
         if outcome is not None:
-            job.note_end(lane, ref.iteration, outcome, ended.ended_at)
-            self._tell(job)
+            job.note_end(outcome, ended.ended_at)
+            self._tell(job, outcome)
 
-    def _tell(self, job: AdmittedJob, *, leaves: bool = False) -> None:
-        """Call callbacks for iterations that they have not seen, if it is time."""
-        for step, outcome in job.take_untold(leaves=leaves):
-            event = JobStep(self, job.name, step, outcome.losses, outcome.metrics)
-            try:
-                for callback in job.callbacks if job.error is None else ():
-                    callback(event)
-            except Exception as error:
-                is_unfinished = job.fail_after_iteration(error)
-                self._let_go(job, at_once=not is_unfinished)
-            try:
-                for callback in self._callbacks:
-                    callback(event)
-            except Exception as error:
-                self._callback_error = error
+    def _tell(self, job: AdmittedJob, outcome: StepOutcome) -> None:
+        """Call callbacks for an iteration that has ended."""
+        event = JobStep(self, job.name, job.num_steps, outcome.losses, outcome.metrics)
+        try:
+            for callback in job.callbacks if job.error is None else ():
+                callback(event)
+        except Exception as error:
+            is_unfinished = job.fail_after_iteration(error)
+            self._let_go(job, at_once=not is_unfinished)
+        try:
+            for callback in self._callbacks:
+                callback(event)
+        except Exception as error:
+            self._callback_error = error
 
     # ---- internals ----------------------------------------------------------------------------------
 
     def _let_go(self, job: AdmittedJob, *, at_once: bool = False) -> None:
-        """Remove a job from the scheduler, unless it is removed already.
-
-        Where several iterations may be running, each goes to its end: one may precede another that no longer
-        runs.
-        """
-        name = job.name
-        if name in self._scheduler.names:
-            self._scheduler.remove(name, at_once=at_once and len(job.lane_names) == 1)
-        if name not in self._inside:
-            job.stop()
+        """Remove a job from the scheduler, unless it is removed already."""
+        if job.name in self._scheduler.names:
+            self._scheduler.remove(job.name, at_once=at_once)
+        if job.name not in self._inside:
+            job.is_over = True
 
     @contextmanager
     def _spare_memory(self) -> Iterator[int]:
@@ -414,8 +387,8 @@ class Colocation:
 
     def _admit(self, job: Job, spare_memory: SpareMemory) -> AdmittedJob:
         # Callbacks may read weights and change members, so nothing of the job may be in flight meanwhile. On
-        # a CPU nothing is: enqueued segments have not begun. Lanes wait, so that it is the same everywhere.
-        may_be_ahead = self._where.type == "cuda" or job.num_lanes > 1
+        # a CPU nothing is: enqueued segments have not begun.
+        may_be_ahead = self._where.type == "cuda"
         has_callbacks = bool(job.callbacks or self._callbacks)
         return AdmittedJob(
             job,
@@ -430,16 +403,14 @@ class Colocation:
 
     def _choose_regions(self) -> None:
         """Choose the region size for these jobs; later jobs use it too, as mapped regions stay in place."""
-        peaks = [peak for job in self._jobs.values() for peak in job.peaks]
+        demands = [job.demand for job in self._jobs.values()]
+        peaks = [demand.peak_bytes for demand in demands if demand is not None]
         chosen = region_bytes_on(self._where, peaks)
         if chosen != self._region_bytes:
             self._region_bytes = chosen
             self._device = make_device(self._where, chosen, poisons=self._poisons)
             for job in self._jobs.values():
                 job.use_regions(chosen)
-
-    def _register(self, job: AdmittedJob) -> None:
-        self._lanes.update({name: (job, lane) for lane, name in enumerate(job.lane_names)})
 
     def _check_new(self, job: Job) -> None:
         if job.where != self._where:
@@ -451,12 +422,6 @@ class Colocation:
             raise ConfigError(
                 f"jobs must have different names, but got {job.name!r} twice; rename one of them"
             )
-
-    def _reports(self, job: AdmittedJob) -> list[JobReport]:
-        try:
-            return [self._scheduler.report(name) for name in job.lane_names]
-        except ConfigError:
-            return []  # it was never admitted
 
 
 def make_device(where: torch.device, region_bytes: int, *, poisons: bool) -> ColocationDevice:

@@ -54,7 +54,6 @@ class _Flying:
     start: torch.cuda.Event
     end: torch.cuda.Event
     clock: _Moment
-    error: Exception | None
 
     def started_at(self) -> float:
         return self.clock.time_of(self.start)
@@ -249,19 +248,15 @@ class CudaDevice:
     def enqueue(self, ref: SegmentRef, after: tuple[SegmentRef, ...], work: Callable[[], None]) -> None:
         placed = self._placed[ref.job]
         stream, start, end, clock = placed.stream, self._event(), self._event(), self._clock_now()
-        error = None
         with torch.cuda.stream(stream):
             for other in after:
                 ends = self._ends.get(other)
                 if ends is not None:  # else it has ended
                     stream.wait_event(ends)
             start.record(stream)
-            try:
-                work()
-            except Exception as raised:
-                error = raised
+            work()
             end.record(stream)
-        placed.in_flight.append(_Flying(ref, start, end, clock, error))
+        placed.in_flight.append(_Flying(ref, start, end, clock))
         self._ends[ref] = end
 
     @property
@@ -285,7 +280,7 @@ class CudaDevice:
         return None
 
     def _ended(self, flying: _Flying) -> Ended:
-        ended = Ended(flying.ref, flying.started_at(), flying.ended_at(), flying.error)
+        ended = Ended(flying.ref, flying.started_at(), flying.ended_at())
         del self._ends[flying.ref]
         self._spare_events += (flying.start, flying.end)
         return ended

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from trainmux.colocate._feature_maps import REGION_BYTES, FeatureMapStack, Iteration, stack_feature_maps
-from trainmux.errors import ConfigError, PlanError
+from trainmux.colocate._feature_maps import FeatureMapStack, Iteration
+from trainmux.errors import ConfigError
 
 TRACKING_BYTES = 8 << 20
 """Bytes of feature maps between two cuts: the paper's value for convolutional models."""
@@ -41,31 +41,6 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class MicroBatchLane:
-    """One of ``num_lanes`` lanes in which micro-batches of ``job`` run in rotation.
-
-    Lane ``index`` runs micro-batches ``index``, ``index + num_lanes`` and so on. Every ``accumulate``-th
-    micro-batch updates, counting the ``num_before`` that were accumulated before the job began. From segment
-    ``first_ordered`` on, an iteration touches tensors that every lane changes.
-    """
-
-    job: str
-    index: int
-    num_lanes: int
-    accumulate: int
-    first_ordered: int
-    num_before: int = 0
-
-    def opens_step(self, number: int) -> bool:
-        """Whether micro-batch ``number`` is the first after an update."""
-        return (self.num_before + number) % self.accumulate == 0
-
-    def steps_of(self, steps: int) -> int:
-        """The number of this lane's micro-batches among the first ``steps``."""
-        return (steps - self.index + self.num_lanes - 1) // self.num_lanes
-
-
-@dataclass(frozen=True)
 class JobDemand:
     """A job's request to the scheduler.
 
@@ -73,10 +48,7 @@ class JobDemand:
     (``None``). A job with twice the ``share`` gets twice the device time where jobs compete for memory. With
     ``is_measured`` the durations come from a run on this device, and no profiling iteration is needed. An
     iteration of an ``is_watched`` job begins after the end of the last one was reported: callbacks look at
-    the job in between. Lanes of one job have ``micro_batches``, and come and go together. The scheduler keeps
-    ``in_flight_limit`` segments in flight where given; otherwise it finds the limit while profiling.
-
-    Refused with `ConfigError`: values out of range, and segments that do not form a whole iteration.
+    the job in between. After its last segment an iteration holds nothing.
     """
 
     name: str
@@ -88,42 +60,6 @@ class JobDemand:
     share: float = 1.0
     is_measured: bool = False
     is_watched: bool = False
-    micro_batches: MicroBatchLane | None = None
-    in_flight_limit: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.segments or self.segments[-1].hold_bytes:
-            raise ConfigError(
-                f"job {self.name!r} must have at least one segment and hold nothing after the last, but got "
-                f"{len(self.segments)} segments; cut a whole iteration"
-            )
-        following = [segment.height_bytes for segment in self.segments[1:]] + [0]
-        for number, (segment, next_height) in enumerate(zip(self.segments, following, strict=True)):
-            most = min(segment.height_bytes, next_height)
-            if not 0 <= segment.hold_bytes <= most or segment.height_bytes % self.region_bytes:
-                raise ConfigError(
-                    f"segment {number} of job {self.name!r} must hold at most the heights on both sides of "
-                    f"its end, in whole regions of {self.region_bytes} bytes, but got {segment}; take them "
-                    "from a stack"
-                )
-            if not segment.solo_seconds > 0:
-                raise ConfigError(
-                    f"segment {number} of job {self.name!r} must take more than 0 seconds, but got "
-                    f"{segment.solo_seconds}; give an estimate where nothing was measured"
-                )
-        limit = 1 if self.in_flight_limit is None else self.in_flight_limit
-        steps = 1 if self.steps is None else self.steps
-        if not self.share > 0 or min(limit, steps) < 1 or self.local_bytes < 0:
-            raise ConfigError(
-                f"job {self.name!r} must have a share above 0, at least 1 step and 1 segment in flight, and "
-                f"0 or more local bytes, but got {self.share}, {self.steps}, {self.in_flight_limit} and "
-                f"{self.local_bytes}; leave out a job that has nothing to do"
-            )
-
-    @property
-    def job(self) -> str:
-        """The job's name, for a lane the name of the job that it belongs to."""
-        return self.name if self.micro_batches is None else self.micro_batches.job
 
     @property
     def peak_bytes(self) -> int:
@@ -137,42 +73,9 @@ class JobDemand:
 
     def with_solo_seconds(self, seconds: Sequence[float]) -> JobDemand:
         """A copy with measured durations, one per segment."""
-        if len(seconds) != len(self.segments):
-            raise PlanError(
-                f"expected durations of {len(self.segments)} segments for job {self.name!r}, but got "
-                f"{len(seconds)}; profile the job as it is cut now"
-            )
         pairs = zip(self.segments, seconds, strict=True)
         segments = tuple(replace(segment, solo_seconds=taken) for segment, taken in pairs)
         return replace(self, segments=segments, is_measured=True)
-
-
-def demand_of_iteration(
-    name: str,
-    iteration: Iteration,
-    *,
-    tracking_bytes: int = TRACKING_BYTES,
-    region_bytes: int = REGION_BYTES,
-    steps: int | None = None,
-    share: float = 1.0,
-    is_one_segment: bool = False,
-) -> JobDemand:
-    """The demand of a job that repeats ``iteration``.
-
-    ``is_one_segment`` is for an eager job, which can only be held back between iterations.
-    """
-    stack = stack_feature_maps(iteration, region_bytes=region_bytes)
-    num_kernels = len(iteration.kernel_seconds)
-    cuts = (num_kernels,) if is_one_segment else cut_segments(iteration, tracking_bytes)
-    return JobDemand(
-        name=name,
-        fingerprint=iteration.fingerprint,
-        region_bytes=region_bytes,
-        local_bytes=iteration.local_bytes(),
-        segments=segments_between(cuts, stack, iteration.kernel_seconds),
-        steps=steps,
-        share=share,
-    )
 
 
 def segments_between(

@@ -2,12 +2,9 @@
 
 A rehearsal on a copy of the model and optimizer shows how much memory an iteration needs.
 
-On a CPU the job allocates for itself. Its feature maps are found by the paper's rule for frameworks that only
-see allocations, and the part of the arena that it reserves while it runs is left alone by the other jobs.
-
-On a CUDA device that is not enough: nobody knows which tensors outlive an iteration, so none of them may lie
-where another job writes. Everything comes from a memory pool of the job's own and counts as local memory: the
-job shares the device's time, not the arena. The allocator is limited to what the rehearsal needed. The job's
+Nobody knows which of its tensors outlive an iteration, so none of them may lie where another job writes.
+Everything counts as local memory: the job shares the device's time, not the arena. On a CPU it allocates for
+itself. On a CUDA device it has a memory pool of its own, limited to what the rehearsal needed. The job's
 Python runs in the dispatcher's thread: where it waits for the device (``item()``, ``if tensor``), no segment
 of another job is enqueued until it goes on.
 """
@@ -28,8 +25,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainmux.colocate._demand import JobDemand, Segment, demand_of_iteration
-from trainmux.colocate._feature_maps import ALIGNMENT_BYTES, Allocation, Iteration, classify_by_peak
+from trainmux.colocate._demand import JobDemand, Segment
+from trainmux.colocate._feature_maps import ALIGNMENT_BYTES
 from trainmux.colocate._protocols import MemoryNeed, StepOutcome, forget_locals
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.engine import Memory, limited_growth, pool_bytes
@@ -46,7 +43,7 @@ from trainmux.sizes import exact_bytes
 from trainmux.tracing import LossFunction, flatten_batch
 
 _NUM_REHEARSED = 2
-"""Steps of a rehearsal on a CUDA device: the first makes the optimizer's state, the second is typical."""
+"""Steps of a rehearsal: the first makes the optimizer's state, the second is typical."""
 
 _EXTRA_BYTES = 32 << 20
 _EXTRA_SHARE = 16
@@ -125,24 +122,33 @@ class EagerWork:
         self._rehearse(example)
 
     def _rehearse(self, example: Any) -> None:
+        """Count the bytes that a few steps of a copy need, and the seconds of the last one."""
         step = self._step.copy()
-        tensors = [*step.tensors(), *_tensors(example)]
-        distinct = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-        resident = sum(tensor.untyped_storage().nbytes() for tensor in distinct.values())
-        with torch.random.fork_rng(devices=[]), deterministic_algorithms(step.deterministic):
-            rows, seconds = observe_allocations(tensors, lambda: step.run(example))
-        self._iteration = classify_by_peak(Iteration(f"eager {id(self)}", tuple(seconds), rows, resident))
+        with (
+            torch.random.fork_rng(devices=[]),
+            deterministic_algorithms(step.deterministic),
+            _StorageCounter([*step.tensors(), *_tensors(example)]) as counter,
+        ):
+            for _ in range(_NUM_REHEARSED):
+                began_at = time.perf_counter()
+                step.run(example)
+        self._most_bytes, self._seconds = counter.most_bytes, time.perf_counter() - began_at
 
     @property
     def need(self) -> MemoryNeed:
-        demand = self.demand("", steps=None, share=1.0)
-        return MemoryNeed(ALIGNMENT_BYTES, demand.local_bytes, demand.peak_bytes)
+        """Its tensors; the area, which must not be empty, is not used."""
+        return MemoryNeed(ALIGNMENT_BYTES, ALIGNMENT_BYTES + self._most_bytes, 0)
 
     def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
-        """One segment, as high as the feature maps are when the backward pass begins."""
-        region_bytes = self._region_bytes
-        return demand_of_iteration(
-            name, self._iteration, region_bytes=region_bytes, steps=steps, share=share, is_one_segment=True
+        """One segment that needs nothing of the arena."""
+        return JobDemand(
+            name=name,
+            fingerprint=f"eager {id(self)}",
+            region_bytes=self._region_bytes,
+            local_bytes=self.need.local_bytes,
+            segments=(Segment(1, 0, 0, max(self._seconds, 1e-9)),),
+            steps=steps,
+            share=share,
         )
 
     def cut_for(self, step_seconds: Sequence[float]) -> None:
@@ -227,18 +233,6 @@ class EagerCudaWork(EagerWork):
     def pool_bytes(self) -> int:
         """Device memory of its pool."""
         return self._taken_bytes
-
-    def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
-        """One segment that needs nothing of the arena."""
-        return JobDemand(
-            name=name,
-            fingerprint=f"eager {id(self)}",
-            region_bytes=self._region_bytes,
-            local_bytes=self.need.local_bytes,
-            segments=(Segment(1, 0, 0, max(self._seconds, 1e-9)),),
-            steps=steps,
-            share=share,
-        )
 
     def ask_for_more(self) -> None:
         """Ask for the allowance once more."""
@@ -411,53 +405,30 @@ def _copy_others(step: EagerStep, own: frozenset[int]) -> None:
             entry[key] = pytree.tree_map_only(Tensor, kept, value)
 
 
-# ---- the allocations of an eager step on a CPU ---------------------------------------------------------
+class _StorageCounter(TorchDispatchMode):
+    """Counts the bytes of storages that operators make while it is active, and those of ``known`` tensors.
 
-
-def observe_allocations(
-    known: Sequence[Tensor], run: Callable[[], object]
-) -> tuple[tuple[Allocation, ...], list[float]]:
-    """The storages that operators make while ``run`` runs, and the seconds of each operator.
-
-    Every operator counts as a kernel. A storage is allocated by the first operator that returns it and last
-    used by the one after which it is gone (`StorageWeakRef`, which torch does not document). Storages of
-    ``known`` tensors exist before.
+    ``most_bytes`` is the most that was live at one time. A storage is gone when its weak reference says so
+    (`StorageWeakRef`, which torch does not document).
     """
-    watcher = _AllocationWatcher(known)
-    with watcher:
-        run()
-    watcher.record_released(everything=True)
-    return tuple(watcher.rows), watcher.kernel_seconds
 
-
-class _AllocationWatcher(TorchDispatchMode):
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
         self._known = list(known)  # kept alive: an address must not be given to another storage
-        self._seen = {tensor.untyped_storage()._cdata for tensor in known}
-        self._live: dict[int, tuple[StorageWeakRef, int, int]] = {}
-        self.rows: list[Allocation] = []
-        self.kernel_seconds: list[float] = []
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most_bytes = 0
+        self._count(known)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.record_released()
-        started_at = time.perf_counter()
+        self._live = {key: row for key, row in self._live.items() if not row[0].expired()}
         result = func(*args, **(kwargs or {}))
-        rank = len(self.kernel_seconds)
-        self.kernel_seconds.append(time.perf_counter() - started_at)
-        for leaf in _tensors(result):
-            storage = leaf.untyped_storage()
-            if storage._cdata not in self._seen and storage._cdata not in self._live:
-                self._live[storage._cdata] = (StorageWeakRef(storage), rank, storage.nbytes())
+        self._count(_tensors(result))
         return result
 
-    def record_released(self, *, everything: bool = False) -> None:
-        """Record the storages that have gone since the last operator, or all that are left."""
-        last = len(self.kernel_seconds) - 1
-        for key, (storage, rank, size_bytes) in list(self._live.items()):
-            if everything or storage.expired():
-                del self._live[key]
-                name = f"storage {len(self.rows)}"
-                self.rows.append(Allocation(name, size_bytes, rank, max(rank, last)))
+    def _count(self, tensors: Sequence[Tensor]) -> None:
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if storage._cdata not in self._live:
+                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.most_bytes = max(self.most_bytes, sum(size_bytes for _, size_bytes in self._live.values()))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -52,18 +52,6 @@ class TensorClass(Enum):
     RESIDENT = "resident"
     """Lives before or after the iteration (weights, optimizer state, losses): job-local."""
 
-    @property
-    def is_sharable(self) -> bool:
-        """Whether the memory may be another job's at other times."""
-        return self is TensorClass.FEATURE_MAP
-
-
-def classify(*, source_is_forward: bool, read_by_others: bool, read_in_backward: bool) -> TensorClass:
-    """The class of a tensor that an iteration makes and frees, from the paper's three facts."""
-    if read_by_others and read_in_backward:
-        return TensorClass.FEATURE_MAP if source_is_forward else TensorClass.GRADIENT_MAP
-    return TensorClass.TEMPORARY
-
 
 @dataclass(frozen=True)
 class Allocation:
@@ -80,50 +68,18 @@ class Allocation:
 class Iteration:
     """One iteration of a job: the duration of each kernel, and its allocations.
 
-    ``resident_bytes`` exist all the time, ``workspace_bytes`` of a kernel while it runs. Iterations with
-    equal ``fingerprint`` allocate alike. Refused with `ConfigError`: no kernels, and allocations that end
-    before they begin or name missing kernels.
+    ``resident_bytes`` exist all the time. Iterations with equal ``fingerprint`` allocate alike.
     """
 
     fingerprint: str
     kernel_seconds: tuple[float, ...]
     allocations: tuple[Allocation, ...]
     resident_bytes: int = 0
-    workspace_bytes: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        num_kernels = len(self.kernel_seconds)
-        if num_kernels == 0 or len(self.workspace_bytes) not in (0, num_kernels):
-            raise ConfigError(
-                f"an iteration must have at least one kernel, and a workspace for each or for none, but got "
-                f"{num_kernels} kernels and {len(self.workspace_bytes)} workspaces; profile a whole step"
-            )
-        for row in self.allocations:
-            if row.size_bytes < 0 or not 0 <= row.allocated_by <= row.last_used_by < num_kernels:
-                raise ConfigError(
-                    f"an allocation must have 0 or more bytes and ordered ranks below {num_kernels}, but got "
-                    f"{row}; count kernels from 0 in the order in which they run"
-                )
 
     @property
     def feature_maps(self) -> tuple[Allocation, ...]:
         """The allocations that lie in the shared arena."""
-        return tuple(row for row in self.allocations if row.tensor_class.is_sharable)
-
-    def local_bytes(self) -> int:
-        """The most bytes that the job needs outside the arena at one time."""
-        live = _live_bytes((row for row in self.allocations if not row.tensor_class.is_sharable), self)
-        workspaces = self.workspace_bytes or (0,) * len(live)
-        return self.resident_bytes + max(sum(pair) for pair in zip(live, workspaces, strict=True))
-
-
-def _live_bytes(rows: Iterable[Allocation], iteration: Iteration) -> list[int]:
-    """The bytes of ``rows`` that are live while each kernel runs."""
-    changes = [0] * (len(iteration.kernel_seconds) + 1)
-    for row in rows:
-        changes[row.allocated_by] += row.size_bytes
-        changes[row.last_used_by + 1] -= row.size_bytes
-    return [int(live) for live in np.cumsum(changes)[:-1]]
+        return tuple(row for row in self.allocations if row.tensor_class is TensorClass.FEATURE_MAP)
 
 
 def iteration_of_profile(profile: Profile) -> Iteration:
@@ -143,41 +99,21 @@ def iteration_of_profile(profile: Profile) -> Iteration:
         source = created[number]
         readers = [rank for rank in uses.get(number, ()) if rank != source]
         last_use = max(readers, default=source)
-        tensor_class = classify(
-            source_is_forward=profile.nodes[source].phase is Phase.FORWARD,
-            read_by_others=bool(readers),
-            read_in_backward=any(profile.nodes[rank].phase is not Phase.FORWARD for rank in readers),
-        )
         if tensor.byte_class is ByteClass.RESULT:
             last_use, tensor_class = last_rank, TensorClass.RESIDENT
+        elif all(profile.nodes[rank].phase is Phase.FORWARD for rank in readers):
+            tensor_class = TensorClass.TEMPORARY
+        elif profile.nodes[source].phase is Phase.FORWARD:
+            tensor_class = TensorClass.FEATURE_MAP
+        else:
+            tensor_class = TensorClass.GRADIENT_MAP
         allocations.append(Allocation(tensor.name, tensor.size_bytes, source, last_use, tensor_class))
     return Iteration(
         profile.fingerprint,
         tuple(node.seconds for node in profile.nodes),
         tuple(allocations),
         resident_bytes,
-        tuple(node.workspace_bytes for node in profile.nodes),
     )
-
-
-def classify_by_peak(iteration: Iteration) -> Iteration:
-    """Classify allocations of which passes are unknown: the backward pass begins after the memory peak
-    (§6.2).
-
-    Of several kernels with the most bytes live, the first one counts.
-    """
-    live = _live_bytes(iteration.allocations, iteration)
-    start = min(live.index(max(live)) + 1, len(live) - 1)
-
-    def class_of(row: Allocation) -> TensorClass:
-        return classify(
-            source_is_forward=row.allocated_by < start,
-            read_by_others=row.last_used_by > row.allocated_by,
-            read_in_backward=row.last_used_by >= start,
-        )
-
-    rows = tuple(replace(row, tensor_class=class_of(row)) for row in iteration.allocations)
-    return replace(iteration, allocations=rows)
 
 
 # ---- where feature maps lie ----------------------------------------------------------------------------

@@ -1,7 +1,13 @@
 """The iterations of a fleet, run segment by segment in memory that the device lays out.
 
-One `FusedWork` is one lane of a job (`_fused_job`). On a CUDA device segments are captured graphs
-(`_segment_graphs`).
+The groups of a fleet alternate within an iteration: the feature maps of one are gone when the next begins, so
+their stacks lie in the same bytes of the arena. Every group trains as one array.
+
+The demand is that of the *usual* step, one with an update on a batch like the example. Other steps (a short
+last batch, a micro-batch without an update) run in its place: cut at the same kernels where they fit, else
+all at once during the highest segment. A step that needs more memory is refused.
+
+On a CUDA device segments are captured graphs (`_segment_graphs`).
 """
 
 from __future__ import annotations
@@ -15,20 +21,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainmux.colocate._demand import JobDemand
+from trainmux.colocate._demand import JobDemand, Segment
 from trainmux.colocate._feature_maps import ALIGNMENT_BYTES
-from trainmux.colocate._fused_job import FusedJob, bytes_of_batch
 from trainmux.colocate._protocols import MemoryNeed, StepOutcome
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentGraphs, SegmentSet
-from trainmux.colocate._step_layout import PlacedStep, StepKernels
+from trainmux.colocate._step_layout import (
+    PlacedStep,
+    StaticArea,
+    StepKernels,
+    StepLayout,
+    lay_out_step,
+    read_step_kernels,
+)
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.engine import HostLanes, Memory, PlannedProgram
 from trainmux.errors import BatchError, BudgetError
 from trainmux.fleet import Fleet, GroupPiece
+from trainmux.profiling import device_present
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
-from trainmux.sizes import exact_bytes
+from trainmux.sizes import exact_bytes, round_up
+from trainmux.tracing import flatten_batch
 
 _MAX_VARIANTS = 8
+
+_MISJUDGED = 1.5
+"""A step is cut anew if its duration is off by this factor from the one it was cut for."""
 
 _SCRATCH_BYTES = 128 << 20
 """On a CUDA device, each job's allowance for workspaces of matrix libraries and unaccounted scratch."""
@@ -49,30 +66,6 @@ see, and the fleet's last."""
 def runs_as_graphs(device: torch.device) -> bool:
     """Whether segments are captured there, in virtual memory."""
     return device.type == "cuda"
-
-
-class LaneMemory(Memory):
-    """The addresses of a further lane of a job; shared tensors lie where the first lane has them.
-
-    To the lane, everything lies as it does for the first: ``shared_bytes`` of shared tensors, the rest of an
-    area of ``area_bytes``, the arena. Its ``own`` memory has an area of ``own_area_bytes`` for the rest.
-    """
-
-    def __init__(
-        self, first: Memory, own: Memory, shared_bytes: int, area_bytes: int, own_area_bytes: int
-    ) -> None:
-        super().__init__(own.slab, own.host, own.host_offsets)
-        self._first, self._own = first, own
-        self._shared_bytes, self._area_bytes = shared_bytes, area_bytes
-        self._own_area_bytes = own_area_bytes
-
-    def at(self, offset: int, size_bytes: int) -> Tensor:
-        """The bytes of a tensor at one of the lane's addresses."""
-        if offset < self._shared_bytes:
-            return self._first.at(offset, size_bytes)
-        if offset < self._area_bytes:
-            return self._own.at(offset - self._shared_bytes, size_bytes)
-        return self._own.at(offset - self._area_bytes + self._own_area_bytes, size_bytes)
 
 
 @dataclass(frozen=True)
@@ -117,11 +110,10 @@ class _StepInMemory:
             for total, before in zip(totals, kept, strict=True):
                 total.copy_(before)
 
-    def feed(self, piece: GroupPiece, *, num_ahead: int = 0) -> None:
-        """Load a step's batch and numbers, and its transient tensors; ``num_ahead`` as of
-        `GroupPiece.feed`."""
+    def feed(self, piece: GroupPiece) -> None:
+        """Load a step's batch and numbers, and its transient tensors."""
         step, graph = self.placed.kernels.step, self.placed.kernels.graph
-        for position, value in piece.feed(step, num_ahead=num_ahead).items():
+        for position, value in piece.feed(step).items():
             self.fed[position].copy_(value)
         if not self.placed.transient:
             return
@@ -152,18 +144,52 @@ class _StepInMemory:
                 self.planned.between_steps(0, location).copy_(graph.module.get_buffer(name))
 
 
+def bytes_of_batch(batch: Any) -> int:
+    """The bytes of all tensors in a batch, as the loader gives it."""
+    return sum(tensor.nbytes for tensor in flatten_batch(batch).tensors)
+
+
+@dataclass(frozen=True)
+class _GroupCuts:
+    """Cuts of a group's usual step, and the job's segments between them."""
+
+    cuts: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+
 class FusedWork:
-    """Lane ``index`` of a job. Lanes settle in order and leave in reverse. ``poisons`` fills freed bytes with
-    NaN, for tests."""
+    """A fleet as a job. Refused with `ConfigError`: fleets that `SegmentRunner` refuses.
+
+    ``tracking_bytes`` are the bytes of feature maps between cuts, ``None`` to choose by device. ``poisons``
+    fills freed bytes with NaN, for tests.
+    """
 
     is_eager = False
 
-    def __init__(self, job: FusedJob, index: int, *, poisons: bool) -> None:
-        self._job = job
-        self._pieces = job.pieces
-        self._index = index
-        self._is_cuda = runs_as_graphs(job.pieces.device)
+    def __init__(
+        self,
+        fleet: Fleet,
+        example: Any,
+        *,
+        tracking_bytes: int | None,
+        region_bytes: int,
+        poisons: bool = False,
+    ) -> None:
+        self._pieces = fleet._in_segments()
+        device = self._pieces.device
+        self._is_cuda = runs_as_graphs(device)
+        self._unit_bytes = granularity_bytes(device) if self._is_cuda else ALIGNMENT_BYTES
+        self._tracking_bytes = tracking_bytes
         self._poisons = poisons
+        self._speed = device_present(device)
+        self._example_bytes = bytes_of_batch(example)
+        self._own = {piece.index: piece for piece in self._pieces.begin(example, applies=True)}
+        self._kernels = {index: self._read(piece) for index, piece in self._own.items()}
+        self._statics = StaticArea()
+        for kernels in self._kernels.values():
+            for number, key in kernels.static_keys.items():
+                self._statics.take(key, kernels.size_of(number))
+        self.use_regions(region_bytes)
         self._memory: Memory | None = None
         self._graphs: SegmentGraphs | None = None
         self._more_bytes = 0
@@ -177,6 +203,47 @@ class FusedWork:
         self._ahead: tuple[Any, Hashable] | None = None
         """The batch of an iteration that was begun ahead, and the settings it was fed with."""
 
+    # ---- cuts of the usual steps -------------------------------------------------------------------
+
+    def use_regions(self, region_bytes: int) -> None:
+        self._region_bytes = region_bytes
+        self._layouts = {index: self._lay_out(kernels) for index, kernels in self._kernels.items()}
+        ends = [layout.area_end for layout in self._layouts.values()]
+        self._area_bytes = round_up(max(ends), self._unit_bytes)
+        self._cut_all({index: kernels.estimated_seconds for index, kernels in self._kernels.items()})
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        return tuple(self._seconds.values())
+
+    def cut_for(self, step_seconds: Sequence[float]) -> None:
+        """Cut the usual steps for known durations, if there is one for each group."""
+        if len(step_seconds) == len(self._layouts):
+            self._cut_all(dict(zip(self._layouts, step_seconds, strict=True)))
+
+    def _cut_anew(self, seconds: Mapping[int, float]) -> bool:
+        """Cut for measured durations of the usual steps where these differ much from the estimates.
+
+        Returns whether the cuts have changed; everything stays in its place.
+        """
+        ratios = [taken / self._seconds[index] for index, taken in seconds.items()]
+        if all(1 / _MISJUDGED <= ratio <= _MISJUDGED for ratio in ratios):
+            return False
+        before = [group.cuts for group in self._groups.values()]
+        self._cut_all(seconds)
+        return before != [group.cuts for group in self._groups.values()]
+
+    def _cut_all(self, seconds: Mapping[int, float]) -> None:
+        self._seconds = dict(seconds)
+        self._groups: dict[int, _GroupCuts] = {}
+        for index, layout in self._layouts.items():
+            cuts = layout.cut(self._tracking_bytes, self._pieces.device, seconds[index])
+            self._groups[index] = _GroupCuts(cuts, layout.segments(cuts, seconds[index]))
+        self._piece_of = [
+            (index, number) for index, group in self._groups.items() for number in range(len(group.segments))
+        ]
+        """For each of the job's segments: the group, and the segment of its step."""
+
     # ---- demands -----------------------------------------------------------------------------------
 
     @property
@@ -185,8 +252,15 @@ class FusedWork:
 
     @property
     def need(self) -> MemoryNeed:
-        area_bytes = self._job.own_area_bytes(self._index)
-        return MemoryNeed(area_bytes, area_bytes + self._outside_bytes, self._job.peak_bytes)
+        return MemoryNeed(self._area_bytes, self._area_bytes + self._outside_bytes, self._peak_bytes)
+
+    @property
+    def _segments(self) -> tuple[Segment, ...]:
+        return tuple(segment for group in self._groups.values() for segment in group.segments)
+
+    @property
+    def _peak_bytes(self) -> int:
+        return max(segment.height_bytes for segment in self._segments)
 
     @property
     def num_captures(self) -> int:
@@ -205,7 +279,7 @@ class FusedWork:
 
     @property
     def _outside_bytes(self) -> int:
-        """Memory outside of the lane's addresses."""
+        """Memory outside of the job's addresses."""
         if not self._is_cuda:
             return self._more_bytes + self._scratch_bytes + self._result_bytes
         landing = _NUM_LANDING_BUFFERS * self._batch_bytes
@@ -220,82 +294,58 @@ class FusedWork:
         """
         if self._kept_bytes is not None:
             return self._kept_bytes
-        has_convolutions = any(kernels.has_convolutions for kernels in self._job.kernels.values())
+        has_convolutions = any(kernels.has_convolutions for kernels in self._kernels.values())
         allowance = _SCRATCH_BYTES + _CONVOLUTION_BYTES * has_convolutions
         return self._more_bytes + self._scratch_bytes + allowance
 
     @property
     def _scratch_bytes(self) -> int:
-        return max(kernels.scratch_bytes for kernels in self._job.kernels.values())
+        return max(kernels.scratch_bytes for kernels in self._kernels.values())
 
     @property
     def _result_bytes(self) -> int:
-        return sum(kernels.result_bytes for kernels in self._job.kernels.values())
+        return sum(kernels.result_bytes for kernels in self._kernels.values())
 
     @property
     def _batch_bytes(self) -> int:
         """The batch of a usual step."""
-        batches = {leaf.data_ptr(): leaf.nbytes for piece in self._job.own.values() for leaf in piece.batch}
+        batches = {leaf.data_ptr(): leaf.nbytes for piece in self._own.values() for leaf in piece.batch}
         return sum(batches.values())
 
     def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
-        """The demand of an unmeasured iteration like the example, for its part of the job's steps."""
-        lane = self._job.lane(name, self._index)
-        if lane is not None and steps is not None:
-            steps = lane.steps_of(steps)
+        """The demand of an unmeasured iteration like the example."""
         return JobDemand(
-            name=name if self._index == 0 else f"{name} (lane {self._index + 1})",
-            fingerprint=self._job.fingerprint,
-            region_bytes=self._job.region_bytes,
+            name=name,
+            fingerprint="+".join(kernels.iteration.fingerprint for kernels in self._kernels.values()),
+            region_bytes=self._region_bytes,
             local_bytes=self.need.local_bytes,
-            segments=self._job.segments,
+            segments=self._segments,
             steps=steps,
-            share=share / self._job.num_lanes,
-            micro_batches=lane,
+            share=share,
         )
-
-    @property
-    def step_seconds(self) -> tuple[float, ...]:
-        return self._job.step_seconds
-
-    def cut_for(self, step_seconds: Sequence[float]) -> None:
-        self._job.cut_for(step_seconds)
-
-    def use_regions(self, region_bytes: int) -> None:
-        if self._index == 0:  # all lanes of a job have one layout
-            self._job.lay_out(region_bytes)
 
     # ---- running -----------------------------------------------------------------------------------
 
     def settle(self, memory: Memory) -> None:
-        """Move the fleet's state to the area of the first lane, where the groups use it.
+        """Move the fleet's state to the job's area, where the groups use it.
 
-        On a CUDA device the usual step is captured: the lane must own all of its end of the arena now.
+        On a CUDA device the usual step is captured: the job must own all of its end of the arena now.
         """
-        job = self._job
-        if self._index == 0:
-            job.memory = self._memory = memory
-        else:
-            assert job.memory is not None
-            own_bytes = job.own_area_bytes(self._index)
-            self._memory = LaneMemory(job.memory, memory, job.shared_bytes, job.area_bytes, own_bytes)
-        if self._is_cuda and self._index == 0:
+        self._memory = memory
+        if self._is_cuda:
             self._pieces.rest()  # first: the job's graphs can have the stream, with its workspaces
         self._make_steps()
-        if self._index == 0:
-            for index, piece in job.own.items():
-                self._steps[index, piece.variant].take_over(piece)
+        for index, piece in self._own.items():
+            self._steps[index, piece.variant].take_over(piece)
         if not self._is_cuda:
             return
         seconds, graph_bytes = self._capture(), self.graph_bytes
-        # Other lanes come later, and are cut as the first one is.
-        if self._index == 0 and job.cut_anew(seconds):
+        if self._cut_anew(seconds):
             self._close_graphs()
             self._make_steps()
             self._capture()
-            graph_bytes = max(
-                graph_bytes, self.graph_bytes
-            )  # the driver may have kept the first graphs' memory
+            # The driver may have kept the first graphs' memory.
+            graph_bytes = max(graph_bytes, self.graph_bytes)
         assert self._graphs is not None
         self._check_graphs(graph_bytes)
         self._keep_less(self._graphs)
@@ -309,14 +359,14 @@ class FusedWork:
                 scratch_bytes=self._kernel_bytes,
                 graphs_bytes=self._graphs_bytes,
             )
-        for index, piece in self._job.own.items():
-            self._steps[index, piece.variant] = self._build(index, self._job.kernels[index])
+        for index, piece in self._own.items():
+            self._steps[index, piece.variant] = self._build(index, self._kernels[index])
 
     def _capture(self) -> dict[int, float]:
         """Capture the usual steps; returns the duration of each group's."""
         assert self._graphs is not None
         self._graphs.empty_caches()
-        own = self._job.own.items()
+        own = self._own.items()
         return {index: self._steps[index, piece.variant].capture(piece) for index, piece in own}
 
     def _close_graphs(self) -> None:
@@ -359,13 +409,10 @@ class FusedWork:
         """Check a batch, find or build the step for it, and feed every group."""
         if self._is_cuda:
             self._check_size(batch)
-        job = self._job
-        pieces = self._pieces.begin(batch, num_ahead=job.num_open)
+        pieces = self._pieces.begin(batch)
         begun = {piece.index: (piece, self._step_for(piece)) for piece in pieces}
         for piece, step in begun.values():
-            step.feed(piece, num_ahead=job.open_pieces[piece.index])
-        job.open_pieces.update(begun.keys())
-        job.num_open += 1
+            step.feed(piece)
         self._begun = begun
         self._ahead = (batch, self._told()) if is_ahead else None
 
@@ -375,10 +422,6 @@ class FusedWork:
             return
         (batch, told), self._ahead = self._ahead, None
         if told != self._told():
-            job = self._job
-            job.open_pieces.subtract(self._begun.keys())
-            job.num_open -= 1
-            self._begun = {}
             self.begin(batch)
 
     def _told(self) -> Hashable:
@@ -388,66 +431,67 @@ class FusedWork:
 
     def run(self, segment: int) -> None:
         """Run the kernels of one segment; a group without members has none."""
-        index, number = self._job.piece_of[segment]
+        index, number = self._piece_of[segment]
         if index not in self._begun:
             return
         piece, step = self._begun[index]
         step.run(number)
-        if number == len(self._job.groups[index].segments) - 1:
+        if number == len(self._groups[index].segments) - 1:
             results = [result.clone() for result in step.planned.results(0)]
             piece.end(step.placed.kernels.step, results)
-            self._job.open_pieces[index] -= 1
 
     def end(self) -> StepOutcome:
         """Count the fleet's step."""
         losses = self._pieces.end([piece for piece, _ in self._begun.values()])
-        self._job.num_open -= 1
         self._begun = {}
         return StepOutcome(self.member_names, losses, self._pieces.fleet.metrics)
 
     def leave(self) -> None:
-        """Release the lane's memory. With the first lane, the fleet gets storage of its own again, and its
-        members their weights."""
+        """Release the job's memory: the fleet gets storage of its own again, and its members their
+        weights."""
         self._begun, self._ahead = {}, None
         self._kept_bytes = None
         self._close_graphs()
-        if self._index == 0:
-            job = self._job
-            if self._memory is not None:
-                self._pieces.go_back()
-            job.memory = None
-            job.num_open = 0
-            job.open_pieces.clear()
-            self._pieces.fleet.sync()
+        if self._memory is not None:
+            self._pieces.go_back()
+        self._pieces.fleet.sync()
         self._memory = None
 
     def _check_size(self, batch: Any) -> None:
         """Refuse a batch that has no room on the device before it goes there."""
         num_bytes = bytes_of_batch(batch)
-        if num_bytes > self._job.example_bytes:
+        if num_bytes > self._example_bytes:
             raise BatchError(
-                f"expected batches of at most {exact_bytes(self._job.example_bytes)}, as the first "
-                "one, got one "
+                f"expected batches of at most {exact_bytes(self._example_bytes)}, as the first one, got one "
                 f"of {exact_bytes(num_bytes)}; let the largest batch come first"
             )
 
     # ---- steps -------------------------------------------------------------------------------------
 
+    def _read(self, piece: GroupPiece) -> StepKernels:
+        """The kernels of a group's step."""
+        step, graph = piece.kernels()
+        half = self._pieces.uses_half
+        return read_step_kernels(step, graph, piece.index, piece.group.width, self._speed, half=half)
+
+    def _lay_out(self, kernels: StepKernels) -> StepLayout:
+        return lay_out_step(kernels, self._statics, region_bytes=self._region_bytes)
+
     def _step_for(self, piece: GroupPiece) -> _StepInMemory:
         key = (piece.index, piece.variant)
         known = self._steps.get(key)
         if known is None:
-            known = self._steps[key] = self._build(piece.index, self._job.read(piece))
-            own = {(index, usual.variant) for index, usual in self._job.own.items()}
+            known = self._steps[key] = self._build(piece.index, self._read(piece))
+            own = {(index, usual.variant) for index, usual in self._own.items()}
             while len(self._steps) > len(own) + _MAX_VARIANTS:
                 del self._steps[next(old for old in self._steps if old not in own and old != key)]
         self._steps.move_to_end(key)
         return known
 
     def _build(self, index: int, kernels: StepKernels) -> _StepInMemory:
-        """Place a step of a group in the lane's memory; `BatchError` where that is too small."""
+        """Place a step of a group in the job's memory; `BatchError` where that is too small."""
         assert self._memory is not None
-        placed = self._job.place(index, kernels, self._outside_bytes)
+        placed = self._place(index, kernels)
         planned = PlannedProgram(
             placed.program,
             [kernels.graph],
@@ -466,25 +510,23 @@ class FusedWork:
         runs = [partial(planned.run, part) if part.instructions else None for part in placed.segments]
         return _StepInMemory(placed, planned, fed, self._graphs.new_set(runs))
 
-
-def fused_lanes(
-    fleet: Fleet,
-    example: Any,
-    *,
-    tracking_bytes: int | None,
-    region_bytes: int,
-    poisons: bool = False,
-    num_lanes: int = 1,
-) -> tuple[FusedWork, ...]:
-    """A fleet as a job whose micro-batches run in ``num_lanes``; refused as by `FusedJob`."""
-    device = fleet._config.device
-    unit_bytes = granularity_bytes(device) if runs_as_graphs(device) else ALIGNMENT_BYTES
-    job = FusedJob(
-        fleet,
-        example,
-        tracking_bytes=tracking_bytes,
-        region_bytes=region_bytes,
-        unit_bytes=unit_bytes,
-        num_lanes=num_lanes,
-    )
-    return tuple(FusedWork(job, index, poisons=poisons) for index in range(num_lanes))
+    def _place(self, index: int, kernels: StepKernels) -> PlacedStep:
+        """Place a step of a group in the job's addresses; `BatchError` where it does not fit."""
+        group, layout = self._groups[index], self._lay_out(kernels)
+        cuts = layout.fit_cuts(group.cuts, group.segments)
+        scratch, room = kernels.scratch_bytes + kernels.result_bytes, self._outside_bytes
+        if cuts is None or layout.area_end > self._area_bytes or scratch > room:
+            have = self._area_bytes + room + self._peak_bytes
+            wanted = layout.area_end + scratch + max(layout.stack.kernel_heights)
+            raise BatchError(
+                f"expected batches whose step takes no more memory than that of the first one, "
+                f"{exact_bytes(have)}, got one of {exact_bytes(wanted)}; let the largest batch come first"
+            )
+        lost = kernels.changed & layout.transient  # loaded before each run, so changes would be lost
+        if lost:
+            names = [kernels.graph.tensors[number].name for number in sorted(lost)]
+            raise BatchError(
+                f"expected a step that changes the same tensors as the first batch does, got one that also "
+                f"changes {', '.join(names)}; give this job batches of one kind"
+            )
+        return layout.place(cuts, self._area_bytes)

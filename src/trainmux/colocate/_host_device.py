@@ -150,13 +150,9 @@ class HostDevice:
         ref, after, enqueued_at, work = self._queue.popleft()
         before = [self._job_ended_at.get(ref.job, enqueued_at)]
         before += [self._ended_at.get(other, enqueued_at) for other in after]
-        error = None
-        try:
-            work()
-        except Exception as raised:
-            error = raised
+        work()
         ended_at = self.now()
         self._job_ended_at[ref.job] = self._ended_at[ref] = ended_at
         while len(self._ended_at) > _MAX_ENDS:
             self._ended_at.popitem(last=False)
-        return Ended(ref, max(enqueued_at, *before), ended_at, error)
+        return Ended(ref, max(enqueued_at, *before), ended_at)

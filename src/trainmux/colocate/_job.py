@@ -1,4 +1,4 @@
-"""A job as the user describes it, and its batches."""
+"""A job as the user describes it, its batches, and its results."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ class JobStep:
 
 JobCallback = Callable[[JobStep], object]
 
-MAX_CONCURRENT_MICRO_BATCHES = 2
-
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -48,10 +46,6 @@ class Job:
     ``callbacks`` is called with a `JobStep` after every iteration. ``seed``, ``scheduler``, ``precision``,
     ``device``, ``deterministic`` and ``accumulate`` are for a model, as in `Member` and `Fleet`; a fleet has
     its own. Where gradients are accumulated, an iteration is a micro-batch.
-
-    With ``concurrent_micro_batches=2`` two micro-batches between two updates run at the same time where
-    memory allows it, with the same results as one after the other. Callbacks are then called after the
-    update, for each micro-batch in order.
 
     A loader draws its order from random numbers of the job's own, which start at torch's state when the job
     is handed over, so other jobs do not change it. Refused with `ConfigError`: a job with both a model and a
@@ -73,7 +67,6 @@ class Job:
     device: str | torch.device = "cpu"
     deterministic: bool = False
     accumulate: int = 1
-    concurrent_micro_batches: int = 1
 
     def __post_init__(self) -> None:
         label = f"job {self.name!r}"
@@ -127,24 +120,6 @@ class Job:
             f"accumulate must be a whole number of at least 1, but got {self.accumulate!r}; leave it out to "
             "update with every batch",
         )
-        at_once = self.concurrent_micro_batches
-        require(
-            _is_count(at_once) and at_once <= MAX_CONCURRENT_MICRO_BATCHES,
-            f"concurrent_micro_batches must be 1 or {MAX_CONCURRENT_MICRO_BATCHES}, one for each end of an "
-            f"arena, but got {at_once!r}; leave it out for one after the other",
-        )
-        accumulate = self.accumulate if self.fleet is None else self.fleet._config.accumulate
-        require(
-            at_once <= accumulate,
-            f"concurrent_micro_batches={at_once} must not be above accumulate, but got "
-            f"accumulate={accumulate}; only micro-batches between two updates can run at once",
-        )
-
-    @property
-    def num_lanes(self) -> int:
-        """The number of its iterations that may run at the same time."""
-        at_once = self.concurrent_micro_batches
-        return at_once if self.steps is None or self.steps >= at_once else 1
 
     @property
     def where(self) -> torch.device:
@@ -259,3 +234,76 @@ def check_jobs(jobs: Sequence[Job]) -> None:
                     f"jobs must train models of their own, but got one and the same in "
                     f"{owners[id(trained)]!r} and {job.name!r}; build another"
                 )
+
+
+# ---- results ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """The result of one job.
+
+    ``losses`` has a row per step and a column for each of ``members``, NaN where a member of a fleet was
+    absent; ``metrics`` are those of the last step. ``seconds`` last from the job's admission to the end of
+    its last step. ``num_mispredicted`` iterations were held up by memory that was not free as predicted;
+    ``shift_seconds`` is how long iterations were held back on purpose. The job owned ``local_bytes`` and up
+    to ``peak_bytes`` of the arena. An iteration had ``num_segments`` segments. ``error`` ended it early, if
+    any.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    num_steps: int
+    losses: Tensor
+    metrics: Mapping[str, Any]
+    seconds: float
+    num_mispredicted: int
+    shift_seconds: float
+    local_bytes: int
+    peak_bytes: int
+    num_segments: int
+    is_eager: bool
+    error: Exception | None
+
+    @property
+    def steps_per_second(self) -> float:
+        """Its throughput, 0 where nothing ran."""
+        return self.num_steps / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class ColocationResult:
+    """All jobs by name, and the device's memory against the budget.
+
+    ``peak_bytes`` is the most that was laid out at one time, ``used_bytes`` the most of it that was in use.
+    ``budget_bytes`` is the last budget in force. Jobs that could share the device were time-sliced for a
+    while ``num_fall_backs`` times, because their memory was mispredicted.
+    """
+
+    jobs: Mapping[str, JobResult]
+    seconds: float
+    budget_bytes: int
+    peak_bytes: int
+    used_bytes: int
+    num_fall_backs: int = 0
+
+    def __getitem__(self, name: str) -> JobResult:
+        return self.jobs[name]
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """The jobs that ended with an error."""
+        return tuple(name for name, job in self.jobs.items() if job.error is not None)
+
+
+@dataclass(frozen=True)
+class JobUsage:
+    """A job at one moment: its local bytes, its bytes of the arena, steps done of those to do."""
+
+    name: str
+    local_bytes: int
+    arena_bytes: int
+    num_steps: int
+    steps: int | None
+    state: str
+    """"waiting", "running", "done" or "failed"."""

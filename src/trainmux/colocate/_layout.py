@@ -2,17 +2,16 @@
 
 Two jobs share one arena from its two ends, as in the paper. For more jobs the paper proposes pairs, each with
 a budget of its own (§4, §7.3). That needs the largest job of every pair at once. Where the budget is too
-small for it, one arena serves all, and several jobs alternate at each end. Lanes of one job, whose iterations
-wait for each other, are in one arena: then only two of them can ever wait, and the scheduler sees both.
+small for it, one arena serves all, and several jobs alternate at each end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trainmux.colocate._demand import JobDemand
-from trainmux.errors import BudgetError, ConfigError, PlanError
+from trainmux.errors import BudgetError
 from trainmux.sizes import exact_bytes
 
 
@@ -52,32 +51,19 @@ def smallest_budget(demands: Iterable[JobDemand]) -> int:
     return sum(demand.local_bytes for demand in rows) + max((demand.peak_bytes for demand in rows), default=0)
 
 
-def check_demands(demands: Sequence[JobDemand], budget_bytes: int) -> None:
-    """Refuse jobs that cannot be scheduled together.
+def check_budget(demands: Sequence[JobDemand], budget_bytes: int) -> None:
+    """Refuse jobs that do not fit, with a `BudgetError` that has the smallest workable budget.
 
-    `ConfigError`: two of one name, or regions of different sizes. `BudgetError`, with the smallest workable
-    budget: one job alone does not fit, or all of them do not even when time-sliced.
+    Either one job alone does not fit, or all of them do not even when time-sliced.
     """
-    names = [demand.name for demand in demands]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"jobs must have different names, but got {twice[0]!r} twice; rename one of them")
-    sizes = sorted({demand.region_bytes for demand in demands})
-    if len(sizes) > 1:
-        raise ConfigError(
-            f"jobs that share an arena must use regions of one size, but got {sizes}; cut them alike"
-        )
-    _check_lanes(demands)
     least = smallest_budget(demands)
     for demand in demands:
         alone = demand.local_bytes + demand.peak_bytes
         if alone > budget_bytes:
             raise BudgetError(
                 f"the budget must hold every job by itself, but job {demand.name!r} needs "
-                f"{exact_bytes(alone)} "
-                f"and the budget is {exact_bytes(budget_bytes)}; {exact_bytes(least)} is the smallest "
-                "that works "
-                "for all jobs",
+                f"{exact_bytes(alone)} and the budget is {exact_bytes(budget_bytes)}; {exact_bytes(least)} "
+                "is the smallest that works for all jobs",
                 smallest_bytes=least,
             )
     if least > budget_bytes:
@@ -88,38 +74,13 @@ def check_demands(demands: Sequence[JobDemand], budget_bytes: int) -> None:
         )
 
 
-def lanes_by_job(demands: Iterable[JobDemand]) -> dict[str, list[JobDemand]]:
-    """The lanes of each job with concurrent micro-batches."""
-    found: dict[str, list[JobDemand]] = {}
-    for demand in demands:
-        if demand.micro_batches is not None:
-            found.setdefault(demand.job, []).append(demand)
-    return found
-
-
-def _check_lanes(demands: Sequence[JobDemand]) -> None:
-    """Refuse, with `PlanError`, lanes that do not form one job in rotation."""
-    for job, lanes in lanes_by_job(demands).items():
-        rows = [lane.micro_batches for lane in lanes if lane.micro_batches is not None]
-        expected = [replace(rows[0], index=index) for index in range(rows[0].num_lanes)]
-        steps = [lane.steps for lane in lanes]
-        total = None if None in steps else sum(step for step in steps if step is not None)
-        wanted = [None if total is None else row.steps_of(total) for row in rows]
-        alike = {(lane.segments, lane.share, lane.is_measured, lane.is_watched) for lane in lanes}
-        if rows != expected or steps != wanted or len(alike) > 1:
-            raise PlanError(
-                f"expected all lanes of job {job!r} in order, alike and with micro-batches in rotation, but "
-                f"got {rows} with steps {steps}; make them of one demand"
-            )
-
-
 _Ends = tuple[list[JobDemand], list[JobDemand]]
 
 
 def choose_layout(demands: Sequence[JobDemand], budget_bytes: int) -> MemoryLayout:
     """Pairs if they fit and the arenas have half of what full sharing would need, else one arena.
 
-    Jobs must have passed `check_demands`.
+    Jobs must have passed `check_budget`.
     """
     room = budget_bytes - sum(demand.local_bytes for demand in demands)
     if len(demands) <= 2:
@@ -156,32 +117,18 @@ def _with_capacities(arenas: Sequence[_Ends], room: int) -> MemoryLayout:
 
 
 def _two_ends(demands: Sequence[JobDemand]) -> _Ends:
-    """Spread jobs over the two ends of one arena with equal total times, lanes of one job over both ends."""
+    """Spread jobs over the two ends of one arena with equal total times."""
     ends: _Ends = ([], [])
-    for lanes in lanes_by_job(demands).values():
-        _spread(lanes, ends)
-    others = [demand for demand in demands if demand.micro_batches is None]
-    for demand in sorted(others, key=lambda one: -one.solo_seconds):
+    for demand in sorted(demands, key=lambda one: -one.solo_seconds):
         min(ends, key=lambda side: sum(one.solo_seconds for one in side)).append(demand)
     return ends
 
 
-def _spread(lanes: Sequence[JobDemand], ends: _Ends) -> None:
-    for number, lane in enumerate(lanes):
-        ends[number % 2].append(lane)
-
-
 def _pairings(demands: Sequence[JobDemand]) -> Iterator[list[_Ends]]:
-    """Pairs of similar iteration times; pairs of large and small peaks. Lanes of one job are a pair."""
-    pairs_of_lanes: list[_Ends] = []
-    for lanes in lanes_by_job(demands).values():
-        pairs_of_lanes.append(([], []))
-        _spread(lanes, pairs_of_lanes[-1])
-    others = [demand for demand in demands if demand.micro_batches is None]
-    by_time = sorted(others, key=lambda one: one.solo_seconds)
-    yield pairs_of_lanes + [(by_time[i : i + 1], by_time[i + 1 : i + 2]) for i in range(0, len(by_time), 2)]
-    by_size = sorted(others, key=lambda one: one.peak_bytes)
+    """Pairs of similar iteration times; pairs of large and small peaks."""
+    by_time = sorted(demands, key=lambda one: one.solo_seconds)
+    yield [(by_time[i : i + 1], by_time[i + 1 : i + 2]) for i in range(0, len(by_time), 2)]
+    by_size = sorted(demands, key=lambda one: one.peak_bytes)
     half = len(by_size) // 2
     pairs: list[_Ends] = [([by_size[-1 - i]], [by_size[i]]) for i in range(half)]
-    alone: list[_Ends] = [([demand], []) for demand in by_size[half : len(by_size) - half]]
-    yield pairs_of_lanes + pairs + alone
+    yield pairs + [([demand], []) for demand in by_size[half : len(by_size) - half]]

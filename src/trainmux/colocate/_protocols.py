@@ -21,12 +21,11 @@ from trainmux.engine import Memory
 
 
 class Ended(NamedTuple):
-    """A segment that has run; ``error`` is the exception of its work, if any."""
+    """A segment that has run."""
 
     ref: SegmentRef
     started_at: float
     ended_at: float
-    error: Exception | None
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,10 @@ class ColocationDevice(Protocol):
         """Run the block behind everything enqueued of the job, without waiting for it."""
 
     def enqueue(self, ref: SegmentRef, after: tuple[SegmentRef, ...], work: Callable[[], None]) -> None:
-        """Run ``work`` on its job's lane, behind what is enqueued there and behind ``after``."""
+        """Run ``work`` on its job's lane, behind what is enqueued there and behind ``after``.
+
+        ``work`` keeps its errors to itself.
+        """
 
     @property
     def is_busy(self) -> bool:

@@ -8,11 +8,9 @@ logic runs over a simulated clock and over the events of a device.
 - *Informed phase*: an iteration begins if its trend and the rest of its peer's are predicted to fit into the
   arena, else it is shifted by steps of T. Next to a peer that only gives memory back it begins slightly early
   and waits for memory on its way.
-- *Time slicing*: where predictions fail, or sharing is slower, iterations run one after the other for a
-  while.
+- *Time slicing*: where predictions fail, iterations of a pair run one after the other for a while.
 
 Memory is safe in every phase whatever the clock does (see `_arena`). Predictions only affect time.
-Concurrent micro-batches of one job are jobs here, tied to each other by a `MicroBatchOrder`.
 """
 
 from __future__ import annotations
@@ -22,13 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from trainmux.colocate._arena import Arena, ArenaSide, Gate
+from trainmux.colocate._arena import Arena, ArenaSide
 from trainmux.colocate._demand import JobDemand, SegmentRef
-from trainmux.colocate._health import GainMeter
-from trainmux.colocate._job_state import JobReport, JobState, MicroBatchOrder
-from trainmux.colocate._layout import MemoryLayout, check_demands, choose_layout
+from trainmux.colocate._job_state import JobReport, JobState
+from trainmux.colocate._layout import MemoryLayout, check_budget, choose_layout
 from trainmux.colocate._trend import least_shift
-from trainmux.errors import ConfigError, PlanError
 
 # docs/decisions/0010-scrooge-constants.md says why.
 _TIME_STEP_SHARE = 1 / 64
@@ -69,7 +65,7 @@ Action = Enqueue | Remap | Idle
 class ScroogeScheduler:
     """Schedules ``demands`` within ``budget_bytes``; jobs and budget may change while it runs.
 
-    Refused as by `check_demands`: jobs that cannot be scheduled together.
+    Names differ, and regions have one size. Refused as by `check_budget`: jobs that do not fit.
     """
 
     def __init__(self, demands: Sequence[JobDemand], budget_bytes: int, *, now: float = 0.0) -> None:
@@ -78,9 +74,7 @@ class ScroogeScheduler:
         self._arenas: list[Arena] = []
         self._sides: list[tuple[Arena, ArenaSide, ArenaSide]] = []
         self._side_of: dict[str, tuple[Arena, ArenaSide]] = {}
-        self._gain = GainMeter()
         self._profiling: JobState | None = None
-        self._num_to_profile = 0
         self._wanted = {demand.name: demand for demand in demands}
         self._wanted_budget = budget_bytes
         self._target: MemoryLayout | None = None
@@ -90,51 +84,37 @@ class ScroogeScheduler:
         self.budget_bytes = budget_bytes
         """The budget in force; a new one counts from its `Remap` on."""
         self._now = now
-        check_demands(demands, budget_bytes)
+        check_budget(demands, budget_bytes)
         self._retarget()
 
     # ---- changes from outside ------------------------------------------------------------------------
 
-    def add(self, *demands: JobDemand) -> None:
-        """Admit another job, with all of its lanes; running jobs make room at the ends of their
-        iterations."""
-        for demand in demands:
-            if demand.name in self._wanted or demand.name in self._jobs:
-                raise ConfigError(
-                    f"jobs must have different names, but got {demand.name!r} twice; rename one of them"
-                )
-        check_demands([*self._wanted.values(), *demands], self._wanted_budget)
-        self._wanted.update({demand.name: demand for demand in demands})
+    def add(self, demand: JobDemand) -> None:
+        """Admit another job; running jobs make room at the ends of their iterations."""
+        check_budget([*self._wanted.values(), demand], self._wanted_budget)
+        self._wanted[demand.name] = demand
         self._retarget()
 
     def remove(self, name: str, *, at_once: bool = False) -> None:
         """Remove a job after its present iteration, or ``at_once`` without what is not enqueued of it.
 
-        All lanes of a job go together. Segments in flight still have to be reported complete. Refused with
-        `ConfigError`: an unknown name.
+        Segments in flight still have to be reported complete.
         """
-        if name not in self._wanted:
-            raise ConfigError(
-                f"expected the name of a scheduled job, one of {sorted(self._wanted)}, but got {name!r}; a "
-                "job that has ended is gone already"
-            )
-        job_name = self._wanted[name].job
-        self._wanted = {key: demand for key, demand in self._wanted.items() if demand.job != job_name}
+        del self._wanted[name]
         job = self._jobs.get(name)
         if job is None:
             self._retarget()
             return
-        for state in job.lanes:
-            state.is_leaving = True
-            side = self._side_of[state.name][1]
-            if at_once and side.job is state:
-                side.abandon()
-                state.num_ended += 1
+        job.is_leaving = True
+        side = self._side_of[name][1]
+        if at_once and side.job is job:
+            side.abandon()
+            job.num_ended += 1
         self._drop_if_done(job)
 
     def set_budget(self, budget_bytes: int) -> None:
         """Use ``budget_bytes`` as soon as the jobs at the tops of arenas are between two iterations."""
-        check_demands(list(self._wanted.values()), budget_bytes)
+        check_budget(list(self._wanted.values()), budget_bytes)
         self._wanted_budget = budget_bytes
         self._retarget()
 
@@ -150,24 +130,17 @@ class ScroogeScheduler:
         if changed:
             self._retarget()
 
-    def cut_anew(self, *demands: JobDemand) -> None:
-        """Replace the segments of jobs that were admitted; their local bytes and the layout stay.
+    def cut_anew(self, demand: JobDemand) -> None:
+        """Replace the segments of an admitted job that has not begun; its local bytes and the layout stay.
 
-        Refused with `PlanError`: jobs that are absent, that have begun, or whose peaks are higher now. Jobs
-        named before such a one are cut.
+        Its peak must not be higher than before.
         """
-        for demand in demands:
-            job = self._jobs.get(demand.name) if demand.name in self._wanted else None
-            if job is None or job.num_begun or demand.peak_bytes > job.demand.peak_bytes:
-                raise PlanError(
-                    f"expected job {demand.name!r} to be admitted, not to have begun and not to need more, "
-                    "but it is not so; remove it and add it as it is now"
-                )
-            self._wanted[demand.name] = replace(demand, local_bytes=job.demand.local_bytes)
-            self._num_to_profile -= job.needs_profiling
-            job.cut_as(self._wanted[demand.name])
-            self._num_to_profile += job.needs_profiling
-            self._side_of[demand.name][0].learn()
+        job = self._jobs[demand.name]
+        assert not job.num_begun
+        assert demand.peak_bytes <= job.demand.peak_bytes
+        self._wanted[demand.name] = replace(demand, local_bytes=job.demand.local_bytes)
+        job.cut_as(self._wanted[demand.name])
+        self._side_of[demand.name][0].learn()
 
     # ---- questions and reports of the dispatcher -----------------------------------------------------
 
@@ -176,17 +149,15 @@ class ScroogeScheduler:
         self._now = now
         if self._target is not None and self._change_layout(now):
             return Remap(self.layout, self.budget_bytes)
-        ready: list[tuple[ArenaSide, ArenaSide, JobState, Gate]] = []
-        further: list[tuple[ArenaSide, ArenaSide, JobState, Gate]] = []
+        ready: list[tuple[ArenaSide, ArenaSide, JobState, tuple[SegmentRef, ...]]] = []
+        further = ready.copy()
         for arena, side, other in self._sides:
             job = side.job
-            if job is None or not (side.takes_another(job) or side.takes_more(job, fits_all=arena.fits_all)):
+            if job is None or not (side.takes_another or side.takes_more(fits_all=arena.fits_all)):
                 continue
-            if job.order is not None and job.order.behind(job, side.next_segment) is None:
-                continue
-            gate = side.gate(job, side.next_segment, other, arena.capacity_bytes)
-            if gate is not None:
-                (ready if side.takes_another(job) else further).append((side, other, job, gate))
+            behind = side.gate(job, side.next_segment, other, arena.capacity_bytes)
+            if behind is not None:
+                (ready if side.takes_another else further).append((side, other, job, behind))
             elif not other.is_falling:
                 side.is_gated = True
         if not ready:
@@ -196,28 +167,18 @@ class ScroogeScheduler:
             ready = further
         # The side that runs dry first goes first.
         first = ready[0] if len(ready) == 1 else min(ready, key=lambda row: row[0].tail_at(now))
-        side, other, job, gate = first
-        if gate.behind is None:
-            return self._enqueue(side, job, side.next_segment, ())
-        side.is_gated = side.is_gated or not other.is_falling
-        return self._enqueue(side, job, side.next_segment, (gate.behind,))
+        side, other, job, behind = first
+        side.is_gated = side.is_gated or bool(behind and not other.is_falling)
+        return self._enqueue(side, job, side.next_segment, behind)
 
     def complete(self, ref: SegmentRef, started_at: float, ended_at: float) -> None:
-        """Report that a segment ran from ``started_at`` to ``ended_at``. A job's segments end in order.
-
-        Refused with `PlanError`: a segment that is not the oldest in flight on its side.
-        """
-        arena, side = self._side_of.get(ref.job, (None, None))
-        if arena is None or side is None or not side.in_flight or side.in_flight[0].ref != ref:
-            raise PlanError(
-                f"expected a report of the oldest segment in flight of job {ref.job!r}, but got {ref}; "
-                "report segments once each, in the order in which they were enqueued"
-            )
+        """Report that a segment ran from ``started_at`` to ``ended_at``. Segments of a side end in order."""
+        arena, side = self._side_of[ref.job]
         entry = side.in_flight.popleft()
+        assert entry.ref == ref
         job = entry.job
         side.last_end = ended_at
         job.segment_ended(ref.segment, started_at, ended_at, was_gated=entry.was_gated)
-        self._gain.segment_ended(job.solo_seconds[ref.segment], ended_at)
         if ref.segment == job.num_segments - 1:
             self._iteration_ended(arena, side, job, ended_at)
         elif job.is_leaving:
@@ -237,16 +198,9 @@ class ScroogeScheduler:
         """Whether every job has run its steps."""
         return not self._jobs and not self._wanted
 
-    def report(self, name: str) -> JobReport:
-        """Statistics of a job, also after it has ended."""
-        if name in self._ended and name not in self._jobs:
-            return self._ended[name]
-        if name not in self._jobs:
-            raise ConfigError(
-                f"expected the name of a job, one of {sorted({*self._jobs, *self._ended})}, but got "
-                f"{name!r}; a job has a report once it is admitted"
-            )
-        return self._jobs[name].report()
+    def report(self, name: str) -> JobReport | None:
+        """Statistics of a job, also after it has ended; ``None`` if it was never admitted."""
+        return self._jobs[name].report() if name in self._jobs else self._ended.get(name)
 
     # ---- decisions -----------------------------------------------------------------------------------
 
@@ -260,7 +214,7 @@ class ScroogeScheduler:
             job = side.next_job()
             if job is None or job.is_being_watched:
                 continue
-            if side.takes_another(job):
+            if side.takes_another:
                 waiting.append((job.service, len(waiting), arena, side, other, job))
         for _, _, arena, side, other, job in sorted(waiting):
             behind = self._may_begin(arena, side, other, job, now)
@@ -270,7 +224,7 @@ class ScroogeScheduler:
                     shift = max(0.0, now - max(side.asked_at, side.last_end))
                 if side.in_flight and side.in_flight[-1].job is not job:
                     behind = (side.in_flight[-1].ref, *behind)
-                job.begin(shift, alone=self._profiling is job or self._gain.slicing.is_on)
+                job.begin(shift)
                 side.asked_at = None
                 return self._enqueue(side, job, 0, behind)
             if side.retry_at > now:
@@ -283,27 +237,22 @@ class ScroogeScheduler:
         """The segments behind which an iteration of ``job`` may begin now; ``None`` if it may not."""
         if self._profiling is not None:
             return None
-        if self._num_to_profile:
+        if any(one.needs_profiling for one in self._jobs.values()):
             if not job.needs_profiling or not all(one.is_idle for _, one, _ in self._sides):
                 return None
             self._profiling = job
             return ()
-        if self._gain.slicing.is_on:
-            others = [one for _, one, _ in self._sides if one is not side]
-            if any(one.job is not None for one in others):
-                return None
-            return tuple(one.in_flight[-1].ref for one in others if one.in_flight)
         if other.is_idle:
             return None if arena.must_yield(other, job) else ()
-        if arena.stalls.slicing.is_on:
+        if arena.stalls.is_slicing:
             return None if other.job is not None else (other.in_flight[-1].ref,)
         if side.asked_at is not None and now < side.retry_at and side.seen_epoch == other.epoch:
             return None
         shift = self._predict(arena, side, other, job, now)
-        gate = None if shift is None or shift > 0 else side.gate(job, 0, other, arena.capacity_bytes)
-        if gate is not None:
+        behind = None if shift is None or shift > 0 else side.gate(job, 0, other, arena.capacity_bytes)
+        if behind is not None:
             side.retry_at = 0.0
-            return () if gate.behind is None else (gate.behind,)
+            return behind
         time_step = _TIME_STEP_SHARE * job.trend.iteration_seconds
         side.retry_at = now + time_step * max(1, math.ceil((shift or 0.0) / time_step))
         side.seen_epoch = other.epoch
@@ -329,63 +278,43 @@ class ScroogeScheduler:
     def _enqueue(
         self, side: ArenaSide, job: JobState, segment: int, behind: tuple[SegmentRef, ...]
     ) -> Enqueue:
-        """Enqueue a segment behind those that memory and the order of micro-batches require."""
+        """Enqueue a segment behind those that memory requires."""
         ref = SegmentRef(job.name, job.num_begun - 1, segment)
         side.push(job, segment, ref, self._now)
-        if job.order is not None:
-            behind += job.order.behind(job, segment) or ()
-            job.order.enqueued(segment)
         return Enqueue(ref, behind)
 
     def _iteration_ended(self, arena: Arena, side: ArenaSide, job: JobState, now: float) -> None:
         job.num_ended += 1
         side.epoch += 1
-        ran_alone = job.runs_alone.popleft()
         if self._profiling is job:
             self._profiling = None
-            if not job.sweep_limit():
-                self._drop_if_done(job)
-                return  # it is profiled once more
-            for state in job.lanes:
-                state.learn_solo(job.observed)
-                state.trend.set_seconds(job.observed)
-                state.needs_profiling = False
-                self._num_to_profile -= 1
-            self._gain.restart()
-            arena.learn()
+            job.learn_solo(job.observed)
+            job.trend.set_seconds(job.observed)
+            job.needs_profiling = False
         else:
             job.trend.refine(job.observed, _FEEDBACK_WEIGHT)
             job.num_mispredicted += job.was_mispredicted
-            if ran_alone and self._gain.slicing.is_on:  # nothing has begun at the same time since
-                job.refine_solo(_FEEDBACK_WEIGHT)
             if arena.is_shared:
                 pair_seconds = sum(peer.iteration_solo_seconds for peer in arena.jobs)
                 if arena.stalls.iteration_ended(now, pair_seconds, stalled=job.was_mispredicted):
-                    self._fell_back()
-                arena.learn()
-            round_seconds = sum(peer.iteration_solo_seconds for peer in self._jobs.values())
-            if self._gain.iteration_ended(now, round_seconds, len(self._jobs)):
-                self._fell_back()
+                    self.num_fall_backs += 1
+                    self._forget_service()
+        arena.learn()
         self._drop_if_done(job)
 
     def _drop_if_done(self, job: JobState) -> None:
-        """Forget a job that has ended in all of its lanes and has nothing in flight."""
-        for state in job.lanes:
-            in_flight = self._side_of[state.name][1].in_flight
-            if not state.is_done or any(entry.job is state for entry in in_flight):
-                return
-        for state in job.lanes:
-            self._num_to_profile -= state.needs_profiling
-            if self._profiling is state:
-                self._profiling = None
-            self._ended[state.name] = state.report()
-            self._wanted.pop(state.name, None)
-            arena, side = self._side_of.pop(state.name)
-            side.jobs.remove(state)
-            side.epoch += 1
-            del self._jobs[state.name]
-            arena.learn()
-        self._gain.forget()
+        """Forget a job that has ended and has nothing in flight."""
+        arena, side = self._side_of[job.name]
+        if not job.is_done or any(entry.job is job for entry in side.in_flight):
+            return
+        if self._profiling is job:
+            self._profiling = None
+        self._ended[job.name] = job.report()
+        self._wanted.pop(job.name, None)
+        del self._side_of[job.name], self._jobs[job.name]
+        side.jobs.remove(job)
+        side.epoch += 1
+        arena.learn()
         self._retarget()
 
     def _retarget(self) -> None:
@@ -405,17 +334,10 @@ class ScroogeScheduler:
             return self._change_capacities(target)
         if not all(side.is_idle for _, side, _ in self._sides):
             return False
-        self._gain.forget()
         self._forget_service()
-        lanes: dict[str, list[JobState]] = {}
         for demand in self._wanted.values():
             if demand.name not in self._jobs:
-                job = self._jobs[demand.name] = JobState(demand)
-                self._num_to_profile += not demand.is_measured
-                if demand.micro_batches is not None:
-                    lanes.setdefault(demand.job, []).append(job)
-        for states in lanes.values():
-            MicroBatchOrder(states)
+                self._jobs[demand.name] = JobState(demand)
         kept = {frozenset(arena.layout.names): arena for arena in self._arenas}
         self._arenas = [Arena(row, self._jobs, now, kept.get(frozenset(row.names))) for row in target.arenas]
         self._sides = [side for arena in self._arenas for side in arena.sides()]
@@ -424,10 +346,7 @@ class ScroogeScheduler:
         return True
 
     def _change_capacities(self, target: MemoryLayout) -> bool:
-        """Shrink arenas whose top is idle; once all have shrunk, let the others grow.
-
-        Whether sharing works has to be found out again then.
-        """
+        """Shrink arenas whose top is idle; once all have shrunk, let the others grow."""
         changed = False
         rows = list(zip(self._arenas, target.arenas, strict=True))
         for is_growth in (False, True):
@@ -452,7 +371,6 @@ class ScroogeScheduler:
             self._target = None
         if changed:
             self._forget_service()
-            self._gain.share_again()
         return changed
 
     def _forget_service(self) -> None:
@@ -463,8 +381,3 @@ class ScroogeScheduler:
         """
         for job in self._jobs.values():
             job.service = 0.0
-
-    def _fell_back(self) -> None:
-        """Count a fall-back; slicing begins with whichever job is asked first."""
-        self.num_fall_backs += 1
-        self._forget_service()

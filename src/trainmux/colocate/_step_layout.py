@@ -25,7 +25,7 @@ from trainmux.colocate._feature_maps import (
     stack_feature_maps,
 )
 from trainmux.engine import StepProgram, scratch_bytes
-from trainmux.ir import Compute, Free, InputKind, Instruction, Part, Program, Tenancy
+from trainmux.ir import Compute, Free, Instruction, Part, Program, Tenancy
 from trainmux.planning import Tenant, pack
 from trainmux.profiling import Device, KernelGraph, analytic_profile
 from trainmux.sizes import round_up
@@ -37,9 +37,6 @@ _NOTHING = Part((), ())
 
 StaticKey = tuple[int, str, Hashable]
 """Identifies a static tensor: a group, and a kind and name among its step's arguments."""
-
-_CHANGED_BY_UPDATE = (InputKind.PARAMETER.value, "state")
-"""Kinds of static tensors that only a step with an update changes."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +53,6 @@ class StepKernels:
     numbers: tuple[int, ...]
     static_keys: Mapping[int, StaticKey]
     scratch_bytes: int
-
-    def kind_of(self, number: int) -> str | None:
-        """The kind of a static tensor among the step's arguments; ``None`` for others."""
-        key = self.static_keys.get(number)
-        return None if key is None else key[1]
 
     @property
     def num_kernels(self) -> int:
@@ -88,29 +80,6 @@ class StepKernels:
     def changed(self) -> set[int]:
         """The static tensors that the step changes."""
         return {n for step in self.graph.steps for n in step.changes if n in self.static_keys}
-
-    @property
-    def changed_buffers(self) -> tuple[str, ...]:
-        """The names of the models' buffers that the step changes."""
-        buffers = [n for n in sorted(self.changed) if self.kind_of(n) == InputKind.BUFFER.value]
-        return tuple(str(self.static_keys[number][2]) for number in buffers)
-
-    @property
-    def first_ordered_rank(self) -> int:
-        """The first kernel that changes a static tensor, or reads one that an earlier step may change.
-
-        Steps between two updates may run at once, with the results of one after the other, if this kernel and
-        all behind it run in the order of the steps. Weights and optimizer state are changed by the step that
-        updates, and no other step begins until that has ended.
-        """
-        changed = read_in_order = self.changed
-        if self.step.settings.applies:
-            read_in_order = {number for number in changed if self.kind_of(number) not in _CHANGED_BY_UPDATE}
-        return next(
-            rank
-            for rank, step in enumerate(self.graph.steps)
-            if not changed.isdisjoint(step.changes) or not read_in_order.isdisjoint(step.reads)
-        )
 
 
 def read_step_kernels(
@@ -203,33 +172,20 @@ class StepLayout:
         estimates, slowness = self.kernels.iteration.kernel_seconds, seconds / self.kernels.estimated_seconds
         return segments_between(cuts, self.stack, estimates, slowness=slowness)
 
-    def fit_cuts(
-        self, cuts: Sequence[int], segments: Sequence[Segment], *, num_free: int = 0
-    ) -> tuple[int, ...] | None:
+    def fit_cuts(self, cuts: Sequence[int], segments: Sequence[Segment]) -> tuple[int, ...] | None:
         """Cuts with which this step can run in place of one that is cut at ``cuts`` into ``segments``.
 
         At the same kernels where that never needs more memory; else all of it during the highest segment;
-        ``None`` where even that is too low. Pieces may be empty. With ``num_free``, the ordered part is
-        fitted into the segments behind so many, and the free part into those.
+        ``None`` where even that is too low. Pieces may be empty.
         """
-        num_kernels = self.kernels.num_kernels
-        if not num_free:
-            return self._fit(range(num_kernels), cuts, segments)
-        rank = self.kernels.first_ordered_rank
-        free = self._fit(range(rank), cuts[:num_free], segments[:num_free])
-        ordered = self._fit(range(rank, num_kernels), cuts[num_free:], segments[num_free:])
-        return None if free is None or ordered is None else free + ordered
-
-    def _fit(self, ranks: range, cuts: Sequence[int], segments: Sequence[Segment]) -> tuple[int, ...] | None:
-        first, end = ranks.start, ranks.stop
-        same = [min(max(cut, first), end) for cut in cuts[:-1]] + [end]
-        if self._fits(first, same, segments):
-            return tuple(same)
+        end = self.kernels.num_kernels
         highest = max(range(len(segments)), key=lambda number: segments[number].height_bytes)
-        at_once = [first] * highest + [end] * (len(segments) - highest)
-        return tuple(at_once) if self._fits(first, at_once, segments) else None
+        same = [min(cut, end) for cut in cuts[:-1]] + [end]
+        at_once = [0] * highest + [end] * (len(segments) - highest)
+        return next((tuple(found) for found in (same, at_once) if self._fits(found, segments)), None)
 
-    def _fits(self, first: int, cuts: Sequence[int], segments: Sequence[Segment]) -> bool:
+    def _fits(self, cuts: Sequence[int], segments: Sequence[Segment]) -> bool:
+        first = 0
         for end, segment in zip(cuts, segments, strict=True):
             height = max(self.stack.kernel_heights[first:end], default=0)
             hold = self.stack.holds[end - 1] if end else 0
@@ -271,7 +227,7 @@ def lay_out_step(kernels: StepKernels, statics: StaticArea, *, region_bytes: int
             offsets[number] = found
     transient = frozenset(number for number, _ in rows)
     for number, row in zip(kernels.numbers, kernels.iteration.allocations, strict=True):
-        if not row.tensor_class.is_sharable:
+        if row.tensor_class is not TensorClass.FEATURE_MAP:
             span = (row.allocated_by, row.last_used_by + 1)
             rows.append((number, Tenant(row.size_bytes, (span,))))
     slab = pack([tenant for _, tenant in rows], ALIGNMENT_BYTES)

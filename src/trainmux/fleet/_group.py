@@ -375,12 +375,9 @@ class Group:
 
     # ---- running -----------------------------------------------------------------------------------
 
-    def push_numbers(self, *, num_ahead: int = 0) -> None:
-        """Send the members' numbers as they were read last.
-
-        ``num_ahead`` steps, none with an update, were fed before and have not ended yet.
-        """
-        self._numbers.push(self.members, num_ahead=num_ahead)
+    def push_numbers(self) -> None:
+        """Send the members' numbers as they were read last."""
+        self._numbers.push()
 
     def told(self, *, applies: bool) -> Hashable:
         """Return all that a step would be fed now but its batch; equal as long as nothing changes."""

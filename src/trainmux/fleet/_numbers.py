@@ -95,12 +95,10 @@ class GroupNumbers:
             offset += num_scalars
         self.idle = tuple(idle)
 
-    def push(self, members: Members, *, num_ahead: int = 0) -> None:
-        """Send everything, with the counters that members have once ``num_ahead`` more steps have ended."""
+    def push(self) -> None:
+        """Send everything, with the members' counters."""
         counters = self._feed.host["counters"]
         counters[self._rows] = [slot.counter for slot in self._slots]
-        if num_ahead:
-            counters[self._rows] += num_ahead
         self._feed.push()
 
     def count(self, members: Members, num_updates: int) -> None:

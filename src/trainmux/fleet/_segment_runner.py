@@ -92,12 +92,9 @@ class GroupPiece:
             applies=self.applies,
         )
 
-    def feed(self, program: StepProgram, *, num_ahead: int = 0) -> dict[int, Tensor]:
-        """Return what is new for this step, by position among the program's arguments.
-
-        ``num_ahead`` steps of the group, none with an update, were fed before and have not ended yet.
-        """
-        self.group.push_numbers(num_ahead=num_ahead)
+    def feed(self, program: StepProgram) -> dict[int, Tensor]:
+        """Return what is new for this step, by position among the program's arguments."""
+        self.group.push_numbers()
         return self.group.fed(program, self.batch)
 
     def end(self, program: StepProgram, results: Sequence[Tensor]) -> None:
@@ -141,28 +138,18 @@ class SegmentRunner:
         return lowering == "auto" or (lowering == "inductor" and is_wide)
 
     @property
-    def accumulate(self) -> int:
-        """Every so many steps update."""
-        return self._config.accumulate
-
-    @property
-    def num_accumulated(self) -> int:
-        """Steps that have ended since the last update."""
-        return self.fleet.num_steps % self.accumulate
-
-    @property
     def uses_half(self) -> bool:
         """Whether matrix products are of 16-bit numbers."""
         return self._config.precision == "bf16"
 
-    def begin(self, batch: Any, *, applies: bool | None = None, num_ahead: int = 0) -> tuple[GroupPiece, ...]:
+    def begin(self, batch: Any, *, applies: bool | None = None) -> tuple[GroupPiece, ...]:
         """Check a batch and read the members' settings as they are now; refuses what `Fleet.step` would.
 
-        ``applies`` says whether the step updates; left out, it is what comes next, behind ``num_ahead`` steps
-        that have begun and not ended. Groups that have lost all members have no part in it.
+        ``applies`` says whether the step updates; left out, it is what comes next. Groups that have lost all
+        members have no part in it.
         """
         if applies is None:
-            applies = (self.fleet.num_steps + num_ahead + 1) % self.accumulate == 0
+            applies = (self.fleet.num_steps + 1) % self._config.accumulate == 0
         return self.fleet._begin_segments(self, batch, applies)
 
     def check_slots(self, groups: Sequence[Group]) -> None:

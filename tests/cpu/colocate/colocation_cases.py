@@ -170,31 +170,6 @@ def enqueued_jobs(colocation: tm.Colocation) -> list[SegmentRef]:
     return found
 
 
-def pairs_beside(colocation: tm.Colocation) -> list[tuple[SegmentRef, SegmentRef]]:
-    """Fills with segments of two jobs that are in flight at once from now on, neither behind the other."""
-    device: Any = colocation._device
-    enqueue, next_ended = device.enqueue, device.next_ended
-    in_flight: list[SegmentRef] = []
-    found = []
-
-    def noting(ref: SegmentRef, after: tuple[SegmentRef, ...], work: Any) -> None:
-        waits_for = {there.job: there[1:] for there in after}
-        for there in in_flight:
-            if there.job != ref.job and there[1:] > waits_for.get(there.job, (-1, -1)):
-                found.append((there, ref))
-        in_flight.append(ref)
-        enqueue(ref, after, work)
-
-    def ending(until: float | None = None) -> Any:
-        ended = next_ended(until)
-        if ended is not None:
-            in_flight.remove(ended.ref)
-        return ended
-
-    device.enqueue, device.next_ended = noting, ending
-    return found
-
-
 def is_interleaved(order: Sequence[SegmentRef]) -> bool:
     """Whether segments of another job stand between two of one iteration."""
     for first, second in itertools.pairwise(order):

@@ -7,7 +7,6 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from colocation_cases import (
     mse,
     smallest_budget,
     state_of,
-    sum_of_peaks,
     tiny_batches,
     tiny_fleet,
     tiny_job,
@@ -91,97 +89,12 @@ def beside(job: tm.Job) -> tm.ColocationResult:
     return result
 
 
-def test_jobs_are_as_alone_while_the_budget_changes() -> None:
-    budgets: list[int] = []
-
-    def squeeze(event: tm.JobStep) -> None:
-        if event.step in (3, 6):
-            event.colocation.set_budget(budgets[0] if event.step == 3 else budgets[1])
-
-    jobs = [tiny_job("a", 0, steps=10, callbacks=[squeeze]), tiny_job("b", 1, steps=10)]
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, poisons=True)
-    budgets += [smallest_budget(colocation), sum_of_peaks(colocation)]
-    colocation.set_budget(budgets[1])
-    result = colocation.run()
-    assert_as_alone(result, jobs[0], 0, 10)
-    assert_as_alone(result, jobs[1], 1, 10)
-
-
-def test_steps_are_counted_when_they_have_ended() -> None:
-    steps: list[tuple[int, int, torch.Tensor]] = []
-
-    def note(event: tm.JobStep) -> None:
-        rows = event.colocation.results()["a"]
-        steps.append((event.step, rows.num_steps, rows.losses))
-
-    beside(tiny_job("a", 0, steps=5, callbacks=[note]))
-    assert [(step, num, len(losses)) for step, num, losses in steps] == [(n, n, n) for n in range(1, 6)]
-
-
 def test_a_loader_that_raises_ends_its_job_alone() -> None:
     error = OSError("the disk is gone")
     job = tiny_job("a", 0, steps=9, loader=Breaking(tiny_batches(0)[:2], error))
     result = beside(job)
     assert result["a"].error is error
     assert_as_alone(result, job, 0, 2)
-
-
-def test_a_loader_that_ends_ends_its_job() -> None:
-    job = tiny_job("a", 0, steps=None)
-    result = beside(job)
-    assert result["a"].error is None
-    assert_as_alone(result, job, 0, 3)
-
-
-def lanes_job(fleet: tm.Fleet, **options: object) -> tm.Job:
-    return tm.Job("a", fleet=fleet, concurrent_micro_batches=2, **options)  # type: ignore[arg-type]
-
-
-def accumulating_fleet() -> tm.Fleet:
-    model = tiny_model(0)
-    member = tm.Member(model, tiny_optimizer(model), name="m", seed=0)
-    return tm.Fleet([member], mse, tiny_batches(0)[0], deterministic=True, accumulate=3)
-
-
-def test_micro_batches_in_lanes_are_as_alone(tmp_path: Path) -> None:
-    """With callbacks and without, with a loader that breaks and one that ends."""
-    fleet, batches = accumulating_fleet(), tiny_batches(0, num_batches=8)
-    fleet.save(tmp_path / "begin")
-    losses = [fleet.step(batch).clone() for batch in cycled(batches, 11)]
-    state = state_of(fleet)
-    seen: list[tuple[int, int]] = []
-
-    def note(event: tm.JobStep) -> None:
-        seen.append((event.step, fleet.num_steps))
-
-    for callbacks in ((), (note,)):
-        fleet.restore(tmp_path / "begin")
-        result = beside(lanes_job(fleet, loader=batches, steps=11, callbacks=callbacks))["a"]
-        assert torch.equal(result.losses, torch.stack(losses))
-        assert_same_state(state_of(fleet), state, "a")
-    assert seen == [(step, min(11, -(-step // 3) * 3)) for step in range(1, 12)]
-    for loader, steps in ((Breaking(batches[:5], OSError("disk")), 11), (batches[:5], None)):
-        fleet.restore(tmp_path / "begin")
-        result = beside(lanes_job(fleet, loader=loader, steps=steps))["a"]
-        assert (result.error is None) is (steps is None)
-        assert torch.equal(result.losses, torch.stack(losses[:5]))
-        for step in range(5, 11):
-            assert torch.equal(fleet.step(batches[step % 8]), losses[step])
-        assert_same_state(state_of(fleet), state, "a")
-
-
-def test_a_job_in_lanes_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second lane is refused after the first has moved in."""
-    asked = refusing_settle(monkeypatch, "m", 2)
-    fleet, batches = accumulating_fleet(), tiny_batches(0)
-    result = tm.colocate(
-        [lanes_job(fleet, loader=batches, steps=7)], "2GiB", tracking_bytes=0, poisons=True
-    ).run()["a"]
-    assert result.error is None
-    assert len(asked) == 4  # the first lane; the first; both
-    alone = accumulating_fleet()
-    assert torch.equal(result.losses, torch.stack([alone.step(b).clone() for b in cycled(batches, 7)]))
-    assert_same_state(state_of(fleet), state_of(alone), "a")
 
 
 def test_a_callback_that_raises_leaves_whole_steps() -> None:
@@ -390,8 +303,8 @@ def replace_member(fleet: tm.Fleet) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda fleet: fleet.stop("m1"), lambda fleet: fleet.drop("m1"), set_learning_rate, replace_member],
-    ids=["stop", "drop", "learning rate", "replace"],
+    [lambda fleet: fleet.drop("m1"), set_learning_rate, replace_member],
+    ids=["drop", "learning rate", "replace"],
 )
 def test_members_that_change_while_a_batch_is_ahead(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[tm.Fleet], None]
@@ -411,15 +324,3 @@ def test_members_that_change_while_a_batch_is_ahead(
     assert torch.equal(result.losses.isnan(), expected.isnan())
     assert torch.equal(result.losses.nan_to_num(), expected.nan_to_num())
     assert_same_state(state_of(fleet), state_of(alone), "changed")
-
-
-def test_shorter_batches_are_taken_ahead_too(looks: list[str]) -> None:
-    """All that is fed lies in the job's own area: it needs nothing of the arena for that."""
-    batches = tiny_batches(0)
-    inputs, targets = batches[1]
-    batches[1] = (inputs[:3], targets[:3])
-    alone = tiny_fleet(0, "a", SHORT_LIVED)
-    expected = torch.stack([alone.step(batch).clone() for batch in cycled(batches, 9)])
-    result = beside(tiny_job("a", 0, steps=9, loader=batches))
-    assert torch.equal(result["a"].losses, expected)
-    assert looks.count("a") >= 3

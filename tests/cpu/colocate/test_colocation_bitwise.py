@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import torch
@@ -56,12 +55,10 @@ def test_pairs_and_triples_at_every_budget(built_once: None, tmp_path: Path) -> 
             assert_same_state(state_of(fleets[name]), state, f"{names} at {tightness}: {name}")
         return result
 
-    for pair in itertools.pairwise([*NAMES, NAMES[0]]):
-        check(pair, 1.0)
-    check(("residual", "transformer_with_dropout"), 0.5)
+    check(("mlp", "transformer_with_dropout"), 1.0)
+    check(("residual", "lstm"), 0.5)
     roomy = check(("residual", "transformer_with_dropout"), 0.0)
     assert all(job.shift_seconds == 0 for job in roomy.jobs.values())
     tight = check(("mlp", "residual", "lstm"), 1.0)
     assert tight.used_bytes == tight.budget_bytes
-    check(("transformer_with_dropout", "residual", "lstm"), 0.5)
     check(NAMES, 0.8)

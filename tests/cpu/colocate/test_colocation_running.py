@@ -30,9 +30,6 @@ from colocation_cases import (
 )
 
 import trainmux as tm
-from trainmux.colocate._demand import JobDemand
-from trainmux.colocate._fused_work import fused_lanes
-from trainmux.colocate._protocols import MemoryNeed
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
@@ -257,17 +254,3 @@ def test_members_leave_and_are_replaced_while_their_job_runs() -> None:
         assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
         assert torch.equal(found.isnan(), wanted.isnan())
     assert_same_state(state_of(shared), state_of(alone), "sweep")
-
-
-def test_regions_that_are_chosen_later_are_as_if_there_from_the_start() -> None:
-    fleet, example = tiny_fleet(0, "a", 0), tiny_batches(0)[0]
-
-    def demand(given: int, chosen: int) -> tuple[JobDemand, MemoryNeed]:
-        (lane,) = fused_lanes(fleet, example, tracking_bytes=0, region_bytes=given)
-        lane.use_regions(chosen)
-        return lane.demand("a", steps=4, share=1.0), lane.need
-
-    coarse, fine = demand(1 << 16, 1 << 16), demand(512, 512)
-    assert coarse[0].peak_bytes > fine[0].peak_bytes
-    assert demand(1 << 16, 512) == fine
-    assert demand(512, 1 << 16) == coarse

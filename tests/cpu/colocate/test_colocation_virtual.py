@@ -1,10 +1,9 @@
-"""All that runs jobs on a CUDA device, on a CPU (`paper_cuda`)."""
+"""All that runs jobs on a CUDA device, on a CPU (`fake_cuda`)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,13 @@ from colocation_cases import (
     tiny_model,
     tiny_optimizer,
 )
-from paper_cuda import PAGE, PaperGraph, PaperRoom, SystemDriver, _gone, install
+from tests.fake_cuda import PAGE, PaperRoom, SystemDriver, install
 from torch import Tensor
 
 import trainmux as tm
 from trainmux.colocate import _fused_work, _segment_graphs
 from trainmux.colocate._cuda_device import CudaDevice
 from trainmux.colocate._fused_work import _SCRATCH_BYTES, _SPARE_BYTES
-from trainmux.colocate._job_state import InFlightSweep
-from trainmux.colocate._layout import smallest_budget as smallest_demand
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentSet
 from trainmux.colocate._step_layout import StepKernels
 from trainmux.errors import BatchError, BudgetError, ConfigError, PlanError
@@ -49,7 +46,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> SystemDriver:
-    return install(monkeypatch)[0]
+    return install(monkeypatch)
 
 
 def test_jobs_that_share_regions_are_as_alone(driver: SystemDriver, tmp_path: Path) -> None:
@@ -95,7 +92,7 @@ def trained(fleet: tm.Fleet, batches: Sequence[Any], steps: int) -> tuple[Tensor
 
 
 def captures_of(colocation: tm.Colocation) -> dict[str, int]:
-    return {name: admitted._works[0].num_captures for name, admitted in colocation._inside.items()}  # type: ignore[attr-defined]
+    return {name: admitted.work.num_captures for name, admitted in colocation._inside.items()}  # type: ignore[attr-defined]
 
 
 def test_regions_are_exchanged_under_running_jobs(driver: SystemDriver) -> None:
@@ -134,8 +131,7 @@ def finer_once_measured(kernels: StepKernels, seconds: float) -> int:
     return 1 << 40 if seconds == kernels.estimated_seconds else 0
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2])
-def test_a_step_that_was_misjudged_is_cut_anew(num_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_was_misjudged_is_cut_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts are chosen for what kernels take on an H200; a step that took otherwise is captured once more."""
     asked: list[float] = []
 
@@ -144,13 +140,10 @@ def test_a_step_that_was_misjudged_is_cut_anew(num_lanes: int, monkeypatch: pyte
         return finer_once_measured(kernels, seconds)
 
     cut_by(monkeypatch, tracking_bytes)
-    options: dict[str, Any] = {"accumulate": 4} if num_lanes > 1 else {}
-    lanes: dict[str, Any] = {"concurrent_micro_batches": num_lanes} if num_lanes > 1 else {}
-    fleets = [page_fleet(0, **options), page_fleet(1)]
+    fleets = [page_fleet(0), page_fleet(1)]
     jobs = [tm.Job(str(n), fleet=fleet, loader=page_batches(n), steps=8) for n, fleet in enumerate(fleets)]
-    jobs[0] = replace(jobs[0], **lanes)
     colocation = tm.colocate(jobs, "4GiB", poisons=True)
-    before = [len(admitted.demands[0].segments) for admitted in colocation._jobs.values()]
+    before = [admitted.result(None).num_segments for admitted in colocation._jobs.values()]
     colocation.set_budget(smallest_budget(colocation))
     captured: list[dict[str, int]] = []
     run_segment = colocation._run_segment
@@ -166,24 +159,10 @@ def test_a_step_that_was_misjudged_is_cut_anew(num_lanes: int, monkeypatch: pyte
         own = result[str(number)]
         assert own.num_segments > 4 * before[number]
         assert captured[-1].get(str(number), own.num_segments) >= own.num_segments
-        losses, state = trained(
-            page_fleet(number, **(options if number == 0 else {})), page_batches(number), 8
-        )
+        losses, state = trained(page_fleet(number), page_batches(number), 8)
         assert torch.equal(own.losses, losses)
         assert_same_state(state_of(fleet), state, str(number))
     assert len(asked) >= 4  # estimated, and measured
-
-
-def test_a_step_as_long_as_estimated_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(self: SegmentSet) -> float:
-        return 1.4 * estimated
-
-    monkeypatch.setattr(SegmentSet, "replay_seconds", seconds)
-    made = rooms_made(monkeypatch)
-    colocation = tm.colocate([tm.Job("0", fleet=page_fleet(0), loader=page_batches(0), steps=1)], "4GiB")
-    (estimated,) = colocation._jobs["0"]._works[0].step_seconds
-    assert colocation.run().failed == ()
-    assert len(made) == 1
 
 
 def rooms_made(monkeypatch: pytest.MonkeyPatch) -> list[PaperRoom]:
@@ -212,7 +191,7 @@ def test_what_was_learned_of_a_job_is_used_again(tmp_path: Path, monkeypatch: py
         ]
         monkeypatch.setattr(SegmentSet, "replay_seconds", lambda self: slowness)
         colocation = tm.colocate(jobs, "4GiB", profiles=tmp_path / "profiles")
-        known = [admitted.demands[0].is_measured for admitted in colocation._jobs.values()]
+        known = [admitted.demand.is_measured for admitted in colocation._jobs.values()]
         result = colocation.run()
         assert result.failed == ()
         for number, fleet in enumerate(fleets):
@@ -238,99 +217,6 @@ def test_what_was_learned_of_a_job_is_used_again(tmp_path: Path, monkeypatch: py
     for path in (tmp_path / "profiles").iterdir():
         path.write_text("{}")
     assert run()[1] == [False, False]
-
-
-def test_a_step_is_captured_anew_when_the_first_graphs_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And sums that a fleet brings along are as they were, however often its step was replayed."""
-    cut_by(monkeypatch, finer_once_measured)
-    captured: list[PaperGraph] = []
-    still_there: list[int] = []
-    capture_all = PaperRoom.capture_all
-
-    def capturing(room: PaperRoom, *arguments: Any) -> list[PaperGraph]:
-        still_there.append(sum(graph.replay is not _gone for graph in captured))
-        made = capture_all(room, *arguments)
-        captured.extend(made)
-        return made
-
-    monkeypatch.setattr(PaperRoom, "capture_all", capturing)
-    fleets = [page_fleet(0, accumulate=4) for _ in range(2)]
-    batches = page_batches(0)
-    for fleet in fleets:
-        fleet.step(batches[0])
-    result = tm.colocate([tm.Job("a", fleet=fleets[0], loader=batches, steps=6)], "4GiB").run()
-    assert result.failed == ()
-    assert still_there[:2] == [0, 0]
-    losses, state = trained(fleets[1], batches, 6)
-    assert torch.equal(result["a"].losses, losses)
-    assert_same_state(state_of(fleets[0]), state, "a")
-
-
-def test_old_times_are_not_kept_where_cuts_stay_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = 1.0
-    monkeypatch.setattr(SegmentSet, "replay_seconds", lambda self: seconds)
-
-    def profiled() -> list[bool]:
-        """Of the job, whether its times were known when it was made, and once it had been captured."""
-        jobs = [tm.Job("0", fleet=page_fleet(0), loader=page_batches(0), steps=6)]
-        colocation = tm.colocate(jobs, "4GiB", tracking_bytes=0, profiles=tmp_path)
-        known = [colocation._jobs["0"].demands[0].is_measured]
-        cut_anew = colocation._scheduler.cut_anew
-
-        def noting(*demands: Any) -> None:
-            known.extend(demand.is_measured for demand in demands)
-            cut_anew(*demands)
-
-        monkeypatch.setattr(colocation._scheduler, "cut_anew", noting)
-        assert colocation.run().failed == ()
-        return known
-
-    assert profiled() == [False, False]
-    assert profiled() == [True, True]
-    seconds = 100.0
-    assert profiled() == [True, False]
-    assert profiled() == [True, True]
-
-
-def test_nothing_is_kept_of_a_job_that_was_not_profiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = tm.Job("0", fleet=page_fleet(0), loader=page_batches(0), steps=2)
-    monkeypatch.setattr(InFlightSweep, "iteration_ended", lambda self, observed, gap_seconds: False)
-    assert tm.colocate([job], "4GiB", profiles=tmp_path / "profiles").run()["0"].num_steps == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_newcomer_may_be_removed_while_it_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a callback that is told of another job's last micro-batches when that leaves."""
-
-    def remove(event: tm.JobStep) -> None:
-        if event.step == 6 and event.job == "0":
-            event.colocation.remove("1")
-
-    job = tm.Job(
-        "0",
-        fleet=page_fleet(0, accumulate=4),
-        loader=page_batches(0),
-        steps=6,
-        concurrent_micro_batches=2,
-        callbacks=[remove],
-    )
-    others = [tm.Job(str(n), fleet=page_fleet(n), loader=page_batches(n), steps=30) for n in (2, 1)]
-    colocation = tm.colocate([job, others[0]], "4GiB")
-    run_segment = colocation._run_segment
-
-    def adding(ref: Any) -> None:
-        if "lane 2" in ref.job and ref.iteration == 2 and ref.segment == 0:
-            colocation.add(others[1])
-        run_segment(ref)
-
-    monkeypatch.setattr(colocation, "_run_segment", adding)
-    result = colocation.run()
-    assert result.failed == ()
-    assert [result[name].num_steps for name in "021"] == [6, 30, 0]
 
 
 def test_other_steps_run_once_and_are_captured_then() -> None:
@@ -365,66 +251,6 @@ def test_other_steps_run_once_and_are_captured_then() -> None:
         assert row[-1] == row[len(row) * 3 // 4]
 
 
-def test_micro_batches_in_lanes_share_regions(driver: SystemDriver) -> None:
-    """The second lane uses the first one's weights, and is captured for itself."""
-    long, short = page_batches(0), page_batches(0, size=24)
-    batches = [long[0], long[1], short[0], long[2]]
-    losses, state = trained(page_fleet(0, accumulate=4), batches, 14)
-    for spare_pages in (0, 2, 100):
-        fleet = page_fleet(0, accumulate=4)
-        job = tm.Job("a", fleet=fleet, loader=batches, steps=14, concurrent_micro_batches=2)
-        other = tm.Job("b", fleet=page_fleet(1), loader=page_batches(1), steps=4)
-        colocation = tm.colocate([job, other], "4GiB", tracking_bytes=0, poisons=True)
-        lanes = colocation._jobs["a"]._works
-        demands = [demand for admitted in colocation._jobs.values() for demand in admitted.demands]
-        assert len(demands) == 3
-        colocation.set_budget(smallest_demand(demands) + spare_pages * PAGE)
-        captured: list[tuple[int, ...]] = []
-        leave = lanes[1].leave
-
-        def note(leave: Any = leave, captured: Any = captured, lanes: Any = lanes) -> None:
-            captured.append(tuple(lane.num_captures for lane in lanes))
-            leave()
-
-        lanes[1].leave = note  # type: ignore[method-assign]
-        result = colocation.run()
-        assert [repr(one.error) for one in result.jobs.values() if one.error] == []
-        assert result.peak_bytes <= result.budget_bytes
-        assert torch.equal(result["a"].losses, losses)
-        assert_same_state(state_of(fleet), state, f"{spare_pages} pages more")
-        assert min(captured[-1]) > result["a"].num_segments  # the usual step, and others
-        assert driver.held_bytes == 0
-
-
-def test_jobs_come_and_go(driver: SystemDriver) -> None:
-    held: list[int] = []
-
-    def turn_over(event: tm.JobStep) -> None:
-        others = [row for row in event.colocation.usage() if row.name != "stays" and row.state != "done"]
-        if event.job != "stays" or others or len(held) == 4:
-            return
-        held.append(driver.held_bytes)
-        if len(held) == 4:
-            event.colocation.remove("stays")
-        else:
-            guest = tm.Job(f"guest {len(held)}", fleet=guest_fleet, loader=page_batches(1), steps=2)
-            event.colocation.add(guest)
-
-    stays_fleet, guest_fleet = page_fleet(0), page_fleet(1)
-    stays = tm.Job("stays", fleet=stays_fleet, loader=page_batches(0), steps=10**6)
-    result = tm.colocate([stays], "4GiB", callbacks=[turn_over], poisons=True).run()
-    assert result.failed == ()
-    assert held[1] == held[-1]
-    assert driver.held_bytes == 0
-    losses, state = trained(page_fleet(1), page_batches(1), 2)  # its loader begins anew with each job
-    assert torch.equal(result["guest 1"].losses, losses)
-    assert result["guest 3"].num_steps == 2
-    steps = result["stays"].num_steps
-    losses, state = trained(page_fleet(0), page_batches(0), steps)
-    assert torch.equal(result["stays"].losses, losses)
-    assert_same_state(state_of(stays_fleet), state, "stays")
-
-
 # ---- memory that runs out --------------------------------------------------------------------------------
 
 
@@ -447,15 +273,6 @@ def test_a_newcomer_that_a_full_device_has_no_memory_for_ends_alone(driver: Syst
     losses, state = trained(page_fleet(0), page_batches(0), 5)
     assert torch.equal(result["stays"].losses, losses)
     assert_same_state(state_of(stays_fleet), state, "stays")
-    assert driver.held_bytes == 0
-
-
-def test_a_device_that_is_full_from_the_start_gives_everything_back(driver: SystemDriver) -> None:
-    driver.capacity_bytes = 2 * PAGE
-    fleet = page_fleet(0)
-    job = tm.Job("a", fleet=fleet, loader=page_batches(0), steps=2)
-    result = tm.colocate([job], "4GiB").run()
-    assert isinstance(result["a"].error, BudgetError)
     assert driver.held_bytes == 0
 
 
@@ -556,7 +373,7 @@ def test_what_a_job_does_not_need_in_the_end_is_for_all(
     ]
     colocation = tm.colocate(jobs, "4GiB")
     asked = {name: row.local_bytes for name, row in colocation.results().jobs.items()}
-    peaks = [peak for admitted in colocation._jobs.values() for peak in admitted.peaks]
+    peaks = [row.peak_bytes for row in colocation.results().jobs.values()]
     least = smallest_budget(colocation)
     assert least == sum(asked.values()) + max(peaks)
     colocation.set_budget(least)
@@ -571,15 +388,6 @@ def test_what_a_job_does_not_need_in_the_end_is_for_all(
         losses, state = trained(page_fleet(number), page_batches(number), 3)
         assert torch.equal(row.losses, losses)
         assert_same_state(state_of(fleet), state, str(number))
-
-
-def test_a_job_whose_graphs_do_not_fit_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PaperRoom, "graph_bytes", 3 * GRAPHS_BYTES)
-    colocation = tm.colocate([tm.Job("a", fleet=page_fleet(0), loader=page_batches(0), steps=2)], "4GiB")
-    colocation.set_budget(smallest_budget(colocation))
-    result = colocation.run()
-    assert isinstance(result["a"].error, BudgetError)
-    assert result["a"].num_steps == 0
 
 
 def test_a_batch_with_no_room_is_refused_before_it_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,6 +405,3 @@ def test_a_batch_with_no_room_is_refused_before_it_is_moved(monkeypatch: pytest.
     assert isinstance(result["a"].error, BatchError)
     assert result["a"].num_steps == 2
     assert set(fed) == {64}
-
-
-# ---- who holds what ---------------------------------------------------------------------------------------

@@ -76,22 +76,7 @@ def test_a_segment_starts_when_only_the_processor_keeps_it_waiting() -> None:
 
     def ends() -> Iterator[tuple[SegmentRef, float, float]]:
         while (ended := device.next_ended()) is not None:
-            assert ended.error is None
             yield ended.ref, ended.started_at, ended.ended_at
 
     # The second waited for the processor alone, the third for its own job's last segment, too.
     assert list(ends()) == [(refs[0], 0.0, 3.0), (refs[1], 1.0, 4.0), (refs[2], 4.0, 5.0)]
-
-
-def test_what_a_segment_raises_is_handed_over() -> None:
-    device = HostDevice()
-    error = ValueError("broken")
-
-    def fail() -> None:
-        raise error
-
-    device.enqueue(SegmentRef("a", 0, 0), (), fail)
-    ended = device.next_ended()
-    assert ended is not None
-    assert ended.error is error
-    assert device.next_ended() is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from simulated_gpu import Contention, Run, SimulatedGpu
 
@@ -56,7 +56,6 @@ class Case:
     budget_bytes: int
     durations: dict[str, list[list[float]]]
     contention: Contention
-    in_flight_limit: int
 
     @property
     def temporal_seconds(self) -> float:
@@ -72,7 +71,7 @@ class Case:
 
     def scheduler(self, budget_bytes: int | None = None) -> ScroogeScheduler:
         return ScroogeScheduler(
-            [replace(demand, in_flight_limit=self.in_flight_limit) for demand in self.demands],
+            self.demands,
             self.budget_bytes if budget_bytes is None else budget_bytes,
         )
 
@@ -105,7 +104,7 @@ def case_of(rng: random.Random, demands: tuple[JobDemand, ...], *, jitter: float
         for demand in demands
     }
     contention = Contention({demand.name: rng.choice((0.3, 0.6, 0.85, 1.0)) for demand in demands})
-    return Case(demands, budget, durations, contention, rng.choice((1, 2, 4, 8)))
+    return Case(demands, budget, durations, contention)
 
 
 def violations(case: Case, run: Run) -> list[str]:

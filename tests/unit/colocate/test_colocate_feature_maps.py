@@ -11,13 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainmux.colocate._demand import cut_segments, demand_of_iteration
+from trainmux.colocate._demand import cut_segments, segments_between
 from trainmux.colocate._feature_maps import (
     REGION_BYTES,
     Allocation,
     Iteration,
     TensorClass,
-    classify_by_peak,
     iteration_of_profile,
     region_bytes_for,
     stack_feature_maps,
@@ -57,9 +56,9 @@ def small_profile() -> Profile:
         tensor("weight_gradient", ByteClass.GRADIENT, 50),
     )
     nodes = (
-        ProfiledNode("first", Phase.FORWARD, (0, 1), (2, 3), (), 1.0, workspace_bytes=5),
+        ProfiledNode("first", Phase.FORWARD, (0, 1), (2, 3), (), 1.0),
         ProfiledNode("second", Phase.FORWARD, (2, 3), (4,), (), 2.0),
-        ProfiledNode("second_backward", Phase.BACKWARD, (4, 2), (5,), (), 3.0, workspace_bytes=30),
+        ProfiledNode("second_backward", Phase.BACKWARD, (4, 2), (5,), (), 3.0),
         ProfiledNode("first_backward", Phase.BACKWARD, (5, 1), (6,), (), 4.0),
         ProfiledNode("update", Phase.UPDATE, (6,), (), (0,), 5.0),
     )
@@ -78,41 +77,6 @@ def test_a_profile_becomes_an_iteration() -> None:
     assert iteration.feature_maps == (rows["hidden"],)
     assert iteration.resident_bytes == 1010
     assert iteration.kernel_seconds == (1.0, 2.0, 3.0, 4.0, 5.0)
-    # Outside the arena most is live while first_backward runs: loss 4, both gradients 110.
-    assert iteration.local_bytes() == 1010 + 4 + 60 + 50
-
-
-def test_allocations_are_classified_by_the_memory_peak() -> None:
-    rows = (
-        Allocation("f0", 10, 0, 5),
-        Allocation("f1", 10, 1, 4),
-        Allocation("f2", 10, 2, 3),
-        Allocation("scratch", 1, 1, 1),
-        Allocation("between", 1, 0, 1),
-        Allocation("gradient", 5, 4, 5),
-    )
-    found = classify_by_peak(Iteration("job", (1.0,) * 6, rows))
-    classes = [row.tensor_class for row in found.allocations]
-    assert classes[:3] == [TensorClass.FEATURE_MAP] * 3
-    assert classes[3:5] == [TensorClass.TEMPORARY] * 2
-    assert classes[5] is TensorClass.GRADIENT_MAP
-
-
-def test_workspaces_count_while_their_kernel_runs() -> None:
-    rows = (Allocation("t", 10, 1, 1),)
-    assert Iteration("", (1.0, 1.0), rows, 0, (3, 4)).local_bytes() == 14
-    assert Iteration("", (1.0, 1.0), rows, 0, (30, 4)).local_bytes() == 30
-
-
-@pytest.mark.parametrize(
-    ("num_kernels", "rows"),
-    [(0, ()), (1, (("t", 1, 0, 1),)), (2, (("t", 1, 1, 0),)), (2, (("t", -1, 0, 1),))],
-)
-def test_malformed_iterations_are_refused(
-    num_kernels: int, rows: tuple[tuple[str, int, int, int], ...]
-) -> None:
-    with pytest.raises(ConfigError):
-        Iteration("", (1.0,) * num_kernels, tuple(Allocation(*row) for row in rows))
 
 
 # ---- the stack -----------------------------------------------------------------------------------------
@@ -193,24 +157,19 @@ def test_segments_end_where_enough_was_allocated_or_released() -> None:
         cut_segments(iteration, -1)
 
 
-def test_the_update_is_a_segment_of_its_own() -> None:
-    """After the last use of a feature map the arena belongs to the other job."""
-    demand = demand_of_iteration("job", Iteration("job", (1.0,) * 6, (feature_map("map", MIB, 0, 3),)))
-    assert [segment.num_kernels for segment in demand.segments] == [4, 2]
-    assert [segment.height_bytes for segment in demand.segments] == [REGION_BYTES, 0]
-
-
-def test_a_demand_has_the_heights_of_its_segments() -> None:
-    demand = demand_of_iteration("job", three_layers(), tracking_bytes=0, steps=3)
-    assert [segment.height_bytes // REGION_BYTES for segment in demand.segments] == [1, 2, 3, 3, 2, 1]
-    assert demand.peak_bytes == 3 * REGION_BYTES
-    assert demand.solo_seconds == pytest.approx(9.0)
-    coarse = demand_of_iteration("job", three_layers(), tracking_bytes=128 * MIB)
-    assert [segment.num_kernels for segment in coarse.segments] == [2, 2, 2]
-    assert [segment.height_bytes // REGION_BYTES for segment in coarse.segments] == [2, 3, 2]
-    assert [segment.hold_bytes // REGION_BYTES for segment in coarse.segments] == [2, 2, 0]
-    (whole,) = demand_of_iteration("job", three_layers(), is_one_segment=True).segments
-    assert whole.height_bytes == 3 * REGION_BYTES
+def test_segments_have_the_heights_of_their_kernels() -> None:
+    """The update, after the last use of a feature map, is a segment of its own: it leaves the arena."""
+    iteration = Iteration("job", (1.0,) * 6, (feature_map("map", MIB, 0, 3),))
+    cuts = cut_segments(iteration, 8 * MIB)
+    segments = segments_between(cuts, stack_feature_maps(iteration), iteration.kernel_seconds)
+    assert [segment.num_kernels for segment in segments] == [4, 2]
+    assert [segment.height_bytes for segment in segments] == [REGION_BYTES, 0]
+    iteration = three_layers()
+    cuts = cut_segments(iteration, 128 * MIB)
+    segments = segments_between(cuts, stack_feature_maps(iteration), iteration.kernel_seconds, slowness=2.0)
+    assert [segment.height_bytes // REGION_BYTES for segment in segments] == [2, 3, 2]
+    assert [segment.hold_bytes // REGION_BYTES for segment in segments] == [2, 2, 0]
+    assert [segment.solo_seconds for segment in segments] == [4.0, 6.0, 8.0]
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(100e-6, 1), (2.1e-3, 7), (1.0, 32)])

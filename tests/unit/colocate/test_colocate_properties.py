@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_gpu import Contention, SimulatedGpu
 
-from trainmux.colocate._arena import ArenaSide, Gate
+from trainmux.colocate import _arena
+from trainmux.colocate._arena import ArenaSide
 from trainmux.colocate._demand import JobDemand, Segment
 from trainmux.colocate._layout import smallest_budget
 from trainmux.colocate._scheduler import ScroogeScheduler
@@ -70,7 +71,12 @@ def run_with_changes(seed: int) -> int:
         gpu.at(moment, attempt(lambda now, budget=budget: scheduler.set_budget(budget)))
     gpu.at(moments[3], attempt(lambda now: scheduler.add(late)))
     name, at_once = rng.choice(case.demands).name, rng.random() < 0.5
-    gpu.at(moments[4], attempt(lambda now: scheduler.remove(name, at_once=at_once)))
+
+    def remove(now: float) -> None:
+        if name in scheduler.names:
+            scheduler.remove(name, at_once=at_once)
+
+    gpu.at(moments[4], remove)
     run = gpu.run()
     assert overlaps(demands, run) == []
     assert run.idle_seconds == 0.0
@@ -131,19 +137,6 @@ def test_with_less_room_iterations_are_shifted() -> None:
     assert shifted > len(pairs()) // 2
 
 
-def test_more_than_enough_changes_nothing() -> None:
-    for case in pairs():
-        enough = [
-            (row.ref, row.started_at, row.ended_at)
-            for row in case.run(case.scheduler(case.sum_of_peaks)).executed
-        ]
-        plenty = [
-            (row.ref, row.started_at, row.ended_at)
-            for row in case.run(case.scheduler(3 * case.sum_of_peaks)).executed
-        ]
-        assert enough == plenty
-
-
 def test_the_smallest_budget_is_kept_and_one_byte_less_is_refused() -> None:
     for case in pairs()[:50]:
         least = smallest_budget(case.demands)
@@ -154,26 +147,9 @@ def test_the_smallest_budget_is_kept_and_one_byte_less_is_refused() -> None:
         assert refused.value.smallest_bytes == least  # type: ignore[attr-defined]
 
 
-def test_sharing_that_loses_ends_in_turns() -> None:
-    """Jobs that slow each other to less than half: all the same within one percent of turns."""
-    for seed in (1, 4, 6):
-        case = random_case(seed, steps=250)
-        demands = tuple(replace(demand, steps=250) for demand in case.demands[:2])
-        names = [demand.name for demand in demands]
-        durations = {
-            demand.name: [[s.solo_seconds for s in demand.segments] for _ in range(250)] for demand in demands
-        }
-        bad = Contention(dict.fromkeys(names, 1.0), interference=0.2)
-        losing = Case(demands, case.sum_of_peaks, durations, bad, 4)
-        scheduler = losing.scheduler()
-        run = losing.run(scheduler)
-        assert run.ended_at <= 1.01 * losing.temporal_seconds
-        assert scheduler.num_fall_backs > 0
-
-
 def test_without_gates_memory_would_be_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks above can fail: predictions alone do not keep jittering jobs apart."""
-    monkeypatch.setattr(ArenaSide, "gate", lambda self, job, segment, other, capacity: Gate(None))
+    monkeypatch.setattr(ArenaSide, "gate", lambda self, job, segment, other, capacity: ())
     assert any(violations(case, case.run()) for case in map(random_case, range(60)))
 
 
@@ -185,7 +161,7 @@ def run_two_that_rise_together() -> None:
     first = (Segment(1, 4, 4, 1.0), Segment(1, 8, 1, 1.0), Segment(1, 1, 0, 1.0))
     second = (Segment(1, 1, 1, 2.5), Segment(1, 4, 4, 1.0), Segment(1, 8, 0, 1.0))
     demands = tuple(
-        JobDemand(name, name, 1, 0, segments, steps=1, is_measured=True, in_flight_limit=1)
+        JobDemand(name, name, 1, 0, segments, steps=1, is_measured=True)
         for name, segments in (("first", first), ("second", second))
     )
     scheduler = ScroogeScheduler(demands, 10)
@@ -194,6 +170,7 @@ def run_two_that_rise_together() -> None:
 
 
 def test_the_banker_s_rule_is_what_prevents_deadlocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_arena, "_IN_FLIGHT", 1)
     run_two_that_rise_together()
     monkeypatch.setattr(ArenaSide, "_stays_safe", staticmethod(lambda job, segment, other, capacity: True))
     with pytest.raises(PlanError, match="deadlock"):

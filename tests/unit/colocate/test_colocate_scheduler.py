@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -11,12 +11,12 @@ from itertools import pairwise
 import pytest
 from simulated_gpu import Contention, Run, SimulatedGpu
 
-from trainmux.colocate import _arena, _health, _scheduler
-from trainmux.colocate._demand import JobDemand, MicroBatchLane, Segment, SegmentRef
-from trainmux.colocate._job_state import InFlightSweep
+from trainmux.colocate import _arena, _scheduler
+from trainmux.colocate._arena import StallCounter
+from trainmux.colocate._demand import JobDemand, Segment, SegmentRef
 from trainmux.colocate._layout import smallest_budget
-from trainmux.colocate._scheduler import Enqueue, Idle, Remap, ScroogeScheduler
-from trainmux.errors import BudgetError, ConfigError, PlanError
+from trainmux.colocate._scheduler import Enqueue, Remap, ScroogeScheduler
+from trainmux.errors import BudgetError
 
 GPU = 100
 """Bytes of a GPU whose regions are single bytes: budgets read as percent."""
@@ -45,14 +45,6 @@ def wave(
         for number, height in enumerate(heights)
     )
     return JobDemand(name, fingerprint or name, 1, local, segments, steps, share, is_measured)
-
-
-def rises(demand: JobDemand, segment: int) -> bool:
-    """Whether an iteration needs more from a segment on than it holds before it."""
-    if segment == 0:
-        return True
-    needed = max(each.height_bytes for each in demand.segments[segment:])
-    return needed > demand.segments[segment - 1].hold_bytes
 
 
 def gpu_of(
@@ -195,20 +187,11 @@ def test_a_job_may_be_cut_anew_before_it_begins() -> None:
     scheduler = ScroogeScheduler(asked, GPU)
     assert isinstance(scheduler.next_action(0.0), Remap)
     finer = wave("a", 60, is_measured=False, num_segments=30, local=7)  # what it keeps is another matter
-    with pytest.raises(PlanError, match=r"job 'c' to be admitted"):
-        scheduler.cut_anew(wave("c", 10))
-    with pytest.raises(PlanError, match=r"not to need more"):
-        scheduler.cut_anew(wave("a", 61))
-    scheduler.cut_anew(replace(finer, is_measured=True), asked[1])
+    scheduler.cut_anew(replace(finer, is_measured=True))
+    scheduler.cut_anew(asked[1])
     scheduler.cut_anew(finer)  # after all, it has to be profiled
     jobs = [finer, asked[1]]
     gpu = gpu_of(scheduler, jobs)
-
-    def too_late(now: float) -> None:
-        with pytest.raises(PlanError, match=r"not to have begun"):
-            scheduler.cut_anew(asked[0])
-
-    gpu.at(4.0, too_late)
     assert scheduler.layout.arenas[0].capacity_bytes == GPU  # no local bytes, as before
     run = gpu.run()
     assert {row.ref.segment for row in run.executed if row.ref.job == "a"} == set(range(30))
@@ -217,49 +200,6 @@ def test_a_job_may_be_cut_anew_before_it_begins() -> None:
     # From then on it is as if it had been cut so from the beginning.
     same = gpu_of(ScroogeScheduler([replace(finer, local_bytes=0), asked[1]], GPU), jobs).run()
     assert run.executed == same.executed
-
-
-def two_lanes(num_segments: int, first_ordered: int, *, is_measured: bool) -> list[JobDemand]:
-    one = wave("a", 60, steps=5, is_measured=is_measured, num_segments=num_segments)
-    lanes = [MicroBatchLane("a", index, 2, 4, first_ordered) for index in range(2)]
-    return [
-        replace(one, name=name, micro_batches=lane) for name, lane in zip(("a", "a 2"), lanes, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("budget", [GPU, 60, 90])
-@pytest.mark.parametrize("was_measured", [False, True])
-@pytest.mark.parametrize("is_measured", [False, True])
-def test_lanes_that_are_cut_anew_run_as_if_cut_so_at_first(
-    budget: int, was_measured: bool, is_measured: bool
-) -> None:
-    beside = wave("b", 30, 2.0, is_measured=False)
-    scheduler = ScroogeScheduler([*two_lanes(4, 2, is_measured=was_measured), beside], budget)
-    assert isinstance(scheduler.next_action(0.0), Remap)
-    jobs = [*two_lanes(30, 17, is_measured=is_measured), beside]
-    scheduler.cut_anew(*jobs[:2])
-    run = gpu_of(scheduler, jobs).run()
-    assert run.executed == gpu_of(ScroogeScheduler(jobs, budget), jobs).run().executed
-
-
-def test_the_limit_in_flight_is_that_of_the_new_cuts() -> None:
-    coarse, fine = (wave("a", 60, num_segments=number, is_measured=False) for number in (4, 30))
-    for before, after, limit in ((1, None, 2), (None, 8, 8), (4, 1, 1)):
-        scheduler = ScroogeScheduler([replace(coarse, in_flight_limit=before)], GPU)
-        scheduler.next_action(0.0)
-        scheduler.cut_anew(replace(fine, in_flight_limit=after))
-        assert scheduler.report("a").in_flight_limit == limit
-        assert (scheduler._jobs["a"].sweep is None) == (after is not None)
-
-
-def test_memory_enough_without_shift_is_as_good_as_more() -> None:
-    """Section 7.3: what needs no TimeShift at 70% does not get faster with more memory."""
-    ends = []
-    for budget in (75, 80, 90, 100):
-        jobs = [wave(name, 45, steps=20, fingerprint="nasnet") for name in "ab"]
-        ends.append(gpu_of(ScroogeScheduler(jobs, budget), jobs).run().ended_at)
-    assert ends[0] <= 1.03 * ends[-1]
-    assert ends[-1] == ends[-2]
 
 
 def test_a_short_job_runs_more_often_than_a_long_one() -> None:
@@ -321,19 +261,19 @@ def test_mispredictions_end_in_time_slicing_and_sharing_is_tried_again(
         return 0.1 if is_early else rows[ref.job][ref.segment][2]
 
     for module, name, value in (
-        (_health, "_FIRST_ROUNDS", 4),
-        (_health, "_STALLS_TO_FALL_BACK", 2),
-        (_health, "_LEAST_GAIN", 0.01),
+        (_arena, "_FIRST_ROUNDS", 4),
+        (_arena, "_STALLS_TO_FALL_BACK", 2),
+        (_arena, "_IN_FLIGHT", 1),
         (_scheduler, "_FEEDBACK_WEIGHT", 0.01),
     ):
         monkeypatch.setattr(module, name, value)
-    scheduler = ScroogeScheduler([replace(job, in_flight_limit=1) for job in jobs], 10)
+    scheduler = ScroogeScheduler(jobs, 10)
     modes = []
     original = scheduler.complete
 
     def watch(ref: SegmentRef, started_at: float, ended_at: float) -> None:
         original(ref, started_at, ended_at)
-        is_slicing = any(arena.stalls.slicing.is_on for arena in scheduler._arenas)
+        is_slicing = any(arena.stalls.is_slicing for arena in scheduler._arenas)
         if not modes or modes[-1] != is_slicing:
             modes.append(is_slicing)
 
@@ -417,21 +357,6 @@ def test_what_a_job_got_while_there_was_memory_for_all_is_not_held_against_it() 
     assert max(two - one for one, two in pairwise([*begins, 160.0])) < 3 * (3.0 + 3.0)
 
 
-def test_another_budget_ends_time_slicing() -> None:
-    """Two that slow each other down as long as memory is scarce."""
-    jobs = [wave(name, 60, 1.0, steps=None) for name in "ab"]
-    scheduler = ScroogeScheduler(jobs, 60)
-    scheduler._gain.slicing.fall_back(0.0, 1e6)
-    gpu = gpu_of(scheduler, jobs, 0.6)
-    gpu.at(20.0, lambda now: scheduler.set_budget(120))
-    for name in "ab":
-        gpu.at(60.0, lambda now, name=name: scheduler.remove(name))
-    run = gpu.run()
-    done = [end for name in "ab" for _, end in iterations(run, name)]
-    assert sum(end <= 20.0 for end in done) == pytest.approx(20, abs=2)
-    assert sum(20.0 < end <= 60.0 for end in done) > 1.5 * 40
-
-
 @pytest.mark.parametrize("num_jobs", [2, 3])
 @pytest.mark.parametrize("room", [40, 50, 70, 79])
 def test_a_job_that_waits_is_not_passed_over(num_jobs: int, room: int) -> None:
@@ -445,40 +370,6 @@ def test_a_job_that_waits_is_not_passed_over(num_jobs: int, room: int) -> None:
     ran = Counter(row.ref.job for row in gpu.run().executed)
     assert min(ran.values()) > 0.9 * max(ran.values())
     assert len(ran) == num_jobs
-
-
-@pytest.mark.parametrize("limit", [1, 3])
-def test_no_more_segments_are_in_flight_than_allowed(limit: int) -> None:
-    """As long as an iteration takes memory; what only gives it back goes at once."""
-    jobs = [
-        replace(wave("a", 60, steps=3), in_flight_limit=limit),
-        replace(wave("b", 60, steps=3), in_flight_limit=2),
-    ]
-    scheduler = ScroogeScheduler(jobs, GPU)
-    in_flight: Counter[str] = Counter()
-    most: Counter[str] = Counter()
-    most_falling: Counter[str] = Counter()
-    ask, tell = scheduler.next_action, scheduler.complete
-
-    def count(now: float):  # type: ignore[no-untyped-def]
-        action = ask(now)
-        if isinstance(action, Enqueue):
-            name = action.ref.job
-            in_flight[name] += 1
-            by_name = most if rises(jobs["ab".index(name)], action.ref.segment) else most_falling
-            by_name[name] = max(by_name[name], in_flight[name])
-        return action
-
-    def uncount(ref: SegmentRef, started_at: float, ended_at: float) -> None:
-        in_flight[ref.job] -= 1
-        tell(ref, started_at, ended_at)
-
-    scheduler.next_action, scheduler.complete = count, uncount  # type: ignore[method-assign]
-    gpu_of(scheduler, jobs).run()
-    assert most == {"a": limit, "b": 2}
-    num_falling = sum(not rises(jobs[0], segment) for segment in range(20))
-    assert num_falling == 12
-    assert min(most_falling.values()) >= num_falling
 
 
 def test_a_job_joins_and_leaves_while_others_run() -> None:
@@ -514,19 +405,10 @@ def test_a_job_that_fails_leaves_at_once_and_the_other_goes_on() -> None:
     assert scheduler.is_done
 
 
-def test_four_jobs_share_in_pairs() -> None:
-    jobs = [wave(name, 20, steps=5) for name in "abcd"]
-    scheduler = ScroogeScheduler(jobs, 60)
-    run = gpu_of(scheduler, jobs, compute_demand=0.2).run()
-    layout = run.remaps[0][1].layout
-    assert sorted(len(arena.names) for arena in layout.arenas) == [2, 2]
-    assert sum(arena.capacity_bytes for arena in layout.arenas) <= 60
-
-
 def test_a_budget_that_grows_is_in_force_before_all_arenas_have_grown() -> None:
     """One pair is amid its peaks, the other between two iterations and gets its part at once."""
     num_parts = 0
-    for moment in range(60):
+    for moment in range(0, 60, 3):
         demands = [wave(name, 20, 1.0 + 0.3 * number, steps=6) for number, name in enumerate("abcd")]
         scheduler = ScroogeScheduler(demands, 50)
         gpu = gpu_of(scheduler, demands)
@@ -547,10 +429,6 @@ def test_jobs_that_cannot_be_scheduled_are_refused() -> None:
     with pytest.raises(BudgetError, match="local memory of every job") as together:
         ScroogeScheduler([a, b], 99)
     assert together.value.smallest_bytes == 100
-    with pytest.raises(ConfigError, match="'a' twice"):
-        ScroogeScheduler([a, replace(b, name="a")], 1000)
-    with pytest.raises(ConfigError, match="one size"):
-        ScroogeScheduler([a, replace(b, region_bytes=2, segments=(Segment(1, 2, 0, 1.0),))], 1000)
 
 
 def test_changes_that_cannot_be_are_refused_and_change_nothing() -> None:
@@ -558,75 +436,46 @@ def test_changes_that_cannot_be_are_refused_and_change_nothing() -> None:
     scheduler = ScroogeScheduler(jobs, 80)
     with pytest.raises(BudgetError, match="needs"):
         scheduler.set_budget(39)
-    with pytest.raises(ConfigError, match="'a' twice"):
-        scheduler.add(wave("a", 10))
     with pytest.raises(BudgetError, match="job 'c' needs"):
         scheduler.add(wave("c", 81))
-    with pytest.raises(ConfigError, match="but got 'c'"):
-        scheduler.remove("c")
-    with pytest.raises(ConfigError, match="but got 'c'"):
-        scheduler.report("c")
-    with pytest.raises(PlanError, match="oldest segment in flight"):
-        scheduler.complete(SegmentRef("a", 0, 1), 0.0, 1.0)
+    assert scheduler.report("c") is None
     assert gpu_of(scheduler, jobs).run().ended_at == pytest.approx(10.0)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"segments": ()},
-        {"segments": (Segment(1, 5, 1, 1.0),)},
-        {"segments": (Segment(1, 5, 6, 1.0), Segment(1, 9, 0, 1.0))},
-        {"segments": (Segment(1, 5, 0, 0.0),)},
-        {"share": 0.0},
-        {"steps": 0},
-        {"local_bytes": -1},
-        {"in_flight_limit": 0},
-    ],
-)
-def test_demands_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="must"):
-        replace(wave("a", 10), **changes)  # type: ignore[arg-type]
+# ---- the fall-back to time slicing -----------------------------------------------------------------------
 
 
-def limit_found(latency: float, steps: int, known: int | None = None) -> int:
-    """Run a job alone where the host takes ``latency`` seconds to answer an end, in segments of 0.05 s.
-
-    Returns how many segments of its last iteration may be in flight as long as it takes memory.
-    """
-    job = replace(wave("a", 30, steps=steps, is_measured=False), in_flight_limit=known)
-    scheduler = ScroogeScheduler([job], GPU)
-    limit = 0
-    queue: deque[tuple[SegmentRef, float]] = deque()
-    now = last_end = 0.0
-    while not scheduler.is_done:
-        action = scheduler.next_action(now)
-        if isinstance(action, Enqueue):
-            queue.append((action.ref, now))
-            limit = scheduler._jobs["a"].in_flight_limit
-        elif isinstance(action, Idle) and queue:
-            ref, enqueued_at = queue.popleft()
-            started_at = max(last_end, enqueued_at)
-            last_end = started_at + 0.05
-            now = max(now, last_end + latency)
-            scheduler.complete(ref, started_at, last_end)
-    return limit
+def test_many_stalls_end_in_time_slicing_for_longer_each_time() -> None:
+    pair = StallCounter()
+    now, lengths = 0.0, []
+    for _ in range(3):
+        while not pair.is_slicing:
+            pair.iteration_ended(now, 2.0, stalled=True)
+        begin = now
+        while pair.is_slicing:
+            now += 1.0
+            pair.iteration_ended(now, 2.0, stalled=False)
+        lengths.append(now - begin)
+    assert lengths == [32.0, 128.0, 512.0]  # 16, 64 and 256 rounds of two seconds
 
 
-def test_a_slow_host_keeps_more_segments_in_flight() -> None:
-    assert limit_found(0.0, 4) == 2
-    assert limit_found(0.12, 6) == 4  # three more segments run while the host answers
-    assert limit_found(0.12, 6, known=2) == 2  # somebody knows better
+def test_a_few_stalls_among_many_iterations_are_tolerated() -> None:
+    pair = StallCounter()
+    assert not any(pair.iteration_ended(float(n), 2.0, stalled=n % 3 == 0) for n in range(100))
 
 
-def test_a_limit_that_does_not_help_is_not_taken() -> None:
-    sweep = InFlightSweep()
-    answers = [sweep.iteration_ended([1.0, 1.0], 0.2) for _ in range(5)]
-    assert answers == [False, False, False, False, True]  # once to get warm, then 2, 4, 8 and 16
-    assert sweep.limit == 2
-    sweep = InFlightSweep()
-    for gap in (0.5, 0.3, 0.1):
-        assert not sweep.iteration_ended([1.0, 1.0], gap)
-    assert sweep.iteration_ended([1.0, 0.9], 0.0)
-    assert sweep.limit == 8
-    assert sweep.observed == (1.0, 0.9)
+def test_another_budget_ends_time_slicing() -> None:
+    jobs = [wave(name, 60, 1.0, steps=None) for name in "ab"]
+    scheduler = ScroogeScheduler(jobs, 60)
+    scheduler.next_action(0.0)
+    (arena,) = scheduler._arenas
+    while not arena.stalls.iteration_ended(0.0, 1e6, stalled=True):
+        pass
+    gpu = gpu_of(scheduler, jobs, 0.6)
+    gpu.at(20.0, lambda now: scheduler.set_budget(120))
+    for name in "ab":
+        gpu.at(60.0, lambda now, name=name: scheduler.remove(name))
+    run = gpu.run()
+    done = [end for name in "ab" for _, end in iterations(run, name)]
+    assert sum(end <= 20.0 for end in done) == pytest.approx(20, abs=2)
+    assert sum(20.0 < end <= 60.0 for end in done) > 1.5 * 40

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from colocate_cases import Case, violations
 from simulated_gpu import Contention
 
-from trainmux.colocate._demand import JobDemand, Segment, demand_of_iteration
-from trainmux.colocate._feature_maps import Allocation, Iteration, TensorClass
+from trainmux.colocate._demand import JobDemand, Segment, cut_segments, segments_between
+from trainmux.colocate._feature_maps import Allocation, Iteration, TensorClass, stack_feature_maps
 from trainmux.colocate._layout import smallest_budget
 from trainmux.colocate._scheduler import Enqueue, Idle, ScroogeScheduler
 
@@ -24,8 +23,9 @@ def equal_jobs(num_layers: int = 24, size: int = 4 << 20) -> list[JobDemand]:
     seconds = (0.3 / num_layers,) * num_layers + (0.6 / (num_layers + 1),) * (num_layers + 1) + (0.05,) * 2
     rows = tuple(Allocation("map", *row, TensorClass.FEATURE_MAP) for row in maps)
     iteration = Iteration("equal", seconds, rows)
-    one = demand_of_iteration("a", iteration, tracking_bytes=4 * size, region_bytes=size, steps=30)
-    return [replace(one, name=name, is_measured=True) for name in "ab"]
+    stack = stack_feature_maps(iteration, region_bytes=size)
+    segments = segments_between(cut_segments(iteration, 4 * size), stack, seconds)
+    return [JobDemand(name, "equal", size, 0, segments, steps=30, is_measured=True) for name in "ab"]
 
 
 def gain_of(demands: list[JobDemand], budget_bytes: int, jitter: float) -> float:
@@ -39,7 +39,7 @@ def gain_of(demands: list[JobDemand], budget_bytes: int, jitter: float) -> float
         for demand in demands
     }
     contention = Contention({demand.name: 0.8 for demand in demands})
-    case = Case(tuple(demands), budget_bytes, durations, contention, 2)
+    case = Case(tuple(demands), budget_bytes, durations, contention)
     run = case.run()
     assert violations(case, run) == []
     return case.temporal_seconds / run.ended_at - 1
@@ -55,22 +55,15 @@ def test_equal_jobs_share_an_arena_of_one_peak(jitter: float, least: float) -> N
 
 
 @pytest.mark.parametrize(("num_segments", "num_at_once"), [(6, 6), (40, 16)])
-@pytest.mark.parametrize("is_measured", [True, False])
-def test_where_both_peaks_fit_an_iteration_is_enqueued_at_once(
-    num_segments: int, num_at_once: int, is_measured: bool
-) -> None:
-    """But no more than a host launches in a moment, and not while a limit is looked for. Each job has its two
-    segments before either has a third."""
+def test_where_both_peaks_fit_an_iteration_is_enqueued_at_once(num_segments: int, num_at_once: int) -> None:
+    """But no more than a host launches in a moment. Each job has its four segments before either has more."""
     heights = (*range(1, num_segments), 0)
     holds = (*(min(two) for two in pairwise(heights)), 0)
     segments = tuple(Segment(1, *row, 1.0) for row in zip(heights, holds, strict=True))
-    demands = [JobDemand(name, name, 1, 0, segments, steps=1, is_measured=is_measured) for name in "ab"]
+    demands = [JobDemand(name, name, 1, 0, segments, steps=1, is_measured=True) for name in "ab"]
     scheduler = ScroogeScheduler(demands, 1000)
     enqueued = []
     while not isinstance(action := scheduler.next_action(0.0), Idle):
         enqueued += [action.ref.job] if isinstance(action, Enqueue) else []
-    if is_measured:
-        assert sorted(enqueued[:4]) == ["a", "a", "b", "b"]
-        assert sorted(enqueued) == ["a"] * num_at_once + ["b"] * num_at_once
-    else:
-        assert enqueued == ["a", "a"]
+    assert sorted(enqueued[:8]) == ["a"] * 4 + ["b"] * 4
+    assert sorted(enqueued) == ["a"] * num_at_once + ["b"] * num_at_once
