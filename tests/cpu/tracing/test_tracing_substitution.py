@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,3 +142,30 @@ def test_no_fake_tensor_stays_in_a_model_that_remembers_its_activations() -> Non
     left = {name: value for name, value in held_tensors(model).items() if isinstance(value, Tensor)}
     assert all(isinstance(value, nn.Parameter) for value in left.values()), sorted(left)
     assert not any(isinstance(value, FakeTensor) for value in left.values())
+
+
+LIBRARY = """
+import torch
+
+CALLS = 0
+
+class Counts(torch.nn.Linear):
+    def forward(self, x):
+        global CALLS
+        CALLS += 1
+        return super().forward(x)
+"""
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages", "project"])
+def test_a_package_installed_anywhere_on_the_path_is_no_code_of_the_users(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A .pth file, or PYTHONPATH, adds packages that are installed for another interpreter."""
+    name = f"counting_{folder.replace('-', '_')}"
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / f"{name}.py").write_text(LIBRARY, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    model = importlib.import_module(name).Counts(2, 2)
+    with nullcontext() if folder != "project" else pytest.raises(TraceError):
+        joint(model, lambda m, x: m(x).mean(), torch.ones(3, 2))
