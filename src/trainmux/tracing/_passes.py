@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
-from trainmux.tracing._torch_private import FakeTensorMode, copy_node, make_piece, min_cut
+from trainmux.tracing._torch_private import FakeTensorMode, copy_node, make_fx, min_cut
 
 aten = torch.ops.aten
 
@@ -109,7 +109,7 @@ def replace_node(node: fx.Node, fn: Callable[..., Any], args: tuple[Any, ...], m
         return fn(*pytree.tree_unflatten(filled, spec))
 
     with mode:
-        part = make_piece(flat)(*[source.meta["val"] for source in sources])
+        part = make_fx(flat)(*[source.meta["val"] for source in sources])
     graph = node.graph
     copied: dict[fx.Node, Any] = {}
     remaining = iter(sources)

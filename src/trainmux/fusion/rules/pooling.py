@@ -26,14 +26,10 @@ def _channels_lie_together(x: Tensor) -> bool:
     aten._adaptive_avg_pool2d.default,
     aten._adaptive_avg_pool2d_backward.default,
     aten.upsample_nearest2d.default,
-    aten.upsample_nearest2d_backward.default,
     aten.upsample_bilinear2d.default,
-    aten.upsample_bilinear2d_backward.default,
     how="fold model axis into batch or channels",
 )
 def per_channel(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    if "upsample" in op.name() and "backward" in op.name():
-        return NotImplemented  # takes the input's size as a list
     images = [value for value in args if isinstance(value, (Stacked, Tensor))]
     if any((item.rank if isinstance(item, Stacked) else item.dim()) != 4 for item in images):
         return NotImplemented
