@@ -116,7 +116,7 @@ def test_other_dtypes_are_refused(dtype: torch.dtype):
         optim.describe(torch.optim.SGD(params, lr=0.1), params, member="a")
 
 
-_SETTINGS = [(family, setting) for family in FAMILIES for setting in family.rule.settings]
+_SETTINGS = [(family, setting) for family in FAMILIES for setting in family.settings]
 _ANY_NUMBER = st.floats(allow_nan=True, allow_infinity=True) | st.floats(0.0, 1.0) | st.just(1.0)
 
 

@@ -40,8 +40,11 @@ def scalar_values(
     Refuses a momentum that was switched on or off since the optimizer was described, and values for which
     the update is undefined, such as a beta of 1.
     """
+    rule = rule_for(group.kind, group.flags)
     try:
-        return rule_for(group.kind, group.flags).values(torch_group, steps_done)
+        numbers = {setting.label: float(setting.read(torch_group)) for setting in rule.settings}
+        numbers["sign"] = -1.0 if torch_group["maximize"] else 1.0
+        return rule.formula(numbers, steps_done)
     except (ArithmeticError, ValueError, TypeError) as error:
         if isinstance(error, OptimizerError):
             raise
