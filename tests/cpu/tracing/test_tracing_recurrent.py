@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from tracing_tools import assert_equals_torch, forward, joint, targets
 
 CELLS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
-SHAPES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "two layers": {"num_layers": 2},
-    "bidirectional": {"bidirectional": True},
-    "two layers, bidirectional, dropout 0": {"num_layers": 2, "bidirectional": True, "dropout": 0.0},
-    "no bias": {"bias": False},
-    "time first": {"batch_first": False},
-}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("lstm", {"num_layers": 2, "bidirectional": True, "dropout": 0.0}),
+    ("lstm", {"bias": False, "batch_first": False}),
+    ("lstm", {"proj_size": 2}),
+    ("gru", {"num_layers": 2, "bidirectional": True}),
+    ("rnn", {"num_layers": 2}),
+    ("rnn", {"nonlinearity": "relu", "bidirectional": True}),
+]
 
 
 def states_of(state: Any) -> list[Tensor]:
@@ -44,24 +44,9 @@ def build(cell: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.M
     return CELLS[cell](3, 4, **{"batch_first": True, **options}).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("cell", "shape"),
-    [
-        *[("lstm", shape) for shape in SHAPES],
-        *[(cell, shape) for cell in ("gru", "rnn") for shape in ("plain", "two layers", "bidirectional")],
-        ("gru", "two layers, bidirectional, dropout 0"),
-    ],
-)
-def test_recurrent_modules_are_torchs(cell: str, shape: str) -> None:
-    assert_equals_torch(build(cell, **SHAPES[shape]), loss, batch_for(torch.float64))
-
-
-def test_relu_cells_are_torchs() -> None:
-    assert_equals_torch(build("rnn", nonlinearity="relu"), loss, batch_for(torch.float64))
-
-
-def test_projections_are_torchs() -> None:
-    assert_equals_torch(build("lstm", proj_size=2), loss, batch_for(torch.float64))
+@pytest.mark.parametrize(("cell", "options"), CASES)
+def test_recurrent_modules_are_torchs(cell: str, options: dict[str, Any]) -> None:
+    assert_equals_torch(build(cell, **options), loss, batch_for(torch.float64))
 
 
 @pytest.mark.parametrize("cell", CELLS)
