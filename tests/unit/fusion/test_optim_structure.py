@@ -157,14 +157,6 @@ def test_what_is_not_a_number_is_refused(value: Any):
         optim.check_hyperparameters(optimizer, member="a")
 
 
-def test_the_message_names_the_group():
-    params = parameters(2)
-    optimizer = torch.optim.Adam([{"params": [params[0]]}, {"params": [params[1]]}])
-    optimizer.param_groups[1]["betas"] = (0.9, 1.0)
-    with pytest.raises(OptimizerError, match=r"param group 1: expected betas\[1\] .* \[0, 1\), got 1.0"):
-        optim.check_hyperparameters(optimizer, member="a")
-
-
 # ---- scalars ----------------------------------------------------------------------------------------------
 
 
@@ -196,19 +188,6 @@ def test_settings_without_a_defined_update_are_refused(betas: Any):
     settings["betas"] = betas
     with pytest.raises(OptimizerError, match="expected settings for which the Adam update is defined"):
         optim.scalar_values(group, settings, 3)
-
-
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(OptimizerError, match="one of Adadelta, Adagrad, Adam, RMSprop, SGD, got 'Lion'"):
-        optim.scalar_specs(optim.GroupStructure("Lion", (), ()))
-
-
-def test_scalars_of_another_dtype_are_refused():
-    group, _ = only_group(torch.optim.SGD([torch.zeros(1)], lr=0.1))
-    param = torch.zeros(2, 3, dtype=torch.bfloat16)
-    scalars = {spec.name: torch.zeros(2, dtype=torch.bfloat16) for spec in optim.scalar_specs(group)}
-    with pytest.raises(OptimizerError, match=r"expected scalars of torch.float32.*scalar_dtype"):
-        optim.apply_update(group, param, param.clone(), {}, scalars)
 
 
 def test_idle_settings_are_those_without_effect():

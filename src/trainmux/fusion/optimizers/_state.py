@@ -97,7 +97,7 @@ def write_state(
     filling them is left to the caller: (fresh tensor, its value) pairs are returned, so that many can be
     copied at once. With no steps taken, the state is what torch has before the first step: nothing, and for
     Adagrad its accumulator.
-    Refuses a missing name and a shape that is not the parameter's.
+    Refuses a shape that is not the parameter's.
     """
     rule, settings = rule_for(group.kind, group.flags), optimizer.param_groups[group_index]
     if not rule.state_names:
@@ -109,11 +109,6 @@ def write_state(
     if rule.counts_steps:
         fresh["step"] = _step_tensor(settings, param, steps)
     for name in rule.state_names:
-        if name not in state:
-            raise OptimizerError(
-                f"expected a state tensor for each of {', '.join(rule.state_names)}, got none for {name!r}. "
-                "Pass every name that state_names() lists."
-            )
         _check_shape(name, state[name], param)
         fresh[name] = torch.empty_like(param.detach(), memory_format=torch.preserve_format)
     optimizer.state[param] = fresh

@@ -89,28 +89,17 @@ def apply_update(
     ``param``, ``grad`` and each state tensor have shape ``[k, *shape]``, rows may be strided. ``scalars``
     have shape ``[k]``, or are views ``[k, 1, ...]`` that many parameters share, and the dtype
     ``scalar_dtype(param.dtype)``. ``idle`` is the intersection of ``idle_settings`` over the members, or
-    empty. Refuses scalars of another dtype.
+    empty.
 
     A row with neutral scalars and a gradient of +0.0 keeps its bits, provided that its values are finite.
     """
-    ndim = param.ndim
-    wanted = scalar_dtype(param.dtype)
 
     def at(name: str) -> Tensor:
         scalar = scalars[name]
-        if scalar.dtype != wanted:
-            raise OptimizerError(
-                f"expected scalars of {wanted} for a parameter of {param.dtype}, got {scalar.dtype} for "
-                f"{name!r}. Feed them in scalar_dtype(param.dtype)."
-            )
-        return _shaped(scalar, ndim)
+        return scalar if scalar.ndim == param.ndim else scalar.view(-1, *(1,) * (param.ndim - 1))
 
     with torch.no_grad():
         rule_for(group.kind, group.flags).update(param, grad, state, at, idle)
-
-
-def _shaped(scalar: Tensor, ndim: int) -> Tensor:
-    return scalar if scalar.ndim == ndim else scalar.view(-1, *(1,) * (ndim - 1))
 
 
 class SettingColumns:
