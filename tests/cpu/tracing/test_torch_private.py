@@ -127,26 +127,6 @@ def test_a_trace_leaves_modules_alone_and_says_so_to_nobody() -> None:
     assert nn.Module.__call__ is call
 
 
-def test_frames_are_those_of_the_stack_in_files_that_are_wanted() -> None:
-    def inner(x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = x.sin()
-        return x
-
-    def run(x: Tensor) -> Tensor:
-        return inner(x).cos()
-
-    module = traced(run, torch.ones(2), user_frames=private.frames_of(lambda file: file == __file__))
-    calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    first, second, last = (node.meta["stack_trace"] for node in calls)
-    assert first == second
-    files = [line.split('"')[1] for line in first.splitlines() if line.strip().startswith("File")]
-    assert set(files) == {__file__}
-    assert first.endswith("in inner\n    x = x.sin()")
-    assert last.endswith("in run\n    return inner(x).cos()")
-    assert first.count("in run") == 1
-
-
 @pytest.mark.parametrize("packet", _DECOMPOSE, ids=str)
 def test_the_decompositions_we_ask_for_exist(packet: Any) -> None:
     table = torch._decomp.get_decompositions((packet,))
@@ -177,18 +157,6 @@ def test_every_mutation_becomes_a_new_value() -> None:
     expected_y, expected_held = mutates(x.clone(), before)
     assert torch.equal(y, expected_y)
     assert torch.equal(changed, expected_held)
-
-
-def test_gradients_of_mutating_code_are_traced() -> None:
-    def step(x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_(True)
-        y = x * 3
-        y.mul_(x)
-        return torch.autograd.grad(y.sum(), x)[0]
-
-    module = traced(private.functionalized(step), torch.zeros(3))
-    x = torch.tensor([1.0, 2.0, 3.0])
-    assert torch.equal(module(x), 6 * x)
 
 
 # ---- flags -----------------------------------------------------------------------------------------------
@@ -296,25 +264,6 @@ def region_targets(fn: Callable[[Tensor], Any], x: Tensor) -> tuple[list[list[An
     return regions, module
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_region_runs_once_and_hands_out_its_nodes(use_reentrant: bool) -> None:
-    def step(x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_(True)
-        y = checkpoint(lambda v: torch.cos(torch.sin(v)), x.exp(), use_reentrant=use_reentrant)
-        return torch.autograd.grad(y.sum(), x)[0]
-
-    regions, module = region_targets(step, torch.ones(3))
-    assert len(regions) == 1
-    assert [target for target in regions[0] if "detach" not in str(target)] == [
-        aten.sin.default,
-        aten.cos.default,
-    ]
-    assert targets(module).count(aten.exp.default) == 1
-    x = torch.tensor([0.1, 0.2, 0.3])
-    expected = -torch.sin(torch.sin(x.exp())) * torch.cos(x.exp()) * x.exp()
-    torch.testing.assert_close(module(x), expected)
-
-
 def test_regions_nest_and_take_keyword_arguments_and_options() -> None:
     def inside(v: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
         return v * factor, v + factor
@@ -397,25 +346,3 @@ def test_copied_nodes_find_names_without_a_search() -> None:
     assert names.num_asked < 6 * 402
     module = fx.GraphModule({}, graph)
     assert torch.equal(module(torch.zeros(2)), torch.full((2,), 400.0))
-
-
-# ---- what is ambient -------------------------------------------------------------------------------------
-
-
-def test_ambient_switches_are_noticed() -> None:
-    def is_plain() -> bool:
-        return private.is_plain(torch.float32)
-
-    assert is_plain()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not is_plain()
-        with torch.autocast("cpu", enabled=False):
-            assert is_plain()
-    with torch.device("meta"):
-        assert not is_plain()
-    torch.set_default_device("meta")
-    try:
-        assert not is_plain()
-    finally:
-        torch.set_default_device(None)
-    assert is_plain()

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -169,3 +170,11 @@ def test_a_package_installed_anywhere_on_the_path_is_no_code_of_the_users(
     model = importlib.import_module(name).Counts(2, 2)
     with nullcontext() if folder != "project" else pytest.raises(TraceError):
         joint(model, lambda m, x: m(x).mean(), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("constant", [np.ma.masked, np.ma.masked_array([1.0, 2.0], mask=[True, False])])
+def test_a_model_may_hold_masked_arrays(constant: Any) -> None:
+    """Numpy's own ``tobytes`` leaves the mask out, and raises for ``np.ma.masked``."""
+    model = nn.Linear(2, 1)
+    model.constant = constant
+    assert_equals_torch(model, lambda m, x: m(x).square().mean(), torch.ones(3, 2), 1e-6)
