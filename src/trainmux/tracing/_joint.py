@@ -278,7 +278,7 @@ class _Call:
                 loss, metrics = _as_loss(result)
                 values = self._named(metrics)
                 gradients = self._gradients(loss, used, flat[-1])
-                new_buffers = self.substitution.current([named.name for named in self.buffers])
+                new_buffers = [self._model.get_buffer(named.name) for named in self.buffers]
             finally:
                 self.after.append(read())
         # The parameters go out too: a placeholder that comes back as itself was not changed.

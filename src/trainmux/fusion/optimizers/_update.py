@@ -61,13 +61,7 @@ def idle_settings(torch_group: Mapping[str, Any]) -> frozenset[str]:
     ``apply_update`` may leave out the settings that are idle for all members of a group. Whoever does so
     has to build the update anew once a member starts to use one of them.
     """
-    idle = set()
-    if not torch_group.get("maximize", False):
-        idle.add("maximize")
-    for name in ("weight_decay", "dampening"):
-        if float(torch_group.get(name, 0.0)) == 0.0:
-            idle.add(name)
-    return frozenset(idle)
+    return frozenset(name for name in _SETTINGS_THAT_IDLE if float(torch_group.get(name, 0.0)) == 0.0)
 
 
 def scalar_dtype(param_dtype: torch.dtype) -> torch.dtype:
