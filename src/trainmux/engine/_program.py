@@ -35,7 +35,7 @@ from trainmux.tracing import (
     copy_node,
     graph_constant,
     graph_module,
-    make_piece,
+    make_fx,
     output_nodes,
     split_joint,
 )
@@ -455,7 +455,7 @@ class _TailGraph:
 
         with mode, torch.no_grad():
             # Fresh ones: the tracer tells its inputs apart by identity, and state shares its parameter's.
-            part = make_piece(flat)(*[_fresh(node.meta["val"]) for node in nodes])
+            part = make_fx(flat)(*[_fresh(node.meta["val"]) for node in nodes])
         appended = _append(self._graph, owner, part, nodes, Phase.UPDATE, "update")
         for node, gradient in zip(whole, gradients, strict=True):
             if node is not gradient:

@@ -53,7 +53,7 @@ class OperatorFuser:
                 raise self._error(node, "it is not an ATen operator")
             self.how = ("loop", "not an ATen operator")
             return self._loop(node, args, kwargs)
-        context = Context(self._width, _device(args, kwargs), node.meta.get("val"))
+        context = Context(self._width, node.meta.get("val"))
         named = find_rule(op)
         if named is not None:
             result = named.apply(context, op, *args, **kwargs)
@@ -88,24 +88,22 @@ class OperatorFuser:
         last = last_node(graph)
         try:
             results = iter(torch.vmap(member, randomness="error")(*[leaves[i].tensor for i in positions]))
+            result_spec, present = shape_of_result
+            result = pytree.tree_unflatten(
+                [Stacked(next(results)) if is_tensor else None for is_tensor in present], result_spec
+            )
+            wrong = self._mismatch(node, result)
+            reason = f"torch.vmap's rule is wrong here ({wrong})" if wrong else ""
         except Exception as error:
-            for new in reversed(nodes_after(graph, last)):
-                graph.erase_node(new)
-            reason = str(error).strip().splitlines()[0][:160] if str(error) else type(error).__name__
-            self.how = ("loop", f"torch.vmap cannot do it ({reason})")
-            return self._loop(node, args, kwargs)
-        result_spec, present = shape_of_result
-        result = pytree.tree_unflatten(
-            [Stacked(next(results)) if is_tensor else None for is_tensor in present], result_spec
-        )
-        wrong = self._mismatch(node, result)
-        if wrong:
-            for new in reversed(nodes_after(graph, last)):
-                graph.erase_node(new)
-            self.how = ("loop", f"torch.vmap's rule is wrong here ({wrong})")
-            return self._loop(node, args, kwargs)
-        self.how = ("vmap", "")
-        return result
+            text = str(error).strip().splitlines()[0][:160] if str(error) else type(error).__name__
+            reason = f"torch.vmap cannot do it ({text})"
+        if not reason:
+            self.how = ("vmap", "")
+            return result
+        for new in reversed(nodes_after(graph, last)):
+            graph.erase_node(new)
+        self.how = ("loop", reason)
+        return self._loop(node, args, kwargs)
 
     def _loop(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
@@ -157,10 +155,3 @@ class OperatorFuser:
             op=str(node.target),
             location=location,
         )
-
-
-def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    for leaf in pytree.tree_leaves((args, kwargs), is_leaf=is_stacked):
-        if isinstance(leaf, Stacked):
-            return leaf.tensor.device
-    raise RuntimeError("expected a stacked argument, got none")

@@ -41,7 +41,6 @@ class Context:
     """Facts that a rule may need besides its arguments; ``value`` is the member's own result (fake)."""
 
     width: int
-    device: torch.device
     value: Any
 
     def stack(self, value: Stacked | Tensor) -> Tensor:
@@ -91,6 +90,11 @@ def rule(*ops: OpOverload, how: str, how_alone: str = "") -> Callable[[Rule], Ru
 def find_rule(op: Any) -> NamedRule | None:
     """The registered rule of an operator, if it has one."""
     return _RULES.get(op)
+
+
+def rank_of(value: Stacked | Tensor) -> int:
+    """Number of dimensions of one member's value, stacked or not."""
+    return value.rank if isinstance(value, Stacked) else value.dim()
 
 
 def member_dim(dim: int, rank: int) -> int:

@@ -23,7 +23,7 @@ from trainmux.tracing import (
     graph_constant,
     graph_module,
     inherit_meta,
-    make_piece,
+    make_fx,
     node_location,
     output_nodes,
 )
@@ -137,9 +137,9 @@ class GraphWriter:
         with self._mode:
             examples = [_stand_in(written.fake) for written in sources.values()]
             table = self._decompositions
-            module = make_piece(run, decomposition_table=table)(*examples)
+            module = make_fx(run, decomposition_table=table)(*examples)
             if _mutating(module):  # torch's own rules may write to what they have just made
-                module = make_piece(functionalized(module), decomposition_table=table)(*examples)
+                module = make_fx(functionalized(module), decomposition_table=table)(*examples)
         if writes := _mutating(module):
             location = node_location(origin)
             raise FusionError(

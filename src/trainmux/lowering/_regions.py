@@ -19,7 +19,7 @@ from trainmux.lowering._given_memory import Place
 from trainmux.lowering._inductor import OWN_DECOMPOSITIONS, decompositions
 from trainmux.lowering._kinds import SMALL_BYTES, Kind, base_of, is_view
 from trainmux.lowering._partition import Cut
-from trainmux.tracing import FakeTensorMode, make_piece, static_fake_mode
+from trainmux.tracing import FakeTensorMode, make_fx, static_fake_mode
 
 _MANY_NODES = 40
 _MANY_OUTPUTS = 6
@@ -149,7 +149,7 @@ class RegionGraph:
         with mode, torch.no_grad():
             fakes = [replace(spec, padded=None).empty() for spec in (*self.input_specs, *self.placed_specs())]
             table = {**decompositions(), **OWN_DECOMPOSITIONS}
-            module = make_piece(torch.func.functionalize(run, remove="mutations"), decomposition_table=table)(
+            module = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=table)(
                 *fakes
             )
         module.graph.eliminate_dead_code()

@@ -247,30 +247,16 @@ def _like_object(original: Any, fields: dict[str, Any]) -> Any:
 
 def check_batch(expected: BatchSpec, got: BatchSpec) -> None:
     """Refuse a batch whose structure or dtypes differ from the example's; shapes may differ."""
-    expected_paths = {leaf.path: leaf for leaf in expected.leaves}
-    got_paths = {leaf.path: leaf for leaf in got.leaves}
-    for path in expected_paths:
-        if path not in got_paths:
+    wanted, given = (
+        {leaf.path: f"a tensor of {leaf.dtype} with {len(leaf.shape)} dimensions" for leaf in spec.leaves}
+        for spec in (expected, got)
+    )
+    for path in wanted | given:
+        want, have = wanted.get(path, "no tensor"), given.get(path, "none")
+        if want != have:
             raise BatchError(
-                f"{path}: expected a tensor of {expected_paths[path].dtype} as in the example batch, got "
-                f"none; give step() the structure of example_batch (got leaves {sorted(got_paths)})"
-            )
-    for path, leaf in got_paths.items():
-        if path not in expected_paths:
-            raise BatchError(
-                f"{path}: expected no tensor here as in the example batch, got {leaf.dtype} of shape "
-                f"{leaf.shape}; give step() the structure of example_batch"
-            )
-        wanted = expected_paths[path]
-        if leaf.dtype != wanted.dtype:
-            raise BatchError(
-                f"{path}: expected {wanted.dtype} as in the example batch, got {leaf.dtype}; convert the "
-                "leaf or make the fleet with an example batch of that dtype"
-            )
-        if len(leaf.shape) != len(wanted.shape):
-            raise BatchError(
-                f"{path}: expected {len(wanted.shape)} dimensions as in the example batch "
-                f"{wanted.shape}, got {leaf.shape}; reshape the leaf"
+                f"{path}: expected {want} as in the example batch, got {have} (of {sorted(given)}); "
+                "give step() the structure, dtypes and dimensions of example_batch"
             )
     if expected.structure != got.structure:
         raise BatchError(

@@ -73,7 +73,6 @@ class Substitution:
     """
 
     def __init__(self, model: nn.Module, *functions: Any) -> None:
-        self._model = model
         self.reach = Reach(model, *functions)
         self.reach.include(process_generators())
         self._registries = {
@@ -128,10 +127,6 @@ class Substitution:
                 and not (is_registry and key in self.reach.contents[number])
             ]
         return found
-
-    def current(self, names: Sequence[str]) -> list[Tensor]:
-        """Present values of the named buffers, reassigned ones included."""
-        return [self._model.get_buffer(name) for name in names]
 
 
 @contextmanager

@@ -114,15 +114,6 @@ class TracedGraph:
         return sum(output.kind is not OutputKind.GRADIENT for output in self.outputs)
 
 
-class _Discovered:
-    """Collected while the user's function runs: names that only its result reveals."""
-
-    def __init__(self) -> None:
-        self.metrics: list[str] = []
-        self.used_parameters: list[str] = []
-        self.regions = 0
-
-
 def trace_joint(
     model: nn.Module, loss_fn: LossFunction, batch: FlatBatch, settings: TraceSettings
 ) -> TracedGraph:
@@ -181,14 +172,13 @@ def _trace(
     model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, training: bool
 ) -> TracedGraph:
     call = _Call(model, fn, batch, settings, training)
-    names = call.names
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     scalar = torch.empty((), dtype=torch.float64)  # a third must be a third in any loss's dtype
     counter = torch.empty((), dtype=torch.int64)
     originals = [*call.reach.own, *batch.tensors]
     fakes = [_fake(mode, tensor, settings) for tensor in (*originals, counter, counter, scalar)]
     with deterministic_algorithms(settings.deterministic):
-        module = _run_tracer(call.once, fakes, mode, names)
+        module = call.traced(call.once, fakes, mode)
         _refuse_effects(call, module, fakes, mode)
     _refuse_mixed_products(module, settings)
     failures_make_nan(module, mode)
@@ -206,12 +196,12 @@ def _trace(
         GraphInput(kind, name, tuple(fake.shape), str(fake.dtype))
         for (kind, name), fake in zip(kinds, fakes, strict=True)
     )
-    metric_outputs = [GraphOutput(OutputKind.METRIC, name) for name in names.metrics]
+    metric_outputs = [GraphOutput(OutputKind.METRIC, name) for name in call.metrics]
     buffer_outputs = [GraphOutput(OutputKind.BUFFER, named.name) for named in call.buffers]
     if not training:
         simplify(module, range(len(metric_outputs)))
         return TracedGraph(module, inputs, tuple(metric_outputs))
-    gradient_outputs = [GraphOutput(OutputKind.GRADIENT, name) for name in names.used_parameters]
+    gradient_outputs = [GraphOutput(OutputKind.GRADIENT, name) for name in call.used_parameters]
     outputs = [GraphOutput(OutputKind.LOSS, "loss"), *metric_outputs, *buffer_outputs, *gradient_outputs]
     _refuse_changed_parameters(module, [named.name for named in call.parameters])
     kept = _without_unchanged_buffers(module, outputs)
@@ -230,10 +220,30 @@ class _Call:
         self.parameters, self.buffers = unique_parameters(model), unique_buffers(model)
         self.substitution = Substitution(model, fn)
         self.reach = self.substitution.reach
-        self.names = _Discovered()
         self.after: list[list[Items]] = []
         """Contents of the holders after each call."""
+        self.metrics: list[str] = []
+        self.used_parameters: list[str] = []
+        self._num_regions = 0
         self._learns = [named.tensor.requires_grad and training for named in self.parameters]
+
+    def traced(
+        self, step: Callable[..., Any], fakes: Sequence[Tensor], mode: FakeTensorMode
+    ) -> fx.GraphModule:
+        """The graph of ``step``, one of the two methods below."""
+
+        def mark(nodes: list[fx.Node]) -> None:
+            self._num_regions += 1
+            for node in nodes:
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                node.meta["ac_graph_id"] = self._num_regions
+
+        table: Any = torch._decomp.get_decompositions(_DECOMPOSE)
+        frames = frames_of(is_user_file)
+        tracer = make_fx(functionalized(step), decomposition_table=table, user_frames=frames)
+        # What torch says about its own fake kernels is not news to the user.
+        with ignored_warnings(), mode, tracing_thread(), own_composites(), checkpoint_regions(mark):
+            return tracer(*fakes)
 
     def once(self, *flat: Tensor) -> list[Any]:
         """Results of one call, as the graph returns them."""
@@ -263,15 +273,16 @@ class _Call:
                 with _surroundings(self._settings, self._training):
                     result = self._fn(self._model, self._batch.rebuild(leaves))
                 if not self._training:
-                    return _as_metrics(result, self.names)
+                    return self._named(_as_metrics(result))
                 # Hooks run now, and may look at the model, too.
-                loss, metrics = _as_loss(result, self.names)
+                loss, metrics = _as_loss(result)
+                values = self._named(metrics)
                 gradients = self._gradients(loss, used, flat[-1])
-                new_buffers = self.substitution.current([named.name for named in self.buffers])
+                new_buffers = [self._model.get_buffer(named.name) for named in self.buffers]
             finally:
                 self.after.append(read())
         # The parameters go out too: a placeholder that comes back as itself was not changed.
-        return [loss.detach().reshape(()), *metrics, *new_buffers, *gradients, *used]
+        return [loss.detach().reshape(()), *values, *new_buffers, *gradients, *used]
 
     def _gradients(self, loss: Tensor, used: Sequence[Tensor], tangent: Tensor) -> list[Tensor]:
         learning = [
@@ -288,8 +299,18 @@ class _Call:
         kept = {name: grad for (name, _), grad in zip(learning, found, strict=True) if grad is not None}
         if not kept:
             raise LossError(_INDEPENDENT)
-        self.names.used_parameters = list(kept)
+        self.used_parameters = list(kept)
         return list(kept.values())
+
+    def _named(self, metrics: dict[str, Any]) -> list[Tensor]:
+        """Values of the metrics, whose names are kept; refuses what is no tensor."""
+        for name, value in metrics.items():
+            if not isinstance(value, Tensor):
+                kind = type(value).__name__
+                raise LossError(f"metric {name!r}: expected a tensor, got {kind}; do not call .item() on it")
+        self.metrics = [str(name) for name in metrics]
+        # The clone keeps a metric that is an input or the loss itself a value of its own.
+        return [value.detach().clone() for value in metrics.values()]
 
 
 def _refuse_effects(
@@ -307,13 +328,13 @@ def _refuse_effects(
 
     def line_of(change: Change) -> str | None:
         with watched_lines(reach.holders[change.holder].read) as found, suppress(Exception):
-            _run_tracer(call.once, more_fakes(), mode, call.names)
+            call.traced(call.once, more_fakes(), mode)
         return found[0] if found else None
 
     for change in changed:
         if isinstance(change.value, GeneratorState):
             raise random_error(line_of(change))
-    again = _run_tracer(call.twice, [*more_fakes(), *fakes], mode, call.names)
+    again = call.traced(call.twice, [*more_fakes(), *fakes], mode)
     first, second = call.after
     changed_again = changes(first, second)
     for change in lasting(reach, first, changed_again):
@@ -367,11 +388,21 @@ def _surroundings(settings: TraceSettings, training: bool) -> Iterator[None]:
         yield
 
 
-def _as_loss(result: Any, names: _Discovered) -> tuple[Tensor, list[Tensor]]:
-    metrics: dict[str, Any] = {}
-    loss = result
-    if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict):
-        loss, metrics = result
+def _with_metrics(result: Any, reserved: frozenset[str]) -> tuple[Any, dict[str, Any]]:
+    """A result, without the metrics that came with it, and those; refuses ``reserved`` names."""
+    if not (isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict)):
+        return result, {}
+    taken = sorted(reserved.intersection(map(str, result[1])))
+    if taken:
+        raise LossError(
+            f"expected metrics with names other than {sorted(reserved)}, which the fleet gives itself, got "
+            f"{taken}; rename them"
+        )
+    return result[0], result[1]
+
+
+def _as_loss(result: Any) -> tuple[Tensor, dict[str, Any]]:
+    loss, metrics = _with_metrics(result, _RESERVED)
     if not isinstance(loss, Tensor):
         raise LossError(
             f"expected the loss function to return a scalar tensor or (loss, {{name: tensor}}), got "
@@ -385,59 +416,19 @@ def _as_loss(result: Any, names: _Discovered) -> tuple[Tensor, list[Tensor]]:
         raise LossError(f"expected a floating-point loss, got {loss.dtype}; compute it from model outputs")
     if not loss.requires_grad:
         raise LossError(_INDEPENDENT)
-    _refuse_names(metrics, _RESERVED)
-    return loss, _metric_values(metrics, names)
+    return loss, metrics
 
 
-def _as_metrics(result: Any, names: _Discovered) -> list[Tensor]:
-    if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict):
-        _refuse_names(result[1], frozenset({"loss"}))
-        result = {"loss": result[0], **result[1]}
-    if isinstance(result, Tensor):
-        result = {"loss": result}
+def _as_metrics(result: Any) -> dict[str, Any]:
+    loss, metrics = _with_metrics(result, frozenset({"loss"}))
+    if isinstance(loss, Tensor):
+        return {"loss": loss, **metrics}
     if not isinstance(result, dict) or not result:
         raise LossError(
             f"expected the metric function to return a tensor or a dict of tensors, got "
             f"{type(result).__name__}; return {{name: scalar tensor}}"
         )
-    return _metric_values(result, names)
-
-
-def _refuse_names(metrics: dict[str, Any], reserved: frozenset[str]) -> None:
-    taken = sorted(reserved.intersection(map(str, metrics)))
-    if taken:
-        raise LossError(
-            f"expected metrics with names other than {sorted(reserved)}, which the fleet gives itself, got "
-            f"{taken}; rename them"
-        )
-
-
-def _metric_values(metrics: dict[str, Any], names: _Discovered) -> list[Tensor]:
-    for name, value in metrics.items():
-        if not isinstance(value, Tensor):
-            raise LossError(
-                f"metric {name!r}: expected a tensor, got {type(value).__name__}; do not call .item() on it"
-            )
-    names.metrics = [str(name) for name in metrics]
-    # The clone keeps a metric that is an input or the loss itself a value of its own.
-    return [value.detach().clone() for value in metrics.values()]
-
-
-def _run_tracer(
-    step: Callable[..., Any], fakes: Sequence[Tensor], mode: FakeTensorMode, names: _Discovered
-) -> fx.GraphModule:
-    def mark(nodes: list[fx.Node]) -> None:
-        names.regions += 1
-        for node in nodes:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = names.regions
-
-    table: Any = torch._decomp.get_decompositions(_DECOMPOSE)
-    frames = frames_of(is_user_file)
-    tracer = make_fx(functionalized(step), decomposition_table=table, user_frames=frames)
-    # What torch says about its own fake kernels is not news to the user.
-    with ignored_warnings(), mode, tracing_thread(), own_composites(), checkpoint_regions(mark):
-        return tracer(*fakes)
+    return result
 
 
 def _trace_error(error: Exception) -> TraceError:

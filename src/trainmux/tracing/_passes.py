@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
-from trainmux.tracing._torch_private import FakeTensorMode, copy_node, make_piece, min_cut
+from trainmux.tracing._torch_private import FakeTensorMode, copy_node, make_fx, min_cut
 
 aten = torch.ops.aten
 
@@ -109,7 +109,7 @@ def replace_node(node: fx.Node, fn: Callable[..., Any], args: tuple[Any, ...], m
         return fn(*pytree.tree_unflatten(filled, spec))
 
     with mode:
-        part = make_piece(flat)(*[source.meta["val"] for source in sources])
+        part = make_fx(flat)(*[source.meta["val"] for source in sources])
     graph = node.graph
     copied: dict[fx.Node, Any] = {}
     remaining = iter(sources)
@@ -187,14 +187,14 @@ _MAX_MASK_NODES = 400
 """A mask computed by more nodes than this is left alone."""
 
 
-def drop_constant_masks(module: fx.GraphModule) -> int:
-    """Replace constant masks that hide nothing, or just the future, by the kernel's own; returns how many.
+def drop_constant_masks(module: fx.GraphModule) -> None:
+    """Replace constant masks that hide nothing, or just the future, by the kernel's own.
 
     Libraries build a mask tensor when they are traced, even for plain attention. The kernel then reads a mask
     of the size of the scores, and computes what it hides.
     """
     known: dict[fx.Node, bool | None] = {}
-    changed = 0
+    changed = False
     for node in module.graph.nodes:
         if not is_attention(node.target):
             continue
@@ -208,12 +208,11 @@ def drop_constant_masks(module: fx.GraphModule) -> int:
         is_causal = known[bias]
         if is_causal is not None:
             _replace_mask(node, is_causal=is_causal)
-            changed += 1
+            changed = True
     if changed:
         module.graph.eliminate_dead_code()
         module.graph.lint()
         module.recompile()
-    return changed
 
 
 def is_attention(target: Any) -> bool:

@@ -17,14 +17,19 @@ from trainmux.errors import TraceError
 _TORCH_ROOT = str(Path(torch.__file__).parent)
 _OWN_ROOT = str(Path(__file__).parent.parent)
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+# By name: a file with the ending .pth, or PYTHONPATH, may add such a folder of another interpreter.
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+def _is_installed(path: str) -> bool:
+    return not _INSTALLED.isdisjoint(Path(path).parts)
 
 
 @functools.cache
 def is_user_file(path: str) -> bool:
     """Whether a source file is none of Python's, torch's or ours."""
-    is_standard = path.startswith(_STANDARD) and not path.startswith(_INSTALLED)
+    is_standard = path.startswith(_STANDARD) and not _is_installed(path)
     return not is_standard and not path.startswith(("<", _TORCH_ROOT, _OWN_ROOT))
 
 
@@ -33,7 +38,7 @@ def is_library_file(path: str) -> bool:
     """Whether a source file belongs to Python, an installed package or us; what was typed in does not."""
     if path.startswith("<"):
         return path.startswith("<frozen")
-    return not is_user_file(path) or path.startswith(_INSTALLED)
+    return not is_user_file(path) or _is_installed(path)
 
 
 def innermost_user_frame(tb: TracebackType | None) -> str | None:

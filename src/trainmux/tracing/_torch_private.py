@@ -96,9 +96,7 @@ class _Tracer(PythonKeyTracer):
 
 
 class _MakeFx(_MakefxTracer):
-    def __init__(
-        self, decompositions: Any, user_frames: Callable[[], str] | None, *, names_functions: bool
-    ) -> None:
+    def __init__(self, decompositions: Any, user_frames: Callable[[], str] | None) -> None:
         super().__init__(
             decomposition_table=decompositions,
             tracing_mode="real",
@@ -107,7 +105,7 @@ class _MakeFx(_MakefxTracer):
             record_module_stack=False,
             _allow_fake_constant=False,
             _error_on_data_dependent_ops=True,
-            _disable_torch_fn_metadata_mode=not names_functions,
+            _disable_torch_fn_metadata_mode=True,
         )
         self._user_frames = user_frames
 
@@ -122,25 +120,19 @@ def make_fx(
     *,
     decomposition_table: Any = None,
     user_frames: Callable[[], str] | None = None,
-    names_functions: bool = True,
 ) -> Callable[..., fx.GraphModule]:
     """Torch's tracer; nodes keep what ``user_frames`` returns when they are made as where they come from.
 
     The module that it makes is written as Python when it is first called, if ever: most graphs are only read
     and rewritten, and to write one with thousands of nodes takes a second.
     """
-    tracer = _MakeFx(decomposition_table, user_frames, names_functions=names_functions)
+    tracer = _MakeFx(decomposition_table, user_frames)
 
     def traced(*examples: Any) -> fx.GraphModule:
         with process_lock, _use_lazy_graph_module(True):
             return tracer.trace(function, *examples)
 
     return traced
-
-
-def make_piece(function: Callable[..., Any], **options: Any) -> Callable[..., fx.GraphModule]:
-    """``make_fx`` for operators alone, no code of a user: nodes do not say what called them."""
-    return make_fx(function, names_functions=False, **options)
 
 
 class _Thread(threading.local):

@@ -21,15 +21,10 @@ def stepped(optimizer: torch.optim.Optimizer, params: list[Tensor], which: list[
 
 def test_state_that_is_missing_comes_as_its_initial_value():
     param = torch.zeros(3)
-    assert optim.read_state(torch.optim.Adam([param]), 0, param) == ({"exp_avg": 0.0, "exp_avg_sq": 0.0}, 0)
+    adam = torch.optim.Adam([param])
+    assert optim.read_state(adam, 0, param) == ({"exp_avg": 0.0, "exp_avg_sq": 0.0}, 0)
+    assert len(adam.state) == 0
     assert optim.read_state(torch.optim.SGD([param], lr=0.1), 0, param) == ({}, 0)
-
-
-def test_reading_does_not_create_state():
-    param = torch.zeros(3)
-    optimizer = torch.optim.Adam([param])
-    optim.read_state(optimizer, 0, param)
-    assert len(optimizer.state) == 0
 
 
 def test_adagrad_has_its_accumulator_from_the_start():
@@ -135,17 +130,3 @@ def test_sgd_without_momentum_writes_nothing():
     optimizer = torch.optim.SGD([param], lr=0.1)
     write_state(optimizer, 0, param, {}, 7)
     assert len(optimizer.state) == 0
-
-
-def test_a_missing_state_tensor_is_refused():
-    param = torch.zeros(2)
-    with pytest.raises(OptimizerError, match="got none for 'exp_avg_sq'"):
-        write_state(torch.optim.Adam([param]), 0, param, {"exp_avg": torch.zeros(2)}, 1)
-
-
-def test_written_state_survives_a_state_dict():
-    param, other = torch.zeros(3), torch.zeros(3)
-    optimizer, restored = torch.optim.AdamW([param]), torch.optim.AdamW([other])
-    write_state(optimizer, 0, param, {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}, 5)
-    restored.load_state_dict(optimizer.state_dict())
-    assert optim.read_state(restored, 0, other)[1] == 5

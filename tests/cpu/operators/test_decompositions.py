@@ -33,7 +33,7 @@ from trainmux.tracing._torch_private import (
 )
 
 aten = torch.ops.aten
-_MOST_SAMPLES = 16
+_NUM_QUICK, _NUM_SAMPLES = 4, 16
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,14 @@ def _normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-def _from_database(*names: str) -> Callable[[], list[Call]]:
+Calls = Callable[[int], list[Call]]
+"""Calls of an operator, at most so many for each of its names in the database."""
+
+
+def _from_database(*names: str) -> Calls:
     """The samples of these operators, with numbers as they are and rounded, so that some are equal."""
 
-    def calls() -> list[Call]:
+    def calls(most: int) -> list[Call]:
         found: list[Call] = []
         for name in names:
             operator = OPERATORS[name]
@@ -64,7 +68,7 @@ def _from_database(*names: str) -> Callable[[], list[Call]]:
                 *operator.sample_inputs("cpu", torch.float64, requires_grad=True),
                 *operator.reference_inputs("cpu", torch.float64, requires_grad=True),
             ]
-            for sample in spread(samples, _MOST_SAMPLES):
+            for sample in spread(samples, most):
                 found += [_of_sample(operator, sample, rounds) for rounds in (False, True)]
         return found
 
@@ -92,8 +96,8 @@ def _of_sample(operator: Any, sample: Any, rounds: bool) -> Call:
     )
 
 
-def _layers(make: Callable[..., nn.Module], packed: bool) -> Callable[[], list[Call]]:
-    def calls() -> list[Call]:
+def _layers(make: Callable[..., nn.Module], packed: bool) -> Calls:
+    def calls(most: int) -> list[Call]:
         options: list[dict[str, Any]] = [{}, {"batch_first": True}, {"bias": False, "num_layers": 2}]
         options += [{"bidirectional": True, "num_layers": 2}]
         options += [{"proj_size": 2}] if make is nn.LSTM else []
@@ -116,12 +120,12 @@ def _layer(layer: Any, packed: bool) -> Call:
     return _call(function, x, *(parameter.detach() for parameter in layer.parameters()))
 
 
-def _one_hot() -> list[Call]:
+def _one_hot(most: int) -> list[Call]:
     labels = torch.tensor([[0, 2], [3, 1]])
     return [_call(F.one_hot, labels), _call(lambda x: F.one_hot(x, 5), labels)]
 
 
-def _pad_sequence() -> list[Call]:
+def _pad_sequence(most: int) -> list[Call]:
     parts = [_normal(4, 2), _normal(2, 2), _normal(3, 2)]
     options: list[dict[str, Any]] = [
         {},
@@ -131,7 +135,7 @@ def _pad_sequence() -> list[Call]:
     return [_call(lambda *x, each=each: rnn.pad_sequence(list(x), **each), *parts) for each in options]
 
 
-def _istft() -> list[Call]:
+def _istft(most: int) -> list[Call]:
     window = torch.hann_window(8, dtype=torch.float64) + 0.1
     options: list[dict[str, Any]] = [{}, {"center": False}, {"normalized": True}, {"length": 30}]
 
@@ -143,8 +147,8 @@ def _istft() -> list[Call]:
     ]
 
 
-def _antialiased(op: str) -> Callable[[], list[Call]]:
-    def calls() -> list[Call]:
+def _antialiased(op: str) -> Calls:
+    def calls(most: int) -> list[Call]:
         target = getattr(aten, op).vec
         return [
             _call(lambda x, size=size, corners=corners: target(x, size, corners, None), _normal(2, 3, 6, 7))
@@ -155,7 +159,7 @@ def _antialiased(op: str) -> Callable[[], list[Call]]:
     return calls
 
 
-SOURCES: dict[str, Callable[[], list[Call]]] = {
+SOURCES: dict[str, Calls] = {
     "aten._upsample_bicubic2d_aa.vec": _antialiased("_upsample_bicubic2d_aa"),
     "aten._upsample_bilinear2d_aa.vec": _from_database("_upsample_bilinear2d_aa"),
     "aten._upsample_lanczos2d_aa.vec": _antialiased("_upsample_lanczos2d_aa"),
@@ -277,13 +281,14 @@ def test_functions_are_registered_under_keys_that_are_known() -> None:
     assert keys <= {*DECOMPOSITION_KEYS, DispatchKey.Meta}
 
 
+@pytest.mark.parametrize("most", [_NUM_QUICK, pytest.param(_NUM_SAMPLES, marks=pytest.mark.operators)])
 @pytest.mark.parametrize("name", [name for name in SOURCES if name in TAKEN])
-def test_function_that_tracing_takes_computes_as_the_kernel(name: str) -> None:
+def test_function_that_tracing_takes_computes_as_the_kernel(name: str, most: int) -> None:
     torch.manual_seed(0)
     num_compared = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for call in SOURCES[name]():
+        for call in SOURCES[name](most):
             try:
                 expected = _computed(call)
             except Exception:

@@ -8,19 +8,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from trainmux.tracing import _torch_private as private
-from trainmux.tracing._composites import own_composites
 from trainmux.tracing._joint import _DECOMPOSE
-from trainmux.tracing._torch_private import CheckpointPolicy, FakeTensor, FakeTensorMode, make_fx
+from trainmux.tracing._torch_private import FakeTensor, FakeTensorMode, make_fx
 
 aten = torch.ops.aten
 PACKAGE = Path(private.__file__).parent.parent
@@ -58,9 +57,7 @@ def test_nothing_else_imports_these_names() -> None:
     ("call", "op"),
     [
         (lambda x: x.sum().item(), "aten._local_scalar_dense.default"),
-        (lambda x: bool(x.sum() > 0), "aten._local_scalar_dense.default"),
         (lambda x: x.nonzero(), "aten.nonzero.default"),
-        (lambda x: x[x > 0], "aten.nonzero.default"),
         (lambda x: x.unique(), "aten._unique2.default"),
     ],
 )
@@ -105,17 +102,7 @@ def test_real_constants_may_meet_fake_tensors_and_stay_real() -> None:
 # ---- make_fx ---------------------------------------------------------------------------------------------
 
 
-def test_nodes_carry_their_values() -> None:
-    module = traced(lambda x: torch.sin(x) + 1, torch.ones(2))
-    for node in module.graph.nodes:
-        if node.op == "call_function":
-            assert isinstance(node.meta["val"], FakeTensor)
-        if node.op == "placeholder":
-            assert node.meta["val"].shape == (2,)
-
-
-@pytest.mark.parametrize("trace", [make_fx, private.make_piece])
-def test_a_trace_leaves_modules_alone_and_says_so_to_nobody(trace: Callable[..., Any]) -> None:
+def test_a_trace_leaves_modules_alone_and_says_so_to_nobody() -> None:
     """Torch's tracer of modules, which patches their class, may be at work in another thread."""
     call = nn.Module.__call__
     seen: list[bool] = []
@@ -133,58 +120,17 @@ def test_a_trace_leaves_modules_alone_and_says_so_to_nobody(trace: Callable[...,
         return nn.ReLU()(x)
 
     with FakeTensorMode():
-        module = trace(run)(torch.empty(2))
+        module = make_fx(run)(torch.empty(2))
     assert seen == [True]
     assert in_another_thread == [["placeholder", "call_module", "call_module", "output"]]
     assert targets(module) == [aten.relu.default]
     assert nn.Module.__call__ is call
 
 
-def test_a_piece_is_what_torch_traces_but_for_what_called_it() -> None:
-    def run(x: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(x.reshape(4)) + 1
-
-    with FakeTensorMode():
-        x = torch.empty(2, 2)
-        piece, whole = private.make_piece(run)(x), make_fx(run)(x)
-    assert piece.code == whole.code
-    for node, other in zip(piece.graph.nodes, whole.graph.nodes, strict=True):
-        assert set(other.meta) - set(node.meta) <= {"torch_fn"}
-
-
-def test_frames_are_those_of_the_stack_in_files_that_are_wanted() -> None:
-    def inner(x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = x.sin()
-        return x
-
-    def run(x: Tensor) -> Tensor:
-        return inner(x).cos()
-
-    module = traced(run, torch.ones(2), user_frames=private.frames_of(lambda file: file == __file__))
-    calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    first, second, last = (node.meta["stack_trace"] for node in calls)
-    assert first == second
-    files = [line.split('"')[1] for line in first.splitlines() if line.strip().startswith("File")]
-    assert set(files) == {__file__}
-    assert first.endswith("in inner\n    x = x.sin()")
-    assert last.endswith("in run\n    return inner(x).cos()")
-    assert first.count("in run") == 1
-
-
 @pytest.mark.parametrize("packet", _DECOMPOSE, ids=str)
 def test_the_decompositions_we_ask_for_exist(packet: Any) -> None:
     table = torch._decomp.get_decompositions((packet,))
     assert {op.overloadpacket for op in table} == {packet}
-
-
-def test_a_decomposition_table_is_used() -> None:
-    def fn(x: Tensor) -> Tensor:
-        return aten.slice_backward(x, [4], 0, 0, 2, 1)
-
-    table = torch._decomp.get_decompositions((aten.slice_backward,))
-    assert aten.slice_backward.default in targets(traced(fn, torch.ones(2)))
-    assert aten.slice_scatter.default in targets(traced(fn, torch.ones(2), decomposition_table=table))
 
 
 # ---- functionalization -----------------------------------------------------------------------------------
@@ -213,25 +159,6 @@ def test_every_mutation_becomes_a_new_value() -> None:
     assert torch.equal(changed, expected_held)
 
 
-def test_an_unchanged_input_comes_back_as_its_placeholder() -> None:
-    module = traced(private.functionalized(lambda x, y: [x, y + 1]), torch.zeros(3), torch.zeros(3))
-    (output,) = module.graph.find_nodes(op="output")
-    placeholders = module.graph.find_nodes(op="placeholder")
-    assert output.args[0][0] is placeholders[0]
-
-
-def test_gradients_of_mutating_code_are_traced() -> None:
-    def step(x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_(True)
-        y = x * 3
-        y.mul_(x)
-        return torch.autograd.grad(y.sum(), x)[0]
-
-    module = traced(private.functionalized(step), torch.zeros(3))
-    x = torch.tensor([1.0, 2.0, 3.0])
-    assert torch.equal(module(x), 6 * x)
-
-
 # ---- flags -----------------------------------------------------------------------------------------------
 
 
@@ -245,16 +172,6 @@ def test_model_code_sees_that_it_is_traced_and_only_then() -> None:
     assert not torch.compiler.is_compiling()
 
 
-@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_become_cell_steps(cell: type[nn.Module]) -> None:
-    model = cell(3, 4, batch_first=True)
-    with private.tracing_thread(), own_composites():
-        module = traced(lambda x: model(x)[0], torch.ones(2, 5, 3))
-    names = {str(target) for target in targets(module)}
-    assert not any(word in name for name in names for word in ("lstm", "gru", "rnn", "mkldnn", "cudnn"))
-    assert any("mm" in name for name in names)
-
-
 # ---- composite operators ---------------------------------------------------------------------------------
 
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -265,67 +182,30 @@ def attend(x: Tensor) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
 
-def constant_attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return query * 42
-
-
-def test_a_composite_operator_can_be_replaced_for_a_while() -> None:
-    x = torch.ones(1, 1, 2, 4)
-    usual = targets(traced(attend, x))
-    with private.override_composites({ATTENTION: constant_attention}):
-        assert targets(traced(attend, x)) == [aten.mul.Tensor]
-    assert targets(traced(attend, x)) == usual
-
-
-def test_a_composite_operator_is_back_after_an_exception() -> None:
-    x = torch.ones(1, 1, 2, 4)
-    usual = targets(traced(attend, x))
+def test_a_composite_operator_is_replaced_for_a_while_also_under_autograd() -> None:
+    def step(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        return torch.autograd.grad(attend(x).sum(), x)[0]
 
     def fails(*args: Any, **kwargs: Any) -> Tensor:
         raise ValueError("inside")
 
+    def usual_attention(*args: Any, **kwargs: Any) -> Tensor:
+        return private.native_composite(ATTENTION, *args, **kwargs)
+
+    x = torch.ones(1, 1, 2, 4)
+    usual = targets(traced(attend, x))
+    with private.override_composites({ATTENTION: lambda query, *args, **kwargs: query * 42}):
+        assert torch.equal(traced(step, x)(x), torch.full_like(x, 42.0))
+        with private.override_composites({ATTENTION: usual_attention}):
+            assert targets(traced(attend, x)) == usual
+        assert targets(traced(attend, x)) == [aten.mul.Tensor]
     with pytest.raises(ValueError, match="inside"), private.override_composites({ATTENTION: fails}):
         traced(attend, x)
     assert targets(traced(attend, x)) == usual
 
 
-def test_overrides_nest() -> None:
-    x = torch.ones(1, 1, 2, 4)
-    usual = targets(traced(attend, x))
-    with private.override_composites({ATTENTION: constant_attention}):
-        with private.override_composites({ATTENTION: lambda q, *args, **kwargs: q + 1}):
-            assert targets(traced(attend, x)) == [aten.add.Tensor]
-        assert targets(traced(attend, x)) == [aten.mul.Tensor]
-    assert targets(traced(attend, x)) == usual
-
-
-def test_an_override_can_call_what_it_replaces() -> None:
-    x = torch.ones(1, 1, 2, 4)
-    usual = targets(traced(attend, x))
-
-    def passing(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return private.native_composite(ATTENTION, query, key, value)
-
-    with private.override_composites({ATTENTION: passing}):
-        assert targets(traced(attend, x)) == usual
-
-
-def test_the_override_is_used_under_autograd() -> None:
-    def step(x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_(True)
-        return torch.autograd.grad(attend(x).sum(), x)[0]
-
-    with private.override_composites({ATTENTION: constant_attention}):
-        module = traced(step, torch.ones(1, 1, 2, 4))
-    assert torch.equal(module(torch.ones(1, 1, 2, 4)), torch.full((1, 1, 2, 4), 42.0))
-
-
 # ---- the tracer's graph ----------------------------------------------------------------------------------
-
-
-def test_there_is_no_tracer_graph_outside() -> None:
-    with pytest.raises(RuntimeError, match="no active tracer"):
-        private.tracer_graph()
 
 
 def test_the_tracer_graph_is_the_one_being_written() -> None:
@@ -342,33 +222,6 @@ def test_the_tracer_graph_is_the_one_being_written() -> None:
     (graph, added) = seen[0]
     assert added == [aten.sin.default, aten.cos.default]
     assert [node.name for node in graph.nodes] == [node.name for node in module.graph.nodes]
-
-
-def test_the_innermost_of_two_tracers_is_meant() -> None:
-    graphs = []
-
-    def inner(x: Tensor) -> Tensor:
-        graphs.append(private.tracer_graph())
-        return x + 1
-
-    def outer(x: Tensor) -> Tensor:
-        graphs.append(private.tracer_graph())
-        make_fx(inner)(x)
-        graphs.append(private.tracer_graph())
-        return x * 2
-
-    traced(outer, torch.ones(2))
-    assert graphs[0] is graphs[2]
-    assert graphs[0] is not graphs[1]
-
-
-def test_nodes_after_the_last_node_are_none() -> None:
-    module = traced(lambda x: x.sin(), torch.ones(2))
-    last = private.last_node(module.graph)
-    assert last.op == "output"
-    assert private.nodes_after(module.graph, last) == []
-    first = next(iter(module.graph.nodes))
-    assert private.nodes_after(module.graph, first) == list(module.graph.nodes)[1:]
 
 
 # ---- vmap ------------------------------------------------------------------------------------------------
@@ -411,52 +264,20 @@ def region_targets(fn: Callable[[Tensor], Any], x: Tensor) -> tuple[list[list[An
     return regions, module
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_region_runs_once_and_hands_out_its_nodes(use_reentrant: bool) -> None:
-    def step(x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_(True)
-        y = checkpoint(lambda v: torch.cos(torch.sin(v)), x.exp(), use_reentrant=use_reentrant)
-        return torch.autograd.grad(y.sum(), x)[0]
-
-    regions, module = region_targets(step, torch.ones(3))
-    assert len(regions) == 1
-    assert [target for target in regions[0] if "detach" not in str(target)] == [
-        aten.sin.default,
-        aten.cos.default,
-    ]
-    assert targets(module).count(aten.exp.default) == 1
-    x = torch.tensor([0.1, 0.2, 0.3])
-    expected = -torch.sin(torch.sin(x.exp())) * torch.cos(x.exp()) * x.exp()
-    torch.testing.assert_close(module(x), expected)
-
-
-def test_keyword_arguments_several_results_and_options_reach_the_region() -> None:
+def test_regions_nest_and_take_keyword_arguments_and_options() -> None:
     def inside(v: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
         return v * factor, v + factor
 
-    def fn(x: Tensor) -> list[Tensor]:
+    def outer(v: Tensor) -> list[Tensor]:
         options = {"preserve_rng_state": False, "determinism_check": "none"}
-        return list(checkpoint(inside, x, factor=3.0, use_reentrant=False, **options))
+        return list(checkpoint(inside, v.exp(), factor=3.0, use_reentrant=False, **options))
 
-    regions, module = region_targets(fn, torch.ones(2))
-    assert regions == [[aten.mul.Tensor, aten.add.Tensor]]
-    assert [out.tolist() for out in module(torch.ones(2))] == [[3.0, 3.0], [4.0, 4.0]]
-
-
-def test_nested_regions_are_handed_out_inside_first() -> None:
-    def outer(v: Tensor) -> Tensor:
-        return checkpoint(torch.sin, v.exp(), use_reentrant=False).cos()
-
-    regions, _ = region_targets(lambda x: checkpoint(outer, x, use_reentrant=False), torch.ones(2))
-    assert regions == [[aten.sin.default], [aten.exp.default, aten.sin.default, aten.cos.default]]
-
-
-def test_checkpoint_sequential_gives_a_region_for_each_segment_but_the_last() -> None:
-    layers = nn.Sequential(nn.ReLU(), nn.Tanh(), nn.Sigmoid(), nn.ELU())
-    regions, _ = region_targets(
-        lambda x: checkpoint_sequential(layers, 2, x, use_reentrant=False), torch.ones(2)
-    )
-    assert regions == [[aten.relu.default, aten.tanh.default]]
+    regions, module = region_targets(lambda x: checkpoint(outer, x, use_reentrant=False), torch.zeros(2))
+    assert regions == [
+        [aten.mul.Tensor, aten.add.Tensor],
+        [aten.exp.default, aten.mul.Tensor, aten.add.Tensor],
+    ]
+    assert [out.tolist() for out in module(torch.zeros(2))] == [[3.0, 3.0], [4.0, 4.0]]
 
 
 def test_real_checkpoints_are_back_afterwards() -> None:
@@ -477,78 +298,7 @@ def test_real_checkpoints_are_back_afterwards() -> None:
         assert len(calls) == 2
 
 
-# ---- min-cut ---------------------------------------------------------------------------------------------
-
-
-def joint_of(fn: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
-    """A joint graph with the names that the partitioner goes by; the last input is the tangent."""
-    module = traced(fn, *inputs)
-    placeholders = module.graph.find_nodes(op="placeholder")
-    for position, node in enumerate(placeholders):
-        role = "tangents" if position == len(placeholders) - 1 else "primals"
-        node.target = f"{role}_{position + 1}"
-        node._rename(node.target)
-    module.recompile()
-    return module
-
-
-def names_of(module: fx.GraphModule, op: str) -> list[str]:
-    if op == "output":
-        (output,) = module.graph.find_nodes(op="output")
-        return [node.name for node in output.args[0]]
-    return [node.name for node in module.graph.find_nodes(op=op)]
-
-
-def linear_step(weight: Tensor, x: Tensor, tangent: Tensor) -> list[Tensor]:
-    weight = weight.detach().requires_grad_(True)
-    hidden = torch.tanh(torch.sin(x @ weight))
-    return [hidden.sum(), *torch.autograd.grad(hidden.sum(), weight, tangent)]
-
-
-INPUTS = (torch.randn(3, 4), torch.randn(2, 3), torch.tensor(2.0))
-
-
-def recombined(
-    parts: tuple[fx.GraphModule, fx.GraphModule], inputs: Sequence[Tensor], num_outputs: int
-) -> list[Tensor]:
-    forward, backward = parts
-    results = list(forward(*inputs[:-1]))
-    saved = dict(zip(names_of(forward, "output")[num_outputs:], results[num_outputs:], strict=True))
-    arguments = [saved.get(name, inputs[-1]) for name in names_of(backward, "placeholder")]
-    return results[:num_outputs] + list(backward(*arguments))
-
-
-def test_min_cut_splits_a_joint_graph_and_names_what_it_saves() -> None:
-    expected = joint_of(linear_step, *INPUTS)(*INPUTS)
-    parts = private.min_cut(joint_of(linear_step, *INPUTS), 1, [0])
-    assert all(name.startswith("primals") for name in names_of(parts[0], "placeholder"))
-    saved = names_of(parts[0], "output")[1:]
-    needed = names_of(parts[1], "placeholder")
-    assert [name for name in needed if not name.startswith("tangents")] == saved
-    for got, wanted in zip(recombined(parts, INPUTS, 1), expected, strict=True):
-        torch.testing.assert_close(got, wanted)
-
-
-def test_min_cut_honours_a_region_that_must_be_recomputed() -> None:
-    joint = joint_of(linear_step, *INPUTS)
-    for node in joint.graph.nodes:
-        if node.target in (aten.sin.default, aten.tanh.default):
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = 1
-    forward, backward = private.min_cut(joint, 1, [0])
-    assert not {"sin", "tanh"} & set(names_of(forward, "output"))
-    assert {aten.sin.default, aten.tanh.default} <= set(targets(backward))
-
-
-def test_min_cut_merges_equal_nodes() -> None:
-    def twice(x: Tensor, tangent: Tensor) -> list[Tensor]:
-        x = x.detach().requires_grad_(True)
-        loss = (x.exp() * x.exp()).sum()
-        return [loss, *torch.autograd.grad(loss, x, tangent)]
-
-    inputs = (torch.ones(3), torch.tensor(1.0))
-    forward, _ = private.min_cut(joint_of(twice, *inputs), 1, [])
-    assert targets(forward).count(aten.exp.default) == 1
+# ---- errors and names ------------------------------------------------------------------------------------
 
 
 def test_an_operator_with_a_generator_is_told_from_other_errors() -> None:
@@ -574,10 +324,10 @@ class CountingSet(set[str]):
 
 
 def test_copied_nodes_find_names_without_a_search() -> None:
-    """Of as many equal nodes as a large model has: torch 2.11 by itself asks for a million names here."""
+    """Of as many equal nodes as a large model has: torch 2.11 by itself asks for 80,000 names here."""
 
     def row(x: Tensor) -> Tensor:
-        for _ in range(500):
+        for _ in range(100):
             x = x + 1
         return x
 
@@ -592,29 +342,7 @@ def test_copied_nodes_find_names_without_a_search() -> None:
             if node.op == "call_function":
                 copied[node] = value = private.copy_node(graph, node, copied.__getitem__)
     graph.output(value)
-    assert len({node.name for node in graph.nodes}) == 2002
-    assert names.num_asked < 6 * 2002
+    assert len({node.name for node in graph.nodes}) == 402
+    assert names.num_asked < 6 * 402
     module = fx.GraphModule({}, graph)
-    assert torch.equal(module(torch.zeros(2)), torch.full((2,), 2000.0))
-
-
-# ---- what is ambient -------------------------------------------------------------------------------------
-
-
-def test_ambient_switches_are_noticed() -> None:
-    def is_plain() -> bool:
-        return private.is_plain(torch.float32)
-
-    assert is_plain()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not is_plain()
-        with torch.autocast("cpu", enabled=False):
-            assert is_plain()
-    with torch.device("meta"):
-        assert not is_plain()
-    torch.set_default_device("meta")
-    try:
-        assert not is_plain()
-    finally:
-        torch.set_default_device(None)
-    assert is_plain()
+    assert torch.equal(module(torch.zeros(2)), torch.full((2,), 400.0))

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from trainmux.errors import BatchError
 from trainmux.tracing import check_batch, flatten_batch
@@ -85,11 +84,6 @@ class Carrier:
         self.scale = scale
 
 
-def others(flat: Any) -> list[Tensor]:
-    """Different tensors to rebuild with."""
-    return [tensor + 100 for tensor in flat.tensors]
-
-
 A, B = torch.arange(3.0), torch.arange(3.0) + 10
 CASES: dict[str, tuple[Any, list[str]]] = {
     "tensor": (A, ["batch"]),
@@ -117,38 +111,21 @@ CASES: dict[str, tuple[Any, list[str]]] = {
 }
 
 
-def as_plain(value: Any) -> Any:
-    """Tensors as lists, containers as dicts and lists with the name of their class."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, (dict, UserDict, MutableMapping, MappingProxyType)):
-        return type(value).__name__, {key: as_plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, [as_plain(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return type(value).__name__, {key: as_plain(item) for key, item in fields.items()}
-    if isinstance(value, (Carrier, SimpleNamespace)):
-        return type(value).__name__, {key: as_plain(item) for key, item in vars(value).items()}
-    return value
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_batches_come_apart_and_go_together_again(name: str) -> None:
     batch, paths = CASES[name]
-    before = as_plain(batch)
     flat = flatten_batch(batch)
     leaves = [(leaf.path, leaf.shape, leaf.dtype) for leaf in flat.spec.leaves]
     assert leaves == [(path, (3,), torch.float32) for path in paths]
-    rebuilt = flat.rebuild(list(flat.tensors))
+    others = [tensor + 100 for tensor in flat.tensors]
+    rebuilt = flat.rebuild(others)
     assert type(rebuilt) is type(batch)
-    assert as_plain(rebuilt) == before
-    again = flatten_batch(flat.rebuild(others(flat)))
-    assert [t.tolist() for t in again.tensors] == [t.tolist() for t in others(flat)]
-    assert again.spec == flat.spec
-    assert hash(again.spec) == hash(flat.spec)
-    check_batch(flat.spec, again.spec)
-    assert as_plain(batch) == before, "expected the original to be left alone"
+    for given, tensors in ((rebuilt, others), (batch, flat.tensors)):  # the original is left alone
+        again = flatten_batch(given)
+        assert all(got is wanted for got, wanted in zip(again.tensors, tensors, strict=True))
+        assert again.spec == flat.spec
+        assert hash(again.spec) == hash(flat.spec)
+        check_batch(flat.spec, again.spec)
 
 
 def test_attributes_of_an_encoding_answer_with_the_new_tensors() -> None:
@@ -160,20 +137,6 @@ def test_attributes_of_an_encoding_answer_with_the_new_tensors() -> None:
     assert rebuilt._encodings is state
 
 
-def test_a_real_tokenizer_output() -> None:
-    transformers = pytest.importorskip("transformers")
-    batch = transformers.BatchEncoding(
-        {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 3)}
-    )
-    flat = flatten_batch(batch)
-    assert [leaf.path for leaf in flat.spec.leaves] == ["batch['input_ids']", "batch['attention_mask']"]
-    rebuilt = flat.rebuild(others(flat))
-    assert isinstance(rebuilt, transformers.BatchEncoding)
-    assert rebuilt.input_ids.unique().tolist() == [101]
-    assert batch.input_ids.unique().tolist() == [1]
-    assert set(dict(**rebuilt)) == {"input_ids", "attention_mask"}
-
-
 def test_numpy_arrays_count_as_tensors() -> None:
     read_only = np.arange(3.0)
     read_only.flags.writeable = False
@@ -183,14 +146,12 @@ def test_numpy_arrays_count_as_tensors() -> None:
     assert flatten_batch({"x": zeros, "reversed": zeros, "n": torch.arange(2)}).spec == flat.spec
 
 
-def test_an_array_that_torch_cannot_hold_is_refused_by_name() -> None:
-    with pytest.raises(BatchError, match=r"batch\['names'\]"):
-        flatten_batch({"x": A, "names": np.array(["a", "b"])})
+STRINGS = {"x": A, "names": np.array(["a", "b"])}
 
 
-@pytest.mark.parametrize("batch", [{}, [], None, 3, "text", {"a": 1}, Pair(None, "x")])
-def test_a_batch_without_tensors_is_refused(batch: Any) -> None:
-    with pytest.raises(BatchError, match="at least one tensor, got"):
+@pytest.mark.parametrize("batch", [{}, None, 3, "text", {"a": 1}, Pair(None, "x"), STRINGS, A.to_sparse()])
+def test_a_batch_without_tensors_or_with_others_than_dense_ones_is_refused(batch: Any) -> None:
+    with pytest.raises(BatchError):
         flatten_batch(batch)
 
 
@@ -208,25 +169,21 @@ def test_other_sizes_are_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expected", "got", "message"),
+    ("expected", "got"),
     [
-        (
-            {"x": A, "y": B},
-            {"x": A},
-            r"^batch\['y'\]: expected a tensor of torch.float32.*got none.*'x'",
-        ),
-        ({"x": A}, {"x": A, "y": B}, r"^batch\['y'\]: expected no tensor.*got torch.float32 of shape \(3,\)"),
-        ([A], [A.double()], r"^batch\[0\]: expected torch.float32.*got torch.float64"),
-        (Sample(A, B), Sample(A, B[:, None]), r"^batch.label: expected 1 dimensions.*\(3,\), got \(3, 1\)"),
-        ({"x": A, "n": 1}, {"x": A, "n": 2}, "expected the structure .* got .* example_batch"),
-        (Pair(A, B), (A, B), "expected the structure .* got .* example_batch"),
-        ({"x": A, "n": None}, {"x": A}, "expected the structure .* got .* example_batch"),
-        (Sample(A, B), FrozenSample(A, B), "expected the structure .* got .* example_batch"),
+        ({"x": A, "y": B}, {"x": A}),
+        ({"x": A}, {"x": A, "y": B}),
+        ([A], [A.double()]),
+        (Sample(A, B), Sample(A, B[:, None])),
+        ({"x": A, "n": 1}, {"x": A, "n": 2}),
+        (Pair(A, B), (A, B)),
+        ({"x": A, "n": None}, {"x": A}),
+        (Sample(A, B), FrozenSample(A, B)),
     ],
     ids=["missing", "too many", "dtype", "dimensions", "constant", "class", "none", "dataclass"],
 )
-def test_another_structure_is_refused_by_name(expected: Any, got: Any, message: str) -> None:
-    with pytest.raises(BatchError, match=message):
+def test_another_structure_is_refused(expected: Any, got: Any) -> None:
+    with pytest.raises(BatchError):
         check_batch(flatten_batch(expected).spec, flatten_batch(got).spec)
 
 

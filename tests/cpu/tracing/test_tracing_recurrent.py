@@ -1,4 +1,4 @@
-"""Recurrent layers unrolled into cell steps give torch's values and gradients."""
+"""Recurrent layers unrolled into cell steps; further options are compared in ``operators``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ from torch import Tensor, nn
 from tracing_tools import assert_equals_torch, forward, joint, targets
 
 CELLS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
-SHAPES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "two layers": {"num_layers": 2},
-    "bidirectional": {"bidirectional": True},
-    "two layers, bidirectional, dropout 0": {"num_layers": 2, "bidirectional": True, "dropout": 0.0},
-    "no bias": {"bias": False},
-    "time first": {"batch_first": False},
-}
 
 
 def states_of(state: Any) -> list[Tensor]:
@@ -45,30 +37,12 @@ def build(cell: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.M
 
 
 @pytest.mark.parametrize(
-    ("cell", "shape"),
-    [
-        *[("lstm", shape) for shape in SHAPES],
-        *[(cell, shape) for cell in ("gru", "rnn") for shape in ("plain", "two layers", "bidirectional")],
-        ("gru", "two layers, bidirectional, dropout 0"),
-    ],
+    ("cell", "options"), [("lstm", {"bidirectional": True}), ("gru", {"batch_first": False}), ("rnn", {})]
 )
-def test_recurrent_modules_are_torchs(cell: str, shape: str) -> None:
-    assert_equals_torch(build(cell, **SHAPES[shape]), loss, batch_for(torch.float64))
-
-
-def test_relu_cells_are_torchs() -> None:
-    assert_equals_torch(build("rnn", nonlinearity="relu"), loss, batch_for(torch.float64))
-
-
-def test_projections_are_torchs() -> None:
-    assert_equals_torch(build("lstm", proj_size=2), loss, batch_for(torch.float64))
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_given_state_is_used(cell: str) -> None:
-    state = torch.ones(1, 2, 4, dtype=torch.float64)
+def test_recurrent_modules_with_a_given_state_are_torchs(cell: str, options: dict[str, Any]) -> None:
+    state = torch.ones(2 if options.get("bidirectional") else 1, 2, 4, dtype=torch.float64)
     given = (state, 2 * state) if cell == "lstm" else state
-    assert_equals_torch(build(cell), loss, batch_for(torch.float64, given))
+    assert_equals_torch(build(cell, **options), loss, batch_for(torch.float64, given))
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -14,7 +14,6 @@ from tracing_tools import arguments, assert_equals_torch, joint, run
 
 from trainmux.ir import InputKind, OutputKind
 from trainmux.tracing import SplitGraph, TracedGraph, output_nodes, split_joint
-from trainmux.tracing._torch_private import CheckpointPolicy
 
 aten = torch.ops.aten
 
@@ -53,7 +52,7 @@ def assert_split_recomposes(model: nn.Module, loss: Callable[[Any, Any], Any], b
     return parts
 
 
-@pytest.mark.parametrize("name", ["cnn_with_dropout", "transformer_with_dropout", "dlrm"])
+@pytest.mark.parametrize("name", ["cnn_with_dropout", "dlrm"])
 def test_forward_and_backward_together_are_the_joint_graph(name: str) -> None:
     workload = SMALL[name]
     model = workload.build(0).double()
@@ -124,20 +123,6 @@ def inside_shapes(nodes: list[fx.Node]) -> list[fx.Node]:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpointed_model_gives_torchs_numbers(use_reentrant: bool) -> None:
     assert_equals_torch(Checkpointed(use_reentrant).double(), square_loss, X)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_the_inside_of_a_region_is_marked(use_reentrant: bool) -> None:
-    traced = joint(Checkpointed(use_reentrant).double(), square_loss, X)
-    marked = [node for node in traced.module.graph.nodes if "recompute" in node.meta]
-    assert {node.meta["recompute"] for node in marked} == {CheckpointPolicy.MUST_RECOMPUTE}
-    assert {node.meta["ac_graph_id"] for node in marked} == {1}
-    marked_targets = [node.target for node in marked]
-    assert marked_targets.count(aten.addmm.default) == 3
-    assert marked_targets.count(aten.tanh.default) == 1
-    assert marked_targets.count(aten.sigmoid.default) == 1
-    unmarked = [node.target for node in traced.module.graph.nodes if "recompute" not in node.meta]
-    assert unmarked.count(aten.addmm.default) == 2
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -139,3 +143,38 @@ def test_no_fake_tensor_stays_in_a_model_that_remembers_its_activations() -> Non
     left = {name: value for name, value in held_tensors(model).items() if isinstance(value, Tensor)}
     assert all(isinstance(value, nn.Parameter) for value in left.values()), sorted(left)
     assert not any(isinstance(value, FakeTensor) for value in left.values())
+
+
+LIBRARY = """
+import torch
+
+CALLS = 0
+
+class Counts(torch.nn.Linear):
+    def forward(self, x):
+        global CALLS
+        CALLS += 1
+        return super().forward(x)
+"""
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages", "project"])
+def test_a_package_installed_anywhere_on_the_path_is_no_code_of_the_users(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A .pth file, or PYTHONPATH, adds packages that are installed for another interpreter."""
+    name = f"counting_{folder.replace('-', '_')}"
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / f"{name}.py").write_text(LIBRARY, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    model = importlib.import_module(name).Counts(2, 2)
+    with nullcontext() if folder != "project" else pytest.raises(TraceError):
+        joint(model, lambda m, x: m(x).mean(), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("constant", [np.ma.masked, np.ma.masked_array([1.0, 2.0], mask=[True, False])])
+def test_a_model_may_hold_masked_arrays(constant: Any) -> None:
+    """Numpy's own ``tobytes`` leaves the mask out, and raises for ``np.ma.masked``."""
+    model = nn.Linear(2, 1)
+    model.constant = constant
+    assert_equals_torch(model, lambda m, x: m(x).square().mean(), torch.ones(3, 2), 1e-6)

@@ -1,12 +1,12 @@
 """Torch optimizers as fused updates with per-member hyper-parameters."""
 
 from trainmux.fusion.optimizers._describe import (
-    FAMILIES,
     GroupStructure,
     OptimizerStructure,
     check_hyperparameters,
     describe,
 )
+from trainmux.fusion.optimizers._families import FAMILIES
 from trainmux.fusion.optimizers._state import read_state, read_steps, state_names, write_state
 from trainmux.fusion.optimizers._update import (
     SettingColumns,

@@ -1,4 +1,4 @@
-"""The supported torch optimizers, and from an optimizer to its structure, refusing what cannot be trained."""
+"""From a torch optimizer to its structure, refusing what cannot be trained."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trainmux.errors import OptimizerError
-from trainmux.fusion.optimizers._adadelta import ADADELTA
-from trainmux.fusion.optimizers._adagrad import ADAGRAD
-from trainmux.fusion.optimizers._adam import ADAM, ADAMW
-from trainmux.fusion.optimizers._rmsprop import RMSPROP
+from trainmux.fusion.optimizers._families import FAMILIES
 from trainmux.fusion.optimizers._rule import OptimizerFamily, Settings, UpdateRule
-from trainmux.fusion.optimizers._sgd import SGD
-
-FAMILIES: tuple[OptimizerFamily, ...] = (SGD, ADAM, ADAMW, RMSPROP, ADAGRAD, ADADELTA)
 
 _BY_CLASS = {family.torch_class: family for family in FAMILIES}
-_RULES = {family.rule.kind: family.rule for family in FAMILIES}
+_RULES = {family.kind: family.make_rule for family in FAMILIES}
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -69,14 +63,8 @@ def flags_of(family: OptimizerFamily, settings: Settings) -> tuple[tuple[str, bo
 
 @functools.cache
 def rule_for(kind: str, flags: tuple[tuple[str, bool], ...]) -> UpdateRule:
-    """The update rule of a param group. Refuses a kind that is not registered."""
-    rule = _RULES.get(kind)
-    if rule is None:
-        raise OptimizerError(
-            f"expected the kind of a param group to be one of {', '.join(sorted(_RULES))}, got {kind!r}. "
-            "Take group structures from describe()."
-        )
-    return rule(**dict(flags))
+    """The update rule of a param group."""
+    return _RULES[kind](**dict(flags))
 
 
 def describe(
@@ -90,7 +78,7 @@ def describe(
     floating dtype.
     """
     family = family_of(optimizer, where=f"Member {member!r}: ")
-    _check_values(family, optimizer, member)
+    check_hyperparameters(optimizer, member=member)
     _refuse_own_code(optimizer, member)
     position = {id(param): index for index, param in enumerate(params)}
     seen: set[int] = set()
@@ -127,7 +115,7 @@ def describe(
                 )
             seen.add(index)
             indices.append(index)
-        groups.append(GroupStructure(family.rule.kind, flags_of(family, group), tuple(indices)))
+        groups.append(GroupStructure(family.kind, flags_of(family, group), tuple(indices)))
     return OptimizerStructure(tuple(groups))
 
 
@@ -159,13 +147,10 @@ def _refuse_own_code(optimizer: torch.optim.Optimizer, member: str) -> None:
 
 
 def check_hyperparameters(optimizer: torch.optim.Optimizer, *, member: str) -> None:
-    """Refuses hyper-parameters that are NaN, infinite, negative or beyond their upper bound."""
-    _check_values(family_of(optimizer, where=f"Member {member!r}: "), optimizer, member)
-
-
-def _check_values(family: OptimizerFamily, optimizer: torch.optim.Optimizer, member: str) -> None:
+    """Refuse hyper-parameters that are NaN, infinite, negative or beyond their upper bound."""
+    family = family_of(optimizer, where=f"Member {member!r}: ")
     for number, group in enumerate(optimizer.param_groups):
-        for setting in family.rule.settings:
+        for setting in family.settings:
             got = setting.read(group)
             try:
                 allowed = setting.allows(float(got))

@@ -27,10 +27,9 @@ only the result of each operation is rounded. The functions on tensors here keep
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,71 +92,57 @@ class ScalarSpec:
     neutral: float
 
 
-class UpdateRule(ABC):
-    """One update rule with its flags decided. Implementations are frozen dataclasses over the flags."""
+def scalar_specs(**neutral: float) -> tuple[ScalarSpec, ...]:
+    """Scalars by name, each with its neutral value."""
+    return tuple(ScalarSpec(name, value) for name, value in neutral.items())
 
-    kind: ClassVar[str]
-    """The name of the rule; torch classes may share one."""
 
-    settings: ClassVar[tuple[NumericSetting, ...]]
+@dataclass(frozen=True)
+class UpdateRule:
+    """The update of one optimizer with its flags decided."""
+
+    settings: tuple[NumericSetting, ...]
     """The numbers that ``formula`` reads, besides ``maximize``."""
 
-    counts_steps: ClassVar[bool] = True
+    state_names: tuple[str, ...]
+    """Names of the state tensors, as torch spells and orders them, without ``step``."""
+
+    scalars: tuple[ScalarSpec, ...]
+    """The scalars that ``update`` may look up, in the order in which ``formula`` returns them."""
+
+    formula: Callable[[Numbers, Number], tuple[Number, ...]]
+    """``(numbers, steps_done)`` to the scalars of the update number ``steps_done + 1``.
+
+    ``numbers`` has ``settings`` by label, and ``sign``. Where the update is undefined, floats raise as Python
+    does, and arrays as ``numpy.errstate`` has it.
+    """
+
+    update: Callable[[Tensor, Tensor, Mapping[str, Tensor], ScalarAt, frozenset[str]], None]
+    """``(param, grad, state, at, idle)``: changes ``param`` and ``state`` in place, and not ``grad``.
+
+    ``idle`` names settings that have no effect for any member; what only they need may be skipped.
+    """
+
+    counts_steps: bool = True
     """Whether torch keeps a ``step`` besides the state tensors."""
 
-    has_state_before_first_step: ClassVar[bool] = False
-    """Whether torch creates the state together with the optimizer."""
-
-    @property
-    @abstractmethod
-    def state_names(self) -> tuple[str, ...]:
-        """Names of the state tensors, as torch spells and orders them, without ``step``."""
-
-    @property
-    @abstractmethod
-    def scalars(self) -> tuple[ScalarSpec, ...]:
-        """The scalars that ``update`` may look up, in the order in which ``formula`` returns them."""
-
-    @abstractmethod
-    def formula(self, numbers: Numbers, steps_done: Number) -> tuple[Number, ...]:
-        """Scalars of the update number ``steps_done + 1``.
-
-        ``numbers`` has ``settings`` by label, and ``sign``. Where the update is undefined, floats raise as
-        Python does, and arrays as ``numpy.errstate`` has it.
-        """
-
-    def values(self, settings: Settings, steps_done: int) -> tuple[float, ...]:
-        """``formula`` for one torch param group."""
-        numbers: dict[str, Any] = {setting.label: float(setting.read(settings)) for setting in self.settings}
-        numbers["sign"] = -1.0 if settings["maximize"] else 1.0
-        return self.formula(numbers, steps_done)
-
-    @abstractmethod
-    def update(
-        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], at: ScalarAt, idle: frozenset[str]
-    ) -> None:
-        """Updates ``param`` and ``state`` in place and leaves ``grad`` as it is.
-
-        ``idle`` names settings that have no effect for any member; what only they need may be skipped.
-        """
-
-    def initial_value(self, name: str, defaults: Settings) -> float:
-        """The value that fills state tensor ``name`` before the first step."""
-        return 0.0
-
-
-def no_flags(settings: Settings) -> dict[str, bool]:
-    """The flags of a rule without switches: none."""
-    return {}
+    initial_setting: str | None = None
+    """A constructor's setting that fills the state as the optimizer is made; without one, state starts from
+    zeros at the first step."""
 
 
 @dataclass(frozen=True)
 class OptimizerFamily:
-    """A supported torch class, its rule, and how to read the rule's flags off a torch param group."""
+    """A supported torch class, the name of its rule, and how to read its flags off a torch param group.
+
+    ``make_rule`` takes the flags by name; classes with one ``kind`` share it.
+    """
 
     torch_class: type[torch.optim.Optimizer]
-    rule: type[UpdateRule]
-    read_flags: Callable[[Settings], dict[str, bool]] = no_flags
+    kind: str
+    settings: tuple[NumericSetting, ...]
+    make_rule: Callable[..., UpdateRule]
+    read_flags: Callable[[Settings], dict[str, bool]] = lambda settings: {}
 
 
 # ---- numbers on the host -----------------------------------------------------------------------------------

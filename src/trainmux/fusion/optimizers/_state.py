@@ -34,13 +34,14 @@ def read_state(
     elsewhere. Refuses a state tensor whose shape is not the parameter's.
     """
     family = family_of(optimizer)
-    rule = rule_for(family.rule.kind, flags_of(family, optimizer.param_groups[group_index]))
+    rule = rule_for(family.kind, flags_of(family, optimizer.param_groups[group_index]))
     stored: Mapping[str, Any] = optimizer.state.get(param, {})
     state: dict[str, Tensor | float] = {}
     for name in rule.state_names:
         value = stored.get(name)
         if value is None:
-            state[name] = rule.initial_value(name, optimizer.defaults)
+            initial = rule.initial_setting
+            state[name] = 0.0 if initial is None else float(optimizer.defaults[initial])
         else:
             _check_shape(name, value, param)
             state[name] = value
@@ -89,30 +90,25 @@ def write_state(
     state: Mapping[str, Tensor],
     steps: int,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Replaces the state of ``param`` so that plain torch continues after ``steps`` steps.
+    """Replace the state of ``param`` so that plain torch continues after ``steps`` steps.
 
     ``group`` is what it was trained by, and ``state`` has a tensor of the parameter's shape for every name of
-    its ``state_names``. The state
-    becomes fresh tensors with the parameter's dtype, device and memory format; filling them is left to the
-    caller: (fresh tensor, its value) pairs are returned, so that many can be copied at once. With no steps
-    taken, the state is what torch has before the first step: nothing, and for Adagrad its accumulator.
-    Refuses a missing name and a shape that is not the parameter's.
+    its ``state_names``. The state becomes fresh tensors with the parameter's dtype, device and memory format;
+    filling them is left to the caller: (fresh tensor, its value) pairs are returned, so that many can be
+    copied at once. With no steps taken, the state is what torch has before the first step: nothing, and for
+    Adagrad its accumulator.
+    Refuses a shape that is not the parameter's.
     """
     rule, settings = rule_for(group.kind, group.flags), optimizer.param_groups[group_index]
     if not rule.state_names:
         return []
-    if steps == 0 and not rule.has_state_before_first_step:
+    if steps == 0 and rule.initial_setting is None:
         optimizer.state.pop(param, None)
         return []
     fresh: dict[str, Tensor] = {}
     if rule.counts_steps:
         fresh["step"] = _step_tensor(settings, param, steps)
     for name in rule.state_names:
-        if name not in state:
-            raise OptimizerError(
-                f"expected a state tensor for each of {', '.join(rule.state_names)}, got none for {name!r}. "
-                "Pass every name that state_names() lists."
-            )
         _check_shape(name, state[name], param)
         fresh[name] = torch.empty_like(param.detach(), memory_format=torch.preserve_format)
     optimizer.state[param] = fresh

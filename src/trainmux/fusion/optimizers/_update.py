@@ -40,8 +40,11 @@ def scalar_values(
     Refuses a momentum that was switched on or off since the optimizer was described, and values for which
     the update is undefined, such as a beta of 1.
     """
+    rule = rule_for(group.kind, group.flags)
     try:
-        return rule_for(group.kind, group.flags).values(torch_group, steps_done)
+        numbers = {setting.label: float(setting.read(torch_group)) for setting in rule.settings}
+        numbers["sign"] = -1.0 if torch_group["maximize"] else 1.0
+        return rule.formula(numbers, steps_done)
     except (ArithmeticError, ValueError, TypeError) as error:
         if isinstance(error, OptimizerError):
             raise
@@ -58,13 +61,7 @@ def idle_settings(torch_group: Mapping[str, Any]) -> frozenset[str]:
     ``apply_update`` may leave out the settings that are idle for all members of a group. Whoever does so
     has to build the update anew once a member starts to use one of them.
     """
-    idle = set()
-    if not torch_group.get("maximize", False):
-        idle.add("maximize")
-    for name in ("weight_decay", "dampening"):
-        if float(torch_group.get(name, 0.0)) == 0.0:
-            idle.add(name)
-    return frozenset(idle)
+    return frozenset(name for name in _SETTINGS_THAT_IDLE if float(torch_group.get(name, 0.0)) == 0.0)
 
 
 def scalar_dtype(param_dtype: torch.dtype) -> torch.dtype:
@@ -86,28 +83,17 @@ def apply_update(
     ``param``, ``grad`` and each state tensor have shape ``[k, *shape]``, rows may be strided. ``scalars``
     have shape ``[k]``, or are views ``[k, 1, ...]`` that many parameters share, and the dtype
     ``scalar_dtype(param.dtype)``. ``idle`` is the intersection of ``idle_settings`` over the members, or
-    empty. Refuses scalars of another dtype.
+    empty.
 
     A row with neutral scalars and a gradient of +0.0 keeps its bits, provided that its values are finite.
     """
-    ndim = param.ndim
-    wanted = scalar_dtype(param.dtype)
 
     def at(name: str) -> Tensor:
         scalar = scalars[name]
-        if scalar.dtype != wanted:
-            raise OptimizerError(
-                f"expected scalars of {wanted} for a parameter of {param.dtype}, got {scalar.dtype} for "
-                f"{name!r}. Feed them in scalar_dtype(param.dtype)."
-            )
-        return _shaped(scalar, ndim)
+        return scalar if scalar.ndim == param.ndim else scalar.view(-1, *(1,) * (param.ndim - 1))
 
     with torch.no_grad():
         rule_for(group.kind, group.flags).update(param, grad, state, at, idle)
-
-
-def _shaped(scalar: Tensor, ndim: int) -> Tensor:
-    return scalar if scalar.ndim == ndim else scalar.view(-1, *(1,) * (ndim - 1))
 
 
 class SettingColumns:

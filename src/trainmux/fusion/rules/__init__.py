@@ -8,7 +8,6 @@ from trainmux.fusion.rules import (
     normalisation,
     pointwise,
     pooling,
-    reductions,
     views,
 )
 
@@ -20,6 +19,5 @@ __all__ = [
     "normalisation",
     "pointwise",
     "pooling",
-    "reductions",
     "views",
 ]

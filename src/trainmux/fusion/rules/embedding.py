@@ -49,7 +49,7 @@ def embedding_backward(
     if padding_idx >= 0:
         # The operator itself can leave out one row of one table only.
         rows = rows.masked_fill((index == padding_idx).unsqueeze(-1), 0.0)
-    offset = torch.arange(k, device=context.device, dtype=index.dtype).unsqueeze(1) * num_weights
+    offset = torch.arange(k, device=index.device, dtype=index.dtype).unsqueeze(1) * num_weights
     flat = op(rows.flatten(0, 1), (index + offset).flatten(), k * num_weights, -1, scale_grad_by_freq)
     return Stacked(flat.unflatten(0, (k, num_weights)))
 
@@ -73,7 +73,7 @@ def index_add(
     if not isinstance(index, Stacked):
         return Stacked(op(base, axis, index, added, alpha=alpha))
     k, size = context.width, base.shape[axis]
-    offset = torch.arange(k, device=context.device, dtype=index.tensor.dtype).unsqueeze(1) * size
+    offset = torch.arange(k, device=index.tensor.device, dtype=index.tensor.dtype).unsqueeze(1) * size
     rows = op(
         base.movedim(axis, 1).flatten(0, 1),
         0,

@@ -67,9 +67,7 @@ def baddbmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> Stacked:
-    offset = (align(bias, 3) if isinstance(bias, Stacked) else bias).expand(
-        context.width, *context.value.shape
-    )
+    offset = align(bias, 3).expand(context.width, *context.value.shape)
     left, right = context.stack(a).flatten(0, 1), context.stack(b).flatten(0, 1)
     product = torch.baddbmm(offset.flatten(0, 1), left, right, beta=beta, alpha=alpha)
     return Stacked(product.unflatten(0, (context.width, -1)))

@@ -1,4 +1,4 @@
-"""Batch norm with the model axis folded into channels; layer norm with per-member affine parameters."""
+"""Batch norm folded into channels, layer norm with per-member affine parameters, and softmax backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from trainmux.fusion._stacked import Context, Stacked, align, fold_channels, rule, unfold_channels
+from trainmux.fusion._stacked import Context, Stacked, align, fold_channels, member_dim, rule, unfold_channels
 
 aten = torch.ops.aten
 
@@ -118,3 +118,14 @@ def layer_norm_backward(
         summed = incoming.sum(batch_dims) if batch_dims else incoming
         grad_bias = Stacked(summed.to(context.value[2].dtype))
     return grad_x, grad_weight, grad_bias
+
+
+@rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, how="one call")
+def softmax_backward(
+    context: Context, op: OpOverload, grad: Stacked | Tensor, output: Stacked | Tensor, dim: int, dtype: Any
+) -> Any:
+    """torch.vmap copies arguments that members share or that are not contiguous."""
+    rank = context.value.dim()
+    if rank == 0:
+        return NotImplemented
+    return Stacked(op(context.stack(grad), context.stack(output), member_dim(dim, rank), dtype))

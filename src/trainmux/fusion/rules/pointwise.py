@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import OpOverload
 
-from trainmux.fusion._stacked import Context, Stacked, align, rule
+from trainmux.fusion._stacked import Context, Stacked, align, is_stacked, rank_of, rule
 from trainmux.runtime import random_words
 
 aten = torch.ops.aten
@@ -47,13 +47,8 @@ def is_pointwise(op: Any) -> bool:
 
 def pointwise(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Broadcasting from the right works once every member value has the same number of dimensions."""
-    leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Stacked))
-    ranks = [
-        leaf.rank if isinstance(leaf, Stacked) else leaf.dim()
-        for leaf in leaves
-        if isinstance(leaf, (Stacked, Tensor))
-    ]
-    rank = max(ranks)
+    leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_stacked)
+    rank = max(rank_of(leaf) for leaf in leaves if isinstance(leaf, (Stacked, Tensor)))
     promoted = _scalar_dtype(leaves)
 
     def aligned(leaf: Any) -> Any:
@@ -65,7 +60,7 @@ def pointwise(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> An
             return tensor.to(promoted)
         return tensor
 
-    args, kwargs = pytree.tree_map(aligned, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Stacked))
+    args, kwargs = pytree.tree_map(aligned, (args, kwargs), is_leaf=is_stacked)
     if "memory_format" in kwargs:
         # A member's channels_last has no meaning with one more dimension; the layout is ours to choose.
         kwargs = {**kwargs, "memory_format": torch.preserve_format}
@@ -82,8 +77,7 @@ def _scalar_dtype(leaves: list[Any]) -> torch.dtype | None:
     for leaf in leaves:
         tensor = leaf.tensor if isinstance(leaf, Stacked) else leaf
         if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point:
-            rank = leaf.rank if isinstance(leaf, Stacked) else tensor.dim()
-            by_rank[rank > 0].append(tensor.dtype)
+            by_rank[rank_of(leaf) > 0].append(tensor.dtype)
     dtypes = by_rank[True] or by_rank[False]
     if not dtypes:
         return None
@@ -116,7 +110,7 @@ def like(context: Context, op: OpOverload, x: Stacked, *args: Any, **kwargs: Any
     kwargs.pop("memory_format", None)
     shape, dtype = context.value.shape, context.value.dtype
     value = args[0] if op is aten.full_like.default else int(op is aten.ones_like.default)
-    return torch.full(shape, value, dtype=dtype, device=context.device)
+    return torch.full(shape, value, dtype=dtype, device=context.value.device)
 
 
 @rule(
@@ -130,7 +124,7 @@ def like(context: Context, op: OpOverload, x: Stacked, *args: Any, **kwargs: Any
 def new(context: Context, op: OpOverload, x: Stacked, size: Any, *args: Any, **kwargs: Any) -> Tensor:
     """A constant that takes only dtype and device from a member's value."""
     value = args[0] if op is aten.new_full.default else int(op is aten.new_ones.default)
-    return torch.full(size, value, dtype=context.value.dtype, device=context.device)
+    return torch.full(size, value, dtype=context.value.dtype, device=context.value.device)
 
 
 @rule(aten.copy.default, how="one call")
@@ -139,7 +133,7 @@ def copy(
 ) -> Stacked:
     """The source in the shape and dtype of ``x``, whose values do not matter."""
     shape = context.value.shape
-    values = align(source, len(shape)) if isinstance(source, Stacked) else source
+    values = align(source, len(shape))
     return Stacked(values.to(context.value.dtype).expand(context.width, *shape).clone())
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from trainmux.fusion._stacked import Context, Stacked, fold_channels, rule, unfold_channels
+from trainmux.fusion._stacked import Context, Stacked, fold_channels, rank_of, rule, unfold_channels
 
 aten = torch.ops.aten
 
@@ -26,16 +26,12 @@ def _channels_lie_together(x: Tensor) -> bool:
     aten._adaptive_avg_pool2d.default,
     aten._adaptive_avg_pool2d_backward.default,
     aten.upsample_nearest2d.default,
-    aten.upsample_nearest2d_backward.default,
     aten.upsample_bilinear2d.default,
-    aten.upsample_bilinear2d_backward.default,
     how="fold model axis into batch or channels",
 )
 def per_channel(context: Context, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    if "upsample" in op.name() and "backward" in op.name():
-        return NotImplemented  # takes the input's size as a list
     images = [value for value in args if isinstance(value, (Stacked, Tensor))]
-    if any((item.rank if isinstance(item, Stacked) else item.dim()) != 4 for item in images):
+    if any(rank_of(item) != 4 for item in images):
         return NotImplemented
     by_channel = any(isinstance(item, Stacked) and _channels_lie_together(item.tensor) for item in images)
 

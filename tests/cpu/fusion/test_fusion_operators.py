@@ -1,0 +1,480 @@
+"""Every operator, for every way of stacking its arguments: what each member would compute alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fusion_tools import Sample, Values, check, check_everything, ways_to_stack
+from torch import Tensor
+
+from trainmux.fusion._stacked import _RULES
+from trainmux.fusion.rules import attention
+from trainmux.fusion.rules.pointwise import EXTRA
+
+aten = torch.ops.aten
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+Make = Callable[[Values], tuple[Any, ...]]
+
+
+def samples(make: Make, *ops: Any) -> list[Sample]:
+    return [Sample(op, make) for op in ops]
+
+
+# ---- rules of our own ------------------------------------------------------------------------------------
+
+VIEWS = [
+    Sample(aten.view.default, lambda v: (v.normal(2, 6), [3, 4])),
+    Sample(aten.view.default, lambda v: (v.normal(2, 6), [-1, 2, 2]), "inferred"),
+    Sample(aten.view.default, lambda v: (v.normal(), [1, 1]), "scalar"),
+    Sample(aten.view.default, lambda v: (v.normal(2, 0, 3), [0, 6]), "empty"),
+    Sample(aten._unsafe_view.default, lambda v: (v.normal(4, 3), [2, 6])),
+    Sample(aten.reshape.default, lambda v: (v.normal(4, 3), [-1])),
+    Sample(aten.squeeze.dim, lambda v: (v.normal(1, 3, 1), -1)),
+    Sample(aten.squeeze.dim, lambda v: (v.normal(1, 3, 1), 1), "not one"),
+    Sample(aten.squeeze.dims, lambda v: (v.normal(1, 3, 1), [0, -1])),
+    Sample(aten.expand.default, lambda v: (v.normal(1, 3), [4, 3])),
+    Sample(aten.expand.default, lambda v: (v.normal(2, 1), [3, -1, 5]), "new and kept dimensions"),
+    Sample(aten.expand.default, lambda v: (v.normal(), [2, 2]), "scalar"),
+    Sample(aten.stack.default, lambda v: ([v.normal(2, 3), v.normal(2, 3)], -1)),
+    Sample(aten.stack.default, lambda v: ([v.normal(), v.normal()],), "scalars"),
+    Sample(aten.select_scatter.default, lambda v: (v.normal(2, 3), v.normal(3), -2, -1)),
+    Sample(aten.slice_scatter.default, lambda v: (v.normal(4, 5), v.normal(4, 2), -1, 0, 4, 2)),
+    Sample(aten.slice_scatter.default, lambda v: (v.normal(4), v.normal(4)), "defaults"),
+]
+
+MATMULS = [
+    Sample(aten.mm.default, lambda v: (v.normal(2, 3), v.normal(3, 4)), how="bmm"),
+    Sample(aten.mm.default, lambda v: (v.normal(0, 3), v.normal(3, 2)), "empty", how="bmm"),
+    Sample(aten.addmm.default, lambda v: (v.normal(4), v.normal(2, 3), v.normal(3, 4)), how="bmm"),
+    Sample(aten.addmm.default, lambda v: (v.normal(2, 1), v.normal(2, 3), v.normal(3, 4)), "column"),
+    Sample(aten.addmm.default, lambda v: (v.normal(), v.normal(2, 3), v.normal(3, 4)), "scalar"),
+    Sample(
+        aten.addmm.default,
+        lambda v: (v.normal(4), v.normal(2, 3), v.normal(3, 4)),
+        "factors",
+        kwargs={"beta": 0.5, "alpha": -2.0},
+    ),
+    Sample(
+        aten.addmm.default,
+        lambda v: (v.normal(4) * torch.nan, v.normal(2, 3), v.normal(3, 4)),
+        "bias ignored",
+        kwargs={"beta": 0.0},
+    ),
+    Sample(aten.bmm.default, lambda v: (v.normal(2, 3, 4), v.normal(2, 4, 5))),
+    Sample(aten.bmm.default, lambda v: (v.normal(0, 3, 4), v.normal(0, 4, 5)), "empty"),
+    Sample(aten.baddbmm.default, lambda v: (v.normal(1, 3, 1), v.normal(2, 3, 4), v.normal(2, 4, 5))),
+    Sample(
+        aten.baddbmm.default,
+        lambda v: (v.normal(5), v.normal(2, 3, 4), v.normal(2, 4, 5)),
+        "factors",
+        kwargs={"beta": 2.0, "alpha": 0.5},
+    ),
+    Sample(aten.mv.default, lambda v: (v.normal(2, 3), v.normal(3))),
+    Sample(aten.dot.default, lambda v: (v.normal(3), v.normal(3))),
+]
+
+EMBEDDINGS = [
+    Sample(aten.embedding.default, lambda v: (v.normal(5, 3), v.integers(5, 2, 4))),
+    Sample(aten.embedding.default, lambda v: (v.normal(5, 3), v.integers(5, 0)), "no index"),
+    Sample(aten.embedding.default, lambda v: (v.normal(5, 3), v.integers(5, dtype=torch.int32), 2), "int32"),
+    *[
+        Sample(
+            aten.embedding_dense_backward.default,
+            lambda v, p=padding, f=by_frequency: (v.normal(2, 4, 3), v.integers(5, 2, 4), 5, p, f),
+            f"padding {padding}, by frequency {by_frequency}",
+            how="offset indices, one call",
+        )
+        for padding, by_frequency in ((-1, False), (0, True), (4, False), (-1, True))
+    ],
+    Sample(
+        aten.embedding_dense_backward.default,
+        lambda v: (v.normal(3), v.integers(5, dtype=torch.int32), 5, -1, False),
+        "one index",
+    ),
+    *[
+        Sample(
+            aten.index_add.default,
+            lambda v, d=dim: (v.normal(3, 4), d, v.integers((3, 4)[d], 5), v.normal(*((5, 4), (3, 5))[d])),
+            f"dim {dim}",
+            how="offset indices, one call",
+        )
+        for dim in (0, -1)
+    ],
+]
+
+
+def statistics(v: Values) -> tuple[Tensor, Tensor]:
+    return v.normal(2), v.positive(2)
+
+
+def norm_samples(shape: tuple[int, ...]) -> list[Sample]:
+    def affine(v: Values) -> tuple[Tensor, Tensor, Tensor]:
+        return v.normal(*shape), v.normal(2), v.normal(2)
+
+    label, functional = f"{len(shape)} dimensions", aten._native_batch_norm_legit_functional.default
+    return [
+        Sample(functional, lambda v: (*affine(v), *statistics(v), True, 0.1, 1e-5), label),
+        Sample(
+            functional,
+            lambda v: (v.normal(*shape), None, None, *statistics(v), True, 0.3, 1e-3),
+            f"{label}, no affine",
+        ),
+        Sample(
+            aten._native_batch_norm_legit_no_training.default,
+            lambda v: (*affine(v), *statistics(v), 0.1, 1e-5),
+            label,
+        ),
+        Sample(aten._native_batch_norm_legit.no_stats, lambda v: (*affine(v), True, 0.1, 1e-5), label),
+        Sample(
+            aten.native_batch_norm.default, lambda v: (*affine(v), *statistics(v), False, 0.1, 1e-5), label
+        ),
+    ]
+
+
+def norm_backward(train: bool, mask: list[bool], affine: bool = True) -> Sample:
+    def make(v: Values) -> tuple[Any, ...]:
+        weight = v.normal(2) if affine else None
+        saved = statistics(v) if train else (None, None)
+        return (v.normal(4, 2, 3), v.normal(4, 2, 3), weight, *statistics(v), *saved, train, 1e-5, mask)
+
+    return Sample(aten.native_batch_norm_backward.default, make, f"train {train} {mask} affine {affine}")
+
+
+def layer_norm(weight: bool, bias: bool, shape: list[int]) -> Sample:
+    def make(v: Values) -> tuple[Any, ...]:
+        affine = [v.normal(*shape) if given else None for given in (weight, bias)]
+        return (v.normal(2, 4, 3), shape, *affine, 1e-5)
+
+    return Sample(aten.native_layer_norm.default, make, f"weight {weight} bias {bias} over {shape}")
+
+
+def layer_norm_backward(weight: bool, mask: list[bool], shape: list[int]) -> Sample:
+    def make(v: Values) -> tuple[Any, ...]:
+        x = v.normal(2, 4, 3)
+        rows = [*x.shape[: 3 - len(shape)], *[1] * len(shape)]
+        affine = (v.normal(*shape), v.normal(*shape)) if weight else (None, None)
+        return (v.normal(2, 4, 3), x, shape, v.normal(*rows), v.positive(*rows), *affine, mask)
+
+    return Sample(aten.native_layer_norm_backward.default, make, f"weight {weight} {mask} over {shape}")
+
+
+NORMS = [
+    *norm_samples((4, 2)),
+    *norm_samples((3, 2, 2, 2)),
+    norm_backward(True, [True, True, True]),
+    norm_backward(True, [False, True, True]),
+    norm_backward(True, [True, False, False], affine=False),
+    norm_backward(False, [True, False, True]),
+    layer_norm(True, True, [3]),
+    layer_norm(True, False, [3]),
+    layer_norm(False, True, [3]),
+    layer_norm(False, False, [3]),
+    layer_norm(True, True, [2, 4, 3]),
+    layer_norm_backward(True, [True, True, True], [3]),
+    layer_norm_backward(True, [False, True, True], [3]),
+    layer_norm_backward(True, [True, True, False], [4, 3]),
+    layer_norm_backward(True, [True, True, True], [2, 4, 3]),
+    layer_norm_backward(False, [True, False, False], [3]),
+    Sample(aten._softmax_backward_data.default, lambda v: (v.normal(2, 3, 2), v.positive(2, 3, 2), -2, FP64)),
+    Sample(
+        aten._softmax_backward_data.default, lambda v: (v.normal(), v.normal().softmax(0), 0, FP64), "scalar"
+    ),
+    Sample(aten._log_softmax_backward_data.default, lambda v: (v.normal(2, 3), v.normal(2, 3), 0, FP64)),
+]
+
+
+def pool_indices(v: Values) -> tuple[Any, ...]:
+    x = v.normal(2, 2, 4, 4)
+    _, indices = aten.max_pool2d_with_indices(x, [2, 2], [2, 2])
+    return (v.normal(2, 2, 2, 2), x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
+
+
+MAX_POOL, AVG_POOL = aten.max_pool2d_with_indices.default, aten.avg_pool2d.default
+POOLS = [
+    Sample(MAX_POOL, lambda v: (v.normal(2, 3, 4, 4), [2, 2])),
+    Sample(MAX_POOL, lambda v: (v.normal(2, 3, 5, 5), [3, 2], [2, 1], [1, 1], [1, 2], True), "geometry"),
+    Sample(MAX_POOL, lambda v: (v.normal(3, 4, 4), [2, 2]), "no batch"),
+    Sample(aten.max_pool2d_with_indices_backward.default, pool_indices),
+    Sample(AVG_POOL, lambda v: (v.normal(2, 3, 5, 5), [3, 3], [2, 2], [1, 1], True, False, 7)),
+    Sample(
+        aten.avg_pool2d_backward.default,
+        lambda v: (v.normal(2, 3, 2, 2), v.normal(2, 3, 4, 4), [2, 2], [2, 2], [0, 0], False, True, None),
+    ),
+    Sample(aten._adaptive_avg_pool2d.default, lambda v: (v.normal(2, 3, 5, 4), [2, 3])),
+    Sample(
+        aten._adaptive_avg_pool2d_backward.default, lambda v: (v.normal(2, 3, 2, 3), v.normal(2, 3, 5, 4))
+    ),
+    Sample(aten.upsample_nearest2d.default, lambda v: (v.normal(2, 3, 2, 2), [4, 6], 2.0, 3.0)),
+    Sample(aten.upsample_bilinear2d.default, lambda v: (v.normal(2, 3, 2, 2), [4, 6], True)),
+]
+
+CHANNELS_LAST = {"memory_format": torch.channels_last}
+CONSTANTS = [
+    Sample(aten.zeros_like.default, lambda v: (v.normal(2, 3),), how="shared constant"),
+    Sample(aten.zeros_like.default, lambda v: (v.normal(2, 3),), "dtype", kwargs={"dtype": torch.int64}),
+    Sample(aten.ones_like.default, lambda v: (v.booleans(2, 3, 2, 2),), kwargs=CHANNELS_LAST),
+    Sample(aten.empty_like.default, lambda v: (v.normal(2, 3),), unfilled=True),
+    Sample(aten.full_like.default, lambda v: (v.normal(), 2.5), how="shared constant"),
+    Sample(aten.full_like.default, lambda v: (v.booleans(2), True), "booleans"),
+    Sample(aten.new_zeros.default, lambda v: (v.normal(2), [3, 1])),
+    Sample(aten.new_ones.default, lambda v: (v.integers(3, 2), [3])),
+    Sample(aten.new_empty.default, lambda v: (v.normal(2), [3, 1]), unfilled=True),
+    Sample(aten.new_empty_strided.default, lambda v: (v.normal(2), [3, 2], [2, 1]), unfilled=True),
+    Sample(aten.new_full.default, lambda v: (v.normal(2), [], 1.5)),
+    Sample(aten.new_full.default, lambda v: (v.normal(2), [3], 1), "dtype", kwargs={"dtype": torch.int32}),
+    Sample(aten.copy.default, lambda v: (v.normal(2, 3, dtype=FP32), v.normal(3))),
+    Sample(aten.copy.default, lambda v: (v.normal(), v.normal()), "scalar"),
+    Sample(
+        torch.ops.trainmux.random_words.default,
+        lambda v: (v.integers(2**40), v.integers(2**40), 3, [2, 5]),
+        how="counters",
+    ),
+]
+
+FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def heads(v: Values, mask_shape: tuple[int, ...] | None) -> tuple[Any, Any]:
+    shapes = ((2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 8))
+    mask = None if mask_shape is None else v.normal(*mask_shape)
+    return tuple(v.normal(*shape) for shape in shapes), mask
+
+
+def flash(mask_shape: tuple[int, ...] | None, causal: bool = False, scale: float | None = None) -> Sample:
+    def make(v: Values) -> tuple[Any, ...]:
+        values, mask = heads(v, mask_shape)
+        return (*values, 0.0, causal, {"attn_mask": mask, "scale": scale})
+
+    label = f"mask {mask_shape} causal {causal} scale {scale}"
+    return Sample(FLASH, make, label, "fold model axis into batch")
+
+
+def flash_backward(mask_shape: tuple[int, ...] | None, causal: bool = False) -> Sample:
+    def make(v: Values) -> tuple[Any, ...]:
+        values, mask = heads(v, mask_shape)
+        results = FLASH(*values, 0.0, causal, attn_mask=mask)
+        return (v.normal(2, 3, 4, 8), *values, *results, 0.0, causal, {"attn_mask": mask})
+
+    return Sample(FLASH_BACKWARD, make, f"mask {mask_shape} causal {causal}", "fold model axis into batch")
+
+
+ATTENTION = [
+    flash(None, causal=True, scale=0.3),
+    *[flash(mask) for mask in (None, (4, 5), (1, 1, 4, 5), (2, 1, 4, 5), (1, 3, 4, 5))],
+    flash_backward(None),
+    flash_backward(None, causal=True),
+    flash_backward((4, 5)),
+    flash_backward((2, 1, 4, 5)),
+]
+
+# ---- element by element ----------------------------------------------------------------------------------
+
+
+def pairs(op: Any) -> list[Sample]:
+    """Members of equal ranks, of different ranks, and scalars."""
+    shapes = {
+        "": ((2, 3), (2, 3)),
+        "lower rank": ((2, 3), (3,)),
+        "higher rank": ((3,), (4, 2, 3)),
+        "broadcast": ((2, 1), (1, 3)),
+        "scalar": ((2, 3), ()),
+        "scalars": ((), ()),
+        "empty": ((0, 3), (3,)),
+    }
+    return [
+        Sample(op, lambda v, a=a, b=b: (v.positive(*a), v.positive(*b)), label)
+        for label, (a, b) in shapes.items()
+    ]
+
+
+def grad_and_input(v: Values) -> tuple[Any, ...]:
+    return v.normal(2, 3), v.normal(2, 3)
+
+
+# A member's scalar ranks below dimensioned tensors in type promotion. Stacked it has a dimension, and the
+# result must still be what it was.
+PROMOTIONS: dict[str, Make] = {
+    "bf16, fp32 scalar": lambda v: (v.normal(2, 3, dtype=BF16), v.normal(dtype=FP32)),
+    "fp32 scalar, bf16": lambda v: (v.normal(dtype=FP32), v.normal(2, 3, dtype=BF16)),
+    "fp32, fp64 scalar": lambda v: (v.normal(2, 3, dtype=FP32), v.normal(dtype=FP64)),
+    "bf16, fp32": lambda v: (v.normal(2, 3, dtype=BF16), v.normal(3, dtype=FP32)),
+    "bf16 scalar, fp32 scalar": lambda v: (v.normal(dtype=BF16), v.normal(dtype=FP32)),
+    "int64, fp32 scalar": lambda v: (v.integers(9, 2, 3), v.normal(dtype=FP32)),
+    "int64 scalar, bf16": lambda v: (v.integers(9), v.normal(2, 3, dtype=BF16)),
+    "int32, int64 scalar": lambda v: (v.integers(9, 2, 3, dtype=torch.int32), v.integers(9)),
+    "bool, fp32 scalar": lambda v: (v.booleans(2, 3), v.normal(dtype=FP32)),
+}
+
+
+def equal_in_bf16(v: Values) -> tuple[Any, ...]:
+    """0.1 in bf16 equals 0.1 in fp32: a comparison rounds the scalar."""
+    scalar = v.normal(dtype=FP32)
+    return scalar.to(BF16).expand(4).clone(), scalar
+
+
+POINTWISE = [
+    *samples(lambda v: (v.normal(2, 3),), aten.relu.default, aten.round.default, aten.isnan.default),
+    *samples(lambda v: (v.normal(2, 3),), aten.lift_fresh_copy.default, aten.clone.default),
+    *samples(lambda v: (v.positive(),), aten.log.default, aten.reciprocal.default),
+    Sample(aten.pow.Scalar, lambda v: (2.0, v.normal(2, 3))),
+    Sample(aten.clamp.default, lambda v: (v.normal(2, 3), -0.5, 0.5)),
+    Sample(aten.clone.default, lambda v: (v.normal(2, 3, 2, 2),), "channels last", kwargs=CHANNELS_LAST),
+    Sample(aten._to_copy.default, lambda v: (v.normal(2, 3, 2, 2),), kwargs={"dtype": FP32, **CHANNELS_LAST}),
+    *pairs(aten.add.Tensor),
+    *pairs(aten.div.Tensor),
+    Sample(aten.add.Tensor, lambda v: (v.normal(2, 3), v.normal(3)), "alpha", kwargs={"alpha": 0.5}),
+    Sample(aten.eq.Tensor, lambda v: (v.integers(3, 4), v.integers(3, 2, 4))),
+    Sample(aten.bitwise_and.Tensor, lambda v: (v.booleans(3), v.booleans(2, 3))),
+    Sample(aten.where.self, lambda v: (v.booleans(3), v.normal(2, 3), v.normal())),
+    Sample(aten.where.self, lambda v: (v.booleans(2, 1), v.normal(), v.normal()), "scalars"),
+    Sample(aten.masked_fill.Scalar, lambda v: (v.normal(2, 3), v.booleans(3), -torch.inf)),
+    Sample(aten.masked_fill.Scalar, lambda v: (v.normal(), v.booleans(), 1.0), "scalars"),
+    Sample(aten.masked_fill.Tensor, lambda v: (v.normal(2, 3), v.booleans(2, 3), v.normal())),
+    Sample(aten.lerp.Tensor, lambda v: (v.normal(2, 3), v.normal(2, 3), v.normal(3))),
+    Sample(aten.addcdiv.default, lambda v: (v.normal(3), v.normal(2, 3), v.positive())),
+    *samples(grad_and_input, aten.tanh_backward.default, aten.sigmoid_backward.default),
+    *samples(grad_and_input, aten.silu_backward.default, aten.hardswish_backward.default),
+    *samples(grad_and_input, aten.hardsigmoid_backward.default, aten.mish_backward.default),
+    Sample(aten.gelu_backward.default, grad_and_input, kwargs={"approximate": "tanh"}),
+    Sample(aten.threshold_backward.default, lambda v: (*grad_and_input(v), 0)),
+    Sample(aten.leaky_relu_backward.default, lambda v: (*grad_and_input(v), 0.1, False)),
+    Sample(aten.elu_backward.default, lambda v: (v.normal(2, 3), 1.5, 1.0, 1.0, False, v.normal(2, 3))),
+    Sample(aten.softplus_backward.default, lambda v: (*grad_and_input(v), 1.0, 20.0)),
+    Sample(aten.hardtanh_backward.default, lambda v: (*grad_and_input(v), -0.5, 0.5)),
+    Sample(aten.log_sigmoid_backward.default, lambda v: (*grad_and_input(v), v.positive(2, 3))),
+    *[Sample(aten.mul.Tensor, make, name) for name, make in PROMOTIONS.items()],
+    *[Sample(op, equal_in_bf16, "bf16, fp32 scalar") for op in (aten.eq.Tensor, aten.lt.Tensor)],
+    *[
+        Sample(op, PROMOTIONS["bf16, fp32 scalar"], "bf16, fp32 scalar")
+        for op in (aten.div.Tensor, aten.maximum.default)
+    ],
+    Sample(
+        aten.where.self,
+        lambda v: (v.booleans(2, 3), v.normal(2, 3, dtype=BF16), v.normal(dtype=FP32)),
+        "bf16, fp32 scalar",
+    ),
+    Sample(
+        aten.addcmul.default,
+        lambda v: (v.normal(3, dtype=BF16), v.normal(3, dtype=BF16), v.normal(dtype=FP32)),
+        "bf16, fp32 scalar",
+    ),
+]
+
+EVERY = VIEWS + MATMULS + EMBEDDINGS + NORMS + POOLS + CONSTANTS + ATTENTION + POINTWISE
+
+
+@pytest.mark.parametrize("given", EVERY, ids=lambda given: given.name)
+def test_a_rule_gives_what_members_compute_alone(given: Sample) -> None:
+    check_everything(given)
+
+
+def test_every_rule_has_a_sample() -> None:
+    needs_cuda = set(attention._FORWARD + attention._BACKWARD) - {FLASH, FLASH_BACKWARD}
+    convolutions = {aten.convolution.default, aten.convolution_backward.default}  # in a file of their own
+    assert (set(_RULES) | EXTRA) - needs_cuda - convolutions <= {given.op for given in EVERY}
+
+
+# ---- the long tail: torch.vmap of the one operator, or a loop that is on record --------------------------
+
+LONG_TAIL = [
+    Sample(aten.gather.default, lambda v: (v.normal(3, 4), 1, v.integers(4, 3, 2))),
+    Sample(aten.scatter_add.default, lambda v: (v.normal(3, 4), 1, v.integers(4, 3, 5), v.normal(3, 5))),
+    Sample(
+        aten.scatter_reduce.two, lambda v: (v.normal(3, 4), 0, v.integers(3, 5, 4), v.normal(5, 4), "amax")
+    ),
+    Sample(aten.index.Tensor, lambda v: (v.normal(3, 4), [None, v.integers(4, 2)])),
+    Sample(aten.index.Tensor, lambda v: (v.normal(3, 4), [v.integers(3, 2), v.integers(4, 2)]), "pairs"),
+    Sample(aten.index_put.default, lambda v: (v.normal(3, 4), [v.integers(3, 2)], v.normal(2, 4), True)),
+    Sample(aten.index_select.default, lambda v: (v.normal(3, 4), -1, v.integers(4, 2))),
+    Sample(aten.sort.default, lambda v: (v.normal(3, 4), -1)),
+    Sample(aten.topk.default, lambda v: (v.normal(3, 4), 2)),
+    Sample(aten.argmax.default, lambda v: (v.normal(3, 4),)),
+    Sample(aten.max.dim, lambda v: (v.normal(3, 4), 1)),
+    Sample(aten.any.dim, lambda v: (v.booleans(3, 4), -1)),
+    Sample(aten.var_mean.correction, lambda v: (v.normal(3, 4), [0]), kwargs={"correction": 0}),
+    Sample(aten.linalg_vector_norm.default, lambda v: (v.normal(3, 4), 2.0, [-1])),
+    Sample(aten.transpose.int, lambda v: (v.normal(2, 3, 4), -1, 1)),
+    Sample(aten.t.default, lambda v: (v.normal(2, 3),)),
+    Sample(aten.t.default, lambda v: (v.normal(3),), "vector"),
+    Sample(aten.permute.default, lambda v: (v.normal(2, 3, 4), [-1, 0, 1])),
+    Sample(aten.unsqueeze.default, lambda v: (v.normal(), -1)),
+    Sample(aten.squeeze.default, lambda v: (v.normal(1, 1),)),
+    Sample(aten.select.int, lambda v: (v.normal(2, 3, 4), -1, -2)),
+    Sample(aten.slice.Tensor, lambda v: (v.normal(5, 3), -2, -4, -1, 2)),
+    Sample(aten.slice.Tensor, lambda v: (v.normal(5, 3),), "defaults"),
+    Sample(aten.split.Tensor, lambda v: (v.normal(5, 4), 3, -1)),
+    Sample(aten.split_with_sizes.default, lambda v: (v.normal(5, 4), [2, 0, 3], -2)),
+    Sample(aten.unbind.int, lambda v: (v.normal(3, 2), -1)),
+    Sample(aten.cat.default, lambda v: ([v.normal(2, 3), v.normal(2, 1), v.normal(2, 2)], -1)),
+    Sample(aten.cat.default, lambda v: ([v.normal(0), v.normal(2, 3)],), "legacy empty"),
+    Sample(aten.cat.default, lambda v: ([v.normal(2, 3), v.normal(2, 3, dtype=FP32)],), "dtypes"),
+    Sample(aten.constant_pad_nd.default, lambda v: (v.normal(2, 3), [1, -1, 0, 2], 0.5)),
+    Sample(aten.flip.default, lambda v: (v.normal(2, 3, 2), [0, -1])),
+    Sample(aten.sum.dim_IntList, lambda v: (v.normal(2, 3, 4), [-1, 0], True)),
+    Sample(aten.sum.dim_IntList, lambda v: (v.normal(2, 3), None), "every dimension"),
+    Sample(aten.sum.dim_IntList, lambda v: (v.normal(), [0]), "scalar"),
+    Sample(aten.sum.dim_IntList, lambda v: (v.booleans(0, 3), [0]), "empty booleans"),
+    Sample(aten.sum.default, lambda v: (v.normal(3, dtype=FP32),), kwargs={"dtype": FP64}),
+    Sample(aten.mean.dim, lambda v: (v.normal(2, 3, 4), [0, 2])),
+    Sample(aten.mean.default, lambda v: (v.normal(),)),
+    Sample(aten.amax.default, lambda v: (v.normal(2, 3, 2), [-1, 0], True)),
+    Sample(aten.amin.default, lambda v: (v.normal(),)),
+    Sample(aten._softmax.default, lambda v: (v.normal(2, 3, 2), -2, False)),
+    Sample(aten._log_softmax.default, lambda v: (v.normal(), -1, False)),
+    Sample(
+        aten._safe_softmax.default,
+        lambda v: (v.normal(3, 2).masked_fill(torch.tensor([[True], [False], [True]]), -torch.inf), -1),
+    ),
+    Sample(aten.cumsum.default, lambda v: (v.integers(5, 4), -1), kwargs={"dtype": FP64}),
+    Sample(aten.cumprod.default, lambda v: (v.normal(2, 3), 0)),
+    Sample(aten.repeat.default, lambda v: (v.normal(3, 4), [2, 1, 2])),
+    Sample(aten.roll.default, lambda v: (v.normal(3, 4), [1], [-1])),
+    Sample(aten.tril.default, lambda v: (v.normal(3, 4),)),
+    Sample(aten.unfold.default, lambda v: (v.normal(3, 6), -1, 3, 2)),
+    Sample(aten.nll_loss_forward.default, lambda v: (v.normal(3, 4), v.integers(4, 3), v.positive(4), 0, 1)),
+    Sample(
+        aten.nll_loss_backward.default,
+        lambda v: (v.normal(), v.normal(3, 4), v.integers(4, 3), None, 1, -100, v.positive()),
+    ),
+    Sample(
+        aten.native_group_norm.default,
+        lambda v: (v.normal(2, 4, 3), v.normal(4), v.normal(4), 2, 4, 3, 2, 1e-5),
+    ),
+    Sample(aten.mse_loss.default, lambda v: (v.normal(3, 4), v.normal(3, 4))),
+    Sample(aten._prelu_kernel_backward.default, lambda v: (v.normal(5, 4), v.normal(5, 4), v.normal(1, 4))),
+    Sample(aten.as_strided.default, lambda v: (v.normal(4), [2], [2], 1)),
+    Sample(aten.as_strided_scatter.default, lambda v: (v.normal(4), v.normal(2), [2], [2], 1)),
+    Sample(aten.searchsorted.Tensor, lambda v: (v.normal(5).sort().values, v.normal(3))),
+    Sample(aten.max_pool3d_with_indices.default, lambda v: (v.normal(1, 2, 4, 4, 4), [2, 2, 2])),
+    Sample(aten.reflection_pad2d.default, lambda v: (v.normal(2, 3, 4, 4), [1, 1, 1, 1])),
+    Sample(aten.upsample_bicubic2d.default, lambda v: (v.normal(1, 2, 3, 3), [6, 6], False)),
+    Sample(
+        aten.upsample_bilinear2d_backward.default,
+        lambda v: (v.normal(2, 3, 4, 6), [4, 6], [2, 3, 2, 2], False, 2.0, 3.0),
+    ),
+    Sample(aten.im2col.default, lambda v: (v.normal(1, 2, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1])),
+    Sample(aten.grid_sampler_2d.default, lambda v: (v.normal(1, 2, 4, 4), v.normal(1, 3, 3, 2), 0, 0, False)),
+    Sample(aten.linalg_inv_ex.default, lambda v: (v.normal(3, 3) + 4 * torch.eye(3, dtype=FP64),)),
+    Sample(aten.histc.default, lambda v: (v.normal(20), 5, -2.0, 2.0)),
+    Sample(aten._pdist_forward.default, lambda v: (v.normal(4, 3),)),
+]
+
+
+@pytest.mark.parametrize("given", LONG_TAIL, ids=lambda given: given.name)
+def test_the_long_tail_gives_what_members_compute_alone_and_loops_are_on_record(given: Sample) -> None:
+    """torch.vmap falls back to a loop of its own where it has no rule; that must be said too."""
+    assert given.op not in _RULES
+    everything, *others = ways_to_stack(given.num_tensors)
+    for batched in others:
+        check(given, 2, batched)
+    narrow, wide = (check(given, width, everything) for width in (2, 5))
+    assert narrow.records == wide.records
+    (record,) = wide.records
+    assert (record.op, record.count) == (str(given.op), 1)
+    grows = len(wide.module.graph.nodes) != len(narrow.module.graph.nodes)
+    assert record.how == ("loop" if grows else "vmap")
+    assert bool(record.fallback) == grows
