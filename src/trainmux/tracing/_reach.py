@@ -458,15 +458,19 @@ class Reach:
                 found.append((None, self.path(*self._origins[number]) if number else "model"))
             yield from found
 
+    def restore(self) -> None:
+        """Put back what every holder held."""
+        for holder, items in zip(self.holders, self.contents, strict=True):
+            if not same_items(holder.read(), items):
+                holder.write(items)
+
     @contextmanager
     def restored(self) -> Iterator[Reach]:
-        """Put back afterwards what every holder held."""
+        """Put everything back afterwards."""
         try:
             yield self
         finally:
-            for holder, items in zip(self.holders, self.contents, strict=True):
-                if not same_items(holder.read(), items):
-                    holder.write(items)
+            self.restore()
 
     def stand_in(self, value: Any, replace: Callable[[int], Tensor], views: dict[int, Any]) -> Any:
         """``value`` with ``replace(number)`` in the place of the model's tensors, views of them included.
