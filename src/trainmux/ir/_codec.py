@@ -46,7 +46,8 @@ class Codec:
 
 def to_json(record: Any) -> Any:
     """The JSON value of a record. `Misfit` where it could not be read back."""
-    codec = codec_of(type(record))
+    kind: Any = type(record)
+    codec = codec_of(kind)
     try:
         value = codec.encode(record)
     except (AttributeError, TypeError, ValueError) as error:
@@ -55,7 +56,7 @@ def to_json(record: Any) -> Any:
     return value
 
 
-def from_json(value: Any, kind: type) -> Any:
+def from_json(value: Any, kind: Any) -> Any:
     """The record of type ``kind`` that `to_json` turned into ``value``; `Misfit` for anything else."""
     return codec_of(kind).decode(value)
 
