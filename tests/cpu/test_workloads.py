@@ -52,14 +52,14 @@ def loss_of(workload: Any, model: nn.Module, batch: object) -> Tensor:
 
 
 @every_small
-def test_loss_falls_within_eight_adam_steps_in_fp64(workload: Workload) -> None:
+def test_loss_falls_within_twenty_adam_steps_in_fp64(workload: Workload) -> None:
     torch.manual_seed(0)
     model = workload.build(0).double()
     model.train()  # transformers hands its models out in eval mode
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     batch = workload.batch(1, torch.float64)
     losses = []
-    for _ in range(8):
+    for _ in range(20):
         optimizer.zero_grad()
         loss = loss_of(workload, model, batch)
         assert loss.shape == ()
@@ -123,7 +123,7 @@ def test_size_and_dropout_of_a_large_model(workload: SizedWorkload, no_torchvisi
 @every_large
 def test_large_batches_depend_on_the_seed_alone_and_are_nowhere_constant(workload: SizedWorkload) -> None:
     state = torch.random.get_rng_state()
-    size = 8
+    size = workload.batch_sizes[0] // 2
     first, again, other = (leaves(workload.batch(seed, size)) for seed in (3, 3, 4))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(map(torch.equal, first, again))

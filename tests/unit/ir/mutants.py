@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.symbolic_machine import lane_of
-
 from trainmux.ir import (
     Compute,
     Free,
@@ -28,6 +26,7 @@ from trainmux.ir import (
     Recompute,
     Tenancy,
     Wait,
+    lane_of,
 )
 from trainmux.ir import ViolationKind as Kind
 
