@@ -54,7 +54,7 @@ class Setup:
     def placed(self) -> list[nn.Module]:
         """The models on the device, convolutional ones in the layout that is fastest for them."""
         layout = torch.channels_last if self.has_images else torch.preserve_format
-        return [model.to(self.device, memory_format=layout) for model in self.models]
+        return [model.to(self.device, memory_format=layout) for model in self.models]  # type: ignore[call-overload]
 
     def laid_out(self, batch: Any) -> Any:
         """Images in the models' layout, everything else as it is."""

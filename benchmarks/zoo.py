@@ -62,7 +62,7 @@ def build(name: str, batch_size: int) -> tuple[nn.Module, Callable[[nn.Module, A
         config.use_cache = False
         _without_dropout(config)
         masked = model_name in ("bert", "distilbert")
-        kind = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+        kind: Any = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
         if config.is_encoder_decoder:
             kind = transformers.AutoModelForSeq2SeqLM
         tokens = torch.randint(TEXT["vocab_size"], (batch_size, 32))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile, ProfiledNode, ProfiledTensor
 
@@ -56,7 +56,6 @@ class _Draft:
     names: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     fixed_class: list[ByteClass | None] = field(default_factory=list)
-    is_per_member: list[bool] = field(default_factory=list)
     nodes: list[ProfiledNode] = field(default_factory=list)
 
     def tensor(self, name: str, size: int, byte_class: ByteClass | None = None) -> int:
@@ -218,16 +217,7 @@ def _finish(
         )
     slower = saturation * width + 1 - saturation
     nodes = tuple(
-        ProfiledNode(
-            node.name,
-            node.phase,
-            node.reads,
-            node.creates,
-            node.changes,
-            node.seconds * slower,
-            node.workspace_bytes * width,
-            node.is_repeatable,
-        )
+        replace(node, seconds=node.seconds * slower, workspace_bytes=node.workspace_bytes * width)
         for node in draft.nodes
     )
     return Profile(f"{name}-{width}", "analytic", width, DEVICE, tuple(tensors), nodes)

@@ -20,12 +20,12 @@ from trainmux.ir import (
     Lane,
     Offload,
     Part,
-    Prefetch,
     Profile,
     Program,
     Recompute,
     Tenancy,
     Wait,
+    lane_of,
 )
 
 Value = object
@@ -48,18 +48,6 @@ def fault(program: Program, profiles: Sequence[Profile]) -> str:
         except FaultError as error:
             return f"{passes} passes: {error}"
     return ""
-
-
-def lane_of(instruction: Instruction) -> Lane:
-    match instruction:
-        case Offload():
-            return Lane.OUT
-        case Prefetch():
-            return Lane.IN
-        case Wait(lane, _):
-            return lane
-        case _:
-            return Lane.COMPUTE
 
 
 @dataclass(frozen=True)
@@ -229,10 +217,8 @@ class _Machine:
             for number, tensor in enumerate(profile.tensors):
                 if tensor.byte_class is not ByteClass.RESULT:
                     continue
-                if (
-                    self._read(_find(there, (sub_array, number)))
-                    != self._plain[sub_array].after[step][number]
-                ):
+                value = self._read(_find(there, (sub_array, number)))
+                if value != self._plain[sub_array].after[step][number]:
                     raise FaultError(f"result {tensor.name} of sub-array {sub_array} is wrong")
         return accesses
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import io
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,22 +28,10 @@ def test_version_names_trainmux_and_torch() -> None:
     assert "torch 2" in result.output
 
 
-def test_python_m_trainmux_is_the_command_line() -> None:
-    command = [sys.executable, "-m", "trainmux", "demo", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "--epochs" in result.stdout
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
-def test_a_missing_gpu_is_refused() -> None:
-    result = CliRunner().invoke(app, ["demo", "--device", "cuda"], terminal_width=200)
-    assert result.exit_code == 2
-    assert "no CUDA device" in result.output
-
-
-@pytest.mark.parametrize("arguments", [["--device", "tpu"], ["--epochs", "0"]])
+@pytest.mark.parametrize("arguments", [["--device", "tpu"], ["--epochs", "0"], ["--device", "cuda"]])
 def test_bad_options_are_refused(arguments: list[str]) -> None:
+    if arguments[-1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("asks for a GPU where there is none")
     assert CliRunner().invoke(app, ["demo", *arguments]).exit_code == 2
 
 

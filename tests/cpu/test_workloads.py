@@ -76,19 +76,13 @@ def test_small_models_and_batches_depend_on_the_seed_alone(workload: Workload) -
     first, again, other = (workload.build(seed).state_dict() for seed in (5, 5, 6))
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert not all(torch.equal(first[key], other[key]) for key in first)
-    for dtype in (torch.float32, torch.bfloat16):
-        drawn, again, other = (leaves(workload.batch(seed, dtype)) for seed in (3, 3, 4))
-        assert all(leaf.dtype == dtype for leaf in drawn if leaf.is_floating_point())
-        assert all(map(torch.equal, drawn, again))
-        assert [leaf.shape for leaf in drawn] == [leaf.shape for leaf in other]
-        assert not all(map(torch.equal, drawn, other))
+    drawn, again, other = (leaves(workload.batch(seed, torch.bfloat16)) for seed in (3, 3, 4))
+    assert all(leaf.dtype == torch.bfloat16 for leaf in drawn if leaf.is_floating_point())
+    assert all(map(torch.equal, drawn, again))
+    assert [leaf.shape for leaf in drawn] == [leaf.shape for leaf in other]
+    assert not all(map(torch.equal, drawn, other))
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-@every_small
-def test_dropout_is_zero_unless_the_name_says_so(workload: Workload) -> None:
-    model = workload.build(0).train()
-    batch = workload.batch(1, torch.float32)
+    model, batch = workload.build(0).train(), workload.batch(1, torch.float32)
     with torch.no_grad():
         once, twice = loss_of(workload, model, batch), loss_of(workload, model, batch)
     assert torch.equal(once, twice) != workload.name.endswith("_with_dropout")
@@ -129,7 +123,7 @@ def test_size_and_dropout_of_a_large_model(workload: SizedWorkload, no_torchvisi
 @every_large
 def test_large_batches_depend_on_the_seed_alone_and_are_nowhere_constant(workload: SizedWorkload) -> None:
     state = torch.random.get_rng_state()
-    size = workload.batch_sizes[0]
+    size = workload.batch_sizes[0] // 2
     first, again, other = (leaves(workload.batch(seed, size)) for seed in (3, 3, 4))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(map(torch.equal, first, again))
@@ -139,7 +133,8 @@ def test_large_batches_depend_on_the_seed_alone_and_are_nowhere_constant(workloa
 
 # Without numbers: a step of these takes too long here. GPT-2 asks a meta tensor for its values.
 @pytest.mark.parametrize(
-    "name", ["vit_b16", "mobilenet_v3_large", "resnet101", "bert_base_mlm", "bert_base_nsp", "gpt2"]
+    "name",
+    ["vit_b16", "mobilenet_v3_large", "resnet101", "bert_base_mlm", "gpt2", "dlrm", "lstm_translation"],
 )
 def test_the_loss_of_a_large_model_takes_its_batch(name: str, no_torchvision: None) -> None:
     workload = FULL_SIZE[name]
@@ -151,21 +146,6 @@ def test_the_loss_of_a_large_model_takes_its_batch(name: str, no_torchvision: No
         loss.backward()
     assert loss.shape == ()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["small_cnn", "mlp", "dlrm", "lstm_translation"])
-def test_a_light_one_of_full_size_trains(name: str) -> None:
-    workload = FULL_SIZE[name]
-    model, batch = workload.build(0), workload.batch(0, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = workload.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[1] < losses[0]
 
 
 def test_a_torchvision_that_breaks_on_import_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,7 @@ DEVICE = 80 * GIB
     [
         (1, 1),
         (DEVICE, DEVICE),
-        ("20GiB", 20 * 2**30),
-        ("24 GB", 24 * 10**9),
+        ("20GiB", 20 * GIB),
         ("  24\tgb ", 24 * 10**9),
         ("1.5GiB", 3 * 2**29),
         ("0.1 kB", 100),
@@ -38,37 +37,16 @@ def test_what_is_read(written: int | str, num_bytes: int) -> None:
     assert parse_budget(written, device_bytes=DEVICE) == num_bytes
 
 
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
-        ("-1", "at least 1 byte, but got '-1'"),
-        (-5, "at least 1 byte, but got -5"),
-        ("-2GiB", "at least 1 byte"),
-        ("0", "at least 1 byte, but got '0'"),
-        (0, "at least 1 byte"),
-        ("0%", "at least 1 byte"),
-        ("0.4 B", "at least 1 byte"),
-        ("20 GiBs", "unit must be .* but got 'GiBs'"),
-        ("20G", "unit must be"),
-        ("", "one number with one unit"),
-        ("   ", "one number with one unit"),
-        ("GiB", "one number with one unit"),
-        ("20 GiB 3", "one number with one unit"),
-        ("1e9", "unit must be .* but got 'e9'|one number with one unit"),
-        ("nan", "one number with one unit"),
-        ("2,5GiB", "one number with one unit"),
-        ("٣GiB", "one number with one unit"),
-        ("101%", 'at most the 80.00 GiB .* "100%" names all of it'),
-        (DEVICE + 1, "at most"),
-        ("81GiB", "at most"),
-        (True, "type bool"),
-        (2.0, "type float"),
-        (None, "type NoneType"),
-    ],
-)
-def test_what_is_refused(written: object, said: str) -> None:
-    with pytest.raises(BudgetError, match=said) as caught:
+TOO_SMALL = ["-1", -5, "-2GiB", "0", 0, "0%", "0.4 B"]
+TOO_LARGE = ["101%", DEVICE + 1, "81GiB"]
+NOT_A_SIZE = ["20 GiBs", "20G", "", "   ", "GiB", "20 GiB 3", "1e9", "nan", "2,5GiB", "٣GiB", True, 2.0, None]
+
+
+@pytest.mark.parametrize("written", [*TOO_SMALL, *TOO_LARGE, *NOT_A_SIZE])
+def test_what_is_refused(written: object) -> None:
+    with pytest.raises(BudgetError) as caught:
         parse_budget(written, device_bytes=DEVICE)  # type: ignore[arg-type]
+    assert repr(written) in str(caught.value)
     assert caught.value.smallest_bytes is None
 
 
@@ -82,16 +60,12 @@ def test_a_number_is_the_same_as_its_text(num_bytes: int) -> None:
     ("size_bytes", "text"),
     [
         (0, "0 B"),
-        (1, "1 B"),
         (1023, "1023 B"),
         (1024, "1 KiB"),
         (MIB - 1, "1.0 MiB"),
-        (int(1.5 * MIB), "1.5 MiB"),
         (int(99.96 * MIB), "100 MiB"),
-        (512 * MIB, "512 MiB"),
         (GIB - 1, "1.00 GiB"),
         (18 * GIB + GIB // 4, "18.25 GiB"),
-        (3 * 1024 * GIB, "3.00 TiB"),
         (5000 * 1024 * GIB, "5,000.00 TiB"),
         (-2 * GIB, "-2.00 GiB"),
     ],

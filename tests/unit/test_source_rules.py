@@ -35,12 +35,8 @@ def test_packages_open_without_logic() -> None:
     for path in PACKAGE.rglob("__init__.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            is_listing = isinstance(node, ast.Assign) and {
-                ast.unparse(target) for target in node.targets
-            } <= {
-                "__all__",
-                "__version__",
-            }
+            targets = [ast.unparse(one) for one in node.targets] if isinstance(node, ast.Assign) else [""]
+            is_listing = set(targets) <= {"__all__", "__version__"}
             if not (is_text or is_listing or isinstance(node, ast.Import | ast.ImportFrom)):
                 offenders.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert offenders == []

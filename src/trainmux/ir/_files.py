@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from trainmux.errors import PlanError, TrainmuxError
-from trainmux.ir._codec import Misfit, codec_of
+from trainmux.ir._codec import Misfit, from_json, to_json
 
 Record = TypeVar("Record")
 Written = TypeVar("Written")
@@ -64,7 +64,7 @@ def to_bytes(record: object) -> bytes:
     """The contents of the file that `save` writes."""
     form = _format_of(type(record))
     try:
-        content = codec_of(type(record)).encode(record)
+        content = to_json(record)
     except Misfit as misfit:
         raise form.error(
             f"expected a {form.kind} with every field of its type, but {misfit.describe(form.kind)}; "
@@ -113,7 +113,7 @@ def load(path: PathLike, kind: type[Record]) -> Record:
     if document["sha256"] != checksum:
         refuse("got one that was damaged or edited since it was written: its checksum does not fit")
     try:
-        record: Record = codec_of(kind).decode(document[form.kind])
+        record: Record = from_json(document[form.kind], kind)
     except Misfit as misfit:
         refuse(misfit.describe(form.kind))
     return record

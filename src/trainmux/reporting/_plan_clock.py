@@ -13,6 +13,7 @@ from trainmux.ir import (
     ByteClass,
     Compute,
     Lane,
+    MemoryPoint,
     Offload,
     Part,
     Prefetch,
@@ -87,10 +88,9 @@ def nanoseconds(seconds: float) -> int:
 
 def clocked(part: Part, timeline: Timeline) -> ClockedPart:
     """Lay ``timeline`` out. Refused with `PlanError`: a timeline that is not one of ``part``."""
-    for span in timeline.spans:
-        _check(part, span)
-    for point in timeline.memory:
-        _check_position(part, point.instruction)
+    records: list[Span | MemoryPoint] = [*timeline.spans, *timeline.memory]
+    for record in records:
+        _check(part, record)
     work = _work(part, timeline)
     return ClockedPart(
         source=timeline.source,
@@ -101,22 +101,16 @@ def clocked(part: Part, timeline: Timeline) -> ClockedPart:
     )
 
 
-def _check_position(part: Part, position: int) -> None:
+def _check(part: Part, record: Span | MemoryPoint) -> None:
+    position = record.instruction
     if not 0 <= position < len(part.instructions):
-        raise PlanError(
-            f"this part of the program has {len(part.instructions)} instructions, but the timeline names "
-            f"number {position}; pass a timeline of the same part"
-        )
-
-
-def _check(part: Part, span: Span) -> None:
-    _check_position(part, span.instruction)
-    expected = lane_of(part.instructions[span.instruction])
-    if span.lane is not expected:
-        raise PlanError(
-            f"instruction {span.instruction} runs on lane {expected.value!r}, but the timeline has it on "
-            f"{span.lane.value!r}; pass a timeline of the same part"
-        )
+        problem = f"the part has {len(part.instructions)} instructions, but the timeline names {position}"
+    elif isinstance(record, Span) and record.lane is not lane_of(part.instructions[position]):
+        lane = lane_of(part.instructions[position]).value
+        problem = f"instruction {position} runs on lane {lane!r}, but the timeline has {record.lane.value!r}"
+    else:
+        return
+    raise PlanError(f"{problem}; pass a timeline of the same part")
 
 
 def _work(part: Part, timeline: Timeline) -> tuple[WorkSpan, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from trainmux.errors import PlanError
 from trainmux.ir import Attempt, Multiplexing, Plan, Profile, ProfiledNode, ProfiledTensor
@@ -12,6 +13,8 @@ from trainmux.reporting._units import NOTHING, counted, format_seconds, format_s
 from trainmux.sizes import format_bytes
 
 _BUDGET_TOLERANCE_SECONDS = 1e-9
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -34,39 +37,28 @@ class PlanLookup:
                 f"the plan was made from profiles {sorted(set(plan.profiles))}, but got {sorted(given)}; "
                 "pass the profiles it was made from"
             )
-        for position, sub_array in enumerate(plan.partition):
-            if not 0 <= sub_array.profile < len(plan.profiles):
-                raise PlanError(
-                    f"sub-array {position} must name one of {len(plan.profiles)} profiles, but names "
-                    f"{sub_array.profile}; make the plan again"
-                )
+        for sub_array in plan.partition:
+            _at(plan.profiles, sub_array.profile, "profiles of the plan")
         return cls(plan, tuple(given[fingerprint] for fingerprint in plan.profiles))
 
     def profile(self, sub_array: int) -> Profile:
-        if not 0 <= sub_array < len(self.plan.partition):
-            raise PlanError(
-                f"expected one of {len(self.plan.partition)} sub-arrays, but got {sub_array}; "
-                "pass the program that belongs to the plan"
-            )
-        return self.profiles[self.plan.partition[sub_array].profile]
+        found = _at(self.plan.partition, sub_array, "sub-arrays of the plan")
+        return self.profiles[found.profile]
 
     def node(self, sub_array: int, rank: int) -> ProfiledNode:
-        nodes = self.profile(sub_array).nodes
-        if not 0 <= rank < len(nodes):
-            raise PlanError(
-                f"sub-array {sub_array} has {len(nodes)} nodes, but got rank {rank}; "
-                "pass the program and the profiles that belong to the plan"
-            )
-        return nodes[rank]
+        return _at(self.profile(sub_array).nodes, rank, f"nodes of sub-array {sub_array}")
 
     def tensor(self, sub_array: int, position: int) -> ProfiledTensor:
-        tensors = self.profile(sub_array).tensors
-        if not 0 <= position < len(tensors):
-            raise PlanError(
-                f"sub-array {sub_array} has {len(tensors)} tensors, but got position {position}; "
-                "pass the program and the profiles that belong to the plan"
-            )
-        return tensors[position]
+        return _at(self.profile(sub_array).tensors, position, f"tensors of sub-array {sub_array}")
+
+
+def _at(items: Sequence[_Item], position: int, what: str) -> _Item:
+    if not 0 <= position < len(items):
+        raise PlanError(
+            f"expected one of {len(items)} {what}, but got number {position}; "
+            "pass the program and the profiles that belong to the plan"
+        )
+    return items[position]
 
 
 def num_members(plan: Plan) -> int:
@@ -136,11 +128,6 @@ def attempt_cells(attempt: Attempt) -> tuple[str, ...]:
     )
 
 
-def curve_by_budget(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The cost of each budget, smallest budget first; a time that is not finite means that nothing fits."""
-    return sorted(curve)
-
-
 def cheapest_seconds(curve: Sequence[tuple[int, float]]) -> float:
     """The least time on the curve, which no budget improves."""
     return min((seconds for _, seconds in curve if math.isfinite(seconds)), default=math.nan)
@@ -148,7 +135,7 @@ def cheapest_seconds(curve: Sequence[tuple[int, float]]) -> float:
 
 def curve_in_words(curve: Sequence[tuple[int, float]]) -> str:
     """From the tightest budget that works to the fastest step, in one sentence."""
-    fitting = [(budget, seconds) for budget, seconds in curve_by_budget(curve) if math.isfinite(seconds)]
+    fitting = [(budget, seconds) for budget, seconds in sorted(curve) if math.isfinite(seconds)]
     if not fitting:
         return "no budget on the curve fits"
     fastest = cheapest_seconds(fitting)

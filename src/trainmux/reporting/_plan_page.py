@@ -16,7 +16,6 @@ from trainmux.ir import Plan, Profile, Program, Timeline
 from trainmux.reporting import _plan_page_sections as sections
 from trainmux.reporting._plan_facts import PlanLookup
 from trainmux.reporting._plan_page_data import Around, page_data, script_safe
-from trainmux.reporting._plan_page_table import escaped
 
 _STYLES = ("frame.css", "charts.css", "tables.css")
 _SCRIPTS = (
@@ -74,7 +73,7 @@ def plan_page(
             '<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escaped(title)}</title>",
+            f"<title>{sections.escaped(title)}</title>",
             f"<style>{style}</style></head>",
             '<body><a class="skip" href="#timeline">Skip to the timeline</a>',
             sections.header(title, plan, bool(budget_curve)),

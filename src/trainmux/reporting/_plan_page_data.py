@@ -26,7 +26,7 @@ from trainmux.ir import (
     Wait,
 )
 from trainmux.reporting._plan_clock import LANES, ClockedPart, MemoryStep, clocked, nanoseconds
-from trainmux.reporting._plan_facts import PlanLookup, curve_by_budget
+from trainmux.reporting._plan_facts import PlanLookup
 from trainmux.reporting._units import shortened
 
 Json = None | bool | int | str | Sequence["Json"] | dict[str, "Json"]
@@ -82,7 +82,7 @@ def page_data(
         "decisions": _decisions(lookup),
         "budgetCurve": [
             [budget, nanoseconds(seconds) if math.isfinite(seconds) else None]
-            for budget, seconds in curve_by_budget(budget_curve)
+            for budget, seconds in sorted(budget_curve)
         ],
     }
 

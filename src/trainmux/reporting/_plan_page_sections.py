@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trainmux.ir import Attempt, Plan, Profile, Timeline
 from trainmux.reporting._plan_facts import (
@@ -11,7 +12,6 @@ from trainmux.reporting._plan_facts import (
     attempt_cells,
     attempts_best_first,
     cheapest_seconds,
-    curve_by_budget,
     curve_in_words,
     how_it_trains,
     left_out,
@@ -21,15 +21,58 @@ from trainmux.reporting._plan_facts import (
     swapped_bytes,
 )
 from trainmux.reporting._plan_page_data import Around
-from trainmux.reporting._plan_page_table import Cell, Column, Kind, Row, empty_table, escaped, table
 from trainmux.reporting._units import (
     NOTHING,
     counted,
     format_change,
     format_seconds,
     format_share,
+    one_line,
 )
 from trainmux.sizes import format_bytes
+
+NUMBER, SHORT, TEXT = "number", "short", "text"
+"""Classes of columns in the page: a number; a word or two, never broken; names and sentences."""
+
+Cell = tuple[str, float | str]
+"""The text of a cell, and its sort key: text, or a number, which comes last where it is not finite."""
+
+
+def escaped(text: str) -> str:
+    """Text for an element's content or for an attribute in double quotes."""
+    return html.escape(one_line(text), quote=True)
+
+
+def _table(
+    columns: Mapping[str, str], rows: Sequence[Sequence[Cell]] | None, caption: str, chosen: int = -1
+) -> str:
+    """A table that sorts by each of its columns; on a narrow window each row becomes a card.
+
+    ``columns`` are classes by name; the row at ``chosen`` is marked. Without ``rows`` the page's script fills
+    the table.
+    """
+    head = "".join(
+        f'<th scope="col" aria-sort="none" class="{kind}"><button type="button">{escaped(name)}</button></th>'
+        for name, kind in columns.items()
+    )
+    body = ""
+    for position, row in enumerate(rows or ()):
+        cells = "".join(
+            f'<td class="{kind}" data-label="{escaped(name)}" data-sort="{escaped(_sort_key(order))}">'
+            f"<div>{escaped(text)}</div></td>"
+            for (name, kind), (text, order) in zip(columns.items(), row, strict=True)
+        )
+        mark = ' class="chosen"' if position == chosen else ""
+        body += f"<tr{mark}>{cells}</tr>"
+    kind = "cards" if rows is None else "sortable cards"
+    return (
+        f'<div class="table"><table class="{kind}"><caption class="hidden-text">{escaped(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _sort_key(order: float | str) -> str:
+    return order if isinstance(order, str) else str(order) if math.isfinite(order) else ""
 
 
 def peak_in_use(timeline: Timeline, fixed_bytes: int) -> int | None:
@@ -215,14 +258,14 @@ def _numbers_row(name: str, shown: Sequence[str], numbers: Sequence[float]) -> s
 
 
 def tensors_section() -> str:
-    columns = (
-        Column("Tensor", Kind.TEXT),
-        Column("Sub-array", Kind.SHORT),
-        Column("Class", Kind.SHORT),
-        Column("Size", Kind.NUMBER),
-        Column("Decision", Kind.SHORT),
-        Column("Why", Kind.TEXT),
-    )
+    columns = {
+        "Tensor": TEXT,
+        "Sub-array": SHORT,
+        "Class": SHORT,
+        "Size": NUMBER,
+        "Decision": SHORT,
+        "Why": TEXT,
+    }
     decisions = "".join(f"<option>{name}</option>" for name in ("kept", "swapped", "recomputed"))
     return (
         '<section id="tensors" aria-labelledby="tensors-title"><h2 id="tensors-title">Tensors</h2>'
@@ -235,32 +278,19 @@ def tensors_section() -> str:
         '<label>Class <select data-filter="className"><option value="">all</option></select></label>'
         '<label>Sub-array <select data-filter="subArray"><option value="">all</option></select></label></div>'
         '<p class="help" data-role="count" role="status"></p>'
-        f"{empty_table(columns, caption='Tensors by size, with what the plan does with each')}"
+        f"{_table(columns, None, 'Tensors by size, with what the plan does with each')}"
         '<button type="button" data-role="more" hidden></button></section>'
     )
 
 
 def partitions_section(plan: Plan, profiles: Sequence[Profile]) -> str:
-    sub_arrays = table(
-        (
-            Column("Sub-array", Kind.SHORT),
-            Column("Width", Kind.SHORT),
-            Column("Members", Kind.TEXT),
-            Column("Profile", Kind.TEXT),
-        ),
-        [
-            Row(
-                (
-                    Cell(str(position), position),
-                    Cell(str(len(sub_array.members)), len(sub_array.members)),
-                    Cell(", ".join(sub_array.members)),
-                    Cell(_profile_in_words(profiles[sub_array.profile])),
-                )
-            )
-            for position, sub_array in enumerate(plan.partition)
-        ],
-        caption="The sub-arrays of this plan",
-    )
+    rows: list[list[Cell]] = []
+    for position, sub_array in enumerate(plan.partition):
+        width, members = len(sub_array.members), ", ".join(sub_array.members)
+        profile = _profile_in_words(profiles[sub_array.profile])
+        rows.append([(str(position), position), (str(width), width), (members, members), (profile, profile)])
+    columns = {"Sub-array": SHORT, "Width": SHORT, "Members": TEXT, "Profile": TEXT}
+    sub_arrays = _table(columns, rows, "The sub-arrays of this plan")
     heading = f"Tried: {len(plan.attempts)}{left_out(plan)}" if plan.attempts else "Tried"
     tried = (
         _attempts_table(attempts_best_first(plan))
@@ -282,50 +312,34 @@ def _profile_in_words(profile: Profile) -> str:
 
 
 def _attempts_table(attempts: Sequence[Attempt]) -> str:
-    columns = (
-        Column("Policy", Kind.SHORT),
-        Column("Widths", Kind.SHORT),
-        Column("Multiplexing", Kind.SHORT),
-        Column("Step", Kind.NUMBER),
-        Column("Peak", Kind.NUMBER),
-        Column("Idle", Kind.NUMBER),
-        Column("Recompute", Kind.NUMBER),
-        Column("Outcome", Kind.TEXT),
-    )
-    rows = []
-    for attempt in attempts:
-        numbers = (
-            attempt.step_seconds,
-            attempt.peak_bytes,
-            attempt.stall_seconds,
-            attempt.recompute_seconds,
-        )
-        orders = (None, None, None, *numbers, None)
-        cells = tuple(map(Cell, attempt_cells(attempt), orders))
-        rows.append(Row(cells, is_chosen=not attempt.lost_because))
-    return table(columns, rows, caption="Every partition tried, and why it was not taken")
+    columns = {
+        **dict.fromkeys(("Policy", "Widths", "Multiplexing"), SHORT),
+        **dict.fromkeys(("Step", "Peak", "Idle", "Recompute"), NUMBER),
+        "Outcome": TEXT,
+    }
+    rows: list[list[Cell]] = []
+    for one in attempts:
+        texts = attempt_cells(one)
+        numbers = (one.step_seconds, one.peak_bytes, one.stall_seconds, one.recompute_seconds)
+        rows.append(list(zip(texts, (*texts[:3], *numbers, texts[-1]), strict=True)))
+    chosen = [position for position, one in enumerate(attempts) if not one.lost_because]
+    caption = "Every partition tried, and why it was not taken"
+    return _table(columns, rows, caption, chosen[0] if chosen else -1)
 
 
 def budget_section(plan: Plan, curve: Sequence[tuple[int, float]]) -> str:
     if not curve:
         return ""
     fastest = cheapest_seconds(curve)
-    rows = [
-        Row(
-            (
-                Cell(format_bytes(budget), budget),
-                Cell(format_seconds(seconds) if math.isfinite(seconds) else "nothing fits", seconds),
-                Cell(format_change(seconds, fastest), seconds),
-            ),
-            is_chosen=budget == plan.budget_bytes,
-        )
-        for budget, seconds in curve_by_budget(curve)
-    ]
-    columns = (
-        Column("Budget", Kind.NUMBER),
-        Column("Step", Kind.NUMBER),
-        Column("More than the fastest", Kind.NUMBER),
-    )
+    rows: list[list[Cell]] = []
+    for budget, seconds in sorted(curve):
+        step = format_seconds(seconds) if math.isfinite(seconds) else "nothing fits"
+        more = format_change(seconds, fastest)
+        rows.append([(format_bytes(budget), budget), (step, seconds), (more, seconds)])
+    budgets = [budget for budget, _ in sorted(curve)]
+    chosen = budgets.index(plan.budget_bytes) if plan.budget_bytes in budgets else -1
+    columns = {"Budget": NUMBER, "Step": NUMBER, "More than the fastest": NUMBER}
+    table = _table(columns, rows, "What each budget costs", chosen)
     words = curve_in_words(curve)
     label = f"Step time against budget: {words}. Left and right arrows go from budget to budget."
     return (
@@ -334,6 +348,5 @@ def budget_section(plan: Plan, curve: Sequence[tuple[int, float]]) -> str:
         f'<p class="muted">{escaped(words[0].upper() + words[1:])}.</p>'
         '<figure id="budget-curve"><canvas tabindex="0" role="application" aria-roledescription="line chart" '
         f'aria-label="{escaped(label)}"></canvas></figure>'
-        f"<details><summary>As a table</summary>{table(columns, rows, caption='What each budget costs')}"
-        "</details></section>"
+        f"<details><summary>As a table</summary>{table}</details></section>"
     )

@@ -12,7 +12,6 @@ from trainmux.reporting._plan_facts import (
     attempt_cells,
     attempts_best_first,
     cheapest_seconds,
-    curve_by_budget,
     curve_in_words,
     how_it_trains,
     left_out,
@@ -192,7 +191,7 @@ def _curve(plan: Plan, curve: Sequence[tuple[int, float]]) -> list[str]:
     fastest = cheapest_seconds(curve)
     slowest = max((seconds for _, seconds in curve if math.isfinite(seconds)), default=math.nan)
     rows = []
-    for budget, seconds in curve_by_budget(curve):
+    for budget, seconds in sorted(curve):
         fits = math.isfinite(seconds)
         rows.append(
             (

@@ -90,10 +90,11 @@ def _metadata(name: str, thread: int, arguments: dict[str, Any]) -> Event:
 
 
 def _work(lookup: PlanLookup, span: WorkSpan) -> Event:
-    event = _complete(_title(lookup, span.work), span.lane, span.start_ns, span.end_ns)
+    title, arguments = _described(lookup, span.work)
+    event = _complete(title, span.lane, span.start_ns, span.end_ns)
     event["cat"] = f"sub-array {span.work.sub_array}"
     event["cname"] = _SUB_ARRAY_COLOURS[span.work.sub_array % len(_SUB_ARRAY_COLOURS)]
-    event["args"] = {"instruction": span.instruction, **_arguments(lookup, span.work)}
+    event["args"] = {"instruction": span.instruction, **arguments}
     return event
 
 
@@ -108,37 +109,29 @@ def _complete(name: str, lane: Lane, start_ns: int, end_ns: int) -> Event:
     }
 
 
-def _title(lookup: PlanLookup, work: Work) -> str:
-    match work:
-        case Compute(sub_array, node):
-            return one_line(lookup.node(sub_array, node).name)
-        case Recompute(sub_array, node):
-            return f"recompute {one_line(lookup.node(sub_array, node).name)}"
-        case Offload(sub_array, tensor):
-            return f"offload {one_line(lookup.tensor(sub_array, tensor).name)}"
-        case Prefetch(sub_array, tensor):
-            return f"prefetch {one_line(lookup.tensor(sub_array, tensor).name)}"
-
-
-def _arguments(lookup: PlanLookup, work: Work) -> dict[str, str | int]:
+def _described(lookup: PlanLookup, work: Work) -> tuple[str, dict[str, str | int]]:
+    """The title of a node or a copy, and what is known of it."""
     match work:
         case Compute(sub_array, rank) | Recompute(sub_array, rank):
             node = lookup.node(sub_array, rank)
+            name = one_line(node.name)
             arguments: dict[str, str | int] = {
-                "node": one_line(node.name),
+                "node": name,
                 "rank": rank,
                 "phase": node.phase.value,
                 "workspace": format_bytes(node.workspace_bytes),
                 "workspace_bytes": node.workspace_bytes,
             }
-            if isinstance(work, Recompute):
-                kept = [one_line(lookup.tensor(sub_array, position).name) for position in work.keeps]
-                arguments["makes again"] = ", ".join(kept)
-            return arguments
+            if isinstance(work, Compute):
+                return name, arguments
+            kept = [one_line(lookup.tensor(sub_array, position).name) for position in work.keeps]
+            return f"recompute {name}", {**arguments, "makes again": ", ".join(kept)}
         case Offload(sub_array, position) | Prefetch(sub_array, position):
             tensor = lookup.tensor(sub_array, position)
-            return {
-                "tensor": one_line(tensor.name),
+            name = one_line(tensor.name)
+            verb = "offload" if isinstance(work, Offload) else "prefetch"
+            return f"{verb} {name}", {
+                "tensor": name,
                 "class": tensor.byte_class.value,
                 "size": format_bytes(tensor.size_bytes),
                 "bytes": tensor.size_bytes,
@@ -152,7 +145,7 @@ def _stalls(lookup: PlanLookup, on_clock: ClockedPart) -> Iterator[Event]:
         event["cat"] = "idle"
         event["cname"] = _STALL_COLOUR
         if stall.waits_for in work_at:
-            event["name"] = f"waits for {_title(lookup, work_at[stall.waits_for])}"
+            event["name"] = f"waits for {_described(lookup, work_at[stall.waits_for])[0]}"
             event["args"] = {"waits for instruction": stall.waits_for}
         yield event
 

@@ -1,10 +1,11 @@
-"""Small training steps and programs for them, written by hand in a short notation, and placed first-fit."""
+"""A small training step, a short notation for programs of it, their placement, and right programs."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from trainmux.ir import (
     ByteClass,
@@ -29,14 +30,15 @@ from trainmux.ir import (
 Key = tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Case:
+    program: Program
+    profiles: tuple[Profile, ...]
+
+
 def tensor(name: str, byte_class: ByteClass, size_bytes: int) -> ProfiledTensor:
     seconds = size_bytes * 1e-6
     return ProfiledTensor(name, byte_class, size_bytes, seconds, seconds, 1.1 * seconds, 1.1 * seconds)
-
-
-def profile(tensors: Sequence[ProfiledTensor], nodes: Sequence[ProfiledNode]) -> Profile:
-    device = DeviceFacts("none", memory_bytes=1 << 30, host_bytes=1 << 30)
-    return Profile("hand-written", "analytic", 1, device, tuple(tensors), tuple(nodes))
 
 
 def two_layers() -> Profile:
@@ -81,7 +83,8 @@ def two_layers() -> Profile:
         ProfiledNode(name, phase, numbers(reads), numbers(creates), numbers(changes), 1e-3, workspace)
         for name, phase, reads, creates, changes, workspace in rows
     ]
-    return profile(tensors, nodes)
+    device = DeviceFacts("none", memory_bytes=1 << 30, host_bytes=1 << 30)
+    return Profile("hand-written", "analytic", 1, device, tuple(tensors), tuple(nodes))
 
 
 def named(of: Profile, name: str) -> int:
@@ -154,104 +157,183 @@ def statics(profiles: Sequence[Profile], except_for: Sequence[Key] = ()) -> list
     ]
 
 
-@dataclass(frozen=True)
-class Span:
-    """Bytes that are needed from ``begin`` to ``end``, as in `Tenancy`, before they have a place."""
-
-    key: Key
-    begin: int
-    end: int
-    size_bytes: int
-
-
-def spans(
+def _tenancies(
     profiles: Sequence[Profile], instructions: Sequence[Instruction], there: Sequence[Key]
-) -> tuple[list[Span], list[Key]]:
-    """What the instructions of a part take, in the order they take it, and what is there at its end."""
-    end = len(instructions)
-    found: list[Span] = []
-    open_spans: dict[Key, tuple[int, int]] = {}
-
-    def size(key: Key) -> int:
-        return profiles[key[0]].tensors[key[1]].size_bytes
-
-    def open_span(key: Key, position: int) -> None:
-        open_spans[key] = (len(found), position)
-        found.append(Span(key, position, end, size(key)))
-
-    for key in there:
-        open_span(key, -1)
+) -> Iterator[Tenancy]:
+    """The bytes that the instructions of a part take, in this order, before they have a place."""
+    found = [(key, -1, len(instructions)) for key in there]
+    is_open: dict[Key, int] = {key: number for number, key in enumerate(there)}
     for position, instruction in enumerate(instructions):
         match instruction:
-            case Compute(sub_array, rank) | Recompute(sub_array, rank, _):
+            case Compute(sub_array, rank) | Recompute(sub_array, rank):
                 node = profiles[sub_array].nodes[rank]
                 keeps = instruction.keeps if isinstance(instruction, Recompute) else node.creates
                 for number in node.creates:
                     key = (sub_array, number)
-                    if number in keeps and key not in open_spans:
-                        open_span(key, position)
-                    elif number not in keeps:
-                        found.append(Span(key, position, position, size(key)))
+                    if number not in keeps:
+                        found.append((key, position, position))
+                    elif key not in is_open:
+                        is_open[key] = len(found)
+                        found.append((key, position, len(instructions)))
                 if node.workspace_bytes:
-                    found.append(Span((sub_array, -1), position, position, node.workspace_bytes))
+                    found.append(((sub_array, -1), position, position))
             case Prefetch(sub_array, number):
-                open_span((sub_array, number), position)
+                is_open[sub_array, number] = len(found)
+                found.append(((sub_array, number), position, len(instructions)))
             case Free(sub_array, number):
-                index, begin = open_spans.pop((sub_array, number))
-                found[index] = Span((sub_array, number), begin, position, size((sub_array, number)))
-    return found, list(open_spans)
+                index = is_open.pop((sub_array, number))
+                found[index] = (*found[index][:2], position)
+    for (sub_array, number), begin, end in found:
+        of = profiles[sub_array]
+        ran = instructions[begin] if number == -1 else None
+        assert ran is None or isinstance(ran, Compute | Recompute)
+        size = of.nodes[ran.node].workspace_bytes if ran else of.tensors[number].size_bytes
+        yield Tenancy(sub_array, number, begin, end, -1, size)
 
 
 def placed(
-    profiles: Sequence[Profile],
-    parts: Sequence[Sequence[Instruction]],
-    resident: Sequence[Key],
-    alignment: int = 1,
+    profiles: Sequence[Profile], parts: Sequence[Sequence[Instruction]], resident: Sequence[Key]
 ) -> Program:
     """A program with offsets: what outlives a part has a place of its own, the rest lies first-fit above."""
-    prologue, begun = spans(profiles, parts[0], resident)
-    body, _ = spans(profiles, parts[1], begun)
-    epilogue, _ = spans(profiles, parts[2], begun)
+    prologue = list(_tenancies(profiles, parts[0], resident))
+    begun = [(each.sub_array, each.tensor) for each in prologue if each.end == len(parts[0]) > each.begin]
     offsets: dict[Key, int] = {}
     base = 0
-
-    def aligned(size: int) -> int:
-        return -(-size // alignment) * alignment
-
     for key in dict.fromkeys([*resident, *begun]):
         offsets[key] = base
-        base += aligned(profiles[key[0]].tensors[key[1]].size_bytes)
+        base += profiles[key[0]].tensors[key[1]].size_bytes
 
-    def place(part: Sequence[Span]) -> tuple[Tenancy, ...]:
-        tenancies = []
-        live: list[tuple[int, int, int]] = []  # offset, end of the bytes, end of the span
-        for span in sorted(part, key=lambda each: each.begin):
-            is_for_now = span.begin == span.end  # beside the tensor's own place, should it be there
-            offset = None if is_for_now else offsets.get(span.key)
+    def place(tenancies: Sequence[Tenancy]) -> Iterator[Tenancy]:
+        live: list[tuple[int, int, int]] = []  # offset, end of the bytes, end of the tenancy
+        for each in sorted(tenancies, key=lambda each: each.begin):
+            is_for_now = each.begin == each.end  # beside the tensor's own place, should it be there
+            offset = None if is_for_now else offsets.get((each.sub_array, each.tensor))
             if offset is None:
-                live = [entry for entry in live if entry[2] > span.begin]
+                live = [entry for entry in live if entry[2] > each.begin]
                 offset = base
                 for start, top, _ in live:
-                    if start >= offset + aligned(span.size_bytes):
+                    if start >= offset + each.size_bytes:
                         break
                     offset = max(offset, top)
                 # What only the instruction itself needs is gone when the next one begins.
-                until = span.begin + 1 if is_for_now else span.end
-                insort(live, (offset, offset + aligned(span.size_bytes), until))
-            tenancies.append(Tenancy(*span.key, span.begin, span.end, offset, span.size_bytes))
-        return tuple(tenancies)
+                until = each.begin + 1 if is_for_now else each.end
+                insort(live, (offset, offset + each.size_bytes, until))
+            yield replace(each, offset=offset)
 
-    made = [
-        Part(tuple(instructions), place(part))
-        for instructions, part in zip(parts, (prologue, body, epilogue), strict=True)
-    ]
-    on_host = {key for key in statics(profiles) if key not in set(resident)}
+    wanted = [prologue, *(list(_tenancies(profiles, part, begun)) for part in parts[1:])]
+    made = [Part(tuple(part), tuple(place(each))) for part, each in zip(parts, wanted, strict=True)]
+    on_host = {key for key in statics(profiles) if key not in resident}
     for part in parts:
         on_host |= {(each.sub_array, each.tensor) for each in part if isinstance(each, Offload)}
     ends = [tenancy.offset + tenancy.size_bytes for part in made for tenancy in part.tenancies]
-    return Program(
-        *made,
-        resident=tuple(resident),
-        slab_bytes=max(ends, default=0),
-        host_bytes=sum(profiles[key[0]].tensors[key[1]].size_bytes for key in on_host),
-    )
+    host_bytes = sum(profiles[key[0]].tensors[key[1]].size_bytes for key in on_host)
+    return Program(*made, tuple(resident), max(ends, default=0), host_bytes)
+
+
+# Programs written by hand, each right, with every wait that it needs.
+
+FORWARD = """
+    compute 0 fw_h
+    compute 0 fw_stats
+    compute 0 fw_a
+    compute 0 fw_loss
+    free 0 t
+"""
+BACKWARD = """
+    compute 0 bw_loss
+    free 0 a
+    compute 0 up_w2
+    free 0 g_w2
+    compute 0 bw_a
+    free 0 g_a
+    free 0 mask
+    compute 0 bw_h
+    free 0 h
+    free 0 g_h
+    compute 0 up_w1
+    free 0 g_w1
+    free 0 loss
+"""
+STEP = FORWARD + BACKWARD
+
+
+def edited(text: str, edits: dict[str, str]) -> str:
+    """The text with lines replaced by others; "..." stands for the line itself."""
+    for line, instead in edits.items():
+        assert f"{line}\n" in text
+        text = text.replace(f"{line}\n", instead.replace("...", line).replace("; ", "\n") + "\n")
+    return text
+
+
+def in_turns(text: str, of: Profile | None = None, without: Sequence[str] = ()) -> Case:
+    """One sub-array whose step is ``text``, with the static tensors ``without`` on the host between steps."""
+    profiles = (of or two_layers(),)
+    resident = statics(profiles, [(0, named(profiles[0], name)) for name in without])
+    return Case(placed(profiles, [[], tape(profiles, text), []], resident), profiles)
+
+
+def in_a_ring(forward: str, backward: str, without: Sequence[str] = ()) -> Case:
+    """A pair; the backward pass of one and the forward pass of the other take a line each in turn."""
+    profiles = (two_layers(), two_layers())
+    second_forward, second_backward = (text.replace(" 0 ", " 1 ") for text in (forward, backward))
+    body = [
+        line
+        for pair in ((backward, second_forward), (second_backward, forward))
+        for lines in zip_longest(*(text.strip().splitlines() for text in pair), fillvalue="")
+        for line in lines
+    ]
+    swapped = [(s, named(profiles[s], name)) for s in (0, 1) for name in without]
+    parts = [tape(profiles, text) for text in (forward, "\n".join(body), backward)]
+    return Case(placed(profiles, parts, statics(profiles, swapped)), profiles)
+
+
+def turns() -> Case:
+    """Two sub-arrays one after the other; nothing is swapped or recomputed."""
+    profiles = (two_layers(), two_layers())
+    body = tape(profiles, STEP + STEP.replace(" 0 ", " 1 "))
+    return Case(placed(profiles, [[], body, []], statics(profiles)), profiles)
+
+
+def pair_with_swap() -> Case:
+    """A feature map is copied out in the forward pass and back in the backward pass."""
+    out = {"compute 0 fw_a": "...; offload 0 h after compute", "free 0 t": "...; free 0 h after offload:h"}
+    back = {"compute 0 bw_a": "prefetch 0 h after offload:h compute; compute 0 bw_a after prefetch:h"}
+    return in_a_ring(edited(FORWARD, out), edited(BACKWARD, back))
+
+
+def pair_with_recompute() -> Case:
+    """Both feature maps are dropped and made again; the mask is kept, its second copy discarded."""
+    dropped = edited(FORWARD, {"compute 0 fw_a": "...; free 0 h", "compute 0 fw_loss": "...; free 0 a"})
+    return in_a_ring(dropped, f"recompute 0 fw_h h\nrecompute 0 fw_a a{BACKWARD}")
+
+
+def pair_with_swapped_state() -> Case:
+    """Momentum lies on the host, comes for its update and goes back changed."""
+    edits = {
+        "free 0 mask": "...; prefetch 0 m1 after compute",
+        "compute 0 up_w1": "compute 0 up_w1 after prefetch:m1; offload 0 m1 after compute",
+        "free 0 loss": "...; free 0 m1 after offload:m1",
+    }
+    return in_a_ring(FORWARD, edited(BACKWARD, edits), without=["m1"])
+
+
+def recompute_from_swapped() -> Case:
+    """A chain is recomputed from a batch and a parameter that were swapped out meanwhile."""
+    edits = {
+        "compute 0 fw_h": "prefetch 0 x; compute 0 fw_h after prefetch:x; offload 0 w1 after compute",
+        "compute 0 fw_stats": "...; free 0 x",
+        "compute 0 fw_a": "...; free 0 h; free 0 mask",
+        "free 0 t": "...; free 0 a; free 0 w1 after offload:w1; prefetch 0 w1 after offload:w1 compute; "
+        "prefetch 0 x; recompute 0 fw_h h after prefetch:w1 prefetch:x; recompute 0 fw_a a mask",
+        "free 0 g_h": "free 0 x; ...",
+    }
+    return in_turns(edited(STEP, edits), without=["x"])
+
+
+HANDMADE: tuple[Callable[[], Case], ...] = (
+    turns,
+    pair_with_swap,
+    pair_with_recompute,
+    pair_with_swapped_state,
+    recompute_from_swapped,
+)

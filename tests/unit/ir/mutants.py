@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-
-from tests.symbolic_machine import lane_of
+from typing import Any
 
 from trainmux.ir import (
     Compute,
@@ -26,9 +25,10 @@ from trainmux.ir import (
     Program,
     Recompute,
     Tenancy,
-    ViolationKind,
     Wait,
+    lane_of,
 )
+from trainmux.ir import ViolationKind as Kind
 
 PARTS = ("prologue", "body", "epilogue")
 Row = tuple[int | None, Instruction]
@@ -41,7 +41,7 @@ class Mutant:
 
     name: str
     program: Program
-    kinds: frozenset[ViolationKind]
+    kinds: frozenset[Kind]
     budget_bytes: int | None = None
 
 
@@ -97,23 +97,37 @@ def rebuilt(part: Part, rows: Sequence[Row], extra: Sequence[Tenancy] = ()) -> P
 
 def with_part(program: Program, name: str, part: Part) -> Program:
     top = max((tenancy.offset + tenancy.size_bytes for tenancy in part.tenancies), default=0)
-    match name:
-        case "prologue":
-            changed = replace(program, prologue=part)
-        case "body":
-            changed = replace(program, body=part)
-        case _:
-            changed = replace(program, epilogue=part)
-    return replace(changed, slab_bytes=max(program.slab_bytes, top))
+    changes: dict[str, Any] = {name: part}
+    return replace(program, slab_bytes=max(program.slab_bytes, top), **changes)
 
 
-def _parts(program: Program) -> Iterator[tuple[str, Part]]:
+def places(program: Program, verbs: Any) -> Iterator[tuple[str, Part, int, Any]]:
+    """Each instruction of these types, with the part and the position that it is at."""
     for name in PARTS:
-        yield name, getattr(program, name)
+        part: Part = getattr(program, name)
+        for position, instruction in enumerate(part.instructions):
+            if isinstance(instruction, verbs):
+                yield name, part, position, instruction
+
+
+def _mutant(what: str, program: Program, name: str, part: Part, *kinds: Kind) -> Mutant:
+    return Mutant(f"{name}: {what}", with_part(program, name, part), frozenset(kinds))
 
 
 def _without(part: Part, positions: set[int]) -> Part:
     return rebuilt(part, [row for row in rows_of(part) if row[0] not in positions])
+
+
+def _with(part: Part, position: int, instruction: Instruction, extra: Sequence[Tenancy] = ()) -> Part:
+    rows = rows_of(part)
+    rows.insert(position, (None, instruction))
+    return rebuilt(part, rows, extra)
+
+
+def _without_waits(part: Part, lane: Lane, first: int, last: int) -> Part:
+    between = range(first, last)
+    waits = {at for at in between if isinstance(part.instructions[at], Wait)}
+    return _without(part, {at for at in waits if lane_of(part.instructions[at]) is lane})
 
 
 def _needs(profiles: Sequence[Profile], instruction: Compute | Recompute) -> tuple[int, ...]:
@@ -121,335 +135,192 @@ def _needs(profiles: Sequence[Profile], instruction: Compute | Recompute) -> tup
     return (*node.reads, *node.changes)
 
 
-def dropped_waits(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """Each wait on its own; some may have been redundant."""
-    for name, part in _parts(program):
-        for position, instruction in enumerate(part.instructions):
-            if isinstance(instruction, Wait):
-                changed = with_part(program, name, _without(part, {position}))
-                yield Mutant(
-                    f"{name}[{position}] {instruction} dropped",
-                    changed,
-                    frozenset({ViolationKind.MISSING_WAIT}),
-                )
+def _dropping(name: str, verb: type, *kinds: Kind) -> Mutator:
+    def mutate(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
+        for where, part, at, instruction in places(program, verb):
+            yield _mutant(f"[{at}] {instruction} dropped", program, where, _without(part, {at}), *kinds)
+
+    mutate.__name__ = name
+    return mutate
 
 
-def missing_prefetches(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """A tensor that never comes back; in use afterwards, or at least freed."""
-    for name, part in _parts(program):
-        for position, instruction in enumerate(part.instructions):
-            if isinstance(instruction, Prefetch):
-                changed = with_part(program, name, _without(part, {position}))
-                yield Mutant(
-                    f"{name}[{position}] {instruction} dropped",
-                    changed,
-                    frozenset({ViolationKind.NOT_RESIDENT, ViolationKind.FREE, ViolationKind.BOUNDARY}),
-                )
+dropped_waits = _dropping("dropped_waits", Wait, Kind.MISSING_WAIT)
+missing_nodes = _dropping("missing_nodes", Compute, Kind.ORDER)
+missing_prefetches = _dropping(
+    "missing_prefetches", Prefetch, Kind.NOT_RESIDENT, Kind.FREE, Kind.BOUNDARY
+)  # in use afterwards, or at least freed
+missing_offloads = _dropping(
+    "missing_offloads", Offload, Kind.NOT_RESIDENT, Kind.WRONG_VERSION, Kind.FREE, Kind.BOUNDARY
+)  # there is no copy on the host, or an old one
+leaks = _dropping("leaks", Free, Kind.LEAK, Kind.BOUNDARY)
 
 
-def missing_offloads(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """A copy that is never made: there is none on the host, or an old one."""
-    kinds = {
-        ViolationKind.NOT_RESIDENT,
-        ViolationKind.WRONG_VERSION,
-        ViolationKind.FREE,
-        ViolationKind.BOUNDARY,
-    }
-    for name, part in _parts(program):
-        for position, instruction in enumerate(part.instructions):
-            if isinstance(instruction, Offload):
-                changed = with_part(program, name, _without(part, {position}))
-                yield Mutant(f"{name}[{position}] {instruction} dropped", changed, frozenset(kinds))
+def double_frees(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
+    for name, part, at, free in places(program, Free):
+        yield _mutant(f"[{at}] {free} twice", program, name, _with(part, at + 1, free), Kind.FREE)
 
 
 def prefetches_before_their_offload_ended(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
     """Lane IN waits for nothing between a tensor's copy out and its copy back."""
-    for name, part in _parts(program):
-        offloads: dict[tuple[int, int], int] = {}
-        for position, instruction in enumerate(part.instructions):
-            if isinstance(instruction, Offload):
-                offloads[instruction.sub_array, instruction.tensor] = position
-            if not isinstance(instruction, Prefetch):
-                continue
-            offload = offloads.get((instruction.sub_array, instruction.tensor))
-            if offload is None:
-                continue
-            waits = {
-                between
-                for between in range(offload, position)
-                if isinstance(part.instructions[between], Wait)
-                and lane_of(part.instructions[between]) is Lane.IN
-            }
-            yield Mutant(
-                f"{name}[{position}] {instruction} does not wait for its offload",
-                with_part(program, name, _without(part, waits)),
-                frozenset({ViolationKind.MISSING_WAIT}),
-            )
+    offloads: dict[tuple[str, int, int], int] = {}
+    for name, part, at, copy in places(program, (Offload, Prefetch)):
+        key = (name, copy.sub_array, copy.tensor)
+        if isinstance(copy, Offload):
+            offloads[key] = at
+        elif key in offloads:
+            changed = _without_waits(part, Lane.IN, offloads[key], at)
+            yield _mutant(f"[{at}] {copy} without waiting", program, name, changed, Kind.MISSING_WAIT)
 
 
 def uses_after_free(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
     """A tensor is freed just before its last use instead of after it."""
-    for name, part in _parts(program):
-        last_use: dict[tuple[int, int], int] = {}
-        for position, instruction in enumerate(part.instructions):
-            if isinstance(instruction, Compute | Recompute):
-                for number in _needs(profiles, instruction):
-                    last_use[instruction.sub_array, number] = position
-            if not isinstance(instruction, Free):
-                continue
-            use = last_use.pop((instruction.sub_array, instruction.tensor), None)
-            if use is None:
-                continue
-            rows = [row for row in rows_of(part) if row[0] != position]
-            rows.insert(use, (position, instruction))
-            yield Mutant(
-                f"{name}[{position}] {instruction} moved before the use at {use}",
-                with_part(program, name, rebuilt(part, rows)),
-                frozenset({ViolationKind.NOT_RESIDENT}),
-            )
+    last_use: dict[tuple[str, int, int], int] = {}
+    for name, part, at, instruction in places(program, (Compute, Recompute, Free)):
+        if not isinstance(instruction, Free):
+            needs = _needs(profiles, instruction)
+            last_use |= {(name, instruction.sub_array, number): at for number in needs}
+            continue
+        use = last_use.pop((name, instruction.sub_array, instruction.tensor), None)
+        if use is not None:
+            rows = [row for row in rows_of(part) if row[0] != at]
+            rows.insert(use, (at, instruction))
+            what = f"[{at}] {instruction} moved before the use at {use}"
+            yield _mutant(what, program, name, rebuilt(part, rows), Kind.NOT_RESIDENT)
 
 
 def recomputes_without_a_source(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
     """A source of a recompute is freed just before it."""
-    for name, part in _parts(program):
-        for position, instruction in enumerate(part.instructions):
-            if not isinstance(instruction, Recompute):
-                continue
-            for number in _needs(profiles, instruction):
-                rows = rows_of(part)
-                rows.insert(position, (None, Free(instruction.sub_array, number)))
-                yield Mutant(
-                    f"{name}[{position}] {instruction} without tensor {number}",
-                    with_part(program, name, rebuilt(part, rows)),
-                    frozenset({ViolationKind.NOT_RESIDENT}),
-                )
+    for name, part, at, again in places(program, Recompute):
+        for number in _needs(profiles, again):
+            changed = _with(part, at, Free(again.sub_array, number))
+            yield _mutant(f"[{at}] {again} without {number}", program, name, changed, Kind.NOT_RESIDENT)
 
 
 def recomputes_that_wait_for_no_source(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
     """The compute lane waits for nothing between the prefetch of a source and the recompute."""
-    for name, part in _parts(program):
-        prefetches: dict[tuple[int, int], int] = {}
-        for position, instruction in enumerate(part.instructions):
-            if isinstance(instruction, Prefetch):
-                prefetches[instruction.sub_array, instruction.tensor] = position
-            if isinstance(instruction, Compute):
-                for number in _needs(profiles, instruction):
-                    prefetches.pop((instruction.sub_array, number), None)
-            if not isinstance(instruction, Recompute):
-                continue
-            for number in _needs(profiles, instruction):
-                prefetch = prefetches.pop((instruction.sub_array, number), None)
-                if prefetch is None:
-                    continue
-                waits = {
-                    between
-                    for between in range(prefetch, position)
-                    if isinstance(part.instructions[between], Wait)
-                    and lane_of(part.instructions[between]) is Lane.COMPUTE
-                }
-                yield Mutant(
-                    f"{name}[{position}] {instruction} does not wait for tensor {number}",
-                    with_part(program, name, _without(part, waits)),
-                    frozenset({ViolationKind.MISSING_WAIT}),
-                )
+    prefetches: dict[tuple[str, int, int], int] = {}
+    for name, part, at, instruction in places(program, (Prefetch, Compute, Recompute)):
+        if isinstance(instruction, Prefetch):
+            prefetches[name, instruction.sub_array, instruction.tensor] = at
+            continue
+        for number in _needs(profiles, instruction):
+            prefetch = prefetches.pop((name, instruction.sub_array, number), None)
+            if prefetch is not None and isinstance(instruction, Recompute):
+                changed = _without_waits(part, Lane.COMPUTE, prefetch, at)
+                what = f"[{at}] {instruction} does not wait for {number}"
+                yield _mutant(what, program, name, changed, Kind.MISSING_WAIT)
 
 
 def _run_again(
-    program: Program, profiles: Sequence[Profile], name: str, part: Part, position: int, again: Recompute
-) -> Program:
-    """The program with ``again`` behind ``position``, its outputs and workspace above everything else."""
-    node = profiles[again.sub_array].nodes[again.node]
-    of = profiles[again.sub_array].tensors
-    takers = [(number, of[number].size_bytes) for number in node.creates]
+    program: Program, profiles: Sequence[Profile], part: Part, position: int, again: Recompute
+) -> Part:
+    """The part with ``again`` behind ``position``, its outputs and workspace above everything else."""
+    of = profiles[again.sub_array]
+    node = of.nodes[again.node]
+    takers = [(number, of.tensors[number].size_bytes) for number in node.creates]
     takers += [(-1, node.workspace_bytes)] if node.workspace_bytes else []
     offset = program.slab_bytes
     extra = []
     for number, size in takers:
         extra.append(Tenancy(again.sub_array, number, position + 1, position + 1, offset, size))
         offset += size
-    rows = rows_of(part)
-    rows.insert(position + 1, (None, again))
-    return with_part(program, name, rebuilt(part, rows, extra))
+    return _with(part, position + 1, again, extra)
 
 
 def parameters_read_after_their_update(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
     """A node that reads a tensor before it is updated is run again after the update."""
-    for name, part in _parts(program):
-        for position, instruction in enumerate(part.instructions):
-            if not isinstance(instruction, Compute):
-                continue
-            nodes = profiles[instruction.sub_array].nodes
-            for number in nodes[instruction.node].changes:
-                readers = [
-                    rank
-                    for rank, node in enumerate(nodes[: instruction.node])
-                    if number in node.reads and not node.changes and node.is_repeatable
-                ]
-                if readers:
-                    again = Recompute(instruction.sub_array, readers[0], ())
-                    yield Mutant(
-                        f"{name}[{position}] {again} after the change of tensor {number}",
-                        _run_again(program, profiles, name, part, position, again),
-                        frozenset({ViolationKind.WRONG_VERSION}),
-                    )
+    for name, part, at, compute in places(program, Compute):
+        nodes = profiles[compute.sub_array].nodes
+        for number in nodes[compute.node].changes:
+            for rank, node in enumerate(nodes[: compute.node]):
+                if number in node.reads and not node.changes and node.is_repeatable:
+                    again = Recompute(compute.sub_array, rank, ())
+                    changed = _run_again(program, profiles, part, at, again)
+                    what = f"[{at}] {again} after the change of {number}"
+                    yield _mutant(what, program, name, changed, Kind.WRONG_VERSION)
+                    break
 
 
 def buffers_updated_twice(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
     """A node that changes something in place runs twice: as a recompute, and as a second compute."""
-    for name, part in _parts(program):
-        for position, instruction in enumerate(part.instructions):
-            if not isinstance(instruction, Compute):
-                continue
-            node = profiles[instruction.sub_array].nodes[instruction.node]
-            if not node.changes:
-                continue
-            again = Recompute(instruction.sub_array, instruction.node, ())
-            yield Mutant(
-                f"{name}[{position}] {again} of a node with changes",
-                _run_again(program, profiles, name, part, position, again),
-                frozenset({ViolationKind.NOT_REPEATABLE}),
-            )
-            rows = rows_of(part)
-            rows.insert(position + 1, (None, instruction))
-            yield Mutant(
-                f"{name}[{position}] {instruction} twice",
-                with_part(program, name, rebuilt(part, rows)),
-                frozenset({ViolationKind.ORDER}),
-            )
-
-
-def a_byte_over_budget(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """One byte less in the budget; one byte less in the slab; one byte less on the host."""
-    yield Mutant("budget", program, frozenset({ViolationKind.BUDGET}), program.slab_bytes - 1)
-    smaller = replace(program, slab_bytes=program.slab_bytes - 1)
-    yield Mutant("slab", smaller, frozenset({ViolationKind.PLACEMENT}), program.slab_bytes)
-    if program.host_bytes:
-        smaller = replace(program, host_bytes=program.host_bytes - 1)
-        yield Mutant("host", smaller, frozenset({ViolationKind.HOST_MEMORY}))
-
-
-def overlapping_tensors(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """Each tenancy in turn moved onto one that is live when it begins."""
-    for name, part in _parts(program):
-        for index, tenancy in enumerate(part.tenancies):
-            victim = next(
-                (
-                    other
-                    for number, other in enumerate(part.tenancies)
-                    if number != index
-                    and other.size_bytes
-                    and tenancy.size_bytes
-                    and other.begin <= tenancy.begin
-                    and (other.end > tenancy.begin or other.begin == other.end == tenancy.begin)
-                ),
-                None,
-            )
-            if victim is not None:
-                moved = replace(tenancy, offset=victim.offset)
-                tenancies = (*part.tenancies[:index], moved, *part.tenancies[index + 1 :])
-                yield Mutant(
-                    f"{name}: {tenancy} moved onto {victim}",
-                    with_part(program, name, replace(part, tenancies=tenancies)),
-                    frozenset({ViolationKind.OVERLAP}),
-                )
+    for name, part, at, compute in places(program, Compute):
+        if profiles[compute.sub_array].nodes[compute.node].changes:
+            again = Recompute(compute.sub_array, compute.node, ())
+            changed = _run_again(program, profiles, part, at, again)
+            yield _mutant(f"[{at}] {again}", program, name, changed, Kind.NOT_REPEATABLE)
+            changed = _with(part, at + 1, compute)
+            yield _mutant(f"[{at}] {compute} twice", program, name, changed, Kind.ORDER)
 
 
 def exchanged_nodes(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
     """Two consecutive nodes of a sub-array change places; what they take goes along."""
-    for name, part in _parts(program):
-        last: dict[int, int] = {}
-        for position, instruction in enumerate(part.instructions):
-            if not isinstance(instruction, Compute):
-                continue
-            before = last.get(instruction.sub_array)
-            last[instruction.sub_array] = position
-            if before is None:
-                continue
-            yield Mutant(
-                f"{name}[{before}] and [{position}] exchanged",
-                with_part(program, name, _exchanged(part, before, position)),
-                frozenset({ViolationKind.ORDER}),
-            )
+    last: dict[tuple[str, int], int] = {}
+    for name, part, second, compute in places(program, Compute):
+        first = last.get((name, compute.sub_array))
+        last[name, compute.sub_array] = second
+        if first is not None:
+            instructions = list(part.instructions)
+            instructions[first], instructions[second] = instructions[second], instructions[first]
+            moved = {first: second, second: first}
+            tenancies = []
+            for each in part.tenancies:
+                begin = moved.get(each.begin, each.begin)
+                end = begin if each.begin == each.end else each.end
+                tenancies.append(replace(each, begin=begin, end=end))
+            changed = Part(tuple(instructions), tuple(tenancies))
+            yield _mutant(f"[{first}] and [{second}] exchanged", program, name, changed, Kind.ORDER)
 
 
-def _exchanged(part: Part, first: int, second: int) -> Part:
-    """Two rows exchanged; waits keep naming the positions they named, tenancies go with their makers."""
-    instructions = list(part.instructions)
-    instructions[first], instructions[second] = instructions[second], instructions[first]
-    places = {first: second, second: first}
-    tenancies = []
-    for tenancy in part.tenancies:
-        begin = places.get(tenancy.begin, tenancy.begin)
-        end = begin if tenancy.begin == tenancy.end else tenancy.end
-        tenancies.append(replace(tenancy, begin=begin, end=end))
-    return Part(tuple(instructions), tuple(tenancies))
+def a_byte_over_budget(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
+    """One byte less in the budget; one byte less in the slab; one byte less on the host."""
+    yield Mutant("budget", program, frozenset({Kind.BUDGET}), program.slab_bytes - 1)
+    smaller = replace(program, slab_bytes=program.slab_bytes - 1)
+    yield Mutant("slab", smaller, frozenset({Kind.PLACEMENT}), program.slab_bytes)
+    if program.host_bytes:
+        smaller = replace(program, host_bytes=program.host_bytes - 1)
+        yield Mutant("host", smaller, frozenset({Kind.HOST_MEMORY}))
 
 
-def missing_nodes(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """A node that never runs."""
-    for name, part in _parts(program):
-        for position, instruction in enumerate(part.instructions):
-            if isinstance(instruction, Compute):
-                yield Mutant(
-                    f"{name}[{position}] {instruction} dropped",
-                    with_part(program, name, _without(part, {position})),
-                    frozenset({ViolationKind.ORDER}),
-                )
+def _placed_otherwise(
+    program: Program, kind: Kind, change: Callable[[Part, Tenancy], Tenancy | None]
+) -> Iterator[Mutant]:
+    for name in PARTS:
+        part: Part = getattr(program, name)
+        for index, old in enumerate(part.tenancies):
+            new = change(part, old) if old.size_bytes else None
+            if new is not None:
+                tenancies = (*part.tenancies[:index], new, *part.tenancies[index + 1 :])
+                yield _mutant(f"{old} now {new}", program, name, replace(part, tenancies=tenancies), kind)
 
 
-def leaks(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """A tensor that is not freed: the next to take it, or the next part, finds it there."""
-    for name, part in _parts(program):
-        for position, instruction in enumerate(part.instructions):
-            if isinstance(instruction, Free):
-                yield Mutant(
-                    f"{name}[{position}] {instruction} dropped",
-                    with_part(program, name, _without(part, {position})),
-                    frozenset({ViolationKind.LEAK, ViolationKind.BOUNDARY}),
-                )
+def overlapping_tensors(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
+    """Each tenancy in turn moved onto one that is live when it begins."""
 
+    def onto_another(part: Part, tenancy: Tenancy) -> Tenancy | None:
+        for other in part.tenancies:
+            is_live = other.end > tenancy.begin or other.begin == other.end == tenancy.begin
+            if other is not tenancy and other.size_bytes and other.begin <= tenancy.begin and is_live:
+                return replace(tenancy, offset=other.offset)
+        return None
 
-def double_frees(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """Bytes that are given back twice."""
-    for name, part in _parts(program):
-        for position, instruction in enumerate(part.instructions):
-            if isinstance(instruction, Free):
-                rows = rows_of(part)
-                rows.insert(position + 1, (None, instruction))
-                yield Mutant(
-                    f"{name}[{position}] {instruction} twice",
-                    with_part(program, name, rebuilt(part, rows)),
-                    frozenset({ViolationKind.FREE}),
-                )
+    return _placed_otherwise(program, Kind.OVERLAP, onto_another)
 
 
 def wrong_sizes(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
     """Each tenancy a byte too small."""
-    for name, part in _parts(program):
-        for index, tenancy in enumerate(part.tenancies):
-            if tenancy.size_bytes:
-                smaller = replace(tenancy, size_bytes=tenancy.size_bytes - 1)
-                tenancies = (*part.tenancies[:index], smaller, *part.tenancies[index + 1 :])
-                yield Mutant(
-                    f"{name}: {tenancy} a byte smaller",
-                    with_part(program, name, replace(part, tenancies=tenancies)),
-                    frozenset({ViolationKind.PLACEMENT}),
-                )
+    return _placed_otherwise(
+        program, Kind.PLACEMENT, lambda part, each: replace(each, size_bytes=each.size_bytes - 1)
+    )
 
 
 def wrong_offsets_across_the_boundary(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
     """What outlives a part lies elsewhere in one of two parts that follow each other."""
-    for name, part in _parts(program):
-        for index, tenancy in enumerate(part.tenancies):
-            crosses = tenancy.begin == -1 or tenancy.end == len(part.instructions)
-            if crosses and tenancy.size_bytes:
-                moved = replace(tenancy, offset=program.slab_bytes)
-                tenancies = (*part.tenancies[:index], moved, *part.tenancies[index + 1 :])
-                yield Mutant(
-                    f"{name}: {tenancy} moved to {moved.offset}",
-                    with_part(program, name, replace(part, tenancies=tenancies)),
-                    frozenset({ViolationKind.BOUNDARY}),
-                )
+
+    def elsewhere(part: Part, tenancy: Tenancy) -> Tenancy | None:
+        crosses = tenancy.begin == -1 or tenancy.end == len(part.instructions)
+        return replace(tenancy, offset=program.slab_bytes) if crosses else None
+
+    return _placed_otherwise(program, Kind.BOUNDARY, elsewhere)
 
 
 ALWAYS_WRONG: tuple[Mutator, ...] = (

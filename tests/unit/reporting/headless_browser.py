@@ -6,7 +6,6 @@ browser's file descriptor 3 and read from its descriptor 4.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -14,7 +13,6 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -87,14 +85,6 @@ class Browser:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-
-    def __enter__(self) -> Browser:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._session = None
@@ -188,10 +178,6 @@ class Browser:
                 windowsVirtualKeyCode=code,
                 modifiers=modifiers,
             )
-
-    def screenshot(self, target: Path, *, whole_page: bool = True) -> None:
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole_page)
-        target.write_bytes(base64.b64decode(answer["data"]))
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._buffer:

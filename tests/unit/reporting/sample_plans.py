@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -126,92 +125,87 @@ def _tensor(name: str, byte_class: ByteClass, size_bytes: int) -> ProfiledTensor
 
 def _profile(width: int, num_layers: int, layer_name: str) -> Profile:
     tensors: list[ProfiledTensor] = []
+    nodes: list[ProfiledNode] = []
     at: dict[str, int] = {}
 
-    def add(key: str, name: str, byte_class: ByteClass, size_bytes: int) -> int:
+    def add(key: str, name: str, byte_class: ByteClass, mebibytes: float) -> int:
         at[key] = len(tensors)
-        tensors.append(_tensor(name, byte_class, size_bytes))
+        tensors.append(_tensor(name, byte_class, round(mebibytes * MIB * width)))
         return at[key]
 
-    add("tokens", "batch.tokens", ByteClass.BATCH, 256 * 1024 * width)
-    add("mask", "causal_mask", ByteClass.CONSTANT, 2 * MIB)
-    nodes: list[ProfiledNode] = []
+    def run(
+        name: str,
+        phase: Phase,
+        reads: tuple[int, ...],
+        creates: tuple[int, ...],
+        milliseconds: float,
+        workspace: int = 0,
+        changes: tuple[int, ...] = (),
+    ) -> None:
+        seconds, scratch = milliseconds * 1e-3 * width, workspace * MIB * width
+        nodes.append(ProfiledNode(name, phase, reads, creates, changes, seconds, scratch))
+
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    add("tokens", "batch.tokens", ByteClass.BATCH, 0.25)
+    add("mask", "causal_mask", ByteClass.CONSTANT, 2 / width)
     for layer in range(num_layers):
         name = f"{layer_name}.{layer}"
-        weight = add(f"w{layer}", f"{name}.weight", ByteClass.PARAMETER, 7 * MIB * width)
-        add(f"o{layer}", f"{name}.weight.exp_avg", ByteClass.OPTIMIZER_STATE, 14 * MIB * width)
+        weight = add(f"w{layer}", f"{name}.weight", ByteClass.PARAMETER, 7)
+        add(f"o{layer}", f"{name}.weight.exp_avg", ByteClass.OPTIMIZER_STATE, 14)
         below = at[f"h{layer - 1}"] if layer else at["tokens"]
-        mixed = add(
-            f"a{layer}", f"{name}.attention.out", ByteClass.FEATURE_MAP, (34 + layer % 3) * MIB * width
-        )
-        scores = add(f"s{layer}", f"{name}.attention.scores", ByteClass.TEMPORARY, 6 * MIB * width)
+        mixed = add(f"a{layer}", f"{name}.attention.out", ByteClass.FEATURE_MAP, 34 + layer % 3)
+        scores = add(f"s{layer}", f"{name}.attention.scores", ByteClass.TEMPORARY, 6)
+        milliseconds = 0.42 + 0.05 * (layer % 4)
         reads = (below, weight, at["mask"])
-        seconds = (0.42 + 0.05 * (layer % 4)) * 1e-3 * width
-        nodes.append(
-            ProfiledNode(
-                f"{name}.attention", Phase.FORWARD, reads, (mixed, scores), (), seconds, 8 * MIB * width
-            )
-        )
-        hidden = add(f"h{layer}", f"{name}.mlp.hidden", ByteClass.FEATURE_MAP, (42 + layer % 2) * MIB * width)
-        nodes.append(
-            ProfiledNode(f"{name}.mlp", Phase.FORWARD, (mixed, weight), (hidden,), (), 0.55e-3 * width)
-        )
-    loss = add("loss", "loss", ByteClass.RESULT, 512)
-    top = add("g", "loss.grad", ByteClass.GRADIENT_MAP, 8 * MIB * width)
-    nodes.append(
-        ProfiledNode("loss", Phase.FORWARD, (at[f"h{num_layers - 1}"],), (loss,), (), 0.12e-3 * width)
-    )
-    nodes.append(ProfiledNode("loss.backward", Phase.BACKWARD, (loss,), (top,), (), 0.1e-3 * width))
-    above = top
+        run(f"{name}.attention", forward, reads, (mixed, scores), milliseconds, 8)
+        hidden = add(f"h{layer}", f"{name}.mlp.hidden", ByteClass.FEATURE_MAP, 42 + layer % 2)
+        run(f"{name}.mlp", forward, (mixed, weight), (hidden,), 0.55)
+    loss = add("loss", "loss", ByteClass.RESULT, 512 / MIB / width)
+    above = add("g", "loss.grad", ByteClass.GRADIENT_MAP, 8)
+    run("loss", forward, (at[f"h{num_layers - 1}"],), (loss,), 0.12)
+    run("loss.backward", backward, (loss,), (above,), 0.1)
     for layer in reversed(range(num_layers)):
         name = f"{layer_name}.{layer}"
-        inner = add(f"gh{layer}", f"{name}.mlp.hidden.grad", ByteClass.GRADIENT_MAP, 12 * MIB * width)
-        reads = (above, at[f"h{layer}"], at[f"a{layer}"])
-        nodes.append(
-            ProfiledNode(f"{name}.mlp.backward", Phase.BACKWARD, reads, (inner,), (), 1.05e-3 * width)
-        )
-        gradient = add(f"gw{layer}", f"{name}.weight.grad", ByteClass.GRADIENT, 7 * MIB * width)
-        outer = add(f"gx{layer}", f"{name}.grad", ByteClass.GRADIENT_MAP, 8 * MIB * width)
-        reads = (inner, at[f"a{layer}"], at[f"w{layer}"])
-        nodes.append(
-            ProfiledNode(
-                f"{name}.attention.backward",
-                Phase.BACKWARD,
-                reads,
-                (gradient, outer),
-                (),
-                0.95e-3 * width,
-                10 * MIB * width,
-            )
-        )
-        changes = (at[f"w{layer}"], at[f"o{layer}"])
-        nodes.append(ProfiledNode(f"{name}.adamw", Phase.UPDATE, (gradient,), (), changes, 0.09e-3 * width))
-        above = outer
+        weight, mixed = at[f"w{layer}"], at[f"a{layer}"]
+        inner = add(f"gh{layer}", f"{name}.mlp.hidden.grad", ByteClass.GRADIENT_MAP, 12)
+        run(f"{name}.mlp.backward", backward, (above, at[f"h{layer}"], mixed), (inner,), 1.05)
+        gradient = add(f"gw{layer}", f"{name}.weight.grad", ByteClass.GRADIENT, 7)
+        above = add(f"gx{layer}", f"{name}.grad", ByteClass.GRADIENT_MAP, 8)
+        run(f"{name}.attention.backward", backward, (inner, mixed, weight), (gradient, above), 0.95, 10)
+        run(f"{name}.adamw", Phase.UPDATE, (gradient,), (), 0.09, changes=(weight, at[f"o{layer}"]))
     device = DeviceFacts("NVIDIA H200", 139 * GIB, 96 * GIB)
     return Profile(f"fused-{width}", "measured", width, device, tuple(tensors), tuple(nodes))
 
 
 def _schedule(profiles: tuple[Profile, ...], num_layers: int) -> Schedule:
-    forward = [_ranks(profile, Phase.FORWARD) for profile in profiles]
-    backward = [
-        [rank for rank, node in enumerate(profile.nodes) if node.phase is not Phase.FORWARD]
-        for profile in profiles
-    ]
+    """A ring; feature maps of the first third of the layers are swapped, those of the second recomputed."""
     order: list[tuple[int, int]] = []
     for back, ahead in ((0, 1), (1, 0)):
-        order += _interleaved([(back, r) for r in backward[back]], [(ahead, r) for r in forward[ahead]])
+        merged = []
+        for sub_array, is_forward in ((back, False), (ahead, True)):
+            nodes = profiles[sub_array].nodes
+            ranks = [rank for rank, node in enumerate(nodes) if (node.phase is Phase.FORWARD) is is_forward]
+            shares = [(position + 0.5) / len(ranks) for position in range(len(ranks))]
+            merged += [
+                (share, is_forward, (sub_array, rank)) for share, rank in zip(shares, ranks, strict=True)
+            ]
+        order += [node for _, _, node in sorted(merged)]
     swaps, recomputes = [], []
-    place = {node: position for position, node in enumerate(order)}
     for sub_array, profile in enumerate(profiles):
-        uses = _uses(profile)
         for position, tensor in enumerate(profile.tensors):
             if tensor.byte_class is not ByteClass.FEATURE_MAP:
                 continue
-            last_forward = max(r for r in uses[position] if profile.nodes[r].phase is Phase.FORWARD)
-            first_backward = min(r for r in uses[position] if profile.nodes[r].phase is Phase.BACKWARD)
-            layer = uses[position][0] // 2
+            uses = [
+                (rank, node.phase)
+                for rank, node in enumerate(profile.nodes)
+                if position in (*node.creates, *node.reads, *node.changes)
+            ]
+            last_forward = max(rank for rank, phase in uses if phase is Phase.FORWARD)
+            first_backward = min(rank for rank, phase in uses if phase is Phase.BACKWARD)
+            made = uses[0][0]
+            layer = made // 2
             if layer < num_layers // 3:
-                last, first = place[sub_array, last_forward], place[sub_array, first_backward]
+                last, first = order.index((sub_array, last_forward)), order.index((sub_array, first_backward))
                 swaps.append(
                     Swap(
                         sub_array,
@@ -223,36 +217,11 @@ def _schedule(profiles: tuple[Profile, ...], num_layers: int) -> Schedule:
                         "sub-array's forward pass and own backward nodes",
                     )
                 )
-            elif num_layers // 3 <= layer < 2 * num_layers // 3 and tensor.name.endswith("hidden"):
-                recomputes.append(
-                    Recomputation(
-                        sub_array,
-                        position,
-                        (uses[position][0],),
-                        (sub_array, first_backward),
-                        "cheaper than the 1.9 ms stall that its swap would leave inside the peak interval",
-                    )
-                )
+            elif layer < 2 * num_layers // 3 and tensor.name.endswith("hidden"):
+                why = "cheaper than the 1.9 ms stall that its swap would leave inside the peak interval"
+                before = (sub_array, first_backward)
+                recomputes.append(Recomputation(sub_array, position, (made,), before, why))
     return Schedule(Multiplexing.RING, tuple(order), tuple(swaps), tuple(recomputes))
-
-
-def _ranks(profile: Profile, phase: Phase) -> list[int]:
-    return [rank for rank, node in enumerate(profile.nodes) if node.phase is phase]
-
-
-def _interleaved(long: list[tuple[int, int]], short: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged = [((position + 0.5) / len(long), 0, node) for position, node in enumerate(long)]
-    merged += [((position + 0.5) / len(short), 1, node) for position, node in enumerate(short)]
-    return [node for _, _, node in sorted(merged)]
-
-
-def _uses(profile: Profile) -> dict[int, list[int]]:
-    """Ranks that create, read or change each tensor, in order."""
-    uses: dict[int, list[int]] = defaultdict(list)
-    for rank, node in enumerate(profile.nodes):
-        for position in (*node.creates, *node.reads, *node.changes):
-            uses[position].append(rank)
-    return uses
 
 
 def _plan(

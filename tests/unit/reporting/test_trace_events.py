@@ -1,4 +1,4 @@
-"""The trace that Perfetto and chrome://tracing open."""
+"""The trace that Perfetto and chrome://tracing open, and through it the clock that pages share with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,20 @@ import pytest
 from sample_plans import MIB, Sample, ring_sample, turns_sample
 
 from trainmux.errors import PlanError
-from trainmux.ir import Compute, Lane, Offload, Prefetch, Recompute, Timeline
+from trainmux.ir import (
+    ByteClass,
+    Compute,
+    Free,
+    Lane,
+    MemoryPoint,
+    Offload,
+    Part,
+    Prefetch,
+    Recompute,
+    Span,
+    Timeline,
+    Wait,
+)
 from trainmux.reporting import chrome_trace
 
 LANES = ["compute", "device to host", "host to device"]
@@ -32,47 +45,129 @@ def sample() -> Sample:
     return ring_sample()
 
 
-def test_it_is_the_object_form_and_says_what_it_shows(sample: Sample) -> None:
+# Offload a tensor beside a node, wait for it, free it, fetch another, wait for it, use it.
+INSTRUCTIONS = (
+    Compute(0, 0),
+    Wait(Lane.OUT, 0),
+    Offload(0, 0),
+    Compute(0, 1),
+    Wait(Lane.COMPUTE, 2),
+    Free(0, 0),
+    Wait(Lane.IN, 3),
+    Prefetch(0, 1),
+    Wait(Lane.COMPUTE, 7),
+    Compute(0, 1),
+)
+WORK = {0: (0.0, 1.0), 2: (1.0, 3.0), 3: (1.0, 2.0), 7: (3.0, 4.5), 9: (4.5, 5.0)}
+LANE = {0: Lane.COMPUTE, 2: Lane.OUT, 3: Lane.COMPUTE, 7: Lane.IN, 9: Lane.COMPUTE}
+
+
+def handmade(
+    work: dict[int, tuple[float, float]] = WORK,
+    seconds: float = 5.0,
+    memory: tuple[MemoryPoint, ...] = (),
+    extra: tuple[Span, ...] = (),
+) -> dict[str, Any]:
+    """The trace of a few instructions, in seconds by position."""
+    other = turns_sample()
+    spans = (*(Span(LANE[position], position, *times) for position, times in work.items()), *extra)
+    timeline = Timeline("predicted", seconds, 2.5, 0.0, 2.5, 3.5, 1.0, spans, memory)
+    program = replace(other.program, body=Part(INSTRUCTIONS, ()))
+    return trace(replace(other, program=program), timeline)
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds", "stalls"),
+    [
+        (WORK, 5.0, [(2.0, 4.5, 7)]),
+        (WORK | {2: (1.0, 4.6), 9: (4.6, 5.0)}, 5.0, [(2.0, 4.6, 2)]),  # of two waits the one that ended last
+        (WORK | {3: (1.25, 2.0)}, 5.0, [(1.0, 1.25, None), (2.0, 4.5, 7)]),  # told to wait for nothing
+        (WORK | {7: (3.0, 5.5), 9: (4.5, 5.0)}, 5.5, [(2.0, 4.5, 7), (5.0, 5.5, 7)]),  # lanes join at the end
+        (WORK, 5.5, [(2.0, 4.5, 7), (5.0, 5.5, None)]),
+    ],
+)
+def test_a_gap_says_what_it_waits_for(
+    work: dict[int, tuple[float, float]], seconds: float, stalls: list[tuple[float, float, int | None]]
+) -> None:
+    idle = [event for event in events(handmade(work, seconds), "X") if event["cat"] == "idle"]
+    found = [(one["ts"], one["ts"] + one["dur"], one.get("args")) for one in idle]
+    expected = [
+        (a * 1e6, b * 1e6, {"waits for instruction": on} if on is not None else None) for a, b, on in stalls
+    ]
+    assert found == expected
+
+
+def test_memory_follows_the_issue_order_on_the_compute_lane() -> None:
+    sizes = [MemoryPoint(position, ((ByteClass.FEATURE_MAP, position * MIB),), 0) for position in range(10)]
+    counters = events(handmade(memory=tuple(reversed(sizes))), "C")
+    # The free takes place when the offload has ended, the prefetch takes its bytes right after it.
+    assert [event["ts"] / 1e6 for event in counters] == [0, 1, 1, 1, 2, 3, 3, 3, 3, 4.5]
+    assert [event["args"]["feature map"] for event in counters] == list(range(10))
+    # A workspace is given back when its node has run.
+    counters = events(handmade(memory=(MemoryPoint(0, (), 7 * MIB), MemoryPoint(9, (), 3 * MIB))), "C")
+    assert [(one["ts"] / 1e6, one["args"]["workspace"]) for one in counters] == [
+        (0, 7),
+        (1, 0),
+        (4.5, 3),
+        (5, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad", [Span(Lane.COMPUTE, 10, 0.0, 1.0), Span(Lane.COMPUTE, -1, 0.0, 1.0), Span(Lane.IN, 2, 0.0, 1.0)]
+)
+def test_a_timeline_of_another_program_is_refused(bad: Span) -> None:
+    with pytest.raises(PlanError):
+        handmade(extra=(bad,))
+    with pytest.raises(PlanError):
+        handmade(memory=(MemoryPoint(12, (), 0),))
+
+
+def test_profiles_of_another_plan_are_refused(sample: Sample) -> None:
+    other = turns_sample()
+    with pytest.raises(PlanError):
+        chrome_trace(sample.plan, sample.program, other.profiles, sample.predicted)
+
+
+def test_it_says_what_it_shows_and_names_its_threads(sample: Sample) -> None:
     found = trace(sample, sample.measured)
     assert found["displayTimeUnit"] == "ms"
     assert found["otherData"]["source"] == "measured"
     assert found["otherData"]["plan"] == "mutwo: 7 members in 2 sub-arrays (4 + 3), as a ring"
-    assert found["otherData"]["budget"].endswith("GiB")
-
-
-def test_three_threads_have_the_names_of_the_lanes_in_their_order(sample: Sample) -> None:
-    names = events(trace(sample, sample.predicted), "M")
-    assert [name["args"]["name"] for name in names if name["name"] == "process_name"] == [
-        "trainmux, predicted"
-    ]
-    threads = {name["tid"]: name["args"]["name"] for name in names if name["name"] == "thread_name"}
-    assert threads == dict(enumerate(LANES))
-    order = {name["tid"]: name["args"]["sort_index"] for name in names if name["name"] == "thread_sort_index"}
-    assert order == {0: 0, 1: 1, 2: 2}
+    names = defaultdict(list)
+    for event in events(found, "M"):
+        names[event["name"]].append(*event["args"].values())
+    assert names == {
+        "process_name": ["trainmux, measured"],
+        "thread_name": LANES,
+        "thread_sort_index": [0, 1, 2],
+    }
 
 
 @pytest.mark.parametrize("source", ["predicted", "measured"])
-def test_events_are_in_order_and_never_overlap_on_a_lane(sample: Sample, source: str) -> None:
-    found = trace(sample, getattr(sample, source))
+def test_events_are_in_order_and_fill_the_compute_lane_without_overlap(sample: Sample, source: str) -> None:
+    timeline: Timeline = getattr(sample, source)
+    found = trace(sample, timeline)
     timed = [event for event in found["traceEvents"] if event["ph"] != "M"]
     assert [event["ts"] for event in timed] == sorted(event["ts"] for event in timed)
     by_lane = defaultdict(list)
     for event in events(found, "X"):
-        assert event["dur"] >= 0
-        by_lane[event["tid"]].append(event)
+        by_lane[event["tid"]].append((event["ts"], round(event["ts"] + event["dur"], 3)))
     assert sorted(by_lane) == [0, 1, 2]
     for lane in by_lane.values():
-        for before, after in pairwise(lane):
-            assert round(before["ts"] + before["dur"], 3) <= after["ts"]
+        assert all(end <= start for (_, end), (start, _) in pairwise(lane))
+    assert by_lane[0][0][0] == 0
+    assert by_lane[0][-1][1] == pytest.approx(timeline.seconds * 1e6, abs=1e-3)
+    assert all(end == start for (_, end), (start, _) in pairwise(by_lane[0]))
+    idle = [event["dur"] for event in events(found, "X") if event["cat"] == "idle"]
+    assert idle
+    assert sum(idle) == pytest.approx(timeline.stall_seconds * 1e6, abs=1)
 
 
 def test_every_node_and_copy_is_an_event_in_microseconds(sample: Sample) -> None:
     timeline = sample.predicted
-    work = {
-        event["args"]["instruction"]: event
-        for event in events(trace(sample, timeline), "X")
-        if event["cat"] != "idle"
-    }
+    shown = [event for event in events(trace(sample, timeline), "X") if event["cat"] != "idle"]
+    work = {event["args"]["instruction"]: event for event in shown}
     assert len(work) == len(timeline.spans)
     for span in timeline.spans:
         event = work[span.instruction]
@@ -92,29 +187,12 @@ def test_every_node_and_copy_is_an_event_in_microseconds(sample: Sample) -> None
                 kept = [profile.tensors[position].name for position in keeps]
                 assert event["args"]["makes again"] == ", ".join(kept)
             case Offload(_, tensor) | Prefetch(_, tensor):
-                verb = "offload" if isinstance(instruction, Offload) else "prefetch"
+                verb = type(instruction).__name__.lower()
                 assert event["name"] == f"{verb} {profile.tensors[tensor].name}"
                 assert event["args"]["bytes"] == profile.tensors[tensor].size_bytes
                 assert event["args"]["class"] == profile.tensors[tensor].byte_class.value
-
-
-def test_a_sub_array_keeps_its_colour(sample: Sample) -> None:
-    colours = defaultdict(set)
-    for event in events(trace(sample, sample.predicted), "X"):
-        colours[event["cat"]].add(event["cname"])
-    assert all(len(found) == 1 for found in colours.values())
-    assert len({next(iter(found)) for found in colours.values()}) == len(colours) == 3
-
-
-def test_a_gap_says_what_it_waits_for(sample: Sample) -> None:
-    idle = [event for event in events(trace(sample, sample.predicted), "X") if event["cat"] == "idle"]
-    assert sum(event["dur"] for event in idle) == pytest.approx(sample.predicted.stall_seconds * 1e6, abs=1)
-    assert idle
-    for event in idle:
-        cause = sample.program.body.instructions[event["args"]["waits for instruction"]]
-        assert isinstance(cause, Prefetch | Offload)
-        name = sample.profiles[cause.sub_array].tensors[cause.tensor].name
-        assert event["name"].endswith(name)
+    colours = {(event["cat"], event["cname"]) for event in shown}
+    assert len(colours) == len({colour for _, colour in colours}) == 2
 
 
 def test_the_counter_has_the_byte_classes_in_mebibytes(sample: Sample) -> None:
@@ -122,30 +200,14 @@ def test_the_counter_has_the_byte_classes_in_mebibytes(sample: Sample) -> None:
     assert {event["name"] for event in counters} == {"memory in MiB"}
     fixed = sample.plan.fixed_bytes / MIB
     assert all(event["args"]["libraries and graphs"] == fixed for event in counters)
-    peak = max(
-        sum(size for _, size in point.bytes_by_class) + point.workspace_bytes
-        for point in sample.predicted.memory
-    )
-    assert max(sum(event["args"].values()) for event in counters) == pytest.approx(
-        fixed + peak / MIB, abs=0.01
-    )
-    series = {frozenset(event["args"]) for event in counters}
-    assert len(series) == 1
-    assert {"parameter", "feature map", "workspace"} <= next(iter(series))
+    points = sample.predicted.memory
+    peak = max(sum(size for _, size in point.bytes_by_class) + point.workspace_bytes for point in points)
+    highest = max(sum(event["args"].values()) for event in counters)
+    assert highest == pytest.approx(fixed + peak / MIB, abs=0.01)
+    (series,) = {frozenset(event["args"]) for event in counters}
+    assert {"parameter", "feature map", "workspace"} <= series
     assert all(a["args"] != b["args"] for a, b in pairwise(counters))
-
-
-def test_a_timeline_without_memory_has_no_counter(sample: Sample) -> None:
     assert events(trace(sample, replace(sample.measured, memory=())), "C") == []
-
-
-def test_the_smallest_plan() -> None:
-    sample = turns_sample()
-    found = trace(sample, sample.predicted)
-    assert [(event["name"], event["ts"], event["dur"]) for event in events(found, "X")] == [
-        ("forward", 0, 1000),
-        ("update", 1000, 500),
-    ]
 
 
 def test_any_name_makes_a_readable_trace() -> None:
@@ -154,14 +216,3 @@ def test_any_name_makes_a_readable_trace() -> None:
     assert text.isascii()
     names = {event["name"] for event in json.loads(text)["traceEvents"]}
     assert '</script>"\\n\\ud800µ.0.attention' in names
-
-
-def test_a_timeline_or_profiles_of_another_plan_are_refused(sample: Sample) -> None:
-    other = turns_sample()
-    with pytest.raises(PlanError, match="instructions, but the timeline names number"):
-        chrome_trace(other.plan, other.program, other.profiles, sample.predicted)
-    with pytest.raises(PlanError, match="made from profiles"):
-        chrome_trace(sample.plan, sample.program, other.profiles, sample.predicted)
-    spans = tuple(replace(span, lane=Lane.IN) for span in sample.predicted.spans)
-    with pytest.raises(PlanError, match="but the timeline has it on 'host to device'"):
-        trace(sample, replace(sample.predicted, spans=spans))

@@ -15,11 +15,14 @@ from collections.abc import Collection, Sequence
 from trainmux.errors import PlanError
 from trainmux.ir._profile import Profile
 from trainmux.ir._program import Part, Program, Tenancy
-from trainmux.ir._verifier._facts import StepFacts, read_profiles
-from trainmux.ir._verifier._order import PartOrder, Share, expected_shares
-from trainmux.ir._verifier._report import Findings, Names, Violation, ViolationKind
-from trainmux.ir._verifier._slab import AT_BEGINNING
-from trainmux.ir._verifier._walk import Held, Key, MachineState, PartWalk, Walked
+from trainmux.ir._verifier._facts import StepFacts, read_profile
+from trainmux.ir._verifier._order import PartOrder, expected_shares
+from trainmux.ir._verifier._report import Report, Violation, ViolationKind
+from trainmux.ir._verifier._slab import AT_BEGINNING, Key
+from trainmux.ir._verifier._walk import Held, MachineState, PartWalk, Walked
+
+_MAX_SHOWN = 20
+"""Violations in the error's text: one fault breaks much of what follows it, and the first ones explain it."""
 
 
 def verify(
@@ -41,15 +44,17 @@ def verify(
     there of its own; all of them are within the program's ``host_bytes``, and those within ``host_bytes``
     where that is given.
     """
-    findings = _examine(program, profiles, budget_bytes, fixed_bytes, host_bytes)
-    if findings.count:
-        shown = "".join(f"\n- {violation}" for violation in findings.violations)
-        more = findings.count - len(findings.violations)
+    found = find_violations(
+        program, profiles, budget_bytes=budget_bytes, fixed_bytes=fixed_bytes, host_bytes=host_bytes
+    )
+    if found:
+        shown = [str(violation) for violation in found[:_MAX_SHOWN]]
+        if len(found) > _MAX_SHOWN:
+            shown.append(f"and {len(found) - _MAX_SHOWN} more")
         raise PlanError(
             f"expected a program that computes what the step without a plan computes, within its bytes, but "
-            f"it breaks {findings.count} rules:{shown}"
-            + (f"\n- and {more} more" if more else "")
-            + "\nDo not run it: plan again; if that is refused too, the planner is at fault"
+            f"it breaks {len(found)} rules:\n- " + "\n- ".join(shown) + "\nDo not run it: plan again; "
+            "if that is refused too, the planner is at fault"
         )
 
 
@@ -61,49 +66,26 @@ def find_violations(
     fixed_bytes: int = 0,
     host_bytes: int | None = None,
 ) -> tuple[Violation, ...]:
-    """The violations that `verify` would raise, as records: the first 20, none where the program is right."""
-    return tuple(_examine(program, profiles, budget_bytes, fixed_bytes, host_bytes).violations)
-
-
-def _examine(
-    program: Program,
-    profiles: Sequence[Profile],
-    budget_bytes: int,
-    fixed_bytes: int,
-    host_bytes: int | None,
-) -> Findings:
-    findings = Findings()
-    facts = read_profiles(profiles, findings)
-    if findings.count:
-        return findings
-    proof = _Proof(program, facts, Names(profiles), findings)
-    host_keys = proof.run()
-    if program.slab_bytes + fixed_bytes > budget_bytes:
-        findings.add(
-            ViolationKind.BUDGET,
-            "program",
-            -1,
-            f"the budget is {budget_bytes} bytes, but the slab of {program.slab_bytes} bytes and "
-            f"{fixed_bytes} fixed bytes are {program.slab_bytes + fixed_bytes - budget_bytes} more",
-        )
+    """The violations that `verify` would raise, as records; none where the program is right."""
+    report = Report(profiles)
+    known = {id(profile): read_profile(profile, report) for profile in profiles}
+    if report.violations:
+        return tuple(report.violations)
+    facts = [known[id(profile)] for profile in profiles]
+    host_keys = _Proof(program, facts, report).run()
     needed = sum(facts[sub_array].sizes[tensor] for sub_array, tensor in host_keys)
+    taken = program.slab_bytes + fixed_bytes
+    report.part = "program"
+    if taken > budget_bytes:
+        text = f"the budget is {budget_bytes} bytes, but slab and fixed bytes are {taken - budget_bytes} more"
+        report.add(ViolationKind.BUDGET, text)
     if needed > program.host_bytes:
-        findings.add(
-            ViolationKind.HOST_MEMORY,
-            "program",
-            -1,
-            f"the program promises {program.host_bytes} bytes of host copies, but its {len(host_keys)} "
-            f"tensors with a place on the host take {needed}",
-        )
+        text = f"the program promises {program.host_bytes} bytes of host copies, but they take {needed}"
+        report.add(ViolationKind.HOST_MEMORY, text)
     if host_bytes is not None and max(needed, program.host_bytes) > host_bytes:
-        findings.add(
-            ViolationKind.HOST_MEMORY,
-            "program",
-            -1,
-            f"the host has {host_bytes} bytes for copies, but the program needs "
-            f"{max(needed, program.host_bytes)}",
-        )
-    return findings
+        text = f"the host has {host_bytes} bytes for copies, but they take {max(needed, program.host_bytes)}"
+        report.add(ViolationKind.HOST_MEMORY, text)
+    return tuple(report.violations)
 
 
 def _is_empty(part: Part) -> bool:
@@ -113,13 +95,10 @@ def _is_empty(part: Part) -> bool:
 class _Proof:
     """Walks through the parts of one program and compares what each leaves with what must be there."""
 
-    def __init__(
-        self, program: Program, facts: Sequence[StepFacts], names: Names, findings: Findings
-    ) -> None:
+    def __init__(self, program: Program, facts: Sequence[StepFacts], report: Report) -> None:
         self._program = program
         self._facts = facts
-        self._names = names
-        self._findings = findings
+        self._report = report
         self._shares = expected_shares(program, facts)
         self._resident = self._read_resident()
         self._kept_results = frozenset(
@@ -133,20 +112,15 @@ class _Proof:
         prologue = self._walk("prologue", program.prologue, shares.prologue, start)
         begun = prologue.memory
         body = self._walk("body", program.body, shares.body, begun)
+        on_host = {key for key in start.host if key not in begun.device}
+        after_body = self._later(body.memory, [1] * len(self._facts))
         epilogue = self._walk("epilogue", program.epilogue, shares.epilogue, begun)
-        one_step = [1] * len(self._facts)
-        to_the_end = [
-            (share.start + share.num_nodes) // max(1, len(facts.nodes))
+        num_ended = [
+            share.stop // max(1, len(facts.nodes))
             for share, facts in zip(shares.epilogue, self._facts, strict=True)
         ]
-        on_host = {key for key in start.host if key not in begun.device}
-        self._compare(
-            "body",
-            begun,
-            self._later(body.memory, one_step),
-            on_host | body.host_reads | epilogue.host_reads,
-        )
-        self._compare("epilogue", start, self._later(epilogue.memory, to_the_end), start.host)
+        self._compare("body", begun, after_body, on_host | body.host_reads | epilogue.host_reads)
+        self._compare("epilogue", start, self._later(epilogue.memory, num_ended), start.host)
         return {*start.host, *prologue.offloaded, *body.offloaded, *epilogue.offloaded}
 
     def _read_resident(self) -> list[Key]:
@@ -162,11 +136,9 @@ class _Proof:
             else:
                 found[key] = None
                 continue
-            self._findings.add(
+            self._report.add(
                 ViolationKind.MALFORMED,
-                "resident",
-                -1,
-                f"{self._names.tensor(*key)} {problem}: static tensors and results can be resident",
+                f"resident {self._report.tensor(*key)} {problem}: expected static tensors and results",
             )
         return list(found)
 
@@ -189,33 +161,18 @@ class _Proof:
         }
         return MachineState(device, host)
 
-    def _walk(self, name: str, part: Part, shares: Sequence[Share], entry: MachineState) -> Walked:
+    def _walk(self, name: str, part: Part, shares: Sequence[range], entry: MachineState) -> Walked:
+        self._report.part = name
         if _is_empty(part):  # nothing moves, and nothing needs to be said about it
-            sizes = {key: self._facts[key[0]].sizes[key[1]] for key in entry.device}
             stay = [
-                Tenancy(*key, AT_BEGINNING, 0, held.offset, sizes[key])
+                Tenancy(*key, AT_BEGINNING, 0, held.offset, self._facts[key[0]].sizes[key[1]])
                 for key, held in entry.device.items()
                 if held.offset is not None
             ]
             part = Part((), tuple(stay))
-        order = PartOrder(
-            name,
-            shares,
-            self._facts,
-            is_ring=self._shares.is_ring,
-            names=self._names,
-            findings=self._findings,
-        )
-        walk = PartWalk(
-            name,
-            part,
-            order,
-            self._facts,
-            kept_results=self._kept_results,
-            slab_bytes=self._program.slab_bytes,
-            names=self._names,
-            findings=self._findings,
-        )
+        order = PartOrder(shares, self._facts, self._shares.is_ring, self._report)
+        slab_bytes = self._program.slab_bytes
+        walk = PartWalk(part, order, self._facts, self._kept_results, slab_bytes, self._report)
         return walk.run(entry)
 
     def _later(self, memory: MachineState, num_steps: Sequence[int]) -> MachineState:
@@ -236,35 +193,24 @@ class _Proof:
         self, part: str, expected: MachineState, got: MachineState, host_keys: Collection[Key]
     ) -> None:
         """At the end of ``part`` there must be what its successor, or the next step, begins with."""
+        self._report.part = part
         for key, held in expected.device.items():
             after = got.device.get(key)
             if after is None:
-                self._refuse(part, key, "must be on the device at the end, as at the beginning, but is not")
+                self._refuse(key, "must be on the device at the end, as at the beginning, but is not")
                 continue
             if after.offset != held.offset and None not in (after.offset, held.offset):
-                self._refuse(part, key, f"must end at offset {held.offset}, but is at {after.offset}")
+                self._refuse(key, f"must end at offset {held.offset}, but is at {after.offset}")
             if held.version is not None and after.version != held.version:
-                self._refuse(
-                    part,
-                    key,
-                    f"must end with the latest version, {held.version}, but holds {after.version} (counted "
-                    "from the step that follows)",
-                )
-        for key in got.device:
-            if key not in expected.device:
-                self._findings.add(
-                    ViolationKind.LEAK,
-                    part,
-                    -1,
-                    f"{self._names.tensor(*key)} is still on the device at the end: it was never freed",
-                )
+                self._refuse(key, f"must end with version {held.version}, but holds {after.version}")
+        for key in got.device.keys() - expected.device.keys():
+            text = f"{self._report.tensor(*key)} is still on the device at the end: it was never freed"
+            self._report.add(ViolationKind.LEAK, text)
         for key in host_keys:
             if key in expected.host and got.host.get(key) != expected.host[key]:
                 self._refuse(
-                    part,
-                    key,
-                    "must lie on the host at the end in its latest version, but the copy there is an old one",
+                    key, "must lie on the host at the end in its latest version, but an old one does"
                 )
 
-    def _refuse(self, part: str, key: Key, text: str) -> None:
-        self._findings.add(ViolationKind.BOUNDARY, part, -1, f"{self._names.tensor(*key)} {text}")
+    def _refuse(self, key: Key, text: str) -> None:
+        self._report.add(ViolationKind.BOUNDARY, f"{self._report.tensor(*key)} {text}")

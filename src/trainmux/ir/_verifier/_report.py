@@ -1,4 +1,4 @@
-"""The verifier's findings, as records, and the list that gathers them."""
+"""Violations as records, the list that gathers them, and the words for what they are about."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from trainmux.ir._profile import Profile
-from trainmux.ir._program import Compute, Free, Instruction, Offload, Prefetch, Recompute, Wait
+from trainmux.ir._program import Compute, Instruction, Recompute, Wait
 
-MAX_REPORTED = 20
-"""Violations that are kept: one fault breaks much of what follows it, and the first ones explain it."""
+WORKSPACE = -1
+"""The tensor number of an instruction's own workspace."""
 
 
 class ViolationKind(Enum):
@@ -60,47 +60,38 @@ class Violation:
         return f"{where}: {self.kind.value}: {self.text}"
 
 
-class Findings:
-    """Gathers violations: the first `MAX_REPORTED` of them, and how many there are in all."""
+class Report:
+    """Gathers violations, each where the proof has got to: at ``position`` of ``part``.
 
-    def __init__(self) -> None:
-        self.violations: list[Violation] = []
-        self.count = 0
-
-    def add(self, kind: ViolationKind, part: str, position: int, text: str) -> None:
-        self.count += 1
-        if len(self.violations) < MAX_REPORTED:
-            self.violations.append(Violation(kind, part, position, text))
-
-
-class Names:
-    """Instructions, nodes and tensors in words. Nothing here fails on a number that names nothing."""
+    Also names things in words; nothing here fails on a number that names nothing.
+    """
 
     def __init__(self, profiles: Sequence[Profile]) -> None:
+        self.violations: list[Violation] = []
+        self.part, self.position = "program", -1
         self._profiles = profiles
 
+    def add(self, kind: ViolationKind, text: str) -> None:
+        self.violations.append(Violation(kind, self.part, self.position, text))
+
     def node(self, sub_array: int, node: int) -> str:
-        """A node by name, rank and sub-array."""
-        known = 0 <= sub_array < len(self._profiles) and 0 <= node < len(self._profiles[sub_array].nodes)
-        name = f"'{self._profiles[sub_array].nodes[node].name}' " if known else ""
+        nodes = self._profiles[sub_array].nodes if 0 <= sub_array < len(self._profiles) else ()
+        name = f"'{nodes[node].name}' " if 0 <= node < len(nodes) else ""
         return f"node {name}(rank {node} of sub-array {sub_array})"
 
     def tensor(self, sub_array: int, tensor: int) -> str:
-        """A tensor by name, number and sub-array; -1 is a workspace."""
-        if tensor == -1:
+        if tensor == WORKSPACE:
             return f"a workspace (sub-array {sub_array})"
-        known = 0 <= sub_array < len(self._profiles) and 0 <= tensor < len(self._profiles[sub_array].tensors)
-        name = f"'{self._profiles[sub_array].tensors[tensor].name}' " if known else ""
+        tensors = self._profiles[sub_array].tensors if 0 <= sub_array < len(self._profiles) else ()
+        name = f"'{tensors[tensor].name}' " if 0 <= tensor < len(tensors) else ""
         return f"tensor {name}({tensor} of sub-array {sub_array})"
 
     def instruction(self, instruction: Instruction) -> str:
-        """An instruction with what it works on."""
+        verb = type(instruction).__name__
         match instruction:
-            case Compute(sub_array, node):
-                return f"Compute of {self.node(sub_array, node)}"
-            case Recompute(sub_array, node, _):
-                return f"Recompute of {self.node(sub_array, node)}"
-            case Offload(sub_array, tensor) | Prefetch(sub_array, tensor) | Free(sub_array, tensor):
-                return f"{type(instruction).__name__} of {self.tensor(sub_array, tensor)}"
             case Wait(lane, on):
                 return f"Wait of lane {lane.name} for [{on}]"
+            case Compute(sub_array, node) | Recompute(sub_array, node):
+                return f"{verb} of {self.node(sub_array, node)}"
+            case _:
+                return f"{verb} of {self.tensor(instruction.sub_array, instruction.tensor)}"

@@ -3,200 +3,129 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainmux.ir._program import Part, Tenancy
-from trainmux.ir._verifier._report import Findings, Names, ViolationKind
+from trainmux.ir._verifier._report import Report, ViolationKind
 
-WORKSPACE = -1
-"""The tensor number of an instruction's own workspace."""
 AT_BEGINNING = -1
 """The position of what is there when a part begins."""
 
-
-Owner = tuple[int, int]
-"""Sub-array and tensor; tensor -1 is a workspace."""
-
-
-class LiveBytes:
-    """The ranges in use. A range of zero bytes takes none and is not kept."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int, Owner]] = []
-
-    def take(self, offset: int, size_bytes: int, owner: Owner) -> Owner | None:
-        """Put a range into use; returns the owner of one that it overlaps, if there is one."""
-        if size_bytes <= 0:
-            return None
-        entry = (offset, offset + size_bytes, owner)
-        at = bisect_left(self._ranges, entry)
-        met = None
-        if at < len(self._ranges) and self._ranges[at][0] < offset + size_bytes:
-            met = self._ranges[at][2]
-        elif at > 0 and self._ranges[at - 1][1] > offset:
-            met = self._ranges[at - 1][2]
-        self._ranges.insert(at, entry)
-        return met
-
-    def give_back(self, offset: int, size_bytes: int, owner: Owner) -> None:
-        """Undo a `take` with the same arguments."""
-        if size_bytes <= 0:
-            return
-        del self._ranges[bisect_left(self._ranges, (offset, offset + size_bytes, owner))]
+Key = tuple[int, int]
+"""A tensor: its sub-array, and its position in the sub-array's profile, -1 for a workspace."""
 
 
-@dataclass(frozen=True, slots=True)
-class FormerTenant:
-    """The last owner of some bytes, and the last instructions that touched them (-1: none of this part)."""
+@dataclass(slots=True)
+class Resident:
+    """A tensor on the device; positions are -1 where nothing of this part did it.
 
-    owner: Owner
-    last_compute: int
-    last_offload: int
-
-
-class FormerTenants:
-    """Disjoint ranges of bytes that were given back in this part, each with its last tenant.
-
-    Only the last tenant of a byte is kept: it touched the byte after the one before it was done, so who
-    waits for it waits for all before it.
+    ``tenancy`` is ``None`` where it has no bytes. Once given back it is no longer live, and stays known as
+    the last tenant of its bytes.
     """
 
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ranges: list[tuple[int, int, FormerTenant]] = []
-
-    def _span(self, start: int, end: int) -> tuple[int, int]:
-        """Positions of the ranges that share a byte with ``start`` to ``end``."""
-        first = bisect_right(self._starts, start) - 1
-        if first < 0 or self._ranges[first][1] <= start:
-            first += 1
-        return first, bisect_left(self._starts, end)
-
-    def retire(self, offset: int, size_bytes: int, tenant: FormerTenant) -> None:
-        """``tenant`` gave these bytes back."""
-        if size_bytes <= 0:
-            return
-        end = offset + size_bytes
-        first, last = self._span(offset, end)
-        new = []
-        if first < last and self._ranges[first][0] < offset:
-            new.append((self._ranges[first][0], offset, self._ranges[first][2]))
-        new.append((offset, end, tenant))
-        if first < last and self._ranges[last - 1][1] > end:
-            new.append((end, self._ranges[last - 1][1], self._ranges[last - 1][2]))
-        self._ranges[first:last] = new
-        self._starts[first:last] = [start for start, _, _ in new]
-
-    def of(self, offset: int, size_bytes: int) -> Iterator[FormerTenant]:
-        """The last owners of these bytes."""
-        if size_bytes <= 0:
-            return
-        first, last = self._span(offset, offset + size_bytes)
-        for _, _, tenant in self._ranges[first:last]:
-            yield tenant
+    key: Key
+    version: int | None
+    written_at: int = -1
+    written_on: int = 0
+    last_compute: int = -1
+    last_offload: int = -1
+    tenancy: Tenancy | None = None
+    is_live: bool = True
 
 
 class PartSlab:
     """Hands out a part's tenancies as its instructions take and give back bytes."""
 
-    def __init__(self, name: str, part: Part, slab_bytes: int, *, names: Names, findings: Findings) -> None:
-        self._name = name
-        self._num_instructions = len(part.instructions)
-        self._names = names
-        self._findings = findings
-        self._live = LiveBytes()
-        self._former = FormerTenants()
+    def __init__(self, part: Part, slab_bytes: int, report: Report) -> None:
+        self._report = report
+        # Who has each byte, or had it last: disjoint ranges in order. The last tenant is enough to know: it
+        # touched the byte after the one before it was done, so who waits for it waits for all before it.
+        self._starts: list[int] = []
+        self._ranges: list[tuple[int, int, Resident]] = []
         self._tenancies: dict[tuple[int, int, int], Tenancy] = {}
         for tenancy in part.tenancies:
-            self._read(tenancy, slab_bytes)
+            key = (tenancy.sub_array, tenancy.tensor, tenancy.begin)
+            if key in self._tenancies:
+                self._refuse(f"{report.tensor(*key[:2])} has two tenancies that begin at {tenancy.begin}")
+            self._tenancies[key] = tenancy
+            end = tenancy.offset + tenancy.size_bytes
+            if tenancy.offset < 0 or end > slab_bytes:
+                self._refuse(
+                    f"{report.tensor(*key[:2])} must lie in the slab of {slab_bytes} bytes, but has bytes "
+                    f"{tenancy.offset} to {end} from {tenancy.begin} on"
+                )
 
-    def _read(self, tenancy: Tenancy, slab_bytes: int) -> None:
-        owner = (tenancy.sub_array, tenancy.tensor)
-        key = (*owner, tenancy.begin)
-        if key in self._tenancies:
-            self._refuse(tenancy.begin, f"{self._names.tensor(*owner)} has two tenancies that begin here")
-        self._tenancies[key] = tenancy
-        end = tenancy.offset + tenancy.size_bytes
-        if tenancy.offset < 0 or end > slab_bytes:
-            self._refuse(
-                tenancy.begin,
-                f"{self._names.tensor(*owner)} must lie in the slab of {slab_bytes} bytes, but has bytes "
-                f"{tenancy.offset} to {end}",
-            )
-
-    def take(self, position: int, owner: Owner, size_bytes: int) -> Tenancy | None:
-        """The tenancy of bytes that are taken at ``position``; ``None`` where there is none, which is said.
+    def take(self, position: int, resident: Resident, size_bytes: int) -> list[Resident]:
+        """Give ``resident`` its tenancy of bytes taken at ``position``; returns who had any of them before.
 
         What has zero bytes may have a tenancy or not.
         """
-        tenancy = self._tenancies.pop((*owner, position), None)
-        if tenancy is None:
-            if size_bytes:
-                who = self._names.tensor(*owner)
-                self._refuse(position, f"{who} takes {size_bytes} bytes here, but has no tenancy")
-            return None
-        if tenancy.size_bytes != size_bytes:
-            self._refuse(
-                position,
-                f"{self._names.tensor(*owner)} has {size_bytes} bytes, but its tenancy is for "
-                f"{tenancy.size_bytes}",
-            )
-        met = self._live.take(tenancy.offset, tenancy.size_bytes, owner)
-        if met is not None:
-            self._findings.add(
-                ViolationKind.OVERLAP,
-                self._name,
-                position,
-                f"{self._names.tensor(*owner)}, at bytes {tenancy.offset} to "
-                f"{tenancy.offset + tenancy.size_bytes}, shares bytes with {self._names.tensor(*met)}, and "
-                "both are live",
-            )
-        return tenancy
+        tenancy = self._tenancies.pop((*resident.key, position), None)
+        if tenancy is None or tenancy.size_bytes != size_bytes:
+            if tenancy is not None or size_bytes:
+                who, found = self._report.tensor(*resident.key), tenancy.size_bytes if tenancy else "none"
+                self._refuse(f"{who} takes {size_bytes} bytes here, but the bytes of its tenancy are {found}")
+            if tenancy is None:
+                return []
+        resident.tenancy = tenancy
+        end = tenancy.offset + tenancy.size_bytes
+        before = self._occupy(tenancy.offset, end, resident)
+        for other in before:
+            if other.is_live:
+                who, whose = self._report.tensor(*resident.key), self._report.tensor(*other.key)
+                text = f"{who}, at bytes {tenancy.offset} to {end}, shares some with {whose}: both are live"
+                self._report.add(ViolationKind.OVERLAP, text)
+        return [other for other in before if not other.is_live]
 
-    def give_back(self, position: int, tenancy: Tenancy, last_compute: int, last_offload: int) -> None:
-        """The bytes are free from ``position`` on, which must be the tenancy's end."""
-        owner = (tenancy.sub_array, tenancy.tensor)
-        self.check_end(position, tenancy)
-        self._live.give_back(tenancy.offset, tenancy.size_bytes, owner)
-        self._former.retire(
-            tenancy.offset, tenancy.size_bytes, FormerTenant(owner, last_compute, last_offload)
-        )
+    def _occupy(self, start: int, end: int, resident: Resident) -> list[Resident]:
+        """Enter the tenant of a range; returns those that had bytes of it."""
+        if end <= start:
+            return []
+        first = bisect_right(self._starts, start) - 1
+        if first < 0 or self._ranges[first][1] <= start:
+            first += 1
+        last = bisect_left(self._starts, end)
+        before = self._ranges[first:last]
+        new = [(start, end, resident)]
+        if before and before[0][0] < start:
+            new.insert(0, (before[0][0], start, before[0][2]))
+        if before and before[-1][1] > end:
+            new.append((end, before[-1][1], before[-1][2]))
+        self._ranges[first:last] = new
+        self._starts[first:last] = [each[0] for each in new]
+        return [tenant for _, _, tenant in before]
 
-    def take_for_now(self, position: int, takers: Sequence[tuple[Owner, int]]) -> None:
+    def give_back(self, position: int, resident: Resident) -> None:
+        """The bytes are free from ``position`` on."""
+        self.check_end(position, resident)
+        resident.is_live = False
+
+    def take_for_now(self, position: int, takers: Sequence[tuple[Key, int]]) -> None:
         """Bytes, by owner and size, that only the instruction at ``position`` of the compute lane uses."""
-        taken = [self.take(position, owner, size_bytes) for owner, size_bytes in takers]
-        for tenancy in taken:
-            if tenancy is not None:
-                self.give_back(position, tenancy, position, -1)
+        residents = [Resident(key, None, last_compute=position) for key, _ in takers]
+        for resident, (_, size_bytes) in zip(residents, takers, strict=True):
+            self.take(position, resident, size_bytes)
+        for resident in residents:
+            self.give_back(position, resident)
 
-    def former_tenants(self, tenancy: Tenancy) -> Iterator[FormerTenant]:
-        """The owners of bytes of ``tenancy`` before it, in this part."""
-        return self._former.of(tenancy.offset, tenancy.size_bytes)
-
-    def begins_with(self) -> list[Owner]:
+    def begins_with(self) -> set[Key]:
         """Whose bytes are in use when the part begins, apart from those taken so far."""
-        return [(sub_array, tensor) for sub_array, tensor, begin in self._tenancies if begin == AT_BEGINNING]
+        return {(sub_array, tensor) for sub_array, tensor, begin in self._tenancies if begin == AT_BEGINNING}
 
-    def check_end(self, position: int, tenancy: Tenancy) -> None:
+    def check_end(self, position: int, resident: Resident) -> None:
         """The tenancy must end at ``position``."""
-        if tenancy.end != position:
-            who = self._names.tensor(tenancy.sub_array, tenancy.tensor)
-            self._refuse(
-                min(position, self._num_instructions - 1),
-                f"{who}, taken at {tenancy.begin}, has its bytes until {position}, but its tenancy ends at "
-                f"{tenancy.end}",
-            )
+        tenancy = resident.tenancy
+        if tenancy is not None and tenancy.end != position:
+            who = f"{self._report.tensor(*resident.key)}, taken at {tenancy.begin},"
+            self._refuse(f"{who} has its bytes until {position}, but its tenancy ends at {tenancy.end}")
 
     def finish(self) -> None:
         """Report the tenancies that nothing took; what the part begins with is not meant."""
         for (sub_array, tensor, begin), tenancy in self._tenancies.items():
             if tenancy.size_bytes and begin != AT_BEGINNING:
-                self._refuse(
-                    begin,
-                    f"there is a tenancy for {self._names.tensor(sub_array, tensor)} from here on, but the "
-                    "instruction takes no bytes for it",
-                )
+                who = self._report.tensor(sub_array, tensor)
+                self._refuse(f"{who} has a tenancy from {begin} on, but takes no bytes there")
 
-    def _refuse(self, position: int, text: str) -> None:
-        self._findings.add(ViolationKind.PLACEMENT, self._name, position, text)
+    def _refuse(self, text: str) -> None:
+        self._report.add(ViolationKind.PLACEMENT, text)

@@ -10,29 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainmux.ir._program import (
-    Compute,
-    Free,
-    Instruction,
-    Lane,
-    Offload,
-    Part,
-    Prefetch,
-    Recompute,
-    Tenancy,
-    Wait,
-)
+from trainmux.ir._program import Compute, Free, Instruction, Lane, Offload, Part, Prefetch, Recompute, Wait
 from trainmux.ir._verifier._facts import StepFacts
 from trainmux.ir._verifier._order import PartOrder
-from trainmux.ir._verifier._report import Findings, Names, ViolationKind
-from trainmux.ir._verifier._slab import AT_BEGINNING, WORKSPACE, PartSlab
-
-Key = tuple[int, int]
-"""A tensor: its sub-array, and its position in the sub-array's profile."""
+from trainmux.ir._verifier._report import WORKSPACE, Report, ViolationKind
+from trainmux.ir._verifier._slab import AT_BEGINNING, Key, PartSlab, Resident
 
 _COMPUTE, _OUT, _IN = 0, 1, 2
 _LANES = {Lane.COMPUTE: _COMPUTE, Lane.OUT: _OUT, Lane.IN: _IN}
-_LANE_NAMES = ("COMPUTE", "OUT", "IN")
 
 
 @dataclass(frozen=True)
@@ -63,154 +48,111 @@ class Walked:
     offloaded: frozenset[Key]
 
 
-@dataclass(slots=True)
-class _Resident:
-    """A tensor on the device; positions are -1 where nothing of this part did it."""
-
-    tenancy: Tenancy | None
-    version: int | None
-    written_at: int = -1
-    written_on: int = _COMPUTE
-    last_compute: int = -1
-    last_offload: int = -1
-
-
 class PartWalk:
     """Walks through one part, once. ``kept_results`` are results that keep their bytes from step to step."""
 
     def __init__(
         self,
-        name: str,
         part: Part,
         order: PartOrder,
         facts: Sequence[StepFacts],
-        *,
         kept_results: frozenset[Key],
         slab_bytes: int,
-        names: Names,
-        findings: Findings,
+        report: Report,
     ) -> None:
-        self._name = name
         self._instructions = part.instructions
         self._order = order
         self._facts = facts
         self._kept_results = kept_results
-        self._names = names
-        self._findings = findings
-        self._slab = PartSlab(name, part, slab_bytes, names=names, findings=findings)
+        self._report = report
+        self._slab = PartSlab(part, slab_bytes, report)
         self._position = -1
-        self._device: dict[Key, _Resident] = {}
+        self._device: dict[Key, Resident] = {}
         self._freed_at: dict[Key, int] = {}
         self._host: dict[Key, int | None] = {}
         self._offloaded_at: dict[Key, int] = {}
         self._host_reads: set[Key] = set()
         # What each lane knows to have ended on each lane: everything there at positions below the number.
-        self._clocks = [[0, 0, 0] for _ in _LANE_NAMES]
+        self._clocks = [[0, 0, 0] for _ in _LANES]
         self._clock_after: list[tuple[int, int, int]] = []
 
     def run(self, entry: MachineState) -> Walked:
         """Walk from ``entry`` to the end of the part, where all lanes join."""
         self._begin(entry)
         for position, instruction in enumerate(self._instructions):
-            self._position = position
+            self._position = self._report.position = position
             lane = self._run_one(instruction)
             clock = self._clocks[lane]
             clock[lane] = position + 1
             self._clock_after.append((clock[0], clock[1], clock[2]))
-        self._position = -1
+        self._report.position = -1
         self._order.finish()
-        return self._end()
-
-    def _begin(self, entry: MachineState) -> None:
-        self._host = dict(entry.host)
-        begins_with = set(self._slab.begins_with())
-        for key, held in entry.device.items():
-            size_bytes = self._facts[key[0]].sizes[key[1]]
-            tenancy = None
-            if key in begins_with:
-                tenancy = self._slab.take(AT_BEGINNING, key, size_bytes)
-            elif size_bytes:
-                self._refuse(
-                    ViolationKind.BOUNDARY,
-                    f"{self._names.tensor(*key)} is on the device when the part begins, but the part begins "
-                    "without it",
-                )
-            if tenancy is not None and held.offset is not None and tenancy.offset != held.offset:
-                self._refuse(
-                    ViolationKind.BOUNDARY,
-                    f"{self._names.tensor(*key)} must stay at offset {held.offset}, where it was left, but "
-                    f"the part begins with it at {tenancy.offset}",
-                )
-            self._device[key] = _Resident(tenancy, held.version)
-        for key in begins_with - entry.device.keys():
-            self._refuse(
-                ViolationKind.BOUNDARY,
-                f"the part begins with {self._names.tensor(*key)}, which is not on the device then",
-            )
-
-    def _end(self) -> Walked:
         device = {}
         for key, resident in self._device.items():
-            offset = None
-            if resident.tenancy is not None:
-                offset = resident.tenancy.offset
-                self._slab.check_end(len(self._instructions), resident.tenancy)
-            device[key] = Held(offset, resident.version)
+            self._slab.check_end(len(self._instructions), resident)
+            device[key] = Held(resident.tenancy.offset if resident.tenancy else None, resident.version)
         self._slab.finish()
         return Walked(
             MachineState(device, self._host), frozenset(self._host_reads), frozenset(self._offloaded_at)
         )
 
+    def _begin(self, entry: MachineState) -> None:
+        self._host = dict(entry.host)
+        begins_with = self._slab.begins_with()
+        for key, held in entry.device.items():
+            size_bytes = self._facts[key[0]].sizes[key[1]]
+            resident = self._device[key] = Resident(key, held.version)
+            if key in begins_with:
+                self._slab.take(AT_BEGINNING, resident, size_bytes)
+            elif size_bytes:
+                self._refuse_boundary(key, "is on the device when the part begins, but has no tenancy then")
+            tenancy = resident.tenancy
+            if tenancy is not None and held.offset is not None and tenancy.offset != held.offset:
+                self._refuse_boundary(
+                    key, f"must stay at offset {held.offset}, but the part begins with it at {tenancy.offset}"
+                )
+        for key in begins_with - entry.device.keys():
+            self._refuse_boundary(key, "is not on the device when the part begins, but has a tenancy then")
+
+    def _refuse_boundary(self, key: Key, text: str) -> None:
+        self._report.add(ViolationKind.BOUNDARY, f"{self._report.tensor(*key)} {text}")
+
     def _run_one(self, instruction: Instruction) -> int:
         """Check one instruction and carry it out; returns its lane."""
+        if isinstance(instruction, Wait):
+            return self._wait(instruction)
+        is_copy = isinstance(instruction, Offload | Prefetch)
+        lane = (_OUT if isinstance(instruction, Offload) else _IN) if is_copy else _COMPUTE
+        if not self._names_something(instruction):
+            text = f"{self._report.instruction(instruction)}, which does not exist"
+            self._report.add(ViolationKind.MALFORMED, text)
+            return lane
         match instruction:
-            case Wait():
-                return self._wait(instruction)
             case Compute():
-                if self._knows_node(instruction):
-                    self._compute(instruction)
-                return _COMPUTE
+                self._compute(instruction)
             case Recompute():
-                if self._knows_node(instruction):
-                    self._recompute(instruction)
-                return _COMPUTE
-            case Free():
-                if self._knows_tensor(instruction):
-                    self._free(instruction)
-                return _COMPUTE
-            case Offload():
-                if self._knows_tensor(instruction):
-                    self._offload(instruction)
-                return _OUT
-            case Prefetch():
-                if self._knows_tensor(instruction):
-                    self._prefetch(instruction)
-                return _IN
+                self._recompute(instruction)
+            case Offload(sub_array, tensor):
+                self._offload((sub_array, tensor))
+            case Prefetch(sub_array, tensor):
+                self._prefetch((sub_array, tensor))
+            case Free(sub_array, tensor):
+                self._free((sub_array, tensor))
+        return lane
 
-    def _knows_node(self, instruction: Compute | Recompute) -> bool:
-        sub_array, node = instruction.sub_array, instruction.node
-        known = 0 <= sub_array < len(self._facts) and 0 <= node < len(self._facts[sub_array].nodes)
-        if not known:
-            self._refuse(ViolationKind.MALFORMED, f"there is no {self._names.node(sub_array, node)}")
-        return known
-
-    def _knows_tensor(self, instruction: Offload | Prefetch | Free) -> bool:
-        sub_array, tensor = instruction.sub_array, instruction.tensor
-        known = 0 <= sub_array < len(self._facts) and 0 <= tensor < len(self._facts[sub_array].sizes)
-        if not known:
-            verb = type(instruction).__name__
-            self._refuse(
-                ViolationKind.MALFORMED, f"{verb}: there is no tensor {tensor} of sub-array {sub_array}"
-            )
-        return known
+    def _names_something(self, instruction: Compute | Recompute | Offload | Prefetch | Free) -> bool:
+        if not 0 <= instruction.sub_array < len(self._facts):
+            return False
+        facts = self._facts[instruction.sub_array]
+        if isinstance(instruction, Compute | Recompute):
+            return 0 <= instruction.node < len(facts.nodes)
+        return 0 <= instruction.tensor < len(facts.sizes)
 
     def _wait(self, wait: Wait) -> int:
         lane = _LANES[wait.lane]
         if not 0 <= wait.on < self._position:
-            self._refuse(
-                ViolationKind.MALFORMED,
-                f"a Wait must name an instruction that was issued before it, but names [{wait.on}]",
-            )
+            text = f"a Wait must name an instruction that was issued before it, but names [{wait.on}]"
+            self._report.add(ViolationKind.MALFORMED, text)
             return lane
         clock, other = self._clocks[lane], self._clock_after[wait.on]
         for i, ended in enumerate(other):
@@ -220,7 +162,7 @@ class PartWalk:
 
     def _compute(self, instruction: Compute) -> None:
         sub_array, node = instruction.sub_array, instruction.node
-        step = self._order.compute(self._position, sub_array, node)
+        step = self._order.compute(sub_array, node)
         facts = self._facts[sub_array]
         self._use_inputs(instruction, step)
         for tensor, count in facts.nodes[node].changes:
@@ -228,35 +170,29 @@ class PartWalk:
             if resident is not None:
                 self._overwrite(resident, step * facts.periods[tensor] + count + 1)
         for tensor in facts.nodes[node].creates:
-            version = step * facts.periods[tensor]
-            resident = self._device.get((sub_array, tensor))
-            if resident is not None and (sub_array, tensor) in self._kept_results:
+            key, version = (sub_array, tensor), step * facts.periods[tensor]
+            resident = self._device.get(key)
+            if resident is not None and key in self._kept_results:
                 self._need_ended(_COMPUTE, resident.written_on, resident.written_at)
                 self._overwrite(resident, version)
             else:
-                self._take((sub_array, tensor), version, _COMPUTE)
+                self._take(key, version, _COMPUTE)
         self._take_for_now(sub_array, node, ())
 
     def _recompute(self, instruction: Recompute) -> None:
         sub_array, node = instruction.sub_array, instruction.node
-        step = self._order.recompute(self._position, sub_array, node)
+        step = self._order.recompute(sub_array, node)
         facts = self._facts[sub_array]
-        who = self._names.node(sub_array, node)
-        if facts.nodes[node].changes:
-            changed = self._names.tensor(sub_array, facts.nodes[node].changes[0][0])
-            self._refuse(
-                ViolationKind.NOT_REPEATABLE,
-                f"{who} changes {changed} in place: run again, it would change it a second time",
-            )
-        if not facts.nodes[node].is_repeatable:
-            self._refuse(ViolationKind.NOT_REPEATABLE, f"{who} may run only once per step")
-        self._use_inputs(instruction, step)
         creates, keeps = facts.nodes[node].creates, instruction.keeps
+        if facts.nodes[node].changes or not facts.nodes[node].is_repeatable:
+            who = self._report.node(sub_array, node)
+            text = f"{who} changes a tensor in place, or may run only once per step, but runs again"
+            self._report.add(ViolationKind.NOT_REPEATABLE, text)
         if len(set(keeps)) < len(keeps) or not set(keeps) <= set(creates):
-            self._refuse(
-                ViolationKind.MALFORMED,
-                f"a Recompute of {who} can keep each of the tensors {creates} once, but keeps {keeps}",
-            )
+            who = self._report.instruction(instruction)
+            text = f"{who} can keep each of the tensors {creates} once, but keeps {keeps}"
+            self._report.add(ViolationKind.MALFORMED, text)
+        self._use_inputs(instruction, step)
         for tensor in creates:
             if tensor in keeps:
                 self._take((sub_array, tensor), step * facts.periods[tensor], _COMPUTE)
@@ -268,106 +204,83 @@ class PartWalk:
             key = (instruction.sub_array, tensor)
             resident = self._device.get(key)
             if resident is None:
-                self._refuse(
-                    ViolationKind.NOT_RESIDENT,
-                    f"{self._names.instruction(instruction)} needs {self._names.tensor(*key)}, which is "
-                    f"{self._absence(key)}",
-                )
+                self._refuse_absent(ViolationKind.NOT_RESIDENT, key)
                 continue
             self._need_ended(_COMPUTE, resident.written_on, resident.written_at)
             expected = step * facts.periods[tensor] + count
             if resident.version != expected:
-                self._refuse(
+                at = resident.written_at
+                writer = self._report.instruction(self._instructions[at]) if at >= 0 else "an earlier part"
+                self._report.add(
                     ViolationKind.WRONG_VERSION,
-                    f"{self._names.instruction(instruction)} needs {self._names.tensor(*key)} as the step "
-                    f"without a plan has it there, but it {_difference(resident.version, expected)}"
-                    f"{self._writer(resident)}",
+                    f"{self._report.instruction(instruction)} needs version {expected} of "
+                    f"{self._report.tensor(*key)}, which the step without a plan has there, but the device "
+                    f"holds version {resident.version}, written by {writer}",
                 )
             resident.last_compute = self._position
 
-    def _overwrite(self, resident: _Resident, version: int) -> None:
+    def _overwrite(self, resident: Resident, version: int) -> None:
         """The compute lane writes to a tensor that is on the device."""
         self._need_ended(_COMPUTE, _OUT, resident.last_offload)
         resident.version = version
         resident.written_at = resident.last_compute = self._position
         resident.written_on = _COMPUTE
 
-    def _offload(self, instruction: Offload) -> None:
-        key = (instruction.sub_array, instruction.tensor)
+    def _offload(self, key: Key) -> None:
         resident = self._device.get(key)
         if resident is None:
-            self._refuse(
-                ViolationKind.NOT_RESIDENT,
-                f"Offload of {self._names.tensor(*key)}, which is {self._absence(key)}",
-            )
+            self._refuse_absent(ViolationKind.NOT_RESIDENT, key)
             return
         self._need_ended(_OUT, resident.written_on, resident.written_at)
         resident.last_offload = self._position
         self._host[key] = resident.version
         self._offloaded_at[key] = self._position
 
-    def _prefetch(self, instruction: Prefetch) -> None:
-        key = (instruction.sub_array, instruction.tensor)
+    def _prefetch(self, key: Key) -> None:
         if key not in self._host:
-            self._refuse(
-                ViolationKind.NOT_RESIDENT,
-                f"Prefetch of {self._names.tensor(*key)}, which has no copy on the host",
-            )
+            text = f"Prefetch of {self._report.tensor(*key)}, which has no copy on the host"
+            self._report.add(ViolationKind.NOT_RESIDENT, text)
         offloaded_at = self._offloaded_at.get(key, -1)
         self._need_ended(_IN, _OUT, offloaded_at)
         if offloaded_at == -1:
             self._host_reads.add(key)
-        resident = self._take(key, self._host.get(key), _IN)
-        if resident.tenancy is not None:
-            for former in self._slab.former_tenants(resident.tenancy):
-                self._need_ended(_IN, _COMPUTE, former.last_compute, former.owner)
-                self._need_ended(_IN, _OUT, former.last_offload, former.owner)
+        for former in self._take(key, self._host.get(key), _IN):
+            self._need_ended(_IN, _COMPUTE, former.last_compute, former.key)
+            self._need_ended(_IN, _OUT, former.last_offload, former.key)
 
-    def _free(self, instruction: Free) -> None:
-        key = (instruction.sub_array, instruction.tensor)
+    def _free(self, key: Key) -> None:
         resident = self._device.pop(key, None)
         if resident is None:
-            self._refuse(
-                ViolationKind.FREE, f"Free of {self._names.tensor(*key)}, which is {self._absence(key)}"
-            )
+            self._refuse_absent(ViolationKind.FREE, key)
             return
         self._need_ended(_COMPUTE, _OUT, resident.last_offload)
         self._need_ended(_COMPUTE, resident.written_on, resident.written_at)
         facts = self._facts[key[0]]
-        if facts.is_static[key[1]] and key not in self._offloaded_at:
-            self._host_reads.add(key)
-        if facts.is_static[key[1]] and (key not in self._host or self._host[key] != resident.version):
-            self._refuse(
-                ViolationKind.FREE,
-                f"Free of {self._names.tensor(*key)}, which must outlive the step, but the host has no copy "
-                "of the version that it holds",
-            )
+        if facts.is_static[key[1]]:
+            if key not in self._offloaded_at:
+                self._host_reads.add(key)
+            if key not in self._host or self._host[key] != resident.version:
+                text = "must outlive the step, but the host has no copy of the version that it holds"
+                self._report.add(ViolationKind.FREE, f"Free of {self._report.tensor(*key)}, which {text}")
         if facts.is_result[key[1]] and resident.version is not None:
             end_of_step = (resident.version // facts.periods[key[1]] + 1) * len(facts.nodes)
             if self._order.num_ran(key[0]) < end_of_step:
-                self._refuse(
-                    ViolationKind.FREE,
-                    f"Free of {self._names.tensor(*key)}, a result, before its step has ended",
-                )
-        self._vacate(resident)
+                text = f"Free of {self._report.tensor(*key)}, a result, before its step has ended"
+                self._report.add(ViolationKind.FREE, text)
+        self._slab.give_back(self._position, resident)
         self._freed_at[key] = self._position
 
-    def _take(self, key: Key, version: int | None, lane: int) -> _Resident:
-        """Make a tensor resident that the present instruction writes."""
+    def _take(self, key: Key, version: int | None, lane: int) -> list[Resident]:
+        """Make a tensor resident that the present instruction writes; returns who had its bytes before."""
         old = self._device.get(key)
         if old is not None:
-            self._refuse(
-                ViolationKind.LEAK,
-                f"{self._names.instruction(self._instructions[self._position])} takes bytes for "
-                f"{self._names.tensor(*key)}, which is on the device already and was not freed",
-            )
-            self._vacate(old)
-        tenancy = self._slab.take(self._position, key, self._facts[key[0]].sizes[key[1]])
-        resident = _Resident(tenancy, version, self._position, lane)
+            text = f"{self._report.tensor(*key)} takes bytes, but is on the device already and was not freed"
+            self._report.add(ViolationKind.LEAK, text)
+            self._slab.give_back(self._position, old)
+        resident = self._device[key] = Resident(key, version, self._position, lane)
         if lane == _COMPUTE:
             resident.last_compute = self._position
-        self._device[key] = resident
-        return resident
+        return self._slab.take(self._position, resident, self._facts[key[0]].sizes[key[1]])
 
     def _take_for_now(self, sub_array: int, node: int, discarded: Sequence[int]) -> None:
         """Bytes for the present instruction alone: its workspace, and outputs that it does not keep."""
@@ -377,12 +290,6 @@ class PartWalk:
             takers.append(((sub_array, WORKSPACE), facts.nodes[node].workspace_bytes))
         self._slab.take_for_now(self._position, takers)
 
-    def _vacate(self, resident: _Resident) -> None:
-        if resident.tenancy is not None:
-            self._slab.give_back(
-                self._position, resident.tenancy, resident.last_compute, resident.last_offload
-            )
-
     def _need_ended(self, lane: int, other: int, position: int, tenant: Key | None = None) -> None:
         """The present instruction, on ``lane``, must know that the one at ``position`` has ended.
 
@@ -390,35 +297,19 @@ class PartWalk:
         """
         if position < self._clocks[lane][other] or lane == other:
             return
-        about = f" (it used bytes of {self._names.tensor(*tenant)} that are overwritten)" if tenant else ""
-        self._refuse(
+        this, first = self._instructions[self._position], self._instructions[position]
+        about = f" (it used bytes of {self._report.tensor(*tenant)} that are overwritten)" if tenant else ""
+        self._report.add(
             ViolationKind.MISSING_WAIT,
-            f"{self._names.instruction(self._instructions[self._position])} must run after [{position}] "
-            f"{self._names.instruction(self._instructions[position])}{about}, but lane {_LANE_NAMES[lane]} "
-            f"does not wait for it",
+            f"{self._report.instruction(this)} must run after [{position}] "
+            f"{self._report.instruction(first)}{about}, but its lane does not wait for it",
         )
 
-    def _absence(self, key: Key) -> str:
-        """Why a tensor is not on the device, as far as this part tells."""
-        if key in self._freed_at:
-            return f"not on the device: it was freed at [{self._freed_at[key]}]"
-        if key in self._host:
-            return "on the host only: it was not prefetched"
-        return "not on the device"
-
-    def _writer(self, resident: _Resident) -> str:
-        if resident.written_at < 0:
-            return ""
-        written_by = self._names.instruction(self._instructions[resident.written_at])
-        return f" (last written by [{resident.written_at}] {written_by})"
-
-    def _refuse(self, kind: ViolationKind, text: str) -> None:
-        self._findings.add(kind, self._name, self._position, text)
-
-
-def _difference(version: int | None, expected: int) -> str:
-    if version is None:
-        return "was never written"
-    if version > expected:
-        return f"was changed already: version {version}, expected {expected}"
-    return f"is too old: version {version}, expected {expected}"
+    def _refuse_absent(self, kind: ViolationKind, key: Key) -> None:
+        """Say that a tensor is not on the device and why, as far as this part tells."""
+        why = f": it was freed at [{self._freed_at[key]}]" if key in self._freed_at else ""
+        if not why and key in self._host:
+            why = ", but on the host: it was not prefetched"
+        this = self._report.instruction(self._instructions[self._position])
+        tensor = self._report.tensor(*key)
+        self._report.add(kind, f"{this} needs {tensor}, which is not on the device{why}")
