@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from settled import settle
 
-for folder in ("fleet", "engine", "colocate"):
+for folder in ("", "fleet", "engine", "colocate"):
     sys.path.insert(0, str(Path(__file__).parents[1] / "cpu" / folder))
 
 
