@@ -244,15 +244,19 @@ def train_fused(fleet: tm.Fleet, batches: Iterable[Any]) -> list[Outcome]:
     return outcomes(fleet, losses, metrics)
 
 
+def _is_on_gpu(fleet: tm.Fleet) -> bool:
+    return next(fleet.members[0].model.parameters()).is_cuda
+
+
 def _train_planned(fleet: tm.Fleet, batches: Sequence[Any]) -> list[Outcome]:
-    # For a named device: measuring takes longer, and may have another result each time.
-    fleet.use(fleet.plan(policy="mutwo", device="a100-40gb", max_partitions=3))
+    # On a CPU for a named device: measuring takes longer, and may have another result each time.
+    device = None if _is_on_gpu(fleet) else "a100-40gb"
+    fleet.use(fleet.plan(policy="mutwo", device=device, max_partitions=3))
     return train_fused(fleet, batches)
 
 
 def _train_job(fleet: tm.Fleet, batches: Sequence[Any]) -> list[Outcome]:
     """As a job beside another one, cut into small segments."""
-    device = next(fleet.members[0].model.parameters()).device
     model = nn.Linear(4, 4)
     other = tm.Job(
         "other",
@@ -261,10 +265,11 @@ def _train_job(fleet: tm.Fleet, batches: Sequence[Any]) -> list[Outcome]:
         lambda model, batch: model(batch).square().mean(),
         loader=[torch.ones(2, 4)],
         steps=len(batches),
-        device=device,
+        device="cuda" if _is_on_gpu(fleet) else "cpu",
     )
     job = tm.Job("fleet", fleet=fleet, loader=batches, steps=len(batches))
-    result = tm.colocate([job, other], "4GiB", tracking_bytes=2048).run()
+    budget = "20GiB" if _is_on_gpu(fleet) else "4GiB"
+    result = tm.colocate([job, other], budget, tracking_bytes=2048).run()
     assert [repr(each.error) for each in result.jobs.values() if each.error] == []
     return outcomes(fleet, list(result["fleet"].losses), [])
 
