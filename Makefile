@@ -39,11 +39,21 @@ lint: $(INSTALLED) ## ruff, mypy and the order of imports
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
 
-# Installs nothing: for machines that have torch, pytest and a GPU, but perhaps no network.
+# Installs nothing: for machines that have torch, pytest and a GPU, but perhaps no network. With pytest-xdist,
+# files run side by side in processes, and tests of device bytes or time by themselves after that.
 test-gpu: ## GPU tests, with the Python that already has torch
 	@$(or $(PYTHON),python3) -c 'import torch, pytest' || { \
 	  echo "make test-gpu needs a Python with torch and pytest; name it with PYTHON=..." >&2; exit 1; }
-	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(PYTHON),python3) -m pytest tests/gpu
+	@export PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}"; \
+	run() { echo "pytest $$*"; $(or $(PYTHON),python3) -m pytest "$$@"; }; \
+	if $(or $(PYTHON),python3) -c 'import xdist' 2>/dev/null; then \
+	  status=0; \
+	  run tests/gpu -m 'not alone' -n 5 --dist loadfile || status=$$?; \
+	  run tests/gpu -m alone || status=$$?; \
+	  exit $$status; \
+	else \
+	  run tests/gpu; \
+	fi
 
 bench: $(INSTALLED) ## CPU benchmark: a fleet of small models against eager torch and vmap
 	$(PY) -m benchmarks step --device cpu --workloads mlp,small:cnn,small:transformer --widths 16 --out $(BENCH_OUT)

@@ -6,7 +6,6 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from decided_plans import decided
 from planned import Case, State, train_plain
 
@@ -15,7 +14,7 @@ from trainmux.fleet._planned_runner import PlannedRunner
 from trainmux.ir import Multiplexing, Program
 
 NAMES = ("mlp", "cnn_with_dropout", "transformer_with_dropout", "lstm_with_dropout")
-NUM_STEPS = 20
+NUM_STEPS = 8
 WAYS = {
     # One array; the paper's pair; a ring of three; a ring whose members train side by side, one with fewer.
     "turns": ((2,), Multiplexing.TURNS, 1),
@@ -23,14 +22,6 @@ WAYS = {
     "ring": ((1, 1, 1), Multiplexing.RING, 1),
     "beside": ((2, 2, 1), Multiplexing.RING, 2),
 }
-
-
-def grouped(*values: str) -> Any:
-    """Parameters of tests that one worker should run together: what they need is made once per process."""
-    return pytest.param(*values, marks=pytest.mark.xdist_group("-".join(values)), id="-".join(values))
-
-
-MODELS_AND_WAYS = [grouped(name, way) for name in NAMES for way in WAYS]
 
 
 @functools.cache

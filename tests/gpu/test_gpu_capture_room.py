@@ -11,6 +11,8 @@ from torch import Tensor
 
 from trainmux.engine import CaptureRoom
 
+pytestmark = pytest.mark.alone
+
 MIB = 1 << 20
 DEVICE = torch.device("cuda", 0)
 

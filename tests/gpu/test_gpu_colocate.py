@@ -10,43 +10,36 @@ from typing import Any
 import pytest
 import torch
 from colocation_cases import (
-    SMALL_CUTS,
-    Breaking,
-    assert_same_state,
-    batches_of,
     cut_by,
-    cycled,
-    small_fleet,
     smallest_budget,
-    state_of,
     sum_of_peaks,
 )
 from held_memory import MemoryWatch, look_at_memory
 from settled import settle
 from torch import Tensor, nn
 from wide_jobs import (
-    BATCH_SIZE,
     MIB,
     REGION,
     assert_wide_as_alone,
+    captures_of,
     cuda,
     mean_square,
+    used_bytes,
     warm_up,
     wide_batches,
-    wide_fleet,
     wide_job,
 )
 
 import trainmux as tm
 from trainmux.colocate import _fused_work
 from trainmux.colocate._cuda_device import CudaDevice
-from trainmux.colocate._demand import SegmentRef
 from trainmux.colocate._layout import ArenaLayout, MemoryLayout
-from trainmux.colocate._protocols import Ended, MemoryNeed
+from trainmux.colocate._protocols import MemoryNeed
 from trainmux.colocate._segment_graphs import SegmentGraphs
 from trainmux.colocate._virtual_memory import PhysicalBlock, VirtualRange, granularity_bytes
 
-STEPS = 12
+pytestmark = pytest.mark.alone
+
 NUM_GUESTS = 8
 
 
@@ -61,16 +54,6 @@ def _without_workspaces() -> Iterator[None]:
     settle(clears_workspaces=True)
     yield
     settle(clears_workspaces=True)
-
-
-def used_bytes() -> int:
-    """What is in use on the device, the context included."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-def captures_of(colocation: tm.Colocation) -> dict[str, int]:
-    return {name: admitted.work.num_captures for name, admitted in colocation._inside.items()}  # type: ignore[attr-defined]
 
 
 # ---- the mechanism --------------------------------------------------------------------------------------
@@ -167,161 +150,71 @@ def test_what_is_laid_out_is_what_the_device_has_less() -> None:
         assert used_bytes() - before == device.reserved_bytes, look_at_memory(cuda()).table()
 
 
-# ---- bit for bit ----------------------------------------------------------------------------------------
+# ---- the budget -----------------------------------------------------------------------------------------
 
 
-def jobs_in_flight(colocation: tm.Colocation) -> list[int]:
-    """Fills, whenever a segment is enqueued, with how many jobs have one whose end was not told."""
-    device: Any = colocation._device
-    enqueue, next_ended = device.enqueue, device.next_ended
-    flying: list[str] = []
-    found: list[int] = []
-
-    def noting_begin(ref: SegmentRef, *rest: Any) -> None:
-        enqueue(ref, *rest)
-        flying.append(ref.job)
-        found.append(len(set(flying)))
-
-    def noting_end(*until: Any) -> Ended | None:
-        ended: Ended | None = next_ended(*until)
-        if ended is not None:
-            flying.remove(ended.ref.job)
-        return ended
-
-    device.enqueue, device.next_ended = noting_begin, noting_end
-    return found
+def two_wide_jobs() -> tuple[MemoryWatch, list[tm.Job]]:
+    """Jobs of twelve steps, and a watch that began before they were made."""
+    warm_up()
+    settle(clears_workspaces=True)
+    return MemoryWatch(), [wide_job("a", 0, 12), wide_job("b", 1, 12)]
 
 
-def check_small(tmp_path: Path, names: Sequence[str], lowering: str, tightness: Sequence[float]) -> None:
-    fleets = {name: small_fleet(name, device="cuda", lowering=lowering) for name in names}
-    expected = {}
-    for name, fleet in fleets.items():
-        fleet.save(tmp_path / name)
-        losses = torch.stack([fleet.step(batch).cpu() for batch in cycled(batches_of(name), STEPS)])
-        expected[name] = (losses, state_of(fleet))
-    for tight in tightness:
-        for name in names:
-            fleets[name].restore(tmp_path / name)
-        jobs = [tm.Job(name, fleet=fleets[name], loader=batches_of(name), steps=STEPS) for name in names]
-        colocation = tm.colocate(jobs, "20GiB", tracking_bytes=SMALL_CUTS, region_bytes=REGION, poisons=True)
-        least, most = smallest_budget(colocation), sum_of_peaks(colocation)
-        colocation.set_budget(round(tight * least + (1 - tight) * most))
-        at_once = jobs_in_flight(colocation)
-        result = colocation.run()
-        assert [repr(job.error) for job in result.jobs.values() if job.error] == []
-        if tight == 0:
-            assert max(at_once) == len(names), f"{names}: one iteration after the other"
-        for name in names:
-            assert torch.equal(result[name].losses, expected[name][0]), (names, tight, name)
-            assert_same_state(state_of(fleets[name]), expected[name][1], f"{names} at {tight}: {name}")
+def run_within_budget(
+    watch: MemoryWatch, jobs: Sequence[tm.Job], **options: Any
+) -> tuple[tm.ColocationResult, list[tuple[int, bool]]]:
+    """Run wide jobs in little more than the smallest budget, which the device never exceeds.
 
-
-NAMES = ("mlp", "residual", "transformer_with_dropout", "lstm")
-
-
-@pytest.mark.parametrize("names", list(itertools.pairwise([*NAMES, NAMES[0]])), ids="+".join)
-def test_pairs_are_as_alone(tmp_path: Path, names: tuple[str, str]) -> None:
-    check_small(tmp_path, names, "aten", (1.0, 0.0))
-
-
-def test_compiled_jobs_are_as_alone(tmp_path: Path) -> None:
-    check_small(tmp_path, ("residual", "transformer_with_dropout"), "inductor", (1.0, 0.0))
-
-
-def test_three_jobs_are_as_alone(tmp_path: Path) -> None:
-    check_small(tmp_path, ("mlp", "transformer_with_dropout", "residual"), "aten", (1.0, 0.5))
-
-
-def test_other_batches_and_micro_batches() -> None:
-    """Run kernel by kernel the first time, captured the second time: the bits stay."""
-
-    def batches(seed: int) -> list[Tensor]:
-        long, short = wide_batches(seed), wide_batches(seed, BATCH_SIZE // 2)
-        return [long[0], long[1], short[0], long[2]]
-
-    def fleet(seed: int) -> tm.Fleet:
-        return wide_fleet(seed, num_layers=3, accumulate=2)
-
-    steps = 24
-    expected = {}
-    for seed in (0, 1):
-        alone = fleet(seed)
-        losses = torch.stack([alone.step(batch).cpu() for batch in cycled(batches(seed), steps)])
-        expected[seed] = (losses, state_of(alone))
-    captured: list[dict[str, int]] = []
-    jobs = [tm.Job(str(seed), fleet=fleet(seed), loader=batches(seed), steps=steps) for seed in (0, 1)]
+    Also returns of each job, before it ran, how many segments it had and whether it was known.
+    """
     colocation = tm.colocate(
-        jobs,
-        "20GiB",
-        tracking_bytes=4 * MIB,
-        region_bytes=REGION,
-        callbacks=[lambda event: captured.append(captures_of(event.colocation))],
-        poisons=True,
+        jobs, "20GiB", region_bytes=REGION, callbacks=[lambda event: watch.look(event.colocation)], **options
     )
-    colocation.set_budget(smallest_budget(colocation) + 4 * REGION)
+    demands = [admitted.demand for admitted in colocation._jobs.values()]
+    before = [(len(demand.segments), demand.is_measured) for demand in demands]
+    budget = smallest_budget(colocation) + 5 * REGION
+    assert "tracking_bytes" not in options or budget < sum_of_peaks(colocation)
+    colocation.set_budget(budget)
     result = colocation.run()
     assert [repr(job.error) for job in result.jobs.values() if job.error] == []
-    for seed, job in zip((0, 1), jobs, strict=True):
-        assert torch.equal(result[str(seed)].losses, expected[seed][0])
-        assert job.fleet is not None
-        assert_same_state(state_of(job.fleet), expected[seed][1], str(seed))
-    both = [row for row in captured if len(row) == 2]
-    assert both[-1]["0"] > both[0]["0"]  # further steps were captured
-    assert both[-1] == both[len(both) * 3 // 4]  # and none of them twice
-
-
-# ---- the budget -----------------------------------------------------------------------------------------
+    assert result.peak_bytes <= budget
+    assert max(watch.held) <= budget, watch.report(budget)
+    return result, before
 
 
 @pytest.mark.parametrize("has_stepped", [False, True], ids=["new fleets", "fleets that have stepped"])
 def test_the_device_never_holds_more_than_the_budget(has_stepped: bool) -> None:
-    warm_up()
-    settle(clears_workspaces=True)
-    watch = MemoryWatch()
-    jobs = [wide_job("a", 0, 12), wide_job("b", 1, 12)]
+    watch, jobs = two_wide_jobs()
     for seed, job in enumerate(jobs if has_stepped else ()):  # graphs and a pool of the fleet's own
         assert job.fleet is not None
         job.fleet.step(wide_batches(seed)[0])
-    colocation = tm.colocate(
-        jobs,
-        "20GiB",
-        tracking_bytes=4 * MIB,
-        region_bytes=REGION,
-        callbacks=[lambda event: watch.look(event.colocation)],
-    )
-    budget = smallest_budget(colocation) + 5 * REGION
-    assert budget < sum_of_peaks(colocation)
-    colocation.set_budget(budget)
-    result = colocation.run()
-    assert result.failed == ()
-    assert result.peak_bytes <= budget
-    assert max(watch.held) <= budget, watch.report(budget)
-    if not has_stepped:
-        assert_wide_as_alone(result, jobs[0], 0)
-        assert_wide_as_alone(result, jobs[1], 1)
+    result, _ = run_within_budget(watch, jobs, tracking_bytes=4 * MIB)
+    for seed, job in enumerate(() if has_stepped else jobs):
+        assert_wide_as_alone(result, job, seed)
 
 
 def test_jobs_that_are_cut_anew_keep_bits_and_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured once more when they were found to take another time than their cuts were chosen for."""
-
     cut_by(monkeypatch, lambda kernels, seconds: 1 << 40 if seconds == kernels.estimated_seconds else 4 * MIB)
     monkeypatch.setattr(_fused_work, "_MISJUDGED", 1.0)  # whatever it was, it was wrong
-    warm_up()
-    settle(clears_workspaces=True)
-    watch = MemoryWatch()
-    jobs = [wide_job("a", 0, 12), wide_job("b", 1, 12)]
-    colocation = tm.colocate(
-        jobs, "20GiB", region_bytes=REGION, callbacks=[lambda event: watch.look(event.colocation)]
-    )
-    before = [job.num_segments for job in colocation.results().jobs.values()]
-    budget = smallest_budget(colocation) + 5 * REGION
-    colocation.set_budget(budget)
-    result = colocation.run()
-    assert [repr(job.error) for job in result.jobs.values() if job.error] == []
-    assert max(watch.held) <= budget, watch.report(budget)
-    for seed, (job, few) in enumerate(zip(jobs, before, strict=True)):
+    watch, jobs = two_wide_jobs()
+    result, before = run_within_budget(watch, jobs)
+    for seed, (job, (few, _)) in enumerate(zip(jobs, before, strict=True)):
         assert result[job.name].num_segments > 4 * few
         assert_wide_as_alone(result, job, seed)
+
+
+def test_jobs_that_are_known_begin_beside_each_other(tmp_path: Path) -> None:
+    """What was learned of a job is kept in a folder: the next like it needs no iteration to itself."""
+    segments = []
+    for is_known in (False, True):
+        watch, jobs = two_wide_jobs()
+        result, before = run_within_budget(watch, jobs, profiles=tmp_path / "profiles")
+        assert [known for _, known in before] == [is_known] * 2
+        for seed, job in enumerate(jobs):
+            assert_wide_as_alone(result, job, seed)
+        segments.append([job.num_segments for job in result.jobs.values()])
+    assert segments[0] == segments[1]
 
 
 def test_segments_last_as_long_as_meant() -> None:
@@ -346,37 +239,6 @@ def test_segments_last_as_long_as_meant() -> None:
     # A kernel takes up to 700 us here, and is a segment at least.
     assert 100e-6 < mean < 900e-6, f"{len(seconds)} segments of {1e6 * mean:.0f} us, {before} by estimate"
     assert len(seconds) > before
-
-
-def test_jobs_that_are_known_begin_beside_each_other(tmp_path: Path) -> None:
-    """What was learned of a job is kept in a folder: the next like it needs no iteration to itself."""
-    warm_up()
-    settle(clears_workspaces=True)
-
-    def run() -> tuple[list[bool], list[int]]:
-        """Of each job, whether it was known before it ran, and into how many segments it was cut."""
-        watch = MemoryWatch()
-        jobs = [wide_job("a", 0, 12), wide_job("b", 1, 12)]
-        colocation = tm.colocate(
-            jobs,
-            "20GiB",
-            region_bytes=REGION,
-            profiles=tmp_path / "profiles",
-            callbacks=[lambda event: watch.look(event.colocation)],
-        )
-        known = [admitted.demand.is_measured for admitted in colocation._jobs.values()]
-        budget = smallest_budget(colocation) + 5 * REGION
-        colocation.set_budget(budget)
-        result = colocation.run()
-        assert [repr(job.error) for job in result.jobs.values() if job.error] == []
-        assert max(watch.held) <= budget, watch.report(budget)
-        for seed, job in enumerate(jobs):
-            assert_wide_as_alone(result, job, seed)
-        return known, [job.num_segments for job in result.jobs.values()]
-
-    known, segments = run()
-    assert known == [False, False]
-    assert run() == ([True, True], segments)
 
 
 def test_the_budget_changes_without_a_capture() -> None:
@@ -416,23 +278,6 @@ def test_the_budget_changes_without_a_capture() -> None:
 
 
 # ---- jobs that fail, come and go --------------------------------------------------------------------------
-
-
-def test_a_loader_that_raises_ends_its_job_alone() -> None:
-    error = OSError("the disk is gone")
-    jobs = [
-        wide_job("a", 0, 9, loader=Breaking(wide_batches(0)[:2], error)),
-        wide_job("b", 1, 8),
-    ]
-    colocation = tm.colocate(jobs, "20GiB", region_bytes=REGION, poisons=True)
-    colocation.set_budget(smallest_budget(colocation) + 4 * REGION)
-    result = colocation.run()
-    assert result.failed == ("a",)
-    assert result["a"].error is error
-    assert result["a"].num_steps == 2
-    assert_wide_as_alone(result, jobs[0], 0)
-    assert result["b"].num_steps == 8
-    assert_wide_as_alone(result, jobs[1], 1)
 
 
 def test_a_job_that_runs_out_of_memory_ends_alone() -> None:

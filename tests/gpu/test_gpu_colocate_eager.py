@@ -30,7 +30,7 @@ from trainmux.colocate import _eager
 from trainmux.errors import BudgetError, TrainmuxWarning
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 
-pytestmark = pytest.mark.filterwarnings("ignore:job 'eager' cannot be traced")
+pytestmark = [pytest.mark.alone, pytest.mark.filterwarnings("ignore:job 'eager' cannot be traced")]
 
 NUM_LAYERS = 6
 SEED = 3
@@ -124,12 +124,11 @@ def test_the_device_never_holds_more_than_the_budget() -> None:
     result = colocation.run()
     assert result.failed == ()
     assert max(watch.held) <= budget, watch.report(budget)
-    pools = [job.pool_bytes for facts in watch.seen for job in facts.jobs if job.name == "eager"]
+    pools = [facts.job_pools.get("eager", 0) for facts in watch.seen]
     feature_maps = NUM_LAYERS * BATCH_SIZE * WIDTH * 4
     assert max(pools) >= feature_maps, watch.report(budget)
     for facts in watch.seen:  # and its backward pass took nothing elsewhere
-        usual = [pool for pool in facts.pools if pool.pool == (0, 0)]
-        assert sum(pool.reserved_bytes for pool in usual) <= 4 * MATRIX_LIBRARIES_BYTES, facts.table()
+        assert facts.usual_pool_bytes <= 4 * MATRIX_LIBRARIES_BYTES, facts.table()
 
 
 def test_a_step_beyond_what_was_seen_ends_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import torch
 
 import trainmux as tm
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def facts() -> tm.MachineFacts:

@@ -8,46 +8,16 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.workloads import SMALL
-from torch import nn
+from wide_jobs import MIB, normed_batch, normed_fleet, normed_member
 
 import trainmux as tm
 from trainmux.errors import BudgetError
 
-MIB = 1 << 20
-
-
-class Wide(nn.Module):
-    """Large enough that segments of a megabyte or two do not matter."""
-
-    def __init__(self, features: int = 1024, depth: int = 6) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        for _ in range(depth):
-            layers += [nn.Linear(features, features), nn.GELU(), nn.LayerNorm(features)]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x)
-        return out
-
-
-def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean()
-
-
-def member(number: int) -> tm.Member:
-    torch.manual_seed(number)
-    model = Wide()
-    return tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-3), name=f"m{number}")
+pytestmark = pytest.mark.alone
 
 
 def batch(size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(size, 1024, generator=torch.Generator().manual_seed(seed)).cuda()
-
-
-def fleet_of(num_members: int = 4, size: int = 4096, **options: Any) -> tm.Fleet:
-    members = [member(number) for number in range(num_members)]
-    return tm.Fleet(members, loss, batch(size), device="cuda", **options)
+    return normed_batch(size, seed).cuda()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +30,7 @@ def fleet_of(num_members: int = 4, size: int = 4096, **options: Any) -> tm.Fleet
     ids=["aten", "inductor", "branches"],
 )
 def test_what_is_reserved_was_predicted(options: dict[str, Any]) -> None:
-    fleet = fleet_of(**options)
+    fleet = normed_fleet(batch(4096), **options)
     fleet.step(batch(4096))
     memory = fleet.summary()[0].memory
     assert memory is not None
@@ -92,7 +62,7 @@ def test_the_small_workloads_too(name: str) -> None:
 
 
 def test_another_batch_shape_uses_the_same_memory() -> None:
-    fleet = fleet_of(lowering="aten")
+    fleet = normed_fleet(batch(4096), lowering="aten")
     fleet.step(batch(4096))
     reserved = torch.cuda.memory_reserved()
     for size in (2048, 1000, 4000):
@@ -105,7 +75,7 @@ def test_another_batch_shape_uses_the_same_memory() -> None:
 
 
 def test_a_step_larger_than_the_device_is_refused_in_words() -> None:
-    fleet = fleet_of(2, size=64, lowering="aten")
+    fleet = normed_fleet(batch(64), 2, lowering="aten")
     fleet.step(batch(64))
     before = torch.cuda.memory_reserved()
     free, _ = torch.cuda.mem_get_info()
@@ -122,7 +92,7 @@ def test_a_step_larger_than_the_device_is_refused_in_words() -> None:
 def test_a_user_who_records_allocations_is_left_alone() -> None:
     torch.cuda.memory._record_memory_history("all", context=None)
     try:
-        fleet = fleet_of(2, size=512, lowering="aten")
+        fleet = normed_fleet(batch(512), 2, lowering="aten")
         fleet.step(batch(512))
         memory = fleet.summary()[0].memory
         assert memory is not None
@@ -133,13 +103,13 @@ def test_a_user_who_records_allocations_is_left_alone() -> None:
 
 
 def test_memory_stays_flat_over_steps_and_replacements() -> None:
-    fleet = fleet_of(4, size=1024, lowering="aten")
+    fleet = normed_fleet(batch(1024), lowering="aten")
     batches = [batch(1024, seed) for seed in range(4)]
     seen = []
     for step in range(400):
         fleet.step(batches[step % 4])
         if step % 40 == 39:
-            fleet.replace(fleet.names[step // 40 % 4], member(100 + step))
+            fleet.replace(fleet.names[step // 40 % 4], normed_member(100 + step))
         if step >= 100 and step % 20 == 0:
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()

@@ -10,14 +10,12 @@ import pytest
 import torch
 from interrupted import train_interrupted
 from settled import settle
-from torch import nn
+from wide_jobs import MIB, normed_batch, normed_fleet
 
 import trainmux as tm
 from trainmux.engine import PlannedEngine
 from trainmux.errors import BudgetError, TrainmuxWarning
 from trainmux.ir import Part
-
-MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,36 +25,12 @@ def own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-class Wide(nn.Module):
-    """Large enough that its slab is no part of a segment that is there anyway."""
-
-    def __init__(self, features: int = 512) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(features, features), nn.GELU(), nn.LayerNorm(features), nn.Linear(features, features)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x)
-        return out
-
-
-def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    value: torch.Tensor = model(batch).square().mean()
-    return value
-
-
 def fleet_of(num_members: int = 2) -> tm.Fleet:
-    members = []
-    for number in range(num_members):
-        torch.manual_seed(number)
-        model = Wide()
-        members.append(tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-3), name=f"m{number}"))
-    return tm.Fleet(members, loss, batch(0), device="cuda", lowering="aten", deterministic=True)
+    return normed_fleet(batch(0), num_members, depth=2, lowering="aten", deterministic=True)
 
 
 def batch(number: int) -> torch.Tensor:
-    return torch.randn(8192, 512, generator=torch.Generator().manual_seed(number))
+    return normed_batch(8192, number, features=512)
 
 
 def state(fleet: tm.Fleet) -> list[torch.Tensor]:

@@ -15,6 +15,8 @@ from trainmux.profiling._link import probe_link_under_load
 from trainmux.profiling._pass import Pass
 from trainmux.runtime import capturing, warm_matrix_libraries
 
+pytestmark = pytest.mark.alone
+
 DEVICE = "cuda"
 
 

@@ -44,13 +44,11 @@ class Net(nn.Module):
             x = x.square().sqrt()
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = norm(layer(x)).tanh()
-        result: Tensor = self.last(x)
-        return result
+        return self.last(x)
 
 
 def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    value: Tensor = (net(batch[0]) - batch[1]).square().mean()
-    return value
+    return (net(batch[0]) - batch[1]).square().mean()
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -59,26 +57,27 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return x.cuda(), x.sum(1, keepdim=True).sin().cuda()
 
 
-def members_of(
-    num_members: int,
+def fleet_of(
+    update: str,
     *,
+    lowering: str = "aten",
     size: int = 256,
-    num_layers: int = 10,
+    num_layers: int = 4,
     kink: bool = False,
     optimizer: str = "adamw",
-) -> list[tm.Member]:
+) -> tm.Fleet:
+    """Four members; with ``kink`` the gradient of m1's first layer is not finite."""
     members = []
-    for number in range(num_members):
+    for number in range(4):
         torch.manual_seed(number)
         net = Net(size, num_layers, kink=kink)
+        if kink and number == 1:
+            nn.init.zeros_(net.first.weight)
         made = OPTIMIZERS[optimizer](net.parameters(), lr=1e-3 * (number + 1))
         members.append(tm.Member(net, made, name=f"m{number}"))
-    return members
-
-
-def fleet_of(update: str, *, fleet: dict[str, Any] | None = None, **options: Any) -> tm.Fleet:
-    given = {"lowering": "inductor", "deterministic": True, **(fleet or {})}
-    return tm.Fleet(members_of(4, **options), loss, batch(0), device="cuda", update=update, **given)
+    return tm.Fleet(
+        members, loss, batch(0), device="cuda", update=update, lowering=lowering, deterministic=True
+    )
 
 
 def state_of(fleet: tm.Fleet) -> dict[str, Tensor]:
@@ -91,66 +90,64 @@ def state_of(fleet: tm.Fleet) -> dict[str, Tensor]:
     return found
 
 
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    different = [name for name, value in expected.items() if not torch.equal(got[name], value)]
-    assert not different, different
-
-
-def assert_alike(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """All but for rounding, against the largest element of each tensor."""
+def assert_alike(got: dict[str, Tensor], expected: dict[str, Tensor], share: float) -> None:
+    """Differences of at most a share of the largest element of each tensor."""
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         scale = value.double().abs().max().item()
-        assert (got[name].double() - value.double()).abs().max().item() <= 1e-4 * scale, name
+        assert (got[name].double() - value.double()).abs().max().item() <= share * scale, name
 
 
-@pytest.fixture(autouse=True)
 def needs_a_compiler() -> None:
     missing = compiler_missing(torch.device("cuda", 0))
     if missing:
         pytest.skip(missing)
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "lowering"), [*((name, "aten") for name in OPTIMIZERS), ("adamw", "inductor")]
+)
 def test_all_modes_train_alike(optimizer: str, lowering: str) -> None:
+    if lowering == "inductor":
+        needs_a_compiler()
     states = []
     for update in MODES:
-        fleet = fleet_of(update, fleet={"lowering": lowering}, optimizer=optimizer)
+        fleet = fleet_of(update, lowering=lowering, optimizer=optimizer)
         for number in range(5):
             fleet.step(batch(number))
         states.append(state_of(fleet))
     for state in states[1:]:
-        (assert_same if lowering == "aten" else assert_alike)(state, states[0])
+        assert_alike(state, states[0], 0.0 if lowering == "aten" else 1e-4)
 
 
-@pytest.mark.parametrize("name", ["mobilenet", "transformer", "gpt2", "dlrm"])
-def test_small_workloads_train_alike(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "lowering"), [("mobilenet", "aten"), ("gpt2", "aten"), ("dlrm", "inductor")]
+)
+def test_small_workloads_train_alike(name: str, lowering: str) -> None:
+    if lowering == "inductor":
+        needs_a_compiler()
     workload = SMALL[name]
     states = []
     for update in MODES:
         members = []
-        for number in range(3):
+        for number in range(2):
             model = workload.build(number).train()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1), eps=1e-3)
             members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
-        example = workload.batch(0, torch.float32)
-        options = {"device": "cuda", "lowering": "inductor", "deterministic": True}
-        fleet = tm.Fleet(members, workload.loss, example, update=update, **options)
+        options: dict[str, Any] = {"device": "cuda", "lowering": lowering, "deterministic": True}
+        fleet = tm.Fleet(members, workload.loss, workload.batch(0, torch.float32), update=update, **options)
         for number in range(3):
             fleet.step(workload.batch(number, torch.float32))
         states.append(state_of(fleet))
     for state in states[1:]:
-        assert_alike(state, states[0])
+        assert_alike(state, states[0], 1e-4)
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
-def test_an_immediate_update_reserves_less(lowering: str) -> None:
+def test_an_immediate_update_reserves_less() -> None:
     size, num_layers = 2048, 8
     found = {}
     for update in ("deferred", "immediate"):
-        fleet = fleet_of(update, fleet={"lowering": lowering}, size=size, num_layers=num_layers)
+        fleet = fleet_of(update, size=size, num_layers=num_layers)
         for number in range(2):
             fleet.step(batch(number))
         memory = fleet.summary()[0].memory
@@ -160,7 +157,6 @@ def test_an_immediate_update_reserves_less(lowering: str) -> None:
         found[update] = memory
         del fleet
         settle()
-    print({name: (memory.predicted_bytes, memory.reserved_bytes) for name, memory in found.items()})
     one = 4 * size * size * 4
     saved = found["deferred"].reserved_bytes - found["immediate"].reserved_bytes
     assert saved >= (num_layers - 4) * one  # one is made, one used up, and some room beside them
@@ -174,9 +170,8 @@ def test_a_plan_trains_to_the_same_numbers(update: str) -> None:
     plan = planned.plan(int(0.95 * peak))
     assert plan.peak_bytes <= 0.95 * peak
     for number in range(4):
-        torch.testing.assert_close(
-            planned.step(batch(number)), plain.step(batch(number)), rtol=1e-3, atol=1e-5
-        )
+        losses = planned.step(batch(number)), plain.step(batch(number))
+        torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-5)
     got, expected = state_of(planned), state_of(plain)
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-2, atol=1e-4)
@@ -184,14 +179,11 @@ def test_a_plan_trains_to_the_same_numbers(update: str) -> None:
 
 @pytest.mark.parametrize("update", MODES)
 def test_a_gradient_that_is_not_finite_stops_its_member_alone(update: str) -> None:
-    members = members_of(3, kink=True)
-    nn.init.zeros_(members[1].model.first.weight)  # type: ignore[arg-type, union-attr]
-    options = {"device": "cuda", "lowering": "inductor", "deterministic": True}
-    fleet = tm.Fleet(members, loss, batch(0), update=update, **options)
+    fleet = fleet_of(update, kink=True)
     before = state_of(fleet)
     for number in range(3):
         assert torch.isfinite(fleet.step(batch(number))).all()
-        assert fleet.metrics["finite"].tolist() == [True, False, True]
+        assert fleet.metrics["finite"].tolist() == [True, False, True, True]
     assert list(fleet.stopped()) == ["m1"]
     after = state_of(fleet)
     changed = {key for key in before if key.startswith("m1 ") and not torch.equal(after[key], before[key])}

@@ -1,4 +1,4 @@
-"""Jobs with megabytes of feature maps, for tests of what the device holds."""
+"""Fleets and jobs with megabytes of feature maps, for tests of what the device holds."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ WIDTH = 512
 def cuda() -> torch.device:
     """The device that tests run on."""
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def used_bytes() -> int:
+    """What is in use on the device, the context included."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def wide_model(seed: int, num_layers: int) -> nn.Module:
@@ -72,3 +78,34 @@ def warm_up() -> None:
     """Have all kernels loaded that wide jobs use: they take memory of the context's, once."""
     tm.colocate([wide_job("a", 0, 2), wide_job("b", 1, 2)], "20GiB", region_bytes=REGION, poisons=True).run()
     wide_alone(0, 2)
+
+
+def captures_of(colocation: tm.Colocation) -> dict[str, int]:
+    """How many graphs each job has captured."""
+    return {name: admitted.work.num_captures for name, admitted in colocation._inside.items()}  # type: ignore[attr-defined]
+
+
+# ---- fleets so large that segments of a megabyte or two do not matter -----------------------------------
+
+
+def normed_model(features: int = 1024, depth: int = 6) -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(features, features), nn.GELU(), nn.LayerNorm(features)]
+    return nn.Sequential(*layers)
+
+
+def normed_member(number: int, **sizes: int) -> tm.Member:
+    torch.manual_seed(number)
+    model = normed_model(**sizes)
+    return tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-3), name=f"m{number}")
+
+
+def normed_batch(size: int, seed: int = 0, features: int = 1024) -> Tensor:
+    """On the host."""
+    return torch.randn(size, features, generator=torch.Generator().manual_seed(seed))
+
+
+def normed_fleet(batch: Tensor, num_members: int = 4, depth: int = 6, **options: Any) -> tm.Fleet:
+    members = [normed_member(number, features=batch.shape[1], depth=depth) for number in range(num_members)]
+    return tm.Fleet(members, mean_square, batch, device="cuda", **options)

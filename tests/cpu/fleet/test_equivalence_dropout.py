@@ -10,16 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence import (
-    WITH_DROPOUT,
-    MaskProbe,
+    CLOSE,
     Outcome,
+    adamw,
     assert_equivalent,
     check_dropout,
     drawn_masks,
-    masks_as_metrics,
+    mask_fleet,
+    members_of,
     snapshot,
     train_fused,
 )
+from odd_models import SERIES, Checkpointed, classify, odd
 from short_workloads import SHORT
 from torch import Tensor, nn
 
@@ -28,23 +30,30 @@ import trainmux as tm
 pytestmark = pytest.mark.usefixtures("built_once")
 
 
-@pytest.mark.parametrize("name", WITH_DROPOUT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cnn_with_dropout",
+        "transformer_with_dropout",
+        pytest.param("lstm_with_dropout", marks=pytest.mark.extensive),
+        pytest.param("bert_mlm_with_dropout", marks=pytest.mark.extensive),
+    ],
+)
 def test_a_member_trains_the_same_at_any_width_in_any_slot_and_after_restore(
     name: str, tmp_path: Path
 ) -> None:
     check_dropout(SHORT[name], tmp_path / "checkpoint")
 
 
-class Recurrent(nn.Module):
-    """Dropout between the layers of a recurrent network, and nowhere else."""
+class First(nn.Module):
+    """The first result of a module that returns several."""
 
-    def __init__(self, cell: type[nn.RNNBase]) -> None:
+    def __init__(self, inner: nn.Module, num_inputs: int = 1) -> None:
         super().__init__()
-        self.layers = cell(4, 4, num_layers=2, dropout=0.5, batch_first=True)
+        self.inner, self.num_inputs = inner, num_inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)[0]
-        return out
+        return self.inner(*[x] * self.num_inputs)[0]
 
 
 class Attention(nn.Module):
@@ -56,24 +65,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unsqueeze(1).chunk(3, -1)
-        out: Tensor = F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
-        return out
-
-
-class MultiheadAttention(nn.Module):
-    """The same inside torch's own module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.attention(x, x, x)[0]
-        return out
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
 
 
 def _behind_a_layer(dropout: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), dropout)
+
+
+def _recurrent(cell: type[nn.RNNBase]) -> nn.Module:
+    return First(cell(4, 4, num_layers=2, dropout=0.5, batch_first=True))
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
@@ -81,38 +81,34 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "dropout-in-place": lambda: _behind_a_layer(nn.Dropout(0.5, inplace=True)),
     "dropout1d": lambda: _behind_a_layer(nn.Dropout1d(0.5)),
     "alpha-dropout": lambda: _behind_a_layer(nn.AlphaDropout(0.5)),
-    "lstm": lambda: Recurrent(nn.LSTM),
-    "gru": lambda: Recurrent(nn.GRU),
-    "rnn": lambda: Recurrent(nn.RNN),
+    "lstm": lambda: _recurrent(nn.LSTM),
+    "gru": lambda: _recurrent(nn.GRU),
+    "rnn": lambda: _recurrent(nn.RNN),
     "attention": Attention,
-    "multihead-attention": MultiheadAttention,
+    "multihead-attention": lambda: First(nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True), 3),
 }
-
-
-def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_dropout_draws_by_seed_and_step(kind: str) -> None:
     """Equal weights that do not change: losses differ by the draws alone."""
-    batch = torch.randn(3, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batch = torch.randn(3, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     original = KINDS[kind]().double()
     members = []
-    for name, seed in {"a": 5, "b": 6, "c": None, "d": None, "twin of a": 5}.items():
+    for name, seed in {"a": 5, "b": 6, "c": None, "twin of a": 5}.items():
         model = copy.deepcopy(original)
         members.append(tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.0), name=name, seed=seed))
-    fleet = tm.Fleet(members, mean_square, batch, precision="fp64")
+    fleet = tm.Fleet(members, lambda m, x: m(x).square().mean(), batch, precision="fp64", lowering="aten")
     steps = [fleet.step(batch) for _ in range(3)]
     for losses in steps:
-        torch.testing.assert_close(losses[0], losses[4], rtol=1e-12, atol=0.0)
-    drawn = [loss for losses in steps for loss in losses[:4].tolist()]
+        torch.testing.assert_close(losses[0], losses[3], rtol=1e-12, atol=0.0)
+    drawn = [loss for losses in steps for loss in losses[:3].tolist()]
     assert len(set(drawn)) == len(drawn)
 
 
 def test_masks_differ_between_members_steps_and_operators_and_repeat_with_the_seed() -> None:
-    masks = drawn_masks({"a": 5, "b": 6, "c": None, "d": None, "twin of a": 5})
+    masks = drawn_masks(mask_fleet({"a": 5, "b": 6, "c": None, "d": None, "twin of a": 5}))
     assert all(torch.equal(x, y) for x, y in zip(masks["a"], masks["twin of a"], strict=True))
     different = [step for name in "abcd" for step in masks[name]]
     for i, one in enumerate(different):
@@ -120,17 +116,14 @@ def test_masks_differ_between_members_steps_and_operators_and_repeat_with_the_se
         # The second operator drops twice as many: among what it keeps, the first must still drop some.
         assert ((one[0] == 0) & (one[1] != 0)).any()
         assert ((one[0] != 0) & (one[1] == 0)).any()
-    again = drawn_masks({"c": None, "a": 5})
+    again = drawn_masks(mask_fleet({"c": None, "a": 5}))
     assert all(torch.equal(x, y) for name in again for x, y in zip(again[name], masks[name], strict=True))
-
-
-def test_masks_drop_the_given_share_and_scale_the_rest() -> None:
-    masks = torch.stack([step for steps in drawn_masks({"a": 1, "b": 2}, 10).values() for step in steps])
+    drawn = torch.stack(different)
     for operator, p in enumerate((0.25, 0.5)):
-        drawn = masks[:, operator]
-        assert set(drawn.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p)).item()}
-        # 6400 draws: five standard deviations.
-        assert abs((drawn == 0).float().mean().item() - p) < 5 * (p * (1 - p) / drawn.numel()) ** 0.5
+        share = drawn[:, operator]
+        assert set(share.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p)).item()}
+        # 3840 draws: five standard deviations.
+        assert abs((share == 0).float().mean().item() - p) < 5 * (p * (1 - p) / share.numel()) ** 0.5
 
 
 class Dropped(nn.Module):
@@ -138,9 +131,7 @@ class Dropped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 16)
-        self.second = nn.Linear(16, 1)
-        self.dropout = nn.Dropout(0.4)
+        self.first, self.second, self.dropout = nn.Linear(8, 16), nn.Linear(16, 1), nn.Dropout(0.4)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         hidden = torch.tanh(self.first(x))
@@ -149,58 +140,50 @@ class Dropped(nn.Module):
         return self.second(dropped).square().mean(), (dropped / hidden).detach()
 
 
-def own_draw(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _own_draw(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss, mask = model(batch)
     return loss, {"mask": mask}
 
 
 def test_forward_and_backward_use_the_mask_that_was_drawn() -> None:
     """Plain torch with the fleet's masks, written out as products, trains the same."""
-    models = []
-    for seed in range(3):
-        torch.manual_seed(seed)
-        models.append(Dropped().double())
-    batches = list(torch.randn(10, 8, 6, dtype=torch.float64))
-    members = []
-    for number, model in enumerate(models):
-        twin = Dropped().double()
-        twin.load_state_dict(model.state_dict())
-        members.append(tm.Member(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), name=f"m{number}"))
-    fused = train_fused(tm.Fleet(members, own_draw, batches[0], precision="fp64"), batches)
+    workload = odd("dropped", Dropped, _own_draw, SERIES)
+    batches = [workload.batch(step, torch.float64)[0] for step in range(5)]
+    fused = train_fused(
+        tm.Fleet(members_of(workload, range(3)), _own_draw, batches[0], precision="fp64"), batches
+    )
     alone = []
-    for model, outcome in zip(models, fused, strict=True):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for member, outcome in zip(members_of(workload, range(3)), fused, strict=True):
         losses = []
         for step, batch in enumerate(batches):
-            optimizer.zero_grad()
-            loss, _ = model(batch, outcome.metrics[step]["mask"])
+            member.optimizer.zero_grad()
+            loss, _ = member.model(batch, outcome.metrics[step]["mask"])
             loss.backward()
-            optimizer.step()
+            member.optimizer.step()
             losses.append(loss.detach())
-        alone.append(Outcome(snapshot(model, optimizer), losses))
-    assert_equivalent(fused, alone, 1e-10)
+        alone.append(Outcome(snapshot(member.model, member.optimizer), losses))
+    assert_equivalent(fused, alone)
+
+
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.extensive)])
+def test_the_recomputation_of_a_checkpointed_block_draws_the_same_dropout(reentrant: bool) -> None:
+    batches = [SERIES(step, torch.float64) for step in range(3)]
+
+    def train(reentrant: bool | None) -> list[Outcome]:
+        workload = odd("checkpointed", lambda: Checkpointed(reentrant, 0.3), classify, SERIES)
+        members = members_of(workload, range(2), optimizer=adamw)
+        return train_fused(tm.Fleet(members, classify, batches[0], precision="fp64"), batches)
+
+    assert_equivalent(train(reentrant), train(None), CLOSE)
 
 
 def test_restored_draws_outlast_a_second_save(tmp_path: Path) -> None:
     """A fleet whose members were made with other seeds takes over the saved ones, for good."""
-    batch = torch.ones(64, 5)
-
-    def fleet_of(seed: int | None) -> tm.Fleet:
-        model = MaskProbe()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        return tm.Fleet([tm.Member(model, optimizer, name="m", seed=seed)], masks_as_metrics, batch)
-
-    def masks(fleet: tm.Fleet) -> Tensor:
-        fleet.step(batch)
-        return fleet.metrics["first"][0]
-
-    original = fleet_of(5)
+    original, once, twice = (mask_fleet({"m": seed}) for seed in (5, 6, 7))
     original.save(tmp_path / "first")
-    expected = masks(original)
-    once = fleet_of(6)
     once.restore(tmp_path / "first")
     once.save(tmp_path / "second")
-    assert torch.equal(masks(once), expected)
-    twice = fleet_of(7)
     twice.restore(tmp_path / "second")
-    assert torch.equal(masks(twice), expected)
+    expected = drawn_masks(original, 1)["m"][0]
+    assert torch.equal(drawn_masks(once, 1)["m"][0], expected)
+    assert torch.equal(drawn_masks(twice, 1)["m"][0], expected)

@@ -1,14 +1,13 @@
-"""fp32 and bf16: a step in a fleet is as close to fp64 as the same step in plain torch."""
+"""fp32 and bf16: a step is as close to fp64 as in plain torch; and bits that repeat, whoever else trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from benchmarks.workloads import SMALL, Workload
-from equivalence import PLAIN, PRECISIONS, check_precision, clone, train_alone, train_fused
+from equivalence import PLAIN, PRECISIONS, check_bits, check_precision, members_of, train_alone, train_fused
+from odd_models import SERIES, odd
 from short_workloads import SHORT
 from torch import Tensor, nn
 
@@ -16,80 +15,53 @@ import trainmux as tm
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
-every_precision = pytest.mark.parametrize("precision", PRECISIONS)
-
-
-RELATIVES = (
-    "bottleneck",
-    "mobilenet",
-    "lstm_untied",
-    "lstm_translation",
-    "dlrm_joint",
-    "bert_nsp",
-    "vit",
-    "gpt2",
-)
-"""Models that have a near relative among the others: in single precision one of each kind is enough."""
-NEAR_RELATIVES = ("bottleneck", "lstm_untied", "dlrm_joint", "bert_nsp")
-"""Those with no operator that the others have not: one of each kind is enough in half precision too."""
-LEFT_OUT = {"fp32": RELATIVES, "bf16": NEAR_RELATIVES}
+ONE_OF_EACH_KIND = {
+    "fp32": ("mlp", "residual", "lstm", "transformer", "dlrm"),
+    "bf16": ("mlp", "cnn", "lstm", "transformer", "dlrm"),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        pytest.param(name, precision, marks=pytest.mark.extensive)
-        if name in LEFT_OUT[precision]
-        else (name, precision)
+        pytest.param(
+            name,
+            precision,
+            marks=[] if name in ONE_OF_EACH_KIND[precision] else [pytest.mark.extensive],
+        )
         for name in PLAIN
         for precision in PRECISIONS
     ],
 )
 def test_the_error_of_a_step_is_at_most_three_times_that_of_plain_torch(name: str, precision: str) -> None:
-    is_long = name in ("lstm", "lstm_untied")  # eight steps of equal cells
-    check_precision(SHORT[name] if is_long else SMALL[name], precision)
+    check_precision(SHORT[name], precision)
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer straight over the batch: its input needs no gradient.
+    """Recurrent layers straight over the batch: their inputs need no gradient.
 
     torch then has kernels of its own for single precision on a CPU.
     """
 
-    def __init__(self, cell: type[nn.RNNBase]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer = cell(4, 6, num_layers=2, bidirectional=True, batch_first=True)
+        cells = (nn.LSTM, nn.GRU, nn.RNN)
+        self.layers = nn.ModuleList(cell(8, 3, bidirectional=True, batch_first=True) for cell in cells)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)[0]
-        return out
+        return torch.cat([layer(x[:, :3])[0] for layer in self.layers], -1)
 
 
-def _build(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make()
+def _mean_square(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - 1.0).square().mean()
 
 
-def _series(seed: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def _mean_square(model: nn.Module, batch: Tensor) -> Tensor:
-    return (model(batch) - 1.0).square().mean()
-
-
-@every_precision
-@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_straight_over_the_batch(
-    cell: type[nn.RNNBase], precision: str, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.extensive)])
+def test_recurrent_layers_straight_over_the_batch(precision: str, request: pytest.FixtureRequest) -> None:
     if precision == "bf16":  # oneDNN has no such LSTM for some processors, and torch may ask it all the same
         request.addfinalizer(partial(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled()))
         torch._C._set_mkldnn_enabled(False)
-    check_precision(
-        Workload(cell.__name__, partial(_build, partial(Recurrent, cell)), _mean_square, _series), precision
-    )
+    check_precision(odd("recurrent", Recurrent, _mean_square, SERIES), precision)
 
 
 class NormOfHalves(nn.Module):
@@ -97,28 +69,48 @@ class NormOfHalves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift = nn.Parameter(8.0 + torch.rand(16))
-        self.norm = nn.LayerNorm(16)
+        self.shift = nn.Parameter(8.0 + torch.rand(8))
+        self.norm = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm((x + self.shift).bfloat16())
-        return out
+        return self.norm((x + self.shift).bfloat16())
 
 
-def _weighted_sum(model: nn.Module, x: Tensor) -> Tensor:
-    out: Tensor = model(x)
+def _weighted_sum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    out: Tensor = model(batch[0])
     assert out.dtype == torch.bfloat16
-    return (out.float() * x.cos()).sum()
+    return (out.float() * batch[0].cos()).sum()
 
 
 def test_layer_norm_of_halves_keeps_its_statistics_in_single_precision() -> None:
-    models = [_build(NormOfHalves, seed) for seed in range(3)]
-    batch = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0))
-    twins = [clone(model) for model in models]
-    members = [tm.Member(twin, torch.optim.SGD(twin.parameters(), lr=1.0)) for twin in twins]
-    fused = train_fused(tm.Fleet(members, _weighted_sum, batch, lowering="aten"), [batch])
-    for model, outcome in zip(models, fused, strict=True):
-        before = model.shift.detach().clone()
-        train_alone(model, torch.optim.SGD(model.parameters(), lr=1.0), _weighted_sum, [batch])
-        update, wanted = outcome.tensors["shift"] - before, model.shift.detach() - before
-        assert (update - wanted).norm() <= 1e-3 * wanted.norm()
+    workload = odd("halves", NormOfHalves, _weighted_sum, SERIES)
+    batch = SERIES(0, torch.float32)
+    fused, plain = (
+        members_of(
+            workload,
+            range(3),
+            dtype=torch.float32,
+            optimizer=lambda model, _: torch.optim.SGD(model.parameters(), lr=1.0),
+        )
+        for _ in range(2)
+    )
+    before = [member.model.shift.detach().clone() for member in plain]
+    found = train_fused(tm.Fleet(fused, _weighted_sum, batch, lowering="aten"), [batch])
+    for member, outcome, old in zip(plain, found, before, strict=True):
+        wanted = train_alone(member.model, member.optimizer, _weighted_sum, [batch]).tensors["shift"] - old
+        assert (outcome.tensors["shift"] - old - wanted).norm() <= 1e-3 * wanted.norm()
+
+
+@pytest.mark.usefixtures("built_once")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("cnn_with_dropout", {"precision": "bf16"}),
+        ("lstm", {}),
+        ("transformer_with_dropout", {}),
+        ("dlrm", {"deterministic": True}),
+    ],
+    ids=["cnn-bf16", "lstm", "transformer", "dlrm-deterministic"],
+)
+def test_bits_repeat_and_do_not_depend_on_the_other_members(name: str, options: dict[str, object]) -> None:
+    check_bits(SHORT[name], **options)  # type: ignore[arg-type]

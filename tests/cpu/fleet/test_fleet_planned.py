@@ -1,26 +1,51 @@
-"""A fleet under a plan behaves as one without: accumulation, clipping, slots, short batches, checkpoints."""
+"""A fleet under a plan behaves as one without: in turns, in a ring, side by side, through everything."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from planned_fleets import batch, fleet_of, member, parameters, same
+from planned_fleets import batch, fleet_of, member, same, train, with_momentum
+from torch import nn
 
 import trainmux as tm
 from trainmux.errors import BudgetError, PlanError, TrainmuxWarning
+from trainmux.fleet import _planning
 from trainmux.fleet._planned_runner import PlannedRunner
-from trainmux.ir import Multiplexing
+from trainmux.ir import Free, Multiplexing, Profile, Wait
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
 
-@pytest.fixture(autouse=True)
-def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is measured here is measured once."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path_factory.mktemp("profiles")))
+        yield
+
+
+@pytest.fixture
+def quick_side_by_side(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Profiles by which two members side by side take hardly longer than one, for ways that have them."""
+    if "side by side" not in request.node.callspec.params.get("way", "side by side"):
+        return
     monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
+    measure: Callable[..., Profile] = _planning.measure_profile
+
+    def measured(*arguments: Any, branches: Any = (), **options: Any) -> Profile:
+        found = measure(*arguments, branches=branches, **options)
+        taken = sum(node.seconds for node in found.nodes)
+        return replace(found, seconds_beside=tuple((number, 0.01 * taken) for number in branches))
+
+    monkeypatch.setattr(_planning, "measure_profile", measured)
 
 
 def ring(fleet: tm.Fleet) -> tm.Plan:
@@ -29,67 +54,115 @@ def ring(fleet: tm.Fleet) -> tm.Plan:
     return plan
 
 
-def test_losses_come_with_the_step_and_updates_are_not_lost() -> None:
-    planned, plain = fleet_of(), fleet_of()
-    ring(planned)
-    for number in range(4):
-        assert torch.equal(planned.step(batch(number)), plain.step(batch(number)))
-    assert same(planned, plain)
-    # The first step after a sync begins a new flight.
-    assert torch.equal(planned.step(batch(9)), plain.step(batch(9)))
+WAYS: dict[str, tuple[int, str, list[int], int]] = {
+    # By name: members, policy, members of each sub-array, branches.
+    "turns": (2, "none", [2], 1),
+    "ring": (2, "mutwo", [1, 1], 1),
+    "side by side": (4, "mutwo", [2, 2], 2),
+    "unevenly side by side": (5, "mutwo", [2, 3], 3),
+}
+
+
+def planned_and_plain(way: str, **options: Any) -> tuple[tm.Fleet, tm.Fleet, tm.Plan]:
+    """The same members by a plan, and without one as the plan has them."""
+    num_members, policy, widths, num_branches = WAYS[way]
+    planned = fleet_of(num_members, **options)
+    plain = fleet_of(num_members, **options, width=1 if num_branches > 1 else None)
+    plan = planned.plan(policy=policy, max_partitions=5)
+    assert sorted(len(part.members) for part in plan.partition) == widths
+    assert plan.record.num_branches == num_branches
+    return planned, plain, plan
+
+
+@pytest.mark.usefixtures("quick_side_by_side")
+@pytest.mark.parametrize("way", WAYS)
+def test_everything_in_the_life_of_a_fleet_has_the_bits_of_one_without_a_plan(
+    way: str, tmp_path: Path
+) -> None:
+    """Clipping, schedules, accumulation, evaluation, stops, newcomers, checkpoints, some steps unplanned."""
+    planned, plain, plan = planned_and_plain(way, clips=True, accumulate=2)
+    train(planned, plain, steps=range(3))
+    places = [tensor.data_ptr() for group in planned._groups for tensor in group.state.stacked()]
+    train(planned, plain, steps=[3])
+    if WAYS[way][3] > 1:
+        found = [tensor.data_ptr() for group in planned._groups for tensor in group.state.stacked()]
+        assert found == places, "expected state to stay where it is between micro-batches"
     assert torch.equal(planned.metrics["grad_norm"], plain.metrics["grad_norm"])
     assert same(planned, plain)
-
-
-def test_everything_a_member_may_want_works_in_a_ring() -> None:
-    def wants(number: int) -> dict[str, Any]:
-        return {"clip_norm": 0.1} if number == 0 else {"clip_value": 0.01}
-
-    fleets = [fleet_of(3, wants, accumulate=2) for _ in range(2)]
-    for fleet in fleets:
-        for m in fleet.members:
-            m.scheduler = torch.optim.lr_scheduler.StepLR(m.optimizer, 2, 0.5)
-    planned, plain = fleets
-    ring(planned)
-    for number in range(5):
-        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
     assert planned.evaluate([batch(7)]) == plain.evaluate([batch(7)])
-    planned.stop("m0")
-    plain.stop("m0")
-    for number in range(3):
-        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
-    assert planned.stopped() == plain.stopped()
+    train(planned, plain, steps=[4, 5])  # after a sync a new flight begins
+    planned.save(tmp_path / "saved")
+    planned.step(batch(6))  # which the checkpoint does not have
+    for fleet in (planned, plain):
+        fleet.restore(tmp_path / "saved")
+        fleet.stop("m0")
+        fleet.replace("m1", member(7))
+    train(planned, plain, steps=range(4))
+    planned.use(None)
+    train(planned, plain, steps=range(2))
+    planned.plan(policy=plan.record.policy, max_partitions=5)
+    train(planned, plain, steps=range(2))
+    assert planned.stopped() == plain.stopped() != {}
     assert same(planned, plain)
+
+
+@pytest.mark.usefixtures("quick_side_by_side")
+@pytest.mark.parametrize("way", ["ring", "unevenly side by side"])
+def test_a_step_can_be_watched_and_a_plan_is_kept_and_read_again(way: str, tmp_path: Path) -> None:
+    planned, plain, plan = planned_and_plain(way)
+    assert ("side by side" in plan.explain()) == (WAYS[way][3] > 1)
+    with pytest.raises(PlanError):
+        plain.watch(batch(0))
+    told: list[str] = []
+    planned.plan(policy="mutwo", max_partitions=5, progress=lambda step: told.append(step.current))
+    assert told == ["a plan that was kept"]
+    plan.save(tmp_path / "plan.json")
+    other = fleet_of(WAYS[way][0])
+    other.use(tm.Plan.load(tmp_path / "plan.json"))
+    train(planned, plain, steps=range(2))
+    train(other, fleet_of(WAYS[way][0], width=1), steps=range(2))
+    with pytest.raises(tm.TrainmuxError):
+        planned.watch({"not": "a batch"})
+    train(planned, plain, steps=[2])
+    seen = planned.watch(batch(3))
+    plain.step(batch(3))
+    assert same(planned, plain), "a watched step is a step"
+    assert seen.source == "measured"
+    body = plan.program.body.instructions
+    expected = {position for position, item in enumerate(body) if not isinstance(item, Free | Wait)}
+    assert {span.instruction for span in seen.spans} == expected
+    assert 0 < seen.compute_seconds <= seen.seconds
+    assert all(0 <= span.start <= span.end <= seen.seconds for span in seen.spans)
+    plan.report(tmp_path / "plan.html", measured=seen)
+    assert "measured" in (tmp_path / "plan.html").read_text()
+    with pytest.raises(PlanError):
+        planned.watch(batch(4, 3))
 
 
 def test_micro_batches_train_where_optimizer_state_has_no_room_beside_them() -> None:
     fleets = [fleet_of(4, accumulate=2), fleet_of(4, accumulate=2)]
     with pytest.raises(BudgetError) as refused:
-        fleets[0].plan(1000)
+        fleets[0].plan(1000, max_partitions=2)
     smallest = refused.value.smallest_bytes
     assert smallest is not None
-    fleets[0].plan(smallest + 2000)
+    fleets[0].plan(smallest + 2000, max_partitions=2)
     for number in range(4):
         torch.testing.assert_close(*[fleet.step(batch(number)) for fleet in fleets])
     active = fleets[0]._plans._active
     assert active is not None
     carried = [steps.steps[0].state_keys() for steps, _ in active._engines.values()]
     assert () in carried, "expected a budget that is too small for all of it"
-    for a, b in zip(*map(parameters, fleets), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_batches_of_other_shapes_run_in_the_same_memory() -> None:
     fleets = [fleet_of(3), fleet_of(3)]
     plan = ring(fleets[0])
-    for number, size in enumerate((None, 3, 2, None, 3, 1, 4, 5, None)):
+    for number, size in enumerate((None, 3, None, 3, 5)):
         losses = [fleet.step(batch(number, size)) for fleet in fleets]
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
     active = fleets[0]._plans._active
     assert active is not None
     assert active.slab_bytes <= plan.budget_bytes
-    for a, b in zip(*map(parameters, fleets), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_a_member_that_is_not_finite_freezes_alone() -> None:
@@ -97,9 +170,7 @@ def test_a_member_that_is_not_finite_freezes_alone() -> None:
     ring(fleets[0])
     for fleet in fleets:
         fleet.members[0].optimizer.param_groups[0]["lr"] = 1e38
-    for number in range(4):
-        losses = [fleet.step(batch(number)) for fleet in fleets]
-        assert torch.equal(losses[0].nan_to_num(), losses[1].nan_to_num())
+    train(*fleets, steps=range(4))
     assert fleets[0].stopped() == fleets[1].stopped() != {}
     assert same(*fleets)
 
@@ -108,18 +179,21 @@ def test_members_come_and_go_and_the_plan_is_made_anew_where_it_must() -> None:
     fleets = [fleet_of(4), fleet_of(4)]
     budget = 1 << 20
     fleets[0].plan(budget, "none")
-    for number in range(2):
-        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
+    train(*fleets, steps=range(2))
+    taken = fleets[0].members[2]
     for fleet in fleets:
         fleet.replace("m1", member(7))
         fleet.drop("m2")
+    kept = copy.deepcopy(taken.model.state_dict())
     first = fleets[0]._plans.plan
-    assert torch.equal(*[fleet.step(batch(2)) for fleet in fleets])
+    train(*fleets, steps=[2])
     assert fleets[0]._plans.plan is first, "a free slot needs no other plan"
+    assert all(torch.equal(value, kept[name]) for name, value in taken.model.state_dict().items())
     for fleet in fleets:
         fleet.add(member(8))
         fleet.add(member(9))
-    assert torch.equal(*[fleet.step(batch(3)) for fleet in fleets])
+        fleet.replace("m8", with_momentum(8))  # of another group, and the same name
+    train(*fleets, steps=[3])
     second = fleets[0]._plans.plan
     assert second is not None
     assert second is not first
@@ -128,116 +202,42 @@ def test_members_come_and_go_and_the_plan_is_made_anew_where_it_must() -> None:
     for fleet in fleets:
         for name in ("m0", "m3", "m8"):
             fleet.drop(name)
-    assert torch.equal(*[fleet.step(batch(4)) for fleet in fleets])
+    train(*fleets, steps=[4])
     assert same(*fleets)
-
-
-def with_momentum(number: int) -> tm.Member:
-    made = member(number)
-    made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1, momentum=0.9)
-    return made
-
-
-def test_a_member_of_a_planned_fleet_can_be_replaced_by_one_of_another_group() -> None:
-    fleet, other = fleet_of(3), fleet_of(3)
-    fleet.plan(budget="1GiB", policy="none")
-    for each in (fleet, other):
-        each.step(batch(0))
-        each.replace("m1", with_momentum(1))  # of the same name
-        each.replace("m2", with_momentum(4))
-    assert torch.equal(fleet.step(batch(1)), other.step(batch(1)))
-    assert same(fleet, other)
-    for each in (fleet, other):
-        assert sorted(name for group in each.summary() for name in group.members) == ["m0", "m1", "m4"]
 
 
 def test_members_that_change_before_a_plan_is_used_train_by_one_made_anew() -> None:
-    fleet, other = fleet_of(3), fleet_of(3)
-    fleet.plan(budget="1GiB", policy="none")
-    for each in (fleet, other):
+    fleets = fleet_of(3), fleet_of(3)
+    fleets[0].plan(budget="1GiB", policy="none")
+    for each in fleets:
         each.add(member(3))
         each.drop("m0")
-        each.replace("m1", with_momentum(4))  # of another group
-    for number in range(3):
-        assert torch.equal(fleet.step(batch(number)), other.step(batch(number)))
-    assert same(fleet, other)
-    assert fleet.names == other.names == ("m4", "m2", "m3")
-    assert fleet.plan(budget="1GiB", policy="none").partition  # no group without members is left over
-
-
-def test_a_fleet_goes_on_without_its_plan_and_with_another() -> None:
-    fleets = [fleet_of(), fleet_of()]
-    ring(fleets[0])
-    for number in range(8):
-        if number == 2:
-            fleets[0].use(None)
-        if number == 4:
-            fleets[0].plan(policy="none")
-        if number == 6:
-            ring(fleets[0])
-        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
+        each.replace("m1", with_momentum(4))
+    train(*fleets, steps=range(3))
     assert same(*fleets)
-
-
-def test_a_checkpoint_holds_what_was_in_flight(tmp_path: Path) -> None:
-    fleet, other = fleet_of(), fleet_of()
-    ring(fleet)
-    for number in range(3):
-        fleet.step(batch(number))
-    fleet.save(tmp_path / "a")
-    other.restore(tmp_path / "a")
-    ring(other)
-    assert torch.equal(fleet.step(batch(5)), other.step(batch(5)))
-    assert same(fleet, other)
-    other.restore(tmp_path / "a")
-    assert not same(fleet, other)
+    assert fleets[0].names == fleets[1].names == ("m4", "m2", "m3")
+    assert fleets[0].plan(budget="1GiB", policy="none").partition  # no group without members is left over
 
 
 def test_fit_trains_by_the_plan() -> None:
     fleets = [fleet_of(), fleet_of()]
     ring(fleets[0])
-    loader = [batch(0), batch(1), batch(2)]
-    histories = [
-        fleet.fit(loader, epochs=2, validation=[batch(8)], progress=False, log_every=1) for fleet in fleets
-    ]
-    assert len(histories) == 2
+    for fleet in fleets:
+        fleet.fit([batch(0), batch(1), batch(2)], epochs=2, validation=[batch(8)], progress=False)
     assert same(*fleets)
-
-
-def test_saved_plans_are_used_by_an_equal_fleet_only(tmp_path: Path) -> None:
-    fleet = fleet_of()
-    plan = ring(fleet)
-    plan.save(tmp_path / "plan.json")
-    loaded = tm.Plan.load(tmp_path / "plan.json")
-    other, plain = fleet_of(), fleet_of()
-    other.use(loaded)
-    for number in range(3):
-        assert torch.equal(other.step(batch(number)), plain.step(batch(number)))
-    with pytest.raises(PlanError, match="plan for the members"):
-        fleet_of(3).use(loaded)
 
 
 def test_a_budget_that_nothing_keeps_to_leaves_the_fleet_as_it_was() -> None:
     fleets = [fleet_of(), fleet_of()]
     ring(fleets[0])
-    assert torch.equal(*[fleet.step(batch(0)) for fleet in fleets])
+    train(*fleets, steps=[0])
     with pytest.raises(BudgetError) as caught:
         fleets[0].plan(1000, "none")
-    assert torch.equal(*[fleet.step(batch(1)) for fleet in fleets])
+    train(*fleets, steps=[1])
     assert caught.value.smallest_bytes is not None
     fleets[0].plan(caught.value.smallest_bytes, "none")
-    assert torch.equal(*[fleet.step(batch(2)) for fleet in fleets])
+    train(*fleets, steps=[2])
     assert same(*fleets)
-
-
-def test_a_member_can_be_copied_out_of_a_planned_fleet() -> None:
-    fleet = fleet_of()
-    ring(fleet)
-    fleet.step(batch(0))
-    taken = fleet.drop("m0")
-    kept = copy.deepcopy(taken.model.state_dict())
-    fleet.step(batch(1))
-    assert all(torch.equal(value, kept[name]) for name, value in taken.model.state_dict().items())
 
 
 def test_a_plan_that_holds_more_than_its_budget_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,11 +247,10 @@ def test_a_plan_that_holds_more_than_its_budget_is_made_anew(monkeypatch: pytest
     held = PlannedRunner._held_bytes
     monkeypatch.setattr(PlannedRunner, "_held_bytes", lambda self: held(self) + budget)
     with pytest.warns(TrainmuxWarning, match="more than its budget"):
-        losses = [fleet.step(batch(0)) for fleet in fleets]
-    assert torch.equal(*losses)
+        train(*fleets, steps=[0])
     monkeypatch.setattr(PlannedRunner, "_held_bytes", held)
     first = fleets[0]._plans.plan
-    assert torch.equal(*[fleet.step(batch(1)) for fleet in fleets])
+    train(*fleets, steps=[1])
     second = fleets[0]._plans.plan
     assert first is not None
     assert second is not None
@@ -260,23 +259,52 @@ def test_a_plan_that_holds_more_than_its_budget_is_made_anew(monkeypatch: pytest
     assert same(*fleets)
 
 
-def test_a_step_can_be_watched(tmp_path: Path) -> None:
-    fleets = [fleet_of(), fleet_of()]
-    plan = ring(fleets[0])
-    with pytest.raises(PlanError, match="trains by a plan"):
-        fleets[1].watch(batch(0))
-    for number in range(3):
-        assert torch.equal(*[fleet.step(batch(number)) for fleet in fleets])
-    seen = fleets[0].watch(batch(3))
-    fleets[1].step(batch(3))
-    assert same(*fleets), "a watched step is a step"
-    assert seen.source == "measured"
-    assert [(span.lane, span.instruction) for span in seen.spans] == [
-        (span.lane, span.instruction) for span in plan.timeline.spans
-    ]
-    assert 0 < seen.compute_seconds <= seen.seconds
-    assert all(0 <= span.start <= span.end <= seen.seconds for span in seen.spans)
-    plan.report(tmp_path / "plan.html", measured=seen)
-    assert "measured" in (tmp_path / "plan.html").read_text()
-    with pytest.raises(PlanError, match="like the example batch"):
-        fleets[0].watch(batch(4, 3))
+# ---- constants under a plan with branches ---------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """With a constant that members may share."""
+
+    def __init__(self, seed: int, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("scale", torch.full((4,), scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+def scaled(number: int, scale: float = 1.0) -> tm.Member:
+    model = Scaled(number, scale)
+    return tm.Member(model, torch.optim.AdamW(model.parameters(), lr=0.01), name=f"m{number}", seed=number)
+
+
+def scaled_fleet(scales: Sequence[float], **options: Any) -> tm.Fleet:
+    members = [scaled(number, scale) for number, scale in enumerate(scales)]
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
+    return tm.Fleet(members, loss, torch.randn(5, 6), deterministic=True, **options)
+
+
+@pytest.mark.usefixtures("quick_side_by_side")
+@pytest.mark.parametrize("scales", [(3.0,) * 4, (1.0, 2.0, 3.0, 4.0)], ids=["shared", "of each"])
+def test_constants_of_checkpoints_and_newcomers_reach_every_branch(
+    scales: Sequence[float], tmp_path: Path
+) -> None:
+    scaled_fleet(scales, width=1).save(tmp_path / "saved")
+    fleets = scaled_fleet((1.0,) * 4), scaled_fleet((1.0,) * 4, width=1)
+    plan = fleets[0].plan(max_partitions=5)
+    assert plan.record.num_branches == 4
+    for num_branches in (1, 2, 3):
+        with pytest.raises(PlanError, match="branches with one member each"):
+            fleets[0].use(tm.Plan(replace(plan.record, num_branches=num_branches), plan.profiles))
+    batch = torch.randn(5, 6)
+    fleets[0].step(batch)
+    for fleet in fleets:
+        fleet.restore(tmp_path / "saved")
+    for _ in range(2):
+        torch.testing.assert_close(*[fleet.step(batch) for fleet in fleets])
+    for fleet in fleets:
+        fleet.replace("m1", scaled(7, 2.0))
+    for _ in range(2):
+        torch.testing.assert_close(*[fleet.step(batch) for fleet in fleets])

@@ -113,35 +113,26 @@ def test_another_version_of_the_source_plans_again(
     assert len(searches) == 2
 
 
-@pytest.mark.parametrize("damage", ["cut", "edited"])
-def test_a_damaged_plan_is_not_taken_and_is_replaced(
-    damage: str, fleet: tm.Fleet, searches: list[Any], folder: Path
+def test_a_plan_that_is_damaged_or_not_proved_is_not_taken_and_is_replaced(
+    fleet: tm.Fleet, searches: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = fleet.plan("1GiB", "none", device=DEVICE, num_budgets=2)
     (path,) = folder.iterdir()
     text = path.read_text()
-    if damage == "cut":
-        path.write_text(text[: len(text) // 2])
-    else:
-        path.write_text(text.replace(repr(first.curve[-1].step_seconds), "1e-9"))
-        assert path.read_text() != text
-    again = fleet.plan("1GiB", "none", device=DEVICE, num_budgets=2)
-    assert len(searches) == 2
-    assert again.curve == first.curve
-    assert [entry.read_text() for entry in folder.iterdir()] == [text]
-
-
-def test_a_plan_that_is_not_proved_is_not_taken(
-    fleet: tm.Fleet, searches: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet.plan("1GiB", "none", device=DEVICE)
+    for damaged in (text[: len(text) // 2], text.replace(repr(first.curve[-1].step_seconds), "1e-9")):
+        assert damaged != text
+        path.write_text(damaged)
+        again = fleet.plan("1GiB", "none", device=DEVICE, num_budgets=2)
+        assert again.curve == first.curve
+        assert [entry.read_text() for entry in folder.iterdir()] == [text]
+    assert len(searches) == 3
 
     def refuse(*args: Any, **options: Any) -> None:
         raise PlanError("expected a proof, got none; plan again")
 
     monkeypatch.setattr("trainmux.fleet._plan.verify", refuse)
-    fleet.plan("1GiB", "none", device=DEVICE)
-    assert len(searches) == 2
+    fleet.plan("1GiB", "none", device=DEVICE, num_budgets=2)
+    assert len(searches) == 4
 
 
 def test_a_plan_over_profiles_that_are_gone_or_kernels_that_changed_is_stale(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fleet_cases import states_of
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -115,17 +116,7 @@ def forwards(fleet: tm.Fleet) -> list[PlannedPrograms]:
 
 
 def state_of(fleet: tm.Fleet) -> list[Tensor]:
-    fleet.sync()
-    found = []
-    for member in fleet.members:
-        found += [tensor.clone() for tensor in member.model.state_dict().values()]
-        found += [
-            value.clone()
-            for state in member.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
-    return found
+    return [tensor for state in states_of(fleet).values() for tensor in state.values()]
 
 
 Metrics = dict[str, dict[str, float]]

@@ -20,13 +20,7 @@ from trainmux.lowering import KernelCache
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
-NAMES = [
-    "mlp",
-    "transformer_with_dropout",
-    pytest.param("cnn_with_dropout", marks=pytest.mark.extensive),
-    pytest.param("dlrm", marks=pytest.mark.extensive),
-    pytest.param("gpt2", marks=pytest.mark.extensive),
-]
+NAMES = ["cnn_with_dropout", pytest.param("transformer_with_dropout", marks=pytest.mark.extensive)]
 
 
 @pytest.fixture(autouse=True)
@@ -82,13 +76,19 @@ def test_a_stored_step_computes_the_same(name: str, counted: list[str]) -> None:
     assert second.explain() == first.explain()
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_members": 3}, {"precision": "bf16"}, {"deterministic": True}, {"width": 1}]
-)
-def test_another_fleet_is_built_anew(options: dict[str, Any], counted: list[str]) -> None:
+def test_another_fleet_or_source_is_built_anew(counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     fleet_of("mlp")
-    fleet_of("mlp", **options)
-    assert counted == ["built", "built"]
+    others: list[dict[str, Any]] = [
+        {"num_members": 3},
+        {"precision": "bf16"},
+        {"deterministic": True},
+        {"width": 1},
+    ]
+    for options in others:
+        fleet_of("mlp", **options)
+    monkeypatch.setattr(store_module, "_source_version", lambda: "another")
+    fleet_of("mlp")
+    assert counted == ["built"] * (2 + len(others))
 
 
 def test_constants_are_part_of_the_name(counted: list[str]) -> None:
@@ -114,19 +114,16 @@ def test_constants_are_part_of_the_name(counted: list[str]) -> None:
     assert counted == ["built", "built"]
 
 
-@pytest.mark.parametrize("damage", ["cut off", "empty", "other", "gone"])
-def test_a_damaged_file_is_replaced(damage: str, counted: list[str], tmp_path: Path) -> None:
+def test_a_damaged_file_is_replaced(counted: list[str]) -> None:
     expected = losses("mlp", fleet_of("mlp"))
     (path,) = store_module.cache_folder().rglob("*.step")
     whole = path.read_bytes()
-    if damage == "gone":
-        path.unlink()
-    else:
-        path.write_bytes({"cut off": whole[: len(whole) // 2], "empty": b"", "other": b"no pickle"}[damage])
-    assert torch.equal(losses("mlp", fleet_of("mlp")), expected)
+    for damaged in (whole[: len(whole) // 2], b"", b"no pickle"):
+        path.write_bytes(damaged)
+        assert torch.equal(losses("mlp", fleet_of("mlp")), expected)
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing half written is left
     fleet_of("mlp")
-    assert counted == ["built", "built", "loaded"]
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing half written is left
+    assert counted == ["built"] * 4 + ["loaded"]
 
 
 def test_a_disk_that_cannot_be_written_is_no_obstacle(
@@ -137,15 +134,6 @@ def test_a_disk_that_cannot_be_written_is_no_obstacle(
     monkeypatch.setattr(store_module, "cache_folder", lambda: in_the_way)
     losses("mlp", fleet_of("mlp"))
     losses("mlp", fleet_of("mlp"))
-    assert counted == ["built", "built"]
-
-
-def test_another_version_of_the_source_is_built_anew(
-    monkeypatch: pytest.MonkeyPatch, counted: list[str]
-) -> None:
-    fleet_of("mlp")
-    monkeypatch.setattr(store_module, "_source_version", lambda: "another")
-    fleet_of("mlp")
     assert counted == ["built", "built"]
 
 
