@@ -11,11 +11,10 @@ on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
+from linear_program import LinearProgram
 
 from trainmux.ir import Multiplexing, Profile, Recomputation, Schedule, Swap
 
@@ -29,61 +28,6 @@ class Optimum:
     schedule: Schedule
     seconds: float
     bound_seconds: float
-
-
-@dataclass
-class _Model:
-    """Variables and rows of a mixed integer program, minimised over its last variable's value."""
-
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    is_integer: list[int] = field(default_factory=list)
-    rows: list[dict[int, float]] = field(default_factory=list)
-    limits: list[float] = field(default_factory=list)
-
-    def number(self, upper: float = np.inf) -> int:
-        return self._variable(upper, 0)
-
-    def choice(self, allowed: bool = True) -> int:
-        return self._variable(1.0 if allowed else 0.0, 1)
-
-    def _variable(self, upper: float, is_integer: int) -> int:
-        self.lower.append(0.0)
-        self.upper.append(upper)
-        self.is_integer.append(is_integer)
-        return len(self.lower) - 1
-
-    def at_most(self, terms: Sequence[tuple[float, int]], limit: float) -> None:
-        """Σ coefficient · variable ≤ limit."""
-        row: dict[int, float] = {}
-        for coefficient, variable in terms:
-            row[variable] = row.get(variable, 0.0) + coefficient
-        self.rows.append(row)
-        self.limits.append(limit)
-
-    def equal(self, terms: Sequence[tuple[float, int]], value: float) -> None:
-        self.at_most(terms, value)
-        self.at_most([(-coefficient, variable) for coefficient, variable in terms], -value)
-
-    def solve(self, objective: int, seconds: float, gap: float) -> tuple[np.ndarray, float] | None:
-        """Values and proven bound, or ``None`` where nothing fits."""
-        cost = np.zeros(len(self.lower))
-        cost[objective] = 1.0
-        entries = [
-            (row, column, value) for row, terms in enumerate(self.rows) for column, value in terms.items()
-        ]
-        rows, columns, values = zip(*entries, strict=True)
-        matrix = csr_matrix((values, (rows, columns)), shape=(len(self.rows), len(self.lower)))
-        result = milp(
-            cost,
-            constraints=LinearConstraint(matrix, -np.inf, np.array(self.limits)),
-            integrality=np.array(self.is_integer),
-            bounds=Bounds(np.array(self.lower), np.array(self.upper)),
-            options={"time_limit": seconds, "mip_rel_gap": gap},
-        )
-        if result.x is None:
-            return None
-        return result.x, float(result.mip_dual_bound)
 
 
 @dataclass(frozen=True)
@@ -101,7 +45,7 @@ class _Candidate:
     path: tuple[int, ...]
 
 
-class _Body:
+class Body:
     """An order with the positions at which each tensor is used and resident when nothing is decided."""
 
     def __init__(
@@ -162,6 +106,17 @@ class _Body:
                 total += self.profiles[key[0]].tensors[key[1]].size_bytes
         return total
 
+    def needed(self) -> np.ndarray:
+        """Bytes at each node while nothing is decided."""
+        sizes = {key: self.profiles[key[0]].tensors[key[1]].size_bytes for key in self.spans}
+        return np.array(
+            [
+                self.node(position).workspace_bytes
+                + sum(size for key, size in sizes.items() if self.is_resident(key, position))
+                for position in range(self.length)
+            ]
+        )
+
     def next_rank(self, sub_array: int, position: int) -> int:
         """The rank of the sub-array that runs next, at ``position`` or after it."""
         for step in range(self.length):
@@ -181,18 +136,18 @@ def solve(
     gap: float = 1e-6,
 ) -> Optimum | None:
     """The best decisions for ``order`` within ``limit_bytes``; ``None`` where there are none."""
-    body = _Body(profiles, multiplexing, order)
+    body = Body(profiles, multiplexing, order)
     return _Exact(body, multiplexing, limit_bytes).solve(seconds, gap)
 
 
 class _Exact:
     """One program. Suffixes of names: c a candidate's number, k a place on its path, n a rank to repeat."""
 
-    def __init__(self, body: _Body, multiplexing: Multiplexing, limit_bytes: int) -> None:
+    def __init__(self, body: Body, multiplexing: Multiplexing, limit_bytes: int) -> None:
         self.body = body
         self.multiplexing = multiplexing
         self.limit = limit_bytes
-        self.model = _Model()
+        self.model = LinearProgram()
         candidates = body.candidates
         self.horizon = 1.0 + 2 * sum(body.node(p).seconds for p in range(body.length)) * (1 + len(candidates))
         for c in candidates:
@@ -210,14 +165,14 @@ class _Exact:
         self.in_start = [model.number() for _ in candidates]
         self.ready = [model.number() for _ in range(body.length)]
         self.start = [model.number() for _ in range(body.length)]
-        self.total = model.number()
+        self.total = model.number(cost=1.0)
         self._decide()
         self._lineages()
         self._memory()
         self._lanes()
 
     def solve(self, seconds: float, gap: float) -> Optimum | None:
-        found = self.model.solve(self.total, seconds, gap)
+        found = self.model.solve(seconds, gap)
         if found is None:
             return None
         values, bound = found
