@@ -36,7 +36,8 @@ from trainmux.ir import (
     Wait,
     lane_of,
 )
-from trainmux.planning._lane_writer import COMPUTE, IN, LANES, OUT, LaneWriter
+from trainmux.planning._lane_writer import LaneWriter
+from trainmux.planning._lanes import COMPUTE, IN, LANES, OUT
 from trainmux.planning._timeline import lane_times
 from trainmux.planning._views import Key
 

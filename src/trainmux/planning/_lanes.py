@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from trainmux.errors import PlanError
 from trainmux.ir import Lane
 
-COMPUTE, OUT, IN = 0, 1, 2
-"""The lanes as numbers, in the order of `Lane`: flat lists of numbers are quick to run through."""
-LANE_NUMBERS = {Lane.COMPUTE: COMPUTE, Lane.OUT: OUT, Lane.IN: IN}
+LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN)
+COMPUTE, OUT, IN = range(3)
+"""The lanes as numbers: flat lists of numbers are quick to run through."""
+LANE_NUMBERS = {lane: number for number, lane in enumerate(LANES)}
 NO_WAIT = -1
 """Stands for the operation waited for, where an operation is no wait."""
 

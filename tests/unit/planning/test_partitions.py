@@ -12,7 +12,7 @@ from tests.random_steps import Shape, random_profile
 
 from trainmux.errors import BudgetError, ConfigError
 from trainmux.ir import Profile
-from trainmux.planning import Group, Planner, find_partitions
+from trainmux.planning import PlannedGroup, Planner, find_partitions
 from trainmux.profiling import branches_to_measure, side_by_side
 
 
@@ -80,7 +80,7 @@ def test_groups_are_split_alike_first_and_never_mixed() -> None:
         ((1, 1, 1, 1), (1, 1)),
         ((2, 2), (1, 1)),
     ]
-    groups = (Group("a", ("a0", "a1", "a2", "a3")), Group("b", ("b0", "b1")))
+    groups = (PlannedGroup("a", ("a0", "a1", "a2", "a3")), PlannedGroup("b", ("b0", "b1")))
     sub_arrays = [members for _, members in tried[2].members(groups)]
     assert sub_arrays == [("a0", "a1"), ("a2", "a3"), ("b0",), ("b1",)]
 
@@ -111,10 +111,10 @@ def test_members_run_side_by_side_where_few_places_are_left_unused(
     """As numbers of members and of branches."""
     asked: set[tuple[int, int]] = set()
 
-    def branched_of(group: Group, members: int, branches: int) -> None:
+    def branched_of(group: PlannedGroup, members: int, branches: int) -> None:
         asked.add((members, branches))
 
-    group = Group("a", tuple(f"a{number}" for number in range(num_members)))
+    group = PlannedGroup("a", tuple(f"a{number}" for number in range(num_members)))
     Planner([group], profile_of=lambda _, width: side_by_side(STEP, width), branched_of=branched_of)
     assert asked == tried
 
@@ -135,12 +135,12 @@ def test_seven_members_use_the_memory_that_there_is() -> None:
     alone = replace(alone, seconds_beside=((2, 1.6 * taken), (3, 2.3 * taken), (4, 3.0 * taken)))
     unknown: set[int] = set()
 
-    def branched_of(group: Group, members: int, branches: int) -> Profile | None:
+    def branched_of(group: PlannedGroup, members: int, branches: int) -> Profile | None:
         return side_by_side(alone, branches, members) if branches <= 4 and members not in unknown else None
 
     def chosen() -> dict[tuple[int, ...], int]:
         planner = Planner(
-            [Group("a", tuple(f"a{number}" for number in range(7)))],
+            [PlannedGroup("a", tuple(f"a{number}" for number in range(7)))],
             profile_of=lambda group, width: side_by_side(replace(alone, seconds_beside=()), width),
             branched_of=branched_of,
             policy="none",

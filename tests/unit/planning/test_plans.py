@@ -20,7 +20,7 @@ from trainmux.errors import BudgetError, ConfigError
 from trainmux.ir import ByteClass, Multiplexing, Phase, Plan, Profile, find_violations, verify
 from trainmux.planning import (
     POLICY_NAMES,
-    Group,
+    PlannedGroup,
     Planner,
     PlanProgress,
     bound_seconds,
@@ -41,8 +41,8 @@ def profile(seed: int, width: int, shape: Shape = SMALL) -> Profile:
     return random_profile(seed, width, shape)
 
 
-def group(num_members: int) -> Group:
-    return Group("g", tuple(f"m{number}" for number in range(num_members)))
+def group(num_members: int) -> PlannedGroup:
+    return PlannedGroup("g", tuple(f"m{number}" for number in range(num_members)))
 
 
 def fixed_bytes(seed: int, width: int) -> int:
@@ -232,7 +232,7 @@ def test_unknown_policies_and_names_used_twice_are_refused() -> None:
     with pytest.raises(ConfigError):
         planner(0, 2, "best")
     with pytest.raises(ConfigError):
-        Planner([Group("g", ("a", "a"))], profile_of=lambda _, width: profile(0, width))
+        Planner([PlannedGroup("g", ("a", "a"))], profile_of=lambda _, width: profile(0, width))
     with pytest.raises(ConfigError):
         planner(0, 2, fixed_bytes=-1)
     with pytest.raises(ConfigError):
