@@ -33,7 +33,7 @@ class LaneKnowledge:
         return position
 
     def lane_of(self, position: int) -> int:
-        """Where the instruction at ``position`` runs."""
+        """The lane of the instruction at ``position``."""
         return self._lane_of[position]
 
     def has_ended(self, lane: int, on: int) -> bool:

@@ -30,7 +30,7 @@ BESIDE_AUTO = ("mutwo", "capuchin", "recompute_only", "swap_only")
 """Policies whose plans `auto` has to beat, or takes."""
 
 _PROFILING = "profiling"
-"""What progress is called while profiles are asked for."""
+"""Stage name while profiles are collected."""
 
 ProfileOf = Callable[[PlannedGroup, int], Profile]
 """The profile of a group's members fused to a width."""
@@ -58,7 +58,7 @@ class PlanProgress:
 
 @dataclass(frozen=True)
 class BudgetCost:
-    """What a budget costs: the step time that the best plan within it predicts, and what that reserves."""
+    """The cost of a budget: the best plan's predicted step time, and the bytes it reserves."""
 
     budget_bytes: int
     step_seconds: float

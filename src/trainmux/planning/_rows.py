@@ -298,7 +298,7 @@ def _moves_first(action: RunAgain | CopyOut | Release | CopyIn | EndStep, views:
 
 
 def _forward_makers(body: Sequence[Action], views: Sequence[StepView]) -> dict[Key, int]:
-    """Where in the body's row each tensor of the first sub-array's forward pass is made."""
+    """Positions in the body's row at which the first sub-array's forward pass makes its tensors."""
     return {
         (0, tensor): position
         for position, action in enumerate(body)

@@ -1,4 +1,4 @@
-"""When each tensor is on the device: walks a row of actions and settles where bytes are given back.
+"""Residency of tensors: walks a row of actions and settles where bytes are freed.
 
 The rule is one for all: a tensor goes right after its last use before it is made again, or where its swap
 releases it, or never if what follows the row needs it. Reads by recomputations are uses. A release needs a
@@ -27,7 +27,7 @@ from trainmux.planning._views import (
 
 
 class Touch(Enum):
-    """What an action does to a tensor."""
+    """An effect of an action on a tensor."""
 
     MAKE = "make"
     READ = "read"
@@ -60,7 +60,7 @@ class _OpenStay:
 
 
 class Residency:
-    """What is on the device along the rows of one schedule. Static tensors that no swap moves always are."""
+    """Tensors on the device along the rows of one schedule. Static ones that no swap moves always are."""
 
     def __init__(self, views: Sequence[StepView], swaps: Iterable[Swap]) -> None:
         self._views = views
@@ -107,7 +107,7 @@ class Residency:
                 yield key, Touch.READ
 
     def at_the_beginning(self, body: Sequence[Action]) -> dict[Key, Action]:
-        """What must be on the device as a pass through the body begins: what it uses before it makes it.
+        """Tensors that must be on the device as a pass through the body begins: used before they are made.
 
         Each with the action that needs it.
         """
