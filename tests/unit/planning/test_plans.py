@@ -24,6 +24,7 @@ from trainmux.planning import (
     Planner,
     PlanProgress,
     bound_seconds,
+    fit_program,
     lane_times,
     rewrite,
     timeline,
@@ -339,6 +340,18 @@ def test_copies_have_slack_where_there_is_memory_for_it(policy: str) -> None:
             ratios.append(lane_times(body, profiles, 1.3).seconds / plan.step_seconds)
     assert ratios
     assert sum(ratios) / len(ratios) < 1.1
+
+
+def test_another_step_of_the_same_sub_arrays_fits_or_is_refused() -> None:
+    profiles = [profile(1, 1)] * 2
+    plain = fit_program(profiles, PLENTY, PLENTY, plainly=True)
+    assert not plain.host_bytes
+    tight = fit_program(profiles, plain.slab_bytes - 512, PLENTY)
+    assert tight.slab_bytes < plain.slab_bytes
+    assert fault(tight, profiles) == ""
+    for plainly in (True, False):
+        with pytest.raises(BudgetError):
+            fit_program(profiles, plain.slab_bytes - 512 if plainly else 1, PLENTY, plainly=plainly)
 
 
 def test_64_members_are_planned_in_bounded_time() -> None:
