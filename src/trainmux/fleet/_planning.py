@@ -28,8 +28,7 @@ from trainmux.fleet._plan import Plan, require_plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
 from trainmux.fleet._programs import with_batch
 from trainmux.ir import DeviceFacts, Profile, SubArray
-from trainmux.planning import BudgetCost, Planner, PlanProgress, find_partitions
-from trainmux.planning import Group as PlannedGroup
+from trainmux.planning import BudgetCost, PlannedGroup, Planner, PlanProgress, find_partitions
 from trainmux.profiling import (
     MEASUREMENT_VERSION,
     Device,

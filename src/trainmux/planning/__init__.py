@@ -1,10 +1,8 @@
 """Profiles and a byte budget → a plan: partitions, policies, simulation, and the program that is proved."""
 
 from trainmux.planning._bound import bound_seconds
-from trainmux.planning._explain import explain_program
 from trainmux.planning._fewer_waits import fewer_waits
 from trainmux.planning._fixed import fit_program
-from trainmux.planning._lanes import LaneClock, LaneTimes
 from trainmux.planning._measured_timeline import measured_timeline
 from trainmux.planning._memory import peak_live_bytes
 from trainmux.planning._plan import BudgetCost, Planner, PlanProgress
@@ -12,23 +10,20 @@ from trainmux.planning._policy import Infeasible, Task
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._slab import Slab, Tenant, pack
 from trainmux.planning._timeline import lane_times, timeline
-from trainmux.planning.partition import Group, find_partitions
+from trainmux.planning.partition import PlannedGroup, find_partitions
 from trainmux.planning.policies import POLICY_NAMES, policy_named
 
 __all__ = [
     "POLICY_NAMES",
     "BudgetCost",
-    "Group",
     "Infeasible",
-    "LaneClock",
-    "LaneTimes",
     "PlanProgress",
+    "PlannedGroup",
     "Planner",
     "Slab",
     "Task",
     "Tenant",
     "bound_seconds",
-    "explain_program",
     "fewer_waits",
     "find_partitions",
     "fit_program",

@@ -39,7 +39,7 @@ class Arrangement:
         return self.profiles[0].num_branches
 
     def fingerprints(self) -> tuple[str, ...]:
-        """Those of the distinct profiles."""
+        """The fingerprints of the distinct profiles."""
         return tuple(dict.fromkeys(profile.fingerprint for profile in self.profiles))
 
     def partition(self) -> tuple[SubArray, ...]:

@@ -1,4 +1,4 @@
-"""What no schedule can go below: compute, recomputation that is needed, and what the link allows.
+"""A lower bound on step time: compute, the recomputation that is needed, and the time of the link.
 
 While a node runs, all tensors of its sub-array that are alive then are on the device, except those that lie
 in a gap between two uses and were given up; static tensors of the others are too, unless they may be swapped.
@@ -120,7 +120,7 @@ def least_seconds(
 
 
 def _in_its_turn(probe: _Probe, excess: int, swaps_static: bool) -> float:
-    """What the turn of a sub-array takes at least. Static tensors of others leave and return for nothing."""
+    """The least time of a sub-array's turn. Static tensors of others leave and return for nothing."""
     if excess <= 0:
         return probe.seconds_before + probe.seconds_after
     items = (probe.feature_maps, probe.own_static) if swaps_static else (probe.feature_maps,)
@@ -161,7 +161,7 @@ def _cover(
 
 
 def _never(items: _Items) -> _Floats:
-    """Where compute costs nothing, what can be made again does; the rest is not to be had so."""
+    """Costs where compute is free: nothing for what can be recomputed, infinite for the rest."""
     return np.where(np.isinf(items.again_seconds), math.inf, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What the order of a step says about its kernels and tensors, without running it (µ-TWO Tables A and B).
+"""Facts about a step's kernels and tensors that follow from its order alone (µ-TWO Tables A and B).
 
 A node's position in its profile is its ``rank``. *Access* means reading, creating or changing. Forward is
 what carries ``Phase.FORWARD``; the update counts as part of the backward pass, as in the paper, where it
@@ -9,27 +9,22 @@ in `_recompute`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from trainmux.errors import PlanError
-from trainmux.ir import ByteClass, Phase, Profile, Schedule
+from trainmux.ir import ByteClass, Phase, Profile
 from trainmux.planning._remember import remembered
 
 
 @dataclass(frozen=True)
-class NodeFacts:
-    """A kernel. ``frees`` are the tensors nobody needs after it: positions in the profile's tensors.
-
-    ``created_bytes`` are those of what it creates, ``workspace_bytes`` what it takes besides while it runs.
-    """
+class KernelFacts:
+    """A kernel: its time, the bytes it creates, and its workspace while it runs."""
 
     rank: int
-    gtype: Phase
     seconds: float
     created_bytes: int
     workspace_bytes: int
-    frees: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -55,24 +50,10 @@ class TensorFacts:
     lifetime: tuple[int, int]
     inactive_time: float
 
-    @property
-    def active_fw_interval(self) -> tuple[int, int] | None:
-        """First and last forward node during which it is needed."""
-        if self.created_at is None or self.last_fw_access is None:
-            return None
-        return self.created_at, self.last_fw_access
-
-    @property
-    def active_bw_interval(self) -> tuple[int, int] | None:
-        """First and last backward node during which it is needed."""
-        if self.first_bw_access is None or self.last_bw_access is None:
-            return None
-        return self.first_bw_access, self.last_bw_access
-
 
 @dataclass(frozen=True)
 class Facts:
-    """A profile with what its order says.
+    """A profile with the facts that follow from its order.
 
     ``num_forward`` ranks are the forward pass, the rest backward pass and update. ``start_seconds`` has one
     entry more than there are nodes: when each begins with nothing else running, and when the last one ends.
@@ -80,7 +61,7 @@ class Facts:
     """
 
     profile: Profile
-    nodes: tuple[NodeFacts, ...]
+    nodes: tuple[KernelFacts, ...]
     tensors: tuple[TensorFacts, ...]
     feature_maps: tuple[int, ...]
     num_forward: int
@@ -133,46 +114,12 @@ def facts_of(profile: Profile) -> Facts:
     )
     return Facts(
         profile,
-        _node_facts(profile, tensors),
+        _kernel_facts(profile),
         tensors,
         tuple(facts.tensor for facts in tensors if _is_feature_map(facts)),
         count,
         start_seconds,
     )
-
-
-@dataclass(frozen=True)
-class NodeHints:
-    """Table A's scheduling attributes: what a schedule hangs on a node, as (sub-array, tensor) pairs.
-
-    ``to_offload`` are copied to the host and ``to_delete`` dropped, to be recomputed, after it has run;
-    ``to_prefetch`` are copied back and ``to_recompute`` made again before it runs. A swapped tensor is in the
-    ``to_prefetch`` of its ``prefetch_prompt``.
-    """
-
-    to_offload: tuple[tuple[int, int], ...] = ()
-    to_delete: tuple[tuple[int, int], ...] = ()
-    to_prefetch: tuple[tuple[int, int], ...] = ()
-    to_recompute: tuple[tuple[int, int], ...] = ()
-
-
-def hints_of(all_facts: Sequence[Facts], schedule: Schedule) -> dict[tuple[int, int], NodeHints]:
-    """The hints of each node that has any, ``all_facts`` being those of the schedule's sub-arrays."""
-    hints: dict[tuple[int, int], NodeHints] = {}
-
-    def add(node: tuple[int, int], name: str, key: tuple[int, int]) -> None:
-        known = hints.get(node, NodeHints())
-        hints[node] = replace(known, **{name: (*getattr(known, name), key)})
-
-    for swap in schedule.swaps:
-        add(swap.offload_after, "to_offload", (swap.sub_array, swap.tensor))
-        add(swap.prefetch_prompt, "to_prefetch", (swap.sub_array, swap.tensor))
-    for record in schedule.recomputes:
-        last_fw = all_facts[record.sub_array].tensors[record.tensor].last_fw_access
-        if last_fw is not None:
-            add((record.sub_array, last_fw), "to_delete", (record.sub_array, record.tensor))
-        add(record.before, "to_recompute", (record.sub_array, record.tensor))
-    return hints
 
 
 def num_forward(profile: Profile) -> int:
@@ -241,19 +188,13 @@ def _is_feature_map(facts: TensorFacts) -> bool:
     )
 
 
-def _node_facts(profile: Profile, tensors: Sequence[TensorFacts]) -> tuple[NodeFacts, ...]:
-    frees: list[list[int]] = [[] for _ in profile.nodes]
-    for facts in tensors:
-        if not facts.byte_class.is_static and facts.byte_class is not ByteClass.RESULT:
-            frees[facts.lifetime[1]].append(facts.tensor)
+def _kernel_facts(profile: Profile) -> tuple[KernelFacts, ...]:
     return tuple(
-        NodeFacts(
+        KernelFacts(
             rank,
-            node.phase,
             node.seconds,
             sum(profile.tensors[tensor].size_bytes for tensor in node.creates),
             node.workspace_bytes,
-            tuple(frees[rank]),
         )
         for rank, node in enumerate(profile.nodes)
     )

@@ -1,4 +1,4 @@
-"""Fewer waits between lanes: those that values and bytes take where they lie, each for all it can be for.
+"""Fewer waits between lanes: only those that values and placed bytes need, each for as much as possible.
 
 A wait between a kernel and a copy costs even where what is waited for has long ended: some microseconds in a
 CUDA graph (`Profile.meeting_seconds`), for an edge between two engines, whichever of the two waits.
@@ -36,26 +36,28 @@ from trainmux.ir import (
     Wait,
     lane_of,
 )
-from trainmux.planning._lane_writer import COMPUTE, IN, LANES, OUT, LaneWriter
+from trainmux.planning._lane_writer import LaneWriter
+from trainmux.planning._lanes import COMPUTE, IN, LANES, OUT
 from trainmux.planning._timeline import lane_times
 from trainmux.planning._views import Key
 
 _STRAIN = 1.25
-"""How many times as long as predicted copies may take without a wait that was moved holding up compute."""
+"""Copies may take this many times their predicted time before a moved wait holds up compute."""
 _TOLERANCES = (1e-12, 1e-2)
 """By how much a part may become slower where copies take as long as predicted, and where they take longer."""
 _HELD_SHARES = ({OUT: 0.5, IN: 0.5}, {OUT: 0.25, IN: 0.0}, {OUT: 0.0, IN: 0.0})
 """By lane, the share of the time until somebody needs it that a copy is held back for; the quickest is taken,
 and where meetings cost nothing the one with the fewest waits."""
 _MOST_HELD = 1 / 64
-"""Of the part's time: no copy is held back for longer. Others will queue behind it."""
+"""A copy is held back for at most this share of the part's time: others queue behind it."""
 _MOST_PASSES = 3
 """A pass knows who had ended when by the times of the part before it, and some more are found by the next."""
 
 
 def fewer_waits(part: Part, profiles: Sequence[Profile]) -> Part:
-    """The same part with as few waits as this gives: bytes where they are, each lane's work in its order, and
-    not slower as predicted, by at most a hundredth where copies are slower."""
+    """Return the part with fewer waits: bytes stay where they are and each lane's work stays in order.
+
+    It is not slower with copies as predicted, and at most a hundredth slower where copies are slower."""
     if not any(isinstance(item, Wait) for item in part.instructions):
         return part
     old = _Old(part, profiles)
@@ -71,8 +73,8 @@ def fewer_waits(part: Part, profiles: Sequence[Profile]) -> Part:
 
 
 def _quickest(old: _Old, at_most: Sequence[float]) -> Part:
-    """What one pass makes of a part: the quickest of all ways that take at most so many seconds, without
-    strain and with it, and have no more waits; of those that take the same, the one with the fewest."""
+    """One pass: the quickest rewriting within ``at_most`` seconds (as predicted, and with slower copies) that
+    has no more waits; among equally quick ones, the one with the fewest."""
     part, profiles = old.part, old.profiles
     best, best_rank = part, _rank(part, old.times[0].seconds, at_most[0])
     for shares in (*_HELD_SHARES, None):
@@ -123,7 +125,7 @@ class _Waits(LaneWriter):
         self._copies: dict[int, list[tuple[int, int]]] = {OUT: [], IN: []}
         self._written: dict[Key, int] = {}
         self._position = -1
-        """Of the old part's instruction that is being written."""
+        """Position of the old part's instruction that is being written."""
 
     def part(self) -> Part:
         """The part with the waits that it takes."""
@@ -259,7 +261,7 @@ def _first_needs(part: Part, profiles: Sequence[Profile]) -> dict[int, int]:
 
 
 class _Tenants:
-    """Who had which bytes of a part, and until when."""
+    """Lookup of the tenancies that had given bytes of a part, and until when."""
 
     def __init__(self, part: Part) -> None:
         rows = [(t.end, t.offset, t.offset + t.size_bytes) for t in part.tenancies]
@@ -271,7 +273,7 @@ class _Tenants:
         }
 
     def last_end_before(self, position: int) -> int:
-        """Where the bytes that the copy at ``position`` takes were last given back, -1: not in this part."""
+        """Position at which the bytes of the copy at ``position`` were last freed; -1: not in this part."""
         low, high = self._own[position]
         had = (self._end < position) & (self._low < high) & (low < self._high)
         return int(self._end[had].max(initial=-1))

@@ -1,4 +1,4 @@
-"""A program for sub-arrays that are settled already: steps beside the planned one, in the same memory.
+"""A program for given sub-arrays: steps other than the planned one, in its memory.
 
 A short last batch, a micro-batch without an update or an evaluation runs over the sub-arrays of the plan that
 is in use and must fit where that plan fits. It is not worth a search: the first policy that finds room, from
@@ -45,6 +45,6 @@ def fit_program(
                 return program
     more = f"; {exact_bytes(int(least))} would do" if least < math.inf else ""
     raise BudgetError(
-        f"expected a step beside the planned one to fit into {exact_bytes(available_bytes)}, but it does not"
+        f"expected another step to fit into {exact_bytes(available_bytes)}, but it does not"
         f"{more}; plan for a larger budget, or drop batches of other shapes"
     )

@@ -14,7 +14,7 @@ from trainmux.ir import (
     Tenancy,
 )
 from trainmux.planning._lane_writer import LaneWriter
-from trainmux.planning._rows import Action, CopyBack, CopyOut, EndStep, Release, RunAgain, RunNode
+from trainmux.planning._rows import Action, CopyIn, CopyOut, EndStep, Release, RunAgain, RunNode
 from trainmux.planning._stays import Settled
 from trainmux.planning._views import Key, StepView
 
@@ -46,7 +46,7 @@ class _Issuer(LaneWriter):
                     self._copy_out(action.key)
             elif isinstance(action, Release):
                 self._free(action.key)
-            elif isinstance(action, CopyBack):
+            elif isinstance(action, CopyIn):
                 self._copy_back(action.key)
             else:
                 assert isinstance(action, EndStep)

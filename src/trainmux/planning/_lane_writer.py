@@ -1,24 +1,20 @@
 """Instructions in issue order, each behind the waits that it takes.
 
-What each lane knows to have ended on the three lanes is carried along. A lane knows of its own instructions,
-and what a wait teaches: the instruction that was waited for has ended, and so has all that its lane knew of
-then. A wait is written only for what its lane does not know yet.
+A lane knows that its own earlier instructions have ended. A wait adds the instruction waited for, and all
+that the lane of that instruction knew by then. A wait is written only for an end that its lane does not know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trainmux.ir import Compute, Free, Instruction, Lane, Offload, Prefetch, Recompute, Wait
+from trainmux.ir import Compute, Free, Instruction, Offload, Prefetch, Recompute, Wait
+from trainmux.planning._lanes import COMPUTE, IN, LANES, OUT
 from trainmux.planning._views import Key
 
-LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN)
-COMPUTE, OUT, IN = range(3)
-"""The lanes as numbers: lists are quicker than dictionaries, and drafts are made by the hundred."""
 
-
-class Known:
-    """Instructions are named by their positions."""
+class LaneKnowledge:
+    """Which instructions, named by their positions, each lane knows to have ended."""
 
     def __init__(self) -> None:
         # Per lane: the last position that is known to have ended on each lane; and the same as it stood
@@ -37,7 +33,7 @@ class Known:
         return position
 
     def lane_of(self, position: int) -> int:
-        """Where the instruction at ``position`` runs."""
+        """The lane of the instruction at ``position``."""
         return self._lane_of[position]
 
     def has_ended(self, lane: int, on: int) -> bool:
@@ -53,11 +49,11 @@ class Known:
 
 
 class LaneWriter:
-    """Writes instructions. Who knows more of where bytes lie, or when things end, says so in a subclass."""
+    """Writes instructions. A subclass that knows where bytes lie, or when things end, waits for less."""
 
     def __init__(self) -> None:
         self._instructions: list[Instruction] = []
-        self._known = Known()
+        self._known = LaneKnowledge()
         self._last_node = self._last_on_compute = -1
         self._offloads: dict[Key, int] = {}
         self._prefetches: dict[Key, int] = {}

@@ -2,8 +2,8 @@
 
 Each lane runs its operations in the order they were issued and meets the others only at waits. A copy that
 has the link for itself takes its ``alone`` seconds; while a copy in the other direction runs too, it takes
-its ``duplex`` seconds. One that has company for a while progresses at either speed in turn: this is summed
-piece by piece, not estimated. A node, too, takes longer while a copy runs in either direction.
+its ``duplex`` seconds. A copy that overlaps another for a while progresses at either speed in turn: this is
+summed piece by piece, not estimated. A node, too, takes longer while a copy runs in either direction.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from trainmux.errors import PlanError
 from trainmux.ir import Lane
 
-COMPUTE, OUT, IN = 0, 1, 2
-"""The lanes as numbers, in the order of `Lane`: flat lists of numbers are quick to run through."""
-LANE_NUMBERS = {Lane.COMPUTE: COMPUTE, Lane.OUT: OUT, Lane.IN: IN}
+LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN)
+COMPUTE, OUT, IN = range(3)
+"""The lanes as numbers: flat lists of numbers are quick to run through."""
+LANE_NUMBERS = {lane: number for number, lane in enumerate(LANES)}
 NO_WAIT = -1
 """Stands for the operation waited for, where an operation is no wait."""
 
@@ -55,12 +56,12 @@ class LaneClock:
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def node(self, seconds: float, beside_seconds: float | None = None) -> int:
-        """A node on the compute lane; zero seconds serve for a point to wait for.
+    def node(self, seconds: float, slowed_seconds: float | None = None) -> int:
+        """A node on the compute lane; zero seconds make a point to wait for.
 
-        ``beside_seconds`` are what it takes while copies run, the same unless they are given.
+        ``slowed_seconds`` is its time while copies run; by default the same.
         """
-        return self._append(COMPUTE, seconds, seconds if beside_seconds is None else beside_seconds, NO_WAIT)
+        return self._append(COMPUTE, seconds, seconds if slowed_seconds is None else slowed_seconds, NO_WAIT)
 
     def offload(self, alone_seconds: float, duplex_seconds: float) -> int:
         """A copy to the host."""
@@ -89,9 +90,9 @@ class LaneClock:
 def run_lanes(
     lanes: Sequence[int], alone: Sequence[float], duplex: Sequence[float], waits: Sequence[int]
 ) -> LaneTimes:
-    """Run operations given as flat lists: lane, seconds alone and in company, what is waited for.
+    """Run operations given as flat lists: lane, seconds alone and slowed, position waited for.
 
-    Company of a copy is one the other way, that of a node is any copy.
+    A copy is slowed by copies in the other direction, a node by any copy.
 
     Refused with `PlanError`: a wait for an operation that is not issued before it.
     """
@@ -220,5 +221,5 @@ def run_lanes(
 
 
 def _left(share: float, pace: float, seconds: float) -> float:
-    """What is left of a share after ``seconds`` at a pace at which the whole takes ``pace`` seconds."""
+    """The share left after ``seconds`` of work, if the whole takes ``pace`` seconds."""
     return max(0.0, share - seconds / pace) if seconds > 0.0 else share

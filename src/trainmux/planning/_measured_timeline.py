@@ -1,4 +1,4 @@
-"""A part of a program as it ran: the same numbers as `timeline` predicts, from when its instructions ran."""
+"""A measured timeline: the numbers that `timeline` predicts, from when instructions really ran."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Interval = tuple[float, float]
 def measured_timeline(
     part: Part, profiles: Sequence[Profile], spans: Sequence[Span], seconds: float
 ) -> Timeline:
-    """What ``spans``, measured since the part began, amount to; ``seconds`` is the time of the whole part."""
+    """Summarise ``spans``, measured since the part began; ``seconds`` is the time of the whole part."""
     compute = _union((span.start, span.end) for span in spans if span.lane is Lane.COMPUTE)
     copies = _union((span.start, span.end) for span in spans if span.lane is not Lane.COMPUTE)
     busy = _length(compute)

@@ -22,7 +22,7 @@ from trainmux.planning._arrangement import ROUNDING, Arrangement, Candidate
 from trainmux.planning._candidates import SAME, Candidates
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._timeline import timeline
-from trainmux.planning.partition import MAX_PARTITIONS, Group, Partition, find_partitions
+from trainmux.planning.partition import MAX_PARTITIONS, Partition, PlannedGroup, find_partitions
 from trainmux.planning.policies import policy_named
 from trainmux.sizes import exact_bytes
 
@@ -30,12 +30,12 @@ BESIDE_AUTO = ("mutwo", "capuchin", "recompute_only", "swap_only")
 """Policies whose plans `auto` has to beat, or takes."""
 
 _PROFILING = "profiling"
-"""What progress is called while profiles are asked for."""
+"""Stage name while profiles are collected."""
 
-ProfileOf = Callable[[Group, int], Profile]
+ProfileOf = Callable[[PlannedGroup, int], Profile]
 """The profile of a group's members fused to a width."""
 
-BranchedOf = Callable[[Group, int, int], Profile | None]
+BranchedOf = Callable[[PlannedGroup, int, int], Profile | None]
 """The profile of so many of a group's members side by side, on so many branches, where that is known."""
 
 _MOST_UNUSED = 1 / 4
@@ -58,7 +58,7 @@ class PlanProgress:
 
 @dataclass(frozen=True)
 class BudgetCost:
-    """What a budget costs: the step time that the best plan within it predicts, and what that reserves."""
+    """The cost of a budget: the best plan's predicted step time, and the bytes it reserves."""
 
     budget_bytes: int
     step_seconds: float
@@ -83,7 +83,7 @@ class Planner:
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[PlannedGroup],
         *,
         profile_of: ProfileOf,
         branched_of: BranchedOf = lambda group, num_members, num_branches: None,
@@ -329,7 +329,7 @@ class Planner:
         return self.fixed_bytes + arrangement.beside_bytes
 
     def _profiles(
-        self, groups: Sequence[Group], partitions: Sequence[Partition], profile_of: ProfileOf
+        self, groups: Sequence[PlannedGroup], partitions: Sequence[Partition], profile_of: ProfileOf
     ) -> dict[tuple[int, int], Profile]:
         """Each group's profile for each width that occurs."""
         wanted = dict.fromkeys(
@@ -443,7 +443,7 @@ def _knows_one(policy: str, partitions: Sequence[Partition]) -> bool:
 
 
 def _branched(
-    groups: Sequence[Group], partition: Partition, branched_of: BranchedOf
+    groups: Sequence[PlannedGroup], partition: Partition, branched_of: BranchedOf
 ) -> dict[tuple[int, int], Profile]:
     """Profiles of the partition's sub-arrays with their members side by side; none where one is not known.
 
@@ -468,7 +468,7 @@ def _branched(
 
 
 def _arrangements(
-    groups: Sequence[Group],
+    groups: Sequence[PlannedGroup],
     partition: Partition,
     profiles: dict[tuple[int, int], Profile],
     multiplexings: Sequence[Multiplexing],

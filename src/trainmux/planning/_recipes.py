@@ -1,4 +1,4 @@
-"""What a recomputation runs, what it needs from outside, and whether it makes the same values again."""
+"""How a recomputation is carried out, and whether it makes the same values again."""
 
 from __future__ import annotations
 

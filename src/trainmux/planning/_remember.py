@@ -1,4 +1,4 @@
-"""What was worked out of a profile or its facts once and is asked for again and again.
+"""A cache for facts derived from a profile, keyed by object identity.
 
 Profiles are large, so they are told apart by identity, not by value. What is remembered keeps what it was
 worked out of alive, so that no other object can get its identity; only the last so many are kept.

@@ -68,7 +68,7 @@ def place(profiles: Sequence[Profile], made: Draft, *, enough_bytes: int = 0) ->
 
 
 def draft(profiles: Sequence[Profile], schedule: Schedule) -> Draft:
-    """The same without placement, which takes most of the time: for planners that try many schedules."""
+    """Rewrite without placement, which takes most of the time: for planners that try many schedules."""
     if not profiles:
         raise PlanError("a schedule needs at least one sub-array, but got no profiles; pass one for each")
     views = view_profiles(profiles)

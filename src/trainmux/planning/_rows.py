@@ -54,7 +54,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyBack:
+class CopyIn:
     """Take bytes for a tensor and copy it from the host."""
 
     key: Key
@@ -68,7 +68,7 @@ class EndStep:
     results: tuple[Key, ...]
 
 
-Action = RunNode | RunAgain | CopyOut | Release | CopyBack | EndStep
+Action = RunNode | RunAgain | CopyOut | Release | CopyIn | EndStep
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def body_row(
     for swap, _, _, back in sorted(
         swaps, key=lambda s: next_uses.distance(s[0].sub_array, s[0].tensor, s[3])
     ):
-        before[back].append(CopyBack((swap.sub_array, swap.tensor), swap))
+        before[back].append(CopyIn((swap.sub_array, swap.tensor), swap))
     # What is made earlier in a step cannot depend on what is made later: recompute it first.
     for record, recipe in sorted(
         zip(schedule.recomputes, recipes, strict=True),
@@ -234,7 +234,7 @@ def prologue_row(
             first_use = next((use for use in stay.uses if use in there), len(body))
             if first_use == len(body) and stay.end is not None:
                 continue
-            entries.append((stay.begin, first_use, CopyBack(key, stay.record)))
+            entries.append((stay.begin, first_use, CopyIn(key, stay.record)))
             if stay.end is not None:
                 if stay.copied_out is not None and any(change in there for change in stay.changes):
                     entries.append((stay.copied_out, 0, CopyOut(key, stay.record)))
@@ -266,7 +266,7 @@ def epilogue_row(
             if stay.begin != -1 and not any(use in there for use in stay.uses):
                 continue
             if stay.begin != -1:
-                entries.append((stay.begin, 0, CopyBack(key, stay.record)))
+                entries.append((stay.begin, 0, CopyIn(key, stay.record)))
             changes = [change for change in stay.changes if change in there]
             if changes or stay.begin == -1:
                 entries.append((max([stay.begin, *changes]), 1, CopyOut(key, stay.record)))
@@ -282,16 +282,14 @@ def _in_order(entries: Iterable[_Entry]) -> tuple[Action, ...]:
     return tuple(action for _, _, action in sorted(entries, key=lambda entry: entry[:2]))
 
 
-def _key(action: RunAgain | CopyOut | Release | CopyBack | EndStep) -> Key:
+def _key(action: RunAgain | CopyOut | Release | CopyIn | EndStep) -> Key:
     if isinstance(action, RunAgain):
         return (action.record.sub_array, action.record.tensor)
     assert not isinstance(action, EndStep)
     return action.key
 
 
-def _moves_first(
-    action: RunAgain | CopyOut | Release | CopyBack | EndStep, views: Sequence[StepView]
-) -> bool:
+def _moves_first(action: RunAgain | CopyOut | Release | CopyIn | EndStep, views: Sequence[StepView]) -> bool:
     """Whether an action moves a tensor that the first sub-array makes anew in each step."""
     if isinstance(action, EndStep):
         return False
@@ -300,7 +298,7 @@ def _moves_first(
 
 
 def _forward_makers(body: Sequence[Action], views: Sequence[StepView]) -> dict[Key, int]:
-    """Where in the body's row each tensor of the first sub-array's forward pass is made."""
+    """Positions in the body's row at which the first sub-array's forward pass makes its tensors."""
     return {
         (0, tensor): position
         for position, action in enumerate(body)

@@ -154,7 +154,7 @@ def _place_in_order(
 
 
 class _Placed:
-    """What is placed already, one row per span.
+    """Tenants placed so far, one row per span.
 
     Rows are kept by stretches of time: most tenants are there for a short time only and need not be compared
     with those of all others. For those that are there for longer, all rows are kept by offset too.

@@ -1,4 +1,4 @@
-"""When each tensor is on the device: walks a row of actions and settles where bytes are given back.
+"""Residency of tensors: walks a row of actions and settles where bytes are freed.
 
 The rule is one for all: a tensor goes right after its last use before it is made again, or where its swap
 releases it, or never if what follows the row needs it. Reads by recomputations are uses. A release needs a
@@ -15,7 +15,7 @@ from typing import NoReturn
 from trainmux.errors import PlanError
 from trainmux.ir import ByteClass, Swap
 from trainmux.planning._recipes import check_values
-from trainmux.planning._rows import Action, CopyBack, CopyOut, EndStep, Release, RunAgain, RunNode, Stay
+from trainmux.planning._rows import Action, CopyIn, CopyOut, EndStep, Release, RunAgain, RunNode, Stay
 from trainmux.planning._views import (
     Key,
     StepView,
@@ -27,7 +27,7 @@ from trainmux.planning._views import (
 
 
 class Touch(Enum):
-    """What an action does to a tensor."""
+    """An effect of an action on a tensor."""
 
     MAKE = "make"
     READ = "read"
@@ -60,7 +60,7 @@ class _OpenStay:
 
 
 class Residency:
-    """What is on the device along the rows of one schedule. Static tensors that no swap moves always are."""
+    """Tensors on the device along the rows of one schedule. Static ones that no swap moves always are."""
 
     def __init__(self, views: Sequence[StepView], swaps: Iterable[Swap]) -> None:
         self._views = views
@@ -100,14 +100,14 @@ class Residency:
             yield action.key, Touch.OUT
         elif isinstance(action, Release):
             yield action.key, Touch.RELEASE
-        elif isinstance(action, CopyBack):
+        elif isinstance(action, CopyIn):
             yield action.key, Touch.BACK
         else:
             for key in action.results:
                 yield key, Touch.READ
 
     def at_the_beginning(self, body: Sequence[Action]) -> dict[Key, Action]:
-        """What must be on the device as a pass through the body begins: what it uses before it makes it.
+        """Tensors that must be on the device as a pass through the body begins: used before they are made.
 
         Each with the action that needs it.
         """
@@ -221,7 +221,7 @@ class _Walk:
             self._release(position, action, key, stay)
 
     def _fetch(self, position: int, action: Action, key: Key, stay: _OpenStay | None) -> None:
-        assert isinstance(action, CopyBack)
+        assert isinstance(action, CopyIn)
         if stay is not None and stay.begin == -1:
             self._released_by[key] = action.record  # at the end of the pass before
             self.refuse_absent(self._first_use(key), key)
@@ -254,14 +254,14 @@ class _Walk:
         """Note a stay that is over, or lasts to the row's end; refuse one that served nothing."""
         if not self._is_body:
             return
-        if not stay.uses and isinstance(stay.started, CopyBack | RunAgain):
+        if not stay.uses and isinstance(stay.started, CopyIn | RunAgain):
             follows = self._at_first.get(key) if end is None else None  # the next pass goes on with it
             if follows is None or not follows.uses:
                 self._refuse_unused(stay.started)
         if not self._residency.is_static(key):
             return
         if record is None:
-            assert isinstance(stay.started, CopyBack)
+            assert isinstance(stay.started, CopyIn)
             record = stay.started.record
         self._stays.setdefault(key, []).append(
             Stay(record, stay.begin, end, stay.copied_out, tuple(stay.uses), tuple(stay.changes))
@@ -278,7 +278,7 @@ class _Walk:
                 free_last.append(key)
             elif self._residency.is_static(key):
                 started = stay.started
-                assert isinstance(started, CopyBack)
+                assert isinstance(started, CopyIn)
                 raise PlanError(
                     f"{describe_swap(started.record, self._views)}: the body ends with it on the device and "
                     "begins with it on the host; release it once for each time it is fetched back"
@@ -289,7 +289,7 @@ class _Walk:
             self.refuse_absent(self._first_use(key), key)
         for key in self._fetched_first:
             if self._is_body and not self._residency.is_static(key) and not self._on_host[key]:
-                started = next(a for a in self._row if isinstance(a, CopyBack) and a.key == key)
+                started = next(a for a in self._row if isinstance(a, CopyIn) and a.key == key)
                 self._refuse_stale(started.record)
         return free_last
 
@@ -327,8 +327,8 @@ class _Walk:
             "it is changed or made anew between offload and release; offload it after its last change"
         )
 
-    def _refuse_unused(self, started: CopyBack | RunAgain) -> NoReturn:
-        if isinstance(started, CopyBack):
+    def _refuse_unused(self, started: CopyIn | RunAgain) -> NoReturn:
+        if isinstance(started, CopyIn):
             raise PlanError(
                 f"{describe_swap(started.record, self._views)}: nothing uses it between the prefetch and the "
                 "next time it is made or released; swap it around a use"

@@ -8,7 +8,6 @@ from trainmux.errors import PlanError
 from trainmux.ir import (
     Compute,
     Free,
-    Lane,
     Offload,
     Part,
     Prefetch,
@@ -18,21 +17,16 @@ from trainmux.ir import (
     Timeline,
     Wait,
 )
-from trainmux.planning._lanes import COMPUTE, IN, LANE_NUMBERS, NO_WAIT, OUT, LaneTimes, run_lanes
+from trainmux.planning._lanes import COMPUTE, IN, LANE_NUMBERS, LANES, NO_WAIT, OUT, LaneTimes, run_lanes
 from trainmux.planning._memory import memory
 
-_LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN)
 
-
-def timeline(
-    part: Part, profiles: Sequence[Profile], source: str = "predicted", *, counts_meetings: bool = True
-) -> Timeline:
+def timeline(part: Part, profiles: Sequence[Profile], *, counts_meetings: bool = True) -> Timeline:
     """One pass through ``part``: every node and copy with its start and end, and the memory meanwhile.
 
-    ``profiles`` has one profile per sub-array. A draft has several times as many waits as the program that is
-    made of it: for a draft, what nodes take longer that meet copies is not to be counted. Refused with
-    `PlanError`: instructions that name nothing in the profiles, and a wait for an instruction that is not
-    issued before it.
+    ``profiles`` has one profile per sub-array. A draft has several times as many waits as the program made of
+    it, so their sync cost is left out for drafts (``counts_meetings`` false). Refused with `PlanError`:
+    instructions that name nothing in the profiles, and waits for what is not issued before them.
     """
     lanes, times = _run(part, profiles, counts_meetings=counts_meetings)
     starts, ends = times.starts, times.ends
@@ -43,9 +37,9 @@ def timeline(
             continue
         if isinstance(instruction, Recompute):
             recompute_seconds += profiles[instruction.sub_array].nodes[instruction.node].seconds
-        spans.append(Span(_LANES[lanes[position]], position, starts[position], ends[position]))
+        spans.append(Span(LANES[lanes[position]], position, starts[position], ends[position]))
     return Timeline(
-        source=source,
+        source="predicted",
         seconds=times.seconds,
         compute_seconds=times.compute_seconds,
         recompute_seconds=recompute_seconds,
@@ -117,8 +111,8 @@ def _run(
 
 
 def _meetings(part: Part, lanes: Sequence[int], waits: Sequence[int]) -> list[tuple[int, int]]:
-    """Positions and sub-arrays of nodes that wait for copies, and of those that copies wait for; a node that
-    is both is there twice."""
+    """Cross-stream dependencies: positions and sub-arrays of nodes that wait for copies, and of those that
+    copies wait for; a node that is both is listed twice."""
     waiting: list[tuple[int, int]] = []
     waited_for: set[tuple[int, int]] = set()
     latest: list[tuple[int, int] | None] = []

@@ -24,7 +24,7 @@ MAX_PARTITIONS = 16
 
 
 @dataclass(frozen=True)
-class Group:
+class PlannedGroup:
     """Members that can be fused with each other: one architecture, loss and batch shape."""
 
     name: str
@@ -51,7 +51,7 @@ class Partition:
         """Whether the paper's rule makes the widths of every group (a group of one member stays alone)."""
         return all(widths in paper_partitions(sum(widths)) for widths in self.widths)
 
-    def members(self, groups: Sequence[Group]) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    def members(self, groups: Sequence[PlannedGroup]) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """For each sub-array, group by group, the number of its group and the names of its members."""
         sub_arrays = []
         for number, (group, widths) in enumerate(zip(groups, self.widths, strict=True)):

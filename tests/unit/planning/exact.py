@@ -11,11 +11,10 @@ on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
+from linear_program import LinearProgram
 
 from trainmux.ir import Multiplexing, Profile, Recomputation, Schedule, Swap
 
@@ -29,61 +28,6 @@ class Optimum:
     schedule: Schedule
     seconds: float
     bound_seconds: float
-
-
-@dataclass
-class _Model:
-    """Variables and rows of a mixed integer program, minimised over its last variable's value."""
-
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    is_integer: list[int] = field(default_factory=list)
-    rows: list[dict[int, float]] = field(default_factory=list)
-    limits: list[float] = field(default_factory=list)
-
-    def number(self, upper: float = np.inf) -> int:
-        return self._variable(upper, 0)
-
-    def choice(self, allowed: bool = True) -> int:
-        return self._variable(1.0 if allowed else 0.0, 1)
-
-    def _variable(self, upper: float, is_integer: int) -> int:
-        self.lower.append(0.0)
-        self.upper.append(upper)
-        self.is_integer.append(is_integer)
-        return len(self.lower) - 1
-
-    def at_most(self, terms: Sequence[tuple[float, int]], limit: float) -> None:
-        """Σ coefficient · variable ≤ limit."""
-        row: dict[int, float] = {}
-        for coefficient, variable in terms:
-            row[variable] = row.get(variable, 0.0) + coefficient
-        self.rows.append(row)
-        self.limits.append(limit)
-
-    def equal(self, terms: Sequence[tuple[float, int]], value: float) -> None:
-        self.at_most(terms, value)
-        self.at_most([(-coefficient, variable) for coefficient, variable in terms], -value)
-
-    def solve(self, objective: int, seconds: float, gap: float) -> tuple[np.ndarray, float] | None:
-        """Values and proven bound, or ``None`` where nothing fits."""
-        cost = np.zeros(len(self.lower))
-        cost[objective] = 1.0
-        entries = [
-            (row, column, value) for row, terms in enumerate(self.rows) for column, value in terms.items()
-        ]
-        rows, columns, values = zip(*entries, strict=True)
-        matrix = csr_matrix((values, (rows, columns)), shape=(len(self.rows), len(self.lower)))
-        result = milp(
-            cost,
-            constraints=LinearConstraint(matrix, -np.inf, np.array(self.limits)),
-            integrality=np.array(self.is_integer),
-            bounds=Bounds(np.array(self.lower), np.array(self.upper)),
-            options={"time_limit": seconds, "mip_rel_gap": gap},
-        )
-        if result.x is None:
-            return None
-        return result.x, float(result.mip_dual_bound)
 
 
 @dataclass(frozen=True)
@@ -101,7 +45,7 @@ class _Candidate:
     path: tuple[int, ...]
 
 
-class _Body:
+class Body:
     """An order with the positions at which each tensor is used and resident when nothing is decided."""
 
     def __init__(
@@ -162,6 +106,17 @@ class _Body:
                 total += self.profiles[key[0]].tensors[key[1]].size_bytes
         return total
 
+    def needed(self) -> np.ndarray:
+        """Bytes at each node while nothing is decided."""
+        sizes = {key: self.profiles[key[0]].tensors[key[1]].size_bytes for key in self.spans}
+        return np.array(
+            [
+                self.node(position).workspace_bytes
+                + sum(size for key, size in sizes.items() if self.is_resident(key, position))
+                for position in range(self.length)
+            ]
+        )
+
     def next_rank(self, sub_array: int, position: int) -> int:
         """The rank of the sub-array that runs next, at ``position`` or after it."""
         for step in range(self.length):
@@ -181,18 +136,18 @@ def solve(
     gap: float = 1e-6,
 ) -> Optimum | None:
     """The best decisions for ``order`` within ``limit_bytes``; ``None`` where there are none."""
-    body = _Body(profiles, multiplexing, order)
+    body = Body(profiles, multiplexing, order)
     return _Exact(body, multiplexing, limit_bytes).solve(seconds, gap)
 
 
 class _Exact:
     """One program. Suffixes of names: c a candidate's number, k a place on its path, n a rank to repeat."""
 
-    def __init__(self, body: _Body, multiplexing: Multiplexing, limit_bytes: int) -> None:
+    def __init__(self, body: Body, multiplexing: Multiplexing, limit_bytes: int) -> None:
         self.body = body
         self.multiplexing = multiplexing
         self.limit = limit_bytes
-        self.model = _Model()
+        self.model = LinearProgram()
         candidates = body.candidates
         self.horizon = 1.0 + 2 * sum(body.node(p).seconds for p in range(body.length)) * (1 + len(candidates))
         for c in candidates:
@@ -210,14 +165,14 @@ class _Exact:
         self.in_start = [model.number() for _ in candidates]
         self.ready = [model.number() for _ in range(body.length)]
         self.start = [model.number() for _ in range(body.length)]
-        self.total = model.number()
+        self.total = model.number(cost=1.0)
         self._decide()
         self._lineages()
         self._memory()
         self._lanes()
 
     def solve(self, seconds: float, gap: float) -> Optimum | None:
-        found = self.model.solve(self.total, seconds, gap)
+        found = self.model.solve(seconds, gap)
         if found is None:
             return None
         values, bound = found
@@ -278,7 +233,7 @@ class _Exact:
         creator = next(rank for rank, node in enumerate(profile.nodes) if read in node.creates)
         terms: list[tuple[float, int]] = [(1, self.again[c, k, n]), (-1, self.again[c, k, creator])]
         other = self._number_of(sub_array, read)
-        if other is not None and position in body.candidates[other].path[:-1]:
+        if other is not None and position in body.candidates[other].path:
             at = body.candidates[other].path.index(position)
             there = [
                 (1.0, self.keep[other]),
@@ -286,14 +241,6 @@ class _Exact:
                 *((1.0, point) for point in self.prefetch[other][: at + 1]),
                 *((1.0, point) for point in self.recompute[other][:at]),
             ]
-            if body.candidates[other].creator < body.candidates[c].creator:
-                there.append((1.0, self.recompute[other][at]))
-            terms += [(-coefficient, variable) for coefficient, variable in there]
-        elif other is not None and position == body.candidates[other].path[-1]:
-            # Just before its first backward use a swapped one is there, a recomputed one in its turn.
-            at = len(body.candidates[other].path) - 1
-            there = [(1.0, self.keep[other]), (1.0, self.swap[other])]
-            there += [(1.0, point) for point in self.recompute[other][:at]]
             if body.candidates[other].creator < body.candidates[c].creator:
                 there.append((1.0, self.recompute[other][at]))
             terms += [(-coefficient, variable) for coefficient, variable in there]
@@ -360,101 +307,66 @@ class _Exact:
             terms.append((large, self.again[c, k, n]))
             model.at_most(terms, self.limit - before - own + large)
 
-    def _lanes(self) -> None:
-        body, model = self.body, self.model
+    def _after(self, first: int, seconds: float, then: int, *given: int, unless: Sequence[int] = ()) -> None:
+        """``then`` is at least ``seconds`` after ``first``, if all choices in ``given`` are taken."""
         big = self.horizon
+        terms = [(1.0, first), (-1.0, then), *((big, choice) for choice in given)]
+        terms += [(-big, choice) for choice in unless]
+        self.model.at_most(terms, len(given) * big - seconds)
+
+    def _lanes(self) -> None:
+        body = self.body
         candidates = body.candidates
         records = [body.profiles[c.sub_array].tensors[c.tensor] for c in candidates]
-        tie_order = sorted(range(len(candidates)), key=lambda c: (candidates[c].path[-1], c))
         for position in range(body.length):
             if position:
-                model.at_most(
-                    [(1, self.start[position - 1]), (-1, self.ready[position])],
-                    -body.node(position - 1).seconds,
-                )
+                self._after(self.start[position - 1], body.node(position - 1).seconds, self.ready[position])
             self._recompute_times(position)
-        model.at_most([(1, self.start[-1]), (-1, self.total)], -body.node(body.length - 1).seconds)
+        self._after(self.start[-1], body.node(body.length - 1).seconds, self.total)
         for c, candidate in enumerate(candidates):
+            out, back, swap = self.out_start[c], self.in_start[c], self.swap[c]
             out_seconds, in_seconds = records[c].swap_out_seconds, records[c].swap_in_seconds
-            model.at_most(
-                [(1, self.start[candidate.last]), (-1, self.out_start[c]), (big, self.swap[c])],
-                big - body.node(candidate.last).seconds,
-            )
-            model.at_most([(1, self.out_start[c]), (-1, self.total), (big, self.swap[c])], big - out_seconds)
-            model.at_most([(1, self.in_start[c]), (-1, self.total), (big, self.swap[c])], big - in_seconds)
+            self._after(self.start[candidate.last], body.node(candidate.last).seconds, out, swap)
+            self._after(out, out_seconds, self.total, swap)
+            self._after(back, in_seconds, self.total, swap)
             for k, position in enumerate(candidate.path):
-                same_pass = position > candidate.last
-                if same_pass:
-                    model.at_most(
-                        [(1, self.out_start[c]), (-1, self.ready[position]), (big, self.release[c][k])],
-                        big - out_seconds,
-                    )
-                    model.at_most(
-                        [(1, self.out_start[c]), (-1, self.in_start[c]), (big, self.prefetch[c][k])],
-                        big - out_seconds,
-                    )
-                model.at_most(
-                    [(1, self.ready[position]), (-1, self.in_start[c]), (big, self.prefetch[c][k])], big
-                )
+                if position > candidate.last:  # in the same pass
+                    self._after(out, out_seconds, self.ready[position], self.release[c][k])
+                    self._after(out, out_seconds, back, self.prefetch[c][k])
+                self._after(self.ready[position], 0.0, back, self.prefetch[c][k])
                 if position <= candidate.path[-1]:
-                    model.at_most(
-                        [
-                            (1, self.in_start[c]),
-                            (-1, self.start[candidate.path[-1]]),
-                            (big, self.prefetch[c][k]),
-                        ],
-                        big - in_seconds,
-                    )
+                    self._after(back, in_seconds, self.start[candidate.path[-1]], self.prefetch[c][k])
             for other in range(len(candidates)):
                 if (candidate.last, c) < (candidates[other].last, other):
-                    model.at_most(
-                        [
-                            (1, self.out_start[c]),
-                            (-1, self.out_start[other]),
-                            (big, self.swap[c]),
-                            (big, self.swap[other]),
-                        ],
-                        2 * big - out_seconds,
-                    )
+                    self._after(out, out_seconds, self.out_start[other], swap, self.swap[other])
+        tie_order = sorted(range(len(candidates)), key=lambda c: (candidates[c].path[-1], c))
         for at, first in enumerate(tie_order):
             for second in tie_order[at + 1 :]:
                 self._queue(first, second, records[first].swap_in_seconds, records[second].swap_in_seconds)
 
     def _queue(self, first: int, second: int, first_seconds: float, second_seconds: float) -> None:
         """Prefetches run in issue order; of two at the same position ``first`` is issued first."""
-        body, model, big = self.body, self.model, self.horizon
+        model, length = self.model, 2.0 * self.body.length
         issue = [
             [
                 (float(position), point)
-                for position, point in zip(body.candidates[c].path, self.prefetch[c], strict=True)
+                for position, point in zip(self.body.candidates[c].path, self.prefetch[c], strict=True)
             ]
             for c in (first, second)
         ]
+        less = [[(-coefficient, variable) for coefficient, variable in terms] for terms in issue]
+        both = (self.swap[first], self.swap[second])
         is_first = model.choice()
-        length = float(body.length)
-        reverse = [(-coefficient, variable) for coefficient, variable in issue[1]]
-        model.at_most([*issue[0], *reverse, (2 * length, is_first)], 2 * length)
-        reverse = [(-coefficient, variable) for coefficient, variable in issue[0]]
-        both = [(2 * length, self.swap[first]), (2 * length, self.swap[second])]
-        model.at_most([*issue[1], *reverse, (-2 * length, is_first), *both], -1 + 4 * length)
-        for before, after, seconds, share in (
-            (first, second, first_seconds, 1.0),
-            (second, first, second_seconds, -1.0),
-        ):
-            model.at_most(
-                [
-                    (1, self.in_start[before]),
-                    (-1, self.in_start[after]),
-                    (share * big, is_first),
-                    (big, self.swap[first]),
-                    (big, self.swap[second]),
-                ],
-                (3 if share > 0 else 2) * big - seconds,
-            )
+        model.at_most([*issue[0], *less[1], (length, is_first)], length)
+        model.at_most(
+            [*issue[1], *less[0], (-length, is_first), *((length, swap) for swap in both)], 2 * length - 1
+        )
+        self._after(self.in_start[first], first_seconds, self.in_start[second], is_first, *both)
+        self._after(self.in_start[second], second_seconds, self.in_start[first], *both, unless=[is_first])
 
     def _recompute_times(self, position: int) -> None:
         """The compute lane before a node: ranks that run again one after another, then the node itself."""
-        body, model, big = self.body, self.model, self.horizon
+        body, model = self.body, self.model
         before: list[tuple[float, int]] = [(1, self.ready[position])]
         numbers = [c for c, candidate in enumerate(body.candidates) if position in candidate.path]
         for c in sorted(numbers, key=lambda c: (body.candidates[c].creator, c)):
@@ -466,21 +378,15 @@ class _Exact:
                 model.at_most([*before, (-1, begins)], 0)
                 for read in nodes[n].reads:
                     other = self._number_of(candidate.sub_array, read)
-                    if other is not None and position in body.candidates[other].path:
-                        record = body.profiles[candidate.sub_array].tensors[read]
-                        at = body.candidates[other].path.index(position)
-                        for earlier in range(at + 1):
-                            if body.candidates[other].path[earlier] <= position:
-                                model.at_most(
-                                    [
-                                        (1, self.in_start[other]),
-                                        (-1, begins),
-                                        (big, self.prefetch[other][earlier]),
-                                        (big, self.again[c, k, n]),
-                                        (-big, self.again[c, k, self._creator(candidate.sub_array, read)]),
-                                    ],
-                                    2 * big - record.swap_in_seconds,
-                                )
+                    if other is None or position not in body.candidates[other].path:
+                        continue
+                    seconds = body.profiles[candidate.sub_array].tensors[read].swap_in_seconds
+                    made = self.again[c, k, self._creator(candidate.sub_array, read)]
+                    path = body.candidates[other].path
+                    for earlier in range(path.index(position) + 1):
+                        if path[earlier] <= position:
+                            given = (self.prefetch[other][earlier], self.again[c, k, n])
+                            self._after(self.in_start[other], seconds, begins, *given, unless=[made])
                 before = [(1, begins), (nodes[n].seconds, self.again[c, k, n])]
         model.at_most([*before, (-1, self.start[position])], 0)
 

@@ -15,45 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile, ProfiledNode, ProfiledTensor
+from steps import Builder, static_bytes
+
+from trainmux.ir import ByteClass, Phase, Profile
 
 LIMIT_BEYOND_STATIC = 24
 SWAP_IN = {"Z1": 4.0, "Z2": 4.0, "Z3": 3.0, "Z4": 3.0, "R": 6.0}
-DEVICE = DeviceFacts("paper", memory_bytes=1000, host_bytes=1000)
-
-
-class Builder:
-    """Writes a profile by names."""
-
-    def __init__(self) -> None:
-        self.tensors: list[ProfiledTensor] = []
-        self.nodes: list[ProfiledNode] = []
-        self.at: dict[str, int] = {}
-
-    def tensor(
-        self, name: str, byte_class: ByteClass, size: int, seconds_in: float = 0.0, seconds_out: float = 0.0
-    ) -> None:
-        self.at[name] = len(self.tensors)
-        self.tensors.append(
-            ProfiledTensor(name, byte_class, size, seconds_out, seconds_in, seconds_out, seconds_in)
-        )
-
-    def node(
-        self,
-        name: str,
-        phase: Phase,
-        reads: Sequence[str],
-        creates: Sequence[str] = (),
-        seconds: float = 1.0,
-        changes: Sequence[str] = (),
-        workspace: int = 0,
-        repeatable: bool = True,
-    ) -> None:
-        rows = [tuple(self.at[tensor] for tensor in row) for row in (reads, creates, changes)]
-        self.nodes.append(ProfiledNode(name, phase, *rows, seconds, workspace, repeatable))
-
-    def profile(self, name: str) -> Profile:
-        return Profile(name, "analytic", 1, DEVICE, tuple(self.tensors), tuple(self.nodes))
 
 
 def rank_of(profile: Profile, name: str) -> int:
@@ -124,5 +91,4 @@ def second() -> Profile:
 
 
 def limit(profiles: Sequence[Profile]) -> int:
-    static = sum(t.size_bytes for profile in profiles for t in profile.tensors if t.byte_class.is_static)
-    return LIMIT_BEYOND_STATIC + static
+    return LIMIT_BEYOND_STATIC + static_bytes(profiles)

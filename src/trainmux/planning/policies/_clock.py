@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trainmux.ir import Lane, Profile, ProfiledTensor, Schedule
+from trainmux.ir import Lane, Profile, ProfiledTensor
 from trainmux.planning._lanes import LaneClock, LaneTimes
 from trainmux.planning.policies._body import FixedBody
 from trainmux.planning.policies._layout import Layout
@@ -76,31 +76,6 @@ def _parts(layout: Layout) -> tuple[list[_Copy], list[tuple[int, tuple[int, ...]
         )
     again = [(each.sub_array, each.derived.ranks, each.before) for each in layout.recomputes]
     return copies, again
-
-
-def times_of(body: FixedBody, schedule: Schedule) -> LaneTimes:
-    """How long one pass through a schedule takes whose order is that of ``body``."""
-    copies = []
-    length = body.length
-    for swap in schedule.swaps:
-        out, release, back = (
-            body.place[sub_array][rank]
-            for sub_array, rank in (swap.offload_after, swap.release_before, swap.prefetch_prompt)
-        )
-        uses = [body.place[swap.sub_array][rank] for rank in _uses(body, swap.sub_array, swap.tensor)]
-        first_use = min(uses, key=lambda use: (use - back) % length)
-        release = release if release > out else length
-        copies.append(_Copy(swap.sub_array, swap.tensor, out, release, back, first_use, True))
-    again = [
-        (each.sub_array, each.nodes, body.place[each.before[0]][each.before[1]])
-        for each in schedule.recomputes
-    ]
-    return _run(body, copies, again).times
-
-
-def _uses(body: FixedBody, sub_array: int, tensor: int) -> Sequence[int]:
-    record = body.all_facts[sub_array].tensors[tensor]
-    return [rank for rank in record.accesses if rank != record.created_at] or record.accesses
 
 
 def _run(body: FixedBody, copies: Sequence[_Copy], again: Sequence[tuple[int, tuple[int, ...], int]]) -> _Run:
