@@ -229,6 +229,13 @@ def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> No
     assert not different, different
 
 
+def assert_same_states(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """States of several members, by name, are bitwise the same."""
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert_same(got[name], expected[name])
+
+
 def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], share: float = TOLERANCE) -> None:
     """Two states differ by no more than ``share`` of each tensor's largest value; counts are equal."""
     assert got.keys() == expected.keys(), sorted(got.keys() ^ expected.keys())
