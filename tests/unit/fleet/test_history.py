@@ -64,7 +64,6 @@ def test_mapping_and_copies() -> None:
     assert len(history["a"]) == 2
     with pytest.raises(KeyError):
         history["c"]
-    assert repr(history) == "History(2 members, 2 epochs)"
 
 
 def test_rows_are_by_epoch() -> None:
