@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import fx
 
+from trainmux.fleet._build import choose_partition
 from trainmux.fleet._config import FleetConfig
-from trainmux.fleet._width import choose_partition
 
 aten = torch.ops.aten
 LARGE, MEDIUM, SMALL = (32, 256, 56, 56), (172, 64, 28, 28), (4, 8, 8, 8)
