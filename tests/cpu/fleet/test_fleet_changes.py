@@ -548,12 +548,14 @@ class Reader(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer(x)
+        shift = sum(call() for call in self.calls)
         for value in self.values:
             if isinstance(value, Tensor):
-                out = out * (value.sum() + len(value.shape) + digest(value.dtype))
+                out = out * value.sum()
+                shift += digest((value.dtype, len(value.shape)))
             else:
-                out = out + digest(value)
-        return self.scaled(out + sum(call() for call in self.calls))
+                shift += digest(value)
+        return self.scaled(out + shift)
 
     def scaled(self, x: Tensor) -> Tensor:
         return helper(x) * self.gain * SETTINGS["weight"] * sum(SETTINGS["parts"])

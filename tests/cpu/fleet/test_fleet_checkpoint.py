@@ -187,21 +187,6 @@ def test_saving_disturbs_nothing_and_can_be_gone_back_to_twice(tmp_path: Path) -
     assert same_bits(runs[0], runs[2])
 
 
-def test_seeds_are_restored(tmp_path: Path) -> None:
-    """The draws belong to the saved run, whatever seed the new member was given."""
-    whole = Fleet([dropout_member(0, seed=3)], mse, EXAMPLE)
-    whole.step(BATCHES[0])
-    whole.save(tmp_path)
-    restored = Fleet([dropout_member(0, seed=4)], mse, EXAMPLE)
-    restored.restore(tmp_path)
-    assert_goes_on(whole, restored, BATCHES[1:3])
-    again = tmp_path / "again"
-    restored.save(again)
-    third = Fleet([dropout_member(0, seed=5)], mse, EXAMPLE)
-    third.restore(again)
-    assert_goes_on(whole, third, BATCHES[3:5])
-
-
 # ---- constants -----------------------------------------------------------------------------------------
 
 

@@ -49,20 +49,10 @@ def groups_of(fleet: Fleet) -> list[tuple[str, ...]]:
 
 def assorted(i: int) -> Member:
     """Two architectures, two losses, two optimizers, two dtypes: member ``i`` of eight."""
-    model: nn.Module = [
-        mlp(0),
-        mlp(1, hidden=7),
-        mlp(2),
-        bn_mlp(3),
-        mlp(4),
-        mlp(5, dtype=torch.float32),
-        mlp(6, hidden=7),
-        mlp(7),
-    ][i]
+    settings = {1: {"hidden": 7}, 5: {"dtype": torch.float32}, 6: {"hidden": 7}}.get(i, {})
+    model = bn_mlp(i) if i == 3 else mlp(i, **settings)
     kind = torch.optim.SGD if i in (2, 7) else torch.optim.Adam
-    return Member(
-        model, kind(model.parameters(), lr=0.01 * (i + 1)), f"m{i}", loss=l1_any if i == 4 else None
-    )
+    return Member(model, kind(model.parameters(), lr=0.01 * (i + 1)), f"m{i}", loss=l1 if i == 4 else None)
 
 
 def mse_any(model: nn.Module, batch: Any) -> Tensor:
@@ -70,10 +60,6 @@ def mse_any(model: nn.Module, batch: Any) -> Tensor:
     x, y = batch
     dtype = next(model.parameters()).dtype
     return (model(x.to(dtype)) - y.to(dtype)).square().mean()
-
-
-def l1_any(model: nn.Module, batch: Any) -> Tensor:
-    return l1(model, batch)
 
 
 def test_different_members_form_groups_and_train_as_alone() -> None:
@@ -89,31 +75,6 @@ def test_different_members_form_groups_and_train_as_alone() -> None:
         share = 1e-6 if i == 5 else TOLERANCE
         assert losses[:, i].tolist() == pytest.approx(expected, rel=share)
         assert_close(states[name], state_of(alone), share=1e-5 if i == 5 else TOLERANCE)
-
-
-def test_members_with_batches_of_their_own() -> None:
-    """Two batch sizes and a loss of its own, beside members that share a batch."""
-    small = [vectors(40 + n, size=2) for n in range(3)]
-    smaller = [vectors(60 + n, size=2) for n in range(3)]
-
-    def make(i: int) -> Member:
-        example, loss = {2: (small[0], None), 3: (smaller[0], None), 4: (small[0], l1)}.get(i, (None, None))
-        return adam_member(i, example_batch=example, loss=loss)
-
-    fleet = Fleet([make(i) for i in range(5)], mse, EXAMPLE)
-    assert groups_of(fleet) == [("m0", "m1"), ("m2", "m3"), ("m4",)]
-    losses = torch.stack(
-        [
-            fleet.step(BATCHES[n], overrides={"m2": small[n], "m3": smaller[n], "m4": small[n]})
-            for n in range(3)
-        ]
-    )
-    states = states_of(fleet)
-    for i, batches in enumerate([BATCHES[:3], BATCHES[:3], small, smaller, small]):
-        alone = make(i)
-        expected = train_alone(alone, batches)
-        assert losses[:, i].tolist() == pytest.approx(expected, rel=TOLERANCE)
-        assert_close(states[f"m{i}"], state_of(alone))
 
 
 def test_all_members_have_batches_of_their_own() -> None:
@@ -220,47 +181,44 @@ def test_closures_with_different_constants_are_two_groups(monkeypatch: pytest.Mo
     assert_trains_alone(fleet, make, BATCHES[:3])
 
 
-class Tempered(nn.Module):
-    """With a plain number that decides the graph."""
-
-    def __init__(self, seed: int, temperature: float, *, in_training: bool = True) -> None:
-        super().__init__()
-        self.body = mlp(seed)
-        self.temperature = temperature
-        self.in_training = in_training
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.body(x)
-        return out / self.temperature if self.training == self.in_training else out
-
-
-class Config:
-    """A bag of settings, as many models carry one."""
+class Setting:
+    """One number, where it can be looked into from outside."""
 
     def __init__(self, value: float) -> None:
         self.value = value
 
 
-class Configured(nn.Module):
-    """Reads a number from the last of several such bags."""
+class Slotted:
+    """One number, where it cannot: there is no ``__dict__``."""
 
-    def __init__(self, seed: int, value: float) -> None:
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class Scaled(nn.Module):
+    """Computes with the last of its settings, in one of its modes."""
+
+    def __init__(self, seed: int, *settings: Setting | Slotted, in_training: bool = True) -> None:
         super().__init__()
         self.body = mlp(seed)
-        self.configs = [*(Config(float(number)) for number in range(10)), Config(value)]
+        self.settings = settings
+        self.in_training = in_training
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x) * self.configs[-1].value
+        out = self.body(x)
+        return out * self.settings[-1].value if self.training == self.in_training else out
 
 
 def with_adam(model: nn.Module, name: str) -> Member:
     return Member(model, torch.optim.Adam(model.parameters(), lr=0.05), name)
 
 
-@pytest.mark.parametrize("make", [Tempered, Configured])
-def test_members_that_differ_in_plain_settings(make: Callable[..., nn.Module]) -> None:
+def test_members_that_differ_in_plain_settings() -> None:
     def member(i: int) -> Member:
-        return with_adam(make(i, (1.0, 2.0, 2.0)[i]), f"m{i}")
+        settings = [Setting(float(number)) for number in range(10)]
+        return with_adam(Scaled(i, *settings, Setting((1.0, 2.0, 2.0)[i])), f"m{i}")
 
     fleet = Fleet([member(i) for i in range(3)], mse, EXAMPLE)
     assert groups_of(fleet) == [("m0",), ("m1", "m2")]
@@ -318,30 +276,11 @@ def test_models_share_a_group_only_with_their_like() -> None:
     assert groups_of(fleet) == [(f"m{i}", f"m{i + len(KINDS)}") for i in range(len(KINDS))]
 
 
-class Slotted:
-    """Cannot be looked into from outside: no ``__dict__``."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-
-class Opaque(nn.Module):
-    def __init__(self, seed: int, setting: Slotted) -> None:
-        super().__init__()
-        self.body = mlp(seed)
-        self.setting = setting
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x) * self.setting.value
-
-
 def test_a_newcomer_at_the_address_of_one_that_is_gone() -> None:
     """What cannot be looked into counts by identity: an address alone is not one, it is given away again."""
 
     def make(setting: Slotted, name: str) -> Member:
-        model = Opaque(0, setting)
+        model = Scaled(0, setting)
         return Member(model, torch.optim.SGD(model.parameters(), lr=0.05), name)
 
     setting = Slotted(1.0)
@@ -360,8 +299,7 @@ def test_a_newcomer_at_the_address_of_one_that_is_gone() -> None:
 
 def test_members_that_differ_in_evaluation_only() -> None:
     """They train as one. Evaluated, each must be what it is."""
-    temperatures = (1.0, 2.0)
-    members = [with_adam(Tempered(i, temperatures[i], in_training=False), f"m{i}") for i in range(2)]
+    members = [with_adam(Scaled(i, Setting(1.0 + i), in_training=False), f"m{i}") for i in range(2)]
     fleet = Fleet(members, mse, EXAMPLE)
     fleet.step(EXAMPLE)
     got = fleet.evaluate([EXAMPLE])

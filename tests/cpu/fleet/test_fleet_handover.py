@@ -11,11 +11,9 @@ from fleet_cases import (
     EXAMPLE,
     ONE_OF_EACH,
     OPTIMIZERS,
-    assert_alone,
     assert_close,
     assert_same,
     bn_mlp,
-    count_work,
     mlp,
     mse,
     state_of,
@@ -64,16 +62,6 @@ def test_sync_before_the_first_step_leaves_plain_torch_where_it_was(kind: str) -
     uninterrupted = member(kind, 0)
     train_alone(uninterrupted, BATCHES[:2])
     assert_same(state_of(one), state_of(uninterrupted))
-
-
-def test_sync_does_not_disturb_what_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet([member("adam", i) for i in range(2)], mse, EXAMPLE)
-    work = count_work(monkeypatch)
-    for batch in BATCHES[:4]:
-        fleet.step(batch)
-        fleet.sync()
-    assert_alone(fleet, *((member("adam", i), BATCHES[:4]) for i in range(2)))
-    assert work.total == 0
 
 
 def test_the_members_own_tensors_stay_the_same_objects() -> None:

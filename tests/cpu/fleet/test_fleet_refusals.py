@@ -513,28 +513,6 @@ def test_calls(pair: Pair, kind: str) -> None:
 # ---- newcomers -----------------------------------------------------------------------------------------
 
 
-def bad_number() -> Member:
-    new = member(5, "new")
-    new.optimizer.param_groups[0]["lr"] = math.nan
-    return new
-
-
-def foreign() -> Member:
-    model = bn_mlp(5)
-    return Member(model, torch.optim.Adam([*model.parameters(), nn.Parameter(torch.ones(1))]), "new")
-
-
-def unsupported() -> Member:
-    model = bn_mlp(5)
-    return Member(model, torch.optim.Adamax(model.parameters()), "new")
-
-
-def two_devices() -> Member:
-    new = member(5, "new")
-    new.model[1].register_buffer("extra", torch.empty(1, device="meta"))
-    return new
-
-
 def untraceable() -> Member:
     return member(5, "new", loss=lambda model, batch: model(batch["x"]).mean() * batch["y"].sum().item())
 
@@ -553,33 +531,22 @@ def uneven_steps() -> Member:
     return new
 
 
-def wrong_state() -> Member:
-    new = member(5, "new")
-    seven = torch.ones(7, dtype=torch.float64)
-    new.optimizer.state[new.model[0].weight] = {
-        "step": torch.tensor(3.0),
-        "exp_avg": seven,
-        "exp_avg_sq": seven,
-    }
-    return new
+NEWCOMERS: dict[str, tuple[type[TrainmuxError], Callable[[], Member]]] = {
+    "untraceable": (TraceError, untraceable),
+    "vector loss": (LossError, vector_loss),
+    "uneven steps": (OptimizerError, uneven_steps),
+    **{
+        kind: (BAD_MEMBERS[kind][0], lambda make=BAD_MEMBERS[kind][1]: make()[-1])
+        for kind in ("two devices", "foreign parameter", "LBFGS", "misshapen state", "data parallel")
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (bad_number, OptimizerError),
-        (foreign, OptimizerError),
-        (unsupported, OptimizerError),
-        (two_devices, MemberError),
-        (untraceable, TraceError),
-        (vector_loss, LossError),
-        (uneven_steps, OptimizerError),
-        (wrong_state, OptimizerError),
-    ],
-)
-def test_newcomers(pair: Pair, make: Callable[[], Member], error: type[TrainmuxError]) -> None:
+@pytest.mark.parametrize("kind", NEWCOMERS)
+def test_newcomers(pair: Pair, kind: str) -> None:
+    error, make = NEWCOMERS[kind]
     new = make()
-    before = None if make is two_devices else state_of(new)
+    before = None if kind == "two devices" else state_of(new)
     with pair.refuses(error):
         pair.fleet.replace("m0", new)
     new.name = None
@@ -588,14 +555,6 @@ def test_newcomers(pair: Pair, make: Callable[[], Member], error: type[TrainmuxE
     assert new.name is None
     if before is not None:
         assert_same(state_of(new), before)
-
-
-def test_a_member_dropped_twice() -> None:
-    fleet = Fleet([sgd_member(i) for i in range(2)], mse, EXAMPLE)
-    fleet.drop("m1")
-    with pytest.raises(MemberError):
-        fleet.drop("m1")
-    assert_trains_alone(fleet, sgd_member, [vectors(seed) for seed in range(2)])
 
 
 # ---- models that changed while they were in the fleet --------------------------------------------------
@@ -736,7 +695,7 @@ def test_a_setting_that_stops_one_group_stops_all() -> None:
 def test_an_empty_fleet_has_nothing_to_step() -> None:
     fleet = Fleet([sgd_member(0)], mse, EXAMPLE)
     fleet.drop("m0")
-    for call in (lambda: fleet.step(EXAMPLE), lambda: fleet.evaluate([EXAMPLE])):
+    for call in (lambda: fleet.step(EXAMPLE), lambda: fleet.evaluate([EXAMPLE]), lambda: fleet.drop("m0")):
         with pytest.raises(MemberError):
             call()
     fleet.sync()
