@@ -116,13 +116,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, int], torch.optim.Optimizer]] = {
     "sgd-momentum": lambda m, i: torch.optim.SGD(
         m.parameters(), lr=0.05, momentum=0.9 - 0.3 * i, dampening=0.1 * i
     ),
-    "sgd-nesterov": lambda m, i: torch.optim.SGD(
-        m.parameters(), lr=0.05, momentum=0.9 - 0.3 * i, nesterov=True, maximize=i == 1
-    ),
     "adam": lambda m, i: torch.optim.Adam(m.parameters(), lr=0.02, weight_decay=0.1 * i),
     "adam-amsgrad": lambda m, i: torch.optim.Adam(m.parameters(), lr=0.01 * (i + 1), amsgrad=True),
     "adamw": lambda m, i: torch.optim.AdamW(m.parameters(), lr=0.01 * (i + 1), betas=(0.9 - 0.4 * i, 0.99)),
-    "rmsprop": lambda m, i: torch.optim.RMSprop(m.parameters(), lr=0.01, alpha=0.9 - 0.3 * i),
     "rmsprop-centered": lambda m, i: torch.optim.RMSprop(
         m.parameters(), lr=0.01 * (i + 1), centered=True, momentum=0.5, eps=1e-3
     ),
@@ -229,6 +225,13 @@ def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> No
     assert not different, different
 
 
+def assert_same_states(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """States of several members, by name, are bitwise the same."""
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert_same(got[name], expected[name])
+
+
 def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], share: float = TOLERANCE) -> None:
     """Two states differ by no more than ``share`` of each tensor's largest value; counts are equal."""
     assert got.keys() == expected.keys(), sorted(got.keys() ^ expected.keys())
@@ -243,6 +246,16 @@ def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], shar
             errors[name] = ((have - want).abs().max() / want.abs().max().clamp(min=1e-300)).item()
     too_far = {name: error for name, error in errors.items() if not error <= share}
     assert not too_far, too_far
+
+
+def assert_alone(
+    fleet: Fleet, *expected: tuple[Member, Iterable[Any]], loss: Callable[..., Any] = mse, accumulate: int = 1
+) -> None:
+    """Members of the fleet are as new ones of their names that plain torch trains on these batches."""
+    states = states_of(fleet)
+    for member, batches in expected:
+        train_alone(member, batches, loss, accumulate=accumulate)
+        assert_close(states[member.name or ""], state_of(member))
 
 
 def assert_trains_alone(

@@ -12,11 +12,9 @@ from fleet_cases import (
     EXAMPLE,
     TOLERANCE,
     adam_member,
-    assert_same,
-    bn_cnn,
+    assert_same_states,
     count_work,
     dropout_member,
-    images,
     mse,
     sgd_member,
     states_of,
@@ -77,21 +75,6 @@ def test_metrics_are_means_over_samples() -> None:
     assert fleet.evaluate(batch for batch in LOADER) == fleet.evaluate(LOADER)  # any iterable will do
 
 
-def test_running_statistics_are_used_and_kept() -> None:
-    def make(i: int) -> Member:
-        model = bn_cnn(i)
-        return Member(model, torch.optim.Adam(model.parameters(), lr=0.02), f"m{i}")
-
-    fleet = Fleet([make(i) for i in range(2)], mse, images())
-    for seed in range(3):
-        fleet.step(images(seed))
-    before = states_of(fleet)
-    check(fleet, [images(20), images(21, size=2)])
-    after = states_of(fleet)
-    for name in fleet.names:
-        assert_same(after[name], before[name])
-
-
 def test_evaluation_disturbs_nothing() -> None:
     """Weights, buffers, counters of random draws, flags of the models: all as before."""
     fleet, control = (Fleet([dropout_member(i) for i in range(2)], mse, EXAMPLE) for _ in range(2))
@@ -107,9 +90,8 @@ def test_evaluation_disturbs_nothing() -> None:
         control.step(batch)
     assert [[m.training for m in member.model.modules()] for member in fleet.members] == flags
     assert fleet.num_steps == 3
-    expected = states_of(control)
-    for name, state in states_of(fleet).items():
-        assert_same(state, expected[name])
+    assert_same_states(states_of(fleet), states_of(control))
+    check(fleet, LOADER)  # with the running statistics
 
 
 def test_a_second_evaluation_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,19 +110,13 @@ def test_groups_are_evaluated_each_with_its_own_loss() -> None:
         loss = (model(batch[0]) - batch[1]).abs().mean()
         return loss, {"doubled": 2 * loss}
 
-    fleet = Fleet([adam_member(0), sgd_member(1), adam_member(2, loss=own)], mse, EXAMPLE)
-    fleet.step(EXAMPLE)
+    small = vectors(40, size=2)  # training differs, the examination is the same for all
+    members = [adam_member(0), sgd_member(1), adam_member(2, loss=own), adam_member(3, example_batch=small)]
+    fleet = Fleet(members, mse, EXAMPLE)
+    fleet.step(EXAMPLE, {"m3": small})
     check(fleet, LOADER)
     assert fleet.evaluate(LOADER)["m2"].keys() == {"loss", "doubled"}
     check(fleet, LOADER, two_metrics)
-
-
-def test_members_with_batches_of_their_own_are_evaluated_on_the_common_ones() -> None:
-    """Training differs, the examination is the same for all."""
-    own = vectors(40, size=2)
-    fleet = Fleet([adam_member(0), adam_member(1, example_batch=own)], mse, EXAMPLE)
-    fleet.step(EXAMPLE, {"m1": own})
-    check(fleet, LOADER)
 
 
 def test_per_member_data_is_evaluated_per_member_or_in_common() -> None:
@@ -158,24 +134,17 @@ def test_per_member_data_is_evaluated_per_member_or_in_common() -> None:
         assert got[f"m{i}"]["loss"] == pytest.approx(alone["loss"], rel=TOLERANCE)
 
 
-def test_empty_slots_are_left_out() -> None:
+def test_empty_slots_are_left_out_and_infinite_values_told_as_they_are() -> None:
     fleet = Fleet([adam_member(i) for i in range(3)], mse, EXAMPLE)
     fleet.step(EXAMPLE)
     fleet.drop("m1")
     check(fleet, LOADER)
-    fleet.add(adam_member(4))
+    broken = adam_member(4)
+    nn.init.constant_(broken.model[2].bias, torch.inf)
+    fleet.add(broken)
+    assert fleet.evaluate(LOADER)["m4"]["loss"] == torch.inf
+    fleet.drop("m4")
     check(fleet, LOADER)
-
-
-def test_values_that_are_not_finite_are_told_as_they_are() -> None:
-    fleet = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE)
-    with torch.no_grad():
-        broken = adam_member(2)
-        broken.model[2].bias.fill_(torch.inf)
-    fleet.replace("m1", broken)
-    got = fleet.evaluate(LOADER)
-    assert got["m2"]["loss"] == torch.inf
-    assert got["m0"] == pytest.approx(evaluate_alone(adam_member(0), LOADER, mse), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

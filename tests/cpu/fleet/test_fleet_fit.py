@@ -1,9 +1,7 @@
-"""``fit`` on a real fleet: epochs, validation, stopping, logs, checkpoints, interruptions."""
+"""The fit loop: epochs and steps, records, callbacks, members that stop, and fits that end badly."""
 
 from __future__ import annotations
 
-import csv
-import math
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -12,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from fit_cases import BATCHES as NUMBERS
+from fit_cases import HUGE, SLOW_AND_FAST, At, Spy, first_column, points, run, weights
 from fleet_cases import (
     BATCHES,
     EXAMPLE,
     TOLERANCE,
     adam_member,
     assert_close,
-    assert_same,
+    assert_same_states,
     dropout_member,
-    mlp,
     mse,
     sgd_member,
     state_of,
@@ -30,11 +29,11 @@ from fleet_cases import (
 )
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
-from trainmux import Callback, CSVLog, EarlyStopping, Fleet, Member
+from trainmux import Callback, EarlyStopping, Fleet, Member
 from trainmux.engine import ReferenceEngine
-from trainmux.errors import BatchError, TrainmuxWarning
+from trainmux.errors import BatchError, ConfigError, TrainmuxWarning
 from trainmux.fleet import FitState
 
 pytestmark = pytest.mark.usefixtures("built_once")
@@ -43,29 +42,16 @@ LOADER = BATCHES[:3]
 VALIDATION = [BATCHES[8], BATCHES[9]]
 
 
-def as_tuple(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-    return tuple(torch.stack(leaves) for leaves in zip(*rows, strict=True))
-
-
-def shuffled() -> DataLoader[Any]:
-    dataset = TensorDataset(*vectors(5, size=15))
-    return DataLoader(dataset, batch_size=5, shuffle=True, collate_fn=as_tuple)
-
-
 def error(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"error": (model(batch[0]) - batch[1]).abs().mean()}
 
 
-class At(Callback):
-    """Calls a function once, after a given step."""
+def validated(member: Member) -> float:
+    with torch.no_grad():
+        return sum(error(member.model, batch)["error"].item() for batch in VALIDATION) / len(VALIDATION)
 
-    def __init__(self, step: int, act: Callable[[FitState], None]) -> None:
-        self._step = step
-        self._act = act
 
-    def on_step_end(self, state: FitState) -> None:
-        if state.step == self._step:
-            self._act(state)
+# ---- epochs and steps ----------------------------------------------------------------------------------
 
 
 def test_epochs_with_validation_equal_plain_loops() -> None:
@@ -79,9 +65,7 @@ def test_epochs_with_validation_equal_plain_loops() -> None:
         for record in records:
             losses = train_alone(alone, loader)
             assert record.loss == pytest.approx(sum(losses) / 3, rel=TOLERANCE)
-            with torch.no_grad():
-                wanted = sum(error(alone.model, batch)["error"].item() for batch in VALIDATION) / 2
-            assert record.metrics["val_error"] == pytest.approx(wanted, rel=TOLERANCE)
+            assert record.metrics["val_error"] == pytest.approx(validated(alone), rel=TOLERANCE)
             assert record.metrics["grad_norm"] > 0.0
         # No sync was needed: fit ends with one.
         assert_close(state_of(fleet.members[i]), state_of(alone))
@@ -100,85 +84,73 @@ def test_steps_and_epoch_schedules() -> None:
         return member
 
     fleet = Fleet([make(i) for i in range(2)], mse, EXAMPLE)
-    history = fleet.fit(
-        LOADER, steps=5, validate_every=2, validation=VALIDATION, metric_fn=error, progress=False
-    )
+    history = run(fleet, LOADER, steps=5, validate_every=2, validation=VALIDATION, metric_fn=error)
     assert [record.step for record in history["m0"]] == [2, 4, 5]
     batches = [*LOADER, *LOADER][:5]
     for i in range(2):
         alone = make(i)
         for part in (batches[:2], batches[2:4], batches[4:]):
             train_alone(alone, part)
-            with torch.no_grad():
-                values = [error(alone.model, batch)["error"].item() for batch in VALIDATION]
-            alone.scheduler.step(*([sum(values) / 2] if i else []))
+            alone.scheduler.step(*([validated(alone)] if i else []))
         assert_close(state_of(fleet.members[i]), state_of(alone))
         assert fleet.members[i].optimizer.param_groups[0]["lr"] == alone.optimizer.param_groups[0]["lr"]
 
 
-def test_early_stopping_is_each_members_own(tmp_path: Path) -> None:
-    """One member cannot improve (it does not move); the other goes on, and the log shows both."""
-
-    def make(i: int) -> Member:
-        member = adam_member(i)
-        if i == 0:
-            member.optimizer.param_groups[0]["lr"] = 0.0
-        return member
-
-    fleet = Fleet([make(i) for i in range(2)], mse, EXAMPLE)
-    log = tmp_path / "log.csv"
-    history = fleet.fit(
-        LOADER,
-        epochs=4,
-        validation=VALIDATION,
-        metric_fn=error,
-        callbacks=[EarlyStopping("loss", patience=1), CSVLog(log)],
-        progress=False,
-    )
-    assert [record.epoch for record in history["m0"]] == [1, 2]
-    assert history["m0"][-1].stopped == "stopped"
-    assert [record.epoch for record in history["m1"]] == [1, 2, 3, 4]
-    assert fleet.stopped() == {"m0": "stopped"}
-    assert_same(
-        {k: v for k, v in state_of(fleet.members[0]).items() if k.startswith("parameter")},
-        {k: v for k, v in state_of(make(0)).items() if k.startswith("parameter")},
-    )
-    alone = make(1)
-    train_alone(alone, LOADER * 4)
-    assert_close(state_of(fleet.members[1]), state_of(alone))
-    with open(log, encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["epoch"], row["member"]) for row in rows] == [
-        ("1", "m0"),
-        ("1", "m1"),
-        ("2", "m0"),
-        ("2", "m1"),
-        ("3", "m1"),
-        ("4", "m1"),
+def test_hooks_are_called_in_order_and_losses_are_means_of_the_epoch() -> None:
+    spy = Spy()
+    history = run(points(), epochs=2, callbacks=[spy], validation=NUMBERS)
+    assert spy.calls == [
+        ("start", 0, 0),
+        *[("step", 1, step) for step in (1, 2, 3)],
+        ("epoch", 1, 3),
+        *[("step", 2, step) for step in (4, 5, 6)],
+        ("epoch", 2, 6),
+        ("end", 2, 6),
     ]
-    assert float(rows[-1]["loss"]) == pytest.approx(history["m1"][-1].loss)
-    assert float(rows[-1]["val_error"]) == pytest.approx(history["m1"][-1].metrics["val_error"])
+    assert list(history) == ["slow", "fast"]
+    for index, name in enumerate(history):
+        for epoch, record in enumerate(history[name]):
+            losses = [row[index] for row in spy.losses[3 * epoch : 3 * epoch + 3]]
+            assert record.loss == pytest.approx(sum(losses) / 3, rel=1e-12)
+    # A metric named like a column is renamed; "finite" has no mean.
+    trained = {"grad_norm", "accuracy", "train_step"}
+    assert set(history["fast"][0].metrics) == trained | {"val_loss", "val_accuracy", "val_step"}
 
 
-def test_a_frozen_member_is_warned_about_and_the_rest_goes_on() -> None:
-    broken = adam_member(1)
-    with torch.no_grad():
-        broken.model[2].bias.fill_(math.nan)
-    fleet = Fleet([adam_member(0), broken], mse, EXAMPLE)
-    with pytest.warns(TrainmuxWarning, match=r"'m1' \(not finite at step 1\)"):
-        history = fleet.fit(LOADER, epochs=2, progress=False)
-    assert math.isnan(history["m1"][0].loss)
-    assert len(history["m0"]) == 2
-    alone = adam_member(0)
-    train_alone(alone, LOADER * 2)
-    assert_close(state_of(fleet.members[0]), state_of(alone))
+def test_steps_cycle_the_loader() -> None:
+    spy = Spy()
+    history = run(points({"still": 0.0}), steps=7, callbacks=[spy])
+    assert spy.seen() == [1, 2, 3, 1, 2, 3, 1]
+    assert [call for call in spy.calls if call[0] == "epoch"] == [
+        ("epoch", 1, 3),
+        ("epoch", 2, 6),
+        ("epoch", 3, 7),
+    ]
+    assert [record.step for record in history["still"]] == [3, 6, 7]
+    assert [record.step for record in run(points(), steps=6)["slow"]] == [3, 6]
+    fleet = points()
+    run(fleet, iter(NUMBERS * 2), steps=4)  # an iterator that does not end before is fine
+    assert fleet.num_steps == 4
+
+
+def test_samplers_are_told_the_epoch() -> None:
+    class Sampler(SequentialSampler):
+        epochs: list[int] = []  # noqa: RUF012
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    dataset = TensorDataset(torch.arange(4.0, dtype=torch.float64))
+    loader = DataLoader(dataset, 2, sampler=Sampler(dataset), collate_fn=first_column)
+    run(points(), loader, epochs=3)
+    assert Sampler.epochs == [0, 1, 2]
 
 
 def test_members_with_loaders_of_their_own() -> None:
     own = [vectors(60, size=2), vectors(61, size=2)]
     fleet = Fleet([adam_member(0), adam_member(1, example_batch=own[0])], mse, EXAMPLE)
-    fleet.fit(LOADER, epochs=1, member_loaders={"m1": own}, validation=VALIDATION, progress=False)
-    for i, batches in enumerate((LOADER, [own[0], own[1], own[0]])):
+    run(fleet, LOADER, epochs=2, member_loaders={"m1": own}, validation=VALIDATION)
+    for i, batches in enumerate((LOADER * 2, own * 3)):
         alone = adam_member(i)
         train_alone(alone, batches)
         assert_close(state_of(fleet.members[i]), state_of(alone))
@@ -191,7 +163,7 @@ def test_members_that_come_and_go_during_a_fit() -> None:
         At(4, lambda state: state.fleet.replace("m0", adam_member(4))),
         At(5, lambda state: state.fleet.add(adam_member(5))),
     ]
-    history = fleet.fit(LOADER, epochs=3, callbacks=changes, progress=False)
+    history = run(fleet, LOADER, epochs=3, callbacks=changes)
     assert fleet.names == ("m4", "m2", "m5")
     batches = LOADER * 3
     for i, part in ((2, batches), (4, batches[4:]), (5, batches[5:])):
@@ -201,176 +173,279 @@ def test_members_that_come_and_go_during_a_fit() -> None:
         assert history[f"m{i}"][-1].loss == pytest.approx(sum(losses[-3:]) / 3, rel=TOLERANCE)
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"epochs": 1, "steps": 1},
+        {"epochs": 0},
+        {"epochs": True},
+        {"steps": -1},
+        {"steps": 2.0},
+        {"epochs": 1, "log_every": 0},
+        {"epochs": 1, "validate_every": 2},
+        {"epochs": 1, "metric_fn": print},
+        {"epochs": 1, "validation": iter(NUMBERS)},
+        {"epochs": 2, "loader": iter(NUMBERS)},
+        {"epochs": 1, "callbacks": [Spy]},
+        {"epochs": 1, "callbacks": [print]},
+        {"epochs": 1, "resume": "perhaps"},
+        {"epochs": 1, "resume": "must"},
+        {"epochs": 1, "resume": []},
+        {"epochs": 1, "progress": "loud"},
+        {"epochs": 1, "member_loaders": {"who": NUMBERS}},
+    ],
+    ids=str,
+)
+def test_arguments_that_are_refused(options: dict[str, Any]) -> None:
+    fleet = points()
+    options = {"loader": NUMBERS, "progress": False, **options}
+    with pytest.raises(ConfigError):
+        fleet.fit(**options)
+    assert fleet.num_steps == 0
 
 
-def resumable(i: int) -> Member:
-    model = mlp(i, dropout=0.4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02 * (i + 1))
-    return Member(model, optimizer, f"m{i}", scheduler=lr_scheduler.CosineAnnealingLR(optimizer, 20))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loader": [], "epochs": 1},
+        {"loader": [], "steps": 5},
+        {"epochs": 1, "member_loaders": {"fast": []}},
+        {"loader": iter(NUMBERS), "steps": 5},
+        {"loader": 5, "steps": 5},
+    ],
+    ids=str,
+)
+def test_loaders_without_enough_batches(options: dict[str, Any]) -> None:
+    with pytest.raises(BatchError):
+        run(points(), options.pop("loader", NUMBERS), **options)
 
 
-@pytest.mark.parametrize("unit", ["epochs", "steps"])
-def test_a_resumed_fit_equals_the_whole_one(tmp_path: Path, unit: str) -> None:
-    """Dropout, schedules and a shuffled loader included, bit for bit."""
-    first, whole = {"epochs": (2, 4), "steps": (5, 11)}[unit]
-
-    def run(fleet: Fleet, amount: int, seed: int, **options: Any) -> Any:
-        torch.manual_seed(seed)
-        loader: Any = shuffled()
-        return fleet.fit(loader, **{unit: amount}, progress=False, **options)
-
-    straight = Fleet([resumable(i) for i in range(2)], mse, EXAMPLE)
-    expected = run(straight, whole, seed=0)
-    run(Fleet([resumable(i) for i in range(2)], mse, EXAMPLE), first, seed=0, checkpoint=tmp_path)
-    resumed = Fleet([resumable(i) for i in range(2)], mse, EXAMPLE)
-    history = run(resumed, whole, seed=99, checkpoint=tmp_path)
-    states, wanted = states_of(resumed), states_of(straight)
-    for name in straight.names:
-        assert_same(states[name], wanted[name])
-        assert history[name][-1].step == expected[name][-1].step
-        if unit == "epochs":
-            assert [record.loss for record in history[name]] == [record.loss for record in expected[name]]
-    for one, other in zip(resumed.members, straight.members, strict=True):
-        assert one.scheduler.state_dict() == other.scheduler.state_dict()
+# ---- no waiting for the device -------------------------------------------------------------------------
 
 
-def test_a_killed_fit_goes_on_from_its_last_epoch(tmp_path: Path) -> None:
-    """Amid an epoch, with an early stopping that has begun to count and a member already stopped."""
+def test_host_reads_do_not_grow_with_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
 
-    def members() -> list[Member]:
-        models = [mlp(i, dropout=0.4) for i in range(2)]
-        return [
-            Member(model, torch.optim.Adam(model.parameters(), lr=0.02 * i), f"m{i}")
-            for i, model in enumerate(models)
-        ]
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(Tensor, name)
 
-    def kill(state: FitState) -> None:
-        raise SystemExit("killed")
+        def call(self: Tensor, *args: Any) -> Any:
+            reads.append(name)
+            return original(self, *args)
 
-    def fit(fleet: Fleet, *callbacks: Callback, **options: Any) -> Any:
-        torch.manual_seed(0)
-        stopping = EarlyStopping("val_loss", patience=1)
-        return fleet.fit(
-            shuffled(),
-            epochs=3,
-            validation=[vectors(5, size=15)],
-            callbacks=[stopping, *callbacks],
-            progress=False,
-            **options,
+        return call
+
+    for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(Tensor, name, counted(name))
+
+    def num_reads(num_steps: int, **options: Any) -> int:
+        fleet = points()
+        reads.clear()
+        run(fleet, NUMBERS[:1] * num_steps, epochs=1, **options)
+        return len(reads)
+
+    few = num_reads(100)
+    assert num_reads(200) == few
+    assert num_reads(100, log_every=10) > few
+
+
+def test_means_do_not_depend_on_when_losses_are_read() -> None:
+    loader = [torch.randn(1, dtype=torch.float64) for _ in range(520)]  # more than are kept on the device
+    expected = run(points(), loader, epochs=1)["fast"][0]
+    assert run(points(), loader, epochs=1, log_every=50)["fast"][0] == expected
+
+
+# ---- members that stop ---------------------------------------------------------------------------------
+
+
+def diverge(name: str) -> Callable[[FitState], None]:
+    def act(state: FitState) -> None:
+        member = state.fleet.members[state.fleet.names.index(name)]
+        member.optimizer.param_groups[0]["lr"] = HUGE
+
+    return act
+
+
+def test_a_frozen_member_is_reported_once_and_the_rest_goes_on() -> None:
+    fleet = points({"a": 0.1, "b": 0.1, "c": 0.1})
+    with pytest.warns(TrainmuxWarning, match=r"epoch 2: 1 of 3 .*'b' \(not finite at step 5\)") as caught:
+        history = fleet.fit(NUMBERS, epochs=4, callbacks=[At(3, diverge("b"))], progress=False)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__  # the user's line, not one of the package
+    assert [record.stopped for record in history["b"]] == [None, "not finite at step 5"]
+    # Only step 4 counts in epoch 2: step 5 was not finite, step 6 one of frozen weights.
+    control = points({"a": 0.1, "b": 0.1, "c": 0.1})
+    spy = Spy()
+    expected = run(control, epochs=4, callbacks=[spy])
+    assert history["b"][1].loss == spy.losses[3][1]
+    assert history["a"] == expected["a"]
+    assert history["c"] == expected["c"]
+    assert weights(fleet)[::2] == weights(control)[::2]
+
+
+@pytest.mark.parametrize("log_every", [None, 1, 2])
+def test_means_of_frozen_members_do_not_depend_on_when_losses_are_read(log_every: int | None) -> None:
+    with pytest.warns(TrainmuxWarning):
+        history = run(
+            points({"a": 0.1, "b": 0.1}),
+            NUMBERS[:1] * 6,
+            epochs=1,
+            log_every=log_every,
+            callbacks=[At(1, diverge("b"))],
         )
-
-    straight = Fleet(members(), mse, EXAMPLE)
-    expected = fit(straight)
-    killed = Fleet(members(), mse, EXAMPLE)
-    with pytest.raises(SystemExit, match="killed"):
-        fit(killed, At(8, kill), checkpoint=tmp_path)
-    resumed = Fleet(members(), mse, EXAMPLE)
-    history = fit(resumed, checkpoint=tmp_path)
-    assert resumed.stopped() == straight.stopped()
-    for name in straight.names:
-        assert history[name] == expected[name]
-        assert_same(states_of(resumed)[name], states_of(straight)[name])
+    assert history["b"][0].loss == pytest.approx((1.0 + 0.9**2) / 2)
 
 
-# ---- interruptions -------------------------------------------------------------------------------------
+def test_a_fit_ends_when_nobody_trains_any_more() -> None:
+    names = {f"m{index}": HUGE for index in range(15)}
+    fleet = points(names)
+    with pytest.warns(TrainmuxWarning, match="15 of 15 .* and 5 more"):
+        history = run(fleet, epochs=10)
+    assert fleet.num_steps == 3
+    assert [len(records) for records in history.values()] == [1] * 15
+    assert len(run(fleet, epochs=1)) == 0  # those stopped before have no records
+    assert fleet.num_steps == 3
 
 
-def test_ctrl_c_in_a_callback_leaves_the_members_synced() -> None:
-    def interrupt(state: FitState) -> None:
-        raise KeyboardInterrupt
+def test_a_warning_that_is_an_error_comes_after_the_save(tmp_path: Path) -> None:
+    fleet = points()
+    with pytest.raises(TrainmuxWarning):  # warnings are errors here
+        run(fleet, epochs=2, checkpoint=tmp_path, callbacks=[At(1, diverge("slow"))])
+    assert weights(fleet)[0] > 1e190  # synced
+    history = run(points(), epochs=2, checkpoint=tmp_path)
+    assert [len(history[name]) for name in SLOW_AND_FAST] == [1, 2]
 
+
+def test_a_member_stopped_within_an_epoch() -> None:
+    stop = At(2, lambda state: state.stop_member("slow"))
+    fleet = points()
+    history = run(fleet, NUMBERS[:1] * 5, epochs=2, callbacks=[stop])
+    (record,) = history["slow"]
+    assert record.stopped == "stopped"
+    assert record.loss == pytest.approx((1.0 + 0.99**2) / 2)
+    assert list(run(fleet, epochs=1)) == ["fast"]
+
+
+def test_a_fit_ended_within_an_epoch(tmp_path: Path) -> None:
+    end = At(4, lambda state: state.end_fit())
+    history = run(points({"still": 0.0}), epochs=5, callbacks=[end], checkpoint=tmp_path)
+    assert [record.step for record in history["still"]] == [3, 4]
+    # A later fit goes on with the next epoch, from the loader's first batch.
+    spy = Spy()
+    history = run(points({"still": 0.0}), epochs=3, checkpoint=tmp_path, callbacks=[spy])
+    assert [record.step for record in history["still"]] == [3, 4, 7]
+    assert spy.seen() == [1, 2, 3]
+
+
+def test_early_stopping_is_each_members_own() -> None:
+    """One member does not move and is stopped; the other goes on until it ends, too."""
+    fleet = points({"still": 0.0, "fast": 0.1})
+    stopping = EarlyStopping("val_loss", patience=1, min_delta=1e-3)
+    history = run(fleet, epochs=50, callbacks=[stopping], validation=NUMBERS)
+    assert [record.stopped for record in history["still"]] == [None, "stopped"]
+    assert 2 < len(history["fast"]) < 50
+    assert weights(fleet)[0] == 0.0
+    assert fleet.stopped() == {"still": "stopped", "fast": "stopped"}
+
+
+def test_early_stopping_on_something_nobody_measures() -> None:
+    fleet = points()
+    with pytest.raises(ConfigError):
+        run(fleet, epochs=2, callbacks=[EarlyStopping("val_loss", patience=1)])
+    assert fleet.num_steps == 3
+    assert weights(fleet)[1] > 0.0
+
+
+# ---- fits that end badly: the members are synced -------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_step_end", "on_epoch_end", "on_fit_end"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError()], ids=repr)
+def test_an_exception_in_a_callback(hook: str, error: BaseException) -> None:
+    def fail(self: Callback, state: FitState) -> None:
+        raise error
+
+    fleet = points()
+    fleet.step(NUMBERS[0])
+    with pytest.raises(type(error)) as caught:
+        run(fleet, epochs=1, callbacks=[type("Failing", (Callback,), {hook: fail})()])
+    assert caught.value is error
+    assert 0.0 not in weights(fleet)
+
+
+def test_a_bad_batch() -> None:
     fleet = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE)
-    with pytest.raises(KeyboardInterrupt):
-        fleet.fit(LOADER, epochs=3, callbacks=[At(4, interrupt)], progress=False)
-    for i in range(2):
-        alone = adam_member(i)
-        train_alone(alone, (LOADER * 2)[:4])
-        assert_close(state_of(fleet.members[i]), state_of(alone))
-
-
-def test_a_bad_batch_leaves_the_members_synced() -> None:
-    fleet = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE)
-    with pytest.raises(BatchError, match="float32"):
-        fleet.fit([*LOADER, tuple(leaf.float() for leaf in EXAMPLE)], epochs=1, progress=False)
+    with pytest.raises(BatchError):
+        run(fleet, [*LOADER, tuple(leaf.float() for leaf in EXAMPLE)], epochs=1)
     alone = adam_member(0)
     train_alone(alone, LOADER)
     assert_close(state_of(fleet.members[0]), state_of(alone))
 
 
+def test_the_first_error_is_not_hidden_by_a_sync_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync(fleet: Fleet) -> None:
+        raise RuntimeError("sync failed")
+
+    fleet = points()
+    monkeypatch.setattr(Fleet, "sync", sync)
+    with pytest.raises(BatchError) as caught:
+        run(fleet, ["no batch"], epochs=1)
+    assert "sync failed" in caught.value.__notes__[0]
+
+
 @pytest.fixture
-def sigint_during() -> Iterator[Callable[[pytest.MonkeyPatch, int], None]]:
+def sigint_during(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Sends this process a SIGINT while the engine runs for the n-th time."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def arm(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-        original = ReferenceEngine.begin
-        calls = 0
+    def arm(number: int) -> None:
+        original, calls = ReferenceEngine.begin, []
 
         def begin(self: ReferenceEngine, *args: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == number:
+            calls.append(self)
+            if len(calls) == number:
                 os.kill(os.getpid(), signal.SIGINT)
             return original(self, *args)
 
         monkeypatch.setattr(ReferenceEngine, "begin", begin)
 
     yield arm
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.signal(signal.SIGINT, handler)
 
 
-def stepped(member: Member) -> Member:
+def scheduled(i: int) -> Member:
+    """Member ``i``, each in a group of its own, with a schedule that counts its steps."""
+    member = (adam_member, sgd_member)[i](i)
     member.scheduler = lr_scheduler.StepLR(member.optimizer, 1, 0.5)
     return member
 
 
-Arm = Callable[[pytest.MonkeyPatch, int], None]
-
-
-def test_ctrl_c_during_a_step_waits_for_its_end(monkeypatch: pytest.MonkeyPatch, sigint_during: Arm) -> None:
-    """The step is whole: weights, state, the schedule and the count of steps belong together."""
-
-    def make(i: int) -> Member:
-        return stepped(adam_member(i))
-
-    fleet = Fleet([make(i) for i in range(2)], mse, EXAMPLE)
-    sigint_during(monkeypatch, 3)
+@pytest.mark.parametrize(("call", "num_steps"), [(3, 2), (4, 2), (5, 3)])
+def test_ctrl_c_during_a_step_waits_for_its_end(
+    sigint_during: Callable[[int], None], call: int, num_steps: int
+) -> None:
+    """Weights, state, schedules and the count of steps belong together, and no group is ahead of another."""
+    fleet = Fleet([scheduled(i) for i in range(2)], mse, EXAMPLE)
+    sigint_during(call)
     with pytest.raises(KeyboardInterrupt):
-        fleet.fit(BATCHES[:6], epochs=1, progress=False)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    for i in range(2):
-        alone = make(i)
-        train_alone(alone, BATCHES[:3])
-        assert_close(state_of(fleet.members[i]), state_of(alone))
-        assert fleet.members[i].scheduler.last_epoch == 3
-    assert fleet.num_steps == 3
-    # And the fleet is as good as new.
-    for batch in BATCHES[3:5]:
+        run(fleet, BATCHES[:6], epochs=1)
+    assert fleet.num_steps == num_steps
+    for batch in BATCHES[num_steps:5]:  # and the fleet is as good as new
         fleet.step(batch)
-    alone = make(0)
-    train_alone(alone, BATCHES[:5])
-    assert_close(states_of(fleet)["m0"], state_of(alone))
+    states = states_of(fleet)
+    for i in range(2):
+        alone = scheduled(i)
+        train_alone(alone, BATCHES[:5])
+        assert_close(states[f"m{i}"], state_of(alone))
+        assert fleet.members[i].scheduler.last_epoch == 5
 
 
-def test_ctrl_c_between_two_groups(monkeypatch: pytest.MonkeyPatch, sigint_during: Arm) -> None:
-    """No group is a step ahead of another."""
-    fleet = Fleet([adam_member(0), sgd_member(1)], mse, EXAMPLE)
-    sigint_during(monkeypatch, 3)  # the first group's second step
-    with pytest.raises(KeyboardInterrupt):
-        fleet.fit(BATCHES[:6], epochs=1, progress=False)
-    for i, make in enumerate((adam_member, sgd_member)):
-        alone = make(i)
-        train_alone(alone, BATCHES[:2])
-        assert_close(state_of(fleet.members[i]), state_of(alone))
-    assert fleet.num_steps == 2
-
-
-def test_ctrl_c_amid_accumulation(monkeypatch: pytest.MonkeyPatch, sigint_during: Arm) -> None:
+def test_ctrl_c_amid_accumulation(sigint_during: Callable[[int], None]) -> None:
     """A micro-batch that was computed is counted: the next update takes as many as it should."""
-    settings: dict[str, Any] = {"accumulate": 2, "precision": "fp64"}
-    fleet = Fleet([adam_member(0)], mse, EXAMPLE, **settings)
-    sigint_during(monkeypatch, 1)
+    fleet = Fleet([adam_member(0)], mse, EXAMPLE, accumulate=2, precision="fp64")
+    sigint_during(1)
     with pytest.raises(KeyboardInterrupt):
         fleet.step(BATCHES[0])
     fleet.step(BATCHES[1])
@@ -379,16 +454,12 @@ def test_ctrl_c_amid_accumulation(monkeypatch: pytest.MonkeyPatch, sigint_during
     assert_close(states_of(fleet)["m0"], state_of(alone))
 
 
-def test_ctrl_c_during_evaluation_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, sigint_during: Arm
-) -> None:
+def test_ctrl_c_during_evaluation_changes_nothing(sigint_during: Callable[[int], None]) -> None:
     fleet = Fleet([dropout_member(i) for i in range(2)], mse, EXAMPLE)
     fleet.step(BATCHES[0])
     before = states_of(fleet)
-    sigint_during(monkeypatch, 2)
+    sigint_during(2)
     with pytest.raises(KeyboardInterrupt):
         fleet.evaluate(VALIDATION)
     assert all(module.training for member in fleet.members for module in member.model.modules())
-    after = states_of(fleet)
-    for name in fleet.names:
-        assert_same(after[name], before[name])
+    assert_same_states(states_of(fleet), before)

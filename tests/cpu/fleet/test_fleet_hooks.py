@@ -8,91 +8,76 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from fleet_cases import (
+    EXAMPLE,
+    assert_alone,
+    assert_close,
+    assert_same,
+    mse,
+    sgd_member,
+    state_of,
+    train_alone,
+)
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import trainmux as tm
-from trainmux.errors import OptimizerError, TrainmuxWarning
+from trainmux.errors import MemberChangedError, OptimizerError, TrainmuxWarning
 
-BATCH = (torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64))
-
-
-def mse(model: nn.Module, batch: Any) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
+pytestmark = pytest.mark.usefixtures("built_once")
 
 
-def make(seed: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) -> None:
-    for _ in range(count):
-        optimizer.zero_grad()
-        mse(model, BATCH).backward()
-        optimizer.step()
-
-
-def fleet_of(*pairs: tuple[nn.Module, torch.optim.Optimizer]) -> tm.Fleet:
-    members = [tm.Member(model, optimizer, name=f"m{i}") for i, (model, optimizer) in enumerate(pairs)]
-    return tm.Fleet(members, mse, BATCH, precision="fp64")
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for a, b in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+def made(i: int, install: Callable[[Any, Any], object]) -> tm.Member:
+    member = sgd_member(i)
+    install(member.model, member.optimizer)
+    return member
 
 
 # ---- honoured ------------------------------------------------------------------------------------------
 
 
-def mask(model: Any) -> None:
-    model[0].weight.register_hook(lambda gradient: gradient * torch.eye(6, dtype=gradient.dtype))
+def mask(model: Any, optimizer: Any) -> None:
+    model[0].weight.register_hook(lambda gradient: gradient * torch.eye(4, 3, dtype=gradient.dtype))
 
 
-def clip(model: Any) -> None:
+def clip(model: Any, optimizer: Any) -> None:
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
 
-def two_in_order(model: Any) -> None:
+def two_in_order(model: Any, optimizer: Any) -> None:
     model[2].bias.register_hook(lambda gradient: gradient + 1.0)
     model[2].bias.register_hook(lambda gradient: gradient * 0.5)
 
 
-def by_the_weight_itself(model: Any) -> None:
+def by_the_weight_itself(model: Any, optimizer: Any) -> None:
     weight = model[2].weight
     weight.register_hook(lambda gradient: gradient + 0.1 * weight.detach())
 
 
-def of_a_module(model: Any) -> None:
+def of_a_module(model: Any, optimizer: Any) -> None:
     model[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
     model[1].register_forward_hook(lambda module, inputs, output: output * 2)
 
 
-@pytest.mark.parametrize("install", [mask, clip, two_in_order, by_the_weight_itself, of_a_module])
-def test_hooks_on_gradients_are_in_the_graph(install: Callable[[Any], None]) -> None:
-    plain, fused, other = make(), make(), make(1)
-    install(plain[0])
-    install(fused[0])
-    fleet = fleet_of(fused, other)
+def of_a_schedule(model: Any, optimizer: Any) -> None:
+    """A schedule wraps the optimizer's step."""
+    torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def removed(model: Any, optimizer: Any) -> None:
+    model[0].weight.register_hook(lambda gradient: gradient * 0).remove()
+
+
+@pytest.mark.parametrize(
+    "install", [mask, clip, two_in_order, by_the_weight_itself, of_a_module, of_a_schedule, removed]
+)
+def test_hooks_that_are_honoured(install: Callable[[Any, Any], None]) -> None:
+    fleet = tm.Fleet([made(0, install), sgd_member(1)], mse, EXAMPLE)
     for _ in range(3):
-        fleet.step(BATCH)
-    fleet.sync()
-    plain_steps(*plain)
-    assert_same(fused[0], plain[0])
-    expected = make(1)
-    plain_steps(*expected)
-    assert_same(other[0], expected[0])
-
-
-def test_a_removed_hook_is_none() -> None:
-    fused = make()
-    fused[0][0].weight.register_hook(lambda gradient: gradient * 0).remove()
-    fleet = fleet_of(fused, make(1))
-    assert len(fleet.summary()) == 1
+        fleet.step(EXAMPLE)
+    assert_alone(fleet, (made(0, install), [EXAMPLE] * 3), (sgd_member(1), [EXAMPLE] * 3))
+    assert len(fleet.summary()) == (1 if install in (removed, of_a_schedule) else 2)
 
 
 # ---- refused, and run eagerly beside other jobs --------------------------------------------------------
@@ -138,50 +123,37 @@ REFUSED = [after_accumulation, after_step, before_step, patched_step]
 
 @pytest.mark.parametrize("install", REFUSED)
 def test_code_around_the_update_is_refused(install: Callable[[Any, Any], None]) -> None:
-    model, optimizer = make()
-    install(model, optimizer)
-    before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(OptimizerError, match="runs no code of yours"):
-        fleet_of((model, optimizer))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    member = made(0, install)
+    before = state_of(member)
+    with pytest.raises(OptimizerError):
+        tm.Fleet([member], mse, EXAMPLE)
+    assert_same(state_of(member), before)
 
 
-@pytest.mark.parametrize("install", REFUSED)
-def test_a_job_with_such_code_runs_eagerly(install: Callable[[Any, Any], None]) -> None:
-    plain, beside, other = make(), make(), make(1)
-    install(*plain)
-    install(*beside)
-    jobs = [
-        tm.Job("hooked", *beside, mse, [BATCH], steps=3),
-        tm.Job("other", *other, mse, [BATCH], steps=3),
-    ]
-    with pytest.warns(TrainmuxWarning, match="job 'hooked' cannot be traced and runs eagerly"):
+def test_jobs_with_such_code_run_eagerly() -> None:
+    """Each with its own hook, beside one that is traced."""
+    members = [made(i, install) for i, install in enumerate(REFUSED)]
+    jobs = [tm.Job(m.name or "", m.model, m.optimizer, mse, [EXAMPLE], steps=3) for m in members]
+    other = sgd_member(4)
+    jobs.append(tm.Job("other", other.model, other.optimizer, mse, [EXAMPLE], steps=3))
+    with pytest.warns(TrainmuxWarning, match="cannot be traced and runs eagerly"):
         tm.colocate(jobs, budget="64MiB").run()
-    plain_steps(*plain)
-    assert_same(beside[0], plain[0])
+    for i, install in enumerate((*REFUSED, lambda model, optimizer: None)):
+        alone = made(i, install)
+        train_alone(alone, [EXAMPLE] * 3)
+        assert_close(state_of([*members, other][i]), state_of(alone))
 
 
-def test_hooks_for_all_optimizers_are_refused() -> None:
+def test_hooks_that_come_later_or_from_elsewhere() -> None:
+    member = sgd_member(0)
+    fleet = tm.Fleet([member], mse, EXAMPLE)
+    fleet.step(EXAMPLE)
+    after_step(member.model, member.optimizer)
+    with pytest.raises(MemberChangedError):
+        fleet.step(EXAMPLE)
     handle = register_optimizer_step_post_hook(lambda *arguments: None)
     try:
-        with pytest.raises(OptimizerError, match="step hooks"):
-            fleet_of(make())
+        with pytest.raises(OptimizerError):
+            tm.Fleet([sgd_member(1)], mse, EXAMPLE)
     finally:
         handle.remove()
-
-
-def test_a_schedule_wraps_the_step_and_is_no_patch() -> None:
-    model, optimizer = make()
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    fleet = tm.Fleet([tm.Member(model, optimizer, scheduler=schedule)], mse, BATCH, precision="fp64")
-    fleet.step(BATCH)
-    assert optimizer.param_groups[0]["lr"] == 0.05
-
-
-def test_a_hook_that_comes_later_is_noticed() -> None:
-    model, optimizer = make()
-    fleet = fleet_of((model, optimizer))
-    fleet.step(BATCH)
-    after_step(model, optimizer)
-    with pytest.raises(tm.errors.MemberChangedError, match="step hooks"):
-        fleet.step(BATCH)

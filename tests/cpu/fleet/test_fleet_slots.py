@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from fleet_cases import (
     OPTIMIZERS,
     TOLERANCE,
     adam_member,
+    assert_alone,
     assert_close,
     assert_same,
+    assert_same_states,
+    bn_mlp,
     count_work,
     dropout_member,
     mlp,
@@ -28,25 +32,31 @@ from fleet_cases import (
     vectors,
 )
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from trainmux import Fleet, Member
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
 
-def members(num: int, make: Callable[[int], Member] = adam_member) -> list[Member]:
-    return [make(i) for i in range(num)]
+def fleet_of(num: int, make: Callable[[int], Member] = adam_member, **options: Any) -> Fleet:
+    return Fleet([make(i) for i in range(num)], mse, EXAMPLE, **options)
 
 
-def run(fleet: Fleet, batches: list[Any]) -> Tensor:
-    return torch.stack([fleet.step(batch) for batch in batches])
+def run(fleet: Fleet, first: int, end: int) -> None:
+    for batch in BATCHES[first:end]:
+        fleet.step(batch)
+
+
+def widths(fleet: Fleet) -> list[int]:
+    return [group.width for group in fleet.summary()]
 
 
 # ---- names and order -----------------------------------------------------------------------------------
 
 
 def test_results_follow_the_names_through_every_change() -> None:
-    fleet = Fleet(members(4), mse, EXAMPLE)
+    fleet = fleet_of(4)
     alone = {f"m{i}": adam_member(i) for i in range(7)}
 
     def check(*names: str) -> None:
@@ -69,13 +79,12 @@ def test_results_follow_the_names_through_every_change() -> None:
     for name in ("m4", "m3", "m5"):
         fleet.drop(name)
     check("m2", "m6")
-    states = states_of(fleet)
-    for name in fleet.names:
-        assert_close(states[name], state_of(alone[name]))
+    assert_alone(fleet, *((alone[name], []) for name in fleet.names))
 
 
-def test_members_without_names_get_free_ones() -> None:
-    unnamed = members(4)
+def test_names_of_newcomers() -> None:
+    """Those without a name get a free one, and a dropped name may be used again."""
+    unnamed = [adam_member(i) for i in range(4)]
     for member in unnamed:
         member.name = None
     fleet = Fleet(unnamed[:2], mse, EXAMPLE)
@@ -85,72 +94,45 @@ def test_members_without_names_get_free_ones() -> None:
     fleet.add(unnamed[3])
     assert len(set(fleet.names)) == 3
     assert fleet.names[0] == "member-1"
-
-
-def test_a_dropped_name_may_be_used_again() -> None:
-    fleet = Fleet(members(2), mse, EXAMPLE)
-    fleet.drop("m0")
-    fleet.add(adam_member(5, "m0"))
-    assert fleet.names == ("m1", "m0")
-    run(fleet, BATCHES[:2])
-    alone = adam_member(5)
-    train_alone(alone, BATCHES[:2])
-    assert_close(states_of(fleet)["m0"], state_of(alone))
+    fleet.drop("member-1")
+    fleet.add(adam_member(5, "member-1"))
+    assert fleet.names[2] == "member-1"
+    run(fleet, 0, 2)
+    assert_alone(fleet, (adam_member(5, "member-1"), BATCHES[:2]))
 
 
 # ---- what it costs -------------------------------------------------------------------------------------
 
 
 def test_a_free_slot_is_refilled_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet(members(3), mse, EXAMPLE)
+    fleet = fleet_of(3)
     work = count_work(monkeypatch)
-    fleet.step(BATCHES[0])
     fleet.drop("m1")
-    fleet.step(BATCHES[1])
+    run(fleet, 0, 1)
     fleet.add(adam_member(3))
-    fleet.step(BATCHES[2])
+    run(fleet, 1, 2)
     fleet.replace("m0", adam_member(4))
-    fleet.step(BATCHES[3])
+    run(fleet, 2, 3)
     assert work.total == 0
-    (group,) = fleet._groups
-    assert (group.width, len(group.programs.kept)) == (3, 1)
+    assert widths(fleet) == [3]
 
 
-def test_a_full_group_grows_without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, control = (Fleet(members(2), mse, EXAMPLE) for _ in range(2))
-    run(fleet, BATCHES[:2])
-    run(control, BATCHES[:2])
+def test_a_full_group_grows_and_an_empty_one_shrinks_without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = fleet_of(4)
+    run(fleet, 0, 2)
     work = count_work(monkeypatch)
-    fleet.add(adam_member(2))
-    run(fleet, BATCHES[2:5])
+    fleet.add(adam_member(4))
+    run(fleet, 2, 3)
     assert (work.traces, work.fusions) == (0, 1)
-    run(control, BATCHES[2:5])
-    alone = adam_member(2)
-    train_alone(alone, BATCHES[2:5])
-    states, others = states_of(fleet), states_of(control)
-    assert_close(states["m2"], state_of(alone))
-    for name in ("m0", "m1"):
-        assert_close(states[name], others[name])
-
-
-def test_a_mostly_empty_group_shrinks_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet(members(5), mse, EXAMPLE)
-    fleet.step(BATCHES[0])
-    fleet.drop("m0")
-    fleet.drop("m3")
-    work = count_work(monkeypatch)
-    fleet.step(BATCHES[1])
-    assert [group.width for group in fleet.summary()] == [5]
+    for name in ("m0", "m3"):
+        fleet.drop(name)
+    run(fleet, 3, 4)
+    assert widths(fleet) == [5]
     fleet.drop("m1")
-    fleet.step(BATCHES[2])
-    assert [group.width for group in fleet.summary()] == [2]
-    assert (work.traces, work.fusions) == (0, 1)
-    fleet.step(BATCHES[3])
-    states = states_of(fleet)
-    for i in (2, 4):
-        alone = adam_member(i)
-        train_alone(alone, BATCHES[:4])
-        assert_close(states[f"m{i}"], state_of(alone))
+    run(fleet, 4, 5)
+    assert widths(fleet) == [2]
+    assert (work.traces, work.fusions) == (0, 2)
+    assert_alone(fleet, (adam_member(2), BATCHES[:5]), (adam_member(4), BATCHES[2:5]))
 
 
 def test_a_group_without_members_goes_away() -> None:
@@ -164,38 +146,30 @@ def test_a_group_without_members_goes_away() -> None:
 # ---- newcomers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["sgd-momentum", "adam-amsgrad", "param-groups"])
-def test_replaced_and_taken_back(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_replaced_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A newcomer has nothing of its predecessor; one that comes back goes on where it was."""
 
     def make(i: int) -> Member:
         model = mlp(i)
-        return Member(model, OPTIMIZERS[kind](model, i % 2), f"m{i}")
+        return Member(model, OPTIMIZERS["param-groups"](model, i % 2), f"m{i}")
 
-    def trained(i: int, batches: list[Any]) -> dict[str, Tensor]:
-        alone = make(i)
-        train_alone(alone, batches)
-        return state_of(alone)
-
-    fleet = Fleet([make(0), make(1)], mse, EXAMPLE)
-    run(fleet, BATCHES[:3])
-    new = make(3)
+    fleet = fleet_of(2, make)
+    run(fleet, 0, 3)
+    new, old = make(3), make(1)
     train_alone(new, BATCHES[:1])  # it comes with a history of its own
     work = count_work(monkeypatch)
-    assert_close(state_of(fleet.replace("m1", new)), trained(1, BATCHES[:3]))
-    run(fleet, BATCHES[3:6])
-    assert_close(states_of(fleet)["m3"], trained(3, [*BATCHES[:1], *BATCHES[3:6]]))
+    train_alone(old, BATCHES[:3])
+    assert_close(state_of(fleet.replace("m1", new)), state_of(old))
+    run(fleet, 3, 6)
     fleet.add(fleet.drop("m0"))
     assert fleet.names == ("m3", "m0")
-    run(fleet, BATCHES[6:8])
-    states = states_of(fleet)
-    assert_close(states["m0"], trained(0, BATCHES[:8]))
-    assert_close(states["m3"], trained(3, [*BATCHES[:1], *BATCHES[3:8]]))
+    run(fleet, 6, 8)
+    assert_alone(fleet, (make(0), BATCHES[:8]), (make(3), [*BATCHES[:1], *BATCHES[3:8]]))
     assert work.total == 0
 
 
 def test_neighbours_of_a_replacement_notice_nothing() -> None:
-    fleet, control = (Fleet(members(2, dropout_member), mse, EXAMPLE, deterministic=True) for _ in range(2))
+    fleet, control = (fleet_of(2, dropout_member, deterministic=True) for _ in range(2))
     for batch in BATCHES[:2]:
         assert same_bits(fleet.step(batch), control.step(batch))
     fleet.replace("m1", dropout_member(3))
@@ -204,129 +178,83 @@ def test_neighbours_of_a_replacement_notice_nothing() -> None:
     assert_same(states_of(fleet)["m0"], states_of(control)["m0"])
 
 
-def test_a_replacement_of_another_kind_gets_a_group_of_its_own() -> None:
-    fleet = Fleet(members(2), mse, EXAMPLE)
-    run(fleet, BATCHES[:2])
-    fleet.replace("m0", sgd_member(5))
-    assert fleet.names == ("m5", "m1")
-    losses = run(fleet, BATCHES[2:5])
-    alone = sgd_member(5)
-    expected = train_alone(alone, BATCHES[2:5])
-    assert losses[:, 0].tolist() == pytest.approx(expected, rel=TOLERANCE)
-    assert_close(states_of(fleet)["m5"], state_of(alone))
-    assert sorted(group.members for group in fleet.summary()) == [("m1",), ("m5",)]
-
-
-def test_a_replacement_of_another_kind_under_the_same_name() -> None:
-    fleet = Fleet(members(2), mse, EXAMPLE)
-    run(fleet, BATCHES[:2])
-    old = fleet.replace("m0", sgd_member(5, "m0"))
-    assert fleet.names == ("m0", "m1")
-    alone = adam_member(0)
-    train_alone(alone, BATCHES[:2])
-    assert_close(state_of(old), state_of(alone))
-    run(fleet, BATCHES[2:4])
-    alone = sgd_member(5)
-    train_alone(alone, BATCHES[2:4])
-    assert_close(states_of(fleet)["m0"], state_of(alone))
-
-
-def test_the_only_member_is_replaced() -> None:
-    fleet = Fleet(members(1), mse, EXAMPLE)
-    run(fleet, BATCHES[:2])
-    fleet.replace("m0", adam_member(1))
-    run(fleet, BATCHES[2:4])
-    alone = adam_member(1)
-    train_alone(alone, BATCHES[2:4])
-    assert_close(states_of(fleet)["m1"], state_of(alone))
-
-
-def test_clipping_arrives_with_a_newcomer() -> None:
-    fleet = Fleet(members(2, sgd_member), mse, EXAMPLE)
-    fleet.step(BATCHES[0])
-    fleet.replace("m1", sgd_member(2, clip_norm=0.05))
-    run(fleet, BATCHES[1:4])
-    states = states_of(fleet)
-    alone = sgd_member(2, clip_norm=0.05)
-    train_alone(alone, BATCHES[1:4])
-    assert_close(states["m2"], state_of(alone))
-    neighbour = sgd_member(0)
-    train_alone(neighbour, BATCHES[:4])
-    assert_close(states["m0"], state_of(neighbour))
+@pytest.mark.parametrize(
+    ("num", "make"),
+    [
+        (2, lambda: sgd_member(5)),
+        (2, lambda: sgd_member(6, "m0")),
+        (1, lambda: adam_member(7)),
+        (1, lambda: adam_member(8, clip_norm=0.05)),
+    ],
+    ids=["another kind", "another kind of the same name", "the only member", "with clipping"],
+)
+def test_replacements(num: int, make: Callable[[], Member]) -> None:
+    fleet, old, new = fleet_of(num), adam_member(0), make()
+    run(fleet, 0, 2)
+    train_alone(old, BATCHES[:2])
+    assert_close(state_of(fleet.replace("m0", new)), state_of(old))
+    assert fleet.names == (new.name, "m1")[:num]
+    run(fleet, 2, 5)
+    assert_alone(fleet, (make(), BATCHES[2:5]))
+    assert len(fleet.summary()) == num
 
 
 def test_per_member_data_follows_the_names() -> None:
     def stacked(*seeds: int) -> tuple[Tensor, ...]:
         return tuple(torch.stack(leaves) for leaves in zip(*map(vectors, seeds), strict=True))
 
-    fleet = Fleet(members(3), mse, stacked(0, 1, 2), data="per_member")
+    fleet = Fleet([adam_member(i) for i in range(3)], mse, stacked(0, 1, 2), data="per_member")
     fleet.step(stacked(0, 1, 2))
     fleet.drop("m0")
     fleet.step(stacked(11, 12))
     fleet.add(adam_member(3))
     losses = fleet.step(stacked(21, 22, 23)).tolist()
-    alone = {1: [1, 11, 21], 2: [2, 12, 22], 3: [23]}
-    states = states_of(fleet)
-    for position, (i, seeds) in enumerate(alone.items()):
-        member = adam_member(i)
-        expected = train_alone(member, [vectors(seed) for seed in seeds])
-        assert losses[position] == pytest.approx(expected[-1], rel=TOLERANCE)
-        assert_close(states[f"m{i}"], state_of(member))
+    for position, (i, seeds) in enumerate({1: [1, 11, 21], 2: [2, 12, 22], 3: [23]}.items()):
+        batches = [vectors(seed) for seed in seeds]
+        assert losses[position] == pytest.approx(train_alone(adam_member(i), batches)[-1], rel=TOLERANCE)
+        assert_alone(fleet, (adam_member(i), batches))
 
 
-# ---- leaving and coming back ---------------------------------------------------------------------------
-
-
-def test_a_member_with_dropout_that_comes_back_goes_on_with_its_draws() -> None:
-    """Otherwise it would see the masks of its first steps again."""
-    fleet, control = (Fleet(members(2, dropout_member), mse, EXAMPLE) for _ in range(2))
-    run(fleet, BATCHES[:3])
-    fleet.add(fleet.drop("m0"))
-    run(fleet, BATCHES[3:6])
-    run(control, BATCHES[:6])
-    assert_close(states_of(fleet)["m0"], states_of(control)["m0"])
-
-
-def test_a_stopped_member_that_comes_back_trains_again() -> None:
-    fleet = Fleet(members(2), mse, EXAMPLE)
-    fleet.step(BATCHES[0])
-    fleet.stop("m0")
-    fleet.step(BATCHES[1])
-    fleet.add(fleet.drop("m0"))
+def test_members_that_come_back() -> None:
+    """One with dropout goes on with its draws; one that was stopped trains again."""
+    fleet, control = (fleet_of(2, dropout_member) for _ in range(2))
+    run(fleet, 0, 3)
+    fleet.stop("m1")
+    for name in ("m0", "m1"):
+        fleet.add(fleet.drop(name))
     assert fleet.stopped() == {}
-    fleet.step(BATCHES[2])
-    alone = adam_member(0)
-    train_alone(alone, [BATCHES[0], BATCHES[2]])
-    assert_close(states_of(fleet)["m0"], state_of(alone))
+    run(fleet, 3, 6)
+    run(control, 0, 6)
+    states, expected = states_of(fleet), states_of(control)
+    for name in fleet.names:
+        assert_close(states[name], expected[name])
 
 
 def test_slots_of_stale_numbers_touch_nobody() -> None:
-    """What a member left behind may be NaN or infinite: the row is still computed."""
-    fleet, control = (Fleet(members(3, dropout_member), mse, EXAMPLE, deterministic=True) for _ in range(2))
+    """What a member left behind may be infinite: the row is still computed."""
+
+    def broken(i: int) -> Member:
+        member = dropout_member(i)
+        if i == 1:
+            nn.init.constant_(member.model[4].weight, torch.inf)
+        return member
+
+    fleet, control = (fleet_of(3, make, deterministic=True) for make in (broken, dropout_member))
     for one in (fleet, control):
         one.step(BATCHES[0])
         one.drop("m1")
-    (group,) = fleet._groups
-    for kind in (group.state.parameters, group.state.states):
-        for rows in kind.values():
-            rows[1].fill_(torch.nan)
     for batch in BATCHES[1:4]:
         assert same_bits(fleet.step(batch), control.step(batch))
-    after, expected = states_of(fleet), states_of(control)
-    for name in ("m0", "m2"):
-        assert_same(after[name], expected[name])
+    assert_same_states(states_of(fleet), states_of(control))
     assert fleet.stopped() == {}
     fleet.add(dropout_member(3))
-    fleet.step(BATCHES[4])
-    assert torch.isfinite(fleet.step(BATCHES[5])).all()
-
-
-# ---- results between a change and the next step --------------------------------------------------------
+    run(fleet, 4, 6)
+    assert torch.isfinite(fleet.step(BATCHES[6])).all()
 
 
 def test_metrics_of_the_last_step_after_members_came_and_went() -> None:
     """A newcomer was not there: it has no value, least of all one of somebody else."""
-    fleet = Fleet([*members(2), sgd_member(2)], mse_with_metrics, EXAMPLE)
+    fleet = Fleet([adam_member(0), adam_member(1), sgd_member(2)], mse_with_metrics, EXAMPLE)
     for newcomer, join in (("m3", lambda new: fleet.replace("m0", new)), ("m4", fleet.add)):
         fleet.step(EXAMPLE)
         before = fleet.metrics["largest"]
@@ -339,6 +267,100 @@ def test_metrics_of_the_last_step_after_members_came_and_went() -> None:
     before = fleet.metrics["largest"]
     fleet.drop("m1")
     assert fleet.metrics["largest"].tolist() == before[[0, 2, 3]].tolist()
+
+
+# ---- between two updates of a fleet that accumulates ---------------------------------------------------
+
+
+def scheduled(i: int) -> Member:
+    """With running statistics, a schedule and optimizer state: all of them tell what it has seen."""
+    model = bn_mlp(i)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02 * (i + 1))
+    return Member(model, optimizer, f"m{i}", scheduler=lr_scheduler.ExponentialLR(optimizer, 0.8))
+
+
+def accumulating(make: Callable[[int], Member] = scheduled, numbers: tuple[int, ...] = (0, 1)) -> Fleet:
+    return Fleet([make(i) for i in numbers], mse, EXAMPLE, accumulate=3, precision="fp64")
+
+
+JOINS: dict[str, Callable[[Fleet, Member], object]] = {
+    "add": lambda fleet, new: fleet.add(new),
+    "replace": lambda fleet, new: fleet.replace("m0", new),
+    "into a free slot": lambda fleet, new: (fleet.drop("m0"), fleet.add(new)),
+}
+
+
+@pytest.mark.parametrize(("join", "num_before"), [("add", 1), ("replace", 2), ("into a free slot", 3)])
+def test_a_newcomer_trains_as_alone_from_the_next_whole_update(join: str, num_before: int) -> None:
+    fleet = accumulating()
+    run(fleet, 0, num_before)
+    JOINS[join](fleet, scheduled(5))
+    run(fleet, num_before, 3)
+    fresh = scheduled(5)
+    assert_close(states_of(fleet)["m5"], state_of(fresh))
+    run(fleet, 3, 9)
+    assert_alone(fleet, (fresh, BATCHES[3:9]), (scheduled(1), BATCHES[:9]), accumulate=3)
+    new = fleet.members[fleet.names.index("m5")]
+    assert new.optimizer.param_groups[0]["lr"] == fresh.optimizer.param_groups[0]["lr"]
+
+
+def test_draws_are_counted_from_the_first_batch_that_it_trains_on() -> None:
+    late, other = accumulating(dropout_member), accumulating(dropout_member, (5,))
+    run(late, 0, 1)
+    late.add(dropout_member(5))
+    run(late, 1, 9)
+    run(other, 3, 9)
+    assert_close(states_of(late)["m5"], states_of(other)["m5"])
+    assert late.members[2].num_draws == other.members[0].num_draws == 6
+
+
+def test_a_member_taken_out_and_in_again_between_updates_loses_what_was_accumulated() -> None:
+    fleet = accumulating(adam_member)
+    run(fleet, 0, 4)
+    fleet.add(fleet.drop("m0"))
+    run(fleet, 4, 9)
+    assert_alone(fleet, (adam_member(0), [*BATCHES[:3], *BATCHES[6:9]]), accumulate=3)
+
+
+def test_a_checkpoint_has_who_waits(tmp_path: Path) -> None:
+    fleet = accumulating(dropout_member)
+    run(fleet, 0, 1)
+    fleet.add(dropout_member(5))
+    run(fleet, 1, 2)
+    fleet.save(tmp_path)
+    run(fleet, 2, 9)
+    expected = states_of(fleet)
+    for restored in (
+        accumulating(dropout_member, (0, 1, 5)),
+        fleet,
+    ):  # where it no longer waits, it does again
+        restored.restore(tmp_path)
+        run(restored, 2, 9)
+        assert_same_states(states_of(restored), expected)
+
+
+def test_one_that_is_stopped_while_it_waits_never_begins() -> None:
+    fleet = accumulating()
+    run(fleet, 0, 1)
+    fleet.add(scheduled(5))
+    assert fleet.stopped() == {}
+    fleet.stop("m5")
+    run(fleet, 1, 6)
+    assert fleet.stopped() == {"m5": "stopped"}
+    assert_close(states_of(fleet)["m5"], state_of(scheduled(5)))
+
+
+def test_a_newcomer_under_a_plan_waits_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path))
+    planned, plain = accumulating(), accumulating()
+    planned.use(planned.plan(policy="none", device="a100-40gb"))
+    for fleet in (planned, plain):
+        run(fleet, 0, 1)
+        fleet.replace("m0", scheduled(5))
+        run(fleet, 1, 6)
+    expected = states_of(plain)
+    for name, state in states_of(planned).items():
+        assert_close(state, expected[name])
 
 
 # ---- constants -----------------------------------------------------------------------------------------
@@ -362,50 +384,22 @@ def scaled(i: int, scale: float = 1.0, shift: float = 0.0) -> Member:
     return Member(model, torch.optim.Adam(model.body.parameters(), lr=0.05), f"m{i}")
 
 
-def test_newcomers_use_their_own_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("differs", [False, True], ids=["shared at first", "different at first"])
+def test_newcomers_use_their_own_constants(monkeypatch: pytest.MonkeyPatch, differs: bool) -> None:
     """Constants that all members had in common are no longer common then."""
-    fleet = Fleet([scaled(i) for i in range(3)], mse, EXAMPLE)
-    run(fleet, BATCHES[:2])
+    fleet = fleet_of(3, lambda i: scaled(i, 1.0 + i * differs))
+    run(fleet, 0, 2)
     work = count_work(monkeypatch)
     fleet.replace("m1", scaled(3, scale=3.0, shift=0.5))
-    run(fleet, BATCHES[2:4])
-    fleet.drop("m0")
+    run(fleet, 2, 4)
+    assert fleet.drop("m0").model.scale.item() == 1.0
     fleet.add(scaled(4, scale=4.0, shift=-0.5))
-    run(fleet, BATCHES[4:6])
+    run(fleet, 4, 6)
     assert work.traces == 0
     assert len(fleet.summary()) == 1
-    states = states_of(fleet)
-    for i, options, batches in (
-        (2, {}, BATCHES[:6]),
-        (3, {"scale": 3.0, "shift": 0.5}, BATCHES[2:6]),
-        (4, {"scale": 4.0, "shift": -0.5}, BATCHES[4:6]),
-    ):
-        alone = scaled(i, **options)
-        train_alone(alone, batches)
-        assert_close(states[f"m{i}"], state_of(alone))
-
-
-def test_constants_that_differ_from_the_start() -> None:
-    settings = [{"scale": 1.0 + i, "shift": 0.1 * i} for i in range(3)]
-    fleet = Fleet([scaled(i, **settings[i]) for i in range(3)], mse, EXAMPLE)
-    assert len(fleet.summary()) == 1
-    run(fleet, BATCHES[:3])
-    fleet.replace("m0", scaled(5, scale=9.0))
-    run(fleet, BATCHES[3:5])
-    states = states_of(fleet)
-    for i, options, batches in (
-        (1, settings[1], BATCHES[:5]),
-        (2, settings[2], BATCHES[:5]),
-        (5, {"scale": 9.0}, BATCHES[3:5]),
-    ):
-        alone = scaled(i, **options)
-        train_alone(alone, batches)
-        assert_close(states[f"m{i}"], state_of(alone))
-
-
-def test_a_member_keeps_its_constants_when_it_leaves() -> None:
-    fleet = Fleet([scaled(0, scale=2.0), scaled(1, scale=2.0)], mse, EXAMPLE)
-    fleet.replace("m1", scaled(2, scale=5.0))
-    run(fleet, BATCHES[:2])
-    assert fleet.drop("m0").model.scale.item() == 2.0
-    assert fleet.drop("m2").model.scale.item() == 5.0
+    assert_alone(
+        fleet,
+        (scaled(2, 1.0 + 2 * differs), BATCHES[:6]),
+        (scaled(3, scale=3.0, shift=0.5), BATCHES[2:6]),
+        (scaled(4, scale=4.0, shift=-0.5), BATCHES[4:6]),
+    )

@@ -68,14 +68,14 @@ def members(kind: Callable[[], nn.Module]) -> list[tm.Member]:
     return found
 
 
-def trained(group: list[tm.Member], x: Tensor) -> tuple[list[Tensor], dict[str, Any], list[Tensor]]:
+def trained(group: list[tm.Member], x: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
     batch = (x, torch.ones(len(x), 2, dtype=torch.float64))
     fleet = tm.Fleet(group, loss=loss, example_batch=batch)
-    losses = [fleet.step(batch).clone() for _ in range(3)]
+    losses = [fleet.step(batch).clone() for _ in range(2)]
     scores = fleet.evaluate([batch])
     fleet.sync()
     states = [value.clone() for member in group for value in member.model.state_dict().values()]
-    return losses, scores, states
+    return [*losses, *states], scores
 
 
 def patched_by_tracing() -> dict[str, Any]:
@@ -151,12 +151,9 @@ def test_fleets_train_in_several_threads_as_in_one() -> None:
         ]
     )
     assert patched_by_tracing() == before
-    for (losses, scores, states), (other_losses, other_scores, other_states) in zip(
-        alone, beside, strict=True
-    ):
-        assert all(map(torch.equal, losses, other_losses))
+    for (tensors, scores), (other_tensors, other_scores) in zip(alone, beside, strict=True):
+        assert all(map(torch.equal, tensors, other_tensors))
         assert scores == other_scores
-        assert all(map(torch.equal, states, other_states))
 
 
 def test_torch_is_as_before_after_a_trace_that_fails() -> None:
@@ -224,7 +221,7 @@ def test_a_deterministic_fleet_and_another_train_at_the_same_time() -> None:
     ]
 
     def steps(fleet: tm.Fleet) -> list[Tensor]:
-        return [fleet.step(batch).clone() for _ in range(30)]
+        return [fleet.step(batch).clone() for _ in range(15)]
 
     first, *others = in_threads([lambda fleet=fleet: steps(fleet) for fleet in fleets])  # type: ignore[misc]
     for other in others:

@@ -64,7 +64,6 @@ def test_mapping_and_copies() -> None:
     assert len(history["a"]) == 2
     with pytest.raises(KeyError):
         history["c"]
-    assert repr(history) == "History(2 members, 2 epochs)"
 
 
 def test_rows_are_by_epoch() -> None:
@@ -76,19 +75,6 @@ def test_rows_are_by_epoch() -> None:
         (2, "b", 0.4),
     ]
     assert list(rows[0]) == ["epoch", "step", "member", "loss", "val_acc", "stopped"]
-
-
-def test_mark_stopped_keeps_the_first_reason() -> None:
-    history = history_of(a=[0.1, 0.2])
-    history.mark_stopped({"a": "not finite at step 3", "unknown": "x"})
-    history.mark_stopped({"a": "stopped"})
-    assert [record.stopped for record in history["a"]] == [None, "not finite at step 3"]
-
-
-def test_document_round_trip() -> None:
-    history = history_of(a=[0.1, 0.2], b=[])
-    history.append("b", EpochRecord(1, 2, 3.0, {}, "stopped"))
-    assert History.from_document(json.loads(json.dumps(history.to_document()))) == history
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""Progress of a fit: a live table in a terminal, plain lines elsewhere, silence where nobody can read."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+import sys
+from typing import Any
+
+import pytest
+from fit_cases import BATCHES, HUGE, failing_at, points
+
+from trainmux.errors import ConfigError, TrainmuxWarning
+
+pytestmark = pytest.mark.usefixtures("built_once")
+
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Put a terminal of twelve lines in the place of stdout."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("LINES", "12")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "JUPYTER_COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    return stream
+
+
+def test_plain_lines_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    points({"a": 0.1, "b\x1b[2J\n": 0.2}).fit(BATCHES, epochs=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    pattern = (
+        r"epoch {0}/2, step {1}, [\d.]+ steps/s, [\d:]+ left, loss \d.*\(b\?\[2J\?\) to \d.*\(a\), .*done"
+    )
+    for number, line in enumerate(lines, 1):
+        assert re.fullmatch(pattern.format(number, 3 * number), line), line
+
+
+def test_lines_after_a_number_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    points({"a": 0.1}).fit(BATCHES, steps=6, log_every=2, progress="plain")
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split(",")[1].strip() for line in lines]
+    assert shown == ["step 2/6", "step 3/6", "step 4/6", "step 6/6", "step 6/6"]
+    assert ":00 left" in lines[-1]
+
+
+def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    points().fit(BATCHES, epochs=2, progress=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_frozen_members_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(TrainmuxWarning):
+        points({"a": 0.1, "b": HUGE}).fit(BATCHES, epochs=1)
+    out = capsys.readouterr().out
+    assert "1 of 2 stopped" in out
+    assert "'b' (not finite at step 2)" in out
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError()], ids=repr)
+def test_the_terminal_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    pytest.importorskip("rich")
+    terminal = open_terminal(monkeypatch)
+    names = {f"[red]m{index}": 0.01 * index for index in range(30)}
+    with pytest.raises(type(error)):
+        points(names).fit(BATCHES, epochs=4, log_every=1, callbacks=[failing_at(5, error)])
+    assert sys.stdout is terminal
+    shown = terminal.getvalue()
+    assert "epoch 2/4" in shown
+    # Best and worst, by name: the best at first is the slowest; brackets are no markup.
+    assert "[red]m0" in shown
+    assert "[red]m15" not in shown
+    assert "… 25 more" in shown
+    assert shown.rindex(SHOW_CURSOR) > shown.rindex(HIDE_CURSOR)
+
+
+def test_members_in_their_order_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    terminal = open_terminal(monkeypatch)
+    points({"slow": 0.1, "fast": 0.9}).fit(BATCHES[:1], epochs=1, progress="rich")
+    shown = terminal.getvalue()
+    assert shown.index("slow") < shown.index("fast")
+    assert "more" not in shown
+
+
+@pytest.mark.parametrize("how", ["no rich", "dumb terminal", "plain"])
+def test_plain_lines_in_a_terminal(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    fleet, terminal = points(), open_terminal(monkeypatch)
+    if how == "dumb terminal":
+        monkeypatch.setenv("TERM", "dumb")
+    if how == "no rich":
+        original = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *more: None if name == "rich" else original(name, *more)
+        )
+        with pytest.raises(ConfigError, match="pip install"):
+            fleet.fit(BATCHES, epochs=1, progress="rich")
+        assert fleet.num_steps == 0
+    fleet.fit(BATCHES, epochs=1, progress="plain" if how == "plain" else "auto")
+    shown = terminal.getvalue()
+    assert shown.startswith("epoch 1/1, step 3")
+    assert "\x1b" not in shown
+
+
+class Closed(io.StringIO):
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_stream_that_cannot_be_written_ends_no_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    closed = io.StringIO()
+    closed.close()
+    for stream in (Closed(), closed, None, narrow):
+        fleet: Any = points({"名": 0.1})
+        monkeypatch.setattr(sys, "stdout", stream)
+        fleet.fit(BATCHES, epochs=2, log_every=1)
+        assert fleet.num_steps == 6
+    narrow.seek(0)
+    assert "(?)" in narrow.read()
