@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from trainmux.ir import Lane, Span
-from trainmux.runtime import StreamOwner, borrow_stream, warm_matrix_libraries
+from trainmux.runtime import CudaTimer, StreamOwner, borrow_stream, warm_matrix_libraries
 
 
 class HostLanes:
@@ -166,57 +166,47 @@ class WatchedHostLanes(HostLanes):
 
 
 class WatchedStreamLanes(StreamLanes):
-    """Streams with events around each instruction, which a captured graph records anew with every replay.
+    """Streams with a timer for each instruction, which a captured graph sets anew with every replay.
 
     Of the compute lane only the first branch is timed.
     """
 
     def __init__(self, device: torch.device, num_branches: int = 1, like: StreamLanes | None = None) -> None:
         super().__init__(device, num_branches, like)
-        self._marks: list[tuple[Lane, int, torch.cuda.Event, torch.cuda.Event]] = []
-        self._around: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._timers: list[tuple[Lane, int, CudaTimer]] = []
+        self._whole: CudaTimer | None = None
         self._read: tuple[list[Span], float] | None = None
 
     @contextmanager
     def part(self, awaited: frozenset[int]) -> Iterator[None]:
-        self._marks = []
+        self._timers = []
         self._read = None
-        begin, end = _timing_event(), _timing_event()
         main = torch.cuda.current_stream(self.device)
-        begin.record(main)
+        whole = CudaTimer(in_graphs=True)
+        whole.start(main)
         with super().part(awaited):
             yield
-        end.record(main)
-        self._around = (begin, end)
+        whole.stop(main)
+        self._whole = whole
 
     @contextmanager
     def on(self, lane: Lane, position: int) -> Iterator[None]:
-        begin, end = _timing_event(), _timing_event()
-        begin.record(self._streams[lane])
+        timer = CudaTimer(in_graphs=True)
+        timer.start(self._streams[lane])
         with super().on(lane, position):
             yield
-        end.record(self._streams[lane])
-        self._marks.append((lane, position, begin, end))
+        timer.stop(self._streams[lane])
+        self._timers.append((lane, position, timer))
 
     def read(self) -> tuple[list[Span], float]:
         """The spans of the last part that ran, and the seconds that it took in all; waits for it."""
-        if self._read is not None:
-            return self._read
-        torch.cuda.synchronize(self.device)
-        assert self._around is not None
-        first, last = self._around
-
-        def since(event: torch.cuda.Event) -> float:
-            return float(first.elapsed_time(event)) / 1e3
-
-        spans = [Span(lane, position, since(begin), since(end)) for lane, position, begin, end in self._marks]
-        self._read = (spans, since(last))
+        if self._read is None:
+            torch.cuda.synchronize(self.device)
+            whole = self._whole
+            assert whole is not None
+            spans = [Span(lane, at, *timer.seconds_after(whole)) for lane, at, timer in self._timers]
+            self._read = (spans, whole.seconds())
         return self._read
-
-
-def _timing_event() -> torch.cuda.Event:
-    """One that a captured graph records as a node of its own."""
-    return torch.cuda.Event(enable_timing=True, external=True)
 
 
 Lanes = HostLanes | StreamLanes

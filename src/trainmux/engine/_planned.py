@@ -39,6 +39,7 @@ from trainmux.ir import (
 from trainmux.lowering import Place
 from trainmux.profiling import KernelGraph, Location, PassingPlace, locations_of
 from trainmux.runtime import deterministic_algorithms, storage_bytes
+from trainmux.sizes import round_up
 
 Key = tuple[int, int]
 """A sub-array and one of its tensors."""
@@ -93,8 +94,7 @@ def host_offsets(program: Program, graphs: Sequence[KernelGraph]) -> tuple[dict[
     end = 0
     for sub_array, tensor in sorted(swapped):
         offsets[sub_array, tensor] = end
-        size = graphs[sub_array].tensors[tensor].size_bytes
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+        end += round_up(graphs[sub_array].tensors[tensor].size_bytes, ALIGNMENT)
     return offsets, end
 
 

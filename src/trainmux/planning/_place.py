@@ -8,6 +8,7 @@ from functools import lru_cache
 from trainmux.ir import Part, Tenancy
 from trainmux.planning._slab import Slab, Tenant, pack
 from trainmux.planning._views import Key
+from trainmux.sizes import round_up
 
 _MOST_SLABS = 64
 
@@ -84,7 +85,7 @@ def _offsets(
     bottom = 0
     for number in always:
         offsets[number] = bottom
-        bottom += -(-sizes[number] // alignment) * alignment
+        bottom += round_up(sizes[number], alignment)
     rest = sorted(set(range(len(sizes))) - set(always))
     tenants = [Tenant(sizes[number], tuple(spans[number])) for number in rest]
     packed = _packed(tuple(tenants), alignment, enough_bytes - bottom)
