@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -18,25 +19,21 @@ class HostLanes:
     def __init__(self, num_branches: int = 1) -> None:
         self.num_branches = num_branches
 
-    @contextmanager
-    def part(self, awaited: frozenset[int]) -> Iterator[None]:
-        """Around one part of a program."""
-        yield
+    def part(self, awaited: frozenset[int]) -> AbstractContextManager[Any]:
+        """Around one part of a program; ``awaited`` are the positions that some lane will wait for."""
+        return nullcontext()
 
-    @contextmanager
-    def on(self, lane: Lane, position: int) -> Iterator[None]:
+    def on(self, lane: Lane, position: int) -> AbstractContextManager[Any]:
         """Enqueue the instruction at ``position`` on ``lane``."""
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def branch(self, number: int) -> Iterator[None]:
+    def branch(self, number: int) -> AbstractContextManager[Any]:
         """Enqueue on one branch of the compute lane."""
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[Any]:
         """Enqueue after all branches of the compute lane; they continue after it."""
-        yield
+        return nullcontext()
 
     def issued(self, lane: Lane, position: int) -> None:
         """Note that the instruction at ``position`` has been enqueued."""
@@ -45,7 +42,7 @@ class HostLanes:
         """Hold ``lane`` until the instruction at ``position`` has ended."""
 
 
-class StreamLanes:
+class StreamLanes(HostLanes):
     """A stream for each lane, events between them: eagerly or in a capture.
 
     The compute lane is the stream that is current when a part begins; the two others begin behind it and are
@@ -58,7 +55,7 @@ class StreamLanes:
     """
 
     def __init__(self, device: torch.device, num_branches: int = 1, like: StreamLanes | None = None) -> None:
-        self.num_branches = num_branches
+        super().__init__(num_branches)
         self.device = device
         self._lent: _LentStreams = _LentStreams(device, num_branches - 1) if like is None else like._lent
         self.branches = self._lent.streams
@@ -70,7 +67,6 @@ class StreamLanes:
 
     @contextmanager
     def part(self, awaited: frozenset[int]) -> Iterator[None]:
-        """Around one part of a program; ``awaited`` are the positions that some lane will wait for."""
         main = torch.cuda.current_stream(self.device)
         self._streams = {Lane.COMPUTE: main, **self._sides}
         self._awaited = awaited
@@ -83,27 +79,14 @@ class StreamLanes:
             for side in (*self._sides.values(), *self.branches):
                 main.wait_stream(side)
 
-    @contextmanager
-    def on(self, lane: Lane, position: int) -> Iterator[None]:
-        """Enqueue the instruction at ``position`` on ``lane``."""
-        if lane is Lane.COMPUTE:
-            yield
-            return
-        with torch.cuda.stream(self._streams[lane]):
-            yield
+    def on(self, lane: Lane, position: int) -> AbstractContextManager[Any]:
+        return nullcontext() if lane is Lane.COMPUTE else torch.cuda.stream(self._streams[lane])
 
-    @contextmanager
-    def branch(self, number: int) -> Iterator[None]:
-        """Enqueue on one branch of the compute lane."""
-        if number == 0:
-            yield
-            return
-        with torch.cuda.stream(self.branches[number - 1]):
-            yield
+    def branch(self, number: int) -> AbstractContextManager[Any]:
+        return nullcontext() if number == 0 else torch.cuda.stream(self.branches[number - 1])
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Enqueue after all branches of the compute lane; they continue after it."""
         main = self._streams[Lane.COMPUTE]
         for branch in self.branches:
             main.wait_stream(branch)
@@ -116,12 +99,10 @@ class StreamLanes:
         return [self._streams[lane], *more]
 
     def issued(self, lane: Lane, position: int) -> None:
-        """Note that the instruction at ``position`` has been enqueued."""
         if position in self._awaited:
             self._ended[position] = [stream.record_event() for stream in self._streams_of(lane)]
 
     def wait(self, lane: Lane, position: int) -> None:
-        """Hold ``lane`` until the instruction at ``position`` has ended."""
         for stream in self._streams_of(lane):
             for event in self._ended[position]:
                 stream.wait_event(event)
@@ -209,11 +190,10 @@ class WatchedStreamLanes(StreamLanes):
         return self._read
 
 
-Lanes = HostLanes | StreamLanes
 WatchedLanes = WatchedHostLanes | WatchedStreamLanes
 
 
-def watched_lanes(lanes: Lanes) -> WatchedLanes:
+def watched_lanes(lanes: HostLanes) -> WatchedLanes:
     """Lanes like these, with a clock. Branches are the same streams: others need workspaces of their own."""
     if isinstance(lanes, StreamLanes):
         return WatchedStreamLanes(lanes.device, lanes.num_branches, lanes)

@@ -52,7 +52,11 @@ class Outline:
         """The work of each node."""
         rest = iter(self.numbers[len(self.tensors) :])
         for step in self.steps:
-            yield None if step.passes is None else Work(*islice(rest, 4), step.passes)  # type: ignore[arg-type]
+            if step.passes is None:
+                yield None
+            else:
+                batch, rows, columns, depth = islice(rest, 4)
+                yield Work(batch, rows, columns, depth, step.passes)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What only the next node reads goes from one to the other without being copied to its place."""
+"""Results that only the next node reads are handed over without being copied to their place."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Example:
         return [extractor.region(piece) for piece in self.cut.pieces if not self.cut.is_library(piece)]
 
     def run(self, module: nn.Module, num_runs: int = 2) -> dict[str, Tensor]:
-        """What comes out of each run in a row, and all arguments afterwards."""
+        """Results of each run in a row, and all arguments afterwards."""
         arguments = [copied(argument) for argument in self.arguments]
         found: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -183,7 +183,7 @@ def example_of(workload: Workload, precision: str = "fp32", **options: Any) -> E
 
 @functools.cache
 def example(name: str, precision: str = "fp64") -> Example:
-    """The same one for all tests."""
+    """An example that all tests share."""
     return example_of(SHORT[name], precision)
 
 

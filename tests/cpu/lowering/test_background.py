@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 
 @pytest.fixture
 def finished(monkeypatch: pytest.MonkeyPatch) -> list[Upgrade[Any]]:
-    """What "auto" does on a CUDA device, here; gives the upgrades that were taken, in order."""
+    """Lower as "auto" does on a CUDA device; gives the upgrades that were taken, in order."""
     leave_uncompiled(monkeypatch)
     monkeypatch.setattr(config_module, "_lowering", lambda *_, **__: "auto")
     taken: list[Upgrade[Any]] = []

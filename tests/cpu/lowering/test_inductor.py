@@ -1,4 +1,4 @@
-"""What we rely on of Inductor's private API; a new torch that breaks it breaks here first."""
+"""Private API of Inductor that lowering relies on; a new torch that breaks it breaks here first."""
 
 from __future__ import annotations
 

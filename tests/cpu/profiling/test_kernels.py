@@ -201,5 +201,5 @@ def test_strides_of_views_are_those_that_torch_gives_them() -> None:
 
 
 def test_filters_of_one_channel_of_two_members() -> None:
-    """What a trace has is (9, 1, 3, 1), which is channels last."""
+    """A trace has (9, 1, 3, 1), which is channels last."""
     assert view_strides((2, 16, 1, 3, 3), (144, 9, 1, 3, 1), (32, 1, 3, 3)) == (9, 9, 3, 1)

@@ -1,4 +1,4 @@
-"""What the host feeds: a packed layout, one memory on a CPU, and a ring that waits exactly when it must."""
+"""Numbers that the host feeds: a packed layout, one memory on a CPU, a ring that waits only when it must."""
 
 from __future__ import annotations
 
