@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,7 +28,6 @@ from trainmux.runtime import (
 from trainmux.sizes import round_up
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 _BLOCK_BYTES = 512
 """Torch's allocator gives out multiples of this."""
@@ -61,52 +60,6 @@ class PoolNeed:
         """The part of this that ``held`` does not cover."""
         large = {stream: max(0, size - held.large.get(stream, 0)) for stream, size in self.large.items()}
         return PoolNeed(large, max(0, self.small_bytes - held.small_bytes))
-
-
-class PoolCapture(Protocol[T_co]):
-    """A piece of work that is captured into a pool."""
-
-    def rehearse(self) -> PoolNeed | None:
-        """Run the work without a trace; what it needs of a pool, ``None`` where that could not be seen."""
-        ...
-
-    def reserve(self, need: PoolNeed) -> None:
-        """Reserve one segment for each stream in the pool."""
-        ...
-
-    def capture(self) -> T_co:
-        """Capture the work."""
-        ...
-
-    def reserved(self) -> PoolNeed:
-        """Bytes that the pool has reserved."""
-        ...
-
-    def start_over(self) -> None:
-        """Drop what was captured, and the pool with it."""
-        ...
-
-
-def capture_reserved(work: PoolCapture[T]) -> tuple[T, int | None]:
-    """Capture into an empty pool; returns the result and the bytes promised for the pool before the capture.
-
-    A capture that made the pool grow is dropped. The second one gets segments as large as the pool had
-    become, in which holes join; whatever that one takes is kept.
-    """
-    need = work.rehearse()
-    if need is None:
-        return work.capture(), None
-    work.reserve(need)
-    held = work.reserved()  # torch rounds segments up
-    captured = work.capture()
-    seen = work.reserved()
-    if not any(seen.shortfall(held).large.values()):
-        return captured, sum(held.large.values()) + need.small_bytes
-    del captured  # its results lie in the pool
-    work.start_over()
-    work.rehearse()  # what the libraries keep for a stream may have gone with the graphs
-    work.reserve(seen)
-    return work.capture(), seen.total_bytes
 
 
 class CaptureRoom:
@@ -180,17 +133,16 @@ class CaptureRoom:
 
     # ---- into the pool -------------------------------------------------------------------------------
 
-    def _in_pool(self, rehearse: Callable[[], Any], once: Callable[[], T]) -> T:
-        work = _RoomCapture(self, rehearse, once)
+    def _in_pool(self, rehearse: Callable[[], Any], capture: Callable[[], T]) -> T:
         outside = torch.cuda.current_stream(self._device)
         self.stream.wait_stream(outside)
         try:
             # A capture that fails leaves its own stream current.
             with kernel_settings(deterministic=self._deterministic), torch.cuda.stream(outside):
                 if self.num_captures or self.pool_bytes:
-                    captured, promised = self._grown(work)
+                    captured, promised = self._grown(rehearse, capture)
                 else:
-                    captured, promised = capture_reserved(work)
+                    captured, promised = self._reserved(rehearse, capture)
         finally:
             outside.wait_stream(self.stream)
         reserved = torch.cuda.memory_reserved(self._device)
@@ -198,12 +150,33 @@ class CaptureRoom:
         self.memory = MemoryUse(predicted, reserved)
         return captured
 
-    def _grown(self, work: _RoomCapture[T]) -> tuple[T, int | None]:
+    def _reserved(self, rehearse: Callable[[], Any], capture: Callable[[], T]) -> tuple[T, int | None]:
+        """Capture into an empty pool; returns the result and the bytes promised for the pool before.
+
+        A capture that made the pool grow is dropped. The second one gets segments as large as the pool had
+        become, in which holes join; whatever that one takes is kept.
+        """
+        need = self._rehearsed(rehearse)
+        if need is None:
+            return capture(), None
+        self._reserve(need)
+        held = _pool_need(self._pool)  # torch rounds segments up
+        captured = capture()
+        seen = _pool_need(self._pool)
+        if not any(seen.shortfall(held).large.values()):
+            return captured, sum(held.large.values()) + need.small_bytes
+        del captured  # its results lie in the pool
+        self._start_over()
+        self._rehearsed(rehearse)  # what the libraries keep for a stream may have gone with the graphs
+        self._reserve(seen)
+        return capture(), seen.total_bytes
+
+    def _grown(self, rehearse: Callable[[], Any], capture: Callable[[], T]) -> tuple[T, int | None]:
         """Capture while earlier graphs stay: into the bytes they leave free, growing the pool if need be."""
-        need = work.rehearse()
+        need = self._rehearsed(rehearse)
         before = self.pool_bytes
         missing = None if need is None else need.shortfall(_pool_need(self._pool, is_free=True)).total_bytes
-        return work.capture(), None if missing is None else before + missing
+        return capture(), None if missing is None else before + missing
 
     def _warm(self) -> None:
         with torch.cuda.stream(self.stream):
@@ -243,30 +216,6 @@ class CaptureRoom:
     def _bytes_outside_torch(self) -> int:
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free - torch.cuda.memory_reserved(self._device)
-
-
-@dataclass(frozen=True)
-class _RoomCapture(PoolCapture[T]):
-    """A piece of work in a room."""
-
-    room: CaptureRoom
-    run: Callable[[], Any]
-    once: Callable[[], T]
-
-    def rehearse(self) -> PoolNeed | None:
-        return self.room._rehearsed(self.run)
-
-    def reserve(self, need: PoolNeed) -> None:
-        self.room._reserve(need)
-
-    def capture(self) -> T:
-        return self.once()
-
-    def reserved(self) -> PoolNeed:
-        return _pool_need(self.room._pool)
-
-    def start_over(self) -> None:
-        self.room._start_over()
 
 
 def _pool_need(pool: torch.cuda.MemPool, *, is_free: bool = False) -> PoolNeed:

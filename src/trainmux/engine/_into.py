@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from trainmux.ir import Phase
 from trainmux.lowering import Place, RegionCall, extended, extended_product
 from trainmux.profiling import KernelGraph, Location
+from trainmux.sizes import round_up
 
 aten = torch.ops.aten
 
@@ -82,7 +83,7 @@ def _held_bytes(graph: KernelGraph) -> dict[int, int]:
 
 
 def _rounded_bytes(graph: KernelGraph, numbers: Iterable[int]) -> int:
-    return sum(-(-graph.tensors[number].size_bytes // _ROUNDING) * _ROUNDING for number in numbers)
+    return sum(round_up(graph.tensors[number].size_bytes, _ROUNDING) for number in numbers)
 
 
 def _takes_memory(graph: KernelGraph, node: fx.Node) -> bool:

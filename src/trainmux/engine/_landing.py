@@ -17,17 +17,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from trainmux.engine._ring import Event
 from trainmux.runtime import borrow_stream
+from trainmux.sizes import round_up
 
 NUM_LANDINGS = 2
 # As the allocator gives it: which kernel reads a tensor may depend on its address.
-LANDING_ALIGNMENT_BYTES = 512
+_ALIGNMENT_BYTES = 512
 _MAX_LAYOUTS = 16
 
 
@@ -45,61 +44,43 @@ class HostLeaf:
         return torch.stack(moved) if self.stacked else moved[0]
 
 
-class CopyStream(Protocol):
-    """A stream for copies, synchronised with the compute stream."""
-
-    def make_event(self) -> Event:
-        """An event that nothing was recorded in."""
-        ...
-
-    def pinned(self, size_bytes: int) -> Tensor:
-        """Host memory to copy from."""
-        ...
-
-    def landing(self, size_bytes: int) -> Tensor:
-        """Memory of the compute stream; later copies wait for those who had it before."""
-        ...
-
-    def mark(self, event: Event) -> None:
-        """Record ``event`` in the compute stream."""
-        ...
-
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event, done: Event) -> None:
-        """Copy sources into targets once ``after`` is reached. ``done`` is when, and the compute stream
-        waits for it."""
-        ...
-
-
-class CudaCopyStream:
-    """A side stream of ``device``. The compute stream is whichever is current in a call."""
+class CopyStream:
+    """A side stream of ``device`` for copies. The compute stream is whichever is current in a call."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = borrow_stream(device, self)  # a new one of torch's might be the compute stream
 
-    def make_event(self) -> Event:
-        event: Event = torch.cuda.Event()
-        return event
+    def make_event(self) -> torch.cuda.Event:
+        """An event that nothing was recorded in."""
+        return torch.cuda.Event()
 
     def pinned(self, size_bytes: int) -> Tensor:
+        """Host memory to copy from."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def landing(self, size_bytes: int) -> Tensor:
+        """Memory of the compute stream; later copies wait for those who had it before."""
         memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return memory
 
-    def mark(self, event: Event) -> None:
+    def mark(self, event: torch.cuda.Event) -> None:
+        """Record ``event`` in the compute stream."""
         event.record(torch.cuda.current_stream(self._device))
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event, done: Event) -> None:
+    def copy(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: torch.cuda.Event, done: torch.cuda.Event
+    ) -> None:
+        """Copy sources into targets once ``after`` is reached, and record ``done``, which the compute stream
+        waits for."""
         compute = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(cast(torch.cuda.Event, after))
+            self._stream.wait_event(after)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             done.record(self._stream)
-        compute.wait_event(cast(torch.cuda.Event, done))
+        compute.wait_event(done)
 
 
 @dataclass(frozen=True)
@@ -133,8 +114,8 @@ class _LandingViews:
 class _Buffer:
     """Pinned memory and the landing place for one batch at a time."""
 
-    released: Event  # recorded when every step that reads the landing place is enqueued
-    copied: Event
+    released: torch.cuda.Event  # recorded when every step that reads the landing place is enqueued
+    copied: torch.cuda.Event
     pinned: Tensor
     landing: Tensor
     layouts: dict[tuple[_Shape, ...], _LandingViews] = field(default_factory=dict)
@@ -146,7 +127,7 @@ class Landing:
 
     def __init__(self, device: torch.device, copies: CopyStream | None = None) -> None:
         self._device = device
-        self._copies: CopyStream = CudaCopyStream(device) if copies is None else copies
+        self._copies = CopyStream(device) if copies is None else copies
         nothing = torch.empty(0, dtype=torch.uint8)
         self._buffers = [
             _Buffer(self._copies.make_event(), self._copies.make_event(), nothing, nothing)
@@ -195,7 +176,7 @@ class Landing:
         size_bytes = num_staged_bytes = 0
         for position in sorted(range(len(shapes)), key=lambda position: not shapes[position].staged):
             offsets[position] = size_bytes
-            size_bytes += -(-shapes[position].size_bytes // LANDING_ALIGNMENT_BYTES) * LANDING_ALIGNMENT_BYTES
+            size_bytes += round_up(shapes[position].size_bytes, _ALIGNMENT_BYTES)
             if shapes[position].staged:
                 num_staged_bytes = size_bytes
         if len(buffer.pinned) < num_staged_bytes:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 from trainmux.ir import Lane, Span
-from trainmux.runtime import StreamOwner, borrow_stream, warm_matrix_libraries
+from trainmux.runtime import CudaTimer, StreamOwner, borrow_stream, warm_matrix_libraries
 
 
 class HostLanes:
@@ -18,25 +19,21 @@ class HostLanes:
     def __init__(self, num_branches: int = 1) -> None:
         self.num_branches = num_branches
 
-    @contextmanager
-    def part(self, awaited: frozenset[int]) -> Iterator[None]:
-        """Around one part of a program."""
-        yield
+    def part(self, awaited: frozenset[int]) -> AbstractContextManager[Any]:
+        """Around one part of a program; ``awaited`` are the positions that some lane will wait for."""
+        return nullcontext()
 
-    @contextmanager
-    def on(self, lane: Lane, position: int) -> Iterator[None]:
+    def on(self, lane: Lane, position: int) -> AbstractContextManager[Any]:
         """Enqueue the instruction at ``position`` on ``lane``."""
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def branch(self, number: int) -> Iterator[None]:
+    def branch(self, number: int) -> AbstractContextManager[Any]:
         """Enqueue on one branch of the compute lane."""
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[Any]:
         """Enqueue after all branches of the compute lane; they continue after it."""
-        yield
+        return nullcontext()
 
     def issued(self, lane: Lane, position: int) -> None:
         """Note that the instruction at ``position`` has been enqueued."""
@@ -45,7 +42,7 @@ class HostLanes:
         """Hold ``lane`` until the instruction at ``position`` has ended."""
 
 
-class StreamLanes:
+class StreamLanes(HostLanes):
     """A stream for each lane, events between them: eagerly or in a capture.
 
     The compute lane is the stream that is current when a part begins; the two others begin behind it and are
@@ -58,7 +55,7 @@ class StreamLanes:
     """
 
     def __init__(self, device: torch.device, num_branches: int = 1, like: StreamLanes | None = None) -> None:
-        self.num_branches = num_branches
+        super().__init__(num_branches)
         self.device = device
         self._lent: _LentStreams = _LentStreams(device, num_branches - 1) if like is None else like._lent
         self.branches = self._lent.streams
@@ -70,7 +67,6 @@ class StreamLanes:
 
     @contextmanager
     def part(self, awaited: frozenset[int]) -> Iterator[None]:
-        """Around one part of a program; ``awaited`` are the positions that some lane will wait for."""
         main = torch.cuda.current_stream(self.device)
         self._streams = {Lane.COMPUTE: main, **self._sides}
         self._awaited = awaited
@@ -83,27 +79,14 @@ class StreamLanes:
             for side in (*self._sides.values(), *self.branches):
                 main.wait_stream(side)
 
-    @contextmanager
-    def on(self, lane: Lane, position: int) -> Iterator[None]:
-        """Enqueue the instruction at ``position`` on ``lane``."""
-        if lane is Lane.COMPUTE:
-            yield
-            return
-        with torch.cuda.stream(self._streams[lane]):
-            yield
+    def on(self, lane: Lane, position: int) -> AbstractContextManager[Any]:
+        return nullcontext() if lane is Lane.COMPUTE else torch.cuda.stream(self._streams[lane])
 
-    @contextmanager
-    def branch(self, number: int) -> Iterator[None]:
-        """Enqueue on one branch of the compute lane."""
-        if number == 0:
-            yield
-            return
-        with torch.cuda.stream(self.branches[number - 1]):
-            yield
+    def branch(self, number: int) -> AbstractContextManager[Any]:
+        return nullcontext() if number == 0 else torch.cuda.stream(self.branches[number - 1])
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Enqueue after all branches of the compute lane; they continue after it."""
         main = self._streams[Lane.COMPUTE]
         for branch in self.branches:
             main.wait_stream(branch)
@@ -116,12 +99,10 @@ class StreamLanes:
         return [self._streams[lane], *more]
 
     def issued(self, lane: Lane, position: int) -> None:
-        """Note that the instruction at ``position`` has been enqueued."""
         if position in self._awaited:
             self._ended[position] = [stream.record_event() for stream in self._streams_of(lane)]
 
     def wait(self, lane: Lane, position: int) -> None:
-        """Hold ``lane`` until the instruction at ``position`` has ended."""
         for stream in self._streams_of(lane):
             for event in self._ended[position]:
                 stream.wait_event(event)
@@ -166,64 +147,53 @@ class WatchedHostLanes(HostLanes):
 
 
 class WatchedStreamLanes(StreamLanes):
-    """Streams with events around each instruction, which a captured graph records anew with every replay.
+    """Streams with a timer for each instruction, which a captured graph sets anew with every replay.
 
     Of the compute lane only the first branch is timed.
     """
 
     def __init__(self, device: torch.device, num_branches: int = 1, like: StreamLanes | None = None) -> None:
         super().__init__(device, num_branches, like)
-        self._marks: list[tuple[Lane, int, torch.cuda.Event, torch.cuda.Event]] = []
-        self._around: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._timers: list[tuple[Lane, int, CudaTimer]] = []
+        self._whole: CudaTimer | None = None
         self._read: tuple[list[Span], float] | None = None
 
     @contextmanager
     def part(self, awaited: frozenset[int]) -> Iterator[None]:
-        self._marks = []
+        self._timers = []
         self._read = None
-        begin, end = _timing_event(), _timing_event()
         main = torch.cuda.current_stream(self.device)
-        begin.record(main)
+        whole = CudaTimer(in_graphs=True)
+        whole.start(main)
         with super().part(awaited):
             yield
-        end.record(main)
-        self._around = (begin, end)
+        whole.stop(main)
+        self._whole = whole
 
     @contextmanager
     def on(self, lane: Lane, position: int) -> Iterator[None]:
-        begin, end = _timing_event(), _timing_event()
-        begin.record(self._streams[lane])
+        timer = CudaTimer(in_graphs=True)
+        timer.start(self._streams[lane])
         with super().on(lane, position):
             yield
-        end.record(self._streams[lane])
-        self._marks.append((lane, position, begin, end))
+        timer.stop(self._streams[lane])
+        self._timers.append((lane, position, timer))
 
     def read(self) -> tuple[list[Span], float]:
         """The spans of the last part that ran, and the seconds that it took in all; waits for it."""
-        if self._read is not None:
-            return self._read
-        torch.cuda.synchronize(self.device)
-        assert self._around is not None
-        first, last = self._around
-
-        def since(event: torch.cuda.Event) -> float:
-            return float(first.elapsed_time(event)) / 1e3
-
-        spans = [Span(lane, position, since(begin), since(end)) for lane, position, begin, end in self._marks]
-        self._read = (spans, since(last))
+        if self._read is None:
+            torch.cuda.synchronize(self.device)
+            whole = self._whole
+            assert whole is not None
+            spans = [Span(lane, at, *timer.seconds_after(whole)) for lane, at, timer in self._timers]
+            self._read = (spans, whole.seconds())
         return self._read
 
 
-def _timing_event() -> torch.cuda.Event:
-    """One that a captured graph records as a node of its own."""
-    return torch.cuda.Event(enable_timing=True, external=True)
-
-
-Lanes = HostLanes | StreamLanes
 WatchedLanes = WatchedHostLanes | WatchedStreamLanes
 
 
-def watched_lanes(lanes: Lanes) -> WatchedLanes:
+def watched_lanes(lanes: HostLanes) -> WatchedLanes:
     """Lanes like these, with a clock. Branches are the same streams: others need workspaces of their own."""
     if isinstance(lanes, StreamLanes):
         return WatchedStreamLanes(lanes.device, lanes.num_branches, lanes)

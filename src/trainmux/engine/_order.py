@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, fx
@@ -128,15 +127,6 @@ def update_early(graph: fx.Graph) -> None:
 
 Apply = Callable[[], list[Tensor]]
 """Does the second half of a run and returns its results; to be called once."""
-
-
-@runtime_checkable
-class InHalves(Protocol):
-    """Runs in two halves."""
-
-    def begin(self, arguments: Sequence[Tensor]) -> Apply:
-        """Run up to the first change of an argument."""
-        ...
 
 
 class Halves:

@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from trainmux.engine._into import handed_over, run_into
-from trainmux.engine._lanes import Lanes
+from trainmux.engine._lanes import HostLanes
 from trainmux.errors import BudgetError, PlanError, first_line
 from trainmux.ir import (
     ALIGNMENT,
@@ -39,6 +39,7 @@ from trainmux.ir import (
 from trainmux.lowering import Place
 from trainmux.profiling import KernelGraph, Location, PassingPlace, locations_of
 from trainmux.runtime import deterministic_algorithms, storage_bytes
+from trainmux.sizes import round_up
 
 Key = tuple[int, int]
 """A sub-array and one of its tensors."""
@@ -93,8 +94,7 @@ def host_offsets(program: Program, graphs: Sequence[KernelGraph]) -> tuple[dict[
     end = 0
     for sub_array, tensor in sorted(swapped):
         offsets[sub_array, tensor] = end
-        size = graphs[sub_array].tensors[tensor].size_bytes
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+        end += round_up(graphs[sub_array].tensors[tensor].size_bytes, ALIGNMENT)
     return offsets, end
 
 
@@ -125,7 +125,7 @@ class PlannedProgram:
         program: Program,
         graphs: Sequence[KernelGraph],
         memory: Memory,
-        lanes: Lanes,
+        lanes: HostLanes,
         *,
         branches: Sequence[int] | None = None,
         segments: Sequence[Part] = (),
@@ -200,7 +200,7 @@ class PlannedProgram:
         self,
         part: Part,
         before: Mapping[tuple[int, int], Callable[[], None]] | None = None,
-        lanes: Lanes | None = None,
+        lanes: HostLanes | None = None,
     ) -> None:
         """Enqueue one part, on the current stream and the copy lanes, or on other ``lanes``.
 
@@ -231,7 +231,7 @@ class PlannedProgram:
         timetable: _Timetable,
         walk: _Progress,
         before: Mapping[tuple[int, int], Callable[[], None]],
-        lanes: Lanes,
+        lanes: HostLanes,
     ) -> None:
         """One instruction after another, in issue order."""
         for position, instruction in enumerate(part.instructions):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainmux.engine._capture_room import CaptureRoom, kernel_settings
-from trainmux.engine._lanes import HostLanes, Lanes, StreamLanes, WatchedLanes, watched_lanes
+from trainmux.engine._lanes import HostLanes, StreamLanes, WatchedLanes, watched_lanes
 from trainmux.engine._planned import Memory, PlannedProgram
 from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.engine._sub_arrays import member_axes
@@ -148,7 +148,7 @@ class PlannedEngine:
             torch.cuda.synchronize(self._device)
 
     def watched_lanes(self) -> WatchedLanes:
-        """Lanes like its own, with a clock, for a step to be watched."""
+        """HostLanes like its own, with a clock, for a step to be watched."""
         return watched_lanes(self._lanes)
 
     def forget_graphs(self) -> None:
@@ -278,7 +278,7 @@ class PlannedEngine:
         self._graphs = {id(part): graph for part, graph in zip(parts, graphs, strict=True)}
 
 
-def _lanes_on(device: torch.device, num_branches: int, like: PlannedEngine | None) -> Lanes:
+def _lanes_on(device: torch.device, num_branches: int, like: PlannedEngine | None) -> HostLanes:
     if device.type != "cuda":
         return HostLanes(num_branches)
     other = None if like is None else like._lanes

@@ -11,6 +11,7 @@ import functools
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -19,7 +20,6 @@ from torch import Tensor, fx
 from trainmux.engine._order import (
     Apply,
     Halves,
-    InHalves,
     make_masks_late,
     ready_places,
     update_early,
@@ -31,7 +31,6 @@ from trainmux.fusion import FusedGraph
 from trainmux.ir import ByteClass, GraphInput, InputKind, OutputKind, Phase
 from trainmux.tracing import (
     FakeTensor,
-    FakeTensorMode,
     copy_node,
     graph_constant,
     graph_module,
@@ -144,22 +143,14 @@ class StepProgram(_Arguments):
         return range(first, first + len(self.total_names()))
 
     def begin(self, arguments: Sequence[Tensor]) -> Apply:
-        """Run up to the first change of anything that lasts; all of it later where it cannot be cut."""
-        if self._halves is None:
-            return lambda: self.module(*arguments)
-        return self._halves.begin(arguments)
-
-    @property
-    def _halves(self) -> InHalves | None:
+        """Run up to the first change of anything that lasts; the result does the rest."""
         # Not a cached property: Python 3.11 has one lock for those, and cutting waits for the process's lock.
-        kept = self.__dict__.get("_kept_halves")
-        if kept is None:
-            module = self.module
-            whole = module if isinstance(module, InHalves) else None
-            kept = (Halves(module) if isinstance(module, fx.GraphModule) else whole,)
-            self.__dict__["_kept_halves"] = kept
-        found: InHalves | None = kept[0]
-        return found
+        halves: Any = self.__dict__.get("_halves")
+        if halves is None:
+            halves = Halves(self.module) if isinstance(self.module, fx.GraphModule) else self.module
+            self.__dict__["_halves"] = halves
+        begun: Apply = halves.begin(arguments)
+        return begun
 
 
 @dataclass(frozen=True)
@@ -216,7 +207,7 @@ def build_planned_forward(fused: FusedGraph, carried: UpdateSettings | None) -> 
     arguments = [graph.placeholder(f"input_{i}") for i in range(len(fused.inputs))]
     _describe(arguments, fused)
     if carried is not None:
-        by_name = {(item.kind, item.name): node for node, item in _paired(arguments, fused.inputs)}
+        by_name = _by_name(arguments, fused.inputs)
         parameters = {name: by_name[InputKind.PARAMETER, name].meta["val"] for name in carried.parameters}
         _state_placeholders(graph, carried, parameters)
         fakes = _number_fakes(carried, fused.width, arguments[0].meta["val"])
@@ -250,14 +241,17 @@ def build_step(
     graph = fx.Graph()
     owner = torch.nn.Module()
     arguments = [graph.placeholder(f"input_{i}") for i in range(len(fused.inputs))]
-    tangents = [node for node, item in _paired(arguments, fused.inputs) if item.kind is InputKind.TANGENT]
+    by_name = _by_name(arguments, fused.inputs)
+    tangents = [
+        node for node, item in zip(arguments, fused.inputs, strict=True) if item.kind is InputKind.TANGENT
+    ]
     primal = [node for node in arguments if node not in tangents]
     forward_values = _append(graph, owner, split.forward, primal, Phase.FORWARD, "forward")
     results, saved = forward_values[: split.num_forward_outputs], forward_values[split.num_forward_outputs :]
     saved_names = [node.name for node in output_nodes(split.forward)[split.num_forward_outputs :]]
-    by_name = dict(zip(saved_names, saved, strict=True))
+    saved_by_name = dict(zip(saved_names, saved, strict=True))
     backward_inputs = [
-        by_name[node.name] if node.name in by_name else tangents[0]
+        saved_by_name[node.name] if node.name in saved_by_name else tangents[0]
         for node in split.backward.graph.nodes
         if node.op == "placeholder"
     ]
@@ -268,9 +262,16 @@ def build_step(
     outputs: dict[OutputKind, dict[str, fx.Node]] = {kind: {} for kind in OutputKind}
     for described, node in zip(fused.outputs, results + gradients, strict=True):
         outputs[described.kind][described.name] = node
-    updates_rows = updates_rows and settings.applies and not settings.accumulates
-    tail = _TailGraph(graph, arguments, fused, settings, outputs, reuses_gradients, updates_rows)
-    norm, finite = tail.append(owner)
+    norm, finite = _append_tail(
+        graph,
+        owner,
+        by_name,
+        outputs,
+        settings,
+        fused.width,
+        reuses_gradients=reuses_gradients,
+        updates_rows=updates_rows and settings.applies and not settings.accumulates,
+    )
     metrics = outputs[OutputKind.METRIC]
     loss = outputs[OutputKind.LOSS]["loss"]
     graph.output([loss, norm, finite, *metrics.values()])
@@ -282,8 +283,10 @@ def build_step(
     return StepProgram(module, fused.inputs, settings, tuple(metrics))
 
 
-def _paired(nodes: Sequence[fx.Node], described: Sequence[GraphInput]) -> list[tuple[fx.Node, GraphInput]]:
-    return list(zip(nodes, described, strict=True))
+def _by_name(
+    nodes: Sequence[fx.Node], described: Sequence[GraphInput]
+) -> dict[tuple[InputKind, str], fx.Node]:
+    return {(item.kind, item.name): node for node, item in zip(nodes, described, strict=True)}
 
 
 def _describe(arguments: Sequence[fx.Node], fused: FusedGraph) -> None:
@@ -401,63 +404,49 @@ def _number_fakes(settings: UpdateSettings, width: int, like: Tensor) -> dict[st
         }
 
 
-class _TailGraph:
-    """Traces the tail over fake tensors and appends it behind the backward pass."""
+def _append_tail(
+    graph: fx.Graph,
+    owner: torch.nn.Module,
+    inputs: Mapping[tuple[InputKind, str], fx.Node],
+    outputs: Mapping[OutputKind, Mapping[str, fx.Node]],
+    settings: UpdateSettings,
+    width: int,
+    *,
+    reuses_gradients: bool,
+    updates_rows: bool,
+) -> list[fx.Node]:
+    """Trace the tail over fake tensors and append it behind the backward pass; norm and finite mask."""
+    loss = outputs[OutputKind.LOSS]["loss"]
+    parameters = [inputs[InputKind.PARAMETER, name] for name in settings.parameters]
+    whole = [outputs[OutputKind.GRADIENT][name] for name in settings.parameters]
+    gradients = [
+        (as_row_gradient(gradient, parameter) if updates_rows else None) or gradient
+        for gradient, parameter in zip(whole, parameters, strict=True)
+    ]
+    new_buffers = list(outputs[OutputKind.BUFFER].values())
+    buffers = [inputs[InputKind.BUFFER, name] for name in outputs[OutputKind.BUFFER]]
+    fakes = {name: node.meta["val"] for name, node in zip(settings.parameters, parameters, strict=True)}
+    states, accumulators = _state_placeholders(graph, settings, fakes)
+    numbers = _number_fakes(settings, width, loss.meta["val"])
+    fed = [_new_placeholder(graph, name, numbers[name]) for name in TAIL_INPUTS]
+    roles = [loss, buffers, new_buffers, parameters, gradients, states, accumulators, *fed]
+    nodes, spec = pytree.tree_flatten(roles)
+    forward_outputs = {loss, *outputs[OutputKind.METRIC].values(), *new_buffers}
+    fresh = [reuses_gradients and _owns_memory(node, forward_outputs) for node in whole]
+    ready: list[int] = []
+    if settings.mode is UpdateMode.IMMEDIATE:
+        ready = ready_places(graph, parameters, gradients)
+        fresh = [a and b for a, b in zip(fresh, with_memory_alone(graph, whole), strict=True)]
+    tail = make_tail(settings, fresh, ready)
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        arguments: Sequence[fx.Node],
-        fused: FusedGraph,
-        settings: UpdateSettings,
-        outputs: dict[OutputKind, dict[str, fx.Node]],
-        reuses_gradients: bool,
-        updates_rows: bool,
-    ) -> None:
-        self._reuses_gradients = reuses_gradients
-        self._updates_rows = updates_rows
-        self._graph = graph
-        self._fused = fused
-        self._settings = settings
-        self._outputs = outputs
-        self._by_name = {
-            (described.kind, described.name): node for node, described in _paired(arguments, fused.inputs)
-        }
+    def flat(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return tail(TailInputs(*pytree.tree_unflatten(list(tensors), spec)))
 
-    def append(self, owner: torch.nn.Module) -> list[fx.Node]:
-        settings, outputs = self._settings, self._outputs
-        loss = outputs[OutputKind.LOSS]["loss"]
-        parameters = [self._by_name[InputKind.PARAMETER, name] for name in settings.parameters]
-        whole = [outputs[OutputKind.GRADIENT][name] for name in settings.parameters]
-        gradients = [
-            (as_row_gradient(gradient, parameter) if self._updates_rows else None) or gradient
-            for gradient, parameter in zip(whole, parameters, strict=True)
-        ]
-        new_buffers = list(outputs[OutputKind.BUFFER].values())
-        buffers = [self._by_name[InputKind.BUFFER, name] for name in outputs[OutputKind.BUFFER]]
-        fakes = {name: node.meta["val"] for name, node in zip(settings.parameters, parameters, strict=True)}
-        states, accumulators = _state_placeholders(self._graph, settings, fakes)
-        mode: FakeTensorMode = loss.meta["val"].fake_mode
-        numbers = _number_fakes(settings, self._fused.width, loss.meta["val"])
-        fed = [_new_placeholder(self._graph, name, numbers[name]) for name in TAIL_INPUTS]
-        roles = [loss, buffers, new_buffers, parameters, gradients, states, accumulators, *fed]
-        nodes, spec = pytree.tree_flatten(roles)
-        forward_outputs = {loss, *outputs[OutputKind.METRIC].values(), *new_buffers}
-        fresh = [self._reuses_gradients and _owns_memory(node, forward_outputs) for node in whole]
-        ready: list[int] = []
-        if settings.mode is UpdateMode.IMMEDIATE:
-            ready = ready_places(self._graph, parameters, gradients)
-            fresh = [a and b for a, b in zip(fresh, with_memory_alone(self._graph, whole), strict=True)]
-        tail = make_tail(settings, fresh, ready)
-
-        def flat(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-            return tail(TailInputs(*pytree.tree_unflatten(list(tensors), spec)))
-
-        with mode, torch.no_grad():
-            # Fresh ones: the tracer tells its inputs apart by identity, and state shares its parameter's.
-            part = make_fx(flat)(*[_fresh(node.meta["val"]) for node in nodes])
-        appended = _append(self._graph, owner, part, nodes, Phase.UPDATE, "update")
-        for node, gradient in zip(whole, gradients, strict=True):
-            if node is not gradient:
-                erase_unread(node)
-        return appended
+    with loss.meta["val"].fake_mode, torch.no_grad():
+        # Fresh ones: the tracer tells its inputs apart by identity, and state shares its parameter's.
+        part = make_fx(flat)(*[_fresh(node.meta["val"]) for node in nodes])
+    appended = _append(graph, owner, part, nodes, Phase.UPDATE, "update")
+    for node, gradient in zip(whole, gradients, strict=True):
+        if node is not gradient:
+            erase_unread(node)
+    return appended

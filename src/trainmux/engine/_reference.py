@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -33,14 +32,14 @@ class ReferenceEngine:
         """
         given = list(arguments)
         batch = set()
-        with _no_grad(), deterministic_algorithms(self._deterministic):
+        with torch.no_grad(), deterministic_algorithms(self._deterministic):
             for position in program.fed_positions():
                 given[position] = given[position].contiguous()
                 batch.add(given[position].untyped_storage().data_ptr())
             apply = program.begin(given)
 
         def end() -> list[Tensor]:
-            with _no_grad(), deterministic_algorithms(self._deterministic):
+            with torch.no_grad(), deterministic_algorithms(self._deterministic):
                 return [
                     output.clone() if output.untyped_storage().data_ptr() in batch else output
                     for output in apply()
@@ -50,8 +49,3 @@ class ReferenceEngine:
 
     def forget(self, programs: Sequence[StepProgram | ForwardProgram]) -> None:
         """Nothing is kept between runs."""
-
-
-def _no_grad() -> AbstractContextManager[None]:
-    """Nothing to do where a caller has switched gradients off for several runs."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from trainmux.runtime import ALIGNMENT_BYTES
+from trainmux.sizes import round_up
 
 NUM_SLOTS = 8
 """Steps that the host may be ahead of the device before it has to wait."""
@@ -28,29 +29,13 @@ Fields = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 """Arrays by name: dtype and shape."""
 
 
-class Event(Protocol):
-    """The part of ``torch.cuda.Event`` that a ring needs."""
-
-    def query(self) -> bool:
-        """Whether everything before the last ``record`` is done; true where there was none."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until it is."""
-        ...
-
-    def record(self, stream: Any = None) -> None:
-        """Mark this place in ``stream``."""
-        ...
-
-
-def packed_offsets(fields: Fields) -> tuple[dict[str, int], int]:
+def _packed_offsets(fields: Fields) -> tuple[dict[str, int], int]:
     """Aligned offset of each array in the packed buffer, and the buffer's size; in bytes."""
     offsets: dict[str, int] = {}
     size_bytes = 0
     for name, (dtype, shape) in fields.items():
         offsets[name] = size_bytes
-        size_bytes += -(-prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        size_bytes += round_up(prod(shape) * dtype.itemsize, ALIGNMENT_BYTES)
     return offsets, size_bytes
 
 
@@ -67,16 +52,16 @@ class HostFeed:
         device: torch.device,
         *,
         num_slots: int = NUM_SLOTS,
-        make_event: Callable[[], Event] | None = None,
+        make_event: Callable[[], torch.cuda.Event] | None = None,
     ) -> None:
-        offsets, size_bytes = packed_offsets(fields)
+        offsets, size_bytes = _packed_offsets(fields)
         is_cuda = device.type == "cuda"
         if is_cuda and make_event is None:
             make_event = torch.cuda.Event
         self._staged = torch.zeros(size_bytes, dtype=torch.uint8)
         self._sent = self._staged
         self._slots: tuple[Tensor, ...] = ()
-        self._events: list[Event] = []
+        self._events: list[torch.cuda.Event] = []
         self._next = 0
         self._device = device if is_cuda else None
         if make_event is not None:

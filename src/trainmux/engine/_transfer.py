@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from trainmux.sizes import round_up
+
 BUFFER_BYTES = 64 << 20
 _NUM_BUFFERS = 2
 _ALIGNMENT = 64
@@ -98,7 +100,7 @@ class Transfers:
             most = max(1, self._buffer_bytes // flat.element_size())
             for begin in range(0, flat.numel(), most):
                 piece = (flat[begin : begin + most], given[begin : begin + most])
-                size = _rounded(piece[0].nbytes)
+                size = round_up(piece[0].nbytes, _ALIGNMENT)
                 if batch and used + size > self._buffer_bytes:
                     yield batch
                     batch, used = [], 0
@@ -111,13 +113,13 @@ class Transfers:
         """A part of the buffer for each piece of a batch."""
         while len(self._buffers) < _NUM_BUFFERS:
             # No byte more: torch takes the next power of two.
-            size = max(_rounded(self._buffer_bytes), _ALIGNMENT)
+            size = max(round_up(self._buffer_bytes, _ALIGNMENT), _ALIGNMENT)
             self._buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
         offset = 0
         for piece, _ in batch:
             part = self._buffers[number % _NUM_BUFFERS][offset : offset + piece.nbytes]
             yield part.view(piece.dtype)
-            offset += _rounded(piece.nbytes)
+            offset += round_up(piece.nbytes, _ALIGNMENT)
 
 
 def _empty(waiting: tuple[torch.cuda.Event, list[tuple[Tensor, Tensor]]] | None) -> None:
@@ -128,7 +130,3 @@ def _empty(waiting: tuple[torch.cuda.Event, list[tuple[Tensor, Tensor]]] | None)
     event.synchronize()
     for destination, place in held:
         destination.copy_(place)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

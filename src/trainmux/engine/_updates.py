@@ -203,26 +203,23 @@ class Updates:
         self._states = dict(zip(settings.state_keys(), given.states, strict=True))
         self._traced = _Traced(given)
 
-    def scalars_of_all(self, commits: Tensor, norm: Tensor, shaped: Broadcast) -> Scalars:
-        """Scalars of all parameters; members outside of ``commits`` get neutral ones."""
-        return self._scalars(range(len(self._given.parameters)), commits, norm, shaped, None)
-
-    def scalars_of(self, unit: Unit, commits: Tensor) -> Scalars:
-        """Scalars of one unit, without clipping by norm."""
-        return self._scalars(unit.positions, commits, None, Broadcast(), unit)
-
-    def _scalars(
+    def scalars(
         self,
-        positions: Sequence[int],
         commits: Tensor,
-        norm: Tensor | None,
-        shaped: Broadcast,
-        unit: Unit | None,
+        *,
+        norm: Tensor | None = None,
+        shaped: Broadcast | None = None,
+        unit: Unit | None = None,
     ) -> Scalars:
+        """Scalars of one unit's parameters, or of all; members outside of ``commits`` get neutral ones.
+
+        ``norm`` is the one that clipping goes by; ``shaped`` has shapes that were made before.
+        """
+        positions = range(len(self._given.parameters)) if unit is None else unit.positions
         owned = [position for position in positions if self._settings.group_of[position] is not None]
         dtypes = dict.fromkeys(self._given.parameters[position].dtype for position in owned)
         made = {dtype: _InDtype(self._settings, self._given, commits, norm, dtype) for dtype in dtypes}
-        return Scalars(made, shaped, unit)
+        return Scalars(made, shaped or Broadcast(), unit)
 
     def append(
         self, position: int, unit: Unit, gradient: Tensor | GradientRows, scalars: Scalars, *, fresh: bool
@@ -407,7 +404,7 @@ def make_tail(settings: UpdateSettings, fresh: Sequence[bool], ready: Sequence[i
                 for position, gradient in gradients.items():
                     parts[position] = _row_norm(gradient, len(given.loss))
                     commits = commits & torch.isfinite(parts[position])
-                scalars = updates.scalars_of(unit, commits)
+                scalars = updates.scalars(commits, unit=unit)
             for position, gradient in gradients.items():
                 updates.append(position, unit, gradient, scalars, fresh=fresh[position])
         norm = _total(parts, given.loss)
@@ -430,7 +427,7 @@ def make_tail(settings: UpdateSettings, fresh: Sequence[bool], ready: Sequence[i
         if settings.applies:
             given.updates.add_(commits)
             updates = Updates(settings, given)
-            scalars = updates.scalars_of_all(commits, norm, shaped)
+            scalars = updates.scalars(commits, norm=norm, shaped=shaped)
             for unit in _units(settings, given):
                 for position in unit.positions:
                     mine = fresh[position] and not settings.accumulates

@@ -34,6 +34,7 @@ from trainmux.fleet._state_moves import copy_into_places, host_copies
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.planning import measured_timeline
 from trainmux.runtime import deferred_interrupts, workspaces_bytes
+from trainmux.sizes import round_up
 
 _MAX_VARIANTS = 4
 _MAX_GRAPHS = 24
@@ -55,7 +56,7 @@ def _new_slab(slab_bytes: int, device: torch.device) -> Tensor:
     """Allocate the slab as whole elements of every type: some operators look at a tensor's whole storage."""
     largest = torch.complex128.itemsize
     try:
-        memory = torch.zeros(-(-slab_bytes // largest) * largest, dtype=torch.uint8, device=device)
+        memory = torch.zeros(round_up(slab_bytes, largest), dtype=torch.uint8, device=device)
         return memory[:slab_bytes]
     except torch.OutOfMemoryError:
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)

@@ -151,7 +151,7 @@ def surroundings() -> str:
         torch.version.git_version,
         torch.version.cuda,
         _triton_version(),
-        _source_version(),
+        source_version("lowering"),  # what hands regions to Inductor; operators are part of their keys
         torch.backends.cpu.get_cpu_capability(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -179,11 +179,6 @@ def _triton_version() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return ""
-
-
-def _source_version() -> str:
-    """A hash of the source that hands regions to Inductor; their operators are part of their keys."""
-    return source_version("lowering")
 
 
 @dataclass(frozen=True)

@@ -34,41 +34,33 @@ def is_known(key: str) -> bool:
         return False
 
 
-def recall(key: str) -> bytes:
-    """The code of a kernel; empty where there is none, or not all of it."""
-    return _read(key, "kernel")
-
-
-def remember(key: str, code: bytes) -> None:
-    """Keep the code of a kernel; a full or read-only disk only costs the next start its time."""
-    _write(key, "kernel", code)
-
-
-def recall_choices(key: str) -> dict[str, str]:
-    """The variants of a kernel's parts that were the quickest when it first ran; empty if unknown."""
-    data = _read(key, "choices")
-    return dict(json.loads(data)) if data else {}
-
-
-def remember_choices(key: str, choices: Mapping[str, str]) -> None:
-    """Keep them beside the kernel's code."""
-    _write(key, "choices", json.dumps(dict(choices)).encode())
-
-
-def _read(key: str, ending: str) -> bytes:
+def recall(key: str, kind: str = "kernel") -> bytes:
+    """The code of a kernel, or another ``kind`` of file for it; empty where not all of it is there."""
     try:
-        data = _path(key, ending).read_bytes()
+        data = _path(key, kind).read_bytes()
     except OSError:
         return b""
     digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     return content if hashlib.sha256(content).digest() == digest else b""
 
 
-def _write(key: str, ending: str, content: bytes) -> None:
+def remember(key: str, content: bytes, kind: str = "kernel") -> None:
+    """Keep the code of a kernel; a full or read-only disk only costs the next start its time."""
     data = hashlib.sha256(content).digest() + content
     with suppress(OSError):
-        replace_file(_path(key, ending), lambda file: file.write(data), is_durable=False)
+        replace_file(_path(key, kind), lambda file: file.write(data), is_durable=False)
 
 
-def _path(key: str, ending: str) -> Path:
-    return private_folder(cache_folder() / "trainmux") / f"{key}.{ending}"
+def recall_choices(key: str) -> dict[str, str]:
+    """The variants of a kernel's parts that were the quickest when it first ran; empty if unknown."""
+    data = recall(key, "choices")
+    return dict(json.loads(data)) if data else {}
+
+
+def remember_choices(key: str, choices: Mapping[str, str]) -> None:
+    """Keep them beside the kernel's code."""
+    remember(key, json.dumps(dict(choices)).encode(), "choices")
+
+
+def _path(key: str, kind: str) -> Path:
+    return private_folder(cache_folder() / "trainmux") / f"{key}.{kind}"

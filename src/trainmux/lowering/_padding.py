@@ -8,7 +8,6 @@ copied, and everyone else sees tensors of the true shape with wider strides.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +16,7 @@ from torch._ops import OpOverload
 
 from trainmux.lowering._kinds import RESHAPES, Kind, base_of, is_view, kind_of
 from trainmux.runtime import ALIGNMENT_BYTES
+from trainmux.sizes import round_up
 from trainmux.tracing import FakeTensorMode
 
 aten = torch.ops.aten
@@ -70,8 +70,7 @@ def _unaligned(size: int, value: Tensor) -> bool:
 
 
 def _aligned(size: int, value: Tensor) -> int:
-    step = ALIGNMENT_BYTES // value.dtype.itemsize
-    return math.ceil(size / step) * step if _unaligned(size, value) else size
+    return round_up(size, ALIGNMENT_BYTES // value.dtype.itemsize) if _unaligned(size, value) else size
 
 
 def _extend(node: fx.Node) -> None:

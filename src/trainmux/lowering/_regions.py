@@ -92,18 +92,19 @@ class RegionGraph:
     output_specs: tuple[TensorSpec, ...]
     placed: tuple[bool, ...]
 
+    def content(self) -> tuple[Any, ...]:
+        """Everything that decides the kernel of the region, without its graph."""
+        place = {node: NodeAt(i) for i, node in enumerate((*self.inputs, *self.body))}
+        lines = [
+            (op_name(node.target), *fx.map_arg((node.args, dict(node.kwargs)), lambda n: place[n]))  # type: ignore[arg-type, return-value]
+            for node in self.body
+        ]
+        outputs = [place[node].place for node in self.outputs]
+        return self.input_specs, self.output_specs, self.placed, outputs, lines, self.is_bucket
+
     def key(self) -> str:
         """Equal for regions that one compiled kernel can serve."""
-        number = {node: i for i, node in enumerate((*self.inputs, *self.body))}
-
-        def known(argument: Any) -> Any:
-            return fx.map_arg(argument, lambda node: _Reference(number[node]))  # type: ignore[arg-type, return-value]
-
-        lines = [repr(self.input_specs), repr(self.output_specs), repr(self.placed)]
-        lines.append(repr([number[n] for n in self.outputs]))
-        lines += [f"{node.target} {known(node.args)!r} {known(node.kwargs)!r}" for node in self.body]
-        lines += ["bucket"] * self.is_bucket  # compiled in another way
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return hashlib.sha256(repr(self.content()).encode()).hexdigest()
 
     @property
     def is_bucket(self) -> bool:
@@ -157,16 +158,6 @@ class RegionGraph:
             node.meta.setdefault("original_aten", node.target)  # Inductor names kernels by it
         module.recompile()
         return module, fakes, mode
-
-
-class _Reference:
-    """A node in a key: by its number."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __repr__(self) -> str:
-        return f"%{self._number}"
 
 
 class Extractor:
@@ -246,30 +237,14 @@ class NodeAt:
 
 
 def to_payload(region: RegionGraph) -> bytes:
-    """A region as bytes, to be compiled elsewhere: everything that decides its kernel."""
-    place = {node: NodeAt(i) for i, node in enumerate((*region.inputs, *region.body))}
-    lines = [
-        (op_name(node.target), *fx.map_arg((node.args, dict(node.kwargs)), lambda n: place[n]))  # type: ignore[arg-type, return-value]
-        for node in region.body
-    ]
-    outputs = [place[node].place for node in region.outputs]
-    phase = region.body[-1].meta.get("phase")
-    return pickle.dumps(
-        (
-            region.input_specs,
-            region.output_specs,
-            region.placed,
-            outputs,
-            lines,
-            None if phase is None else phase.value,
-            region.is_bucket,
-        )
-    )
+    """A region as bytes, to be compiled elsewhere."""
+    return pickle.dumps((region.content(), region.body[-1].meta.get("phase")))
 
 
 def from_payload(payload: bytes) -> RegionGraph:
     """The region again, in a graph of its own."""
-    input_specs, output_specs, placed, outputs, lines, phase, is_bucket = pickle.loads(payload)
+    content, phase = pickle.loads(payload)
+    input_specs, output_specs, placed, outputs, lines, is_bucket = content
     graph = fx.Graph()
     nodes = [graph.placeholder(f"input_{i}") for i in range(len(input_specs))]
     num_inputs = len(nodes)
@@ -279,9 +254,7 @@ def from_payload(payload: bytes) -> RegionGraph:
 
     for name, args, kwargs in lines:
         node = graph.call_function(op_of(name), map_leaves(args, found), map_leaves(kwargs, found))
-        if phase is not None:
-            node.meta["phase"] = Phase(phase)
-        node.meta["bucket"] = is_bucket
+        node.meta.update(phase=phase, bucket=is_bucket)
         nodes.append(node)
     return RegionGraph(
         tuple(nodes[num_inputs:]),

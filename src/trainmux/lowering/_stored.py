@@ -41,19 +41,6 @@ class _Operator:
     name: str
 
 
-@dataclass(frozen=True)
-class _Region:
-    kernel: str
-    outputs: tuple[TensorSpec, ...]
-    placed: tuple[bool, ...]
-    changed: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Conform:
-    specs: tuple[TensorSpec | None, ...]
-
-
 def to_bytes(lowered: Lowered) -> bytes:
     """Everything of a lowered program but its compiled code. Its kernels must not be compiled yet."""
     place = {node: NodeAt(i) for i, node in enumerate(lowered.module.graph.nodes)}
@@ -65,7 +52,7 @@ def to_bytes(lowered: Lowered) -> bytes:
     lines = []
     inputs: list[TensorSpec] = []
     constants: dict[str, Tensor] = {}
-    modules: dict[str, _Region | _Conform] = {}
+    modules: dict[str, tuple[Any, ...]] = {}
     for node in lowered.module.graph.nodes:
         target = str(node.target)
         if node.op == "get_attr":
@@ -127,15 +114,17 @@ def _resolved(value: Any, nodes: list[fx.Node]) -> Any:
     return op_of(value.name) if isinstance(value, _Operator) else value
 
 
-def _described(module: nn.Module) -> _Region | _Conform:
+def _described(module: nn.Module) -> tuple[Any, ...]:
+    """A region by its kernel's key and its arguments; a change of layout by its own."""
     if isinstance(module, RegionCall):
-        return _Region(module.kernel.key, module.outputs, module.placed, module.changed)
+        return module.kernel.key, module.outputs, module.placed, module.changed
     if isinstance(module, Conform):
-        return _Conform(module.specs)
+        return (module.specs,)
     raise TypeError(f"expected a region or a change of layout, got {type(module).__name__}")
 
 
-def _module(described: _Region | _Conform, kernels: dict[str, Kernel]) -> nn.Module:
-    if isinstance(described, _Region):
-        return RegionCall(kernels[described.kernel], described.outputs, described.placed, described.changed)
-    return Conform(described.specs)
+def _module(described: tuple[Any, ...], kernels: dict[str, Kernel]) -> nn.Module:
+    if len(described) == 1:
+        return Conform(*described)
+    key, *arguments = described
+    return RegionCall(kernels[key], *arguments)

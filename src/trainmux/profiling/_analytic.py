@@ -16,23 +16,52 @@ member and many, two members are lowered as well.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from torch import fx
 
-from trainmux.ir import Phase, Profile, ProfiledNode, ProfiledTensor
+from trainmux.ir import ByteClass, Phase, Profile, ProfiledNode, ProfiledTensor
 from trainmux.lowering import RegionCall
 from trainmux.profiling._devices import BANDWIDTH_SHARE, FLOPS_SHARE, NODE_SECONDS, Device
-from trainmux.profiling._kernels import KernelGraph, KernelStep, KernelTensor, Work, target_text
+from trainmux.profiling._kernels import KernelGraph, Work, target_text
+from trainmux.sizes import round_up
 
 _ALONE, _FUSED = 1, 2
 
 
 @dataclass(frozen=True)
-class OutlineStep:
-    """A node: ``kind`` is what it calls, apart from sizes; the rest as in `KernelStep`."""
+class Outline:
+    """A step's nodes and storages: what they are apart from sizes, and all sizes in one row.
+
+    ``numbers`` are the bytes of each storage, then the four sizes of each node's `Work`.
+    """
+
+    steps: tuple[_Step, ...]
+    tensors: tuple[tuple[str, ByteClass], ...]
+    numbers: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each storage."""
+        return self.numbers[: len(self.tensors)]
+
+    def works(self) -> Iterator[Work | None]:
+        """The work of each node."""
+        rest = iter(self.numbers[len(self.tensors) :])
+        for step in self.steps:
+            if step.passes is None:
+                yield None
+            else:
+                batch, rows, columns, depth = islice(rest, 4)
+                yield Work(batch, rows, columns, depth, step.passes)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A node: ``kind`` is what it calls, apart from sizes; ``passes`` that of its work, if it has any."""
 
     name: str
     kind: tuple[Any, ...]
@@ -40,25 +69,21 @@ class OutlineStep:
     reads: tuple[int, ...]
     creates: tuple[int, ...]
     changes: tuple[int, ...]
-    work: Work | None
-
-
-@dataclass(frozen=True)
-class Outline:
-    """The nodes of a step in order, and the storages they touch."""
-
-    steps: tuple[OutlineStep, ...]
-    tensors: tuple[KernelTensor, ...]
-
-    def traffic(self, step: OutlineStep) -> int:
-        """Bytes that a node moves: what it changes is read and written."""
-        sizes = [self.tensors[number].size_bytes for number in (*step.reads, *step.creates)]
-        return sum(sizes) + 2 * sum(self.tensors[number].size_bytes for number in step.changes)
+    passes: float | None
 
 
 def outline_of(graph: KernelGraph) -> Outline:
     """The outline of kernels that were lowered."""
-    return Outline(tuple(_outline_step(graph.module, step) for step in graph.steps), graph.tensors)
+    numbers = [tensor.size_bytes for tensor in graph.tensors]
+    steps = []
+    for step in graph.steps:
+        work = step.work
+        if work is not None:
+            numbers += [work.batch, work.rows, work.columns, work.depth]
+        kind, passes = _kind(graph.module, step.node), None if work is None else work.passes
+        steps.append(_Step(step.node.name, kind, step.phase, step.reads, step.creates, step.changes, passes))
+    tensors = tuple((tensor.name, tensor.byte_class) for tensor in graph.tensors)
+    return Outline(tuple(steps), tensors, tuple(numbers))
 
 
 def outline_between(
@@ -66,59 +91,13 @@ def outline_between(
 ) -> Outline | None:
     """The outline of a width between two; ``None`` where their nodes are not the same, or sizes do not grow
     by the same whole number with each member."""
-    if not low_width < width < high_width:
-        raise ValueError(f"expected a width between {low_width} and {high_width}, got {width}")
-    if len(low.steps) != len(high.steps) or len(low.tensors) != len(high.tensors):
+    if (low.steps, low.tensors) != (high.steps, high.tensors):
         return None
-    line = _Line(low_width, high_width, width)
-    steps = [line.step(a, b) for a, b in zip(low.steps, high.steps, strict=True)]
-    tensors = [line.tensor(a, b) for a, b in zip(low.tensors, high.tensors, strict=True)]
-    whole_steps = tuple(step for step in steps if step is not None)
-    whole_tensors = tuple(tensor for tensor in tensors if tensor is not None)
-    if len(whole_steps) < len(steps) or len(whole_tensors) < len(tensors):
+    grown = [divmod(b - a, high_width - low_width) for a, b in zip(low.numbers, high.numbers, strict=True)]
+    if any(rest or growth < 0 for growth, rest in grown):
         return None
-    return Outline(whole_steps, whole_tensors)
-
-
-class _Line:
-    """Numbers at a width, from those at a lower and a higher one; ``None`` where no line goes through."""
-
-    def __init__(self, low_width: int, high_width: int, width: int) -> None:
-        self._way = high_width - low_width
-        self._done = width - low_width
-
-    def number(self, low: int, high: int) -> int | None:
-        growth, rest = divmod(high - low, self._way)
-        return None if rest or growth < 0 else low + growth * self._done
-
-    def tensor(self, low: KernelTensor, high: KernelTensor) -> KernelTensor | None:
-        size = self.number(low.size_bytes, high.size_bytes)
-        if size is None or (low.name, low.byte_class) != (high.name, high.byte_class):
-            return None
-        return KernelTensor(low.name, low.byte_class, size)
-
-    def step(self, low: OutlineStep, high: OutlineStep) -> OutlineStep | None:
-        if low.work is None and high.work is None:
-            return low if low == high else None
-        if low.work is None or high.work is None:
-            return None
-        work = self._work(low.work, high.work)
-        if work is None or replace(low, work=work) != replace(high, work=work):
-            return None
-        return replace(low, work=work)
-
-    def _work(self, low: Work, high: Work) -> Work | None:
-        if low.passes != high.passes:
-            return None
-        names = [field.name for field in fields(Work) if field.name != "passes"]
-        sizes = {name: self.number(getattr(low, name), getattr(high, name)) for name in names}
-        whole = {name: size for name, size in sizes.items() if size is not None}
-        return replace(low, **whole) if len(whole) == len(sizes) else None
-
-
-def _outline_step(module: fx.GraphModule, step: KernelStep) -> OutlineStep:
-    kind = _kind(module, step.node)
-    return OutlineStep(step.node.name, kind, step.phase, step.reads, step.creates, step.changes, step.work)
+    sizes = (a + growth * (width - low_width) for a, (growth, _) in zip(low.numbers, grown, strict=True))
+    return replace(low, numbers=tuple(sizes))
 
 
 def _kind(module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
@@ -141,34 +120,22 @@ def profile_of_outline(outline: Outline, origin: str, width: int, device: Device
     """The profile of an outline; ``origin`` says whose kernels it was made of."""
     flops = (device.half_flops if half else device.single_flops) * FLOPS_SHARE
     bandwidth = device.bandwidth * BANDWIDTH_SHARE
-    nodes = []
-    for step in outline.steps:
-        seconds = outline.traffic(step) / bandwidth
-        if step.work is not None:
-            idle = idleness(step.work.tiles, device.num_multiprocessors)
-            seconds = max(step.work.flops / flops * idle, seconds)
+    sizes, nodes = outline.sizes, []
+    for step, work in zip(outline.steps, outline.works(), strict=True):
+        # What a node changes is read and written.
+        moved = (*step.reads, *step.creates, *step.changes, *step.changes)
+        seconds = sum(sizes[number] for number in moved) / bandwidth
+        if work is not None:
+            seconds = max(work.flops / flops * idleness(work.tiles, device.num_multiprocessors), seconds)
+        touched = (step.reads, step.creates, step.changes)
+        is_repeatable = not step.changes
         nodes.append(
-            ProfiledNode(
-                step.name,
-                step.phase,
-                step.reads,
-                step.creates,
-                step.changes,
-                NODE_SECONDS + seconds,
-                is_repeatable=not step.changes,
-            )
+            ProfiledNode(step.name, step.phase, *touched, NODE_SECONDS + seconds, is_repeatable=is_repeatable)
         )
+    rates = (device.link, device.link, device.duplex_link, device.duplex_link)
     tensors = tuple(
-        ProfiledTensor(
-            tensor.name,
-            tensor.byte_class,
-            tensor.size_bytes,
-            tensor.size_bytes / device.link,
-            tensor.size_bytes / device.link,
-            tensor.size_bytes / device.duplex_link,
-            tensor.size_bytes / device.duplex_link,
-        )
-        for tensor in outline.tensors
+        ProfiledTensor(name, byte_class, size, *(size / rate for rate in rates))
+        for (name, byte_class), size in zip(outline.tensors, sizes, strict=True)
     )
     text = repr((origin, width, device, half, FLOPS_SHARE, BANDWIDTH_SHARE, NODE_SECONDS))
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
@@ -179,7 +146,7 @@ def idleness(tiles: int, num_multiprocessors: int) -> float:
     """Time of a product relative to one whose tiles fill every wave."""
     if tiles == 0:
         return 1.0
-    return -(-tiles // num_multiprocessors) * num_multiprocessors / tiles
+    return round_up(tiles, num_multiprocessors) / tiles
 
 
 class WidthProfiles:

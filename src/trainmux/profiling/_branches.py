@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trainmux.ir import ALIGNMENT, Profile, ProfiledTensor
+from trainmux.sizes import round_up
 
 _BESIDE = "-beside-"
 """Separates a fingerprint from its number of concurrent steps."""
@@ -54,7 +55,7 @@ def side_by_side(profile: Profile, num_branches: int, num_members: int | None = 
             replace(
                 node,
                 seconds=node.seconds * stretch,
-                workspace_bytes=num_branches * _rounded(node.workspace_bytes),
+                workspace_bytes=num_branches * round_up(node.workspace_bytes, ALIGNMENT),
             )
             for node in profile.nodes
         ),
@@ -87,17 +88,12 @@ def fingerprint_of_one(profile: Profile) -> str:
 
 
 def _of_all(tensor: ProfiledTensor, num_branches: int, num_members: int) -> ProfiledTensor:
-    """A tensor of every branch; each member's is copied by itself."""
+    """A tensor of every branch, each with an aligned share; each member's is copied by itself."""
     return replace(
         tensor,
-        size_bytes=num_branches * _rounded(tensor.size_bytes),
+        size_bytes=num_branches * round_up(tensor.size_bytes, ALIGNMENT),
         swap_out_seconds=num_members * tensor.swap_out_seconds,
         swap_in_seconds=num_members * tensor.swap_in_seconds,
         swap_out_duplex_seconds=num_members * tensor.swap_out_duplex_seconds,
         swap_in_duplex_seconds=num_members * tensor.swap_in_duplex_seconds,
     )
-
-
-def _rounded(size_bytes: int) -> int:
-    """A branch's share of each tensor is a multiple of the alignment: so are all its offsets."""
-    return -(-size_bytes // ALIGNMENT) * ALIGNMENT

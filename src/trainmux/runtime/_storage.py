@@ -8,6 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from trainmux.sizes import round_up
+
 ALIGNMENT_BYTES = 16
 
 
@@ -18,8 +20,7 @@ def stacked_strides(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
     kernels want them; everything else is in the order of its axes.
     """
     per_alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
-    numel = prod(shape)
-    member_stride = max(1, -(-numel // per_alignment) * per_alignment)
+    member_stride = max(1, round_up(prod(shape), per_alignment))
     inner = [0] * len(shape)
     step = 1
     for dim in (1, 3, 2, 0) if len(shape) == 4 and device.type == "cuda" else reversed(range(len(shape))):

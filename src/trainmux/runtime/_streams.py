@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from trainmux.sizes import round_up
+
 MATRIX_LIBRARIES_BYTES = 64 << 20
 """Workspaces of the matrix libraries for one stream: 32 MiB each, cuBLAS and cuBLASLt."""
 
@@ -130,7 +132,7 @@ def warm_matrix_libraries(device: torch.device) -> None:
         square = torch.ones(16, 16, dtype=dtype, device=device)
         torch.addmm(square[0], square, square)
     del square
-    taken = -(-(torch.cuda.memory_allocated(device) - before) // _SEGMENT_BYTES) * _SEGMENT_BYTES
+    taken = round_up(torch.cuda.memory_allocated(device) - before, _SEGMENT_BYTES)
     if taken > 0:  # else they had it already
         stream = torch.cuda.current_stream(device).cuda_stream
         _WORKSPACES.setdefault(_with_index(device), {})[stream] = taken

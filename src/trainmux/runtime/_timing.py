@@ -6,11 +6,14 @@ import torch
 
 
 class CudaTimer:
-    """Measures the device's time between two points of a stream; may be used again and again."""
+    """Measures the device's time between two points of a stream; may be used again and again.
 
-    def __init__(self) -> None:
-        self._begin = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True)
+    With ``in_graphs`` a captured graph records both points anew with every replay.
+    """
+
+    def __init__(self, *, in_graphs: bool = False) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True, external=in_graphs)
+        self._end = torch.cuda.Event(enable_timing=True, external=in_graphs)
 
     def start(self, stream: torch.cuda.Stream | None = None) -> None:
         """Mark the beginning, on the current stream if none is given."""
@@ -24,3 +27,8 @@ class CudaTimer:
         """Wait for the end; the seconds since the beginning."""
         self._end.synchronize()
         return float(self._begin.elapsed_time(self._end)) / 1e3
+
+    def seconds_after(self, other: CudaTimer) -> tuple[float, float]:
+        """Seconds from the beginning of ``other`` to this one's beginning and end, both of which are past."""
+        begin, end = (other._begin.elapsed_time(event) for event in (self._begin, self._end))
+        return float(begin) / 1e3, float(end) / 1e3

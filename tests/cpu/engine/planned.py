@@ -103,7 +103,7 @@ class Case:
 
 
 def tightest(candidates: Candidates, share: float) -> Candidate:
-    """What a policy makes of a share of the slab, or of the next larger one that it can keep to."""
+    """A policy's candidate for a share of the slab, or for the next larger one that it can keep to."""
     way = candidates.plain().slab_bytes - candidates.least_bytes
     for step in range(20):
         limit = candidates.least_bytes + int(min(1.0, share + step * 0.05) * way)
@@ -150,7 +150,7 @@ def train_planned(case: Case, planned: PlannedRunner, num_steps: int) -> list[St
 
 
 def train_plain(case: Case, num_steps: int) -> list[State]:
-    """The same sub-arrays, one by one, node by node; each branch for itself."""
+    """Train the sub-arrays without a plan, one by one, node by node; each branch for itself."""
     groups = case.groups(of_branches=True)
     steps = [step for step, count in zip(case.steps, case.branches, strict=True) for _ in range(count)]
     losses: list[list[Tensor]] = []

@@ -13,7 +13,7 @@ from trainmux.fleet import _build
 from trainmux.ir import Multiplexing, Offload, Recompute
 from trainmux.runtime import _storage, stacked_strides
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
 
 
@@ -22,12 +22,11 @@ TURNS, RING = Multiplexing.TURNS, Multiplexing.RING
     ("name", "widths", "policy", "multiplexing", "share"),
     [
         ("mlp", (2, 1), "none", TURNS, 1.0),
-        ("mlp", (1, 1, 1), "mutwo", RING, 1.0),
         ("transformer_with_dropout", (2,), "swap_only", TURNS, 0.6),
         ("transformer_with_dropout", (2,), "recompute_only", TURNS, 0.6),
-        ("residual", (1, 1), "auto", RING, 0.3),
-        ("residual", (2,), "auto", TURNS, 0.3),
-        ("lstm_with_dropout", (1, 1), "mutwo", RING, 1.0),
+        ("mlp", (1, 1, 1), "mutwo", RING, 1.0),
+        pytest.param("residual", (1, 1), "auto", RING, 0.3, marks=pytest.mark.extensive),
+        pytest.param("lstm_with_dropout", (1, 1), "mutwo", RING, 1.0, marks=pytest.mark.extensive),
     ],
 )
 def test_a_planned_program_computes_the_same_bits(
@@ -48,11 +47,9 @@ def test_a_planned_program_computes_the_same_bits(
     ("name", "widths", "num_branches", "policy", "multiplexing", "share"),
     [
         ("mlp", (2, 2), 2, "none", TURNS, 1.0),
-        ("mlp", (4,), 4, "none", TURNS, 1.0),
-        ("transformer_with_dropout", (2, 2), 2, "auto", RING, 0.3),
-        ("residual", (3,), 3, "auto", TURNS, 0.3),
         ("mlp", (3, 2), 3, "none", TURNS, 1.0),
-        ("transformer_with_dropout", (2, 2, 1), 2, "auto", RING, 0.3),
+        ("cnn_with_dropout", (2, 1), 2, "auto", RING, 0.3),
+        pytest.param("residual", (3,), 3, "auto", TURNS, 0.3, marks=pytest.mark.extensive),
     ],
 )
 def test_members_side_by_side_compute_the_bits_of_members_alone(
@@ -72,8 +69,8 @@ def test_members_side_by_side_compute_the_bits_of_members_alone(
     assert differences(trained, train_plain(case, NUM_STEPS)) == []
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer_with_dropout"])
-def test_losses_of_regions_come_with_their_own_step(name: str) -> None:
+def test_losses_of_regions_come_with_their_own_step() -> None:
+    name = "mlp"
     case = small_case(name, (1, 1), "lowered", SHORT[name])
     found = case.candidates("mutwo", RING).plain()
     trained = train_planned(case, case.planned(found.program, poisons=True), NUM_STEPS)

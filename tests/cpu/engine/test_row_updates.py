@@ -13,14 +13,12 @@ from torch import Tensor, nn
 import trainmux as tm
 from trainmux.engine import _program, _row_gradients
 
-NUM_ROWS, SIZE, NUM_STEPS = 2500, 32, 4
+NUM_ROWS, SIZE, NUM_STEPS = 2500, 32, 3
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam with amsgrad": lambda p, lr: torch.optim.Adam(p, lr=lr, amsgrad=True, weight_decay=0.01),
     "sgd with momentum": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True),
     "rmsprop": lambda p, lr: torch.optim.RMSprop(p, lr=lr, centered=True, momentum=0.5),
-    "adagrad": torch.optim.Adagrad,
-    "adadelta": torch.optim.Adadelta,
 }
 
 
@@ -98,8 +96,7 @@ def trained(fleet: tm.Fleet) -> tuple[dict[str, Tensor], list[Tensor]]:
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"optimizer": name} for name in OPTIMIZERS},
-    "padding": {"padding": 7},
-    "clipped norm": {"clip_norm": 0.05},
+    "padding, clipped norm": {"padding": 7, "clip_norm": 0.05},
     "clipped values": {"clip_value": 1e-3},
 }
 
@@ -114,38 +111,22 @@ def test_the_numbers_are_the_same(case: str, found: list[bool], monkeypatch: pyt
     torch.testing.assert_close(by_rows, in_whole, rtol=1e-9, atol=1e-13)
 
 
-def test_a_stopped_member_keeps_every_bit_and_others_train_on() -> None:
-    fleet = make_fleet()
-    first, *rest = batches()
-    fleet.step(first)
-    fleet.stop("m1")
-    before = state_of(fleet)
-    for batch in rest:
-        fleet.step(batch)
-    for name, after in state_of(fleet).items():
-        assert torch.equal(after[1], before[name][1]), name
-    weight = state_of(fleet)["table.weight"]
-    assert not torch.equal(weight[0], before["table.weight"][0])
-
-
-def test_a_gradient_that_is_not_finite_freezes_its_member_alone() -> None:
+def test_members_that_stop_or_are_not_finite_keep_every_bit_and_others_train_on() -> None:
     fleet = make_fleet()
     first, second, *_ = batches()
     fleet.step(first)
+    fleet.stop("m1")
     with torch.no_grad():
-        fleet._groups[0].state.parameters["table.weight"][1, int(second[0][0, 0])] = math.nan
+        fleet._groups[0].state.parameters["table.weight"][2, int(second[0][0, 0])] = math.nan
     before = state_of(fleet)
     fleet.step(second)
-    after = state_of(fleet)
-    for name in after:
-        same = torch.equal(after[name][1].nan_to_num(), before[name][1].nan_to_num())
-        assert same, name
-        if name == "table.weight":
-            assert not torch.equal(after[name][0], before[name][0])
+    for name, after in state_of(fleet).items():
+        assert torch.equal(after[1:].nan_to_num(), before[name][1:].nan_to_num()), name
+        assert name != "table.weight" or not torch.equal(after[0], before[name][0])
 
 
 @pytest.mark.parametrize(
-    "options", [{"tied": True}, {"fleet": {"deterministic": True}}], ids=["tied weights", "deterministic"]
+    "options", [{"tied": True}, {"fleet": {"deterministic": True}}, {"fleet": {"accumulate": 2}}]
 )
 def test_other_gradients_stay_whole(options: dict[str, Any], found: list[bool]) -> None:
     fleet = make_fleet(**options)
@@ -158,10 +139,3 @@ def test_with_many_rows_looked_up_the_gradient_stays_whole(found: list[bool]) ->
     words, wanted = batches()[0]
     fleet.step((words.repeat(1, 20), wanted))
     assert found[-1] is False
-
-
-def test_steps_that_accumulate_have_whole_gradients(found: list[bool]) -> None:
-    fleet = make_fleet(fleet={"accumulate": 2})
-    for batch in batches():
-        fleet.step(batch)
-    assert found == []

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lowering_tools import (
-    TINY,
     UncompiledCache,
     apart,
     assert_close,
@@ -19,19 +18,21 @@ from lowering_tools import (
     members_of,
     trained,
 )
+from short_workloads import SHORT
 
-import trainmux.fleet._build as build_module
 import trainmux.fleet._config as config_module
 from trainmux.errors import TrainmuxWarning
 from trainmux.fleet._background import Upgrade
 from trainmux.lowering import Kernel
 
-MLP = TINY["mlp"]
+MLP = SHORT["mlp"]
+
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 
 @pytest.fixture
 def finished(monkeypatch: pytest.MonkeyPatch) -> list[Upgrade[Any]]:
-    """What "auto" does on a CUDA device, here; gives the upgrades that were taken, in order."""
+    """Lower as "auto" does on a CUDA device; gives the upgrades that were taken, in order."""
     leave_uncompiled(monkeypatch)
     monkeypatch.setattr(config_module, "_lowering", lambda *_, **__: "auto")
     taken: list[Upgrade[Any]] = []
@@ -85,15 +86,6 @@ def test_programs_are_switched_once_and_training_goes_on(
         assert_close(got.model.state_dict(), expected.model.state_dict(), 1e-5)
 
 
-def test_waiting_with_nothing_to_wait_for(finished: list[Upgrade[Any]]) -> None:
-    fleet = fleet_of(MLP, "auto")
-    fleet.wait_until_compiled()
-    fleet.step(batch(0))
-    fleet.wait_until_compiled()
-    fleet.step(batch(1))
-    assert len(finished) == 1
-
-
 def test_a_pending_upgrade_of_another_width_is_dropped(
     finished: list[Upgrade[Any]], gate: threading.Event
 ) -> None:
@@ -144,13 +136,3 @@ def test_a_step_that_runs_once_is_never_compiled(
     fleet.step((inputs[:2], targets[:2]))
     assert not begun
     assert not finished
-
-
-def test_only_auto_has_something_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("expected no thread")
-
-    leave_uncompiled(monkeypatch)
-    monkeypatch.setattr(build_module, "Upgrade", refuse)
-    for lowering in ("aten", "inductor"):
-        fleet_of(MLP, lowering).step(batch(0))

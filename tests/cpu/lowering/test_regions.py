@@ -1,35 +1,118 @@
-"""Regions: keys that tell structures apart, bytes that mean the same region, kernels that fit."""
+"""Cutting a program into regions: what every cut must hold to, whatever the model; keys and kernels."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from lowering_tools import CASES, example, example_of, traced
-from test_partition import deep_mlp
+from benchmarks.workloads import Workload, mlp
+from benchmarks.workloads.seeding import seeded
+from lowering_tools import CASES, Example, example, example_of, traced
+from short_workloads import SHORT
 from torch import Tensor, fx
 
-from trainmux.lowering import KernelCache, lower
-from trainmux.lowering._compile import Kernel
+from trainmux.errors import TrainmuxWarning
+from trainmux.ir import Phase
+from trainmux.lowering import Kernel, KernelCache, _inductor, lower
+from trainmux.lowering._kinds import Kind
 from trainmux.lowering._lower import Conform
 from trainmux.lowering._partition import cut
 from trainmux.lowering._regions import Extractor, RegionGraph, TensorSpec, from_payload, spec_of, to_payload
 
-aten = torch.ops.aten
 CPU = torch.device("cpu")
 
 
-def regions_of(graph: fx.Graph) -> list[RegionGraph]:
-    found = cut(graph)
-    extractor = Extractor(graph, found)
-    return [extractor.region(piece) for piece in found.pieces if not found.is_library(piece)]
+def phase_of(node: fx.Node) -> Phase:
+    phase: Phase = node.meta.get("phase", Phase.FORWARD)
+    return phase
 
 
-def only_region(module: fx.GraphModule) -> RegionGraph:
-    (region,) = regions_of(module.graph)
-    return region
+def is_tuple_part(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+@pytest.mark.parametrize(("name", "precision"), CASES)
+def test_every_cut_is_complete_and_in_order(name: str, precision: str) -> None:
+    case = example(name, precision)
+    check_complete(case)
+    check_order(case)
+    regions = case.regions()
+    keys = [region.key() for region in regions]
+    assert len(keys) == case.lowered.num_regions
+    assert {kernel.key for kernel in case.lowered.kernels} == set(keys)
+    assert len(case.lowered.kernels) == len(set(keys))
+    for region in regions:
+        sent = from_payload(to_payload(region))
+        assert (sent.key(), sent.combines) == (region.key(), region.combines)
+
+
+def check_complete(case: Example) -> None:
+    """Every node is in one piece or costs nothing, and what a piece reads is computed before it."""
+    kinds, pieces = case.cut.kinds, case.cut.pieces
+    places = Counter(node for piece in pieces for node in piece)
+    assert max(places.values()) == 1
+    for node in (node for node in case.source.nodes if node.op == "call_function"):
+        is_free = kinds[node] is Kind.INLINE or (kinds[node] is Kind.LIBRARY and is_tuple_part(node))
+        assert node in places or is_free, node
+
+    done: set[fx.Node] = set()
+
+    def is_there(node: fx.Node) -> bool:
+        if node in done or kinds[node] is Kind.SOURCE:
+            return True
+        is_free = kinds[node] is Kind.INLINE or is_tuple_part(node)
+        return is_free and all(is_there(source) for source in node.all_input_nodes)
+
+    order = {node: place for place, node in enumerate(case.source.nodes)}
+    regions = iter(case.regions())
+    for piece in pieces:
+        read: Sequence[fx.Node] = piece[0].all_input_nodes
+        if not case.cut.is_library(piece):
+            region = next(regions)
+            read = region.inputs
+            body = [order[node] for node in region.body]
+            assert body == sorted(body)
+        assert all(is_there(node) for node in read), piece
+        done.update(piece)
+    (output,) = case.source.find_nodes(op="output")
+    assert all(is_there(node) for node in output.all_input_nodes)
+
+
+def check_order(case: Example) -> None:
+    """No backward work before the last library call of the forward pass, and the update comes last."""
+    pieces = case.cut.pieces
+    calls = [node for node in case.cut.kinds if case.cut.kinds[node] is Kind.LIBRARY]
+    expected = [node for node in calls if not is_tuple_part(node)]
+    assert [piece for piece in pieces if case.cut.is_library(piece)] == [(node,) for node in expected]
+    assert case.lowered.num_calls == len(expected)
+    last_forward = max(
+        place
+        for place, piece in enumerate(pieces)
+        if case.cut.is_library(piece) and phase_of(piece[0]) is Phase.FORWARD
+    )
+    updates = [place for place, piece in enumerate(pieces) if phase_of(piece[0]) is Phase.UPDATE]
+    assert updates == list(range(updates[0], len(pieces)))
+    for place, piece in enumerate(pieces):
+        phases = {phase_of(node) for node in piece}
+        assert Phase.BACKWARD not in phases or place > last_forward
+        assert Phase.UPDATE not in phases or len(phases) == 1
+    order = {node: place for place, node in enumerate(case.source.nodes)}
+    updated = [pieces[place] for place in updates]
+    in_order = [order[node] for piece in updated for node in piece]
+    assert in_order == sorted(in_order)
+    for piece in updated:
+        assert len({node.meta.get("unit") for node in piece if not is_tuple_part(node)}) == 1
+
+
+# ---- kernels that several regions share ------------------------------------------------------------------
+
+
+def deep_mlp(num_hidden: int) -> Workload:
+    return replace(SHORT["mlp"], build=seeded(lambda: mlp(16, 32, 4, num_hidden)))
 
 
 def filled(spec: TensorSpec, seed: int) -> Tensor:
@@ -40,26 +123,12 @@ def filled(spec: TensorSpec, seed: int) -> Tensor:
     return tensor.copy_(torch.randint(0, 2, spec.shape, generator=generator))
 
 
-@pytest.mark.parametrize(("name", "precision"), CASES)
-def test_a_region_survives_being_sent(name: str, precision: str) -> None:
-    for region in example(name, precision).regions():
-        again = from_payload(to_payload(region))
-        assert again.key() == region.key()
-        assert again.combines == region.combines
-
-
-@pytest.mark.parametrize(("name", "precision"), CASES)
-def test_a_program_has_one_kernel_for_each_key(name: str, precision: str) -> None:
-    case = example(name, precision)
-    keys = [region.key() for region in case.regions()]
-    assert len(keys) == case.lowered.num_regions
-    assert {kernel.key for kernel in case.lowered.kernels} == set(keys)
-    assert len(case.lowered.kernels) == len(set(keys))
-
-
-def test_regions_of_one_key_compute_the_same() -> None:
+def test_layers_share_kernels_which_compute_the_same() -> None:
+    few, many = example_of(deep_mlp(2)), example_of(deep_mlp(5))
+    assert many.lowered.num_regions >= few.lowered.num_regions + 3 * 2  # one forward and one backward each
+    assert len(many.lowered.kernels) <= len(few.lowered.kernels) + 1
     alike: dict[str, list[RegionGraph]] = defaultdict(list)
-    for region in example_of(deep_mlp(4)).regions():
+    for region in many.regions():
         alike[region.key()].append(region)
     pairs = [found for found in alike.values() if len(found) > 1]
     assert len(pairs) >= 2, "expected the layers of an MLP to share kernels"
@@ -72,21 +141,32 @@ def test_regions_of_one_key_compute_the_same() -> None:
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def scaled(factor: float, shape: tuple[int, ...] = (4, 6)) -> RegionGraph:
-    return only_region(traced(lambda x: (x * factor).relu(), torch.zeros(shape)))
+def regions_of(module: fx.GraphModule) -> list[RegionGraph]:
+    found = cut(module.graph)
+    extractor = Extractor(module.graph, found)
+    return [extractor.region(piece) for piece in found.pieces if not found.is_library(piece)]
+
+
+def only_region(factor: float = 2.0, like: Tensor | None = None, last: str = "relu") -> RegionGraph:
+    like = torch.zeros(4, 6) if like is None else like
+    (region,) = regions_of(traced(lambda x: getattr(x * factor, last)(), like))
+    return region
 
 
 def test_keys_tell_structures_apart() -> None:
-    assert scaled(2.0).key() == scaled(2.0).key()
     others = [
-        scaled(3.0),
-        scaled(2.0, (6, 4)),
-        only_region(traced(lambda x: (x * 2.0).relu(), torch.zeros(6, 4).t())),
-        only_region(traced(lambda x: (x * 2.0).relu(), torch.zeros(4, 6, dtype=torch.float64))),
-        only_region(traced(lambda x: (x * 2.0).tanh(), torch.zeros(4, 6))),
-        replace(scaled(2.0), placed=(True,)),
+        only_region(3.0),
+        only_region(like=torch.zeros(6, 4)),
+        only_region(like=torch.zeros(6, 4).t()),
+        only_region(like=torch.zeros(4, 6, dtype=torch.float64)),
+        only_region(last="tanh"),
+        replace(only_region(), placed=(True,)),
     ]
-    assert len({region.key() for region in others} | {scaled(2.0).key()}) == len(others) + 1
+    assert only_region().key() == only_region().key()
+    assert len({region.key() for region in (*others, only_region())}) == len(others) + 1
+    cache = KernelCache()
+    first, second = (lower(traced(lambda x: x.relu() + 1, torch.zeros(4)), cache) for _ in range(2))
+    assert first.kernels == second.kernels
 
 
 def test_a_region_gives_only_what_is_read_elsewhere() -> None:
@@ -94,69 +174,52 @@ def test_a_region_gives_only_what_is_read_elsewhere() -> None:
         hidden = (x * 2).relu()
         return (hidden @ weight) + hidden.sum()
 
-    first, last = regions_of(traced(function, torch.zeros(4, 6), torch.zeros(6, 3)).graph)
+    first, last = regions_of(traced(function, torch.zeros(4, 6), torch.zeros(6, 3)))
     assert [str(node.target) for node in first.outputs] == ["aten.relu.default"]
     assert [str(node.target) for node in last.outputs] == ["aten.add.Tensor"]
     assert "aten.sum.default" in [str(node.target) for node in last.body]
 
 
-def test_a_placed_output_is_written_into_the_memory_that_is_given() -> None:
-    region = replace(scaled(2.0), placed=(True,))
-    x, memory = torch.randn(4, 6), torch.zeros(4, 6)
-    assert list(Kernel("", region).run([x, memory])) == []
-    assert torch.equal(memory, (x * 2).relu())
-
-
-def test_memory_with_room_around_it_is_zero_beyond_the_shape() -> None:
-    spec = TensorSpec((2, 3, 5), (32, 8, 1), torch.float32, CPU, padded=(2, 4, 8))
-    tensor = spec.empty()
-    assert tensor.shape == spec.shape
-    assert tensor.stride() == spec.strides
-    around = tensor.as_strided((2, 4, 8), (32, 8, 1))
-    tensor.fill_(1.0)
-    assert around.sum() == 2 * 3 * 5
-
-
 def test_a_kernel_that_cannot_be_compiled_stays_on_aten(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainmux.errors import TrainmuxWarning
-    from trainmux.lowering import _inductor
-
     def refuse(*_: object) -> None:
         raise RuntimeError("no compiler today\nand more lines")
 
     monkeypatch.setattr(_inductor, "compile_graph", refuse)
     cache = KernelCache()
-    lowered = lower(traced(lambda x: x.relu() + 1, torch.zeros(4)), cache)
-    with pytest.warns(TrainmuxWarning, match="1 of 1 regions could not be compiled.*no compiler today"):
+    lowered = lower(traced(lambda x: x.relu() + 7.5, torch.zeros(4)), cache)
+    with pytest.warns(TrainmuxWarning, match="no compiler today"):
         cache.compile(lowered.kernels)
-    (kernel,) = lowered.kernels
-    assert kernel.is_settled
-    assert not kernel.is_compiled
     cache.compile(lowered.kernels)  # said once
+    assert not lowered.kernels[0].is_compiled
     x = torch.randn(4)
-    (result,) = [lowered.module(x)]
-    assert torch.equal(result, x.relu() + 1)
+    assert torch.equal(lowered.module(x), x.relu() + 7.5)
 
 
-def test_equal_regions_of_two_programs_meet_in_the_cache() -> None:
-    cache = KernelCache()
-    first = lower(traced(lambda x: x.relu() + 1, torch.zeros(4)), cache)
-    second = lower(traced(lambda x: x.relu() + 1, torch.zeros(4)), cache)
-    assert first.kernels == second.kernels
+# ---- memory ------------------------------------------------------------------------------------------------
+
+
+def test_outputs_lie_in_the_memory_and_the_layout_that_was_promised() -> None:
+    region = replace(only_region(), placed=(True,))
+    x, memory = torch.randn(4, 6), torch.zeros(4, 6)
+    assert list(Kernel("", region).run([x, memory])) == []
+    assert torch.equal(memory, (x * 2).relu())
+    for strides in ((12, 4, 1), (1, 2, 6)):
+        result = torch.randn(2, 3, 4)
+        (conformed,) = Conform([TensorSpec((2, 3, 4), strides, torch.float32, CPU)])(result)
+        assert conformed.stride() == strides
+        assert torch.equal(conformed, result)
+
+
+def test_memory_with_room_around_it_is_zero_beyond_the_shape() -> None:
+    spec = TensorSpec((2, 3, 5), (32, 8, 1), torch.float32, CPU, padded=(2, 4, 8))
+    tensor = spec.empty()
+    assert (tensor.shape, tensor.stride()) == (spec.shape, spec.strides)
+    tensor.fill_(1.0)
+    assert tensor.as_strided((2, 4, 8), (32, 8, 1)).sum() == 2 * 3 * 5
 
 
 def test_what_a_region_computes_never_lies_in_memory_once() -> None:
     """Torch 2.11 says so of some results of expanded tensors, which differ from member to member."""
-    region = scaled(2.0)
-    (node,) = region.outputs
+    (node,) = only_region().outputs
     node.meta["val"] = torch.empty(1, 6, device="meta").expand(4, 6)
     assert spec_of(node).strides == (6, 1)
-
-
-@pytest.mark.parametrize("strides", [(12, 4, 1), (1, 2, 6)])
-def test_results_are_handed_on_in_the_layout_that_was_promised(strides: tuple[int, ...]) -> None:
-    spec = TensorSpec((2, 3, 4), strides, torch.float32, CPU)
-    result = torch.randn(2, 3, 4)
-    (conformed,) = Conform([spec])(result)
-    assert conformed.stride() == strides
-    assert torch.equal(conformed, result)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering_tools import traced
@@ -19,6 +18,8 @@ aten = torch.ops.aten
 
 
 def scatter_into_constant(dim: int, value: float, rest: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """As the gradient of a cross-entropy loss begins."""
+
     def function(like: Tensor, index: Tensor) -> Tensor:
         base = aten.full.default(list(like.shape), rest, dtype=like.dtype, device=like.device)
         return aten.scatter.value(base, dim, index, value)
@@ -26,7 +27,7 @@ def scatter_into_constant(dim: int, value: float, rest: float) -> Callable[[Tens
     return function
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     data=st.data(),
@@ -52,62 +53,24 @@ def test_one_value_in_each_row(
     assert not module.graph.find_nodes(op="call_function", target=aten.scatter.value)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(
-    num_rows=st.integers(1, 6),
-    num_classes=st.integers(2, 7),
-    ignored=st.sampled_from([-100, 0, 1]),
-    seed=st.integers(0, 100),
-)
-def test_the_gradient_of_a_cross_entropy(num_rows: int, num_classes: int, ignored: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num_rows, num_classes, generator=generator, dtype=torch.float64)
-    labels = torch.randint(num_classes, (num_rows,), generator=generator)
-    labels[0] = 1 - max(ignored, 0)  # at least one of them counts
-    labels[1::2] = ignored
-
-    def loss(x: Tensor) -> Tensor:
-        return F.cross_entropy(x, labels, ignore_index=ignored)
-
-    def gradient(x: Tensor, target: Tensor) -> Tensor:
-        valid = target != ignored
-        kept = torch.where(valid, target, 0).unsqueeze(1)
-        base = aten.full.default(list(x.shape), 0, dtype=x.dtype, device=x.device)
-        chosen = aten.scatter.value(base, 1, kept, -1.0) * valid.unsqueeze(1) / valid.sum()
-        return chosen - x.softmax(1) * chosen.sum(1, keepdim=True)
-
-    module = traced(gradient, logits, labels)
-    assert compare_instead_of_scatter(module.graph) == 1
-    module.recompile()
-    expected = torch.func.grad(loss)(logits)
-    torch.testing.assert_close(module(logits, labels), expected, rtol=1e-12, atol=1e-12)
-
-
-LEFT_ALONE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = {
-    "more than one in a row": (
-        scatter_into_constant(1, 1.0, 0.0),
-        torch.zeros(3, 5),
-        torch.tensor([[0, 1], [2, 3], [4, 4]]),
-    ),
-    "not in every row": (scatter_into_constant(1, 1.0, 0.0), torch.zeros(3, 5), torch.tensor([[1], [2]])),
-    "the base is no constant": (
-        lambda like, index: aten.scatter.value(like + 1, 1, index, 2.0),
-        torch.zeros(3, 5),
-        torch.tensor([[1], [2], [0]]),
-    ),
+ROWS = torch.tensor([[1], [2], [0]])
+LEFT_ALONE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
+    "more than one in a row": (scatter_into_constant(1, 1.0, 0.0), torch.tensor([[0, 1], [2, 3], [4, 4]])),
+    "not in every row": (scatter_into_constant(1, 1.0, 0.0), ROWS[:2]),
+    "the base is no constant": (lambda like, index: aten.scatter.value(like + 1, 1, index, 2.0), ROWS),
     "values are added": (
         lambda like, index: aten.scatter.value_reduce(
             aten.full.default([3, 5], 1.0, dtype=like.dtype), 1, index, 2.0, reduce="add"
         ),
-        torch.zeros(3, 5),
-        torch.tensor([[1], [2], [0]]),
+        ROWS,
     ),
 }
 
 
 @pytest.mark.parametrize("why", LEFT_ALONE)
 def test_where_it_is_left_alone(why: str) -> None:
-    function, like, index = LEFT_ALONE[why]
+    function, index = LEFT_ALONE[why]
+    like = torch.zeros(3, 5)
     module = traced(function, like, index)
     assert compare_instead_of_scatter(module.graph) == 0
     assert torch.equal(module(like, index), function(like, index))
@@ -122,24 +85,18 @@ WRITES: dict[str, Write] = {
 }
 
 
-def expanded(base: Tensor) -> Tensor:
-    return aten.expand.default(aten.unsqueeze.default(base * 2, 0), [3, *base.shape])
-
-
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_writes_to_an_expanded_tensor_get_a_copy(write: Write) -> None:
-    base, index, rows = torch.randn(4, 2), torch.tensor([0, 3, 1]), torch.randn(3, 3, 2)
-    module = traced(lambda *given: write(expanded(given[0]), *given[1:]), base, index, rows)
+    def function(base: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+        return write(aten.expand.default(aten.unsqueeze.default(base * 2, 0), [3, *base.shape]), index, rows)
+
+    given = torch.randn(4, 2), torch.tensor([0, 3, 1]), torch.randn(3, 3, 2)
+    module = traced(function, *given)
     assert write_to_whole_tensors(module.graph) == 1
     module.recompile()
-    assert torch.equal(module(base, index, rows), write(expanded(base), index, rows))
-    (copy,) = module.graph.find_nodes(op="call_function", target=aten.clone.default)
-    assert copy.meta["val"].is_contiguous()
+    assert torch.equal(module(*given), function(*given))
     assert write_to_whole_tensors(module.graph) == 0
-
-
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_writes_to_other_tensors_are_left_alone(write: Write) -> None:
-    base, index, rows = torch.randn(1, 4, 2), torch.tensor([0, 3, 1]), torch.randn(1, 3, 2)
-    module = traced(lambda *given: write(given[0].expand(1, 4, 2) + 1, *given[1:]), base, index, rows)
-    assert write_to_whole_tensors(module.graph) == 0
+    whole = traced(
+        lambda *given: write(given[0] + 1, *given[1:]), torch.randn(1, 4, 2), given[1], given[2][:1]
+    )
+    assert write_to_whole_tensors(whole.graph) == 0

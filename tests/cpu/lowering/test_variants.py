@@ -12,9 +12,9 @@ import pytest
 import torch
 from lowering_tools import traced
 
-from trainmux.lowering import KernelCache, _inductor, _known, lower
+from trainmux.lowering import KernelCache, _known, lower
 from trainmux.lowering._compile import Kernel
-from trainmux.lowering._inductor import LoadedCode, Variants
+from trainmux.lowering._inductor import LoadedCode
 from trainmux.lowering._known import recall_choices, remember_choices
 
 
@@ -80,13 +80,6 @@ def test_the_next_process_does_not_try_again() -> None:
     assert (second.num_tries, block(second)) == (0, 512)
 
 
-def test_each_kernel_of_a_region_has_its_own_choice() -> None:
-    kernel_of(generated(a=Reduction(quickest=1), b=Reduction(quickest=0))).run([1])
-    a, b = Reduction(quickest=0), Reduction(quickest=1)
-    kernel_of(generated(a=a, b=b)).run([1])
-    assert (block(a), block(b), a.num_tries + b.num_tries) == (512, 1024, 0)
-
-
 @pytest.mark.parametrize("key", ["another", ""])
 def test_choices_of_other_code_are_not_taken(key: str) -> None:
     kernel_of(generated(a=Reduction(quickest=1))).run([1])
@@ -117,23 +110,6 @@ def test_a_damaged_file_costs_its_time_only(folder: Path) -> None:
     assert (again.num_tries, block(again)) == (2, 1024)
 
 
-def test_kernels_of_one_variant_leave_nothing_behind(folder: Path) -> None:
-    single = Reduction(quickest=0)
-    single.launchers = single.launchers[:1]
-    kernel_of(generated(a=single)).run([1])
-    assert not (folder / "trainmux").exists()
-
-
-@pytest.mark.parametrize("config", [Config({"XBLOCK": 2, "R0_BLOCK": 512}), Config({"R0_BLOCK": 512}, 4)])
-def test_variants_are_told_apart_by_all_of_their_configuration(config: Config) -> None:
-    first = Reduction(quickest=1)
-    first.launchers[1] = Launcher(config)
-    kernel_of(generated(a=first)).run([1])
-    variants = Reduction(quickest=0)
-    kernel_of(generated(a=variants)).run([1])
-    assert variants.num_tries == 2
-
-
 def test_a_choice_before_a_failure_is_kept() -> None:
     """As where a second kernel finds no memory to be tried in."""
 
@@ -161,11 +137,3 @@ def test_inductors_kernels_are_as_expected() -> None:
     hashable = inspect.getsource(heuristics.triton_config_to_hashable)
     for name in ("kwargs", "num_warps", "num_stages"):
         assert f".{name}" in hashable
-
-
-def test_code_of_another_kind_has_no_variants() -> None:
-    for compiled in (LoadedCode(len), object(), LoadedCode(lambda args: args)):  # type: ignore[arg-type]
-        variants = Variants(compiled)
-        variants.take({"a": "b"})
-        assert variants.made() == {}
-    assert _inductor.generated_module(LoadedCode(len)) == {}  # type: ignore[arg-type]

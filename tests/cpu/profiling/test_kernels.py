@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ from trainmux.ir import ByteClass, Multiplexing, Phase, Schedule, verify
 from trainmux.lowering import extended_product, lower
 from trainmux.lowering._compile import KernelCache
 from trainmux.planning import rewrite
-from trainmux.profiling import KernelGraph, analytic_profile, find_device, read_kernels
+from trainmux.profiling import KernelGraph, _kernels, analytic_profile, find_device, read_kernels
 from trainmux.profiling._kernels import view_strides
 from trainmux.tracing import make_fx, static_fake_mode
 
 pytestmark = pytest.mark.usefixtures("built_once")
-
-NAMES = ["mlp", "cnn_with_dropout", "transformer_with_dropout", "dlrm"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +27,9 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_uncompiled(monkeypatch)
 
 
-@pytest.mark.parametrize("lowering", ["aten", "inductor"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "lowering"), [("cnn_with_dropout", "aten"), ("dlrm", "inductor"), ("mlp", "inductor")]
+)
 def test_a_program_in_its_own_order_is_proved(name: str, lowering: str) -> None:
     program, arguments = program_of(name, lowering)
     graph = kernels_of(program)
@@ -60,21 +58,11 @@ def test_a_program_in_its_own_order_is_proved(name: str, lowering: str) -> None:
     assert len(by_class[ByteClass.RESULT]) >= 3
 
 
-def test_lowering_makes_fewer_nodes_and_less_memory() -> None:
-    sizes = {}
-    for lowering in ("aten", "inductor"):
-        graph = kernels_of(program_of("transformer_with_dropout", lowering)[0])
-        maps = [tensor.size_bytes for tensor in graph.tensors if not tensor.byte_class.is_static]
-        sizes[lowering] = (len(graph.steps), sum(maps))
-    assert sizes["inductor"][0] < sizes["aten"][0] / 5
-    assert sizes["inductor"][1] < sizes["aten"][1]
-
-
 def convolved(
-    *, dilation: int = 1, channels_last: bool = False, dtype: torch.dtype = torch.float32
+    *, size: int = 16, dilation: int = 1, channels_last: bool = False, dtype: torch.dtype = torch.float32
 ) -> KernelGraph:
     """One convolution of 8 channels whose result has the size of its input."""
-    given = torch.empty(2, 8, 16, 16, dtype=dtype)
+    given = torch.empty(2, 8, size, size, dtype=dtype)
     weight = torch.empty(8, 8, 3, 3, dtype=dtype)
     if channels_last:
         given = given.to(memory_format=torch.channels_last)
@@ -92,11 +80,13 @@ def convolved(
 def test_kernels_that_only_differ_in_their_arguments_have_other_fingerprints() -> None:
     """All of these touch storages of the same sizes, but do not take the same time."""
     plain = convolved()
+    assert plain.steps[0].work.flops == 2 * (2 * 8 * 16 * 16) * (8 * 3 * 3)
     assert plain.fingerprint() == convolved().fingerprint()
     assert plain.fingerprint(layouts=True) == convolved().fingerprint(layouts=True)
     assert plain.fingerprint() != convolved(dilation=2).fingerprint()
     last = convolved(channels_last=True)
     assert plain.fingerprint(layouts=True) != last.fingerprint(layouts=True)
+    assert plain.fingerprint() != convolved(size=8).fingerprint()
     by_type = {convolved(dtype=dtype).fingerprint() for dtype in (torch.float16, torch.bfloat16)}
     assert len(by_type) == 2
 
@@ -145,20 +135,6 @@ def test_a_region_says_what_it_changes() -> None:
     assert all(0 not in step.reads for step in graph.steps if 0 in step.changes)
 
 
-def test_the_fingerprint_knows_the_graph_and_its_sizes() -> None:
-    def one(x: Tensor) -> Tensor:
-        return x.relu().sum()
-
-    def other(x: Tensor) -> Tensor:
-        return x.exp().sum()
-
-    def name(function: object, size: int) -> str:
-        return read_kernels(traced(function, (size,)), [ByteClass.BATCH]).fingerprint()
-
-    assert name(one, 8) == name(one, 8)
-    assert len({name(one, 8), name(one, 16), name(other, 8)}) == 3
-
-
 def unaligned_fingerprint() -> str:
     """Of a product over 257 columns, which is extended."""
 
@@ -170,22 +146,20 @@ def unaligned_fingerprint() -> str:
     return read_kernels(module, [ByteClass.BATCH, ByteClass.PARAMETER]).fingerprint(layouts=True)
 
 
-def test_another_process_finds_the_same_fingerprint() -> None:
-    """Plans and profiles are kept by it."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        assert pool.submit(unaligned_fingerprint).result() == unaligned_fingerprint()
+def test_a_fingerprint_is_of_nothing_that_another_process_has_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans and profiles are kept by it: no address is part of it."""
+    hashed: list[bytes] = []
 
+    class Recorded:
+        update = staticmethod(hashed.append)
+        hexdigest = staticmethod(lambda: "")
 
-def test_operations_of_library_calls() -> None:
-    weight = nn.Conv2d(3, 8, 3, padding=1).weight.detach()
-
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        return torch.ops.aten.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-
-    graph = read_kernels(
-        traced(function, (2, 3, 6, 6), tuple(weight.shape)), [ByteClass.BATCH, ByteClass.PARAMETER]
-    )
-    assert graph.steps[0].work.flops == 2 * (2 * 8 * 6 * 6) * (3 * 3 * 3)
+    monkeypatch.setattr(_kernels, "hashlib", SimpleNamespace(sha256=Recorded))
+    unaligned_fingerprint()
+    assert hashed
+    assert not [line for line in hashed if b" at 0x" in line]
 
 
 # ---- strides of views -----------------------------------------------------------------------------------
@@ -204,11 +178,10 @@ def random_shape(draw: random.Random, numel: int) -> list[int]:
     return shape
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_strides_of_views_are_those_that_torch_gives_them(seed: int) -> None:
-    draw = random.Random(seed)
+def test_strides_of_views_are_those_that_torch_gives_them() -> None:
+    draw = random.Random(0)
     num_views = 0
-    for _ in range(300):
+    for _ in range(1000):
         shape = random_shape(draw, draw.choice([1, 4, 12, 36]))
         order = draw.sample(range(len(shape)), len(shape)) if draw.random() < 0.5 else range(len(shape))
         strides, step = [0] * len(shape), draw.choice([1, 1, 2])
@@ -224,13 +197,9 @@ def test_strides_of_views_are_those_that_torch_gives_them(seed: int) -> None:
             continue
         num_views += 1
         assert view_strides(shape, strides, wanted) == expected, (shape, strides, wanted)
-    assert num_views > 80
-
-
-def test_nothing_to_look_at() -> None:
-    assert view_strides((2, 0), (0, 1), (0,)) is None
+    assert num_views > 300
 
 
 def test_filters_of_one_channel_of_two_members() -> None:
-    """What a trace has is (9, 1, 3, 1), which is channels last."""
+    """A trace has (9, 1, 3, 1), which is channels last."""
     assert view_strides((2, 16, 1, 3, 3), (144, 9, 1, 3, 1), (32, 1, 3, 3)) == (9, 9, 3, 1)

@@ -15,9 +15,16 @@ from trainmux.fleet._group import Group
 from trainmux.fleet._other_steps import read_step
 from trainmux.fleet._plan_cache import PlanCache
 from trainmux.ir import ByteClass, Phase, Profile
-from trainmux.profiling import KernelGraph, WidthProfiles, _analytic, find_device, same_but_for_origin
-from trainmux.profiling._analytic import Outline, OutlineStep, outline_between
-from trainmux.profiling._kernels import KernelTensor, Work
+from trainmux.profiling import (
+    KernelGraph,
+    WidthProfiles,
+    _analytic,
+    find_device,
+    read_kernels,
+    same_but_for_origin,
+)
+from trainmux.profiling._analytic import outline_between, outline_of
+from trainmux.tracing import make_fx, static_fake_mode
 
 A100 = find_device("a100")
 
@@ -77,36 +84,35 @@ def test_kernels_that_differ_between_widths_are_lowered_each(monkeypatch: pytest
     assert read.widths == [5, 1, 2, 3]
 
 
-def outline(width: int) -> Outline:
-    step = OutlineStep("mm", ("call", "mm"), Phase.FORWARD, (0,), (1,), (), Work(width, 64, 10, 100))
-    tensors = (
-        KernelTensor("x", ByteClass.BATCH, 400),
-        KernelTensor("y", ByteClass.FEATURE_MAP, 100 + 50 * width),
-    )
-    return Outline((step,), tensors)
+def graph_of(width: int, *, size: int = 64, function: str = "relu") -> KernelGraph:
+    """A product of each member's own rows with a matrix that all share."""
+
+    def work(x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        return getattr(torch.bmm(x, shared.expand(width, size, 4)), function)()
+
+    with static_fake_mode():
+        module = make_fx(work)(torch.empty(width, 8, size), torch.empty(size, 4))
+    for node in module.graph.nodes:
+        node.meta["phase"] = Phase.FORWARD
+    return read_kernels(module, [ByteClass.BATCH, ByteClass.PARAMETER])
 
 
 def test_every_size_lies_on_the_line_through_both_ends() -> None:
-    assert outline_between(outline(2), 2, outline(8), 8, 5) == outline(5)
+    low, high = outline_of(graph_of(2)), outline_of(graph_of(8))
+    assert outline_between(low, 2, high, 8, 5) == outline_of(graph_of(5))
 
 
 def test_what_is_not_the_same_at_both_ends_is_not_worked_out() -> None:
-    low, high = outline(2), outline(8)
-    (step,), (shared, made) = high.steps, high.tensors
-    work = Work(8, 64, 10, 100)
+    low, high = outline_of(graph_of(2)), outline_of(graph_of(8))
     others = [
-        replace(high, steps=(step, step)),
-        replace(high, tensors=(shared, made, made)),
-        replace(high, steps=(replace(step, kind=("call", "bmm")),)),
-        replace(high, steps=(replace(step, name="mm_1"),)),
-        replace(high, steps=(replace(step, reads=(1,)),)),
-        replace(high, steps=(replace(step, phase=Phase.BACKWARD),)),
-        replace(high, steps=(replace(step, work=None),)),
-        replace(high, steps=(replace(step, work=replace(work, passes=2.0)),)),
-        replace(high, steps=(replace(step, work=replace(work, rows=65)),)),
-        replace(high, tensors=(replace(shared, byte_class=ByteClass.CONSTANT), made)),
-        replace(high, tensors=(shared, replace(made, size_bytes=made.size_bytes + 1))),
-        replace(high, tensors=(shared, replace(made, size_bytes=100))),
+        outline_of(graph_of(8, function="tanh")),
+        outline_of(graph_of(8, size=65)),  # no whole number for each member
+        replace(high, tensors=((high.tensors[0][0], ByteClass.CONSTANT), *high.tensors[1:])),
+        replace(high, numbers=(0, *high.numbers[1:])),  # shrinks
+    ]
+    others += [
+        replace(high, steps=(replace(high.steps[0], **{name: value}), *high.steps[1:]))
+        for name, value in {"name": "x", "reads": (1,), "phase": Phase.BACKWARD, "passes": 2.0}.items()
     ]
     assert [outline_between(low, 2, other, 8, 5) for other in others] == [None] * len(others)
 

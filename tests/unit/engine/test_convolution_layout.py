@@ -21,7 +21,7 @@ def tensor(*shape: int, layout: torch.memory_format, dtype: torch.dtype = torch.
 def test_layouts_are_told_apart_as_torch_does() -> None:
     draw = random.Random(0)
     found = []
-    for _ in range(3000):
+    for _ in range(1000):
         shape = [draw.choice([1, 1, 2, 3, 4]) for _ in range(4)]
         strides, step = [0] * 4, 1
         for axis in draw.sample(range(4), 4) if draw.random() < 0.5 else (1, 3, 2, 0):
@@ -59,15 +59,13 @@ def test_memory_must_have_the_layout_of_the_result(
 def test_what_else_is_left_alone() -> None:
     x, w = tensor(2, 4, 8, 8, layout=FIRST), tensor(6, 4, 3, 3, layout=FIRST)
     out = tensor(2, 6, 8, 8, layout=FIRST)
-    assert not can_write(x, w.bfloat16(), out, is_transposed=False)
-    assert not can_write(x[0], w, out[0], is_transposed=False)
-    assert not can_write(x, w, out[:0], is_transposed=False)
-    assert not can_write(x, w, tensor(2, 6, 8, 16, layout=FIRST)[..., ::2], is_transposed=False)
+    gaps = tensor(2, 6, 8, 16, layout=FIRST)[..., ::2]
+    for given in ((x, w.bfloat16(), out), (x[0], w, out[0]), (x, w, out[:0]), (x, w, gaps)):
+        assert not can_write(*given, is_transposed=False)
     on_host = torch.zeros(2, 6, 8, 8)
-    given = (torch.ones(2, 4, 8, 8), torch.ones(6, 4, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    assert not convolve_into(given, on_host)
+    args = (torch.ones(2, 4, 8, 8), torch.ones(6, 4, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert not convolve_into(args, on_host)
     assert not on_host.any()
-    assert not convolve_into(given[:3], on_host)
 
 
 def test_the_names_that_are_used_are_there() -> None:

@@ -1,8 +1,6 @@
-"""What the host feeds: a packed layout, one memory on a CPU, and a ring that waits exactly when it must."""
+"""Numbers that the host feeds: a packed layout, one memory on a CPU, a ring that waits only when it must."""
 
 from __future__ import annotations
-
-from math import prod
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from tests.fake_cuda import FakeDevice, FakeEvent
 
 from trainmux.engine import HostFeed
-from trainmux.engine._ring import packed_offsets
 from trainmux.runtime import ALIGNMENT_BYTES
 
 CPU = torch.device("cpu")
@@ -50,16 +47,14 @@ class Events:
 @given(fields=st.lists(st.tuples(dtypes, shapes), max_size=6))
 def test_arrays_are_aligned_and_do_not_overlap(fields: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
     named = {str(i): field for i, field in enumerate(fields)}
-    offsets, size_bytes = packed_offsets(named)
-    end = 0
-    for name, (dtype, shape) in named.items():
-        assert offsets[name] % ALIGNMENT_BYTES == 0
-        assert end <= offsets[name] < end + ALIGNMENT_BYTES
-        end = offsets[name] + prod(shape) * dtype.itemsize
-    assert end <= size_bytes < end + ALIGNMENT_BYTES
     feed = HostFeed(named, CPU)
+    for array in feed.host.values():
+        array.fill(1)
     for name, (dtype, shape) in named.items():
         tensor = feed.device[name]
+        feed.host[name].fill(0)
+        assert not tensor.any()
+        assert all(other.all() for key, other in feed.device.items() if int(key) > int(name))
         assert tensor.dtype == dtype
         assert tensor.shape == feed.host[name].shape == shape
         assert tensor.is_contiguous()
@@ -102,15 +97,6 @@ def test_the_host_waits_only_for_a_slot_that_is_in_flight() -> None:
     assert events.num_waits == [1, 0, 1]
 
 
-def test_a_device_that_keeps_up_is_never_waited_for() -> None:
-    events = Events()
-    feed = HostFeed(FIELDS, CPU, num_slots=2, make_event=events)
-    for _ in range(9):
-        feed.push()
-        events.device.finish()
-    assert events.num_waits == [0, 0]
-
-
 @pytest.mark.parametrize("num_slots", [1, 2, 8])
 def test_what_is_in_flight_is_not_overwritten(num_slots: int) -> None:
     """The slots hold what the last pushes sent, however the host goes on writing."""
@@ -119,17 +105,7 @@ def test_what_is_in_flight_is_not_overwritten(num_slots: int) -> None:
         feed.host["counters"][:] = number
         feed.push()
         feed.host["counters"][:] = -1
+        assert feed.device["counters"].eq(number).all()
         sent = sorted(int(slot[:8].view(torch.int64)) for slot in feed._slots)
         expected = range(max(0, number - num_slots) + 1, number + 1)
         assert sent == [0] * (num_slots - len(expected)) + list(expected)
-
-
-def test_every_push_sends_all_arrays_and_nothing_arrives_before_one() -> None:
-    feed = HostFeed(FIELDS, CPU, num_slots=3, make_event=Events())
-    feed.host["limits"][:] = 0.5
-    assert not feed.device["limits"].any()
-    for number in range(8):
-        feed.host["counters"][:] = number
-        feed.push()
-        assert feed.device["limits"].eq(0.5).all()
-        assert feed.device["counters"].eq(number).all()

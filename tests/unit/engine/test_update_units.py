@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from random import Random
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from trainmux.engine._units import MAX_BUCKET, MOST_TOGETHER, SMALL, Unit, as_ready, buckets, large_alone
-from trainmux.engine._updates import UpdateMode, UpdateSettings
-from trainmux.errors import ConfigError
-from trainmux.fusion.optimizers import OptimizerStructure
 from trainmux.lowering import interleave
 
 WIDTH = 2
@@ -29,48 +26,31 @@ def stacked(sizes: Iterable[int]) -> list[Tensor]:
     return [torch.empty((WIDTH, size), device="meta") for size in sizes]
 
 
-def positions(units: Iterable[Unit]) -> list[int]:
-    return [position for unit in units for position in unit.positions]
-
-
-@given(SIZES)
-def test_every_parameter_is_in_one_unit_and_large_ones_are_alone(sizes: list[int]) -> None:
-    units = large_alone(stacked(sizes))
-    assert sorted(positions(units)) == list(range(len(sizes)))
-    assert len({unit.number for unit in units}) == len(units)
-    for unit in units:
-        assert len(unit.positions) <= MOST_TOGETHER
-        assert len(unit.positions) == 1 or all(sizes[position] <= SMALL for position in unit.positions)
-    num_small = sum(size <= SMALL for size in sizes)
-    assert len(units) == len(sizes) - num_small + -(-num_small // MOST_TOGETHER)
+def several(units: Iterable[Unit]) -> list[Unit]:
+    return [unit for unit in units if len(unit.positions) > 1]
 
 
 @given(SIZES, st.randoms(use_true_random=False))
-def test_immediate_units_come_as_they_are_ready_and_hold_little(sizes: list[int], random: object) -> None:
-    ready = list(range(len(sizes)))
-    random.shuffle(ready)  # type: ignore[attr-defined]
-    units = as_ready(stacked(sizes), ready)
-    assert sorted(positions(units)) == list(range(len(sizes)))
-    assert len({unit.number for unit in units}) == len(units)
-    last = [max(ready[position] for position in unit.positions) for unit in units]
+def test_every_parameter_is_in_one_unit_of_bounded_size(sizes: list[int], random: Random) -> None:
+    tensors = stacked(sizes)
+    ready = random.sample(range(len(sizes)), len(sizes))
+    kinds = [random.choice(["a", "b", None]) for _ in sizes]
+    deferred, immediate, bucketed = large_alone(tensors), as_ready(tensors, ready), buckets(tensors, kinds)
+    for units in (deferred, immediate, bucketed):
+        assert sorted(position for unit in units for position in unit.positions) == list(range(len(sizes)))
+        assert len({unit.number for unit in units}) == len(units)
+        assert all(len(unit.positions) <= MOST_TOGETHER for unit in units)
+    for unit in several(deferred):
+        assert all(sizes[position] <= SMALL for position in unit.positions)
+    for unit in several(immediate):
+        assert sum(sizes[position] for position in unit.positions) <= SMALL
+    last = [max(ready[position] for position in unit.positions) for unit in immediate]
     assert last == sorted(last)
-    for unit in units:
-        assert len(unit.positions) == 1 or sum(sizes[position] for position in unit.positions) <= SMALL
-
-
-@given(SIZES, st.randoms(use_true_random=False))
-def test_buckets_are_of_one_kind_and_bounded(sizes: list[int], random: object) -> None:
-    kinds = [random.choice(["a", "b", None]) for _ in sizes]  # type: ignore[attr-defined]
-    units = buckets(stacked(sizes), kinds)
-    assert sorted(positions(units)) == list(range(len(sizes)))
-    assert len({unit.number for unit in units}) == len(units)
-    for unit in units:
-        assert unit.is_bucket == (len(unit.positions) > 1)
-        assert len(unit.positions) <= MOST_TOGETHER
-        if unit.is_bucket:
-            assert len({kinds[position] for position in unit.positions} - {None}) == 1
-            assert None not in {kinds[position] for position in unit.positions}
-            assert WIDTH * sum(sizes[position] for position in unit.positions) <= MAX_BUCKET
+    for unit in several(bucketed):
+        assert len({kinds[position] for position in unit.positions}) == 1
+        assert kinds[unit.positions[0]] is not None
+        assert WIDTH * sum(sizes[position] for position in unit.positions) <= MAX_BUCKET
+    assert [unit for unit in bucketed if unit.is_bucket] == several(bucketed)
 
 
 def test_equal_parameters_make_equal_buckets() -> None:
@@ -117,16 +97,3 @@ def test_an_update_comes_when_its_gradient_is_there_and_nobody_reads_the_paramet
     assert merged(change_weight, change_bias) == late
     assert merged(norm, first=5) == [forward, of_bias, of_weight, of_batch, last, norm]
     assert merged() == [n for (n,) in steps]
-
-
-@pytest.mark.parametrize("switch", ["clips_norm", "accumulates"])
-def test_what_needs_all_gradients_is_never_immediate(switch: str) -> None:
-    switches = {"clips_norm": False, "clips_value": True, "accumulates": False, "applies": True}
-
-    def settings(**options: bool) -> UpdateSettings:
-        given = {**switches, **options}
-        return UpdateSettings(OptimizerStructure(()), (), (), (), **given, mode=UpdateMode.IMMEDIATE)
-
-    settings()
-    with pytest.raises(ConfigError, match=r"all gradients at once, got 'immediate'; set clip_norm back"):
-        settings(**{switch: True})

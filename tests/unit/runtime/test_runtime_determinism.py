@@ -45,39 +45,19 @@ def before(request: pytest.FixtureRequest) -> Iterator[dict[str, bool]]:
 
 
 def test_switches_are_on_inside_and_back_outside(before: dict[str, bool]) -> None:
+    with deterministic_algorithms(False):
+        assert switches() == before
     with deterministic_algorithms(True):
+        with deterministic_algorithms(True), deterministic_algorithms(False):
+            pass
         inside = switches()
     assert inside["enabled"]
     assert inside["cudnn_deterministic"]
     assert not inside["cudnn_benchmark"]
     assert switches() == before
-
-
-def test_switches_are_back_after_an_exception(before: dict[str, bool]) -> None:
     with pytest.raises(ValueError, match="step failed"), deterministic_algorithms(True):
         raise ValueError("step failed")
     assert switches() == before
-
-
-def test_switches_are_back_after_nesting(before: dict[str, bool]) -> None:
-    with deterministic_algorithms(True):
-        with deterministic_algorithms(True):
-            pass
-        assert switches()["enabled"]
-    assert switches() == before
-
-
-def test_disabled_changes_nothing(before: dict[str, bool]) -> None:
-    with deterministic_algorithms(False):
-        assert switches() == before
-    assert switches() == before
-
-
-def test_disabled_does_not_switch_an_outer_one_off() -> None:
-    with deterministic_algorithms(True):
-        with deterministic_algorithms(False):
-            assert switches()["enabled"]
-        assert switches()["enabled"]
 
 
 def test_threads_find_the_switches_as_they_asked_for_them() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -23,12 +24,6 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_nothing_happens_without_a_signal() -> None:
-    with deferred_interrupts():
-        pass
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def step(done: list[str], *, signals: int = 1, fails: bool = False) -> None:
     """A step during which signals arrive."""
     with deferred_interrupts():
@@ -39,32 +34,25 @@ def step(done: list[str], *, signals: int = 1, fails: bool = False) -> None:
             raise ValueError("step failed")
 
 
-def test_a_signal_is_raised_at_the_end() -> None:
+@pytest.mark.parametrize(
+    ("signals", "fails", "raised"),
+    [
+        (0, False, None),
+        (0, True, ValueError),
+        (1, False, KeyboardInterrupt),
+        (2, False, KeyboardInterrupt),
+        (1, True, KeyboardInterrupt),
+    ],
+)
+def test_signals_are_raised_once_at_the_end(
+    signals: int, fails: bool, raised: type[BaseException] | None
+) -> None:
     done: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        step(done)
+    with pytest.raises(raised) if raised else nullcontext():
+        step(done, signals=signals, fails=fails)
     assert done == ["step"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_several_signals_are_raised_once() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        step([], signals=2)
     step([], signals=0)
-
-
-def test_an_exception_passes_and_the_handler_is_put_back() -> None:
-    with pytest.raises(ValueError, match="step failed"):
-        step([], signals=0, fails=True)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(KeyboardInterrupt):
-        interrupt()
-
-
-def test_a_signal_before_an_exception_is_not_lost() -> None:
-    with pytest.raises(KeyboardInterrupt) as raised:
-        step([], fails=True)
-    assert isinstance(raised.value.__context__, ValueError)
 
 
 def test_nested_the_outermost_end_raises() -> None:
@@ -81,22 +69,15 @@ def test_nested_the_outermost_end_raises() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_handler_of_the_users_own_is_left_in_place() -> None:
+def test_handlers_of_others_are_left_in_place() -> None:
     received = []
-    signal.signal(signal.SIGINT, lambda signum, frame: received.append(signum))
-    own = signal.getsignal(signal.SIGINT)
-    with deferred_interrupts():
-        assert signal.getsignal(signal.SIGINT) is own
-        interrupt()
-        assert received == [signal.SIGINT]
-    assert signal.getsignal(signal.SIGINT) is own
-
-
-def test_an_ignored_signal_stays_ignored() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with deferred_interrupts():
-        interrupt()
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    for handler in (signal.SIG_IGN, lambda signum, frame: received.append(signum)):
+        signal.signal(signal.SIGINT, handler)
+        with deferred_interrupts():
+            assert signal.getsignal(signal.SIGINT) is handler
+            interrupt()
+        assert signal.getsignal(signal.SIGINT) is handler
+    assert received == [signal.SIGINT]
 
 
 def test_other_threads_leave_the_handler_alone() -> None:

@@ -26,14 +26,11 @@ KNOWN_ANSWERS = [
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]
-# The same for philox2x32: rounds, counter, key, result.
+# The same for philox2x32 with seven rounds.
 KNOWN_PAIRS = [
-    (7, "00000000 00000000", "00000000", "257a3673 cd26be2a"),
-    (7, "ffffffff ffffffff", "ffffffff", "ab302c4d 3dc9d239"),
-    (7, "243f6a88 85a308d3", "13198a2e", "bedbbe6b e4c770b3"),
-    (10, "00000000 00000000", "00000000", "ff1dae59 6cd10df2"),
-    (10, "ffffffff ffffffff", "ffffffff", "2c3f628b ab4fd7ad"),
-    (10, "243f6a88 85a308d3", "13198a2e", "dd7ce038 f62a4c12"),
+    ("00000000 00000000", "00000000", "257a3673 cd26be2a"),
+    ("ffffffff ffffffff", "ffffffff", "ab302c4d 3dc9d239"),
+    ("243f6a88 85a308d3", "13198a2e", "bedbbe6b e4c770b3"),
 ]
 
 
@@ -70,18 +67,13 @@ def pairs_in_python(counter: list[int], key: int) -> list[int]:
     return [c0, c1]
 
 
-@pytest.mark.parametrize(("rounds", "counter", "key", "expected"), KNOWN_PAIRS)
-def test_published_known_answers_of_pairs(rounds: int, counter: str, key: str, expected: str) -> None:
-    (word,) = scalars(parsed(key))
-    words = philox_pairs(scalars(parsed(counter)), word, rounds=rounds)
-    assert [word.item() for word in words] == parsed(expected)
-
-
 def test_published_known_answers() -> None:
-    counters = torch.tensor([parsed(counter) for counter, _, _ in KNOWN_ANSWERS]).unbind(1)
-    keys = torch.tensor([parsed(key) for _, key, _ in KNOWN_ANSWERS]).unbind(1)
-    words = torch.stack(philox_blocks(counters, keys), 1)
-    assert words.tolist() == [parsed(expected) for _, _, expected in KNOWN_ANSWERS]
+    for counter, key, expected in KNOWN_ANSWERS:
+        words = philox_blocks(scalars(parsed(counter)), scalars(parsed(key)))
+        assert [word.item() for word in words] == parsed(expected)
+    for counter, key, expected in KNOWN_PAIRS:
+        words = philox_pairs(scalars(parsed(counter)), *scalars(parsed(key)))
+        assert [word.item() for word in words] == parsed(expected)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -116,24 +108,11 @@ def test_a_member_draws_the_same_at_any_width_and_in_any_slot(
         assert torch.equal(together[slot], alone[member])
 
 
-def test_the_shape_only_arranges_the_elements() -> None:
+def test_the_shape_only_arranges_the_elements_and_torch_draws_nothing() -> None:
+    before = torch.get_rng_state()
     for numel in (1, 2, 5, 8, 13):
         assert torch.equal(words_of(3, 1, 2, (numel,)), words_of(3, 1, 2, (30,))[:numel])
     assert torch.equal(words_of(3, 1, 2, (3, 5, 2)).flatten(), words_of(3, 1, 2, (30,)))
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (2, 0, 5)])
-def test_scalar_and_empty_shapes(shape: tuple[int, ...]) -> None:
-    one = words_of(5, 0, 0, shape)
-    assert one.shape == shape
-    assert one.dtype == torch.int64
-    many = random_words(torch.arange(3), torch.zeros(3, dtype=torch.int64), 0, list(shape))
-    assert many.shape == (3, *shape)
-
-
-def test_draws_do_not_touch_torch_generators() -> None:
-    before = torch.get_rng_state()
-    words_of(1, 2, 3, (10,))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -148,7 +127,7 @@ def test_neighbours_in_every_coordinate_draw_something_else() -> None:
     assert len(drawn) == len(NEIGHBOURS)
 
 
-@pytest.mark.parametrize(("seed", "counter", "operator"), [(0, 0, 0), (-7, 2**40, 12), (2**62, 1, 3)])
+@pytest.mark.parametrize(("seed", "counter", "operator"), [(0, 0, 0), (-7, 2**40, 12)])
 def test_words_are_uniform(seed: int, counter: int, operator: int) -> None:
     words = words_of(seed, counter, operator, (1 << 16,)).numpy()
     assert stats.kstest(words / WORD_RANGE, "uniform").pvalue > 1e-3
@@ -174,10 +153,12 @@ def test_neighbouring_elements_are_uncorrelated() -> None:
         assert abs(correlation) < 4.5 / math.sqrt(words.numel())
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (2, 3), (0,)])
-@pytest.mark.parametrize("width", [None, 3])
+@pytest.mark.parametrize(
+    ("shape", "width"), [((), None), ((7,), 3), ((2, 3), None), ((0,), 3), ((3, 0), None)]
+)
 def test_holds_to_the_contract_of_a_custom_operator(shape: tuple[int, ...], width: int | None) -> None:
     seed = torch.arange(3) if width else torch.tensor(1)
+    assert random_words(seed, seed + 1, 4, list(shape)).shape == (*seed.shape, *shape)
     torch.library.opcheck(
         random_words, (seed, seed + 1, 4, list(shape)), test_utils=("test_schema", "test_faketensor")
     )

@@ -1,0 +1,258 @@
+"""The code of kernels is kept on disk and found again, by everything that decides it; workers fill it."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from lowering_tools import traced
+from torch._inductor import config
+
+from trainmux.lowering import KernelCache, Lowered, _compile, _inductor, _known, _workers, lower
+from trainmux.lowering._inductor import _SELDOM_USED, LoadedCode, _without_unused_imports, surroundings
+from trainmux.lowering._known import is_known, recall, remember, stored_key
+from trainmux.lowering._workers import compile_in_workers, receive, send
+
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
+)
+
+
+def lowered_in(cache: KernelCache) -> Lowered:
+    return lower(traced(lambda x: (x * 3).relu() + 1, torch.zeros(16, 8)), cache)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which the kernel of ``lowered_in`` lies."""
+    folder = tmp_path_factory.mktemp("kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_known, "cache_folder", lambda: folder)
+        cache = KernelCache()
+        (kernel,) = lowered_in(cache).kernels
+        (folder / "payload").write_bytes(kernel.payload())
+        cache.compile([kernel])
+    return folder
+
+
+@pytest.fixture
+def stored(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of it, in use; nothing can be compiled."""
+    copy = shutil.copytree(folder, tmp_path / "kernels")
+    monkeypatch.setattr(_known, "cache_folder", lambda: copy)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("expected nothing to be compiled")
+
+    monkeypatch.setattr(_inductor, "compile_graph", refuse)
+    return copy
+
+
+@needs_compiler
+def test_code_on_disk_is_loaded_and_not_compiled(stored: Path) -> None:
+    cache = KernelCache()
+    lowered = lowered_in(cache)
+    cache.compile(lowered.kernels)
+    assert [kernel.failure for kernel in lowered.kernels] == [""]
+    x = torch.randn(16, 8)
+    torch.testing.assert_close(lowered.module(x), (x * 3).relu() + 1)
+    assert isinstance(lowered.kernels[0]._compiled, LoadedCode)
+
+
+@needs_compiler
+@pytest.mark.parametrize("why", ["cut off", "something else", "other settings"])
+@pytest.mark.filterwarnings("ignore:1 of 1 regions could not be compiled")
+def test_damaged_code_and_code_of_other_settings_is_not_taken(stored: Path, why: str) -> None:
+    (path,) = (stored / "trainmux").iterdir()
+    if why != "other settings":
+        path.write_bytes(path.read_bytes()[:-100] if why == "cut off" else b"no pickle")
+    cache = KernelCache(deterministic=why == "other settings")
+    lowered = lowered_in(cache)
+    cache.compile(lowered.kernels)  # tries to compile, which the fixture refuses
+    assert "expected nothing to be compiled" in lowered.kernels[0].failure
+
+
+def test_what_decides_the_code_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {surroundings(), surroundings()}
+    with config.patch(max_fusion_size=7):
+        found.add(surroundings())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "9.9")
+        found.add(surroundings())
+    with monkeypatch.context() as patch:
+        patch.setattr(_inductor, "source_version", lambda folder: "changed")
+        found.add(surroundings())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        for name, capability in (("a", (9, 0)), ("b", (9, 0)), ("a", (8, 0))):
+            patch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+            patch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+            found.add(surroundings())
+    with monkeypatch.context() as patch:
+        patch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+        found.add(surroundings())
+    assert len(found) == 8
+    assert len({stored_key(region, around) for region in "ab" for around in found}) == 16
+
+
+def test_a_full_disk_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    monkeypatch.setattr(_known, "cache_folder", lambda: in_the_way)
+    remember("key", b"code")
+    assert not is_known("key")
+    assert recall("key") == b""
+
+
+def test_only_imports_that_nothing_uses_are_left_out() -> None:
+    imports = "import torch\n" + "".join(_SELDOM_USED.values())
+    unused = "assert_alignment = 1\n"
+    assert _without_unused_imports(imports + unused) == "import torch\n" + unused
+    used = imports + "def call(args):\n    extern_kernels.mm(args[0], args[1])\n    return align(3)\n"
+    assert _without_unused_imports(used) == used
+
+
+NEW_PROCESS = """
+import sys
+from functools import partial
+from pathlib import Path
+import torch
+from trainmux.lowering import KernelCache, _inductor, _known, decompositions, lower
+from trainmux.lowering._regions import from_payload
+from trainmux.lowering._workers import compile_in_workers
+from trainmux.tracing import make_fx, static_fake_mode
+
+folder, key, factor = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+_known.cache_folder = lambda: folder
+cache = KernelCache()
+kernel = cache.kernel(key, partial(from_payload, (folder / "payload").read_bytes()))
+cache.compile([kernel])
+assert isinstance(kernel._compiled, _inductor.LoadedCode), kernel.failure
+x = torch.randn(16, 8)
+(result,) = kernel.run([x])
+torch.testing.assert_close(result, (x * 3).relu() + 1)
+for part in ("compile_fx", "graph", "lowering", "select_algorithm"):
+    assert f"torch._inductor.{part}" not in sys.modules, part
+
+def pool(x):
+    return torch.ops.aten.max_pool2d_with_indices(x, [2, 2])
+
+with static_fake_mode():
+    graph = make_fx(pool, decomposition_table=decompositions())(torch.empty(1, 2, 4, 4)).graph
+    module = make_fx(lambda x: (x * factor).relu() + 1)(torch.empty(16, 8))
+assert not graph.find_nodes(op="call_function", target=torch.ops.aten.max_pool2d_with_indices.default)
+
+from torch._dynamo.utils import counters
+lowered = lower(module, cache)
+(kernel,) = lowered.kernels
+assert compile_in_workers([kernel.payload()], num_workers=1, deterministic=False, combines=[False]) == 1
+counters.clear()
+cache.compile([kernel])
+assert kernel.is_compiled, kernel.failure
+assert counters["inductor"]["fxgraph_cache_hit"] == 1, counters["inductor"]
+torch.testing.assert_close(lowered.module(x), (x * factor).relu() + 1)
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_new_process_loads_what_others_compiled(folder: Path) -> None:
+    """Without the compiler, if the code is known; by way of a worker's cache, if it is not. Pooling is taken
+    apart in a process that has compiled nothing."""
+    (kernel,) = lowered_in(KernelCache()).kernels
+    new = str(1 + uuid.uuid4().int % 10**9 / 10**9)  # code that nobody has compiled before
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NEW_PROCESS, str(folder), kernel.key, new],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# ---- workers -------------------------------------------------------------------------------------------
+
+# The package's own __init__ would import torch: a few seconds for each worker.
+ECHO = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("workers", {_workers.__file__!r})
+workers = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(workers)
+for _ in range(int(sys.argv[1])):
+    try:
+        payload, combines = workers.receive(sys.stdin.buffer)
+    except EOFError:
+        break
+    workers.send(sys.stdout.buffer, "" if payload != b"bad" else "cannot")
+"""
+
+
+def test_messages_arrive_whole_or_not_at_all() -> None:
+    stream = io.BytesIO()
+    messages = [b"", (b"x" * 100_000, True), "failed: \n ü"]
+    for message in messages:
+        send(stream, message)
+    stream.seek(0)
+    assert [receive(stream) for _ in messages] == messages
+    whole = io.BytesIO()
+    send(whole, b"some bytes that take more than twenty")
+    for end in (0, 1, 20):
+        with pytest.raises(EOFError):
+            receive(io.BytesIO(whole.getvalue()[:end]))
+
+
+@pytest.mark.parametrize(
+    ("lives", "payloads", "num_finished"),
+    [
+        ([100, 100], [b"%d" % i for i in range(20)], 20),
+        ([100], [b"good", b"bad", b"good"], 2),
+        ([3], [b"%d" % i for i in range(10)], 3),  # it dies after three
+        ([0, 0], [b"1", b"2"], 0),
+    ],
+)
+def test_workers_share_the_work_and_leave_what_they_cannot_do(
+    lives: list[int], payloads: list[bytes], num_finished: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = list(lives)
+
+    def start(_: bool) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", ECHO, str(waiting.pop())]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ))
+
+    monkeypatch.setattr(_workers, "_started", start)
+    combines = [False] * len(payloads)
+    found = compile_in_workers(payloads, num_workers=len(lives), deterministic=False, combines=combines)
+    assert found == num_finished
+
+
+def test_few_kernels_and_known_ones_need_no_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_known, "cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("TRAINMUX_COMPILE_WORKERS", "2")
+    asked: list[int] = []
+    monkeypatch.setattr(_compile, "compile_in_workers", lambda payloads, **_: asked.append(len(payloads)))
+
+    def fill(deterministic: bool = False) -> list[str]:
+        """Two kernels; the keys that their code is kept by."""
+        cache = KernelCache(deterministic=deterministic)
+        lowered = [lower(traced(lambda x: x.relu() + 1, torch.zeros(4, n)), cache) for n in (3, 5)]
+        kernels = [kernel for each in lowered for kernel in each.kernels]
+        cache.fill(kernels)()
+        return list(cache._stored_keys(kernels).values())
+
+    fill()
+    assert asked == []
+    monkeypatch.setattr(_compile, "_MIN_FOR_WORKER", 1)
+    for key in fill():
+        remember(key, b"code")
+    assert asked == [2]
+    fill()
+    assert asked == [2]
+    fill(deterministic=True)
+    assert asked == [2, 2]
