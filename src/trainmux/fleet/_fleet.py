@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainmux.errors import ConfigError, FusionError, MemberError
+from trainmux.errors import ConfigError, FleetError, FusionError, MemberError, warn_user
 from trainmux.fleet._callbacks import Callback
-from trainmux.fleet._checkpoint import fleet_document, has_other_constants, refuse_copy, restore_fleet
+from trainmux.fleet._checkpoint import fleet_document, restore_fleet
 from trainmux.fleet._checkpoint_files import read_checkpoint, write_checkpoint
 from trainmux.fleet._config import make_config
 from trainmux.fleet._doors import door, whole
@@ -39,7 +39,6 @@ from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
 from trainmux.fleet._slots import Slot
 from trainmux.fleet._traces import Trace, TraceCache
-from trainmux.fleet._warn import warn_user
 from trainmux.fleet._watch import Edits, FleetWatch, MemberWatch
 from trainmux.ir import GroupSummary, Timeline
 from trainmux.planning import PlanProgress
@@ -494,7 +493,12 @@ class Fleet:
 
     # ---- checkpoints -------------------------------------------------------------------------------
 
-    __reduce_ex__ = refuse_copy
+    def __reduce_ex__(self, protocol: object) -> str:
+        """Refuse what ``copy`` and ``pickle`` ask for."""
+        raise FleetError(
+            "expected a fleet to stay where it is, got copy or pickle; write it with fleet.save() and "
+            "restore() it into another one, or call fleet.sync() and copy the members"
+        )
 
     @door
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
@@ -508,11 +512,8 @@ class Fleet:
         """Go back to a saved state; the fleet must have the same members. Returns what ``extra`` was."""
         with plain_torch(self._config.default_dtype):
             tensors, document = read_checkpoint(path)
-            if self._broken:
-                self._groups, self._gather = self._plans.start_over(self._groups), None
-            self._plans.finish()
-            if self._plans.is_active and has_other_constants(self._groups, tensors, document):
-                self._leave_plan()
+            # A planned program has constants in places of its own, and may have failed half-way.
+            self._groups, self._gather = self._plans.start_over(self._groups), None
             self._num_steps = restore_fleet(self._groups, self._names, self._config, tensors, document, path)
         self._broken = ""
         return dict(document["extra"])

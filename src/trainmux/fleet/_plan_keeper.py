@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainmux.engine import release_cached
-from trainmux.errors import PlanError
+from trainmux.errors import PlanError, warn_user
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._partition import join_groups, put_back, rejoined, split_groups
@@ -16,7 +16,6 @@ from trainmux.fleet._plain_runner import PlainRunner
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._planned_runner import MakePlanner, PlannedRunner
 from trainmux.fleet._planning import PlanRequest
-from trainmux.fleet._warn import warn_user
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.runtime import deferred_interrupts
 from trainmux.sizes import exact_bytes
