@@ -12,10 +12,10 @@ from trainmux.errors import PlanError, warn_user
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._partition import join_groups, put_back, rejoined, split_groups
-from trainmux.fleet._plain_runner import PlainRunner
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._planned_runner import MakePlanner, PlannedRunner
 from trainmux.fleet._planning import PlanRequest
+from trainmux.fleet._runner import PlainRunner
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.runtime import deferred_interrupts
 from trainmux.sizes import exact_bytes

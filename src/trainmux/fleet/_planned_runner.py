@@ -22,14 +22,12 @@ from trainmux.engine import (
 )
 from trainmux.errors import BudgetError, PlanError
 from trainmux.fleet._config import FleetConfig
-from trainmux.fleet._doors import half_step
-from trainmux.fleet._evaluate import RowTraces, take_over
 from trainmux.fleet._feed import GroupFeed
 from trainmux.fleet._group import Group
 from trainmux.fleet._other_steps import PlannedPrograms
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._planning import FleetPlanner
-from trainmux.fleet._runner import Batches, GroupPart
+from trainmux.fleet._runner import Batches, GroupPart, RowTraces, half_step, merge_rows
 from trainmux.fleet._state_moves import copy_into_places, host_copies
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.planning import measured_timeline
@@ -211,7 +209,7 @@ class PlannedRunner:
             with deferred_interrupts():  # state may move, and must not stop half-way
                 values = self._forward(variant, batches)
             for known, (_, rows), new in zip(merged, chosen, values, strict=True):
-                take_over(known, new, rows)
+                merge_rows(known, new, rows)
         return merged
 
     def _forward(self, variant: Hashable, batches: Batches) -> list[dict[str, Tensor]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from trainmux.errors import TrainmuxWarning
-from trainmux.fleet._background import Prepared, Upgrade
+from trainmux.fleet._background import Upgrade
 
 
 def nothing() -> None:
@@ -24,9 +25,9 @@ def test_only_the_work_is_on_a_thread() -> None:
         note("finish")
         return 7
 
-    def prepare() -> Prepared[int]:
+    def prepare() -> tuple[Callable[[], None], Callable[[], int]]:
         note("prepare")
-        return Prepared(lambda: note("work"), finish)
+        return lambda: note("work"), finish
 
     upgrade = Upgrade(prepare)
     assert not upgrade.is_started
@@ -48,7 +49,7 @@ def test_it_is_not_ready_before_the_work_is_done() -> None:
     def work() -> None:
         assert go.wait(10)
 
-    upgrade = Upgrade(lambda: Prepared(work, lambda: 7))
+    upgrade = Upgrade(lambda: (work, lambda: 7))
     assert not upgrade.is_ready
     upgrade.start()
     assert not upgrade.is_ready
@@ -58,7 +59,7 @@ def test_it_is_not_ready_before_the_work_is_done() -> None:
 
 
 def test_asking_for_the_result_starts_it() -> None:
-    assert Upgrade(lambda: Prepared(nothing, lambda: 7)).result() == 7
+    assert Upgrade(lambda: (nothing, lambda: 7)).result() == 7
 
 
 @pytest.mark.parametrize("where", ["prepare", "work", "finish"])
@@ -71,9 +72,9 @@ def test_a_failure_is_said_when_it_is_asked_for(where: str) -> None:
         fail("finish")
         return 7
 
-    def prepare() -> Prepared[int]:
+    def prepare() -> tuple[Callable[[], None], Callable[[], int]]:
         fail("prepare")
-        return Prepared(lambda: fail("work"), finish)
+        return lambda: fail("work"), finish
 
     upgrade = Upgrade(prepare)
     upgrade.wait()

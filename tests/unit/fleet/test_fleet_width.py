@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx
 
+from trainmux.fleet._build import choose_partition, convolution_flops
 from trainmux.fleet._config import FleetConfig
-from trainmux.fleet._width import choose_partition, convolution_flops
 
 aten = torch.ops.aten
 LARGE, SMALL = (32, 256, 56, 56), (4, 8, 8, 8)
