@@ -106,6 +106,24 @@ def restore_fleet(
     return int(document["num_steps"])
 
 
+def has_other_constants(
+    groups: Sequence[Group], tensors: Mapping[str, Tensor], document: Mapping[str, Any]
+) -> bool:
+    """Whether a constant that members share has other values in the checkpoint.
+
+    A planned program has constants in places of its own. What does not fit is for `restore_fleet` to refuse.
+    """
+    saved = document.get("members", {})
+    for group in groups:
+        for name, value in group.state.shared.items():
+            for _, slot in group.members:
+                prefix = saved.get(slot.name, {}).get("prefix", "")
+                other = tensors.get(f"{prefix}/{group.kind_of(name)}/{name}")
+                if other is not None and not torch.equal(value.cpu(), other):
+                    return True
+    return False
+
+
 def _rows(group: Group, row: int, prefix: str) -> dict[str, Tensor]:
     """Find every stored tensor of one member, by its name in the checkpoint."""
     state = group.state

@@ -55,7 +55,7 @@ class FitOptions:
     validation: Iterable[Batch] | None = None
     validate_every: int | None = None
     metric_fn: Callable[..., Any] | None = None
-    callbacks: Iterable[Callback] = ()
+    callbacks: Iterable[Any] = ()
     checkpoint: str | os.PathLike[str] | None = None
     resume: str | bool = "auto"
     progress: str | bool = "auto"

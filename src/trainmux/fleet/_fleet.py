@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainmux.errors import ConfigError, FleetError, FusionError, MemberError, warn_user
 from trainmux.fleet._callbacks import Callback
-from trainmux.fleet._checkpoint import fleet_document, restore_fleet
+from trainmux.fleet._checkpoint import fleet_document, has_other_constants, restore_fleet
 from trainmux.fleet._checkpoint_files import read_checkpoint, write_checkpoint
 from trainmux.fleet._config import make_config
 from trainmux.fleet._doors import door, whole
@@ -23,16 +23,17 @@ from trainmux.fleet._history import History
 from trainmux.fleet._member import Member
 from trainmux.fleet._newcomer import (
     Newcomer,
+    carry_over,
     describe_newcomer,
+    kept_edits,
     loss_of,
-    name_of_newcomer,
-    unique_names,
+    names_of,
+    take_edits,
     unknown_member,
 )
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_keeper import PlanKeeper, request_like, without_empty
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
-from trainmux.fleet._refresh import carry_over, kept_edits, take_edits
 from trainmux.fleet._results import Gather, reasons_stopped, summarise
 from trainmux.fleet._runner import Batches, GroupPart, StepRunner
 from trainmux.fleet._schedules import await_update, end_epoch, end_update
@@ -103,7 +104,9 @@ class Fleet:
         self._plans = PlanKeeper(self._config, self._planner)
         self._watch = FleetWatch(self._computes_alike)
         members = list(members)
-        names = unique_names(members)
+        if not members:
+            raise MemberError("expected at least one member, got none; pass a list of trainmux.Member")
+        names = names_of(members)
         self._feed = BatchFeed(self._config, example_batch, len(members))
         by_key: dict[GroupKey, list[Newcomer]] = {}
         with plain_torch(self._config.default_dtype):
@@ -337,7 +340,7 @@ class Fleet:
         self._plans.finish()
         position = self._names.index(name) if name in self._names else -1
         group, row = self._find(name)
-        new_name = name_of_newcomer(member, dict(zip(self._names, self.members, strict=True)), name)
+        (new_name,) = names_of([member], dict(zip(self._names, self.members, strict=True)), name)
         plan = self._describe(member, new_name, position)
         group.check_export(row)
         if plan.key == group.key:
@@ -362,7 +365,7 @@ class Fleet:
         With ``accumulate=n``, one that comes between two updates starts with the next n batches.
         """
         self._plans.finish()
-        name = name_of_newcomer(member, dict(zip(self._names, self.members, strict=True)))
+        (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)))
         plan = self._describe(member, name, len(self._names))
         self._place(plan)
         await_update(self._groups, name, self._num_steps)
@@ -512,8 +515,11 @@ class Fleet:
         """Go back to a saved state; the fleet must have the same members. Returns what ``extra`` was."""
         with plain_torch(self._config.default_dtype):
             tensors, document = read_checkpoint(path)
-            # A planned program has constants in places of its own, and may have failed half-way.
-            self._groups, self._gather = self._plans.start_over(self._groups), None
+            if self._broken:
+                self._groups, self._gather = self._plans.start_over(self._groups), None
+            self._plans.finish()
+            if self._plans.is_active and has_other_constants(self._groups, tensors, document):
+                self._leave_plan()
             self._num_steps = restore_fleet(self._groups, self._names, self._config, tensors, document, path)
         self._broken = ""
         return dict(document["extra"])
