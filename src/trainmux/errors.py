@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class TrainmuxError(Exception):
     """Base of every error that trainmux raises on purpose."""
@@ -88,3 +91,13 @@ def first_line(error: BaseException) -> str:
 
 class TrainmuxWarning(UserWarning):
     """Something works, but not in the way one would expect: a fall-back, a frozen member."""
+
+
+def warn_user(text: str) -> None:
+    """Issue a ``TrainmuxWarning`` at the nearest caller outside this package."""
+    level = 1
+    frame = sys._getframe(0)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("trainmux."):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, TrainmuxWarning, stacklevel=level)

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from trainmux.errors import TrainmuxWarning
+from trainmux.errors import warn_user
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Prepared(Generic[T]):
-    """``work`` may run on another thread; ``finish`` makes the result when it is done."""
-
-    work: Callable[[], None]
-    finish: Callable[[], T]
 
 
 class Upgrade(Generic[T]):
     """A replacement that is made while training goes on, a part of it on a thread.
 
-    ``prepare`` and what it returns as ``finish`` run on the caller's thread, because they trace, which only
-    one thread can do at a time. ``work``, which waits for other processes, runs on a thread. A failure is
-    warned about once; then there is no upgrade.
+    ``prepare`` returns ``(work, finish)``. It and ``finish``, which makes the result, run on the caller's
+    thread, because they trace, which only one thread can do at a time. ``work``, which waits for other
+    processes, runs on a thread. A failure is warned about once; then there is no upgrade.
     """
 
-    def __init__(self, prepare: Callable[[], Prepared[T]]) -> None:
+    def __init__(self, prepare: Callable[[], tuple[Callable[[], None], Callable[[], T]]]) -> None:
         self._prepare = prepare
-        self._prepared: Prepared[T] | None = None
+        self._finish: Callable[[], T] | None = None
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
@@ -48,11 +38,11 @@ class Upgrade(Generic[T]):
         if self.is_started:
             return
         try:
-            self._prepared = self._prepare()
+            work, self._finish = self._prepare()
         except Exception as error:
             self._error = error
             return
-        self._thread = threading.Thread(target=self._run, args=(self._prepared.work,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -67,14 +57,12 @@ class Upgrade(Generic[T]):
         try:
             if self._error is not None:
                 raise self._error
-            assert self._prepared is not None
-            return self._prepared.finish()
+            assert self._finish is not None
+            return self._finish()
         except Exception as error:
-            warnings.warn(
+            warn_user(
                 f"a step could not be compiled and goes on through ATen, slower: "
-                f"{type(error).__name__}: {error}",
-                TrainmuxWarning,
-                stacklevel=2,
+                f"{type(error).__name__}: {error}"
             )
             return None
 

@@ -75,12 +75,12 @@ class Callback:
         """Take over what ``state_dict`` returned in the run that is resumed."""
 
 
-def callback_states(callbacks: tuple[Callback, ...]) -> list[dict[str, Any]]:
+def callback_states(callbacks: Iterable[Callback]) -> list[dict[str, Any]]:
     """Collect type and state of all callbacks, in order, for a checkpoint."""
     return [{"type": type(callback).__qualname__, "state": callback.state_dict()} for callback in callbacks]
 
 
-def load_callback_states(callbacks: tuple[Callback, ...], states: list[dict[str, Any]]) -> None:
+def load_callback_states(callbacks: Iterable[Callback], states: list[dict[str, Any]]) -> None:
     """Give each callback its state: the n-th of a type gets the n-th that was saved for the type.
 
     So a resumed run may have further callbacks; those without a saved state start fresh.

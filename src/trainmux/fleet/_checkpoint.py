@@ -9,61 +9,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainmux.errors import CheckpointError, FleetError
+from trainmux.errors import CheckpointError
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._slots import Slot
 
 _KIND = "trainmux fleet"
-
-
-def refuse_copy(fleet: object, protocol: object) -> str:
-    """Stands in the place of ``__reduce_ex__``, which ``copy`` and ``pickle`` call."""
-    raise FleetError(
-        "expected a fleet to stay where it is, got copy or pickle; write it with fleet.save() and restore() "
-        "it into another one, or call fleet.sync() and copy the members"
-    )
-
-
-def _rows(group: Group, row: int, prefix: str) -> dict[str, Tensor]:
-    """Every stored tensor of one member, by its name in the checkpoint."""
-    state = group.state
-    found = {f"{prefix}/parameter/{name}": rows[row] for name, rows in state.parameters.items()}
-    found |= {f"{prefix}/buffer/{name}": rows[row] for name, rows in state.buffers.items()}
-    found |= {f"{prefix}/{group.kind_of(name)}/{name}": value for name, value in state.shared.items()}
-    found |= {f"{prefix}/state/{name}/{kind}": rows[row] for (name, kind), rows in state.states.items()}
-    found |= {f"{prefix}/total/{name}": rows[row] for name, rows in state.totals.items()}
-    return found
+_COUNTED = ("counter", "num_updates", "active", "waits", "reason")
+"""Attributes of a slot that are saved as they are."""
 
 
 def fleet_document(
     groups: Sequence[Group], names: Sequence[str], num_steps: int, config: FleetConfig
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the document that ``save`` writes."""
+    """Collect the tensors and the document that ``save`` writes."""
     tensors: dict[str, Tensor] = {}
     members: dict[str, dict[str, Any]] = {}
     for group in groups:
-        alive, updates = group.state.alive.tolist(), group.state.updates.tolist()
-        seeds = group.state.seeds.tolist()
+        state = group.state
+        numbers = zip(state.alive.tolist(), state.updates.tolist(), state.seeds.tolist(), strict=True)
+        by_row = list(numbers)
         for row, slot in group.members:
             prefix = str(names.index(slot.name))
-            tensors |= {key: value.detach().clone() for key, value in _rows(group, row, prefix).items()}
+            tensors |= _rows(group, row, prefix)
+            alive, updates, seed = by_row[row]
+            scheduler = slot.member.scheduler
             members[slot.name] = {
                 "prefix": prefix,
-                "alive": alive[row],
-                "updates": updates[row],
-                "seed": seeds[row],
-                "counter": slot.counter,
-                "num_updates": slot.num_updates,
+                "alive": alive,
+                "updates": updates,
+                "seed": seed,
+                **{name: getattr(slot, name) for name in _COUNTED},
                 "base_steps": list(slot.base_steps),
-                "active": slot.active,
-                "waits": slot.waits,
-                "reason": slot.reason,
-                "optimizer": type(slot.member.optimizer).__name__,
-                "settings": [_settings(item) for item in slot.member.optimizer.param_groups],
-                "structure": [[part.kind, dict(part.flags)] for part in slot.structure.groups],
-                "scheduler": _scheduler_state(slot),
-                "scheduler_class": type(slot.member.scheduler).__name__,
+                **_description(slot),
+                "settings": [
+                    {name: value for name, value in item.items() if name != "params"}
+                    for item in slot.member.optimizer.param_groups
+                ],
+                "scheduler": None if scheduler is None else scheduler.state_dict(),
             }
     document = {
         "kind": _KIND,
@@ -111,10 +94,9 @@ def restore_fleet(
             group.state.alive[row].fill_(record["alive"])
             group.state.updates[row].fill_(record["updates"])
             group.state.seeds[row].fill_(record["seed"])
-            slot.counter, slot.num_updates = record["counter"], record["num_updates"]
             slot.base_steps = tuple(record["base_steps"])
-            slot.active, slot.reason = record["active"], record["reason"]
-            slot.waits = record.get("waits", False)
+            for name in _COUNTED:
+                setattr(slot, name, record[name])
             for item, settings in zip(slot.member.optimizer.param_groups, record["settings"], strict=True):
                 item.update(settings)
             if record["scheduler"] is not None:
@@ -127,8 +109,10 @@ def restore_fleet(
 def has_other_constants(
     groups: Sequence[Group], tensors: Mapping[str, Tensor], document: Mapping[str, Any]
 ) -> bool:
-    """Whether a constant that members share has other values in the checkpoint: a planned program has them
-    in places of its own. What does not fit is for `restore_fleet` to refuse."""
+    """Whether a constant that members share has other values in the checkpoint.
+
+    A planned program has constants in places of its own. What does not fit is for `restore_fleet` to refuse.
+    """
     saved = document.get("members", {})
     for group in groups:
         for name, value in group.state.shared.items():
@@ -140,6 +124,26 @@ def has_other_constants(
     return False
 
 
+def _rows(group: Group, row: int, prefix: str) -> dict[str, Tensor]:
+    """Find every stored tensor of one member, by its name in the checkpoint."""
+    state = group.state
+    found = {f"{prefix}/parameter/{name}": rows[row] for name, rows in state.parameters.items()}
+    found |= {f"{prefix}/buffer/{name}": rows[row] for name, rows in state.buffers.items()}
+    found |= {f"{prefix}/{group.kind_of(name)}/{name}": value for name, value in state.shared.items()}
+    found |= {f"{prefix}/state/{name}/{kind}": rows[row] for (name, kind), rows in state.states.items()}
+    found |= {f"{prefix}/total/{name}": rows[row] for name, rows in state.totals.items()}
+    return found
+
+
+def _description(slot: Slot) -> dict[str, Any]:
+    """Describe a member's optimizer and schedule as far as a checkpoint must agree with them."""
+    return {
+        "optimizer": type(slot.member.optimizer).__name__,
+        "scheduler_class": type(slot.member.scheduler).__name__,
+        "structure": [[part.kind, dict(part.flags)] for part in slot.structure.groups],
+    }
+
+
 def _check(
     group: Group,
     row: int,
@@ -148,28 +152,13 @@ def _check(
     tensors: Mapping[str, Tensor],
     path: str | os.PathLike[str],
 ) -> None:
-    optimizer = type(slot.member.optimizer).__name__
-    if record["optimizer"] != optimizer:
-        raise CheckpointError(
-            f"{path}: member {slot.name!r}: expected optimizer {optimizer}, got {record['optimizer']}"
-        )
-    scheduler = type(slot.member.scheduler).__name__
-    if record["scheduler_class"] != scheduler:
-        raise CheckpointError(
-            f"{path}: member {slot.name!r}: expected scheduler {scheduler}, got "
-            f"{record['scheduler_class']}; make the member as it was saved"
-        )
-    if len(record["settings"]) != len(slot.member.optimizer.param_groups):
-        raise CheckpointError(
-            f"{path}: member {slot.name!r}: expected {len(slot.member.optimizer.param_groups)} parameter "
-            f"groups, got {len(record['settings'])}"
-        )
-    structure = [[part.kind, dict(part.flags)] for part in slot.structure.groups]
-    if record["structure"] != structure:
-        raise CheckpointError(
-            f"{path}: member {slot.name!r}: expected an optimizer with {structure}, got "
-            f"{record['structure']}; make the member as it was saved"
-        )
+    """Refuse a record of a member with another optimizer, schedule or architecture."""
+    for name, expected in _description(slot).items():
+        if record[name] != expected:
+            raise CheckpointError(
+                f"{path}: member {slot.name!r}: expected {name.removesuffix('_class')} {expected}, got "
+                f"{record[name]}; make the member as it was saved"
+            )
     for key, target in _rows(group, row, record["prefix"]).items():
         value = tensors.get(key)
         if value is None or value.shape != target.shape or value.dtype != target.dtype:
@@ -191,16 +180,3 @@ def _unshare_what_differs(
         if any(not torch.equal(versions[0], other) for other in versions[1:]):
             group.unshare()
             return
-
-
-def _settings(param_group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.detach().clone() if isinstance(value, Tensor) else value
-        for name, value in param_group.items()
-        if name != "params"
-    }
-
-
-def _scheduler_state(slot: Slot) -> Any:
-    scheduler = slot.member.scheduler
-    return None if scheduler is None else scheduler.state_dict()

@@ -3,39 +3,58 @@
 A checkpoint is a directory: ``tensors-<token>.safetensors`` and ``checkpoint.json``, a record that names the
 former and holds its checksum. The rename of the JSON file is the commit: until then the old JSON and the
 tensors it names are untouched. Nothing is ever unpickled.
+
+Tensors are read by the safetensors library and written by hand: only one tensor at a time is copied to the
+host, the checksum covers the values that were meant rather than those read back, and a full disk is an
+``OSError`` with its number.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import json
 import os
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from trainmux.errors import CheckpointError
-from trainmux.fleet._codec import DocumentEncoder, decode
-from trainmux.fleet._tensor_file import check_names, check_storable, read_tensors, write_tensors
+from trainmux.fleet._codec import TENSOR_PREFIX, decode, dtype_name, dtype_named, encode
 from trainmux.ir import failure_reason, failure_remedy, file_format, load, replace_file, to_bytes
 
 JSON_NAME = "checkpoint.json"
 
-_DOCUMENT_PREFIX = "__document__."
 _TENSORS_NAME = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 _OUR_FILES = re.compile(
-    r"tensors-[0-9a-f]{16}\.safetensors|\.(tensors-[0-9a-f]{16}\.safetensors|checkpoint\.json)\.[0-9a-f]{16}\.tmp"
+    rf"{_TENSORS_NAME.pattern}|\.({_TENSORS_NAME.pattern}|checkpoint\.json)\.[0-9a-f]{{16}}\.tmp"
 )
 
 _REPLACE = "Restore it from a copy, or train anew with resume=False"
 
-# A reader that meets a writer's clean-up looks again this often before it calls the file missing.
 _READ_ATTEMPTS = 5
+"""A reader that meets a writer's clean-up looks again this often before it calls the file missing."""
+
+# The codes that every safetensors release since 0.4.3 reads. Other dtypes are stored as bytes, and the
+# checkpoint's JSON says what they are.
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 PathLike = str | os.PathLike[str]
 
@@ -43,7 +62,10 @@ PathLike = str | os.PathLike[str]
 @file_format("checkpoint", version=2, remedy=_REPLACE, error=CheckpointError)
 @dataclass(frozen=True)
 class _Checkpoint:
-    """The JSON file: which tensors file belongs to it, and the document without its tensors."""
+    """The JSON file: which tensors file belongs to it, and the document without its tensors.
+
+    ``raw_tensors`` has dtype and shape of tensors that are stored as bytes.
+    """
 
     tensors_file: str
     tensors_sha256: str
@@ -71,22 +93,18 @@ def write_checkpoint(
     may write to a directory at a time; any number may read.
     """
     folder = Path(path)
-    encoder = DocumentEncoder(_DOCUMENT_PREFIX)
-    encoded = encoder.encode(document)
-    check_names(tensors, reserved_prefix=_DOCUMENT_PREFIX)
-    everything = {**tensors, **encoder.tensors}
-    check_storable(everything)
-
-    tensors_name = f"tensors-{secrets.token_hex(8)}.safetensors"
+    inside: dict[str, torch.Tensor] = {}
+    encoded = encode(dict(document), inside)
+    everything = {**tensors, **inside}
+    _check_storable(everything)
+    name = f"tensors-{secrets.token_hex(8)}.safetensors"
     try:
         # Durable before the JSON file that names it is.
-        written = replace_file(folder / tensors_name, lambda file: write_tensors(file, everything))
-        content = to_bytes(
-            _Checkpoint(tensors_name, written.sha256, written.size_bytes, dict(written.raw), encoded)
-        )
+        sha256, size_bytes, raw = replace_file(folder / name, lambda file: _write_tensors(file, everything))
+        content = to_bytes(_Checkpoint(name, sha256, size_bytes, raw, encoded))
         replace_file(folder / JSON_NAME, lambda file: file.write(content))
     except BaseException as error:
-        is_committed = _remove_unless_committed(folder, tensors_name)
+        is_committed = _remove_unless_committed(folder, name)
         if not isinstance(error, OSError):
             raise
         if is_committed:
@@ -96,17 +114,20 @@ def write_checkpoint(
         raise CheckpointError(
             f"cannot write the checkpoint {folder}: {failure_reason(error)}. {kept}. {failure_remedy(error)}"
         ) from error
-    _sweep(folder, keep=tensors_name)
+    with suppress(OSError):  # what earlier checkpoints and killed writers left; else the next save removes it
+        for entry in list(os.scandir(folder)):
+            if _OUR_FILES.fullmatch(entry.name) and entry.name != name:
+                with suppress(OSError):
+                    os.unlink(entry.path)
 
 
 def read_checkpoint(path: PathLike) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The ``(tensors, document)`` last written to ``path``; tensors come back on the CPU.
+    """Read the ``(tensors, document)`` last written to ``path``; tensors come back on the CPU.
 
     Raises ``CheckpointError``, naming the file, when there is none, when a checksum does not fit, and
     when the format is of another version.
     """
     folder = Path(path)
-    seen = ""
     for _ in range(_READ_ATTEMPTS):
         if not checkpoint_exists(folder):
             raise CheckpointError(
@@ -115,25 +136,17 @@ def read_checkpoint(path: PathLike) -> tuple[dict[str, torch.Tensor], dict[str, 
         checkpoint = load(folder / JSON_NAME, _Checkpoint)
         file = folder / checkpoint.tensors_file
         try:
-            everything = _read_verified(file, checkpoint)
-        except FileNotFoundError as error:
-            # A writer may have committed a newer checkpoint since, and removed this one's tensors.
-            if file.name == seen:
-                raise CheckpointError(
-                    f"{file} is missing, though {JSON_NAME} names it. {_REPLACE}"
-                ) from error
-            seen = file.name
-            continue
+            tensors = _read_tensors(file, checkpoint)
+        except FileNotFoundError:
+            continue  # a writer may have committed a newer checkpoint since, and removed this one's tensors
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {failure_reason(error)}") from error
-        inside = {
-            name: everything.pop(name) for name in list(everything) if name.startswith(_DOCUMENT_PREFIX)
-        }
+        inside = {name: tensors.pop(name) for name in list(tensors) if name.startswith(TENSOR_PREFIX)}
         document = decode(checkpoint.document, inside)
         if not isinstance(document, dict):
             raise CheckpointError(f"{folder / JSON_NAME}: expected the document to be a dict. {_REPLACE}")
-        return everything, document
-    raise CheckpointError(f"{folder} is being overwritten faster than it can be read. Try again later")
+        return tensors, document
+    raise CheckpointError(f"{file} is missing, though {JSON_NAME} names it. {_REPLACE}")
 
 
 def checkpoint_exists(path: PathLike) -> bool:
@@ -154,7 +167,50 @@ def checkpoint_exists(path: PathLike) -> bool:
     return True
 
 
-def _read_verified(file: Path, checkpoint: _Checkpoint) -> dict[str, torch.Tensor]:
+def _check_storable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse, by name, tensors that the file cannot hold; nothing is written or copied."""
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            raise CheckpointError(
+                f"tensor {name!r} is sparse, nested or quantized; a checkpoint holds dense tensors only. "
+                "Convert it with .to_dense() or .dequantize() first"
+            )
+        if tensor.device.type == "meta":
+            raise CheckpointError(f"tensor {name!r} is on the meta device and has no values to save")
+
+
+def _write_tensors(
+    file: BinaryIO, tensors: Mapping[str, torch.Tensor]
+) -> tuple[str, int, dict[str, tuple[str, tuple[int, ...]]]]:
+    """Write ``tensors`` by value, in row-major order; returns checksum, size, and the raw entries."""
+    # Wide elements first: then each tensor starts at a multiple of its element's size.
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    header: dict[str, Any] = {}
+    raw: dict[str, tuple[str, tuple[int, ...]]] = {}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        code, shape = _CODES.get(tensor.dtype), list(tensor.shape)
+        if code is None:
+            raw[name] = (dtype_name(tensor.dtype), tuple(shape))
+            code, shape = "U8", [tensor.nbytes]
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, offset + tensor.nbytes]}
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    file.write(head)
+    digest = hashlib.sha256(head)
+    for name in names:
+        flat = tensors[name].detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().data
+        file.write(data)
+        digest.update(data)
+    return digest.hexdigest(), len(head) + offset, raw
+
+
+def _read_tensors(file: Path, checkpoint: _Checkpoint) -> dict[str, torch.Tensor]:
+    """Read all tensors into memory of their own, after checking the whole file; ``OSError`` passes."""
     expected = checkpoint.tensors_size_bytes
     with open(file, "rb") as opened:
         size_bytes = os.fstat(opened.fileno()).st_size
@@ -164,7 +220,17 @@ def _read_verified(file: Path, checkpoint: _Checkpoint) -> dict[str, torch.Tenso
             )
         if hashlib.file_digest(opened, "sha256").hexdigest() != checkpoint.tensors_sha256:
             raise CheckpointError(f"{file} is damaged: its checksum does not fit. {_REPLACE}")
-    return read_tensors(file, checkpoint.raw_tensors)
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                # A copy: the library maps the file, which a later save removes.
+                tensors[name] = opened.get_tensor(name).clone()
+        for name, (dtype, shape) in checkpoint.raw_tensors.items():
+            tensors[name] = tensors[name].view(dtype_named(dtype)).reshape(shape)
+    except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as a safetensors file: {error}") from error
+    return tensors
 
 
 def _remove_unless_committed(folder: Path, tensors_name: str) -> bool:
@@ -179,15 +245,6 @@ def _remove_unless_committed(folder: Path, tensors_name: str) -> bool:
     except OSError:
         return False  # not known: the tensors stay, the next save removes them if they are not needed
     if not is_committed:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(folder / tensors_name)
     return is_committed
-
-
-def _sweep(folder: Path, keep: str) -> None:
-    """Remove what earlier checkpoints and killed writers left. A failure waits for the next save."""
-    with contextlib.suppress(OSError):
-        for entry in list(os.scandir(folder)):
-            if _OUR_FILES.fullmatch(entry.name) and entry.name != keep:
-                with contextlib.suppress(OSError):
-                    os.unlink(entry.path)

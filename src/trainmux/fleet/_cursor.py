@@ -1,14 +1,22 @@
-"""Positions in loaders that can be saved in a checkpoint and resumed at the same batch."""
+"""Positions in loaders that can be saved in a checkpoint and resumed at the same batch.
+
+With them goes the random state on the host that decides which batches come next: shuffling and
+augmentation by torch's default CPU generator, a loader's own generators, ``random`` and ``numpy.random``.
+Members draw from counters of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import random
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+import numpy as np
+import torch
+
 from trainmux.errors import BatchError
-from trainmux.fleet import _random_state
-from trainmux.fleet._fit_options import Batch
+
+Batch = Any
 
 
 class EndOfPass:
@@ -16,14 +24,6 @@ class EndOfPass:
 
 
 END_OF_PASS: Final = EndOfPass()
-
-
-@dataclass(frozen=True)
-class Position:
-    """Passes finished, and batches taken in the pass after them."""
-
-    num_passes: int = 0
-    num_batches: int = 0
 
 
 class BatchCursor:
@@ -37,12 +37,10 @@ class BatchCursor:
         self._loader = loader
         self._what = what
         self._iterator: Iterator[Batch] | None = None
-        self._position = Position()
         self._at_start: dict[str, Any] = {}  # random states when the pass was opened
-
-    @property
-    def position(self) -> Position:
-        return self._position
+        self._num_passes = 0  # finished ones
+        self.num_batches = 0
+        """Batches taken in the pass after them."""
 
     def pass_length(self) -> int | None:
         """Batches in a pass; None where the loader does not say."""
@@ -58,11 +56,11 @@ class BatchCursor:
         try:
             batch = next(self._iterator)
         except StopIteration:
-            if self._position.num_batches == 0:
+            if self.num_batches == 0:
                 raise BatchError(self._empty_message()) from None
             self.end_pass()
             return END_OF_PASS
-        self._position = Position(self._position.num_passes, self._position.num_batches + 1)
+        self.num_batches += 1
         return batch
 
     def next_cycled(self) -> Batch:
@@ -73,15 +71,16 @@ class BatchCursor:
     def end_pass(self) -> None:
         """Leave the rest of the pass; the next batch is the first of a new one."""
         self._iterator = None
-        self._position = Position(self._position.num_passes + 1, 0)
+        self._num_passes += 1
+        self.num_batches = 0
 
     def state(self) -> dict[str, Any]:
         """Return the position, for a checkpoint."""
         return {
-            "num_passes": self._position.num_passes,
-            "num_batches": self._position.num_batches,
-            "at_start": self._at_start if self._position.num_batches else {},
-            "generators": _random_state.capture_generators(self._loader),
+            "num_passes": self._num_passes,
+            "num_batches": self.num_batches,
+            "at_start": self._at_start if self.num_batches else {},
+            "generators": self._generator_states(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -91,22 +90,21 @@ class BatchCursor:
         dropped. Leaves the global random state changed: restore it afterwards.
         """
         self._iterator = None
-        self._position = Position(state["num_passes"], 0)
+        self._num_passes, self.num_batches = state["num_passes"], 0
         if state["num_batches"]:
-            _random_state.restore_global(state["at_start"]["global"])
-            _random_state.restore_generators(self._loader, state["at_start"]["generators"])
+            restore_random_state(state["at_start"]["global"])
+            self._restore_generators(state["at_start"]["generators"])
             self._iterator = self._open()
-            num_skipped = sum(1 for _ in zip(range(state["num_batches"]), self._iterator, strict=False))
-            self._position = Position(state["num_passes"], num_skipped)
-        _random_state.restore_generators(self._loader, state["generators"])
+            skipped = zip(range(state["num_batches"]), self._iterator, strict=False)
+            self.num_batches = sum(1 for _ in skipped)
+        self._restore_generators(state["generators"])
 
     def _open(self) -> Iterator[Batch]:
-        self._at_start = {
-            "global": _random_state.capture_global(),
-            "generators": _random_state.capture_generators(self._loader),
-        }
-        for set_epoch in _epoch_setters(self._loader):
-            set_epoch(self._position.num_passes)
+        self._at_start = {"global": random_state(), "generators": self._generator_states()}
+        for owner in {id(owner): owner for owner in self._owners().values()}.values():
+            # Distributed samplers shuffle by it.
+            if callable(getattr(owner, "set_epoch", None)):
+                owner.set_epoch(self._num_passes)
         try:
             return iter(self._loader)
         except TypeError as error:
@@ -116,22 +114,55 @@ class BatchCursor:
             ) from error
 
     def _empty_message(self) -> str:
-        if self._position.num_passes == 0:
+        if self._num_passes == 0:
             return f"{self._what} gave no batches, at least one is needed (does drop_last=True leave none?)"
         return (
-            f"{self._what} gave batches at first but none in pass {self._position.num_passes + 1}: "
+            f"{self._what} gave batches at first but none in pass {self._num_passes + 1}: "
             "it can be iterated only once. Give a list or a DataLoader instead of an iterator"
         )
 
+    def _owners(self) -> dict[str, Any]:
+        """The loader and its samplers: each may have a generator, or shuffle by epoch."""
+        batch_sampler = getattr(self._loader, "batch_sampler", None)
+        return {
+            "loader": self._loader,
+            "sampler": getattr(self._loader, "sampler", None),
+            "batch_sampler": batch_sampler,
+            "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+        }
 
-def _epoch_setters(loader: Iterable[Batch]) -> list[Callable[[int], object]]:
-    """``set_epoch`` of the loader and its samplers, each once; distributed samplers shuffle by it."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = [
-        loader,
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-    ]
-    distinct = {id(owner): owner for owner in owners if callable(getattr(owner, "set_epoch", None))}
-    return [owner.set_epoch for owner in distinct.values()]  # type: ignore[union-attr]
+    def _generators(self) -> dict[str, torch.Generator]:
+        found: dict[str, torch.Generator] = {}
+        for path, owner in self._owners().items():
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator) and generator not in found.values():
+                found[path] = generator
+        return found
+
+    def _generator_states(self) -> dict[str, torch.Tensor]:
+        return {path: generator.get_state() for path, generator in self._generators().items()}
+
+    def _restore_generators(self, states: Mapping[str, torch.Tensor]) -> None:
+        for path, generator in self._generators().items():
+            if path in states:
+                generator.set_state(states[path])
+
+
+def random_state() -> dict[str, Any]:
+    """Return the process-wide random state, as values that a checkpoint can hold."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    legacy = np.random.get_state(legacy=False)
+    # Another bit generator may stand behind numpy.random; its state has no fixed form.
+    if isinstance(legacy, dict) and legacy["bit_generator"] == "MT19937":
+        key = torch.from_numpy(legacy["state"]["key"].astype(np.int64))
+        state["numpy"] = [key, legacy["state"]["pos"], legacy["has_gauss"], legacy["gauss"]]
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Go back to a ``random_state``."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "numpy" in state:
+        key, position, has_gauss, gauss = state["numpy"]
+        np.random.set_state(("MT19937", key.numpy().astype(np.uint32), position, has_gauss, gauss))

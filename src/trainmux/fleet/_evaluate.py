@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,12 @@ from trainmux.errors import BatchError, LossError
 from trainmux.fleet._feed import BatchFeed, GroupFeed
 from trainmux.fleet._group import Group
 from trainmux.fleet._member import Member
+from trainmux.fleet._runner import Batches, RowTraces
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.tracing import BatchSpec, FlatBatch, LossFunction, plain_torch
 
-RowTraces = list[tuple[Trace, list[int]]]
-"""The distinct traces of a group with the rows they are for: members that train alike may differ here."""
-
 EvaluateGroups = Callable[
-    [Sequence[Group], Sequence[RowTraces], Sequence[GroupFeed], Mapping[int, Sequence[Tensor]]],
-    list[dict[str, Tensor]],
+    [Sequence[Group], Sequence[RowTraces], Sequence[GroupFeed], Batches], list[dict[str, Tensor]]
 ]
 """Metrics of each group, ``[width]`` each, on its batch, by ``id(group)``."""
 
@@ -98,13 +95,3 @@ def _forward_traces(
         trace = traces.forward(slot.name, slot.member.model, metric, example)
         found.setdefault(trace.key, (trace, []))[1].append(row)
     return list(found.values())
-
-
-def take_over(known: dict[str, Tensor], new: Mapping[str, Tensor], rows: Sequence[int]) -> None:
-    """Put the rows that ``new`` values are for among the known ones."""
-    for name, value in new.items():
-        if name not in known:
-            known[name] = value
-        else:
-            index = torch.tensor(rows, device=value.device)
-            known[name] = known[name].index_copy(0, index, value.index_select(0, index))

@@ -7,22 +7,22 @@ lies between two validations, or one pass over the loader.
 
 from __future__ import annotations
 
+import operator
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainmux.errors import CheckpointError
-from trainmux.fleet import _random_state
-from trainmux.fleet._callbacks import FitState, callback_states, load_callback_states
+from trainmux.errors import CheckpointError, ConfigError, warn_user
+from trainmux.fleet._callbacks import Callback, FitState, callback_states, load_callback_states
 from trainmux.fleet._checkpoint_files import checkpoint_exists
-from trainmux.fleet._cursor import END_OF_PASS, BatchCursor
-from trainmux.fleet._fit_options import Batch, FitOptions, check_options
+from trainmux.fleet._cursor import END_OF_PASS, Batch, BatchCursor, random_state, restore_random_state
 from trainmux.fleet._history import EpochRecord, History
 from trainmux.fleet._progress import Display, Snapshot, open_display, printable
 from trainmux.fleet._recorder import STOPPED_ON_REQUEST, Recorder
-from trainmux.fleet._warn import warn_user
 
 if TYPE_CHECKING:
     from trainmux.fleet._fleet import Fleet
@@ -30,18 +30,101 @@ if TYPE_CHECKING:
 _REFRESH_S = 0.5
 _MAX_NAMED = 10
 _STATE_KEY = "fit"
+_NEW_SHARE = 0.3
+"""Weight of the latest interval in the smoothed speed."""
 
 
 def fit(fleet: Fleet, loader: Iterable[Batch], **options: Any) -> History:
     """Run the loop behind `Fleet.fit`, which describes the options."""
-    checked = check_options(fleet.names, loader, **options)
+    checked = FitOptions(loader, **options)
+    unknown = [name for name in checked.member_loaders or () if name not in fleet.names]
+    if unknown:
+        raise ConfigError(f"member_loaders names {unknown}, but the members are {list(fleet.names[:20])}")
     # Opened before a checkpoint is restored: what it refuses leaves the fleet as it was.
-    display = open_display(checked.progress, every_update=checked.log_every is not None)
+    display = open_display(str(checked.progress), every_update=checked.log_every is not None)
     return _FitRun(fleet, checked, display).run()
 
 
-_NEW_SHARE = 0.3
-"""Weight of the latest interval in the smoothed speed."""
+@dataclass
+class FitOptions:
+    """Arguments of ``fit``, checked: ``ConfigError`` says which one is wrong. No loader is iterated."""
+
+    loader: Iterable[Batch]
+    epochs: int | None = None
+    steps: int | None = None
+    validation: Iterable[Batch] | None = None
+    validate_every: int | None = None
+    metric_fn: Callable[..., Any] | None = None
+    callbacks: Iterable[Any] = ()
+    checkpoint: str | os.PathLike[str] | None = None
+    resume: str | bool = "auto"
+    progress: str | bool = "auto"
+    log_every: int | None = None
+    member_loaders: Mapping[str, Iterable[Batch]] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise ConfigError(
+                f"give exactly one of epochs= and steps=, but got epochs={self.epochs!r} and "
+                f"steps={self.steps!r}"
+            )
+        for setting in ("epochs", "steps", "validate_every", "log_every"):
+            setattr(self, setting, _count(setting, getattr(self, setting)))
+        if self.validate_every is not None and self.epochs is not None:
+            raise ConfigError(
+                "validate_every= goes with steps=; with epochs= an epoch is what is validated. Leave it out"
+            )
+        if self.epochs is not None and self.epochs > 1 and isinstance(self.loader, Iterator):
+            raise ConfigError(
+                f"epochs={self.epochs} needs a loader that can be iterated again, but got the iterator "
+                f"{type(self.loader).__name__}. Give a DataLoader or a list, or use steps="
+            )
+        if isinstance(self.validation, Iterator):
+            raise ConfigError(
+                "validation= is iterated after every epoch, but got the iterator "
+                f"{type(self.validation).__name__}, which runs out. Give a DataLoader or a list"
+            )
+        if self.metric_fn is not None and self.validation is None:
+            raise ConfigError("metric_fn= is for validation, but there is none. Give validation= as well")
+        self.callbacks = tuple(self.callbacks)
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                hint = "; did you forget the brackets?" if isinstance(callback, type) else ""
+                raise ConfigError(
+                    f"expected callbacks derived from trainmux's Callback, got {callback!r}{hint}"
+                )
+        self.resume = _choice(
+            "resume", self.resume, ("auto", "must", "never"), {True: "must", False: "never"}
+        )
+        if self.resume == "must" and self.checkpoint is None:
+            raise ConfigError("resume='must' needs checkpoint=, the directory to resume from")
+        shown = {True: "auto", False: "off"}
+        self.progress = _choice("progress", self.progress, ("auto", "rich", "plain"), shown)
+
+    @property
+    def unit(self) -> str:
+        """Whether the fit is counted in epochs or in steps."""
+        return "epochs" if self.epochs is not None else "steps"
+
+
+def _choice(setting: str, value: Any, allowed: tuple[str, ...], by_switch: Mapping[bool, str]) -> str:
+    if isinstance(value, bool):
+        return by_switch[value]
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"{setting} must be one of {allowed}, True or False, but got {value!r}")
+    return value
+
+
+def _count(what: str, value: int | None) -> int | None:
+    if value is None:
+        return None
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise ConfigError(f"{what} must be a whole number, at least 1, but got {value!r}")
+    return number
 
 
 class Speed:
@@ -73,7 +156,7 @@ class _FitRun:
         self._batches = BatchCursor(options.loader)
         self._member_batches = {
             name: BatchCursor(loader, f"the loader of member {name!r}")
-            for name, loader in options.member_loaders.items()
+            for name, loader in (options.member_loaders or {}).items()
         }
         self._epoch = 0  # finished epochs
         self._step = 0  # finished steps
@@ -131,7 +214,7 @@ class _FitRun:
             self._train_step(batch)
             if self._epoch_is_cut(first_step):
                 break
-        if self._options.epochs is not None and self._batches.position.num_batches:
+        if self._options.epochs is not None and self._batches.num_batches:
             # Ended within a pass because nobody trains on: the next epoch is a new pass all the same.
             self._batches.end_pass()
         self._end_epoch()
@@ -178,17 +261,13 @@ class _FitRun:
         for name, values in means.items():
             metrics = {key: value for key, value in values.items() if key != "loss"}
             self._history.append(name, EpochRecord(self._epoch, self._step, values["loss"], metrics))
-        self._history.mark_stopped(
-            {name: recorder.stopped[name] for name in means if name in recorder.stopped}
-        )
+        self._history.mark_stopped(recorder.stopped)
         fleet.end_epoch(means)
 
         for callback in options.callbacks:
             callback.on_epoch_end(self._state(self._epoch))
         recorder.flush()  # callbacks may have stopped members
-        self._history.mark_stopped(
-            {name: recorder.stopped[name] for name in means if name in recorder.stopped}
-        )
+        self._history.mark_stopped(recorder.stopped)
         if options.checkpoint is not None:
             fleet.save(options.checkpoint, {_STATE_KEY: self._checkpoint_state()})
         self._display.end_epoch(self._snapshot(self._epoch))
@@ -254,8 +333,7 @@ class _FitRun:
         length = self._batches.pass_length()
         if length is None or self._options.epochs is None:
             return None
-        position = self._batches.position
-        return max((self._options.epochs - self._epoch) * length - position.num_batches, 0)
+        return max((self._options.epochs - self._epoch) * length - self._batches.num_batches, 0)
 
     def _restore(self) -> Mapping[str, Any] | None:
         """Go back to the checkpoint, if that is asked for and there is one; returns the fit's saved state."""
@@ -272,7 +350,7 @@ class _FitRun:
                 f"the checkpoint {path} was not saved by fit and says nothing of epochs. "
                 "Call restore() on it yourself and fit with another checkpoint="
             )
-        unit = _unit(self._options)
+        unit = self._options.unit
         if saved["unit"] != unit:
             raise CheckpointError(
                 f"the checkpoint {path} is of a fit with {saved['unit']}=, which cannot go on with {unit}=. "
@@ -286,14 +364,14 @@ class _FitRun:
 
     def _checkpoint_state(self) -> dict[str, Any]:
         return {
-            "unit": _unit(self._options),
+            "unit": self._options.unit,
             "epoch": self._epoch,
             "step": self._step,
             "history": self._history.to_document(),
             "callbacks": callback_states(self._options.callbacks),
             "batches": self._batches.state(),
             "member_batches": {name: cursor.state() for name, cursor in self._member_batches.items()},
-            "random": _random_state.capture_global(),
+            "random": random_state(),
         }
 
     def _go_to_position(self, saved: Mapping[str, Any]) -> None:
@@ -303,7 +381,7 @@ class _FitRun:
         for name, cursor in self._member_batches.items():
             if name in saved["member_batches"]:
                 cursor.load_state(saved["member_batches"][name])
-        _random_state.restore_global(saved["random"])
+        restore_random_state(saved["random"])
 
     def _sync_after(self, error: BaseException) -> None:
         try:
@@ -311,7 +389,3 @@ class _FitRun:
         except Exception as second:
             # What went wrong first is what the user has to see.
             error.add_note(f"fleet.sync() failed afterwards: {second!r}")
-
-
-def _unit(options: FitOptions) -> str:
-    return "epochs" if options.epochs is not None else "steps"

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainmux.errors import ConfigError, FusionError, MemberError
+from trainmux.errors import ConfigError, FleetError, FusionError, MemberError, warn_user
 from trainmux.fleet._callbacks import Callback
-from trainmux.fleet._checkpoint import fleet_document, has_other_constants, refuse_copy, restore_fleet
+from trainmux.fleet._checkpoint import fleet_document, has_other_constants, restore_fleet
 from trainmux.fleet._checkpoint_files import read_checkpoint, write_checkpoint
 from trainmux.fleet._config import make_config
 from trainmux.fleet._doors import door, whole
@@ -23,23 +23,23 @@ from trainmux.fleet._history import History
 from trainmux.fleet._member import Member
 from trainmux.fleet._newcomer import (
     Newcomer,
+    carry_over,
     describe_newcomer,
+    kept_edits,
     loss_of,
-    name_of_newcomer,
-    unique_names,
+    names_of,
+    take_edits,
     unknown_member,
 )
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_keeper import PlanKeeper, request_like, without_empty
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
-from trainmux.fleet._refresh import carry_over, kept_edits, take_edits
 from trainmux.fleet._results import Gather, reasons_stopped, summarise
 from trainmux.fleet._runner import Batches, GroupPart, StepRunner
 from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
 from trainmux.fleet._slots import Slot
 from trainmux.fleet._traces import Trace, TraceCache
-from trainmux.fleet._warn import warn_user
 from trainmux.fleet._watch import Edits, FleetWatch, MemberWatch
 from trainmux.ir import GroupSummary, Timeline
 from trainmux.planning import PlanProgress
@@ -104,7 +104,9 @@ class Fleet:
         self._plans = PlanKeeper(self._config, self._planner)
         self._watch = FleetWatch(self._computes_alike)
         members = list(members)
-        names = unique_names(members)
+        if not members:
+            raise MemberError("expected at least one member, got none; pass a list of trainmux.Member")
+        names = names_of(members)
         self._feed = BatchFeed(self._config, example_batch, len(members))
         by_key: dict[GroupKey, list[Newcomer]] = {}
         with plain_torch(self._config.default_dtype):
@@ -338,7 +340,7 @@ class Fleet:
         self._plans.finish()
         position = self._names.index(name) if name in self._names else -1
         group, row = self._find(name)
-        new_name = name_of_newcomer(member, dict(zip(self._names, self.members, strict=True)), name)
+        (new_name,) = names_of([member], dict(zip(self._names, self.members, strict=True)), name)
         plan = self._describe(member, new_name, position)
         group.check_export(row)
         if plan.key == group.key:
@@ -363,7 +365,7 @@ class Fleet:
         With ``accumulate=n``, one that comes between two updates starts with the next n batches.
         """
         self._plans.finish()
-        name = name_of_newcomer(member, dict(zip(self._names, self.members, strict=True)))
+        (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)))
         plan = self._describe(member, name, len(self._names))
         self._place(plan)
         await_update(self._groups, name, self._num_steps)
@@ -494,7 +496,12 @@ class Fleet:
 
     # ---- checkpoints -------------------------------------------------------------------------------
 
-    __reduce_ex__ = refuse_copy
+    def __reduce_ex__(self, protocol: object) -> str:
+        """Refuse what ``copy`` and ``pickle`` ask for."""
+        raise FleetError(
+            "expected a fleet to stay where it is, got copy or pickle; write it with fleet.save() and "
+            "restore() it into another one, or call fleet.sync() and copy the members"
+        )
 
     @door
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:

@@ -1,88 +1,68 @@
-"""A member that wants to join: everything that can be refused about it, before anything changes."""
+"""Members that want to join, or were changed: everything that can be refused, before anything changes.
+
+Of a member that is in the fleet, what its user changed is taken over without losing what was trained.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainmux.errors import ConfigError, MemberError
 from trainmux.fleet._feed import BatchFeed
-from trainmux.fleet._group import GroupKey
+from trainmux.fleet._group import Group, GroupKey
 from trainmux.fleet._member import Member
-from trainmux.fleet._slots import OptimizerSnapshot, snapshot_optimizer
+from trainmux.fleet._slots import OptimizerSnapshot, named_tensors, snapshot_optimizer
 from trainmux.fleet._traces import Trace, TraceCache
-from trainmux.fleet._watch import MemberWatch
+from trainmux.fleet._watch import Edits, MemberWatch
 from trainmux.fusion.optimizers import describe
 from trainmux.tracing import FlatBatch, LossFunction, Reach, unique_buffers, unique_parameters
 
 
-def unique_names(members: Sequence[Member]) -> list[str]:
-    """A name for every member, given or made up; refuses members that cannot be told apart."""
-    if not members:
-        raise MemberError("expected at least one member, got none; pass a list of trainmux.Member")
-    for member in members:
+def names_of(
+    joining: Sequence[Member], others: Mapping[str, Member] | None = None, leaving: str | None = None
+) -> list[str]:
+    """Name the members that join ``others``, one of whom may be ``leaving`` for them.
+
+    Names are given or made up. Refused: members that cannot be told apart from others, or have a model or a
+    parameter in common with one.
+    """
+    for member in joining:
         if not isinstance(member, Member):
             raise MemberError(f"expected trainmux.Member objects, got {type(member).__name__}")
-    if len({id(member) for member in members}) != len(members):
+    others = others or {}
+    present = [*others.values(), *joining]
+    if len({id(member) for member in present}) != len(present):
         raise MemberError("expected every member once, got the same Member object twice")
-    given = [member.name for member in members if member.name is not None]
+    staying = set(others) - {leaving}
+    given = [member.name for member in joining if member.name is not None]
     for name in given:
-        if given.count(name) > 1:
-            raise MemberError(f"expected unique member names, got {name!r} twice; name them apart")
+        if name in staying or given.count(name) > 1:
+            raise MemberError(f"expected a name that no other member has, got {name!r} twice")
     names: list[str] = []
-    for position, member in enumerate(members):
-        taken = {*given, *names}
-        names.append(member.name if member.name is not None else made_up_name(position, taken))
-    owners: dict[int, tuple[str, Member]] = {}
-    for name, member in zip(names, members, strict=True):
-        for tensor in (member.model, *member.model.parameters()):
-            owner = owners.setdefault(id(tensor), (name, member))
-            if owner[1] is not member:
-                check_apart(name, member, *owner)
+    for position, member in enumerate(joining):
+        number, taken = len(staying) + position, staying | {*given, *names}
+        while f"member-{number}" in taken:
+            number += 1
+        names.append(member.name if member.name is not None else f"member-{number}")
+    everyone = [*others.items(), *zip(names, joining, strict=True)]
+    owners: dict[int, int] = {}
+    for position, (name, member) in enumerate(everyone):
+        for part in (member.model, *member.model.parameters()):
+            owner = owners.setdefault(id(part), position)
+            if owner == position:
+                continue
+            what = "a model" if part is member.model else "parameters"
+            raise MemberError(
+                f"member {name!r}: expected {what} of its own, got some of member {everyone[owner][0]!r}; "
+                "copy.deepcopy the model"
+            )
     return names
-
-
-def name_of_newcomer(member: Member, others: Mapping[str, Member], leaving: str | None = None) -> str:
-    """The name of a member that joins ``others``, one of whom may be ``leaving`` for it.
-
-    Refused: one that is among them, or has something in common with one of them.
-    """
-    if not isinstance(member, Member):
-        raise MemberError(f"expected a trainmux.Member, got {type(member).__name__}")
-    taken = set(others) - {leaving}
-    name = member.name if member.name is not None else made_up_name(len(taken), taken)
-    if name in taken:
-        raise MemberError(f"expected a name that no other member has, got {name!r} again")
-    for owner, other in others.items():
-        if other is member:
-            raise MemberError(f"member {name!r}: expected a new member, got one that is in the fleet already")
-        check_apart(name, member, owner, other)
-    return name
-
-
-def made_up_name(number: int, taken: Collection[str]) -> str:
-    """``member-N`` with the first free number from ``number`` on."""
-    while f"member-{number}" in taken:
-        number += 1
-    return f"member-{number}"
-
-
-def check_apart(name: str, member: Member, other_name: str, other: Member) -> None:
-    """Refuse a member that has its model, or a parameter, in common with another."""
-    if member.model is other.model:
-        raise MemberError(
-            f"member {name!r}: expected a model of its own, got the one of member {other_name!r}; "
-            "copy.deepcopy the model"
-        )
-    owned = {id(parameter) for parameter in other.model.parameters()}
-    if any(id(parameter) in owned for parameter in member.model.parameters()):
-        raise MemberError(
-            f"member {name!r}: expected parameters of its own, got some of member {other_name!r}; "
-            "copy.deepcopy the model"
-        )
 
 
 def unknown_member(name: object, names: Sequence[str]) -> MemberError:
@@ -186,3 +166,75 @@ def _refuse_unfit_parts(model: nn.Module, name: str) -> None:
                     f"{where}: expected dense parameters and buffers, got {key!r} with layout "
                     f"{tensor.layout}; convert it with .to_dense()"
                 )
+
+
+@contextmanager
+def kept_edits(member: Member, edits: Edits) -> Iterator[None]:
+    """Put edited values back afterwards, when the fleet has written its own over them."""
+    tensors, state = named_tensors(member), member.optimizer.state
+    values = {name: tensors[name].detach().clone() for name in edits.tensors}
+    states = {
+        name: copy.copy(state[tensors[name]]) if tensors[name] in state else None for name in edits.states
+    }
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in values.items():
+                tensors[name].copy_(value)
+        for name, entry in states.items():
+            if entry is None:
+                state.pop(tensors[name], None)
+            else:
+                state[tensors[name]] = entry
+
+
+def take_edits(group: Group, row: int, plan: Newcomer, edits: Edits) -> None:
+    """Load a member's edited values into the row that it has."""
+    slot = group.slot(row)
+    tensors, state = named_tensors(plan.member), group.state
+    with torch.no_grad():
+        for name in edits.tensors:
+            if name in state.shared:
+                group.unshare()
+            place = state.parameters.get(name, state.buffers.get(name))
+            assert place is not None
+            place[row].copy_(tensors[name])
+        for key, value in plan.optimizer.states.items():
+            if key[0] in edits.states:
+                place = state.states[key][row]
+                place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+    done = int(state.updates[row])
+    slot.base_steps = tuple(steps - done for steps in plan.optimizer.steps)
+    slot.num_updates = done
+    slot.watch = plan.watch
+    group.forget_fed()
+
+
+def carry_over(old: Group, old_row: int, new: Group, new_row: int, edits: Edits) -> None:
+    """Copy what was trained from the row that a member leaves to the one it was just loaded into.
+
+    Its own objects have it too, but perhaps in another precision, and without the gradients of an update that
+    is not complete.
+    """
+    before, after = old.state, new.state
+    rows: dict[str, Tensor] = {
+        name: rows[old_row] for name, rows in {**before.parameters, **before.buffers}.items()
+    }
+    places = {
+        name: rows[new_row] for name, rows in {**after.parameters, **after.buffers}.items()
+    } | after.shared
+    with torch.no_grad():
+        for name, place in places.items():
+            if name in rows and name not in edits.tensors:
+                place.copy_(rows[name])
+        for key, states in after.states.items():
+            if key in before.states and key[0] not in edits.states:
+                states[new_row].copy_(before.states[key][old_row])
+        for name, total in after.totals.items():
+            if name in before.totals:
+                total[new_row].copy_(before.totals[name][old_row])
+        after.alive[new_row].copy_(before.alive[old_row])
+    was, now = old.slot(old_row), new.slot(new_row)
+    now.active, now.waits, now.reason = was.active, was.waits, was.reason
+    new.forget_fed()

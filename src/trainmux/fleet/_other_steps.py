@@ -28,6 +28,8 @@ from trainmux.profiling import (
 )
 from trainmux.tracing import TracedGraph
 
+_AnyProgram = StepProgram | ForwardProgram
+
 
 @dataclass(frozen=True)
 class PlannedPrograms:
@@ -37,7 +39,7 @@ class PlannedPrograms:
     the branches of each sub-array.
     """
 
-    steps: tuple[StepProgram | ForwardProgram, ...]
+    steps: tuple[_AnyProgram, ...]
     graphs: tuple[KernelGraph, ...]
     program: Program
     branches: tuple[int, ...]
@@ -47,98 +49,65 @@ Wanted = tuple[Group, TracedGraph, bool]
 """A group that is one of the plan's sub-arrays, its graph, and whether each member has its own batch."""
 
 
-def read_step(step: StepProgram | ForwardProgram) -> KernelGraph:
+def read_step(step: _AnyProgram) -> KernelGraph:
     """Read the kernels of a step or of a forward pass."""
     assert isinstance(step.module, torch.fx.GraphModule)
     return read_kernels(step.module, step.byte_classes())
 
 
-def other_steps(
-    plan: Plan, wanted: Sequence[Wanted], kernels: str, host_bytes: int, *, applies: bool
+def other_programs(
+    plan: Plan, wanted: Sequence[Wanted], kernels: str, host_bytes: int, *, applies: bool | None
 ) -> PlannedPrograms:
-    """Build other steps of all groups within the plan's budget.
+    """Build other steps of all groups, or with ``applies=None`` forward passes, within the plan's budget.
 
-    Batches of another shape run operator by operator: they are few, and compiling takes long. Where a
-    micro-batch without an update has no room for optimizer state, which it does not touch, that waits on the
-    host, at the cost of a copy there and back for every update.
+    Batches of another shape run operator by operator: they are few, and compiling takes long. Where there is
+    no room for optimizer state that a micro-batch or an evaluation does not touch, it waits on the host: that
+    costs a copy there and back for each of them, offloading anything else some for each batch.
     """
+    num_branches = plan.record.num_branches
+    groups = [group for group, _, _ in wanted]
 
-    def build(*, carries_state: bool) -> PlannedPrograms:
-        num_branches = plan.record.num_branches
-        steps = tuple(
-            group.sub_array_program(
-                branch_width(group.width, num_branches),
-                kernels=kernels if traced is group.traced else "aten",
-                traced=traced,
-                stacked_batch=stacked,
-                applies=applies,
-                carries_state=carries_state,
-            )
-            for group, traced, stacked in wanted
+    def build(group: Group, traced: TracedGraph, stacked: bool, carries_state: bool) -> _AnyProgram:
+        width = branch_width(group.width, num_branches)
+        if applies is None:
+            return group.planned_forward(traced, width, stacked_batch=stacked, carries_state=carries_state)
+        return group.sub_array_program(
+            width,
+            kernels=kernels if traced is group.traced else "aten",
+            traced=traced,
+            stacked_batch=stacked,
+            applies=applies,
+            carries_state=carries_state,
         )
-        return _fit(plan, wanted, steps, host_bytes)
+
+    def fit(*, carries_state: bool) -> PlannedPrograms:
+        steps = tuple(build(*each, carries_state) for each in wanted)
+        graphs = tuple(map(read_step, steps))
+        profiles = [_roughly(graph, group, num_branches) for graph, group in zip(graphs, groups, strict=True)]
+        available_bytes = plan.budget_bytes - plan.record.fixed_bytes
+        plainly = applies is None and carries_state
+        program = fit_program(profiles, available_bytes, host_bytes, plainly=plainly)
+        branches = used_branches([group.width for group in groups], num_branches)
+        return PlannedPrograms(steps, graphs, program, branches)
 
     try:
-        return build(carries_state=True)
+        return fit(carries_state=True)
     except BudgetError:
         if applies:
             raise
-    return build(carries_state=False)
-
-
-def other_forwards(plan: Plan, wanted: Sequence[Wanted], host_bytes: int) -> PlannedPrograms:
-    """Build forward passes of all groups within the plan's budget.
-
-    Where there is room, optimizer state stays where it is. Where there is not, it waits on the host: that
-    costs a copy there and back for an evaluation, offloading costs some for each of its batches.
-    """
-
-    def build(*, carries_state: bool) -> PlannedPrograms:
-        num_branches = plan.record.num_branches
-        forwards = tuple(
-            group.planned_forward(
-                traced,
-                branch_width(group.width, num_branches),
-                stacked_batch=stacked,
-                carries_state=carries_state,
-            )
-            for group, traced, stacked in wanted
-        )
-        return _fit(plan, wanted, forwards, host_bytes, plainly=carries_state)
-
     try:
-        return build(carries_state=True)
-    except BudgetError:
-        pass
-    try:
-        return build(carries_state=False)
+        return fit(carries_state=False)
     except BudgetError as error:
+        if applies is not None:
+            raise
         raise BudgetError(
             f"expected an evaluation to fit into the plan's {plan.budget_bytes} bytes, but it does not; "
             "evaluate on smaller batches, or plan for a larger budget"
         ) from error
 
 
-def _fit(
-    plan: Plan,
-    wanted: Sequence[Wanted],
-    steps: tuple[StepProgram | ForwardProgram, ...],
-    host_bytes: int,
-    *,
-    plainly: bool = False,
-) -> PlannedPrograms:
-    """Fit steps into the plan's budget, by estimated times; refused with `BudgetError`."""
-    num_branches = plan.record.num_branches
-    groups = [group for group, _, _ in wanted]
-    graphs = tuple(map(read_step, steps))
-    profiles = [_roughly(graph, group, num_branches) for graph, group in zip(graphs, groups, strict=True)]
-    available_bytes = plan.budget_bytes - plan.record.fixed_bytes
-    program = fit_program(profiles, available_bytes, host_bytes, plainly=plainly)
-    branches = used_branches([group.width for group in groups], num_branches)
-    return PlannedPrograms(steps, graphs, program, branches)
-
-
 def _roughly(graph: KernelGraph, group: Group, num_branches: int) -> Profile:
+    """Estimate the profile of a group on its branches."""
     half = group.config.precision == "bf16"
     width = branch_width(group.width, num_branches)
     profile = analytic_profile(graph, width, device_present(group.config.device), half=half)

@@ -29,7 +29,7 @@ MAX_PLANS = 64
 
 _VARIABLE = "TRAINMUX_PLAN_DIR"
 _ENDING = ".plan.json"
-_ROOMS = ("profiling", "simulate", "rewrite", "scheduling")
+_ROOMS = ("profiling", "planning")
 
 
 def plan_key(groups: Sequence[Group], *decisive: Any) -> str:

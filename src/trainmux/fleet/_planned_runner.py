@@ -22,14 +22,12 @@ from trainmux.engine import (
 )
 from trainmux.errors import BudgetError, PlanError
 from trainmux.fleet._config import FleetConfig
-from trainmux.fleet._doors import half_step
-from trainmux.fleet._evaluate import RowTraces, take_over
 from trainmux.fleet._feed import GroupFeed
 from trainmux.fleet._group import Group
 from trainmux.fleet._other_steps import PlannedPrograms
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._planning import FleetPlanner
-from trainmux.fleet._runner import Batches, GroupPart
+from trainmux.fleet._runner import Batches, GroupPart, RowTraces, half_step, merge_rows
 from trainmux.fleet._state_moves import copy_into_places, host_copies
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.planning import measured_timeline
@@ -130,7 +128,7 @@ class PlannedRunner:
         if variant not in self._engines:
             planner = self._make_planner([part.group for part in parts])
             graphs, stacked = [part.trace.graph for part in parts], [part.feed.stacked for part in parts]
-            steps = planner.other_steps(self.plan, graphs, stacked, applies=parts[0].applies)
+            steps = planner.other_programs(self.plan, graphs, stacked, applies=parts[0].applies)
             with deferred_interrupts():
                 self.learn(variant, steps)
         return partial(self.step, variant)
@@ -151,23 +149,19 @@ class PlannedRunner:
                 engine.forget_graphs()
             self._room.drop_kept()
 
-    def watch_next(self) -> None:
-        """Time every instruction of the next step by the plan's own program; ``watched`` returns it."""
+    def watch(self, step: Callable[[], object]) -> Timeline:
+        """Run ``step``, a step of the fleet, and return when each instruction of the plan's program ran."""
         self._watching = self._engines[self._own][1].watched_lanes()
-
-    def watch_no_more(self) -> None:
-        """Run the next step without timing it."""
-        self._watching = None
-
-    def watched(self) -> Timeline:
-        """Return when each instruction of the last watched step ran."""
-        if self._watching is None:
-            raise PlanError(
-                "expected a step on a batch like the one that was planned for, got another, which the plan "
-                "says nothing about; watch one like the example batch"
-            )
-        spans, seconds = self._watching.read()
-        self._watching = None
+        try:
+            step()
+            if self._watching is None:
+                raise PlanError(
+                    "expected a step on a batch like the one that was planned for, got another, which the "
+                    "plan says nothing about; watch one like the example batch"
+                )
+            spans, seconds = self._watching.read()
+        finally:
+            self._watching = None  # a step that was refused must not leave the next one watched
         profiles = [self.plan.profiles[sub_array.profile] for sub_array in self.plan.partition]
         return measured_timeline(self.plan.program.body, profiles, spans, seconds)
 
@@ -206,13 +200,13 @@ class PlannedRunner:
             variant = ("evaluate", *((trace.key, f.example.spec, f.stacked) for (trace, _), f in pairs))
             if variant not in self._engines:
                 graphs, stacked = [trace.graph for trace, _ in chosen], [feed.stacked for feed in feeds]
-                forwards = self._make_planner(groups).other_forwards(self.plan, graphs, stacked)
+                forwards = self._make_planner(groups).other_programs(self.plan, graphs, stacked)
                 with deferred_interrupts():
                     self.learn(variant, forwards)
             with deferred_interrupts():  # state may move, and must not stop half-way
                 values = self._forward(variant, batches)
             for known, (_, rows), new in zip(merged, chosen, values, strict=True):
-                take_over(known, new, rows)
+                merge_rows(known, new, rows)
         return merged
 
     def _forward(self, variant: Hashable, batches: Batches) -> list[dict[str, Tensor]]:

@@ -23,7 +23,7 @@ from trainmux.engine import (
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
-from trainmux.fleet._other_steps import PlannedPrograms, other_forwards, other_steps, read_step
+from trainmux.fleet._other_steps import PlannedPrograms, other_programs, read_step
 from trainmux.fleet._plan import Plan, require_plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
 from trainmux.fleet._programs import with_batch
@@ -55,21 +55,6 @@ FIXED_BYTES = 128 << 20
 """On a CUDA device, besides tensors: the matrix libraries' workspaces for one stream (about 40 MiB), and
 what the driver takes for the graphs and the code of kernels that a plan is the first to run: 2 to 14 MiB for
 plans of two or three sub-arrays, 74 MiB for one with 3,400 nodes, 900 recomputations and 4,500 copies."""
-
-
-def known_fixed_bytes(groups: Sequence[Group], examples: Sequence[FlatBatch]) -> int:
-    """Estimate them for any device, with places for batches in flight and for the next one of a ring."""
-    batches = sum(
-        sum(tensor.nbytes for tensor in example.tensors) * (group.width if group.stacked_batch else 1)
-        for group, example in zip(groups, examples, strict=True)
-    )
-    return FIXED_BYTES + (NUM_LANDINGS + 1) * batches
-
-
-def fixed_bytes(groups: Sequence[Group], examples: Sequence[FlatBatch], device: torch.device) -> int:
-    """Estimate them for a device that is present, with workspaces of streams that were used before."""
-    return known_fixed_bytes(groups, examples) + sum(workspaces_bytes(device)[1:])
-
 
 _FEW_PARTITIONS = 5
 """Partitions tried by default where each takes long: its widths are compiled to be
@@ -128,10 +113,19 @@ class FleetPlanner:
         budget = self._budget(request.budget, facts)
         planned = self._planned_groups(request.num_members)
         num_partitions = request.max_partitions
-        if num_partitions is None and (self.kernels == "compiled" or self._has_large_graph()):
+        num_nodes = max(len(group.traced.module.graph.nodes) for group in self._groups)
+        if num_partitions is None and (self.kernels == "compiled" or num_nodes >= _LARGE_GRAPH):
             num_partitions = _FEW_PARTITIONS
         bound = {} if num_partitions is None else {"max_partitions": num_partitions}
-        key = self._plan_key(request, budget, planned, bound)
+        asked = (
+            request.policy,
+            request.num_budgets,
+            budget,
+            tuple(planned),
+            bound,
+            request.reserve_bytes + self._fixed_bytes(),
+        )
+        key = plan_key(self._groups, asked, facts, self._device, self.kernels, self._switches())
         kept = self._plans.get(key, self._cache)
         if kept is not None:
             self._tell(f"scheduling by {request.policy}", 1, 1, "a plan that was kept")
@@ -143,33 +137,20 @@ class FleetPlanner:
         return plan
 
     def _fixed_bytes(self) -> int:
-        """Return what is reserved in addition to tensors and the scratch of nodes."""
+        """Estimate what is reserved in addition to tensors and the scratch of nodes.
+
+        That includes places for batches in flight and for the next one of a ring, and, on a device that is
+        present, workspaces of streams that were used before.
+        """
         device = self._config.device
-        if self._device is not None:
-            return known_fixed_bytes(self._groups, self._examples)
-        return fixed_bytes(self._groups, self._examples, device) if device.type == "cuda" else 0
-
-    def _has_large_graph(self) -> bool:
-        return any(len(group.traced.module.graph.nodes) >= _LARGE_GRAPH for group in self._groups)
-
-    def _plan_key(
-        self,
-        request: PlanRequest,
-        budget: int,
-        planned: Sequence[PlannedGroup],
-        bound: Mapping[str, int],
-    ) -> str:
-        """The key under which the plan is kept on disk."""
-        asked = (
-            request.policy,
-            request.num_budgets,
-            budget,
-            tuple(planned),
-            bound,
-            request.reserve_bytes + self._fixed_bytes(),
+        if self._device is None and device.type != "cuda":
+            return 0
+        batches = sum(
+            sum(tensor.nbytes for tensor in example.tensors) * (group.width if group.stacked_batch else 1)
+            for group, example in zip(self._groups, self._examples, strict=True)
         )
-        here = (self._facts, self._device, self.kernels, self._switches())
-        return plan_key(self._groups, asked, *here)
+        used_before = sum(workspaces_bytes(device)[1:]) if self._device is None else 0
+        return FIXED_BYTES + (NUM_LANDINGS + 1) * batches + used_before
 
     def _search(
         self,
@@ -291,20 +272,20 @@ class FleetPlanner:
         """Of the batch that a sub-array's members were planned with."""
         return self._examples[self._owner_of(sub_array)].spec
 
-    def other_steps(
-        self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool], *, applies: bool
+    def other_programs(
+        self,
+        plan: Plan,
+        traced: Sequence[TracedGraph],
+        stacked: Sequence[bool],
+        *,
+        applies: bool | None = None,
     ) -> PlannedPrograms:
-        """Fit other steps of the groups, which are the plan's sub-arrays, into the plan's budget."""
-        kernels, host_bytes = self._kernels_of(plan), self._facts.host_bytes
-        steps = zip(self._groups, traced, stacked, strict=True)
-        return other_steps(plan, list(steps), kernels, host_bytes, applies=applies)
+        """Fit other steps, or forward passes, of the groups into the budget; see `other_programs`.
 
-    def other_forwards(
-        self, plan: Plan, traced: Sequence[TracedGraph], stacked: Sequence[bool]
-    ) -> PlannedPrograms:
-        """Fit forward passes of the groups, which are the plan's sub-arrays, into the plan's budget."""
-        steps = zip(self._groups, traced, stacked, strict=True)
-        return other_forwards(plan, list(steps), self._facts.host_bytes)
+        The groups are the plan's sub-arrays.
+        """
+        wanted = list(zip(self._groups, traced, stacked, strict=True))
+        return other_programs(plan, wanted, self._kernels_of(plan), self._facts.host_bytes, applies=applies)
 
     def _kernels_of(self, plan: Plan) -> str:
         """Of what the plan's steps are made: analytic ones are made for regions."""
@@ -336,8 +317,9 @@ class FleetPlanner:
         if self._device is not None:
             if index not in self._by_width:
                 half = self._config.precision == "bf16"
-                read = functools.partial(self._graph, index)
-                self._by_width[index] = WidthProfiles(read, self._device, half=half)
+                self._by_width[index] = WidthProfiles(
+                    lambda width: self._kernels(index, width)[0], self._device, half=half
+                )
             return self._by_width[index].profile(width)
         graph, program = self._kernels(index, width)
         group = self._groups[index]
@@ -390,7 +372,9 @@ class FleetPlanner:
                     into=run_into,
                     handed_over=handed_over(graph),
                     branches=branches,
-                    tell=functools.partial(self._tell_measuring, width),
+                    tell=lambda done, total: self._tell(
+                        "measuring", done, total, f"width {width}, node by node"
+                    ),
                 )
         except torch.OutOfMemoryError as error:
             reason = first_line(error)
@@ -399,15 +383,9 @@ class FleetPlanner:
             f"memory for it ({reason}); leave the device to this process, or plan for smaller batches"
         )
 
-    def _tell_measuring(self, width: int, done: int, total: int) -> None:
-        self._tell("measuring", done, total, f"width {width}, node by node")
-
     def _tell(self, stage: str, done: int, total: int, current: str) -> None:
         if self._progress is not None:
             self._progress(PlanProgress(stage, done, total, current))
-
-    def _graph(self, index: int, width: int) -> KernelGraph:
-        return self._kernels(index, width)[0]
 
     def _kernels(self, index: int, width: int, kernels: str | None = None) -> tuple[KernelGraph, StepProgram]:
         key = (index, width, kernels or self.kernels)

@@ -12,19 +12,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from trainmux.errors import ConfigError
-from trainmux.fleet._fit_options import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 _PLAIN_EVERY_S = 5.0
-# The table's borders and header, the headline, and a line for the prompt.
 _LINES_AROUND_TABLE = 6
+"""The table's borders and header, the headline, and a line for the prompt."""
 
 
 @dataclass(frozen=True)
@@ -40,86 +39,54 @@ class Snapshot:
     losses: Mapping[str, float]
     stopped: Mapping[str, str]
 
+    def headline(self) -> str:
+        """``epoch 2/5, step 120/500, 41.2 steps/s, 0:00:12 left``; what is not known is left out."""
+        counts = (("epoch", self.epoch, self.num_epochs), ("step", self.step, self.num_steps))
+        parts = [f"{what} {number}" + (f"/{total}" if total else "") for what, number, total in counts]
+        rate = self.steps_per_s
+        if rate:
+            parts.append(f"{rate:.3g} steps/s" if rate < 100 else f"{rate:.0f} steps/s")
+            if self.remaining_steps is not None:
+                parts.append(f"{timedelta(seconds=round(self.remaining_steps / rate))} left")
+        return ", ".join(parts)
 
-@dataclass(frozen=True)
-class MemberRow:
-    """One member's line: its loss as text, and why it is stopped (empty while it trains)."""
-
-    name: str
-    loss: str
-    mark: str
+    def ranked(self) -> list[str]:
+        """The members by loss, smallest first, NaN last; equal ones in their own order."""
+        return sorted(self.losses, key=lambda name: (math.isnan(self.losses[name]), self.losses[name]))
 
 
-@dataclass(frozen=True)
-class ProgressView:
-    """A headline and the members' lines. ``num_hidden`` members are left out between ``top`` and ``bottom``.
+def member_rows(snapshot: Snapshot, max_rows: int) -> list[tuple[str, str, str]]:
+    """One row per member, in at most ``max_rows`` (but never fewer than 3): name, loss, why it is stopped.
 
-    When nothing is hidden, ``top`` has all members in their own order and ``bottom`` none; otherwise ``top``
-    are the best and ``bottom`` the worst, by loss.
+    Of too many members the best and the worst by loss stand around a row that counts the others.
     """
-
-    headline: str
-    top: tuple[MemberRow, ...]
-    num_hidden: int
-    bottom: tuple[MemberRow, ...]
-
-
-def progress_view(snapshot: Snapshot, max_rows: int) -> ProgressView:
-    """The view in at most ``max_rows`` lines below the headline (but never fewer than 3)."""
     max_rows = max(max_rows, 3)
     names = list(snapshot.losses)
-    if len(names) <= max_rows:
-        return ProgressView(headline(snapshot), tuple(_row(snapshot, name) for name in names), 0, ())
-    ordered = ranked(snapshot)
-    num_shown = max_rows - 1  # one line says how many are left out
-    num_top = (num_shown + 1) // 2
-    num_bottom = num_shown - num_top
-    return ProgressView(
-        headline=headline(snapshot),
-        top=tuple(_row(snapshot, name) for name in ordered[:num_top]),
-        num_hidden=len(names) - num_shown,
-        bottom=tuple(_row(snapshot, name) for name in ordered[len(ordered) - num_bottom :]),
-    )
-
-
-def headline(snapshot: Snapshot) -> str:
-    """``epoch 2/5, step 120/500, 41.2 steps/s, 0:12 left``; what is not known is left out."""
-    parts = [
-        _of("epoch", snapshot.epoch, snapshot.num_epochs),
-        _of("step", snapshot.step, snapshot.num_steps),
+    num_hidden = max(0, len(names) - max_rows + 1) if len(names) > max_rows else 0
+    if num_hidden:
+        names = snapshot.ranked()
+    rows = [
+        (printable(name), _loss_text(snapshot.losses[name]), snapshot.stopped.get(name, "")) for name in names
     ]
-    rate = snapshot.steps_per_s
-    if rate:
-        parts.append(f"{rate:.3g} steps/s" if rate < 100 else f"{rate:.0f} steps/s")
-        if snapshot.remaining_steps is not None:
-            parts.append(f"{clock(snapshot.remaining_steps / rate)} left")
-    return ", ".join(parts)
+    if num_hidden:
+        num_top = max_rows // 2
+        rows[num_top : num_top + num_hidden] = [(f"… {num_hidden} more", "", "")]
+    return rows
 
 
 def plain_line(snapshot: Snapshot) -> str:
     """Everything in one line: the headline, the best and the worst loss, how many are stopped."""
-    parts = [headline(snapshot)]
-    ordered = ranked(snapshot)
+    parts = [snapshot.headline()]
+    ordered = snapshot.ranked()
     if ordered:
-        best, worst = ordered[0], ordered[-1]
-        parts.append(f"loss {format_loss(snapshot.losses[best])} ({printable(best)})")
-        if worst != best:
-            parts[-1] += f" to {format_loss(snapshot.losses[worst])} ({printable(worst)})"
+        ends = dict.fromkeys((ordered[0], ordered[-1]))
+        parts.append(
+            "loss " + " to ".join(f"{_loss_text(snapshot.losses[name])} ({printable(name)})" for name in ends)
+        )
     num_stopped = sum(name in snapshot.stopped for name in snapshot.losses)
     if num_stopped:
         parts.append(f"{num_stopped} of {len(snapshot.losses)} stopped")
     return ", ".join(parts)
-
-
-def ranked(snapshot: Snapshot) -> list[str]:
-    """The members by loss, smallest first, NaN last; equal ones in their own order."""
-    losses = snapshot.losses
-    return sorted(losses, key=lambda name: (math.isnan(losses[name]), losses[name]))
-
-
-def format_loss(loss: float) -> str:
-    """Four significant digits, in a width that does not jump about."""
-    return f"{loss:.4g}" if loss == 0 or not 1e-3 <= abs(loss) < 1e4 else f"{loss:#.4g}".rstrip(".")
 
 
 def printable(name: str) -> str:
@@ -127,24 +94,9 @@ def printable(name: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
-def clock(seconds: float) -> str:
-    """``0:07``, ``12:30``, ``3:05:00``, ``2d 03:05:00``."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour:02}:{minute:02}:{second:02}"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
-
-
-def _row(snapshot: Snapshot, name: str) -> MemberRow:
-    return MemberRow(printable(name), format_loss(snapshot.losses[name]), snapshot.stopped.get(name, ""))
-
-
-def _of(what: str, number: int, total: int | None) -> str:
-    return f"{what} {number}" if total is None else f"{what} {number}/{total}"
+def _loss_text(loss: float) -> str:
+    """Four significant digits, in a width that does not jump about."""
+    return f"{loss:.4g}" if loss == 0 or not 1e-3 <= abs(loss) < 1e4 else f"{loss:#.4g}".rstrip(".")
 
 
 class Display:
@@ -171,6 +123,12 @@ class Display:
 
     def message(self, text: str) -> None:
         """Show a line of its own."""
+
+    def _try(self, show: Callable[[], object]) -> None:
+        try:
+            show()
+        except (OSError, ValueError):
+            self.wants_updates = False
 
 
 class PlainDisplay(Display):
@@ -199,14 +157,11 @@ class PlainDisplay(Display):
     def message(self, text: str) -> None:
         self._last_s = self._time_s()
         stream = self._stream or sys.stdout
-        if stream is None or not self.wants_updates:  # pythonw and some services have no stdout
-            return
-        try:
+        if stream is not None and self.wants_updates:  # pythonw and some services have no stdout
             # Names may hold what the stream's encoding does not have.
             encoding = stream.encoding or "utf-8"
-            print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
-        except (OSError, ValueError):
-            self.wants_updates = False
+            line = text.encode(encoding, "replace").decode(encoding)
+            self._try(lambda: print(line, file=stream, flush=True))
 
 
 class RichDisplay(Display):
@@ -229,17 +184,21 @@ class RichDisplay(Display):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._live.stop()
-        except (OSError, ValueError):
-            self.wants_updates = False
+        self._try(self._live.stop)
 
     def update(self, snapshot: Snapshot) -> None:
-        view = progress_view(snapshot, self._console.size.height - _LINES_AROUND_TABLE)
-        try:
-            self._live.update(_table(view), refresh=True)
-        except (OSError, ValueError):
-            self.wants_updates = False
+        from rich.table import Table
+        from rich.text import Text
+
+        # Text, not str: a member may be called "[red]", and that is not markup.
+        table = Table(title=Text(snapshot.headline()), title_justify="left")
+        table.add_column("member", no_wrap=True, overflow="ellipsis")
+        table.add_column("loss", justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True, overflow="ellipsis")
+        for row in member_rows(snapshot, self._console.size.height - _LINES_AROUND_TABLE):
+            is_dim = bool(row[2]) or not row[1]
+            table.add_row(*map(Text, row), style="dim" if is_dim else None)
+        self._try(lambda: self._live.update(table, refresh=True))
 
     def end_epoch(self, snapshot: Snapshot) -> None:
         self.update(snapshot)
@@ -247,28 +206,7 @@ class RichDisplay(Display):
     def message(self, text: str) -> None:
         from rich.text import Text
 
-        try:
-            self._live.console.print(Text(text))
-        except (OSError, ValueError):
-            self.wants_updates = False
-
-
-def _table(view: ProgressView) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    # Text, not str: a member may be called "[red]", and that is not markup.
-    table = Table(title=Text(view.headline), title_justify="left")
-    table.add_column("member", no_wrap=True, overflow="ellipsis")
-    table.add_column("loss", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, overflow="ellipsis")
-    for row in view.top:
-        table.add_row(Text(row.name), Text(row.loss), Text(row.mark), style="dim" if row.mark else None)
-    if view.num_hidden:
-        table.add_row(Text(f"… {view.num_hidden} more"), Text(""), Text(""), style="dim")
-    for row in view.bottom:
-        table.add_row(Text(row.name), Text(row.loss), Text(row.mark), style="dim" if row.mark else None)
-    return table
+        self._try(lambda: self._live.console.print(Text(text)))
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -281,7 +219,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
         return False
 
 
-def open_display(progress: Progress, every_update: bool = False) -> Display:
+def open_display(progress: str, every_update: bool = False) -> Display:
     """Open the display for ``progress``; ``auto`` is a live table where stdout is a terminal with rich.
 
     ``every_update`` makes the plain display write a line at each update, not every few seconds.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainmux.errors import MemberError
 from trainmux.fleet._group import Group
 from trainmux.fleet._slots import Slot
 from trainmux.runtime import ignored_warnings
+
+_Due = list[tuple[Slot, tuple[float, ...]]]
+"""Slots whose schedule is stepped, with what it is told."""
 
 
 def await_update(groups: Sequence[Group], newcomer: str, num_steps: int) -> None:
@@ -26,7 +29,7 @@ def end_update(groups: Sequence[Group]) -> None:
 
     All advance, then the first error of a schedule is raised.
     """
-    due: list[tuple[Slot, tuple[float, ...]]] = []
+    due: _Due = []
     for group in groups:
         members = group.members
         for _, slot in members:
@@ -43,36 +46,25 @@ def end_update(groups: Sequence[Group]) -> None:
 
 def end_epoch(groups: Sequence[Group], monitored: Mapping[str, Mapping[str, float]]) -> None:
     """Advance the schedules that count epochs; refuses an unknown monitor before any is advanced."""
-    for group in groups:
-        for _, slot in group.members:
-            _check_monitor(slot, monitored.get(slot.name))
-    due: list[tuple[Slot, tuple[float, ...]]] = []
-    for group in groups:
-        for _, slot in group.members:
-            member = slot.member
-            if not slot.active or member.scheduler is None or not member.steps_by_epoch:
-                continue
-            if not isinstance(member.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                due.append((slot, ()))
-                continue
-            values = monitored.get(slot.name)
-            if values is not None:
-                due.append((slot, (values[member.scheduler_monitor],)))
+    due: _Due = []
+    for slot in (slot for group in groups for _, slot in group.members):
+        member = slot.member
+        if not slot.active or member.scheduler is None or not member.steps_by_epoch:
+            continue
+        if not isinstance(member.scheduler, ReduceLROnPlateau):
+            due.append((slot, ()))
+        elif (values := monitored.get(slot.name)) is not None:
+            if member.scheduler_monitor not in values:
+                raise MemberError(
+                    f"member {slot.name!r}: expected scheduler_monitor to be one of {sorted(values)}, got "
+                    f"{member.scheduler_monitor!r}"
+                )
+            due.append((slot, (values[member.scheduler_monitor],)))
     _step_all(due)
 
 
-def _check_monitor(slot: Slot, values: Mapping[str, float] | None) -> None:
-    member = slot.member
-    plateau = isinstance(member.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    if slot.active and plateau and values is not None and member.scheduler_monitor not in values:
-        raise MemberError(
-            f"member {slot.name!r}: expected scheduler_monitor to be one of {sorted(values)}, got "
-            f"{member.scheduler_monitor!r}"
-        )
-
-
-def _step_all(due: Sequence[tuple[Slot, tuple[float, ...]]]) -> None:
-    """Step every schedule, each with its arguments; then raise the first error, with a note of who failed."""
+def _step_all(due: _Due) -> None:
+    """Step every schedule; then raise the first error, with a note of who failed."""
     first: Exception | None = None
     # A scheduler looks for calls of optimizer.step(), which never happen here, and warns.
     with ignored_warnings(".*lr_scheduler.step\\(\\).*"):

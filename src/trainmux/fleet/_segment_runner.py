@@ -172,9 +172,6 @@ class SegmentRunner:
 
         return pieces
 
-    def finish(self) -> None:
-        """Return at once: whoever runs the pieces ends them."""
-
     def told(self, *, applies: bool) -> Hashable:
         """Return all that a step that begins now would be told beside its batch.
 

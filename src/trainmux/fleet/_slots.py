@@ -58,14 +58,16 @@ class StackedState:
     updates: Tensor = field(default_factory=lambda: torch.empty(0))
     seeds: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> StackedState:
-        """Apply ``change`` to every tensor."""
+    def mapped(
+        self, change: Callable[[Tensor], Tensor], shared: Callable[[Tensor], Tensor] | None = None
+    ) -> StackedState:
+        """Apply ``change`` to every tensor; ``shared``, if given, to those that members have in common."""
         return StackedState(
             {name: change(rows) for name, rows in self.parameters.items()},
             {name: change(rows) for name, rows in self.buffers.items()},
             {key: change(rows) for key, rows in self.states.items()},
             {name: change(rows) for name, rows in self.totals.items()},
-            {name: change(value) for name, value in self.shared.items()},
+            {name: (shared or change)(value) for name, value in self.shared.items()},
             change(self.alive),
             change(self.updates),
             change(self.seeds),
@@ -101,27 +103,14 @@ class StackedState:
         pairs: list[tuple[Tensor, Tensor]] = []
 
         def resize(old: Tensor) -> Tensor:
-            new = stacked_zeros(width, old.shape[1:], old.dtype, device)
+            if any(old is numbers for numbers in (self.alive, self.updates, self.seeds)):
+                new = torch.full((width,), old is self.alive, dtype=old.dtype, device=device)
+            else:
+                new = stacked_zeros(width, old.shape[1:], old.dtype, device)
             pairs.extend((new[row], old[source]) for row, source in enumerate(kept))
             return new
 
-        result = StackedState(
-            {name: resize(old) for name, old in self.parameters.items()},
-            {name: resize(old) for name, old in self.buffers.items()},
-            {key: resize(old) for key, old in self.states.items()},
-            {name: resize(old) for name, old in self.totals.items()},
-            dict(self.shared),
-            torch.ones(width, dtype=torch.bool, device=device),
-            torch.zeros(width, dtype=torch.int64, device=device),
-            torch.zeros(width, dtype=torch.int64, device=device),
-        )
-        for row, source in enumerate(kept):
-            for new, old in (
-                (result.alive, self.alive),
-                (result.updates, self.updates),
-                (result.seeds, self.seeds),
-            ):
-                pairs.append((new[row], old[source]))
+        result = self.mapped(resize, lambda value: value)
         if copy is not None:
             copy(pairs)
             return result

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainmux.errors import MemberChangedError, OptimizerError, TrainmuxError
+from trainmux.errors import MemberChangedError, OptimizerError, TrainmuxError, warn_user
 from trainmux.fleet._member import Member
 from trainmux.fleet._slots import Slot, named_tensors
-from trainmux.fleet._warn import warn_user
 from trainmux.fusion.optimizers import OptimizerStructure, describe
 from trainmux.tracing import Holder, Items, LossFunction, Reach, same_items, unique_parameters
 
