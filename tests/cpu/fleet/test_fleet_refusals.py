@@ -68,7 +68,9 @@ pytestmark = pytest.mark.usefixtures("built_once")
         {"scheduler_interval": "batch"},
         {"loss": 3.0},
         {"scheduler": "cosine"},
-        {"scheduler": lr_scheduler.StepLR(sgd_member(1).optimizer, 3)},
+        pytest.param(
+            {"scheduler": lr_scheduler.StepLR(sgd_member(1).optimizer, 3)}, id="another optimizer's scheduler"
+        ),
     ],
     ids=str,
 )
