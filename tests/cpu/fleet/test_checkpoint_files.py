@@ -271,7 +271,6 @@ def test_missing_and_foreign_files(saves: Saves, tmp_path: Path) -> None:
             )
         ),
     ],
-    ids=str,
 )
 def test_forged_json_is_refused(saves: Saves, tmp_path: Path, steps: list[str], value: object) -> None:
     saves.write(tmp_path)

@@ -195,7 +195,6 @@ def test_members_that_come_and_go_during_a_fit() -> None:
         {"epochs": 1, "progress": "loud"},
         {"epochs": 1, "member_loaders": {"who": NUMBERS}},
     ],
-    ids=str,
 )
 def test_arguments_that_are_refused(options: dict[str, Any]) -> None:
     fleet = points()
@@ -214,7 +213,6 @@ def test_arguments_that_are_refused(options: dict[str, Any]) -> None:
         {"loader": iter(NUMBERS), "steps": 5},
         {"loader": 5, "steps": 5},
     ],
-    ids=str,
 )
 def test_loaders_without_enough_batches(options: dict[str, Any]) -> None:
     with pytest.raises(BatchError):

@@ -72,7 +72,6 @@ pytestmark = pytest.mark.usefixtures("built_once")
             {"scheduler": lr_scheduler.StepLR(sgd_member(1).optimizer, 3)}, id="another optimizer's scheduler"
         ),
     ],
-    ids=str,
 )
 def test_settings_of_a_member(change: dict[str, Any]) -> None:
     model = mlp()

@@ -36,7 +36,6 @@ def shuffled(generator: torch.Generator | None = None) -> DataLoader[Any]:
         ({"steps": 4, "validate_every": 2}, {"steps": 15, "validate_every": 2}, False),
         ({"steps": 5, "validate_every": 5}, {"steps": 15, "validate_every": 5}, True),
     ],
-    ids=str,
 )
 def test_batches_are_those_of_the_whole_run(
     tmp_path: Path, first: dict[str, int], whole: dict[str, int], own_generator: bool

@@ -225,7 +225,6 @@ def test_a_workspace_needs_bytes_of_its_own() -> None:
         Tenancy(0, -1, 4, 4, 0, 8),
         Tenancy(3, 99, 2, 4, 0, 8),
     ],
-    ids=str,
 )
 def test_tenancies_that_nothing_implies_are_refused(extra: Tenancy) -> None:
     case = in_turns(STEP)
@@ -277,7 +276,6 @@ def test_parts_without_instructions_need_no_tenancies() -> None:
         Wait(Lane.OUT, 10**6),
         Wait(Lane.OUT, -1),
     ],
-    ids=str,
 )
 def test_numbers_that_name_nothing_are_refused(instruction: Instruction) -> None:
     case = in_turns(STEP)
