@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from trainmux.lowering._given_memory import same_strides
 from trainmux.lowering._inductor import is_fusable
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -107,7 +108,7 @@ def _same_memory(node: fx.Node) -> bool:
         )
     except (RuntimeError, ValueError):
         return False
-    return tuple(strides.stride()) == tuple(wanted.stride())
+    return same_strides(strides, wanted.stride())
 
 
 def _is_cheap_cast(node: fx.Node) -> bool:

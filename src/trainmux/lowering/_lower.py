@@ -206,6 +206,7 @@ class _Writer:
         name = f"region_{index}"
         written = {root_of(node) for node in map(changes, region.body) if node is not None}
         changed = [position for position, node in enumerate(region.inputs) if root_of(node) in written]
+        assert changed or region.outputs, "a region without any effect would be left out of planned steps"
         self._owner.add_module(
             name, RegionCall(self._kernels[key], region.output_specs, region.placed, changed)
         )

@@ -308,3 +308,35 @@ def test_constants_of_checkpoints_and_newcomers_reach_every_branch(
         fleet.replace("m1", scaled(7, 2.0))
     for _ in range(2):
         torch.testing.assert_close(*[fleet.step(batch) for fleet in fleets])
+
+
+class OneSmall(nn.Module):
+    """A large parameter, and one of a single element, which is updated by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(130, 130, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(x).mean(1, keepdim=True) * self.scale
+
+
+def test_a_parameter_of_one_element_is_updated_under_a_plan() -> None:
+    """Its update wrote through a view that looked like a copy, and was left out of planned steps."""
+
+    def fleet() -> tm.Fleet:
+        members = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            model = OneSmall()
+            members.append(tm.Member(model, torch.optim.AdamW(model.parameters(), lr=0.1), seed=seed))
+        return tm.Fleet(members, lambda model, x: (model(x) - 1).square().mean(), example, deterministic=True)
+
+    example = torch.randn(4, 130, generator=torch.Generator().manual_seed(0))
+    plain, planned = fleet(), fleet()
+    planned.use(planned.plan(policy="mutwo", device="a100-40gb", max_partitions=3))
+    for _ in range(2):
+        plain.step(example)
+        planned.step(example)
+    assert same(plain, planned)
