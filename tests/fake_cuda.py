@@ -197,7 +197,7 @@ class PaperRoom:
 
 
 class PaperEvent:
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, external: bool = False) -> None:
         self._at = 0.0
 
     def record(self, stream: Any = None) -> None:

@@ -102,7 +102,7 @@ def built_once(
         is_patched = _build.fuse is not _fuse_once
         if is_patched or (original is step and config.lowering != "aten"):
             return make()
-        units = (_units.SMALL, _units.MOST_TOGETHER, _units.MAX_BUCKET)
+        units = (_units.SMALL, _units.MOST_TOGETHER)
         decisive = (original.__name__, *given[1:], stacked_batch, config, self._shared, units)
         return _kept_steps.get(_program_store.step_key(given[0], *decisive), make)
 

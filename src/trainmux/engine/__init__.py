@@ -19,7 +19,7 @@ from trainmux.engine._reference import ReferenceEngine
 from trainmux.engine._ring import HostFeed
 from trainmux.engine._sub_arrays import first_rows, in_sub_arrays
 from trainmux.engine._transfer import Transfers
-from trainmux.engine._updates import UpdateMode, UpdateSettings
+from trainmux.engine._updates import UpdateSettings
 
 __all__ = [
     "NUM_LANDINGS",
@@ -36,7 +36,6 @@ __all__ = [
     "ReferenceEngine",
     "StepProgram",
     "Transfers",
-    "UpdateMode",
     "UpdateSettings",
     "WatchedLanes",
     "build_forward",

@@ -1,16 +1,14 @@
-"""The order of nodes in a step: masks made late, updates made early, and the cut before the first change."""
+"""The order of nodes in a step: masks made late, and the cut before the first change."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, fx
 
-from trainmux.engine._row_gradients import RowGradient
 from trainmux.ir import Phase
-from trainmux.lowering import RegionCall, changed_argument, interleave, may_share_memory
+from trainmux.lowering import RegionCall, changed_argument, may_share_memory
 from trainmux.tracing import graph_module
 
 aten = torch.ops.aten
@@ -63,66 +61,6 @@ def _can_be_late(node: fx.Node, memory: Mapping[fx.Node, fx.Node], kept: Set[fx.
     return compared in kept and compared.op == "call_function" and bool(reads_late) and all(reads_late)
 
 
-# ---- updates -----------------------------------------------------------------------------------------
-
-
-def ready_places(
-    graph: fx.Graph, parameters: Sequence[fx.Node], gradients: Sequence[fx.Node | RowGradient[fx.Node]]
-) -> list[int]:
-    """For each parameter, the place in the graph after which only its update reads it or its gradient."""
-    place = {node: number for number, node in enumerate(graph.nodes)}
-    last_read = dict.fromkeys(parameters, 0)
-    memory = memory_of(graph)
-    for node in graph.nodes:
-        for source in node.all_input_nodes:
-            if memory[source] in last_read:
-                last_read[memory[source]] = place[node]
-    return [
-        max(last_read[parameter], *(place[node] for node in _nodes_of(gradient)))
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-    ]
-
-
-def with_memory_alone(graph: fx.Graph, gradients: Sequence[fx.Node]) -> list[bool]:
-    """Whether each gradient shares its memory with no other: a later norm may be taken after its update."""
-    memory = memory_of(graph)
-    owners = Counter(memory[gradient] for gradient in gradients)
-    return [owners[memory[gradient]] == 1 for gradient in gradients]
-
-
-def _nodes_of(gradient: fx.Node | RowGradient[fx.Node]) -> tuple[fx.Node, ...]:
-    return tuple(gradient) if isinstance(gradient, RowGradient) else (gradient,)
-
-
-def update_early(graph: fx.Graph) -> None:
-    """Move each node of the update to where it can first run, so that gradients do not wait for one another.
-
-    Placeholders come first in the graph; within each phase nodes keep their order.
-    """
-    memory = memory_of(graph)
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    steps = [(node,) for node in nodes if node.meta["phase"] is not Phase.UPDATE]
-    updates = [(node,) for node in nodes if node.meta["phase"] is Phase.UPDATE]
-    backward = [place for place, (node,) in enumerate(steps) if node.meta["phase"] is Phase.BACKWARD]
-
-    def reads(piece: tuple[fx.Node, ...]) -> Iterable[fx.Node]:
-        for source in piece[0].all_input_nodes:
-            yield from (source, memory[source])
-
-    def changes(piece: tuple[fx.Node, ...]) -> Iterable[fx.Node]:
-        changed = changed_argument(piece[0])
-        return () if changed is None else (memory[changed],)
-
-    first = min(backward, default=len(steps))
-    last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
-    for constant in graph.find_nodes(op="get_attr"):
-        last.append(constant)
-        last = constant
-    for (node,) in interleave(steps, updates, first=first, reads=reads, changes=changes):
-        last.append(node)
-        last = node
-
-
 # ---- halves ------------------------------------------------------------------------------------------
 
 Apply = Callable[[], list[Tensor]]
@@ -132,7 +70,7 @@ Apply = Callable[[], list[Tensor]]
 class Halves:
     """A program's graph, cut before the first node that changes an argument.
 
-    Deferred updates, buffers and counters all follow the backward pass. A step can fail in its first half and
+    Updates, buffers and counters all follow the backward pass. A step can fail in its first half and
     leave everything as it was, and several groups can compute before any of them changes.
     """
 

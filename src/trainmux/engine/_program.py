@@ -21,12 +21,9 @@ from trainmux.engine._order import (
     Apply,
     Halves,
     make_masks_late,
-    ready_places,
-    update_early,
-    with_memory_alone,
 )
 from trainmux.engine._row_gradients import as_row_gradient, erase_unread
-from trainmux.engine._updates import TailInputs, UpdateMode, UpdateSettings, make_tail
+from trainmux.engine._updates import TailInputs, UpdateSettings, make_tail
 from trainmux.fusion import FusedGraph
 from trainmux.ir import ByteClass, GraphInput, InputKind, OutputKind, Phase
 from trainmux.tracing import (
@@ -276,8 +273,6 @@ def build_step(
     loss = outputs[OutputKind.LOSS]["loss"]
     graph.output([loss, norm, finite, *metrics.values()])
     _placeholders_first(graph)
-    if settings.mode is UpdateMode.IMMEDIATE:
-        update_early(graph)
     graph.lint()
     module = graph_module(owner, graph)
     return StepProgram(module, fused.inputs, settings, tuple(metrics))
@@ -433,11 +428,7 @@ def _append_tail(
     nodes, spec = pytree.tree_flatten(roles)
     forward_outputs = {loss, *outputs[OutputKind.METRIC].values(), *new_buffers}
     fresh = [reuses_gradients and _owns_memory(node, forward_outputs) for node in whole]
-    ready: list[int] = []
-    if settings.mode is UpdateMode.IMMEDIATE:
-        ready = ready_places(graph, parameters, gradients)
-        fresh = [a and b for a, b in zip(fresh, with_memory_alone(graph, whole), strict=True)]
-    tail = make_tail(settings, fresh, ready)
+    tail = make_tail(settings, fresh)
 
     def flat(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         return tail(TailInputs(*pytree.tree_unflatten(list(tensors), spec)))

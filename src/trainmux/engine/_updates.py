@@ -1,17 +1,12 @@
 """The tail of a step, written into the graph that is being traced: checks, buffer commits, optimizer updates.
 
-Deferred and bucketed updates (D3) run after all gradients exist: a member's weights and buffers change only
-if its loss and all of its gradients are finite, and clipping needs the norm over all of them. A member that
-must not change gets neutral scalars and a zero gradient, which leaves its rows bitwise as they were.
-
-An *immediate* update follows each gradient. What it knows by then is the loss and the gradients that came
-before: from the first one that is not finite on, nothing of the member changes any more. Buffers wait for the
-whole gradient in every mode.
+Updates run after all gradients exist: a member's weights and buffers change only if its loss and all of its
+gradients are finite, and clipping needs the norm over all of them. A member that must not change gets neutral
+scalars and a zero gradient, which leaves its rows bitwise as they were.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from trainmux.engine._row_gradients import GradientRows, RowGradient, zero_like
-from trainmux.engine._units import Unit, as_ready, buckets, large_alone
-from trainmux.errors import ConfigError
+from trainmux.engine._units import Unit, large_alone
 from trainmux.fusion.optimizers import (
     OptimizerStructure,
     apply_update,
@@ -32,20 +26,6 @@ from trainmux.fusion.optimizers import (
     state_names,
 )
 from trainmux.tracing import copy_node, last_node, nodes_after, tracer_graph
-
-
-class UpdateMode(enum.Enum):
-    """When parameters are updated, and how many in one kernel (D3)."""
-
-    DEFERRED = "deferred"
-    """After all gradients exist: a member with one that is not finite keeps all of its bits."""
-
-    BUCKETED = "bucketed"
-    """Deferred, with parameters of any size in buckets: one compiled kernel updates several of them."""
-
-    IMMEDIATE = "immediate"
-    """Each as soon as its gradient exists, which is freed then. What was updated before the first gradient
-    that is not finite stays updated."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +46,10 @@ class UpdateSettings:
     clips_value: bool
     accumulates: bool
     applies: bool
-    mode: UpdateMode = UpdateMode.DEFERRED
     carries_state: bool = True
 
     def __post_init__(self) -> None:
         assert self.carries_state or not self.applies
-        if self.mode is UpdateMode.IMMEDIATE and (self.clips_norm or self.accumulates):
-            raise ConfigError(
-                "update: expected 'deferred' or 'bucketed' with clipping by norm or accumulation, which need "
-                "all gradients at once, got 'immediate'; set clip_norm back to None or make another fleet"
-            )
 
     def state_keys(self) -> tuple[tuple[str, str], ...]:
         """(parameter, state name) of every optimizer state tensor, in a fixed order."""
@@ -138,18 +112,13 @@ class Broadcast:
 
 
 @contextmanager
-def unit_of_graph(name: str, *, is_bucket: bool = False) -> Iterator[None]:
-    """Mark what is traced inside as one unit: lowering makes a region of it, and of a bucket few kernels."""
+def unit_of_graph(name: str) -> Iterator[None]:
+    """Mark what is traced inside as one unit: lowering makes a region of it."""
     graph = tracer_graph()
     last = last_node(graph)
     yield
     for node in nodes_after(graph, last):
-        _mark(node, name, is_bucket=is_bucket)
-
-
-def _mark(node: fx.Node, unit: str, *, is_bucket: bool) -> None:
-    node.meta["unit"] = unit
-    node.meta["bucket"] = is_bucket
+        node.meta["unit"] = name
 
 
 class _InDtype:
@@ -160,22 +129,17 @@ class _InDtype:
         settings: UpdateSettings,
         given: TailInputs,
         commits: Tensor,
-        norm: Tensor | None,
+        norm: Tensor,
         dtype: torch.dtype,
     ) -> None:
         self._settings = settings
         self._of_group: dict[int, dict[str, Tensor]] = {}
         self.rows = torch.where(commits, given.scalars, given.neutral).to(scalar_dtype(dtype))
-        rows = last_node(tracer_graph())
         self.keeps = -commits.to(_BITS[dtype.itemsize])
-        keeps = last_node(tracer_graph())
-        self.nodes = [(self.rows, rows), (self.keeps, keeps)]
         if settings.clips_norm:
-            assert norm is not None
             self.shrink = torch.clamp(given.limits[0] / (norm + 1e-6), max=1.0).to(dtype)
         if settings.clips_value:
             self.bound = given.limits[1].to(dtype)
-            self.nodes.append((self.bound, last_node(tracer_graph())))
 
     def of_group(self, index: int) -> dict[str, Tensor]:
         if index not in self._of_group:
@@ -187,11 +151,10 @@ class _InDtype:
 
 @dataclass(frozen=True)
 class Scalars:
-    """The ``[k]`` tensors of updates behind one mask; ``unit`` is the one that they are for, if not all."""
+    """The ``[k]`` tensors of updates behind one mask."""
 
     in_dtype: Mapping[torch.dtype, _InDtype]
     shaped: Broadcast
-    unit: Unit | None
 
 
 class Updates:
@@ -203,23 +166,15 @@ class Updates:
         self._states = dict(zip(settings.state_keys(), given.states, strict=True))
         self._traced = _Traced(given)
 
-    def scalars(
-        self,
-        commits: Tensor,
-        *,
-        norm: Tensor | None = None,
-        shaped: Broadcast | None = None,
-        unit: Unit | None = None,
-    ) -> Scalars:
-        """Scalars of one unit's parameters, or of all; members outside of ``commits`` get neutral ones.
+    def scalars(self, commits: Tensor, norm: Tensor, shaped: Broadcast) -> Scalars:
+        """Scalars of all parameters; members outside of ``commits`` get neutral ones.
 
         ``norm`` is the one that clipping goes by; ``shaped`` has shapes that were made before.
         """
-        positions = range(len(self._given.parameters)) if unit is None else unit.positions
-        owned = [position for position in positions if self._settings.group_of[position] is not None]
-        dtypes = dict.fromkeys(self._given.parameters[position].dtype for position in owned)
+        owners = zip(self._given.parameters, self._settings.group_of, strict=True)
+        dtypes = dict.fromkeys(parameter.dtype for parameter, index in owners if index is not None)
         made = {dtype: _InDtype(self._settings, self._given, commits, norm, dtype) for dtype in dtypes}
-        return Scalars(made, shaped or Broadcast(), unit)
+        return Scalars(made, shaped)
 
     def append(
         self, position: int, unit: Unit, gradient: Tensor | GradientRows, scalars: Scalars, *, fresh: bool
@@ -247,13 +202,10 @@ class Updates:
                     gradient.put(tensor, row)
             return
         own = [parameter, gradient, *tensors[1:]]
-        like = self._traced.like(own, (index, fresh), scalars)
+        like = self._traced.like(own, (index, fresh))
         if self._traced.repeat(like, unit):
             return
-        with (
-            self._traced.noted(like),
-            unit_of_graph(f"update {unit.number}", is_bucket=unit.is_bucket),
-        ):
+        with self._traced.noted(like), unit_of_graph(f"update {unit.number}"):
             parameter, gradient, *state = flat(*own)
             self._change(
                 index, parameter, gradient, dict(zip(names, state, strict=True)), scalars, fresh=fresh
@@ -328,20 +280,13 @@ class _Traced:
             self._node_of.pop(id(total), None)
         self._known: dict[Hashable, tuple[tuple[fx.Node, ...], list[fx.Node]]] = {}
 
-    def like(self, own: Sequence[Tensor], decisive: Hashable, scalars: Scalars) -> _Like:
-        """The update of ``own`` tensors behind the mask of ``scalars``."""
+    def like(self, own: Sequence[Tensor], decisive: Hashable) -> _Like:
+        """The update of ``own`` tensors."""
         found = [self._node_of.get(id(tensor)) for tensor in own]
         shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in own)
-        unit = scalars.unit
-        whose: Hashable = "all"
-        if unit is not None and len(unit.positions) > 1:
-            whose = unit.number  # its parameters share shapes of its scalars, which no other unit may read
-        elif unit is not None:
-            whose = "one"
-            found += [node for _, node in scalars.in_dtype[own[0].dtype].nodes]
         nodes = tuple(node for node in found if node is not None)
         is_known = len(set(nodes)) == len(found)  # accumulated gradients are computed here
-        return _Like(nodes if is_known else None, (decisive, whose, shapes))
+        return _Like(nodes if is_known else None, (decisive, shapes))
 
     def repeat(self, like: _Like, unit: Unit) -> bool:
         """Write an update, if one of the same kind is known; says whether it did."""
@@ -354,7 +299,7 @@ class _Traced:
             # What depends on nothing of the parameter's own is common to all: scalars, shaped to broadcast.
             if any(source in copied for source in node.all_input_nodes):
                 copied[node] = copy_node(self._graph, node, lambda n: copied.get(n, n))
-                _mark(copied[node], f"update {unit.number}", is_bucket=unit.is_bucket)
+                copied[node].meta["unit"] = f"update {unit.number}"
         return True
 
     @contextmanager
@@ -387,32 +332,13 @@ def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
 Tail = Callable[[TailInputs], tuple[Tensor, Tensor]]
 
 
-def make_tail(settings: UpdateSettings, fresh: Sequence[bool], ready: Sequence[int]) -> Tail:
+def make_tail(settings: UpdateSettings, fresh: Sequence[bool]) -> Tail:
     """The tail as a function to trace; it returns the gradient norm and who is finite, ``[k]`` each.
 
-    ``fresh`` says which gradients are in memory that nothing else refers to; ``ready``, only for an immediate
-    update, where in the backward pass each parameter can be updated: it goes in that order.
+    ``fresh`` says which gradients are in memory that nothing else refers to.
     """
 
-    def immediate(given: TailInputs) -> tuple[Tensor, Tensor]:
-        updates = Updates(settings, given)
-        parts: dict[int, Tensor] = {}
-        commits = torch.isfinite(given.loss) & given.alive & given.active
-        for unit in as_ready(given.parameters, ready):
-            gradients = {position: _in_full(given, position) for position in unit.positions}
-            with unit_of_graph(f"norm {unit.number}"):
-                for position, gradient in gradients.items():
-                    parts[position] = _row_norm(gradient, len(given.loss))
-                    commits = commits & torch.isfinite(parts[position])
-                scalars = updates.scalars(commits, unit=unit)
-            for position, gradient in gradients.items():
-                updates.append(position, unit, gradient, scalars, fresh=fresh[position])
-        norm = _total(parts, given.loss)
-        finite, commits = _commit_buffers(given, norm, Broadcast())
-        given.updates.add_(commits)
-        return norm, finite
-
-    def deferred(given: TailInputs) -> tuple[Tensor, Tensor]:
+    def tail(given: TailInputs) -> tuple[Tensor, Tensor]:
         gradients: list[Tensor | GradientRows] = [
             _in_full(given, position) for position in range(len(given.gradients))
         ]
@@ -427,8 +353,8 @@ def make_tail(settings: UpdateSettings, fresh: Sequence[bool], ready: Sequence[i
         if settings.applies:
             given.updates.add_(commits)
             updates = Updates(settings, given)
-            scalars = updates.scalars(commits, norm=norm, shaped=shaped)
-            for unit in _units(settings, given):
+            scalars = updates.scalars(commits, norm, shaped)
+            for unit in large_alone(given.parameters):
                 for position in unit.positions:
                     mine = fresh[position] and not settings.accumulates
                     updates.append(position, unit, gradients[position], scalars, fresh=mine)
@@ -437,19 +363,7 @@ def make_tail(settings: UpdateSettings, fresh: Sequence[bool], ready: Sequence[i
                     total.zero_()
         return norm, finite
 
-    return immediate if settings.mode is UpdateMode.IMMEDIATE else deferred
-
-
-def _units(settings: UpdateSettings, given: TailInputs) -> list[Unit]:
-    if settings.mode is not UpdateMode.BUCKETED:
-        return large_alone(given.parameters)
-    kinds = [
-        None if isinstance(gradient, RowGradient) else (index, parameter.dtype)
-        for gradient, index, parameter in zip(
-            given.gradients, settings.group_of, given.parameters, strict=True
-        )
-    ]
-    return buckets(given.parameters, kinds)
+    return tail
 
 
 def _commit_buffers(given: TailInputs, norm: Tensor, shaped: Broadcast) -> tuple[Tensor, Tensor]:

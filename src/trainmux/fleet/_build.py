@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from trainmux.engine import (
     ForwardProgram,
     StepProgram,
-    UpdateMode,
     UpdateSettings,
     build_forward,
     build_planned_forward,
@@ -99,7 +98,7 @@ class ProgramBuilder:
 
         def whole(program: StepProgram, how: str) -> StepProgram:
             partition = _partition_text(width, array, branches)
-            notes = (partition, how, *_update_text(self._config), _precision_text(self._config))
+            notes = (partition, how, _precision_text(self._config))
             return replace(in_sub_arrays(program, width // array, branches), notes=notes)
 
         def lowered() -> StoredStep:
@@ -161,8 +160,6 @@ class ProgramBuilder:
         return self._build(fused, settings, compiles=False)
 
     def _build(self, fused: FusedGraph, settings: UpdateSettings, *, compiles: bool) -> StepProgram:
-        if settings.mode is UpdateMode.BUCKETED and not compiles:
-            settings = replace(settings, mode=UpdateMode.DEFERRED)  # ATen has no kernels for buckets
         return build_step(
             fused,
             settings,
@@ -243,16 +240,6 @@ def _partition_text(width: int, array: int, branches: int) -> str:
         return f"one array of width {width}"
     side_by_side = f", {branches} side by side" if branches > 1 else ", one after another"
     return f"{width // array} sub-arrays of width {array}{side_by_side}"
-
-
-def _update_text(config: FleetConfig) -> tuple[str, ...]:
-    """Describe an update mode other than the default one."""
-    if config.update is UpdateMode.IMMEDIATE:
-        return ("each parameter is updated as soon as its gradient exists",)
-    if config.update is UpdateMode.BUCKETED:
-        through_aten = ": not through ATen, which has no such kernels" if config.lowering == "aten" else ""
-        return (f"several parameters are updated by one kernel{through_aten}",)
-    return ()
 
 
 def _precision_text(config: FleetConfig) -> str:

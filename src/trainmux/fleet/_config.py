@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainmux.engine import CudaGraphEngine, ReferenceEngine, UpdateMode
+from trainmux.engine import CudaGraphEngine, ReferenceEngine
 from trainmux.errors import ConfigError
 from trainmux.lowering import compiler_missing
 from trainmux.tracing import TraceSettings
@@ -21,7 +21,6 @@ _PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
 _ENGINES = ("auto", "reference", "cuda_graphs")
 _LOWERINGS = ("auto", "aten", "inductor")
 _DATA = ("shared", "per_member")
-_UPDATES = tuple(mode.value for mode in UpdateMode)
 
 
 @dataclass(frozen=True)
@@ -37,20 +36,10 @@ class FleetConfig:
     lowering: str = "aten"
     width: int | None = None
     branches: int | None = None
-    update: UpdateMode = UpdateMode.DEFERRED
     default_dtype: torch.dtype = torch.float32
     """Torch's when the fleet was made: of tensors that user code makes, whenever it is traced."""
     default_device: torch.device | None = None
     """Torch's when the fleet was made, where it is of the fleet's own kind; ``None`` is the CPU."""
-
-    def check_clipping(self, member: str, clip_norm: float | None) -> None:
-        """Refuse a member that clips by norm where parameters change before the whole gradient is known."""
-        if clip_norm is not None and self.update is UpdateMode.IMMEDIATE:
-            raise ConfigError(
-                f"member {member!r}: expected clip_norm=None with update='immediate', which changes "
-                f"parameters before the norm of the whole gradient is known, got {clip_norm!r}; use "
-                "clip_value or update='deferred'"
-            )
 
     @property
     def trace_settings(self) -> TraceSettings:
@@ -79,7 +68,6 @@ def make_config(
     lowering: Any,
     width: Any,
     branches: Any,
-    update: Any = UpdateMode.DEFERRED.value,
 ) -> FleetConfig:
     """Check the settings; ``ConfigError`` names the one that is off."""
     _require("precision", precision, tuple(_PRECISIONS))
@@ -89,12 +77,6 @@ def make_config(
     if not isinstance(deterministic, bool):
         raise ConfigError(f"deterministic: expected True or False, got {deterministic!r}")
     _require("engine", engine, _ENGINES)
-    _require("update", update, _UPDATES)
-    if accumulate > 1 and update == UpdateMode.IMMEDIATE.value:
-        raise ConfigError(
-            f"update: expected 'deferred' or 'bucketed' with accumulate={accumulate}, got 'immediate', which "
-            "frees a gradient before the next batch could add to it"
-        )
     for name, number in (("width", width), ("branches", branches)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ConfigError(f"{name}: expected None or a whole number of at least 1, got {number!r}")
@@ -114,7 +96,6 @@ def make_config(
         _lowering(lowering, found, engine=engine, deterministic=deterministic),
         width,
         branches,
-        UpdateMode(update),
         torch.get_default_dtype(),
         _default_device(found),
     )

@@ -69,11 +69,6 @@ class Fleet:
     compiled ones as soon as they are ready), "inductor" (wait for them) or "aten". ``width`` is the number
     of members fused into one sub-array and ``branches`` the number of sub-arrays that run in parallel;
     ``None`` chooses by what was measured for models of this kind.
-
-    ``update`` is "deferred" (after all gradients exist), "bucketed" (the same, compiled to fewer kernels) or
-    "immediate": each parameter as soon as its gradient exists, which is then freed. That takes less memory,
-    but a member whose loss is finite and whose gradient is not keeps what was updated before the first
-    gradient that is not finite; then it is frozen. Not with ``accumulate`` or ``clip_norm``.
     """
 
     def __init__(
@@ -91,10 +86,9 @@ class Fleet:
         lowering: str = "auto",
         width: int | None = None,
         branches: int | None = None,
-        update: str = "deferred",
     ) -> None:
         given = (device, precision, data, accumulate, deterministic, engine, lowering)
-        self._config = make_config(*given, width, branches, update)
+        self._config = make_config(*given, width, branches)
         self._loss = loss
         self._traces = TraceCache(self._config.trace_settings)
         self._groups: list[Group] = []
@@ -564,7 +558,6 @@ class Fleet:
         raise unknown_member(name, self._names)
 
     def _describe(self, member: Member, name: str, position: int) -> Newcomer:
-        self._config.check_clipping(name, member.clip_norm)
         return describe_newcomer(member, name, position, self._loss_of(member), self._feed, self._traces)
 
     def _make_groups(self, plans: list[Newcomer]) -> list[Group]:

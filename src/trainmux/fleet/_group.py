@@ -284,7 +284,6 @@ class Group:
             clips_value=clips_value,
             accumulates=self.config.accumulate > 1,
             applies=applies,
-            mode=self.config.update,
         )
 
     def _builder(self) -> ProgramBuilder:

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from trainmux.engine import StepProgram, UpdateMode
+from trainmux.engine import StepProgram
 from trainmux.errors import FleetError, first_line
 from trainmux.fleet._feed import GroupFeed
 from trainmux.fleet._group import Group
@@ -127,26 +127,22 @@ def _run(jobs: Sequence[tuple[Group, StepProgram]], batches: Batches) -> None:
     """Compute a step of all groups, with the settings read last, then apply it to all.
 
     A failure before the first change leaves all groups as they were; afterwards it is `HalfStepError`.
-    Groups with immediate updates go one by one: half-way through they hold all of their activations.
     """
-    num_at_once = 1 if jobs[0][1].settings.mode is UpdateMode.IMMEDIATE else len(jobs)
     num_begun = num_done = 0  # groups that have begun to change, and that are a step ahead
     try:
         with torch.no_grad():
-            for first in range(0, len(jobs), num_at_once):
-                together = jobs[first : first + num_at_once]
-                begun = []
-                for group, program in together:
-                    group.push_numbers()
-                    arguments = group.arguments(program, batches[id(group)])
-                    begun.append(group.programs.engine.begin(program, arguments))
-                for group, program in together:
-                    num_begun += 1
-                    # Popped, so that what a group holds half-way is free before the next one applies.
-                    results = begun.pop(0)()
-                    group.count(program)
-                    group.note(program, results)
-                    num_done += 1
+            begun = []
+            for group, program in jobs:
+                group.push_numbers()
+                arguments = group.arguments(program, batches[id(group)])
+                begun.append(group.programs.engine.begin(program, arguments))
+            for group, program in jobs:
+                num_begun += 1
+                # Popped, so that what a group holds half-way is free before the next one applies.
+                results = begun.pop(0)()
+                group.count(program)
+                group.note(program, results)
+                num_done += 1
     except BaseException as error:
         if not num_begun:
             raise

@@ -7,7 +7,6 @@ from trainmux.lowering._kinds import changes as changed_argument
 from trainmux.lowering._kinds import may_share_memory
 from trainmux.lowering._lower import Lowered, RegionCall, lower
 from trainmux.lowering._padding import extended, extended_product
-from trainmux.lowering._partition import interleave
 from trainmux.lowering._rewrites import compare_instead_of_scatter, insert_call
 from trainmux.lowering._stored import from_bytes, to_bytes
 
@@ -26,7 +25,6 @@ __all__ = [
     "extended_product",
     "from_bytes",
     "insert_call",
-    "interleave",
     "lower",
     "may_share_memory",
     "to_bytes",

@@ -8,28 +8,26 @@ neither feed one another nor read the same large value are regions of their own,
 small and alike: equal ones are compiled once.
 
 The update phase keeps its own order: its nodes change parameters in place. Consecutive nodes of one
-``unit`` (the update of one parameter) are a region. The update comes last, or, where the graph has some of
-its nodes before the end of the backward pass, each of its pieces as early as it can.
+``unit`` (the update of one parameter) are a region. The update comes last.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from trainmux.ir import Phase
-from trainmux.lowering._kinds import SMALL_BYTES, Kind, changes, is_view, kind_of, num_bytes, root_of
+from trainmux.lowering._kinds import SMALL_BYTES, Kind, is_view, kind_of, num_bytes, root_of
 
 _LARGE_BYTES = 1 << 16
 _MAX_REGION = 600
 
 
 Piece = tuple[fx.Node, ...]
-Touched = Callable[[Piece], Iterable[fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,7 @@ def cut(graph: fx.Graph, *, keeps_results: bool = False) -> Cut:
     kinds = {node: kind_of(node) for node in graph.nodes}
     steps = [node for node in nodes if _phase(node) is not Phase.UPDATE]
     updates = [node for node in nodes if _phase(node) is Phase.UPDATE]
-    is_interleaved = _is_interleaved(nodes)
-    slots = _Slots(steps, kinds, _gradients(updates, kinds) if is_interleaved else frozenset())
+    slots = _Slots(steps, kinds)
     results = _forward_results(graph) if keeps_results else frozenset()
     pieces: list[Piece] = []
     for slot, members in enumerate(slots.filled()):
@@ -65,75 +62,12 @@ def cut(graph: fx.Graph, *, keeps_results: bool = False) -> Cut:
             pieces.extend(_components(first, kinds))
             members = [node for node in members if node not in results]
         pieces.extend(_components(members, kinds))
-    last = _runs(updates, kinds)
-    if is_interleaved:
-        return Cut(tuple(_interleaved(pieces, last, kinds)), kinds)
-    return Cut(tuple(pieces + last), kinds)
-
-
-def _interleaved(pieces: list[Piece], updates: list[Piece], kinds: dict[fx.Node, Kind]) -> list[Piece]:
-    computed = {node for piece in (*pieces, *updates) for node in piece}
-
-    def reads(piece: Piece) -> Iterator[fx.Node]:
-        for node in piece:
-            for source in through_inline(node, kinds, computed):
-                # The parts of a tuple come with the call that makes it.
-                is_part = _is_part(source) and source not in computed
-                yield source.args[0] if is_part else source  # type: ignore[misc]
-
-    def changed(piece: Piece) -> Iterator[fx.Node]:
-        for node in map(changes, piece):
-            if node is not None:
-                yield root_of(node)
-
-    places = [
-        place for place, piece in enumerate(pieces) if any(_phase(node) is Phase.BACKWARD for node in piece)
-    ]
-    first = min(places, default=len(pieces))
-    return interleave(pieces, updates, first=first, reads=reads, changes=changed)
-
-
-def interleave(
-    steps: Sequence[Piece], updates: Sequence[Piece], *, first: int, reads: Touched, changes: Touched
-) -> list[Piece]:
-    """``steps`` in their order, with ``updates`` in theirs between them, none before step ``first``.
-
-    ``reads`` gives the nodes that a piece reads, by value or by memory; ``changes`` the nodes whose memory an
-    update writes to. An update comes as soon as all it reads exists and no later step reads what it changes.
-    """
-    made = {node: place for place, piece in enumerate(steps) for node in piece}
-    last_read: dict[fx.Node, int] = {}
-    for place, piece in enumerate(steps):
-        last_read.update(dict.fromkeys(reads(piece), place))
-    before: list[list[Piece]] = [[] for _ in range(len(steps) + 1)]
-    place = first
-    for piece in updates:
-        needed = [made[node] for node in reads(piece) if node in made]
-        needed += [last_read[node] for node in changes(piece) if node in last_read]
-        place = max([place, *(step + 1 for step in needed)])
-        before[place].append(piece)
-    merged: list[Piece] = []
-    for place, waiting in enumerate(before):
-        merged += waiting
-        merged += steps[place : place + 1]
-    return merged
+    return Cut((*pieces, *_runs(updates, kinds)), kinds)
 
 
 def _phase(node: fx.Node) -> Phase:
     phase: Phase = node.meta.get("phase", Phase.FORWARD)
     return phase
-
-
-def _is_interleaved(nodes: Sequence[fx.Node]) -> bool:
-    """Whether some of the update comes before the end of the backward pass."""
-    phases = [_phase(node) is Phase.UPDATE for node in nodes]
-    return phases != sorted(phases)
-
-
-def _gradients(updates: Sequence[fx.Node], kinds: dict[fx.Node, Kind]) -> frozenset[fx.Node]:
-    """Nodes of the backward pass that the update reads."""
-    read = {source for node in updates for source in through_inline(node, kinds)}
-    return frozenset(node for node in read if _phase(node) is Phase.BACKWARD)
 
 
 def _forward_results(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -152,10 +86,7 @@ def _forward_results(graph: fx.Graph) -> frozenset[fx.Node]:
 class _Slots:
     """The slot of every fusable node before the update."""
 
-    def __init__(
-        self, nodes: Sequence[fx.Node], kinds: dict[fx.Node, Kind], wanted: frozenset[fx.Node]
-    ) -> None:
-        """``wanted`` nodes are used up at once: they come as early as they can."""
+    def __init__(self, nodes: Sequence[fx.Node], kinds: dict[fx.Node, Kind]) -> None:
         self._kinds = kinds
         self._nodes = nodes
         # The parts of a tuple come with the call that makes it.
@@ -163,7 +94,7 @@ class _Slots:
         self._index = {call: i + 1 for i, call in enumerate(self.calls)}
         self._first_backward = sum(_phase(call) is Phase.FORWARD for call in self.calls)
         self.slot: dict[fx.Node, int] = {}
-        late = self._late() - wanted
+        late = self._late()
         self._place_early(late)
         self._place_late(late)
         for node in nodes:

@@ -100,22 +100,15 @@ class RegionGraph:
             for node in self.body
         ]
         outputs = [place[node].place for node in self.outputs]
-        return self.input_specs, self.output_specs, self.placed, outputs, lines, self.is_bucket
+        return self.input_specs, self.output_specs, self.placed, outputs, lines
 
     def key(self) -> str:
         """Equal for regions that one compiled kernel can serve."""
         return hashlib.sha256(repr(self.content()).encode()).hexdigest()
 
     @property
-    def is_bucket(self) -> bool:
-        """Whether it updates several parameters by as few kernels as possible (``update="bucketed"``)."""
-        return bool(self.body[-1].meta.get("bucket", False))  # views in front may be another's too
-
-    @property
     def combines(self) -> bool:
         """Whether it is many small independent computations: casts, or updates of several parameters."""
-        if self.is_bucket:
-            return True
         if self.body[-1].meta.get("phase") is Phase.UPDATE:
             return len(self.body) > _MANY_NODES
         small = all(prod(spec.shape) * spec.dtype.itemsize <= SMALL_BYTES for spec in self.output_specs)
@@ -244,7 +237,7 @@ def to_payload(region: RegionGraph) -> bytes:
 def from_payload(payload: bytes) -> RegionGraph:
     """The region again, in a graph of its own."""
     content, phase = pickle.loads(payload)
-    input_specs, output_specs, placed, outputs, lines, is_bucket = content
+    input_specs, output_specs, placed, outputs, lines = content
     graph = fx.Graph()
     nodes = [graph.placeholder(f"input_{i}") for i in range(len(input_specs))]
     num_inputs = len(nodes)
@@ -254,7 +247,7 @@ def from_payload(payload: bytes) -> RegionGraph:
 
     for name, args, kwargs in lines:
         node = graph.call_function(op_of(name), map_leaves(args, found), map_leaves(kwargs, found))
-        node.meta.update(phase=phase, bucket=is_bucket)
+        node.meta["phase"] = phase
         nodes.append(node)
     return RegionGraph(
         tuple(nodes[num_inputs:]),
