@@ -160,7 +160,7 @@ def test_dropout_and_several_members() -> None:
 
     alone, fleet = make(), make()
     losses = torch.stack([alone.step(batch).cpu() for batch in cycled(batches_of(name), 60)])
-    job = tm.Job("a", fleet=fleet, loader=batches_of(name), steps=60, concurrent_micro_batches=2)
+    job = tm.Job("a", fleet=fleet, loader=batches_of(name), steps=60)
     result = tm.colocate([job], "20GiB", region_bytes=REGION, poisons=True).run()["a"]
     assert result.error is None
     assert torch.equal(result.losses, losses)

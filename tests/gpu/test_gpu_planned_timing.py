@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +42,8 @@ class SleepyLanes(StreamLanes):
 
     seed = 0
 
-    def __init__(self, device: torch.device, num_branches: int = 1) -> None:
-        super().__init__(device, num_branches)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._random = random.Random(self.seed)
 
     def _doze(self, lane: Lane) -> None:
