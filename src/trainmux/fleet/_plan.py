@@ -10,6 +10,7 @@ from functools import cached_property
 from trainmux.errors import PlanError
 from trainmux.ir import (
     Attempt,
+    PlanRecord,
     Profile,
     Program,
     Recomputation,
@@ -22,7 +23,6 @@ from trainmux.ir import (
     verify,
     write_file,
 )
-from trainmux.ir import Plan as PlanRecord
 from trainmux.planning import BudgetCost, bound_seconds, rewrite, timeline
 from trainmux.reporting import chrome_trace, plan_page, plan_text
 from trainmux.sizes import exact_bytes

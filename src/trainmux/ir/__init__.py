@@ -21,7 +21,7 @@ from trainmux.ir._graph import (
     Phase,
 )
 from trainmux.ir._lanes import lane_of
-from trainmux.ir._plan import Attempt, Multiplexing, Plan, Recomputation, Schedule, SubArray, Swap
+from trainmux.ir._plan import Attempt, Multiplexing, PlanRecord, Recomputation, Schedule, SubArray, Swap
 from trainmux.ir._profile import ByteClass, DeviceFacts, Profile, ProfiledNode, ProfiledTensor
 from trainmux.ir._program import (
     ALIGNMENT,
@@ -61,7 +61,7 @@ __all__ = [
     "OutputKind",
     "Part",
     "Phase",
-    "Plan",
+    "PlanRecord",
     "Prefetch",
     "Profile",
     "ProfiledNode",

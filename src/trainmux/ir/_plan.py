@@ -93,7 +93,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanRecord:
     """The chosen schedule with what the simulation says of it.
 
     ``peak_bytes`` is what will be reserved on the device: the slab with every tensor, and ``fixed_bytes`` for

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from trainmux.errors import BudgetError, ConfigError, PlanError
-from trainmux.ir import Attempt, Multiplexing, Plan, Profile, verify
+from trainmux.ir import Attempt, Multiplexing, PlanRecord, Profile, verify
 from trainmux.planning._arrangement import ROUNDING, Arrangement, Candidate
 from trainmux.planning._candidates import SAME, Candidates
 from trainmux.planning._rewrite import rewrite
@@ -148,14 +148,14 @@ class Planner:
         narrowest = min(range(len(self._all)), key=lambda n: (max(arrangements[n].widths), n))
         self._narrowest = self._all[narrowest]
 
-    def plan(self, budget_bytes: int) -> Plan:
+    def plan(self, budget_bytes: int) -> PlanRecord:
         """The quickest plan within ``budget_bytes``, which count ``fixed_bytes`` too."""
         found = self._quickest(budget_bytes, _Mark())
         if found is None:
             raise self._no_plan(budget_bytes)
         return found[0]
 
-    def _quickest(self, budget_bytes: int, to_beat: _Mark) -> tuple[Plan, _Mark] | None:
+    def _quickest(self, budget_bytes: int, to_beat: _Mark) -> tuple[PlanRecord, _Mark] | None:
         """The best plan, if it beats ``to_beat``, and what there is to beat then."""
         available = budget_bytes - self.fixed_bytes
         search = _Search(self._all, available, to_beat)
@@ -166,7 +166,7 @@ class Planner:
         smallest = self._smallest_if_quicker(search.to_beat.seconds, available)
         if smallest is not None and search.to_beat.is_beaten_by(smallest):
             search.take(self._all.index(self._narrowest), smallest)
-        beside: Plan | None = None
+        beside: PlanRecord | None = None
         for planner in self._others:
             found = planner._quickest(budget_bytes, search.to_beat)
             if found is not None:
@@ -289,7 +289,7 @@ class Planner:
 
     def _emit(
         self, candidates: Candidates, best: Candidate, budget_bytes: int, attempts: tuple[Attempt, ...]
-    ) -> Plan:
+    ) -> PlanRecord:
         arrangement = candidates.arrangement
         fixed_bytes = self._fixed_bytes_of(arrangement)
         program = rewrite(arrangement.profiles, best.schedule)
@@ -301,7 +301,7 @@ class Planner:
             host_bytes=self._host_bytes,
         )
         times = timeline(program.body, arrangement.profiles)
-        return Plan(
+        return PlanRecord(
             policy=self.policy,
             budget_bytes=budget_bytes,
             fixed_bytes=fixed_bytes,

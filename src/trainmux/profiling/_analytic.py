@@ -39,7 +39,7 @@ class Outline:
     ``numbers`` are the bytes of each storage, then the four sizes of each node's `Work`.
     """
 
-    steps: tuple[_Step, ...]
+    steps: tuple[_NodeOutline, ...]
     tensors: tuple[tuple[str, ByteClass], ...]
     numbers: tuple[int, ...]
 
@@ -60,7 +60,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _NodeOutline:
     """A node: ``kind`` is what it calls, apart from sizes; ``passes`` that of its work, if it has any."""
 
     name: str
@@ -81,7 +81,7 @@ def outline_of(graph: KernelGraph) -> Outline:
         if work is not None:
             numbers += [work.batch, work.rows, work.columns, work.depth]
         kind, passes = _kind(graph.module, step.node), None if work is None else work.passes
-        steps.append(_Step(step.node.name, kind, step.phase, step.reads, step.creates, step.changes, passes))
+        steps.append(_NodeOutline(step.node.name, kind, step.phase, step.reads, step.creates, step.changes, passes))
     tensors = tuple((tensor.name, tensor.byte_class) for tensor in graph.tensors)
     return Outline(tuple(steps), tensors, tuple(numbers))
 

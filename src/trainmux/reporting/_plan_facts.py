@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from trainmux.errors import PlanError
-from trainmux.ir import Attempt, Multiplexing, Plan, Profile, ProfiledNode, ProfiledTensor
+from trainmux.ir import Attempt, Multiplexing, PlanRecord, Profile, ProfiledNode, ProfiledTensor
 from trainmux.reporting._units import NOTHING, counted, format_seconds, format_share, format_widths
 from trainmux.sizes import format_bytes
 
@@ -24,11 +24,11 @@ class PlanLookup:
     Refused with `PlanError`: positions that the plan, a sub-array or its profile does not have.
     """
 
-    plan: Plan
+    plan: PlanRecord
     profiles: tuple[Profile, ...]
 
     @classmethod
-    def of(cls, plan: Plan, profiles: Sequence[Profile]) -> PlanLookup:
+    def of(cls, plan: PlanRecord, profiles: Sequence[Profile]) -> PlanLookup:
         """Finds the plan's profiles among ``profiles`` by their fingerprints: any order, one per fingerprint
         or one per sub-array. Refused with `PlanError`: a profile too few, or one of another plan."""
         given = {profile.fingerprint: profile for profile in profiles}
@@ -61,15 +61,15 @@ def _at(items: Sequence[_Item], position: int, what: str) -> _Item:
     return items[position]
 
 
-def num_members(plan: Plan) -> int:
+def num_members(plan: PlanRecord) -> int:
     return sum(len(sub_array.members) for sub_array in plan.partition)
 
 
-def widths(plan: Plan) -> tuple[int, ...]:
+def widths(plan: PlanRecord) -> tuple[int, ...]:
     return tuple(len(sub_array.members) for sub_array in plan.partition)
 
 
-def how_it_trains(plan: Plan) -> str:
+def how_it_trains(plan: PlanRecord) -> str:
     """ "8 members in 2 sub-arrays (4 + 4), as a ring"."""
     members = counted(num_members(plan), "member")
     sub_arrays = counted(len(plan.partition), "sub-array")
@@ -80,7 +80,7 @@ def how_it_trains(plan: Plan) -> str:
     return f"{members} in {sub_arrays} ({format_widths(widths(plan))}), {how}{beside}"
 
 
-def seconds_per_member(plan: Plan) -> float:
+def seconds_per_member(plan: PlanRecord) -> float:
     return plan.step_seconds / num_members(plan) if num_members(plan) else math.nan
 
 
@@ -93,7 +93,7 @@ def recomputed_bytes(lookup: PlanLookup) -> int:
     return sum(lookup.tensor(one.sub_array, one.tensor).size_bytes for one in lookup.plan.recomputes)
 
 
-def attempts_best_first(plan: Plan) -> list[Attempt]:
+def attempts_best_first(plan: PlanRecord) -> list[Attempt]:
     """The one that was taken, then the others by predicted time; those without a time come last."""
 
     def order(attempt: Attempt) -> tuple[bool, float]:
@@ -103,12 +103,12 @@ def attempts_best_first(plan: Plan) -> list[Attempt]:
     return sorted(plan.attempts, key=order)
 
 
-def left_out(plan: Plan) -> str:
+def left_out(plan: PlanRecord) -> str:
     """ "; 127 more were left out", behind how many were tried; nothing where all were."""
     return f"; {plan.num_left_out:,} more partitions were left out" if plan.num_left_out else ""
 
 
-def over_limit(plan: Plan) -> str:
+def over_limit(plan: PlanRecord) -> str:
     """Compare the peak with nothing swapped and nothing recomputed with the budget (§5.3)."""
     over = plan.peak_over_limit
     return f"{format_share(over)} over the budget" if over else "within the budget"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 
-from trainmux.ir import Plan, Profile, Program, Timeline
+from trainmux.ir import PlanRecord, Profile, Program, Timeline
 from trainmux.reporting import _plan_page_sections as sections
 from trainmux.reporting._plan_facts import PlanLookup
 from trainmux.reporting._plan_page_data import Around, page_data, script_safe
@@ -32,7 +32,7 @@ _SCRIPTS = (
 
 
 def plan_page(
-    plan: Plan,
+    plan: PlanRecord,
     program: Program,
     profiles: Sequence[Profile],
     predicted: Timeline,

@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
-from trainmux.ir import Attempt, Plan, Profile, Timeline
+from trainmux.ir import Attempt, PlanRecord, Profile, Timeline
 from trainmux.reporting._plan_facts import (
     PlanLookup,
     attempt_cells,
@@ -83,7 +83,7 @@ def peak_in_use(timeline: Timeline, fixed_bytes: int) -> int | None:
     return max(totals) + fixed_bytes if totals else None
 
 
-def header(title: str, plan: Plan, has_curve: bool) -> str:
+def header(title: str, plan: PlanRecord, has_curve: bool) -> str:
     links = [
         ("timeline", "Timeline"),
         ("numbers", "Step in numbers"),
@@ -144,7 +144,7 @@ def _tile(name: str, figure: str, note: str, extra: str = "") -> str:
     )
 
 
-def _meter(plan: Plan) -> str:
+def _meter(plan: PlanRecord) -> str:
     most = max(1, plan.budget_bytes)
     label = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)}"
     return (
@@ -153,7 +153,7 @@ def _meter(plan: Plan) -> str:
     )
 
 
-def timeline_section(plan: Plan, timelines: Sequence[Timeline], around: Sequence[Around]) -> str:
+def timeline_section(plan: PlanRecord, timelines: Sequence[Timeline], around: Sequence[Around]) -> str:
     memory = "".join(_memory_figure(number, plan, timeline) for number, timeline in enumerate(timelines))
     sources = " and ".join(timeline.source for timeline in timelines)
     lanes_label = (
@@ -200,7 +200,7 @@ def _around_figure(around: Around) -> str:
     )
 
 
-def _memory_figure(number: int, plan: Plan, timeline: Timeline) -> str:
+def _memory_figure(number: int, plan: PlanRecord, timeline: Timeline) -> str:
     peak = peak_in_use(timeline, plan.fixed_bytes)
     note = "" if peak is not None or not number else ": bytes as predicted, on the measured clock"
     in_words = f"at most {format_bytes(peak)} in use" if peak is not None else "no bytes were recorded"
@@ -216,7 +216,7 @@ def _memory_figure(number: int, plan: Plan, timeline: Timeline) -> str:
     )
 
 
-def numbers_section(plan: Plan, predicted: Timeline, measured: Timeline | None) -> str:
+def numbers_section(plan: PlanRecord, predicted: Timeline, measured: Timeline | None) -> str:
     timelines = [predicted] if measured is None else [predicted, measured]
     rows = [
         _compared("Step", [timeline.seconds for timeline in timelines]),
@@ -283,7 +283,7 @@ def tensors_section() -> str:
     )
 
 
-def partitions_section(plan: Plan, profiles: Sequence[Profile]) -> str:
+def partitions_section(plan: PlanRecord, profiles: Sequence[Profile]) -> str:
     rows: list[list[Cell]] = []
     for position, sub_array in enumerate(plan.partition):
         width, members = len(sub_array.members), ", ".join(sub_array.members)
@@ -327,7 +327,7 @@ def _attempts_table(attempts: Sequence[Attempt]) -> str:
     return _table(columns, rows, caption, chosen[0] if chosen else -1)
 
 
-def budget_section(plan: Plan, curve: Sequence[tuple[int, float]]) -> str:
+def budget_section(plan: PlanRecord, curve: Sequence[tuple[int, float]]) -> str:
     if not curve:
         return ""
     fastest = cheapest_seconds(curve)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from trainmux.ir import Plan, Profile, Recomputation, SubArray, Swap
+from trainmux.ir import PlanRecord, Profile, Recomputation, SubArray, Swap
 from trainmux.reporting._plan_facts import (
     PlanLookup,
     attempt_cells,
@@ -38,7 +38,7 @@ _Decision = TypeVar("_Decision", Swap, Recomputation)
 
 
 def plan_text(
-    plan: Plan,
+    plan: PlanRecord,
     *,
     profiles: Sequence[Profile],
     budget_curve: Sequence[tuple[int, float]] = (),
@@ -61,7 +61,7 @@ def plan_text(
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _summary(plan: Plan, lookup: PlanLookup) -> list[str]:
+def _summary(plan: PlanRecord, lookup: PlanLookup) -> list[str]:
     step = plan.step_seconds
     used = format_share(plan.peak_bytes / plan.budget_bytes) if plan.budget_bytes else NOTHING
     stalled = format_share(plan.stall_seconds / step) if step else NOTHING
@@ -87,7 +87,7 @@ def _summary(plan: Plan, lookup: PlanLookup) -> list[str]:
     ]
 
 
-def _swapped(plan: Plan, lookup: PlanLookup) -> str:
+def _swapped(plan: PlanRecord, lookup: PlanLookup) -> str:
     if not plan.swaps:
         return "none"
     size = f", {format_bytes(swapped_bytes(lookup))} each way"
@@ -95,7 +95,7 @@ def _swapped(plan: Plan, lookup: PlanLookup) -> str:
     return f"{counted(len(plan.swaps), 'tensor')}{size}; {overlap} of the copy time overlaps compute"
 
 
-def _recomputed(plan: Plan, lookup: PlanLookup) -> str:
+def _recomputed(plan: PlanRecord, lookup: PlanLookup) -> str:
     if not plan.recomputes:
         return "none"
     size = f", {format_bytes(recomputed_bytes(lookup))}"
@@ -105,7 +105,7 @@ def _recomputed(plan: Plan, lookup: PlanLookup) -> str:
     )
 
 
-def _partition(plan: Plan) -> list[str]:
+def _partition(plan: PlanRecord) -> list[str]:
     return ["sub-arrays"] + [_sub_array(position, found) for position, found in enumerate(plan.partition)]
 
 
@@ -116,7 +116,7 @@ def _sub_array(position: int, sub_array: SubArray) -> str:
     return f"  {position}  width {len(sub_array.members)}: {names}"
 
 
-def _attempts(plan: Plan) -> list[str]:
+def _attempts(plan: PlanRecord) -> list[str]:
     if not plan.attempts:
         return []
     header = ("", "policy", "widths", "multiplexing", "step", "peak", "stall", "recompute", "outcome")
@@ -128,7 +128,7 @@ def _attempts(plan: Plan) -> list[str]:
     return [title, *_table(header, rows, right={"step", "peak", "stall", "recompute"})]
 
 
-def _swaps(plan: Plan, lookup: PlanLookup) -> list[str]:
+def _swaps(plan: PlanRecord, lookup: PlanLookup) -> list[str]:
     def when(swap: Swap) -> str:
         out, back = _node(lookup, swap.offload_after), _node(lookup, swap.prefetch_prompt)
         return f"out after {out}, back before {back}"
@@ -140,7 +140,7 @@ def _swaps(plan: Plan, lookup: PlanLookup) -> list[str]:
     return _decisions("swaps", len(plan.swaps), rows)
 
 
-def _recomputes(plan: Plan, lookup: PlanLookup) -> list[str]:
+def _recomputes(plan: PlanRecord, lookup: PlanLookup) -> list[str]:
     def when(again: Recomputation) -> str:
         seconds = sum(lookup.node(again.sub_array, rank).seconds for rank in again.nodes)
         nodes = f"{counted(len(again.nodes), 'node')} ({format_seconds(seconds)})"
@@ -185,7 +185,7 @@ def _node(lookup: PlanLookup, at: tuple[int, int]) -> str:
     return f"{sub_array}:{one_line(lookup.node(sub_array, rank).name)}"
 
 
-def _curve(plan: Plan, curve: Sequence[tuple[int, float]]) -> list[str]:
+def _curve(plan: PlanRecord, curve: Sequence[tuple[int, float]]) -> list[str]:
     if not curve:
         return []
     fastest = cheapest_seconds(curve)

@@ -11,7 +11,7 @@ from trainmux.ir import (
     Compute,
     Lane,
     Offload,
-    Plan,
+    PlanRecord,
     Prefetch,
     Profile,
     Program,
@@ -41,7 +41,7 @@ _SUB_ARRAY_COLOURS = (
 Event = dict[str, Any]
 
 
-def chrome_trace(plan: Plan, program: Program, profiles: Sequence[Profile], timeline: Timeline) -> str:
+def chrome_trace(plan: PlanRecord, program: Program, profiles: Sequence[Profile], timeline: Timeline) -> str:
     """The program's body on ``timeline``'s clock, as JSON text.
 
     Three threads are the three lanes; a sub-array is a category; arguments carry node, tensor and bytes. What
@@ -67,7 +67,7 @@ def _microseconds(time_ns: int) -> float:
     return time_ns / 1000
 
 
-def _about(plan: Plan, on_clock: ClockedPart) -> dict[str, str]:
+def _about(plan: PlanRecord, on_clock: ClockedPart) -> dict[str, str]:
     return {
         "plan": f"{one_line(plan.policy)}: {how_it_trains(plan)}",
         "source": on_clock.source,
@@ -150,7 +150,7 @@ def _stalls(lookup: PlanLookup, on_clock: ClockedPart) -> Iterator[Event]:
         yield event
 
 
-def _memory(plan: Plan, steps: Sequence[MemoryStep]) -> Iterator[Event]:
+def _memory(plan: PlanRecord, steps: Sequence[MemoryStep]) -> Iterator[Event]:
     """One counter with the byte classes in MiB, only where something changed."""
     used = {name for step in steps for name, size in step.bytes_by_class if size}
     classes = [name for name in ByteClass if name in used]

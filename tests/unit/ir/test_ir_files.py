@@ -22,7 +22,7 @@ from trainmux.errors import CheckpointError, PlanError
 from trainmux.ir import (
     Attempt,
     Multiplexing,
-    Plan,
+    PlanRecord,
     Profile,
     Program,
     Recomputation,
@@ -42,7 +42,7 @@ from trainmux.runtime import private_folder
 class Box:
     """Every type that records are made of."""
 
-    plan: Plan
+    plan: PlanRecord
     program: Program
     profiles: tuple[Profile, ...]
     sizes: dict[str, tuple[int, float]]
@@ -53,7 +53,7 @@ class Box:
             raise ValueError("must not be forbidden")
 
 
-def a_plan(num_nodes: int = 9) -> Plan:
+def a_plan(num_nodes: int = 9) -> PlanRecord:
     order = tuple((s, rank) for s in (0, 1) for rank in range(num_nodes))
     swaps = tuple(Swap(*node, node, node, node, "case 2a") for node in order[::4])
     again = tuple(Recomputation(*node, (1, 2), node) for node in order[::5])
@@ -62,7 +62,9 @@ def a_plan(num_nodes: int = 9) -> Plan:
     members = (SubArray(("lr=0.1", "größe"), 0), SubArray(("lr=0.2",), 1))
     schedule = Schedule(Multiplexing.RING, order, swaps, again)
     seconds = (float("nan"), -0.0, float("-inf"), 0.9, 0)
-    return Plan("mutwo", 20 << 30, 64, ("a1", "b2"), members, schedule, 19 << 30, 3, *seconds, (tried, lost))
+    return PlanRecord(
+        "mutwo", 20 << 30, 64, ("a1", "b2"), members, schedule, 19 << 30, 3, *seconds, (tried, lost)
+    )
 
 
 def a_box(num_nodes: int = 9) -> Box:

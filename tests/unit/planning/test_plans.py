@@ -17,7 +17,7 @@ from tests.random_steps import KIB, Shape, random_profile
 from tests.symbolic_machine import fault
 
 from trainmux.errors import BudgetError, ConfigError
-from trainmux.ir import ByteClass, Multiplexing, Phase, Plan, Profile, find_violations, verify
+from trainmux.ir import ByteClass, Multiplexing, Phase, PlanRecord, Profile, find_violations, verify
 from trainmux.planning import (
     POLICY_NAMES,
     PlannedGroup,
@@ -61,7 +61,7 @@ def planner(seed: int, num_members: int, policy: str = "auto", **settings: objec
     )
 
 
-def prove(plan: Plan, seed: int, shape: Shape = SMALL) -> None:
+def prove(plan: PlanRecord, seed: int, shape: Shape = SMALL) -> None:
     """By the verifier and by symbolic values; time and peak are the machine's, and not below the bound."""
     widths = [len(sub_array.members) for sub_array in plan.partition]
     profiles = [profile(seed, width, shape) for width in widths]
@@ -302,7 +302,7 @@ def test_swaps_stay_within_the_host_and_a_refusal_says_so() -> None:
     assert little.plan(larger).host_bytes <= needed // 2
 
 
-def near_static_memory(profile: Profile, num_members: int) -> Plan:
+def near_static_memory(profile: Profile, num_members: int) -> PlanRecord:
     search = Planner(
         [group(num_members)], profile_of=lambda _, width: fused(profile, width), max_partitions=2
     )

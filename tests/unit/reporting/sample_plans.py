@@ -13,7 +13,7 @@ from trainmux.ir import (
     DeviceFacts,
     Multiplexing,
     Phase,
-    Plan,
+    PlanRecord,
     Profile,
     ProfiledNode,
     ProfiledTensor,
@@ -40,7 +40,7 @@ RELEASE_AFTER = 5
 class Sample:
     """Everything that a page, a text or a trace of a plan is made from."""
 
-    plan: Plan
+    plan: PlanRecord
     program: Program
     profiles: tuple[Profile, ...]
     predicted: Timeline
@@ -97,7 +97,7 @@ def turns_sample() -> Sample:
     schedule = Schedule(Multiplexing.TURNS, order, (), ())
     program = place([profile], draft([profile], schedule))
     predicted = timeline(program.body, [profile])
-    plan = Plan(
+    plan = PlanRecord(
         policy="none",
         budget_bytes=8 * GIB,
         fixed_bytes=0,
@@ -226,7 +226,7 @@ def _schedule(profiles: tuple[Profile, ...], num_layers: int) -> Schedule:
 
 def _plan(
     profiles: tuple[Profile, ...], schedule: Schedule, predicted: Timeline, peak_bytes: int, host_bytes: int
-) -> Plan:
+) -> PlanRecord:
     step = predicted.seconds
     budget_bytes = int(peak_bytes * 1.06)
 
@@ -245,7 +245,7 @@ def _plan(
         )
 
     turns, ring = Multiplexing.TURNS, Multiplexing.RING
-    return Plan(
+    return PlanRecord(
         policy="mutwo",
         budget_bytes=budget_bytes,
         fixed_bytes=FIXED_BYTES,
