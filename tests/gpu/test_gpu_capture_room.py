@@ -114,3 +114,16 @@ def test_several_pieces_share_a_pool_and_are_made_again_together() -> None:
     for graph in graphs:
         graph.replay()
     assert torch.equal(out, fitting(x) + fragmenting(x))
+
+
+def test_a_pool_that_becomes_garbage_while_memory_comes_from_another() -> None:
+    """Torch ends the process where a pool is destroyed then."""
+    room = CaptureRoom(DEVICE, deterministic=False)
+    for _ in range(20):
+        cycle: list[object] = [torch.cuda.MemPool()]
+        cycle.append(cycle)
+        del cycle
+        with room.allocating():
+            of(1)
+            kept = [[number] for number in range(10_000)]  # enough for Python to look for cycles
+        del kept

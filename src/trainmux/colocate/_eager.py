@@ -33,6 +33,7 @@ from trainmux.engine import Memory, limited_growth, pool_bytes
 from trainmux.errors import BudgetError, LossError
 from trainmux.runtime import (
     MATRIX_LIBRARIES_BYTES,
+    allocating_from,
     borrow_stream,
     borrowed_stream,
     deterministic_algorithms,
@@ -312,7 +313,7 @@ class EagerCudaWork(EagerWork):
             with torch.cuda.stream(stream):
                 warm_matrix_libraries(device)
                 pool = torch.cuda.MemPool()  # here: it belongs to the current device
-                with torch.cuda.use_mem_pool(pool, device):
+                with allocating_from(pool, device):
                     step = self._step.copy()
                     _move(step, device)
                     for _ in range(_NUM_REHEARSED):
@@ -347,7 +348,7 @@ class EagerCudaWork(EagerWork):
             with (
                 limited_growth(self._device, left_bytes),
                 torch.cuda.stream(inside),
-                torch.cuda.use_mem_pool(pool, self._device),
+                allocating_from(pool, self._device),
             ):
                 yield
         except torch.OutOfMemoryError as error:

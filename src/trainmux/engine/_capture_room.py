@@ -19,6 +19,7 @@ import torch
 from trainmux.engine._pools import pool_bytes
 from trainmux.ir import MemoryUse
 from trainmux.runtime import (
+    allocating_from,
     borrow_stream,
     capturing,
     deterministic_algorithms,
@@ -128,7 +129,7 @@ class CaptureRoom:
     @contextmanager
     def allocating(self) -> Iterator[None]:
         """Allocate from the graphs' own pool, outside of a capture."""
-        with torch.cuda.use_mem_pool(self._pool, self._device):
+        with allocating_from(self._pool, self._device):
             yield
 
     # ---- into the pool -------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class CaptureRoom:
         return found[0] if found else None
 
     def _reserve(self, need: PoolNeed) -> None:
-        with torch.cuda.use_mem_pool(self._pool, self._device):
+        with allocating_from(self._pool, self._device):
             for stream, size in need.large.items():
                 with torch.cuda.stream(torch.cuda.ExternalStream(stream, self._device)):
                     torch.empty(size, dtype=torch.uint8, device=self._device)

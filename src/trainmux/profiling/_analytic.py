@@ -81,7 +81,9 @@ def outline_of(graph: KernelGraph) -> Outline:
         if work is not None:
             numbers += [work.batch, work.rows, work.columns, work.depth]
         kind, passes = _kind(graph.module, step.node), None if work is None else work.passes
-        steps.append(_NodeOutline(step.node.name, kind, step.phase, step.reads, step.creates, step.changes, passes))
+        steps.append(
+            _NodeOutline(step.node.name, kind, step.phase, step.reads, step.creates, step.changes, passes)
+        )
     tensors = tuple((tensor.name, tensor.byte_class) for tensor in graph.tensors)
     return Outline(tuple(steps), tensors, tuple(numbers))
 

@@ -1,6 +1,6 @@
 """Facts about the device, and primitives on it: locks, switches, streams, captures, clocks, random words."""
 
-from trainmux.runtime._capturing import capturing, no_collections
+from trainmux.runtime._capturing import allocating_from, capturing, no_collections
 from trainmux.runtime._determinism import deterministic_algorithms, measured_convolutions
 from trainmux.runtime._gpu import (
     CudaFacts,
@@ -41,6 +41,7 @@ __all__ = [
     "HostFacts",
     "ListedGpu",
     "StreamOwner",
+    "allocating_from",
     "ask_driver",
     "borrow_stream",
     "borrowed_stream",

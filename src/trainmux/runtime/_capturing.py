@@ -1,9 +1,9 @@
 """Capturing CUDA graphs, and what a capture must be kept from (torch 2.11 to 2.13).
 
-A memory pool that Python collects while something is captured ends the process. Torch sends a capture's
-allocations to its pool from the capture's beginning to its end. Where the end itself fails, because something
-invalidated the capture, that is never switched off: later allocations go astray, and the process ends when
-the next pool is destroyed.
+A memory pool that Python collects while something is captured, or while allocations are sent to another pool,
+ends the process. Torch sends a capture's allocations to its pool from the capture's beginning to its end.
+Where the end itself fails, because something invalidated the capture, that is never switched off: later
+allocations go astray, and the process ends when the next pool is destroyed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ def no_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def allocating_from(pool: torch.cuda.MemPool, device: torch.device) -> Iterator[None]:
+    """Inside, this thread allocates from ``pool``, and Python looks for no cycles."""
+    with no_collections(), torch.cuda.use_mem_pool(pool, device):
+        yield
 
 
 @contextmanager
