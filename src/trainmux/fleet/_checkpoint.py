@@ -96,7 +96,7 @@ def restore_fleet(
             group.state.seeds[row].fill_(record["seed"])
             slot.base_steps = tuple(record["base_steps"])
             for name in _COUNTED:
-                setattr(slot, name, record[name])
+                setattr(slot, name, record.get(name, False))  # the first checkpoints knew of no "waits"
             for item, settings in zip(slot.member.optimizer.param_groups, record["settings"], strict=True):
                 item.update(settings)
             if record["scheduler"] is not None:
