@@ -83,6 +83,7 @@ def test_a_pair_is_measured_recorded_and_not_measured_again(
     assert results.read(out)["pairs"] == document["pairs"]
 
 
+@pytest.mark.extensive
 @pytest.mark.usefixtures("few_iterations")
 def test_a_failing_way_is_recorded_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +112,7 @@ def test_nothing_is_started_when_time_is_over(tmp_path: Path) -> None:
     assert not (tmp_path / "zico.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.extensive
 def test_two_processes_train_at_once_and_tell_what_went_wrong() -> None:
     options = ZicoOptions("cpu", "aten", "fp7", 0.05)  # plain torch does not look at it, a fleet does
     found = train_in_processes(("small:mlp", "small:rhn"), options)

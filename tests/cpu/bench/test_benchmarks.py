@@ -83,7 +83,7 @@ def test_what_fails_in_its_process_is_recorded() -> None:
     assert "status 3" in isolated(fail, SystemExit(3))["error"]
 
 
-@pytest.mark.slow
+@pytest.mark.extensive
 def test_processes_train_at_the_same_time() -> None:
     row = measure_processes(StepJob("small:mlp", None, 2, "mps", "cpu"), 2, 1, 0.02)
     assert row["median_ms"] > 0
