@@ -95,8 +95,9 @@ def restore_fleet(
             group.state.updates[row].fill_(record["updates"])
             group.state.seeds[row].fill_(record["seed"])
             slot.base_steps = tuple(record["base_steps"])
+            counted = {"waits": False, **record}  # the first checkpoints knew of nobody who waits
             for name in _COUNTED:
-                setattr(slot, name, record.get(name, False))  # the first checkpoints knew of no "waits"
+                setattr(slot, name, counted[name])
             for item, settings in zip(slot.member.optimizer.param_groups, record["settings"], strict=True):
                 item.update(settings)
             if record["scheduler"] is not None:
