@@ -44,7 +44,8 @@ class Segment:
 class JobDemand:
     """A job's request to the scheduler.
 
-    ``local_bytes`` belong to the job all the time. It runs ``steps`` iterations, or runs until it is removed
+    ``local_bytes`` belong to the job all the time: ``area_bytes`` at the bottom of its addresses, the rest
+    for the scratch of its kernels and its results. It runs ``steps`` iterations, or runs until it is removed
     (``None``). A job with twice the ``share`` gets twice the device time where jobs compete for memory. With
     ``is_measured`` the durations come from a run on this device, and no profiling iteration is needed. An
     iteration of an ``is_watched`` job begins after the end of the last one was reported: callbacks look at
@@ -60,6 +61,7 @@ class JobDemand:
     share: float = 1.0
     is_measured: bool = False
     is_watched: bool = False
+    area_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:

@@ -14,13 +14,12 @@ _STALL_SHARE = 0.05
 
 @dataclass(frozen=True)
 class JobReport:
-    """Statistics of a job: iterations run, how long they were shifted in total, how often it stalled.
+    """Statistics of a job: how long iterations were shifted in total, how many were mispredicted.
 
     ``solo_seconds`` and ``shared_seconds`` are the durations of its segments alone and next to other jobs, as
     far as known; ``is_measured`` says whether they were measured.
     """
 
-    num_iterations: int
     total_shift_seconds: float
     num_mispredicted: int
     solo_seconds: tuple[float, ...]
@@ -59,7 +58,6 @@ class JobState:
 
     def report(self) -> JobReport:
         return JobReport(
-            self.num_ended,
             self.total_shift_seconds,
             self.num_mispredicted,
             tuple(self.solo_seconds),
