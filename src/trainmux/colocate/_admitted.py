@@ -90,8 +90,8 @@ class AdmittedJob:
         """Whether some segments of an iteration have run, or been launched, and others have not."""
         self.height = 0
         """The arena bytes that it holds."""
-        self._launched: deque[tuple[int, int]] = deque()
-        """Heights and holds of its segments in flight."""
+        self._launched: deque[tuple[int, int, StepOutcome | None]] = deque()
+        """Heights, holds and outcomes of its segments in flight."""
         self._work: JobWork | None = None
         self._is_eager = False
         self._demand: JobDemand | None = None
@@ -147,28 +147,6 @@ class AdmittedJob:
         if self.can_run:
             self.work.use_regions(region_bytes)
             self._ask(may_cut=True)
-
-    # ---- memory in use -----------------------------------------------------------------------------
-
-    def segment_began(self, segment: int) -> None:
-        """Note a segment in flight: it needs its height once those before it have ended."""
-        needed = self.demand.segments[segment]
-        self._launched.append((0, 0) if self.is_over else (needed.height_bytes, needed.hold_bytes))
-        if len(self._launched) == 1:
-            self.height = self._launched[0][0]
-
-    def segment_ended(self) -> None:
-        """Note the end of the first of its segments in flight."""
-        _, self.height = self._launched.popleft()
-        if self._launched:
-            self.height = self._launched[0][0]
-        elif self.is_over:
-            self.height = 0  # the rest of the iteration does not run
-
-    @property
-    def held_bytes(self) -> int:
-        """Local and arena bytes that it holds now; only for a job that has moved in."""
-        return self.demand.local_bytes + self.height
 
     # ---- how it ends -------------------------------------------------------------------------------
 
@@ -230,7 +208,36 @@ class AdmittedJob:
 
     # ---- iterations --------------------------------------------------------------------------------
 
-    def run(self, segment: int) -> StepOutcome | None:
+    def launch(self, segment: int) -> None:
+        """Run a segment for the device; an error ends this job alone.
+
+        It holds the segment's height once those before it have ended.
+        """
+        needed = self.demand.segments[segment]
+        held = (0, 0) if self.is_over else (needed.height_bytes, needed.hold_bytes)
+        outcome = None
+        try:
+            outcome = self._run(segment)
+        except Exception as error:
+            self.fail(error)
+        self._launched.append((*held, outcome))
+        self.height = self._launched[0][0]
+
+    def segment_ended(self) -> StepOutcome | None:
+        """Note the end of the first of its segments in flight; returns the outcome of an iteration's last."""
+        _, self.height, outcome = self._launched.popleft()
+        if self._launched:
+            self.height = self._launched[0][0]
+        elif self.is_over:
+            self.height = 0  # the rest of the iteration does not run
+        return outcome
+
+    @property
+    def held_bytes(self) -> int:
+        """Local and arena bytes that it holds now; only for a job that has moved in."""
+        return self.demand.local_bytes + self.height
+
+    def _run(self, segment: int) -> StepOutcome | None:
         """Run a segment, with a new batch for the first one; returns the outcome of the last one."""
         if self.is_over:
             self._is_unfinished = False

@@ -217,18 +217,16 @@ class StallCounter:
 
 
 class Arena:
-    """Both sides of one arena. The stalls that a ``former`` arena of the same jobs counted are kept."""
+    """Both sides of one arena."""
 
-    def __init__(
-        self, layout: ArenaLayout, jobs: Mapping[str, JobState], now: float, former: Arena | None
-    ) -> None:
+    def __init__(self, layout: ArenaLayout, jobs: Mapping[str, JobState], now: float) -> None:
         self.layout = layout
         self.base = ArenaSide(self, [jobs[name] for name in layout.base], now)
         self.top = ArenaSide(self, [jobs[name] for name in layout.top], now)
         are_different = len({job.demand.fingerprint for job in self.jobs}) == 2 == len(self.jobs)
         has_shares = len({job.demand.share for job in self.jobs}) > 1
         self.leeway = _LEEWAY if are_different and not has_shares else 1.0
-        self.stalls: StallCounter = former.stalls if former is not None else StallCounter()
+        self.stalls = StallCounter()
         self.learn()
 
     @property
@@ -246,10 +244,12 @@ class Arena:
 
     def resize(self, layout: ArenaLayout) -> None:
         """Change the capacity; every job keeps its place."""
-        self.layout = layout
-        self.base.retry_at = self.top.retry_at = 0.0
-        self.stalls.share_again()
-        self.learn()
+        self.top.is_held = False
+        if layout != self.layout:
+            self.layout = layout
+            self.base.retry_at = self.top.retry_at = 0.0
+            self.stalls.share_again()
+            self.learn()
 
     def is_served_less(self, other: ArenaSide, job: JobState) -> bool:
         """Whether the next job of the ``other`` side got less service than ``job``, beyond the leeway."""

@@ -18,7 +18,6 @@ import torch
 
 from trainmux.colocate._admitted import AdmittedJob
 from trainmux.colocate._cuda_device import CudaDevice
-from trainmux.colocate._demand import SegmentRef
 from trainmux.colocate._eager import SpareMemory
 from trainmux.colocate._feature_maps import ALIGNMENT_BYTES, region_bytes_for
 from trainmux.colocate._host_device import HostDevice
@@ -65,7 +64,6 @@ class Colocation:
         self._is_running = self._is_aborted = False
         self._seconds = 0.0
         self._peak_bytes = self._used_bytes = 0
-        self._outcomes: dict[SegmentRef, StepOutcome] = {}
         self._callback_error: Exception | None = None
         """The error of a callback for all jobs, which ends the run."""
         budget_bytes = budget_in_bytes(budget, self._where)
@@ -208,7 +206,8 @@ class Colocation:
                 self._arrange(action)
             elif isinstance(action, Enqueue):
                 ref = action.ref
-                self._device.enqueue(ref, action.after, functools.partial(self._run_segment, ref))
+                work = functools.partial(self._jobs[ref.job].launch, ref.segment)
+                self._device.enqueue(ref, action.after, work)
         ended = self._device.next_ended(0.0)  # look ahead only if nothing has ended
         if ended is None:
             self._look_ahead()
@@ -301,28 +300,15 @@ class Colocation:
         with self._device.lane(name):
             job.leave(self._scheduler.report(name))
 
-    def _run_segment(self, ref: SegmentRef) -> None:
-        """Run a segment for the device; an error ends its job alone."""
-        job = self._jobs[ref.job]
-        job.segment_began(ref.segment)
-        try:
-            outcome = job.run(ref.segment)
-        except Exception as error:
-            job.fail(error)
-        else:
-            if outcome is not None:
-                self._outcomes[ref] = outcome
-
     def _complete(self, ended: Ended) -> None:
         """Report a segment to the scheduler, and an iteration to callbacks."""
         ref = ended.ref
         job = self._jobs[ref.job]
         self._used_bytes = max(self._used_bytes, sum(one.held_bytes for one in self._inside.values()))
-        job.segment_ended()
+        outcome = job.segment_ended()
         if job.is_over:
             self._let_go(job, at_once=True)
         self._scheduler.complete(ref, ended.started_at, ended.ended_at)
-        outcome = self._outcomes.pop(ref, None)
         if outcome is not None:
             job.note_end(outcome, ended.ended_at)
             self._tell(job, outcome)

@@ -81,9 +81,8 @@ class HostDevice:
     processor are slow, as on a shared device, and only memory makes them stall.
     """
 
-    def __init__(self, *, poisons: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, *, poisons: bool = False) -> None:
         self._fill = _POISON if poisons else 0
-        self._clock = clock
         self._queue: deque[tuple[SegmentRef, tuple[SegmentRef, ...], float, Callable[[], None]]] = deque()
         self._job_ended_at: dict[str, float] = {}
         self._ended_at: OrderedDict[SegmentRef, float] = OrderedDict()
@@ -101,7 +100,7 @@ class HostDevice:
         return math.inf
 
     def now(self) -> float:
-        return self._clock()
+        return time.perf_counter()
 
     def keep_less(self, demand: JobDemand) -> None:
         self._demands[demand.name] = demand

@@ -52,20 +52,8 @@ def smallest_budget(demands: Iterable[JobDemand]) -> int:
 
 
 def check_budget(demands: Sequence[JobDemand], budget_bytes: int) -> None:
-    """Refuse jobs that do not fit, with a `BudgetError` that has the smallest workable budget.
-
-    Either one job alone does not fit, or all of them do not even when time-sliced.
-    """
+    """Refuse jobs that do not fit even when time-sliced: `BudgetError`, with the smallest workable budget."""
     least = smallest_budget(demands)
-    for demand in demands:
-        alone = demand.local_bytes + demand.peak_bytes
-        if alone > budget_bytes:
-            raise BudgetError(
-                f"the budget must hold every job by itself, but job {demand.name!r} needs "
-                f"{exact_bytes(alone)} and the budget is {exact_bytes(budget_bytes)}; {exact_bytes(least)} "
-                "is the smallest that works for all jobs",
-                smallest_bytes=least,
-            )
     if least > budget_bytes:
         raise BudgetError(
             f"the budget must hold the local memory of every job and the largest job's feature maps, "

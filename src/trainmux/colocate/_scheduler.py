@@ -136,7 +136,7 @@ class ScroogeScheduler:
 
     def next_action(self, now: float) -> Action:
         """The next thing to do at time ``now``; `Idle` where there is none."""
-        if self._target is not None and self._change_layout(now):
+        if self._target is not None and self._change_layout(self._target, now):
             return Remap(self.layout, self.budget_bytes)
         ready: list[tuple[ArenaSide, JobState, tuple[SegmentRef, ...]]] = []
         further = ready.copy()
@@ -292,59 +292,39 @@ class ScroogeScheduler:
 
     def _retarget(self) -> None:
         """Choose a layout for the wanted jobs and budget; it counts once it can be applied."""
-        self._target = choose_layout(list(self._wanted.values()), self._wanted_budget)
-        keeps_places = self._target.has_places_of(self.layout)
+        target = choose_layout(list(self._wanted.values()), self._wanted_budget)
+        keeps_places = self._keeps_places(target)
+        if keeps_places and target == self.layout:
+            self._target, self.budget_bytes = None, self._wanted_budget
+        else:
+            self._target = target
         for arena in self._arenas:
             arena.base.is_held = not keeps_places
-            arena.top.is_held = True
+            arena.top.is_held = self._target is not None
 
-    def _change_layout(self, now: float) -> bool:
-        """Apply as much of the wanted layout as is possible now; true if anything changed."""
-        target = self._target
-        assert target is not None
-        same_jobs = self._wanted.keys() == self._jobs.keys()
-        if same_jobs and target.has_places_of(self.layout):
-            return self._change_capacities(target)
-        if not all(side.is_idle for side in self._sides):
+    def _keeps_places(self, target: MemoryLayout) -> bool:
+        """Whether the same jobs stay where they are, so that only capacities may differ."""
+        return self._wanted.keys() == self._jobs.keys() and target.has_places_of(self.layout)
+
+    def _change_layout(self, target: MemoryLayout, now: float) -> bool:
+        """Apply the wanted layout if nothing is in flight at the ends that change; returns whether it did."""
+        keeps_places = self._keeps_places(target)
+        changing = [side for side in self._sides if not keeps_places or side is side.arena.top]
+        if not all(side.is_idle for side in changing):
             return False
         self._forget_service()
-        for demand in self._wanted.values():
-            if demand.name not in self._jobs:
-                self._jobs[demand.name] = JobState(demand)
-        kept = {frozenset(arena.layout.names): arena for arena in self._arenas}
-        self._arenas = [Arena(row, self._jobs, now, kept.get(frozenset(row.names))) for row in target.arenas]
-        self._sides = [side for arena in self._arenas for side in (arena.base, arena.top)]
-        self._side_of = {job.name: side for side in self._sides for job in side.jobs}
+        if keeps_places:
+            for arena, row in zip(self._arenas, target.arenas, strict=True):
+                arena.resize(row)
+        else:
+            for demand in self._wanted.values():
+                if demand.name not in self._jobs:
+                    self._jobs[demand.name] = JobState(demand)
+            self._arenas = [Arena(row, self._jobs, now) for row in target.arenas]
+            self._sides = [side for arena in self._arenas for side in (arena.base, arena.top)]
+            self._side_of = {job.name: side for side in self._sides for job in side.jobs}
         self.layout, self.budget_bytes, self._target = target, self._wanted_budget, None
         return True
-
-    def _change_capacities(self, target: MemoryLayout) -> bool:
-        """Shrink arenas whose top is idle; once all have shrunk, let the others grow."""
-        changed = False
-        rows = list(zip(self._arenas, target.arenas, strict=True))
-        for is_growth in (False, True):
-            pending = False
-            for arena, row in rows:
-                if row.capacity_bytes == arena.capacity_bytes:
-                    arena.top.is_held = False
-                elif (row.capacity_bytes > arena.capacity_bytes) is not is_growth:
-                    continue
-                elif arena.top.is_idle:
-                    arena.resize(row)
-                    arena.top.is_held = False
-                    changed = True
-                else:
-                    pending = True
-            if pending:
-                break
-            changed = changed or self.budget_bytes != self._wanted_budget
-            self.budget_bytes = self._wanted_budget  # nothing is larger than it will be
-        self.layout = MemoryLayout(tuple(arena.layout for arena in self._arenas))
-        if all(arena.capacity_bytes == row.capacity_bytes for arena, row in rows):
-            self._target = None
-        if changed:
-            self._forget_service()
-        return changed
 
     def _forget_service(self) -> None:
         """Count the service of every job anew.

@@ -85,9 +85,10 @@ def test_pages_above_the_capacity_are_given_back() -> None:
     assert not base[2 * PAGE :].any()
 
 
-def test_a_segment_starts_when_only_the_processor_keeps_it_waiting() -> None:
+def test_a_segment_starts_when_only_the_processor_keeps_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter(range(100))
-    device = HostDevice(clock=lambda: float(next(moments)))
+    monkeypatch.setattr(HostDevice, "now", lambda device: float(next(moments)))
+    device = HostDevice()
     refs = [SegmentRef("a", 0, 0), SegmentRef("b", 0, 0), SegmentRef("b", 0, 1)]
     for ref, after in zip(refs, ((), (), (refs[0],)), strict=True):  # at 0, 1 and 2
         device.enqueue(ref, after, lambda: None)
