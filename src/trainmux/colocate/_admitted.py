@@ -13,11 +13,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from trainmux.colocate._arena import JobState
 from trainmux.colocate._demand import JobDemand
 from trainmux.colocate._eager import EagerCudaWork, EagerStep, EagerWork, SpareMemory
 from trainmux.colocate._fused_work import FusedWork, runs_as_graphs
 from trainmux.colocate._job import Job, JobBatches, JobResult, JobUsage
-from trainmux.colocate._job_state import JobReport
 from trainmux.colocate._protocols import JobWork, StepOutcome, forget_locals
 from trainmux.colocate._stored import LifespanFolder
 from trainmux.engine import Memory
@@ -182,14 +182,15 @@ class AdmittedJob:
         self.work.ask_for_more()
         self._ask()
 
-    def leave(self, report: JobReport | None = None) -> None:
+    def leave(self, report: JobState | None = None) -> None:
         """Move the job out; an error in doing so is the job's own.
 
         Everything it worked with is released, so that many jobs may come and go. ``report`` as in `result`.
         """
         step_seconds = self.work.step_seconds
-        if self._profiles is not None and self.num_steps and step_seconds and report and report.is_measured:
-            self._profiles.put(self.demand, report, step_seconds)
+        is_measured = self.num_steps and report is not None and not report.needs_profiling
+        if self._profiles is not None and step_seconds and report is not None and is_measured:
+            self._profiles.put(self.demand, report.solo_seconds, report.trend.seconds, step_seconds)
         self._is_settled = False
         self.is_over = True
         self._ahead = None
@@ -297,7 +298,7 @@ class AdmittedJob:
         self._losses.append((outcome.members, outcome.losses.detach().to("cpu", copy=True)))
         self._metrics = outcome.metrics
 
-    def result(self, report: JobReport | None) -> JobResult:
+    def result(self, report: JobState | None) -> JobResult:
         """Its result so far; ``report`` is the scheduler's, if it has moved in."""
         now = () if self._work is None else self._work.member_names
         members, losses = self._table or _loss_table(self._losses, now)

@@ -8,7 +8,7 @@ where enough bytes of feature maps have been allocated or released since the las
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainmux.colocate._feature_maps import FeatureMapStack, Iteration
@@ -72,12 +72,6 @@ class JobDemand:
     def solo_seconds(self) -> float:
         """The duration of one iteration, alone on the device."""
         return sum(segment.solo_seconds for segment in self.segments)
-
-    def with_solo_seconds(self, seconds: Sequence[float]) -> JobDemand:
-        """A copy with measured durations, one per segment."""
-        pairs = zip(self.segments, seconds, strict=True)
-        segments = tuple(replace(segment, solo_seconds=taken) for segment, taken in pairs)
-        return replace(self, segments=segments, is_measured=True)
 
 
 def segments_between(

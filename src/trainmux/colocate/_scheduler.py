@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from trainmux.colocate._arena import Arena, ArenaSide
+from trainmux.colocate._arena import Arena, ArenaSide, JobState
 from trainmux.colocate._demand import JobDemand, SegmentRef
-from trainmux.colocate._job_state import JobReport, JobState
 from trainmux.colocate._layout import MemoryLayout, check_budget, choose_layout
 from trainmux.colocate._trend import least_shift
 
@@ -68,7 +67,7 @@ class ScroogeScheduler:
 
     def __init__(self, demands: Sequence[JobDemand], budget_bytes: int) -> None:
         self._jobs: dict[str, JobState] = {}
-        self._ended: dict[str, JobReport] = {}
+        self._ended: dict[str, JobState] = {}
         self._arenas: list[Arena] = []
         self._sides: list[ArenaSide] = []
         self._side_of: dict[str, ArenaSide] = {}
@@ -186,9 +185,9 @@ class ScroogeScheduler:
         """Whether every job has run its steps."""
         return not self._jobs and not self._wanted
 
-    def report(self, name: str) -> JobReport | None:
-        """Statistics of a job, also after it has ended; ``None`` if it was never admitted."""
-        return self._jobs[name].report() if name in self._jobs else self._ended.get(name)
+    def report(self, name: str) -> JobState | None:
+        """The state of a job, also after it has ended; ``None`` if it was never admitted."""
+        return self._jobs.get(name) or self._ended.get(name)
 
     # ---- decisions -----------------------------------------------------------------------------------
 
@@ -282,7 +281,7 @@ class ScroogeScheduler:
             return
         if self._profiling is job:
             self._profiling = None
-        self._ended[job.name] = job.report()
+        self._ended[job.name] = job
         self._wanted.pop(job.name, None)
         del self._side_of[job.name], self._jobs[job.name]
         side.jobs.remove(job)

@@ -9,18 +9,17 @@ import pytest
 from tests.record_files import edit
 
 from trainmux.colocate._demand import JobDemand, Segment
-from trainmux.colocate._job_state import JobReport
 from trainmux.colocate._stored import LifespanFolder
 
 DEMAND = JobDemand("job", "abc", 1, 0, (Segment(1, 5, 2, 1.0), Segment(1, 2, 0, 1.0)))
-REPORT = JobReport(0.0, 0, (7.0, 1 / 3), (0.2, 0.5), is_measured=True)
+SOLO, SHARED = (7.0, 1 / 3), (0.2, 0.5)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> LifespanFolder:
     made = LifespanFolder(tmp_path / "new" / "one", "some GPU")
     assert made.get(DEMAND) is None
-    made.put(DEMAND, REPORT, [0.4])
+    made.put(DEMAND, SOLO, SHARED, [0.4])
     return made
 
 
@@ -42,19 +41,19 @@ def test_durations_come_back_for_jobs_that_are_cut_alike(folder: LifespanFolder,
     assert not found.apply(replace(DEMAND, segments=DEMAND.segments[:1])).is_measured
 
 
-@pytest.mark.parametrize(("field", "value"), [("solo_seconds", [1e9, 1.0]), ("num_kernels", [1, 1, 1])])
+@pytest.mark.parametrize(("field", "value"), [("step_seconds", [1e9]), ("segments", [1])])
 def test_damaged_files_are_not_used(
     folder: LifespanFolder, tmp_path: Path, field: str, value: object
 ) -> None:
     (path,) = (tmp_path / "new" / "one").iterdir()
     edit(path, [field], value)
     assert folder.get(DEMAND) is None
-    folder.put(DEMAND, REPORT, [0.4])
+    folder.put(DEMAND, SOLO, SHARED, [0.4])
     assert folder.get(DEMAND) is not None
 
 
 def test_where_nothing_can_be_written_the_job_is_profiled_again(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch()
-    LifespanFolder(in_the_way, "some GPU").put(DEMAND, REPORT, [0.4])
+    LifespanFolder(in_the_way, "some GPU").put(DEMAND, SOLO, SHARED, [0.4])
     assert LifespanFolder(in_the_way, "some GPU").get(DEMAND) is None
