@@ -49,7 +49,7 @@ def look_at_memory(device: torch.device, colocation: tm.Colocation | None = None
         for name, placed in colocation._device._placed.items():
             work = colocation._jobs[name]._work
             facts.job_pools[name] = getattr(work, "pool_bytes", 0)
-            facts.held[f"job {name}: area"] = placed.need.area_bytes
+            facts.held[f"job {name}: area"] = placed.demand.area_bytes
             facts.held[f"job {name}: pool"] = facts.job_pools[name]
             facts.held[f"job {name}: graphs"] = getattr(work, "graph_bytes", 0)
     for segment in torch.cuda.memory_snapshot(include_traces=False):

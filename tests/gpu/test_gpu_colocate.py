@@ -33,8 +33,8 @@ from wide_jobs import (
 import trainmux as tm
 from trainmux.colocate import _fused_work
 from trainmux.colocate._cuda_device import CudaDevice
+from trainmux.colocate._demand import JobDemand, Segment
 from trainmux.colocate._layout import ArenaLayout, MemoryLayout
-from trainmux.colocate._protocols import MemoryNeed
 from trainmux.colocate._segment_graphs import SegmentGraphs
 from trainmux.colocate._virtual_memory import PhysicalBlock, VirtualRange, granularity_bytes
 
@@ -57,6 +57,12 @@ def _without_workspaces() -> Iterator[None]:
 
 
 # ---- the mechanism --------------------------------------------------------------------------------------
+
+
+def demand(name: str, area_bytes: int, peak_bytes: int) -> JobDemand:
+    """A job's memory: its area, and its peak in the arena."""
+    segments = (Segment(1, peak_bytes, 0, 1.0),)
+    return JobDemand(name, name, REGION, area_bytes, segments, area_bytes=area_bytes)
 
 
 def test_one_region_under_two_addresses() -> None:
@@ -85,7 +91,7 @@ def test_memory_is_the_devices_again_when_it_is_released() -> None:
 def test_graphs_see_other_regions_under_their_addresses() -> None:
     """Two captured graphs, an arena from both ends, and the same graphs over a smaller one."""
     device = CudaDevice(cuda(), region_bytes=REGION)
-    needs = {name: MemoryNeed(REGION, REGION, 4 * REGION) for name in "ab"}
+    needs = {name: demand(name, REGION, 4 * REGION) for name in "ab"}
 
     def arrange(num_regions: int) -> None:
         device.arrange(MemoryLayout((ArenaLayout(("a",), ("b",), num_regions * REGION),)), needs)
@@ -138,7 +144,7 @@ def test_what_is_laid_out_is_what_the_device_has_less() -> None:
     device = CudaDevice(cuda(), region_bytes=REGION)
     settle()
     before = used_bytes()
-    needs = {"a": MemoryNeed(4 * MIB, 4 * MIB, 6 * REGION), "b": MemoryNeed(2 * MIB, 2 * MIB, 3 * REGION)}
+    needs = {"a": demand("a", 4 * MIB, 6 * REGION), "b": demand("b", 2 * MIB, 3 * REGION)}
     for layout in (
         MemoryLayout((ArenaLayout(("a",), ("b",), 9 * REGION),)),
         MemoryLayout((ArenaLayout(("a",), ("b",), 6 * REGION),)),

@@ -13,11 +13,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from trainmux.colocate._arena import JobState
 from trainmux.colocate._demand import JobDemand
 from trainmux.colocate._eager import EagerCudaWork, EagerStep, EagerWork, SpareMemory
 from trainmux.colocate._fused_work import FusedWork, runs_as_graphs
 from trainmux.colocate._job import Job, JobBatches, JobResult, JobUsage
-from trainmux.colocate._job_state import JobReport
 from trainmux.colocate._protocols import JobWork, StepOutcome, forget_locals
 from trainmux.colocate._stored import LifespanFolder
 from trainmux.engine import Memory
@@ -47,11 +47,11 @@ class _Ahead:
 class AdmittedJob:
     """A job that has been traced and can be scheduled.
 
-    ``is_watched`` is as in `JobDemand`. With ``looks_ahead`` its next batch may be taken before the iteration
-    begins. Measured durations are kept in ``profiles`` and used if they exist.
+    With ``has_callbacks`` its next batch is not taken before the iteration begins, and on a CUDA device
+    iterations do not overlap. Measured durations are kept in ``profiles`` and used if they exist.
 
     Jobs that trainmux refuses raise here. An error of the job's own code, its loader or its loss, ends this
-    job alone: ``error`` has it, and there is no ``demand``.
+    job alone: ``error`` has it.
     """
 
     def __init__(
@@ -62,13 +62,15 @@ class AdmittedJob:
         region_bytes: int,
         poisons: bool,
         spare_memory: SpareMemory,
-        is_watched: bool = False,
-        looks_ahead: bool = False,
-        profiles: LifespanFolder | None = None,
+        has_callbacks: bool,
+        profiles: LifespanFolder | None,
     ) -> None:
         self.name, self.steps, self.callbacks = job.name, job.steps, tuple(job.callbacks)
         self._share = float(job.share)
-        self._is_watched, self._looks_ahead = is_watched, looks_ahead
+        self._looks_ahead = not has_callbacks
+        # Callbacks may read weights and change members, so nothing of the job may be in flight meanwhile. On
+        # a CPU nothing is: enqueued segments have not begun.
+        self._is_watched = has_callbacks and job.where.type == "cuda"
         self._profiles = profiles
         self.error: Exception | None = None
         self.is_over = False
@@ -80,7 +82,7 @@ class AdmittedJob:
         self._metrics: Mapping[str, Any] = {}
         self._let_in_at: float | None = None
         self._ended_at = 0.0
-        self._has_moved_in = self._is_settled = False
+        self._is_settled = False
         self._ahead: _Ahead | None = None
         self._num_launched = 0
         """Iterations of which all segments have run, or been launched."""
@@ -88,21 +90,19 @@ class AdmittedJob:
         """Whether some segments of an iteration have run, or been launched, and others have not."""
         self.height = 0
         """The arena bytes that it holds."""
-        self._launched: deque[tuple[int, int]] = deque()
-        """Heights and holds of its segments in flight."""
+        self._launched: deque[tuple[int, int, StepOutcome | None]] = deque()
+        """Heights, holds and outcomes of its segments in flight."""
         self._work: JobWork | None = None
         self._is_eager = False
-        self._local_bytes = self._peak_bytes = self._num_segments = 0
+        self._demand: JobDemand | None = None
         self._table: tuple[tuple[str, ...], Tensor] | None = None
         """Its losses, once it has left."""
-        self.demand: JobDemand | None = None
-        """Its request to the scheduler, until it has left."""
         try:
             self._work = _make_work(
                 job, self._batches, tracking_bytes, region_bytes, poisons=poisons, spare_memory=spare_memory
             )
             self._is_eager = self._work.is_eager
-            self.demand = self._ask()
+            self._ask(may_cut=True)
         except TrainmuxError:
             raise
         except Exception as error:
@@ -115,51 +115,38 @@ class AdmittedJob:
         assert self._work is not None
         return self._work
 
-    def _ask(self) -> JobDemand:
+    @property
+    def can_run(self) -> bool:
+        """Whether its work could be made; ``error`` says why not."""
+        return self._demand is not None
+
+    @property
+    def demand(self) -> JobDemand:
+        """Its request to the scheduler, as of now."""
+        assert self._demand is not None
+        return self._demand
+
+    def _ask(self, *, may_cut: bool = False) -> None:
+        """Renew its demand. With ``may_cut`` it may be cut as durations of another run want it."""
         demand = self._unmeasured_demand()
         known = None if self._profiles is None else self._profiles.get(demand)
         if known is not None:
-            if not self._has_moved_in:
+            if may_cut:
                 self.work.cut_for(known.step_seconds)
                 demand = self._unmeasured_demand()
             # If its durations or cuts have changed since, it is profiled again.
             if self.work.step_seconds == known.step_seconds:
                 demand = known.apply(demand)
-        self._local_bytes, self._peak_bytes = demand.local_bytes, demand.peak_bytes
-        self._num_segments = len(demand.segments)
-        return replace(demand, is_watched=self._is_watched)
+        self._demand = replace(demand, is_watched=self._is_watched)
 
     def _unmeasured_demand(self) -> JobDemand:
         return self.work.demand(self.name, steps=self.steps, share=self._share)
 
     def use_regions(self, region_bytes: int) -> None:
         """Round heights to regions of that size; before it moves in."""
-        if self._work is not None:
-            self._work.use_regions(region_bytes)
-            self.demand = self._ask()
-
-    # ---- memory in use -----------------------------------------------------------------------------
-
-    def segment_began(self, segment: int) -> None:
-        """Note a segment in flight: it needs its height once those before it have ended."""
-        assert self.demand is not None
-        needed = self.demand.segments[segment]
-        self._launched.append((0, 0) if self.is_over else (needed.height_bytes, needed.hold_bytes))
-        if len(self._launched) == 1:
-            self.height = self._launched[0][0]
-
-    def segment_ended(self) -> None:
-        """Note the end of the first of its segments in flight."""
-        _, self.height = self._launched.popleft()
-        if self._launched:
-            self.height = self._launched[0][0]
-        elif self.is_over:
-            self.height = 0  # the rest of the iteration does not run
-
-    @property
-    def held_bytes(self) -> int:
-        """Local and arena bytes that it holds now; only for a job that has moved in."""
-        return self._local_bytes + self.height
+        if self.can_run:
+            self.work.use_regions(region_bytes)
+            self._ask(may_cut=True)
 
     # ---- how it ends -------------------------------------------------------------------------------
 
@@ -184,27 +171,26 @@ class AdmittedJob:
 
     def settle(self, memory: Memory, now: float) -> None:
         """Move the job's state into ``memory``."""
-        self._has_moved_in = True
         self.work.settle(memory)
         self._is_settled = True
-        self.demand = self._ask()  # it may keep less than it asked for, and be cut differently
+        self._ask()  # it may keep less than it asked for, and be cut differently
         self._let_in_at = self._ended_at = now
 
     def ask_for_more(self) -> None:
         """Move out again and ask for more memory."""
         self.work.leave()
         self.work.ask_for_more()
-        self.demand = self._ask()
+        self._ask()
 
-    def leave(self, report: JobReport | None = None) -> None:
+    def leave(self, report: JobState | None = None) -> None:
         """Move the job out; an error in doing so is the job's own.
 
         Everything it worked with is released, so that many jobs may come and go. ``report`` as in `result`.
         """
         step_seconds = self.work.step_seconds
-        if self._profiles is not None and self.num_steps and step_seconds and report and report.is_measured:
-            assert self.demand is not None
-            self._profiles.put(self.demand, report, step_seconds)
+        is_measured = self.num_steps and report is not None and not report.needs_profiling
+        if self._profiles is not None and step_seconds and report is not None and is_measured:
+            self._profiles.put(self.demand, report.solo_seconds, report.trend.seconds, step_seconds)
         self._is_settled = False
         self.is_over = True
         self._ahead = None
@@ -219,11 +205,40 @@ class AdmittedJob:
             self.fail(error)
             forget_locals(error)
         self._table = _loss_table(self._losses, self.work.member_names)
-        self._losses, self._work, self._batches, self.demand = [], None, None, None
+        self._losses, self._work, self._batches = [], None, None
 
     # ---- iterations --------------------------------------------------------------------------------
 
-    def run(self, segment: int) -> StepOutcome | None:
+    def launch(self, segment: int) -> None:
+        """Run a segment for the device; an error ends this job alone.
+
+        It holds the segment's height once those before it have ended.
+        """
+        needed = self.demand.segments[segment]
+        held = (0, 0) if self.is_over else (needed.height_bytes, needed.hold_bytes)
+        outcome = None
+        try:
+            outcome = self._run(segment)
+        except Exception as error:
+            self.fail(error)
+        self._launched.append((*held, outcome))
+        self.height = self._launched[0][0]
+
+    def segment_ended(self) -> StepOutcome | None:
+        """Note the end of the first of its segments in flight; returns the outcome of an iteration's last."""
+        _, self.height, outcome = self._launched.popleft()
+        if self._launched:
+            self.height = self._launched[0][0]
+        elif self.is_over:
+            self.height = 0  # the rest of the iteration does not run
+        return outcome
+
+    @property
+    def held_bytes(self) -> int:
+        """Local and arena bytes that it holds now; only for a job that has moved in."""
+        return self.demand.local_bytes + self.height
+
+    def _run(self, segment: int) -> StepOutcome | None:
         """Run a segment, with a new batch for the first one; returns the outcome of the last one."""
         if self.is_over:
             self._is_unfinished = False
@@ -241,7 +256,7 @@ class AdmittedJob:
                 self.work.renew()
         with self._batches.own_random() if self._is_eager else contextlib.nullcontext():
             self.work.run(segment)
-        self._is_unfinished = segment < self._num_segments - 1
+        self._is_unfinished = segment < len(self.demand.segments) - 1
         if self._is_unfinished:
             return None
         self._num_launched += 1
@@ -283,10 +298,11 @@ class AdmittedJob:
         self._losses.append((outcome.members, outcome.losses.detach().to("cpu", copy=True)))
         self._metrics = outcome.metrics
 
-    def result(self, report: JobReport | None) -> JobResult:
+    def result(self, report: JobState | None) -> JobResult:
         """Its result so far; ``report`` is the scheduler's, if it has moved in."""
         now = () if self._work is None else self._work.member_names
         members, losses = self._table or _loss_table(self._losses, now)
+        demand = self._demand
         return JobResult(
             name=self.name,
             members=members,
@@ -296,16 +312,16 @@ class AdmittedJob:
             seconds=0.0 if self._let_in_at is None else self._ended_at - self._let_in_at,
             num_mispredicted=0 if report is None else report.num_mispredicted,
             shift_seconds=0.0 if report is None else report.total_shift_seconds,
-            local_bytes=self._local_bytes,
-            peak_bytes=self._peak_bytes,
-            num_segments=self._num_segments,
+            local_bytes=0 if demand is None else demand.local_bytes,
+            peak_bytes=0 if demand is None else demand.peak_bytes,
+            num_segments=0 if demand is None else len(demand.segments),
             is_eager=self._is_eager,
             error=self.error,
         )
 
     def usage(self) -> JobUsage:
         """Its present use of memory."""
-        local = self._local_bytes if self._is_settled else 0
+        local = self.demand.local_bytes if self._is_settled else 0
         if self.error is not None:
             state = "failed"
         elif self._is_settled and not self.is_over:

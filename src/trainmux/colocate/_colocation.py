@@ -18,7 +18,6 @@ import torch
 
 from trainmux.colocate._admitted import AdmittedJob
 from trainmux.colocate._cuda_device import CudaDevice
-from trainmux.colocate._demand import SegmentRef
 from trainmux.colocate._eager import SpareMemory
 from trainmux.colocate._feature_maps import ALIGNMENT_BYTES, region_bytes_for
 from trainmux.colocate._host_device import HostDevice
@@ -31,9 +30,7 @@ from trainmux.colocate._threads import FairLock, prompt_threads
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.runtime import deferred_interrupts, device_name, look_at_host
-from trainmux.sizes import exact_bytes, parse_budget
-
-_SECONDS_WITHOUT_INTERRUPT = 0.02
+from trainmux.sizes import parse_budget
 
 
 class Colocation:
@@ -67,18 +64,17 @@ class Colocation:
         self._is_running = self._is_aborted = False
         self._seconds = 0.0
         self._peak_bytes = self._used_bytes = 0
-        self._device = make_device(self._where, self._region_bytes, poisons=poisons)
-        self._outcomes: dict[SegmentRef, StepOutcome] = {}
         self._callback_error: Exception | None = None
         """The error of a callback for all jobs, which ends the run."""
         budget_bytes = budget_in_bytes(budget, self._where)
         self._jobs = {job.name: self._admit(job, lambda: nullcontext(budget_bytes)) for job in jobs}
         if region_bytes is None:
             self._choose_regions()
+        self._device = make_device(self._where, self._region_bytes, poisons=poisons)
         self._inside: dict[str, AdmittedJob] = {}
         """The jobs whose state lies in memory of the device's layout."""
-        demands = [job.demand for job in self._jobs.values() if job.demand is not None]
-        self._scheduler = ScroogeScheduler(demands, budget_bytes, now=self._device.now())
+        demands = [job.demand for job in self._jobs.values() if job.can_run]
+        self._scheduler = ScroogeScheduler(demands, budget_bytes)
 
     # ---- the user's calls --------------------------------------------------------------------------
 
@@ -128,7 +124,7 @@ class Colocation:
         admitted = self._admit(job, self._spare_memory)  # tracing takes a while: the others go on meanwhile
         with self._lock.held():
             self._check_new(job)
-            if admitted.demand is not None:
+            if admitted.can_run:
                 self._scheduler.add(admitted.demand)
             self._jobs[job.name] = admitted
         self._changed.set()
@@ -175,29 +171,15 @@ class Colocation:
     # ---- the dispatcher -----------------------------------------------------------------------------
 
     def _run_to_end(self) -> None:
-        while True:
-            wait_seconds = self._advance_for_a_while()
-            if self._callback_error is not None:
-                raise self._callback_error
+        while self._callback_error is None:
+            with deferred_interrupts(), self._lock.held():
+                wait_seconds = self._advance()
             if wait_seconds is None:
                 return
             if wait_seconds > 0:
                 self._changed.wait(wait_seconds)
             self._changed.clear()
-
-    def _advance_for_a_while(self) -> float | None:
-        """Advance until there is something to wait for; returns as `_advance` does.
-
-        Interrupts are deferred meanwhile. That takes as long as a decision, so it is not done per segment.
-        """
-        until = time.perf_counter() + _SECONDS_WITHOUT_INTERRUPT
-        with deferred_interrupts():
-            while True:
-                with self._lock.held():
-                    wait_seconds = self._advance()
-                is_late = time.perf_counter() >= until
-                if wait_seconds != 0 or is_late or self._callback_error is not None:
-                    return wait_seconds
+        raise self._callback_error
 
     def _wind_down(self) -> None:
         """Finish begun iterations and begin no more."""
@@ -224,7 +206,8 @@ class Colocation:
                 self._arrange(action)
             elif isinstance(action, Enqueue):
                 ref = action.ref
-                self._device.enqueue(ref, action.after, functools.partial(self._run_segment, ref))
+                work = functools.partial(self._jobs[ref.job].launch, ref.segment)
+                self._device.enqueue(ref, action.after, work)
         ended = self._device.next_ended(0.0)  # look ahead only if nothing has ended
         if ended is None:
             self._look_ahead()
@@ -257,23 +240,19 @@ class Colocation:
         named = action.layout.names
         for name in self._inside.keys() - named:
             self._move_out(name)
-        needs = {name: self._jobs[name].work.need for name in named}
+        demands = {name: self._jobs[name].demand for name in named}
         newcomers = sorted(named - self._inside.keys())
         try:
-            self._device.arrange(action.layout, needs)
+            self._device.arrange(action.layout, demands)
         except BudgetError as error:
             if not newcomers:
                 raise
-            for name in newcomers:
-                self._turn_away(name, error)
+            for name in newcomers:  # the device has no memory for them, whatever the budget says
+                self._jobs[name].fail(error)
+                self._scheduler.remove(name, at_once=True)
+                self._jobs[name].leave()
             return  # a layout without them comes next
-        reserved = self._device.reserved_bytes
-        if reserved > action.budget_bytes:
-            raise PlanError(
-                f"expected a layout of at most {exact_bytes(action.budget_bytes)}, but got "
-                f"{exact_bytes(reserved)}; the scheduler must keep to the budget"
-            )
-        self._peak_bytes = max(self._peak_bytes, reserved)
+        self._peak_bytes = max(self._peak_bytes, self._device.reserved_bytes)
         for name in newcomers:
             self._move_in(name)
         self._tell_scheduler_of([self._inside[name] for name in newcomers if name in self._inside])
@@ -294,22 +273,14 @@ class Colocation:
     def _tell_scheduler_of(self, newcomers: list[AdmittedJob]) -> None:
         """Tell the scheduler how newcomers are cut now. Memory that they asked for and do not need goes to
         the arenas, if the device has it."""
-        settled = [job for job in newcomers if job.error is None]
-        for job in settled:
-            assert job.demand is not None
-            self._scheduler.cut_anew(job.demand)
-        needs = {job.name: job.work.need for job in settled}
+        settled = [job.demand for job in newcomers if job.error is None]
         before = self._device.reserved_bytes
-        self._device.keep_less(needs)
-        if before - self._device.reserved_bytes <= self._device.free_bytes:
-            self._scheduler.keep_less({name: need.local_bytes for name, need in needs.items()})
-
-    def _turn_away(self, name: str, error: BudgetError) -> None:
-        """End a job for which the device has no memory, whatever the budget says, before it begins."""
-        job = self._jobs[name]
-        job.fail(error)
-        self._scheduler.remove(name, at_once=True)
-        job.leave()
+        for demand in settled:
+            self._device.keep_less(demand)
+        given_back = before - self._device.reserved_bytes
+        is_there = given_back <= self._device.free_bytes
+        for demand in settled:
+            self._scheduler.settled(demand, gives_back=is_there)
 
     def _give_more(self, name: str) -> None:
         """Move a job out that needs more memory than it asked for, and add it again if the budget allows."""
@@ -318,7 +289,6 @@ class Colocation:
         try:
             with self._device.lane(name):
                 job.ask_for_more()
-            assert job.demand is not None
             self._scheduler.add(job.demand)
         except Exception as error:
             job.fail(error)
@@ -330,28 +300,15 @@ class Colocation:
         with self._device.lane(name):
             job.leave(self._scheduler.report(name))
 
-    def _run_segment(self, ref: SegmentRef) -> None:
-        """Run a segment for the device; an error ends its job alone."""
-        job = self._jobs[ref.job]
-        job.segment_began(ref.segment)
-        try:
-            outcome = job.run(ref.segment)
-        except Exception as error:
-            job.fail(error)
-        else:
-            if outcome is not None:
-                self._outcomes[ref] = outcome
-
     def _complete(self, ended: Ended) -> None:
         """Report a segment to the scheduler, and an iteration to callbacks."""
         ref = ended.ref
         job = self._jobs[ref.job]
         self._used_bytes = max(self._used_bytes, sum(one.held_bytes for one in self._inside.values()))
-        job.segment_ended()
+        outcome = job.segment_ended()
         if job.is_over:
             self._let_go(job, at_once=True)
         self._scheduler.complete(ref, ended.started_at, ended.ended_at)
-        outcome = self._outcomes.pop(ref, None)
         if outcome is not None:
             job.note_end(outcome, ended.ended_at)
             self._tell(job, outcome)
@@ -386,29 +343,22 @@ class Colocation:
             yield self._scheduler.budget_bytes - self._device.reserved_bytes
 
     def _admit(self, job: Job, spare_memory: SpareMemory) -> AdmittedJob:
-        # Callbacks may read weights and change members, so nothing of the job may be in flight meanwhile. On
-        # a CPU nothing is: enqueued segments have not begun.
-        may_be_ahead = self._where.type == "cuda"
-        has_callbacks = bool(job.callbacks or self._callbacks)
         return AdmittedJob(
             job,
             tracking_bytes=self._tracking_bytes,
             region_bytes=self._region_bytes,
             poisons=self._poisons,
             spare_memory=spare_memory,
-            is_watched=may_be_ahead and has_callbacks,
-            looks_ahead=not has_callbacks,
+            has_callbacks=bool(job.callbacks or self._callbacks),
             profiles=self._profiles,
         )
 
     def _choose_regions(self) -> None:
         """Choose the region size for these jobs; later jobs use it too, as mapped regions stay in place."""
-        demands = [job.demand for job in self._jobs.values()]
-        peaks = [demand.peak_bytes for demand in demands if demand is not None]
+        peaks = [job.demand.peak_bytes for job in self._jobs.values() if job.can_run]
         chosen = region_bytes_on(self._where, peaks)
         if chosen != self._region_bytes:
             self._region_bytes = chosen
-            self._device = make_device(self._where, chosen, poisons=self._poisons)
             for job in self._jobs.values():
                 job.use_regions(chosen)
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainmux.colocate._demand import SegmentRef
+from trainmux.colocate._demand import JobDemand, SegmentRef
 from trainmux.colocate._layout import MemoryLayout
-from trainmux.colocate._protocols import Ended, MemoryNeed
+from trainmux.colocate._protocols import Ended
 from trainmux.colocate._virtual_memory import PhysicalBlock, VirtualRange, granularity_bytes
 from trainmux.engine import Memory
 from trainmux.errors import ConfigError
@@ -55,9 +55,6 @@ class _Flying:
     end: torch.cuda.Event
     clock: _Moment
 
-    def started_at(self) -> float:
-        return self.clock.time_of(self.start)
-
     def ended_at(self) -> float:
         """The end of a segment that has ended."""
         return self.clock.time_of(self.end)
@@ -70,7 +67,7 @@ class _PlacedJob:
     addresses: VirtualRange
     area: PhysicalBlock
     memory: Memory
-    need: MemoryNeed
+    demand: JobDemand
     in_flight: deque[_Flying] = field(default_factory=deque)
     stream: torch.cuda.Stream = field(init=False)
 
@@ -108,7 +105,7 @@ class CudaDevice:
     @property
     def reserved_bytes(self) -> int:
         areas = sum(
-            placed.area.size_bytes + placed.need.local_bytes - placed.need.area_bytes
+            placed.area.size_bytes + placed.demand.local_bytes - placed.demand.area_bytes
             for placed in self._placed.values()
         )
         return areas + sum(block.size_bytes for blocks in self._arenas.values() for block in blocks)
@@ -122,7 +119,7 @@ class CudaDevice:
 
     # ---- memory ------------------------------------------------------------------------------------
 
-    def arrange(self, layout: MemoryLayout, needs: Mapping[str, MemoryNeed]) -> None:
+    def arrange(self, layout: MemoryLayout, demands: Mapping[str, JobDemand]) -> None:
         gone = self._placed.keys() - layout.names
         for name in gone:
             self._give_back(self._placed.pop(name))
@@ -134,7 +131,7 @@ class CudaDevice:
             blocks = self._arenas[row.base, row.top]
             for name in row.names:
                 if name in self._placed:
-                    self._unmap(self._placed[name], self._wanted(blocks, name in row.top, needs[name]))
+                    self._unmap(self._placed[name], self._wanted(blocks, name in row.top, demands[name]))
         for block in spare:
             block.release()
         for places, number in missing.items():
@@ -146,13 +143,12 @@ class CudaDevice:
             blocks = self._arenas[row.base, row.top]
             for name in row.names:
                 if name not in self._placed:
-                    self._placed[name] = self._let_in(needs[name])
-                self._placed[name].need = needs[name]  # its scratch may have grown
-                self._map(self._placed[name], self._wanted(blocks, name in row.top, needs[name]))
+                    self._placed[name] = self._let_in(demands[name])
+                self._placed[name].demand = demands[name]  # its scratch may have grown
+                self._map(self._placed[name], self._wanted(blocks, name in row.top, demands[name]))
 
-    def keep_less(self, needs: Mapping[str, MemoryNeed]) -> None:
-        for name, need in needs.items():
-            self._placed[name].need = need
+    def keep_less(self, demand: JobDemand) -> None:
+        self._placed[demand.name].demand = demand
 
     def _shrink(self, layout: MemoryLayout) -> list[PhysicalBlock]:
         """Take regions out of arenas that have too many or are gone; a base keeps the regions it sees."""
@@ -178,16 +174,16 @@ class CudaDevice:
         return missing
 
     def _wanted(
-        self, blocks: list[PhysicalBlock], is_top: bool, need: MemoryNeed
+        self, blocks: list[PhysicalBlock], is_top: bool, demand: JobDemand
     ) -> dict[int, PhysicalBlock]:
         """The regions that a job is to see, by offset among its addresses, as far as they exist yet."""
-        num_seen = -(-need.peak_bytes // self._region_bytes)
+        num_seen = -(-demand.peak_bytes // self._region_bytes)
         seen = list(reversed(blocks))[:num_seen] if is_top else blocks[:num_seen]
-        return {need.area_bytes + index * self._region_bytes: block for index, block in enumerate(seen)}
+        return {demand.area_bytes + index * self._region_bytes: block for index, block in enumerate(seen)}
 
     def _unmap(self, placed: _PlacedJob, wanted: Mapping[int, PhysicalBlock]) -> None:
         for offset in placed.addresses.mapped_offsets:
-            is_own = offset < placed.need.area_bytes
+            is_own = offset < placed.demand.area_bytes
             if not is_own and placed.addresses.block_at(offset) is not wanted.get(offset):
                 placed.addresses.unmap(offset)
 
@@ -208,15 +204,15 @@ class CudaDevice:
             torch.cuda.synchronize(self.device)
             addresses.unmap(0)
 
-    def _let_in(self, need: MemoryNeed) -> _PlacedJob:
-        num_regions = -(-need.peak_bytes // self._region_bytes)
-        area = PhysicalBlock(need.area_bytes, self.device)
-        addresses = VirtualRange(need.area_bytes + num_regions * self._region_bytes, self.device)
+    def _let_in(self, demand: JobDemand) -> _PlacedJob:
+        num_regions = -(-demand.peak_bytes // self._region_bytes)
+        area = PhysicalBlock(demand.area_bytes, self.device)
+        addresses = VirtualRange(demand.area_bytes + num_regions * self._region_bytes, self.device)
         addresses.map([(0, area)])
         memory = Memory(addresses.tensor(), torch.zeros(1, dtype=torch.uint8), {})
-        memory.at(0, need.area_bytes).fill_(_POISON if self._poisons else 0)
+        memory.at(0, demand.area_bytes).fill_(_POISON if self._poisons else 0)
         torch.cuda.current_stream(self.device).synchronize()
-        return _PlacedJob(addresses, area, memory, need)
+        return _PlacedJob(addresses, area, memory, demand)
 
     def _give_back(self, placed: _PlacedJob) -> None:
         placed.stream.synchronize()
@@ -273,17 +269,14 @@ class CudaDevice:
             if ready:  # in order of their ends, or a job of short segments would starve the reports of others
                 several = len(ready) > 1
                 first = min(ready, key=lambda one: one.in_flight[0].ended_at()) if several else ready[0]
-                return self._ended(first.in_flight.popleft())
+                flying = first.in_flight.popleft()
+                del self._ends[flying.ref]
+                self._spare_events += (flying.start, flying.end)
+                return Ended(flying.ref, flying.clock.time_of(flying.start), flying.ended_at())
             if until is not None and time.perf_counter() >= until:
                 return None
             time.sleep(_POLL_SECONDS)
         return None
-
-    def _ended(self, flying: _Flying) -> Ended:
-        ended = Ended(flying.ref, flying.started_at(), flying.ended_at())
-        del self._ends[flying.ref]
-        self._spare_events += (flying.start, flying.end)
-        return ended
 
     # ---- events ------------------------------------------------------------------------------------
 

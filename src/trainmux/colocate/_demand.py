@@ -8,7 +8,7 @@ where enough bytes of feature maps have been allocated or released since the las
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainmux.colocate._feature_maps import FeatureMapStack, Iteration
@@ -44,7 +44,8 @@ class Segment:
 class JobDemand:
     """A job's request to the scheduler.
 
-    ``local_bytes`` belong to the job all the time. It runs ``steps`` iterations, or runs until it is removed
+    ``local_bytes`` belong to the job all the time: ``area_bytes`` at the bottom of its addresses, the rest
+    for the scratch of its kernels and its results. It runs ``steps`` iterations, or runs until it is removed
     (``None``). A job with twice the ``share`` gets twice the device time where jobs compete for memory. With
     ``is_measured`` the durations come from a run on this device, and no profiling iteration is needed. An
     iteration of an ``is_watched`` job begins after the end of the last one was reported: callbacks look at
@@ -60,6 +61,7 @@ class JobDemand:
     share: float = 1.0
     is_measured: bool = False
     is_watched: bool = False
+    area_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -70,12 +72,6 @@ class JobDemand:
     def solo_seconds(self) -> float:
         """The duration of one iteration, alone on the device."""
         return sum(segment.solo_seconds for segment in self.segments)
-
-    def with_solo_seconds(self, seconds: Sequence[float]) -> JobDemand:
-        """A copy with measured durations, one per segment."""
-        pairs = zip(self.segments, seconds, strict=True)
-        segments = tuple(replace(segment, solo_seconds=taken) for segment, taken in pairs)
-        return replace(self, segments=segments, is_measured=True)
 
 
 def segments_between(

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainmux.colocate._demand import JobDemand, Segment
 from trainmux.colocate._feature_maps import ALIGNMENT_BYTES
-from trainmux.colocate._protocols import MemoryNeed, StepOutcome, forget_locals
+from trainmux.colocate._protocols import JobWork, StepOutcome, forget_locals
 from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.engine import Memory, limited_growth, pool_bytes
 from trainmux.errors import BudgetError, LossError
@@ -105,22 +105,28 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class EagerWork:
+class EagerWork(JobWork):
     """Plain training of one model on the CPU. An error of the rehearsal is raised here.
 
     Random numbers are the caller's business: it sets torch's generator to the job's own state.
     """
 
     is_eager = True
-    step_seconds = ()
+    _area_bytes = ALIGNMENT_BYTES
+    """The smallest area that a device lays out: it must not be empty, though it is not used."""
+    _workspace_bytes = 0
 
     def __init__(self, name: str, step: EagerStep, example: Any, *, region_bytes: int) -> None:
-        self.member_names = (name,)
+        self._name = name
         self._step = step
         self._batch: Any = None
         self._outcome: StepOutcome | None = None
         self._region_bytes = region_bytes
         self._rehearse(example)
+
+    @property
+    def member_names(self) -> tuple[str, ...]:
+        return (self._name,)
 
     def _rehearse(self, example: Any) -> None:
         """Count the bytes that a few steps of a copy need, and the seconds of the last one."""
@@ -135,40 +141,24 @@ class EagerWork:
                 step.run(example)
         self._most_bytes, self._seconds = counter.most_bytes, time.perf_counter() - began_at
 
-    @property
-    def need(self) -> MemoryNeed:
-        """Its tensors; the area, which must not be empty, is not used."""
-        return MemoryNeed(ALIGNMENT_BYTES, ALIGNMENT_BYTES + self._most_bytes, 0)
-
     def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
         """One segment that needs nothing of the arena."""
         return JobDemand(
             name=name,
             fingerprint=f"eager {id(self)}",
             region_bytes=self._region_bytes,
-            local_bytes=self.need.local_bytes,
+            local_bytes=self._area_bytes + self._workspace_bytes + self._most_bytes,
             segments=(Segment(1, 0, 0, max(self._seconds, 1e-9)),),
             steps=steps,
             share=share,
+            area_bytes=self._area_bytes,
         )
-
-    def cut_for(self, step_seconds: Sequence[float]) -> None:
-        """Do nothing: it is one segment."""
 
     def use_regions(self, region_bytes: int) -> None:
         self._region_bytes = region_bytes
 
-    def settle(self, memory: Memory) -> None:
-        """Do nothing: its tensors stay where they are."""
-
-    def ask_for_more(self) -> None:
-        """Do nothing: the rehearsal saw all of it."""
-
     def begin(self, batch: Any, *, is_ahead: bool = False) -> None:
         self._batch = batch
-
-    def renew(self) -> None:
-        """Do nothing: the model is read when it runs."""
 
     def run(self, segment: int) -> None:
         """Train one step."""
@@ -201,6 +191,8 @@ class EagerCudaWork(EagerWork):
     Refused with `BudgetError`: a step that needs more memory than ``spare_memory`` leaves.
     """
 
+    _workspace_bytes = MATRIX_LIBRARIES_BYTES
+
     def __init__(
         self,
         name: str,
@@ -212,6 +204,7 @@ class EagerCudaWork(EagerWork):
         spare_memory: SpareMemory,
     ) -> None:
         self._device = device
+        self._area_bytes = granularity_bytes(device)
         self._spare_memory = spare_memory
         self._home = next((parameter.device for parameter in step.model.parameters()), device)
         self._pool: torch.cuda.MemPool | None = None
@@ -221,14 +214,6 @@ class EagerCudaWork(EagerWork):
         self._own: dict[int, int] = {}
         """The user's storages on the device outside of the pool: sizes by address."""
         super().__init__(name, step, example, region_bytes=region_bytes)
-
-    # ---- demands -----------------------------------------------------------------------------------
-
-    @property
-    def need(self) -> MemoryNeed:
-        """Its pool and its stream's workspaces; the area, which must not be empty, is not used."""
-        area = granularity_bytes(self._device)
-        return MemoryNeed(area, area + MATRIX_LIBRARIES_BYTES + self._most_bytes, 0)
 
     @property
     def pool_bytes(self) -> int:
@@ -294,7 +279,7 @@ class EagerCudaWork(EagerWork):
             except torch.OutOfMemoryError as error:
                 forget_locals(error)
                 raise BudgetError(
-                    f"job {self.member_names[0]!r} cannot be traced: expected a step of it to fit into the "
+                    f"job {self._name!r} cannot be traced: expected a step of it to fit into the "
                     f"{exact_bytes(spare_bytes)} that the budget leaves, but it needs more; raise the "
                     "budget, give it smaller batches, or hand it over before the others run"
                 ) from error

@@ -45,10 +45,8 @@ class TensorClass(Enum):
 
     FEATURE_MAP = "feature map"
     """Made in the forward pass and read by other operators in the backward pass: lies in the arena."""
-    GRADIENT_MAP = "gradient map"
-    """Made and read by other operators in the backward pass, parameter gradients included: job-local."""
     TEMPORARY = "temporary"
-    """Anything else that an iteration makes and frees: job-local."""
+    """Anything else that an iteration makes and frees, gradients included: job-local."""
     RESIDENT = "resident"
     """Lives before or after the iteration (weights, optimizer state, losses): job-local."""
 
@@ -101,12 +99,12 @@ def iteration_of_profile(profile: Profile) -> Iteration:
         last_use = max(readers, default=source)
         if tensor.byte_class is ByteClass.RESULT:
             last_use, tensor_class = last_rank, TensorClass.RESIDENT
-        elif all(profile.nodes[rank].phase is Phase.FORWARD for rank in readers):
-            tensor_class = TensorClass.TEMPORARY
-        elif profile.nodes[source].phase is Phase.FORWARD:
+        elif profile.nodes[source].phase is Phase.FORWARD and any(
+            profile.nodes[rank].phase is not Phase.FORWARD for rank in readers
+        ):
             tensor_class = TensorClass.FEATURE_MAP
         else:
-            tensor_class = TensorClass.GRADIENT_MAP
+            tensor_class = TensorClass.TEMPORARY
         allocations.append(Allocation(tensor.name, tensor.size_bytes, source, last_use, tensor_class))
     return Iteration(
         profile.fingerprint,

@@ -12,9 +12,8 @@ On a CUDA device segments are captured graphs (`_segment_graphs`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,9 @@ from torch import Tensor
 
 from trainmux.colocate._demand import JobDemand, Segment
 from trainmux.colocate._feature_maps import ALIGNMENT_BYTES
-from trainmux.colocate._protocols import MemoryNeed, StepOutcome
+from trainmux.colocate._protocols import JobWork, StepOutcome
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentGraphs, SegmentSet
 from trainmux.colocate._step_layout import (
-    PlacedStep,
     StaticArea,
     StepKernels,
     StepLayout,
@@ -37,12 +35,15 @@ from trainmux.colocate._virtual_memory import granularity_bytes
 from trainmux.engine import HostLanes, Memory, PlannedProgram
 from trainmux.errors import BatchError, BudgetError
 from trainmux.fleet import Fleet, GroupPiece
+from trainmux.ir import Part
 from trainmux.profiling import device_present
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 from trainmux.sizes import exact_bytes, round_up
 from trainmux.tracing import flatten_batch
 
-_MAX_VARIANTS = 8
+_MAX_OTHER_STEPS = 8
+"""Steps next to the usual ones that are kept, and captured on a CUDA device: further ones are built anew for
+each iteration and run kernel by kernel."""
 
 _MISJUDGED = 1.5
 """A step is cut anew if its duration is off by this factor from the one it was cut for."""
@@ -68,25 +69,39 @@ def runs_as_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-@dataclass(frozen=True)
 class _StepInMemory:
     """A group's step, ready to run in the job's memory; on a CUDA device with ``graphs`` of its segments.
 
-    ``fed`` are the places of tensors that are new with every step, by position among the step's arguments.
+    ``transient`` tensors are loaded before each run.
     """
 
-    placed: PlacedStep
-    planned: PlannedProgram
-    fed: Mapping[int, Tensor]
-    graphs: SegmentSet | None = None
+    def __init__(
+        self,
+        kernels: StepKernels,
+        transient: frozenset[int],
+        planned: PlannedProgram,
+        parts: Sequence[Part],
+        graphs: SegmentGraphs | None,
+    ) -> None:
+        self.step, self._graph = kernels.step, kernels.graph
+        self._transient = transient
+        self.planned = planned
+        self._runs = [partial(planned.run, part) if part.instructions else None for part in parts]
+        self._captured = None if graphs is None else SegmentSet(graphs, self._runs)
+        self._fed = {position: self._place(position) for position in self.step.positions_fed_anew()}
+        """The places of tensors that are new with every step, by position among its arguments."""
+
+    def _place(self, position: int) -> Tensor:
+        """The place of one of the step's arguments."""
+        return self.planned.between_steps(0, self._graph.inputs[position])
 
     def run(self, number: int) -> None:
         """Run, or enqueue, one segment."""
-        part = self.placed.segments[number]
-        if self.graphs is not None:
-            self.graphs.run(number)
-        elif part.instructions:
-            self.planned.run(part)
+        run = self._runs[number]
+        if self._captured is not None:
+            self._captured.run(number)
+        elif run is not None:
+            run()
 
     def capture(self, piece: GroupPiece) -> float:
         """Capture every segment, on real inputs and with no member active, so that nothing changes.
@@ -94,54 +109,46 @@ class _StepInMemory:
         Accumulators, which also sum the values of inactive members, are restored. Returns the seconds of a
         replay.
         """
-        assert self.graphs is not None
-        step, graph = self.placed.kernels.step, self.placed.kernels.graph
+        assert self._captured is not None
         self.feed(piece)
-        totals = [
-            self.planned.between_steps(0, graph.inputs[position]) for position in step.accumulator_positions()
-        ]
+        totals = [self._place(position) for position in self.step.accumulator_positions()]
         kept = [total.to("cpu", copy=True) for total in totals]
-        for position in step.mask_positions():  # fed anew with the next step
-            self.planned.between_steps(0, graph.inputs[position]).zero_()
+        for position in self.step.mask_positions():  # fed anew with the next step
+            self._place(position).zero_()
         try:
-            self.graphs.capture_all()
-            return self.graphs.replay_seconds()
+            self._captured.capture_all()
+            return self._captured.replay_seconds()
         finally:
             for total, before in zip(totals, kept, strict=True):
                 total.copy_(before)
 
     def feed(self, piece: GroupPiece) -> None:
         """Load a step's batch and numbers, and its transient tensors."""
-        step, graph = self.placed.kernels.step, self.placed.kernels.graph
-        for position, value in piece.feed(step).items():
-            self.fed[position].copy_(value)
-        if not self.placed.transient:
-            return
-        fed = self.fed.keys()
-        for position, argument in enumerate(piece.group.held_arguments(step)):
-            location = graph.inputs[position]
-            if argument is not None and position not in fed and location.tensor in self.placed.transient:
-                self.planned.between_steps(0, location).copy_(argument)
-        self.load_constants(self.placed.transient)
+        for position, value in piece.feed(self.step).items():
+            self._fed[position].copy_(value)
+        if self._transient:
+            self._load(piece, self._transient)
 
     def take_over(self, piece: GroupPiece) -> None:
         """Copy the group's state to its places, and let the group use it there."""
-        step, graph = self.placed.kernels.step, self.placed.kernels.graph
-        fed = set(step.positions_fed_anew())
-        places: dict[int, Tensor] = {}
-        for position, argument in enumerate(piece.group.held_arguments(step)):
-            if argument is not None and position not in fed:
-                place = self.planned.between_steps(0, graph.inputs[position])
-                places[id(argument)] = place.copy_(argument)
-        self.load_constants()
+        places = self._load(piece)
         piece.group.rebase(lambda tensor: places.get(id(tensor), tensor))
 
-    def load_constants(self, numbers: frozenset[int] | None = None) -> None:
-        """Copy the graph's own tensors, or those among ``numbers``, to their places."""
-        graph = self.placed.kernels.graph
-        for name, location in graph.constants.items():
+    def _load(self, piece: GroupPiece, numbers: frozenset[int] | None = None) -> dict[int, Tensor]:
+        """Copy the group's state and the graph's own tensors, or those among ``numbers``, to their places.
+
+        Returns the places by the identity of the state's tensors.
+        """
+        places: dict[int, Tensor] = {}
+        for position, argument in enumerate(piece.group.held_arguments(self.step)):
+            is_wanted = numbers is None or self._graph.inputs[position].tensor in numbers
+            if argument is not None and position not in self._fed and is_wanted:
+                places[id(argument)] = self._place(position).copy_(argument)
+        for name, location in self._graph.constants.items():
             if numbers is None or location.tensor in numbers:
-                self.planned.between_steps(0, location).copy_(graph.module.get_buffer(name))
+                constant = self._graph.module.get_buffer(name)
+                self.planned.between_steps(0, location).copy_(constant)
+        return places
 
 
 def bytes_of_batch(batch: Any) -> int:
@@ -149,22 +156,23 @@ def bytes_of_batch(batch: Any) -> int:
     return sum(tensor.nbytes for tensor in flatten_batch(batch).tensors)
 
 
-@dataclass(frozen=True)
-class _GroupCuts:
-    """Cuts of a group's usual step, and the job's segments between them."""
+@dataclass
+class _UsualStep:
+    """A group's usual step: its kernels, their places, and the job's segments between ``cuts``."""
 
-    cuts: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    piece: GroupPiece
+    kernels: StepKernels
+    layout: StepLayout = field(init=False)
+    cuts: tuple[int, ...] = ()
+    segments: tuple[Segment, ...] = ()
 
 
-class FusedWork:
+class FusedWork(JobWork):
     """A fleet as a job. Refused with `ConfigError`: fleets that `SegmentRunner` refuses.
 
     ``tracking_bytes`` are the bytes of feature maps between cuts, ``None`` to choose by device. ``poisons``
     fills freed bytes with NaN, for tests.
     """
-
-    is_eager = False
 
     def __init__(
         self,
@@ -183,12 +191,19 @@ class FusedWork:
         self._poisons = poisons
         self._speed = device_present(device)
         self._example_bytes = bytes_of_batch(example)
-        self._own = {piece.index: piece for piece in self._pieces.begin(example, applies=True)}
-        self._kernels = {index: self._read(piece) for index, piece in self._own.items()}
+        pieces = self._pieces.begin(example, applies=True)
+        self._usual = {piece.index: _UsualStep(piece, self._read(piece)) for piece in pieces}
+        every = [usual.kernels for usual in self._usual.values()]
         self._statics = StaticArea()
-        for kernels in self._kernels.values():
+        for kernels in every:
             for number, key in kernels.static_keys.items():
                 self._statics.take(key, kernels.size_of(number))
+        self._fingerprint = "+".join(kernels.iteration.fingerprint for kernels in every)
+        self._scratch_bytes = max(kernels.scratch_bytes for kernels in every)
+        self._result_bytes = sum(kernels.result_bytes for kernels in every)
+        self._has_convolutions = any(kernels.has_convolutions for kernels in every)
+        batch = {leaf.data_ptr(): leaf.nbytes for piece in pieces for leaf in piece.batch}
+        self._batch_bytes = sum(batch.values())
         self.use_regions(region_bytes)
         self._memory: Memory | None = None
         self._graphs: SegmentGraphs | None = None
@@ -198,7 +213,7 @@ class FusedWork:
         """Scratch that its kernels keep, once they were captured."""
         self._graphs_bytes = self._seen_graph_bytes = GRAPHS_BYTES
         """Allowance for the graphs themselves, and what they were seen to take."""
-        self._steps: OrderedDict[tuple[int, Hashable], _StepInMemory] = OrderedDict()
+        self._steps: dict[tuple[int, Hashable], _StepInMemory] = {}
         self._begun: dict[int, tuple[GroupPiece, _StepInMemory]] = {}
         self._ahead: tuple[Any, Hashable] | None = None
         """The batch of an iteration that was begun ahead, and the settings it was fed with."""
@@ -207,42 +222,37 @@ class FusedWork:
 
     def use_regions(self, region_bytes: int) -> None:
         self._region_bytes = region_bytes
-        self._layouts = {index: self._lay_out(kernels) for index, kernels in self._kernels.items()}
-        ends = [layout.area_end for layout in self._layouts.values()]
-        self._area_bytes = round_up(max(ends), self._unit_bytes)
-        self._cut_all({index: kernels.estimated_seconds for index, kernels in self._kernels.items()})
-
-    @property
-    def step_seconds(self) -> tuple[float, ...]:
-        return tuple(self._seconds.values())
+        for usual in self._usual.values():
+            usual.layout = self._lay_out(usual.kernels)
+        self._area_bytes = round_up(
+            max(usual.layout.area_end for usual in self._usual.values()), self._unit_bytes
+        )
+        self.cut_for([usual.kernels.estimated_seconds for usual in self._usual.values()])
 
     def cut_for(self, step_seconds: Sequence[float]) -> None:
-        """Cut the usual steps for known durations, if there is one for each group."""
-        if len(step_seconds) == len(self._layouts):
-            self._cut_all(dict(zip(self._layouts, step_seconds, strict=True)))
+        """Cut the usual steps for these durations, if there is one for each group."""
+        if len(step_seconds) != len(self._usual):
+            return
+        self.step_seconds = tuple(step_seconds)
+        for usual, seconds in zip(self._usual.values(), step_seconds, strict=True):
+            usual.cuts = usual.layout.cut(self._tracking_bytes, self._pieces.device, seconds)
+            usual.segments = usual.layout.segments(usual.cuts, seconds)
+        self._piece_of = [
+            (index, number) for index, usual in self._usual.items() for number in range(len(usual.segments))
+        ]
+        """For each of the job's segments: the group, and the segment of its step."""
 
-    def _cut_anew(self, seconds: Mapping[int, float]) -> bool:
+    def _cut_anew(self, step_seconds: Sequence[float]) -> bool:
         """Cut for measured durations of the usual steps where these differ much from the estimates.
 
         Returns whether the cuts have changed; everything stays in its place.
         """
-        ratios = [taken / self._seconds[index] for index, taken in seconds.items()]
+        ratios = [taken / known for taken, known in zip(step_seconds, self.step_seconds, strict=True)]
         if all(1 / _MISJUDGED <= ratio <= _MISJUDGED for ratio in ratios):
             return False
-        before = [group.cuts for group in self._groups.values()]
-        self._cut_all(seconds)
-        return before != [group.cuts for group in self._groups.values()]
-
-    def _cut_all(self, seconds: Mapping[int, float]) -> None:
-        self._seconds = dict(seconds)
-        self._groups: dict[int, _GroupCuts] = {}
-        for index, layout in self._layouts.items():
-            cuts = layout.cut(self._tracking_bytes, self._pieces.device, seconds[index])
-            self._groups[index] = _GroupCuts(cuts, layout.segments(cuts, seconds[index]))
-        self._piece_of = [
-            (index, number) for index, group in self._groups.items() for number in range(len(group.segments))
-        ]
-        """For each of the job's segments: the group, and the segment of its step."""
+        before = [usual.cuts for usual in self._usual.values()]
+        self.cut_for(step_seconds)
+        return before != [usual.cuts for usual in self._usual.values()]
 
     # ---- demands -----------------------------------------------------------------------------------
 
@@ -251,12 +261,8 @@ class FusedWork:
         return self._pieces.fleet.names
 
     @property
-    def need(self) -> MemoryNeed:
-        return MemoryNeed(self._area_bytes, self._area_bytes + self._outside_bytes, self._peak_bytes)
-
-    @property
     def _segments(self) -> tuple[Segment, ...]:
-        return tuple(segment for group in self._groups.values() for segment in group.segments)
+        return tuple(segment for usual in self._usual.values() for segment in usual.segments)
 
     @property
     def _peak_bytes(self) -> int:
@@ -265,17 +271,17 @@ class FusedWork:
     @property
     def num_captures(self) -> int:
         """Graphs captured since the job was admitted."""
-        return 0 if self._graphs is None else self._graphs.num_captures
+        return 0 if self._graphs is None else self._graphs.room.num_captures
 
     @property
     def pool_bytes(self) -> int:
         """Device memory of its graphs' pool."""
-        return 0 if self._graphs is None else self._graphs.pool_bytes
+        return 0 if self._graphs is None else self._graphs.room.pool_bytes
 
     @property
     def graph_bytes(self) -> int:
         """Device memory of its graphs themselves."""
-        return 0 if self._graphs is None else self._graphs.graph_bytes
+        return 0 if self._graphs is None else self._graphs.room.graph_bytes
 
     @property
     def _outside_bytes(self) -> int:
@@ -294,34 +300,20 @@ class FusedWork:
         """
         if self._kept_bytes is not None:
             return self._kept_bytes
-        has_convolutions = any(kernels.has_convolutions for kernels in self._kernels.values())
-        allowance = _SCRATCH_BYTES + _CONVOLUTION_BYTES * has_convolutions
+        allowance = _SCRATCH_BYTES + _CONVOLUTION_BYTES * self._has_convolutions
         return self._more_bytes + self._scratch_bytes + allowance
-
-    @property
-    def _scratch_bytes(self) -> int:
-        return max(kernels.scratch_bytes for kernels in self._kernels.values())
-
-    @property
-    def _result_bytes(self) -> int:
-        return sum(kernels.result_bytes for kernels in self._kernels.values())
-
-    @property
-    def _batch_bytes(self) -> int:
-        """The batch of a usual step."""
-        batches = {leaf.data_ptr(): leaf.nbytes for piece in self._own.values() for leaf in piece.batch}
-        return sum(batches.values())
 
     def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
         """The demand of an unmeasured iteration like the example."""
         return JobDemand(
             name=name,
-            fingerprint="+".join(kernels.iteration.fingerprint for kernels in self._kernels.values()),
+            fingerprint=self._fingerprint,
             region_bytes=self._region_bytes,
-            local_bytes=self.need.local_bytes,
+            local_bytes=self._area_bytes + self._outside_bytes,
             segments=self._segments,
             steps=steps,
             share=share,
+            area_bytes=self._area_bytes,
         )
 
     # ---- running -----------------------------------------------------------------------------------
@@ -335,8 +327,8 @@ class FusedWork:
         if self._is_cuda:
             self._pieces.rest()  # first: the job's graphs can have the stream, with its workspaces
         self._make_steps()
-        for index, piece in self._own.items():
-            self._steps[index, piece.variant].take_over(piece)
+        for usual in self._usual.values():
+            self._step_for(usual.piece).take_over(usual.piece)
         if not self._is_cuda:
             return
         seconds, graph_bytes = self._capture(), self.graph_bytes
@@ -346,9 +338,13 @@ class FusedWork:
             self._capture()
             # The driver may have kept the first graphs' memory.
             graph_bytes = max(graph_bytes, self.graph_bytes)
-        assert self._graphs is not None
-        self._check_graphs(graph_bytes)
-        self._keep_less(self._graphs)
+        if graph_bytes > self._graphs_bytes:
+            self._seen_graph_bytes = graph_bytes
+            raise BudgetError(
+                f"expected the job's graphs themselves to take at most {exact_bytes(self._graphs_bytes)}, "
+                f"but they take {exact_bytes(graph_bytes)}; raise tracking_bytes, for fewer of them"
+            )
+        self._keep_less()
 
     def _make_steps(self) -> None:
         """Build the usual steps as they are cut now, none of them captured."""
@@ -359,15 +355,14 @@ class FusedWork:
                 scratch_bytes=self._kernel_bytes,
                 graphs_bytes=self._graphs_bytes,
             )
-        for index, piece in self._own.items():
-            self._steps[index, piece.variant] = self._build(index, self._kernels[index])
+        for index, usual in self._usual.items():
+            self._steps[index, usual.piece.variant] = self._build(index, usual.kernels)
 
-    def _capture(self) -> dict[int, float]:
+    def _capture(self) -> list[float]:
         """Capture the usual steps; returns the duration of each group's."""
-        assert self._graphs is not None
-        self._graphs.empty_caches()
-        own = self._own.items()
-        return {index: self._steps[index, piece.variant].capture(piece) for index, piece in own}
+        torch.cuda.current_stream(self._pieces.device).synchronize()
+        torch.cuda.empty_cache()  # cached memory would add to the job's own
+        return [self._step_for(usual.piece).capture(usual.piece) for usual in self._usual.values()]
 
     def _close_graphs(self) -> None:
         """Free all captured graphs and their memory."""
@@ -377,26 +372,17 @@ class FusedWork:
             self._graphs = None
             torch.cuda.empty_cache()  # the next job may need the room
 
-    def _keep_less(self, graphs: SegmentGraphs) -> None:
+    def _keep_less(self) -> None:
         """Give the unused part of the allowance to others, but for a little.
 
         Other steps take less, as their batches are no larger, and use the same memory. Not so where only the
         usual step is compiled: through ATen other steps need a place for every result.
         """
+        assert self._graphs is not None
         if self._pieces.compiles_usual_only:
             return
-        taken = max(self._scratch_bytes, graphs.pool_bytes) + MATRIX_LIBRARIES_BYTES
-        self._kept_bytes = min(self._kernel_bytes, taken + _SPARE_BYTES)
-        graphs.keep_to(self._kept_bytes)
-
-    def _check_graphs(self, graph_bytes: int) -> None:
-        if graph_bytes > self._graphs_bytes:
-            self._seen_graph_bytes = graph_bytes
-            raise BudgetError(
-                "expected the job's graphs themselves to take at most "
-                f"{exact_bytes(self._graphs_bytes)}, but "
-                f"they take {exact_bytes(graph_bytes)}; raise tracking_bytes, for fewer of them"
-            )
+        taken = max(self._scratch_bytes, self.pool_bytes) + MATRIX_LIBRARIES_BYTES
+        self._kept_bytes = self._graphs.scratch_bytes = min(self._kernel_bytes, taken + _SPARE_BYTES)
 
     def ask_for_more(self) -> None:
         """Ask for what graphs were seen to take, or double the allowance for unaccounted scratch."""
@@ -436,9 +422,9 @@ class FusedWork:
             return
         piece, step = self._begun[index]
         step.run(number)
-        if number == len(self._groups[index].segments) - 1:
+        if number == len(self._usual[index].segments) - 1:
             results = [result.clone() for result in step.planned.results(0)]
-            piece.end(step.placed.kernels.step, results)
+            piece.end(step.step, results)
 
     def end(self) -> StepOutcome:
         """Count the fleet's step."""
@@ -481,39 +467,16 @@ class FusedWork:
         key = (piece.index, piece.variant)
         known = self._steps.get(key)
         if known is None:
-            known = self._steps[key] = self._build(piece.index, self._read(piece))
-            own = {(index, usual.variant) for index, usual in self._own.items()}
-            while len(self._steps) > len(own) + _MAX_VARIANTS:
-                del self._steps[next(old for old in self._steps if old not in own and old != key)]
-        self._steps.move_to_end(key)
+            known = self._build(piece.index, self._read(piece))
+            if len(self._steps) < len(self._usual) + _MAX_OTHER_STEPS:
+                self._steps[key] = known
         return known
 
     def _build(self, index: int, kernels: StepKernels) -> _StepInMemory:
         """Place a step of a group in the job's memory; `BatchError` where that is too small."""
         assert self._memory is not None
-        placed = self._place(index, kernels)
-        planned = PlannedProgram(
-            placed.program,
-            [kernels.graph],
-            self._memory,
-            HostLanes(),
-            segments=placed.segments,
-            deterministic=self._pieces.is_deterministic,
-            poisons=self._poisons,
-        )
-        fed = {
-            position: planned.between_steps(0, kernels.graph.inputs[position])
-            for position in kernels.step.positions_fed_anew()
-        }
-        if self._graphs is None:
-            return _StepInMemory(placed, planned, fed)
-        runs = [partial(planned.run, part) if part.instructions else None for part in placed.segments]
-        return _StepInMemory(placed, planned, fed, self._graphs.new_set(runs))
-
-    def _place(self, index: int, kernels: StepKernels) -> PlacedStep:
-        """Place a step of a group in the job's addresses; `BatchError` where it does not fit."""
-        group, layout = self._groups[index], self._lay_out(kernels)
-        cuts = layout.fit_cuts(group.cuts, group.segments)
+        usual, layout = self._usual[index], self._lay_out(kernels)
+        cuts = layout.fit_cuts(usual.cuts, usual.segments)
         scratch, room = kernels.scratch_bytes + kernels.result_bytes, self._outside_bytes
         if cuts is None or layout.area_end > self._area_bytes or scratch > room:
             have = self._area_bytes + room + self._peak_bytes
@@ -529,4 +492,14 @@ class FusedWork:
                 f"expected a step that changes the same tensors as the first batch does, got one that also "
                 f"changes {', '.join(names)}; give this job batches of one kind"
             )
-        return layout.place(cuts, self._area_bytes)
+        program, parts = layout.place(cuts, self._area_bytes)
+        planned = PlannedProgram(
+            program,
+            [kernels.graph],
+            self._memory,
+            HostLanes(),
+            segments=parts,
+            deterministic=self._pieces.is_deterministic,
+            poisons=self._poisons,
+        )
+        return _StepInMemory(kernels, layout.transient, planned, parts, self._graphs)

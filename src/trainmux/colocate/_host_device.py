@@ -17,10 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from trainmux.colocate._demand import SegmentRef
+from trainmux.colocate._demand import JobDemand, SegmentRef
 from trainmux.colocate._feature_maps import ALIGNMENT_BYTES
 from trainmux.colocate._layout import ArenaLayout, MemoryLayout
-from trainmux.colocate._protocols import Ended, MemoryNeed
+from trainmux.colocate._protocols import Ended
 from trainmux.engine import Memory
 from trainmux.sizes import round_up
 
@@ -57,8 +57,8 @@ class _HostArena:
     """The bytes of one arena, whose pages exist once they are written. The first ``capacity_bytes`` are
     used."""
 
-    def __init__(self, row: ArenaLayout, needs: Mapping[str, MemoryNeed]) -> None:
-        ends = [max((needs[name].peak_bytes for name in side), default=0) for side in (row.base, row.top)]
+    def __init__(self, row: ArenaLayout, demands: Mapping[str, JobDemand]) -> None:
+        ends = [max((demands[name].peak_bytes for name in side), default=0) for side in (row.base, row.top)]
         size_bytes = max(sum(ends), row.capacity_bytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of a shared mapping would stay
         self._pages = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE), flags=flags)
@@ -81,19 +81,18 @@ class HostDevice:
     processor are slow, as on a shared device, and only memory makes them stall.
     """
 
-    def __init__(self, *, poisons: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, *, poisons: bool = False) -> None:
         self._fill = _POISON if poisons else 0
-        self._clock = clock
         self._queue: deque[tuple[SegmentRef, tuple[SegmentRef, ...], float, Callable[[], None]]] = deque()
         self._job_ended_at: dict[str, float] = {}
         self._ended_at: OrderedDict[SegmentRef, float] = OrderedDict()
         self._memories: dict[str, JobMemory] = {}
-        self._needs: dict[str, MemoryNeed] = {}
+        self._demands: dict[str, JobDemand] = {}
         self._arenas: dict[tuple[tuple[str, ...], tuple[str, ...]], _HostArena] = {}
 
     @property
     def reserved_bytes(self) -> int:
-        local = sum(need.local_bytes for need in self._needs.values())
+        local = sum(demand.local_bytes for demand in self._demands.values())
         return local + sum(arena.capacity_bytes for arena in self._arenas.values())
 
     @property
@@ -101,29 +100,29 @@ class HostDevice:
         return math.inf
 
     def now(self) -> float:
-        return self._clock()
+        return time.perf_counter()
 
-    def keep_less(self, needs: Mapping[str, MemoryNeed]) -> None:
-        self._needs.update(needs)
+    def keep_less(self, demand: JobDemand) -> None:
+        self._demands[demand.name] = demand
 
-    def arrange(self, layout: MemoryLayout, needs: Mapping[str, MemoryNeed]) -> None:
+    def arrange(self, layout: MemoryLayout, demands: Mapping[str, JobDemand]) -> None:
         for gone in self._memories.keys() - layout.names:
-            del self._memories[gone], self._needs[gone]
+            del self._memories[gone], self._demands[gone]
         known = {(row.base, row.top) for row in layout.arenas}
         self._arenas = {places: arena for places, arena in self._arenas.items() if places in known}
         for row in layout.arenas:
             arena = self._arenas.get((row.base, row.top))
             if arena is None:
-                arena = self._arenas[row.base, row.top] = _HostArena(row, needs)
+                arena = self._arenas[row.base, row.top] = _HostArena(row, demands)
                 if self._fill:
                     arena.tensor.fill_(self._fill)
             else:
                 arena.resize(row.capacity_bytes)
             for name in row.names:
                 if name not in self._memories:
-                    area = torch.full((needs[name].area_bytes,), self._fill, dtype=torch.uint8)
+                    area = torch.full((demands[name].area_bytes,), self._fill, dtype=torch.uint8)
                     self._memories[name] = JobMemory(area)
-                self._needs[name] = needs[name]  # its scratch may have grown
+                self._demands[name] = demands[name]  # its scratch may have grown
                 is_top = name in row.top
                 self._memories[name].map_arena(arena.tensor, row.capacity_bytes, is_top=is_top)
 

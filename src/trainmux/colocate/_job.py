@@ -159,22 +159,6 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-class _RandomState:
-    """A copy of torch's random state, on the CPU and on ``device`` if that is a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._on_cuda = device.type == "cuda" and torch.cuda.is_available()
-        self._host = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if self._on_cuda else None
-
-    def apply(self) -> None:
-        """Set torch's random state to this one."""
-        torch.set_rng_state(self._host)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self.device)
-
-
 class JobBatches:
     """The batches of a job, with random numbers of its own; the first can be read beforehand."""
 
@@ -182,19 +166,27 @@ class JobBatches:
         assert job.loader is not None
         self._cursor = BatchCursor(job.loader, f"the loader of job {job.name!r}")
         self._cycles = job.steps is not None
-        self._random = _RandomState(job.where)
+        on_cuda = job.where.type == "cuda" and torch.cuda.is_available()
+        self._devices = [job.where] if on_cuda else []
+        self._keep_random()
         self._first: list[Any] = []
+
+    def _keep_random(self) -> None:
+        """Note torch's random state, on the CPU and on the job's device, as the job's own."""
+        self._host_random = torch.get_rng_state()
+        self._device_random = [torch.cuda.get_rng_state(device) for device in self._devices]
 
     @contextmanager
     def own_random(self) -> Iterator[None]:
         """Use the job's own random state, on the CPU and on the job's device."""
-        others = _RandomState(self._random.device)
-        self._random.apply()
-        try:
-            yield
-        finally:
-            self._random = _RandomState(others.device)
-            others.apply()
+        with torch.random.fork_rng(devices=self._devices, device_type="cuda"):
+            torch.set_rng_state(self._host_random)
+            for device, state in zip(self._devices, self._device_random, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            try:
+                yield
+            finally:
+                self._keep_random()
 
     def first(self) -> Any:
         """The batch that will come first."""

@@ -7,7 +7,7 @@ small for it, one arena serves all, and several jobs alternate at each end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainmux.colocate._demand import JobDemand
@@ -52,20 +52,8 @@ def smallest_budget(demands: Iterable[JobDemand]) -> int:
 
 
 def check_budget(demands: Sequence[JobDemand], budget_bytes: int) -> None:
-    """Refuse jobs that do not fit, with a `BudgetError` that has the smallest workable budget.
-
-    Either one job alone does not fit, or all of them do not even when time-sliced.
-    """
+    """Refuse jobs that do not fit even when time-sliced: `BudgetError`, with the smallest workable budget."""
     least = smallest_budget(demands)
-    for demand in demands:
-        alone = demand.local_bytes + demand.peak_bytes
-        if alone > budget_bytes:
-            raise BudgetError(
-                f"the budget must hold every job by itself, but job {demand.name!r} needs "
-                f"{exact_bytes(alone)} and the budget is {exact_bytes(budget_bytes)}; {exact_bytes(least)} "
-                "is the smallest that works for all jobs",
-                smallest_bytes=least,
-            )
     if least > budget_bytes:
         raise BudgetError(
             f"the budget must hold the local memory of every job and the largest job's feature maps, "
@@ -78,17 +66,18 @@ _Ends = tuple[list[JobDemand], list[JobDemand]]
 
 
 def choose_layout(demands: Sequence[JobDemand], budget_bytes: int) -> MemoryLayout:
-    """Pairs if they fit and the arenas have half of what full sharing would need, else one arena.
+    """Pairs of jobs with similar iteration times if they fit and the arenas have half of what full sharing
+    would need, else one arena.
 
     Jobs must have passed `check_budget`.
     """
     room = budget_bytes - sum(demand.local_bytes for demand in demands)
     if len(demands) <= 2:
         return _with_capacities([(list(demands[:1]), list(demands[1:]))], room) if demands else MemoryLayout()
-    if 2 * room >= sum(demand.peak_bytes for demand in demands):
-        for pairing in _pairings(demands):
-            if sum(_least(pair) for pair in pairing) <= room:
-                return _with_capacities(pairing, room)
+    by_time = sorted(demands, key=lambda one: one.solo_seconds)
+    pairs: list[_Ends] = [(by_time[i : i + 1], by_time[i + 1 : i + 2]) for i in range(0, len(by_time), 2)]
+    if 2 * room >= sum(demand.peak_bytes for demand in demands) and sum(map(_least, pairs)) <= room:
+        return _with_capacities(pairs, room)
     return _with_capacities([_two_ends(demands)], room)
 
 
@@ -122,13 +111,3 @@ def _two_ends(demands: Sequence[JobDemand]) -> _Ends:
     for demand in sorted(demands, key=lambda one: -one.solo_seconds):
         min(ends, key=lambda side: sum(one.solo_seconds for one in side)).append(demand)
     return ends
-
-
-def _pairings(demands: Sequence[JobDemand]) -> Iterator[list[_Ends]]:
-    """Pairs of similar iteration times; pairs of large and small peaks."""
-    by_time = sorted(demands, key=lambda one: one.solo_seconds)
-    yield [(by_time[i : i + 1], by_time[i + 1 : i + 2]) for i in range(0, len(by_time), 2)]
-    by_size = sorted(demands, key=lambda one: one.peak_bytes)
-    half = len(by_size) // 2
-    pairs: list[_Ends] = [([by_size[-1 - i]], [by_size[i]]) for i in range(half)]
-    yield pairs + [([demand], []) for demand in by_size[half : len(by_size) - half]]

@@ -29,18 +29,6 @@ class Ended(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MemoryNeed:
-    """Memory that a job must be given: an area of its own, and up to ``peak_bytes`` at its end of an arena.
-
-    ``local_bytes`` are the area and the scratch that its kernels and results take outside of it.
-    """
-
-    area_bytes: int
-    local_bytes: int
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
 class StepOutcome:
     """The result of an iteration: a loss for each of ``members``, and the loss function's metrics."""
 
@@ -49,39 +37,36 @@ class StepOutcome:
     metrics: Mapping[str, Any]
 
 
-class JobWork(Protocol):
-    """An iteration in segments.
+class JobWork:
+    """An iteration in segments. Calls without effect on some kinds of work do nothing here.
 
-    Calls come in this order: ``settle``; for each iteration ``begin``, ``run`` for each segment, ``end``;
-    then ``leave``, perhaps with an iteration begun that will not run.
+    They come in this order: ``settle``; for each iteration ``begin``, ``run`` for each segment, ``end``; then
+    ``leave``, perhaps with an iteration begun that will not run.
     """
 
-    @property
-    def need(self) -> MemoryNeed: ...
+    is_eager = False
+    """Whether it is one segment that allocates for itself."""
+    step_seconds: tuple[float, ...] = ()
+    """The durations that its segments are cut for; empty for work that is not cut."""
 
     @property
     def member_names(self) -> tuple[str, ...]:
         """The names that belong to the losses."""
-
-    @property
-    def is_eager(self) -> bool:
-        """Whether it is one segment that allocates for itself."""
+        raise NotImplementedError
 
     def demand(self, name: str, *, steps: int | None, share: float) -> JobDemand:
-        """Its request to the scheduler."""
-
-    @property
-    def step_seconds(self) -> tuple[float, ...]:
-        """The durations that its segments are cut for; empty for work that is not cut."""
+        """Its request to the scheduler, with unmeasured durations."""
+        raise NotImplementedError
 
     def cut_for(self, step_seconds: Sequence[float]) -> None:
         """Cut for durations known from another run; before ``settle``."""
 
     def use_regions(self, region_bytes: int) -> None:
         """Round heights to regions of that size; before the first ``settle``."""
+        raise NotImplementedError
 
     def settle(self, memory: Memory) -> None:
-        """Move into ``memory``. It may ``need`` less scratch afterwards.
+        """Move into ``memory``. It may demand less scratch afterwards, and be cut differently.
 
         Refused with `BudgetError`: work that needs more scratch than it asked for. After ``leave`` and
         ``ask_for_more`` it may try again.
@@ -96,18 +81,22 @@ class JobWork(Protocol):
         With ``is_ahead`` the iteration may not run yet: the job may own nothing of the arena, and ``renew``
         is called once it may run.
         """
+        raise NotImplementedError
 
     def renew(self) -> None:
         """Begin again with the same batch if members or settings have changed since."""
 
     def run(self, segment: int) -> None:
         """Run one segment of the iteration that was begun."""
+        raise NotImplementedError
 
     def end(self) -> StepOutcome:
         """Count the step; the last segment has run."""
+        raise NotImplementedError
 
     def leave(self) -> None:
         """Move out, with weights and optimizer state back in the members' own objects."""
+        raise NotImplementedError
 
 
 class ColocationDevice(Protocol):
@@ -124,14 +113,14 @@ class ColocationDevice(Protocol):
     def now(self) -> float:
         """The clock of ``Ended``, in seconds."""
 
-    def arrange(self, layout: MemoryLayout, needs: Mapping[str, MemoryNeed]) -> None:
-        """Lay out memory; nothing of a job whose place changes is in flight.
+    def arrange(self, layout: MemoryLayout, demands: Mapping[str, JobDemand]) -> None:
+        """Lay out memory for jobs by name; nothing of a job whose place changes is in flight.
 
         Areas of jobs that are no longer in ``layout`` are given back.
         """
 
-    def keep_less(self, needs: Mapping[str, MemoryNeed]) -> None:
-        """Lower the scratch of jobs that are laid out."""
+    def keep_less(self, demand: JobDemand) -> None:
+        """Lower the scratch of a job that is laid out."""
 
     def memory_of(self, job: str) -> Memory:
         """The addresses of a job: its area from 0 on, then its end of the arena. One object while it is laid

@@ -16,13 +16,12 @@ Memory is safe in every phase whatever the clock does (see `_arena`). Prediction
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from trainmux.colocate._arena import Arena, ArenaSide
+from trainmux.colocate._arena import Arena, ArenaSide, JobState
 from trainmux.colocate._demand import JobDemand, SegmentRef
-from trainmux.colocate._job_state import JobReport, JobState
 from trainmux.colocate._layout import MemoryLayout, check_budget, choose_layout
 from trainmux.colocate._trend import least_shift
 
@@ -31,8 +30,6 @@ _TIME_STEP_SHARE = 1 / 64
 """T, by which an iteration is shifted, as a share of the waiting job's own iteration."""
 _LEAD_SHARE = 1 / 8
 """How much sooner than predicted, as a share of itself, an iteration begins next to a falling peer."""
-_FEEDBACK_WEIGHT = 0.5
-"""The weight of the last iteration in a predicted duration."""
 
 
 class Enqueue(NamedTuple):
@@ -68,12 +65,12 @@ class ScroogeScheduler:
     Names differ, and regions have one size. Refused as by `check_budget`: jobs that do not fit.
     """
 
-    def __init__(self, demands: Sequence[JobDemand], budget_bytes: int, *, now: float = 0.0) -> None:
+    def __init__(self, demands: Sequence[JobDemand], budget_bytes: int) -> None:
         self._jobs: dict[str, JobState] = {}
-        self._ended: dict[str, JobReport] = {}
+        self._ended: dict[str, JobState] = {}
         self._arenas: list[Arena] = []
-        self._sides: list[tuple[Arena, ArenaSide, ArenaSide]] = []
-        self._side_of: dict[str, tuple[Arena, ArenaSide]] = {}
+        self._sides: list[ArenaSide] = []
+        self._side_of: dict[str, ArenaSide] = {}
         self._profiling: JobState | None = None
         self._wanted = {demand.name: demand for demand in demands}
         self._wanted_budget = budget_bytes
@@ -83,7 +80,6 @@ class ScroogeScheduler:
         self.layout = MemoryLayout()
         self.budget_bytes = budget_bytes
         """The budget in force; a new one counts from its `Remap` on."""
-        self._now = now
         check_budget(demands, budget_bytes)
         self._retarget()
 
@@ -106,7 +102,7 @@ class ScroogeScheduler:
             self._retarget()
             return
         job.is_leaving = True
-        side = self._side_of[name][1]
+        side = self._side_of[name]
         if at_once and side.job is job:
             side.abandon()
             job.num_ended += 1
@@ -118,47 +114,39 @@ class ScroogeScheduler:
         self._wanted_budget = budget_bytes
         self._retarget()
 
-    def keep_less(self, local_bytes: Mapping[str, int]) -> None:
-        """Lower the local bytes of jobs that need less than they asked for; arenas get the rest."""
-        changed = False
-        for name, demand in self._wanted.items():
-            if local_bytes.get(name, demand.local_bytes) < demand.local_bytes:
-                self._wanted[name] = demand = replace(demand, local_bytes=local_bytes[name])
-                changed = True
-                if name in self._jobs:
-                    self._jobs[name].demand = demand
-        if changed:
-            self._retarget()
+    def settled(self, demand: JobDemand, *, gives_back: bool) -> None:
+        """Replace the segments of an admitted job that has not begun; its peak must not be higher.
 
-    def cut_anew(self, demand: JobDemand) -> None:
-        """Replace the segments of an admitted job that has not begun; its local bytes and the layout stay.
-
-        Its peak must not be higher than before.
+        With ``gives_back`` arenas get the local bytes that it no longer needs; else these stay with it.
         """
         job = self._jobs[demand.name]
         assert not job.num_begun
         assert demand.peak_bytes <= job.demand.peak_bytes
-        self._wanted[demand.name] = replace(demand, local_bytes=job.demand.local_bytes)
-        job.cut_as(self._wanted[demand.name])
-        self._side_of[demand.name][0].learn()
+        asked_bytes = job.demand.local_bytes
+        if not gives_back:
+            demand = replace(demand, local_bytes=asked_bytes)
+        self._wanted[demand.name] = demand
+        job.cut_as(demand)
+        self._side_of[demand.name].arena.learn()
+        if demand.local_bytes < asked_bytes:
+            self._retarget()
 
     # ---- questions and reports of the dispatcher -----------------------------------------------------
 
     def next_action(self, now: float) -> Action:
         """The next thing to do at time ``now``; `Idle` where there is none."""
-        self._now = now
-        if self._target is not None and self._change_layout(now):
+        if self._target is not None and self._change_layout(self._target, now):
             return Remap(self.layout, self.budget_bytes)
-        ready: list[tuple[ArenaSide, ArenaSide, JobState, tuple[SegmentRef, ...]]] = []
+        ready: list[tuple[ArenaSide, JobState, tuple[SegmentRef, ...]]] = []
         further = ready.copy()
-        for arena, side, other in self._sides:
+        for side in self._sides:
             job = side.job
-            if job is None or not (side.takes_another or side.takes_more(fits_all=arena.fits_all)):
+            if job is None or not (side.takes_another or side.takes_more):
                 continue
-            behind = side.gate(job, side.next_segment, other, arena.capacity_bytes)
+            behind = side.gate(job, side.next_segment)
             if behind is not None:
-                (ready if side.takes_another else further).append((side, other, job, behind))
-            elif not other.is_falling:
+                (ready if side.takes_another else further).append((side, job, behind))
+            elif not side.other.is_falling:
                 side.is_gated = True
         if not ready:
             action = self._begin_iteration(now)
@@ -166,21 +154,20 @@ class ScroogeScheduler:
                 return action
             ready = further
         # The side that runs dry first goes first.
-        first = ready[0] if len(ready) == 1 else min(ready, key=lambda row: row[0].tail_at(now))
-        side, other, job, behind = first
-        side.is_gated = side.is_gated or bool(behind and not other.is_falling)
-        return self._enqueue(side, job, side.next_segment, behind)
+        side, job, behind = ready[0] if len(ready) == 1 else min(ready, key=lambda row: row[0].tail_at(now))
+        side.is_gated = side.is_gated or bool(behind and not side.other.is_falling)
+        return Enqueue(side.push(job, side.next_segment, now), behind)
 
     def complete(self, ref: SegmentRef, started_at: float, ended_at: float) -> None:
         """Report that a segment ran from ``started_at`` to ``ended_at``. Segments of a side end in order."""
-        arena, side = self._side_of[ref.job]
+        side = self._side_of[ref.job]
         entry = side.in_flight.popleft()
         assert entry.ref == ref
         job = entry.job
         side.last_end = ended_at
         job.segment_ended(ref.segment, started_at, ended_at, was_gated=entry.was_gated)
         if ref.segment == job.num_segments - 1:
-            self._iteration_ended(arena, side, job, ended_at)
+            self._iteration_ended(side, job, ended_at)
         elif job.is_leaving:
             self._drop_if_done(job)
 
@@ -198,26 +185,24 @@ class ScroogeScheduler:
         """Whether every job has run its steps."""
         return not self._jobs and not self._wanted
 
-    def report(self, name: str) -> JobReport | None:
-        """Statistics of a job, also after it has ended; ``None`` if it was never admitted."""
-        return self._jobs[name].report() if name in self._jobs else self._ended.get(name)
+    def report(self, name: str) -> JobState | None:
+        """The state of a job, also after it has ended; ``None`` if it was never admitted."""
+        return self._jobs.get(name) or self._ended.get(name)
 
     # ---- decisions -----------------------------------------------------------------------------------
 
     def _begin_iteration(self, now: float) -> Action:
         """Begin an iteration where that is allowed; the job with the least service is asked first."""
-        wake_at: float | None = None
-        waiting: list[tuple[float, int, Arena, ArenaSide, ArenaSide, JobState]] = []
-        for arena, side, other in self._sides:
-            if side.job is not None or side.is_held or side.num_iterations_in_flight() > 1:
+        wake_at = math.inf
+        waiting: list[tuple[ArenaSide, JobState]] = []
+        for side in self._sides:
+            job = side.next_job
+            if side.job is not None or side.is_held or side.has_two_iterations or not side.takes_another:
                 continue
-            job = side.next_job()
-            if job is None or job.is_being_watched:
-                continue
-            if side.takes_another:
-                waiting.append((job.service, len(waiting), arena, side, other, job))
-        for _, _, arena, side, other, job in sorted(waiting):
-            behind = self._may_begin(arena, side, other, job, now)
+            if job is not None and not job.is_being_watched:
+                waiting.append((side, job))
+        for side, job in sorted(waiting, key=lambda row: row[1].service):
+            behind = self._may_begin(side, job, now)
             if behind is not None:
                 shift = 0.0
                 if side.asked_at is not None and not side.in_flight:
@@ -225,20 +210,19 @@ class ScroogeScheduler:
                 if side.in_flight and side.in_flight[-1].job is not job:
                     behind = (side.in_flight[-1].ref, *behind)
                 job.begin(shift)
-                side.asked_at = None
-                return self._enqueue(side, job, 0, behind)
+                side.asked_at, side.retry_at = None, 0.0
+                return Enqueue(side.push(job, 0, now), behind)
             if side.retry_at > now:
-                wake_at = side.retry_at if wake_at is None else min(wake_at, side.retry_at)
-        return Idle(wake_at)
+                wake_at = min(wake_at, side.retry_at)
+        return Idle(None if wake_at == math.inf else wake_at)
 
-    def _may_begin(
-        self, arena: Arena, side: ArenaSide, other: ArenaSide, job: JobState, now: float
-    ) -> tuple[SegmentRef, ...] | None:
+    def _may_begin(self, side: ArenaSide, job: JobState, now: float) -> tuple[SegmentRef, ...] | None:
         """The segments behind which an iteration of ``job`` may begin now; ``None`` if it may not."""
+        arena, other = side.arena, side.other
         if self._profiling is not None:
             return None
         if any(one.needs_profiling for one in self._jobs.values()):
-            if not job.needs_profiling or not all(one.is_idle for _, one, _ in self._sides):
+            if not job.needs_profiling or not all(one.is_idle for one in self._sides):
                 return None
             self._profiling = job
             return ()
@@ -246,132 +230,100 @@ class ScroogeScheduler:
             return None if arena.must_yield(other, job) else ()
         if arena.stalls.is_slicing:
             return None if other.job is not None else (other.in_flight[-1].ref,)
-        if side.asked_at is not None and now < side.retry_at and side.seen_epoch == other.epoch:
+        if now < side.retry_at:
             return None
-        shift = self._predict(arena, side, other, job, now)
-        behind = None if shift is None or shift > 0 else side.gate(job, 0, other, arena.capacity_bytes)
+        shift = self._predict(side, job, now)
+        behind = None if shift is None or shift > 0 else side.gate(job, 0)
         if behind is not None:
-            side.retry_at = 0.0
             return behind
         time_step = _TIME_STEP_SHARE * job.trend.iteration_seconds
         side.retry_at = now + time_step * max(1, math.ceil((shift or 0.0) / time_step))
-        side.seen_epoch = other.epoch
         if side.asked_at is None:
             side.asked_at = now
         return None
 
-    def _predict(
-        self, arena: Arena, side: ArenaSide, other: ArenaSide, job: JobState, now: float
-    ) -> float | None:
+    def _predict(self, side: ArenaSide, job: JobState, now: float) -> float | None:
         """The least shift of an iteration of ``job`` that asks now; ``None`` if its peer comes first."""
+        arena, other = side.arena, side.other
         if arena.fits_all:
             return 0.0
         if arena.is_served_less(other, job):
             return None
-        shift = least_shift(job.trend, side.free_at(now), other.remainder(now), arena.capacity_bytes)
+        shift = least_shift(job.trend, side.tail_at(now), other.remainder(now), arena.capacity_bytes)
         if shift > 0 and other.is_falling:
             shift = max(0.0, shift - _LEAD_SHARE * job.trend.iteration_seconds)
         return shift
 
     # ---- bookkeeping ---------------------------------------------------------------------------------
 
-    def _enqueue(
-        self, side: ArenaSide, job: JobState, segment: int, behind: tuple[SegmentRef, ...]
-    ) -> Enqueue:
-        """Enqueue a segment behind those that memory requires."""
-        ref = SegmentRef(job.name, job.num_begun - 1, segment)
-        side.push(job, segment, ref, self._now)
-        return Enqueue(ref, behind)
-
-    def _iteration_ended(self, arena: Arena, side: ArenaSide, job: JobState, now: float) -> None:
+    def _iteration_ended(self, side: ArenaSide, job: JobState, now: float) -> None:
+        arena = side.arena
         job.num_ended += 1
-        side.epoch += 1
+        side.other.retry_at = 0.0
+        job.trend.set_seconds(job.observed)  # the feedback of §5.3
         if self._profiling is job:
             self._profiling = None
             job.learn_solo(job.observed)
-            job.trend.set_seconds(job.observed)
             job.needs_profiling = False
         else:
-            job.trend.refine(job.observed, _FEEDBACK_WEIGHT)
             job.num_mispredicted += job.was_mispredicted
             if arena.is_shared:
                 pair_seconds = sum(peer.iteration_solo_seconds for peer in arena.jobs)
                 if arena.stalls.iteration_ended(now, pair_seconds, stalled=job.was_mispredicted):
                     self.num_fall_backs += 1
                     self._forget_service()
-        arena.learn()
         self._drop_if_done(job)
 
     def _drop_if_done(self, job: JobState) -> None:
         """Forget a job that has ended and has nothing in flight."""
-        arena, side = self._side_of[job.name]
+        side = self._side_of[job.name]
         if not job.is_done or any(entry.job is job for entry in side.in_flight):
             return
         if self._profiling is job:
             self._profiling = None
-        self._ended[job.name] = job.report()
+        self._ended[job.name] = job
         self._wanted.pop(job.name, None)
         del self._side_of[job.name], self._jobs[job.name]
         side.jobs.remove(job)
-        side.epoch += 1
-        arena.learn()
+        side.other.retry_at = 0.0
+        side.arena.learn()
         self._retarget()
 
     def _retarget(self) -> None:
         """Choose a layout for the wanted jobs and budget; it counts once it can be applied."""
-        self._target = choose_layout(list(self._wanted.values()), self._wanted_budget)
-        keeps_places = self._target.has_places_of(self.layout)
-        for arena, _, _ in self._sides:
+        target = choose_layout(list(self._wanted.values()), self._wanted_budget)
+        keeps_places = self._keeps_places(target)
+        if keeps_places and target == self.layout:
+            self._target, self.budget_bytes = None, self._wanted_budget
+        else:
+            self._target = target
+        for arena in self._arenas:
             arena.base.is_held = not keeps_places
-            arena.top.is_held = True
+            arena.top.is_held = self._target is not None
 
-    def _change_layout(self, now: float) -> bool:
-        """Apply as much of the wanted layout as is possible now; true if anything changed."""
-        target = self._target
-        assert target is not None
-        same_jobs = self._wanted.keys() == self._jobs.keys()
-        if same_jobs and target.has_places_of(self.layout):
-            return self._change_capacities(target)
-        if not all(side.is_idle for _, side, _ in self._sides):
+    def _keeps_places(self, target: MemoryLayout) -> bool:
+        """Whether the same jobs stay where they are, so that only capacities may differ."""
+        return self._wanted.keys() == self._jobs.keys() and target.has_places_of(self.layout)
+
+    def _change_layout(self, target: MemoryLayout, now: float) -> bool:
+        """Apply the wanted layout if nothing is in flight at the ends that change; returns whether it did."""
+        keeps_places = self._keeps_places(target)
+        changing = [side for side in self._sides if not keeps_places or side is side.arena.top]
+        if not all(side.is_idle for side in changing):
             return False
         self._forget_service()
-        for demand in self._wanted.values():
-            if demand.name not in self._jobs:
-                self._jobs[demand.name] = JobState(demand)
-        kept = {frozenset(arena.layout.names): arena for arena in self._arenas}
-        self._arenas = [Arena(row, self._jobs, now, kept.get(frozenset(row.names))) for row in target.arenas]
-        self._sides = [side for arena in self._arenas for side in arena.sides()]
-        self._side_of = {job.name: (arena, side) for arena, side, _ in self._sides for job in side.jobs}
+        if keeps_places:
+            for arena, row in zip(self._arenas, target.arenas, strict=True):
+                arena.resize(row)
+        else:
+            for demand in self._wanted.values():
+                if demand.name not in self._jobs:
+                    self._jobs[demand.name] = JobState(demand)
+            self._arenas = [Arena(row, self._jobs, now) for row in target.arenas]
+            self._sides = [side for arena in self._arenas for side in (arena.base, arena.top)]
+            self._side_of = {job.name: side for side in self._sides for job in side.jobs}
         self.layout, self.budget_bytes, self._target = target, self._wanted_budget, None
         return True
-
-    def _change_capacities(self, target: MemoryLayout) -> bool:
-        """Shrink arenas whose top is idle; once all have shrunk, let the others grow."""
-        changed = False
-        rows = list(zip(self._arenas, target.arenas, strict=True))
-        for is_growth in (False, True):
-            pending = False
-            for arena, row in rows:
-                if row.capacity_bytes == arena.capacity_bytes:
-                    arena.top.is_held = False
-                elif (row.capacity_bytes > arena.capacity_bytes) is not is_growth:
-                    continue
-                elif arena.top.is_idle:
-                    arena.resize(row)
-                    arena.top.is_held = False
-                    changed = True
-                else:
-                    pending = True
-            if pending:
-                break
-            changed = changed or self.budget_bytes != self._wanted_budget
-            self.budget_bytes = self._wanted_budget  # nothing is larger than it will be
-        self.layout = MemoryLayout(tuple(arena.layout for arena in self._arenas))
-        if all(arena.capacity_bytes == row.capacity_bytes for arena, row in rows):
-            self._target = None
-        if changed:
-            self._forget_service()
-        return changed
 
     def _forget_service(self) -> None:
         """Count the service of every job anew.

@@ -21,9 +21,6 @@ from trainmux.errors import BudgetError
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES, CudaTimer
 from trainmux.sizes import exact_bytes
 
-_MAX_SETS = 8
-"""Steps of a job that are captured; further ones run kernel by kernel."""
-
 GRAPHS_BYTES = 32 << 20
 """Allowance for a job's graphs themselves and the rounding of torch's allocator."""
 
@@ -50,45 +47,21 @@ class SegmentGraphs:
         self._device = device
         self._graphs_bytes = graphs_bytes
         self._deterministic = deterministic
-        self._room = CaptureRoom(device, deterministic=deterministic)
-        self._scratch_bytes = scratch_bytes
-        self._sets: list[SegmentSet] = []
+        self.room = CaptureRoom(device, deterministic=deterministic)
+        self.scratch_bytes = scratch_bytes
+        self._captured: list[torch.cuda.CUDAGraph] = []
 
     @property
-    def pool_bytes(self) -> int:
-        """Device memory of the graphs' pool."""
-        return self._room.pool_bytes
-
-    @property
-    def graph_bytes(self) -> int:
-        """Device memory of the graphs themselves."""
-        return self._room.graph_bytes
-
-    def keep_to(self, scratch_bytes: int) -> None:
-        """Lower the limit on scratch from now on."""
-        self._scratch_bytes = scratch_bytes
-
-    def empty_caches(self) -> None:
-        """Free what torch has cached: it would add to the job's own memory."""
-        torch.cuda.current_stream(self._device).synchronize()
-        torch.cuda.empty_cache()
-
-    @property
-    def num_captures(self) -> int:
-        return self._room.num_captures
-
-    def new_set(self, segments: Sequence[Run | None]) -> SegmentSet:
-        """A step in segments, ``None`` for segments without kernels."""
-        has_room = self.graph_bytes < self._graphs_bytes or not self._sets
-        made = SegmentSet(self, segments, may_capture=has_room and len(self._sets) < _MAX_SETS)
-        if made.may_capture:
-            self._sets.append(made)
-        return made
+    def has_room(self) -> bool:
+        """Whether the graphs themselves may take more memory."""
+        return self.room.graph_bytes < self._graphs_bytes
 
     def capture(self, rehearse: Run, runs: Sequence[Run]) -> list[torch.cuda.CUDAGraph]:
         """Capture ``runs``; ``rehearse``, which does all of them, is called twice before."""
         with self._limited():
-            return self._room.capture_all(rehearse, runs)
+            captured = self.room.capture_all(rehearse, runs)
+        self._captured += captured
+        return captured
 
     def close(self) -> None:
         """Free the job's graphs now, even if they are still referenced.
@@ -96,19 +69,19 @@ class SegmentGraphs:
         Another job may get their stream next, and freeing a graph must not take that job's workspaces.
         """
         torch.cuda.current_stream(self._device).synchronize()
-        for made in self._sets:
-            made.close()
-        self._sets.clear()
-        self._room.drop_kept()
+        for graph in self._captured:
+            graph.reset()
+        self._captured.clear()
+        self.room.drop_kept()
 
     def run_eagerly(self, run: Run) -> None:
         """Run kernel by kernel, in the order of the job's stream, with memory of the graphs' pool."""
-        outside, inside = torch.cuda.current_stream(self._device), self._room.stream
+        outside, inside = torch.cuda.current_stream(self._device), self.room.stream
         inside.wait_stream(outside)
         with (
             self._limited(),
             torch.cuda.stream(inside),
-            self._room.allocating(),
+            self.room.allocating(),
             kernel_settings(deterministic=self._deterministic),
         ):
             run()
@@ -121,36 +94,34 @@ class SegmentGraphs:
         Kernels chosen by measurement are then chosen among those whose workspace fits. Refused with
         `BudgetError`: a job that needs more than was promised.
         """
-        left = max(0, self._scratch_bytes - MATRIX_LIBRARIES_BYTES - self.pool_bytes)
+        left = max(0, self.scratch_bytes - MATRIX_LIBRARIES_BYTES - self.room.pool_bytes)
         try:
             with limited_growth(self._device, left):
                 yield
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"expected the job's kernels to take at most {exact_bytes(self._scratch_bytes)} of scratch, "
+                f"expected the job's kernels to take at most {exact_bytes(self.scratch_bytes)} of scratch, "
                 "but they need more; give the job smaller batches"
             ) from error
 
 
 class SegmentSet:
-    """One step of a job in segments, made by `SegmentGraphs.new_set`."""
+    """One step of a job in segments, ``None`` for segments without kernels."""
 
-    def __init__(self, graphs: SegmentGraphs, segments: Sequence[Run | None], *, may_capture: bool) -> None:
+    def __init__(self, graphs: SegmentGraphs, segments: Sequence[Run | None]) -> None:
         self._graphs = graphs
         self._segments = tuple(segments)
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._ran: set[int] = set()
-        self.may_capture = may_capture
 
     def capture_all(self) -> None:
         """Rehearse the whole step and capture its segments; the job must own all memory that they touch."""
+        runs = {number: run for number, run in enumerate(self._segments) if run is not None}
 
         def rehearse() -> None:
-            for run in self._segments:
-                if run is not None:
-                    run()
+            for run in runs.values():
+                run()
 
-        runs = {number: run for number, run in enumerate(self._segments) if run is not None}
         graphs = self._graphs.capture(rehearse, list(runs.values()))
         self._captured = dict(zip(runs, graphs, strict=True))
 
@@ -164,19 +135,13 @@ class SegmentSet:
             timer.stop()
         return timer.seconds()
 
-    def close(self) -> None:
-        """Free the graphs."""
-        for graph in self._captured.values():
-            graph.reset()
-        self._captured.clear()
-
     def run(self, number: int) -> None:
         """Enqueue one segment."""
         run = self._segments[number]
         if run is None:
             return
         if number not in self._captured:
-            if number not in self._ran or not self.may_capture:
+            if number not in self._ran or not self._graphs.has_room:
                 self._ran.add(number)
                 self._graphs.run_eagerly(run)
                 return

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -130,22 +131,11 @@ class StaticArea:
 
 
 @dataclass(frozen=True)
-class PlacedStep:
-    """A group's step over a job's addresses.
-
-    ``segments`` are parts of the body of ``program``. ``transient`` are static tensors without a place at the
-    bottom of the area, to be loaded before each run.
-    """
-
-    kernels: StepKernels
-    program: Program
-    segments: tuple[Part, ...]
-    transient: frozenset[int]
-
-
-@dataclass(frozen=True)
 class StepLayout:
-    """The places of a step's tensors: offsets in the job's area by tensor, and a stack for the arena."""
+    """The places of a step's tensors: offsets in the job's area by tensor, and a stack for the arena.
+
+    ``transient`` are static tensors without a place at the bottom of the area, to be loaded before each run.
+    """
 
     kernels: StepKernels
     stack: FeatureMapStack
@@ -194,8 +184,11 @@ class StepLayout:
             first = end
         return True
 
-    def place(self, cuts: Sequence[int], arena_offset: int) -> PlacedStep:
-        """The step in pieces that end before the ranks in ``cuts``; the arena begins at ``arena_offset``."""
+    def place(self, cuts: Sequence[int], arena_offset: int) -> tuple[Program, tuple[Part, ...]]:
+        """The step as a program, and its parts that end before the ranks in ``cuts``.
+
+        The arena begins at ``arena_offset`` among the job's addresses.
+        """
         kernels = self.kernels
         spans: dict[int, tuple[int, int, int]] = {}
         maps = iter(self.stack.offsets)
@@ -205,14 +198,9 @@ class StepLayout:
             spans[number] = (row.allocated_by, row.last_used_by, offset)
         statics = {number: self.local_offsets[number] for number in kernels.static_keys}
         body = _part(kernels, spans, statics, 0, kernels.num_kernels)
-        pieces, first = [], 0
-        for end in cuts:
-            whole = (first, end) == (0, kernels.num_kernels)
-            pieces.append(body if whole else _part(kernels, spans, statics, first, end))
-            first = end
+        parts = tuple(_part(kernels, spans, statics, *span) for span in pairwise((0, *cuts)))
         resident = tuple((0, number) for number in sorted(statics))
-        program = Program(_NOTHING, body, _NOTHING, resident, self.area_end, 0)
-        return PlacedStep(kernels, program, tuple(pieces), self.transient)
+        return Program(_NOTHING, body, _NOTHING, resident, self.area_end, 0), parts
 
 
 def lay_out_step(kernels: StepKernels, statics: StaticArea, *, region_bytes: int) -> StepLayout:

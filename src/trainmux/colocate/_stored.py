@@ -11,48 +11,38 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainmux.colocate._demand import JobDemand
-from trainmux.colocate._job_state import JobReport
+from trainmux.colocate._demand import JobDemand, Segment
 from trainmux.errors import PlanError
 from trainmux.ir import file_format, load, save
 
 _LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e6
 
 
-@file_format("lifespans", version=4, remedy="profile the job again")
+@file_format("lifespans", version=5, remedy="profile the job again")
 @dataclass(frozen=True)
 class StoredLifespans:
-    """Durations of a job's segments alone, and how it was cut: for ``step_seconds``, into segments of so many
-    kernels and such heights."""
+    """The segments of a job with their durations alone, and the ``step_seconds`` that it was cut for."""
 
     step_seconds: tuple[float, ...]
-    num_kernels: tuple[int, ...]
-    heights: tuple[int, ...]
-    solo_seconds: tuple[float, ...]
+    segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:
-        if not len(self.num_kernels) == len(self.heights) == len(self.solo_seconds):
-            raise ValueError("must have one count, height and duration for each segment")
-        durations = (*self.solo_seconds, *self.step_seconds)
+        durations = [*self.step_seconds, *(segment.solo_seconds for segment in self.segments)]
         if not all(_LEAST_SECONDS <= seconds <= _MOST_SECONDS for seconds in durations):
             raise ValueError(f"must have durations of {_LEAST_SECONDS} to {_MOST_SECONDS} seconds")
 
     def apply(self, demand: JobDemand) -> JobDemand:
         """``demand`` with the measured durations; unchanged where it is cut otherwise."""
-        if (_kernels_of(demand), _heights_of(demand)) != (self.num_kernels, self.heights):
+        if _cuts(self.segments) != _cuts(demand.segments):
             return demand
-        return demand.with_solo_seconds(self.solo_seconds)
+        return replace(demand, segments=self.segments, is_measured=True)
 
 
-def _kernels_of(demand: JobDemand) -> tuple[int, ...]:
-    return tuple(segment.num_kernels for segment in demand.segments)
-
-
-def _heights_of(demand: JobDemand) -> tuple[int, ...]:
-    return tuple(segment.height_bytes for segment in demand.segments)
+def _cuts(segments: Sequence[Segment]) -> list[tuple[int, int, int]]:
+    return [(segment.num_kernels, segment.height_bytes, segment.hold_bytes) for segment in segments]
 
 
 class LifespanFolder:
@@ -70,19 +60,22 @@ class LifespanFolder:
         except PlanError:
             return None
 
-    def put(self, demand: JobDemand, report: JobReport, step_seconds: Sequence[float]) -> None:
-        """Keep what was learned. Where it cannot be written, the job is profiled again next time.
+    def put(
+        self,
+        demand: JobDemand,
+        solo_seconds: Sequence[float],
+        shared_seconds: Sequence[float],
+        step_seconds: Sequence[float],
+    ) -> None:
+        """Keep the durations of segments. Where they cannot be written, the job is profiled again next time.
 
         The first iteration, which ran alone, may have been slower than all others: a segment is not taken to
         last longer alone than next to other jobs.
         """
-        pairs = zip(report.solo_seconds, report.shared_seconds, strict=True)
-        solo_seconds = tuple(max(min(pair), _LEAST_SECONDS) for pair in pairs)
+        rows = zip(demand.segments, solo_seconds, shared_seconds, strict=True)
+        segments = (replace(row, solo_seconds=max(min(pair), _LEAST_SECONDS)) for row, *pair in rows)
         with suppress(PlanError, ValueError):
-            kept = StoredLifespans(
-                tuple(step_seconds), _kernels_of(demand), _heights_of(demand), solo_seconds
-            )
-            save(self._path(demand), kept)
+            save(self._path(demand), StoredLifespans(tuple(step_seconds), tuple(segments)))
 
     def _path(self, demand: JobDemand) -> Path:
         key = json.dumps([self._device, demand.fingerprint, demand.region_bytes])

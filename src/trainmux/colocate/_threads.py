@@ -45,42 +45,24 @@ _usual_seconds: list[float] = []
 
 @contextmanager
 def prompt_threads() -> Iterator[None]:
-    """Lower Python's switch interval from 5 ms to 0.2 ms, and this thread's timer slack to 1 µs.
+    """Lower Python's switch interval from 5 ms to 0.2 ms, and this thread's timer slack from 50 µs to 1 µs.
 
     The segments in flight may last for less than 5 ms: a live view, or a loader's thread, would let the
-    device run dry.
+    device run dry. And 50 µs after a sleep are as long as a look for ended segments, a decision and a launch.
     """
-    with _low_timer_slack(), _low_switch_interval():
-        yield
-
-
-@contextmanager
-def _low_switch_interval() -> Iterator[None]:
+    control = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
+    slack = 0 if control is None else control(_PR_GET_TIMERSLACK, 0, 0, 0, 0)
     with _switching:
         _usual_seconds.append(_usual_seconds[0] if _usual_seconds else sys.getswitchinterval())
         sys.setswitchinterval(min(_SWITCH_SECONDS, _usual_seconds[0]))
     try:
+        if control is not None and slack > _SLACK_NANOSECONDS:
+            control(_PR_SET_TIMERSLACK, _SLACK_NANOSECONDS, 0, 0, 0)
         yield
     finally:
+        if control is not None and slack > _SLACK_NANOSECONDS:
+            control(_PR_SET_TIMERSLACK, slack, 0, 0, 0)
         with _switching:
             usual = _usual_seconds.pop()
             if not _usual_seconds:
                 sys.setswitchinterval(usual)
-
-
-@contextmanager
-def _low_timer_slack() -> Iterator[None]:
-    """Have Linux wake this thread within a microsecond of the end of a sleep.
-
-    By default it may take 50 µs more: as long as a look for ended segments, a decision and a launch.
-    """
-    control = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
-    usual = control(_PR_GET_TIMERSLACK, 0, 0, 0, 0) if control is not None else -1
-    if control is None or usual <= _SLACK_NANOSECONDS:
-        yield
-        return
-    control(_PR_SET_TIMERSLACK, _SLACK_NANOSECONDS, 0, 0, 0)
-    try:
-        yield
-    finally:
-        control(_PR_SET_TIMERSLACK, usual, 0, 0, 0)

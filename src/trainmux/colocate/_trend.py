@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from trainmux.colocate._demand import JobDemand
 
@@ -23,7 +24,7 @@ MAX_STEPS = 48
 
 
 class Trend:
-    """A job's height over its iteration, with durations that are refined after each one."""
+    """A job's height over its iteration, with the durations of the last one that ended."""
 
     def __init__(self, demand: JobDemand) -> None:
         heights = [segment.height_bytes for segment in demand.segments]
@@ -45,11 +46,6 @@ class Trend:
         self.step_begins = [self.begins[first] for first in self._firsts]
         self.step_ends = [*self.step_begins[1:], self.begins[-1]]
 
-    def refine(self, observed: Sequence[float], weight: float) -> None:
-        """Move the durations towards those of the iteration that just ended: the feedback of §5.3."""
-        pairs = zip(self.seconds, observed, strict=True)
-        self.set_seconds([old + weight * (new - old) for old, new in pairs])
-
     @property
     def iteration_seconds(self) -> float:
         return self.begins[-1]
@@ -66,26 +62,23 @@ def _first_segments(heights: Sequence[int]) -> list[int]:
         coarseness = max(coarseness + 1, coarseness * len(firsts) // MAX_STEPS, max(heights) // len(firsts))
 
 
-class Remainder:
-    """The rest of an iteration that began at ``origin`` and is at ``segment``: steps from ``first`` on, their
-    ends counted from ``origin``."""
+class Remainder(NamedTuple):
+    """The rest of an iteration that began at ``origin``: steps from ``first`` on, their ends counted from
+    ``origin``."""
 
-    def __init__(self, trend: Trend, segment: int, origin: float) -> None:
-        self.first = trend.step_of_segment[segment]
-        self.origin = origin
-        self.ends = trend.step_ends
-        self.heights = trend.heights
-        self.peak_bytes = trend.need_from[segment]
+    origin: float
+    first: int
+    ends: Sequence[float]
+    heights: Sequence[int]
 
-    def followed_by(self, later: Remainder) -> Remainder:
-        """This and then ``later``, which begins when this has ended."""
-        joined = Remainder.__new__(Remainder)
-        joined.first, joined.origin = self.first, self.origin
-        offset = later.origin - self.origin
-        joined.ends = self.ends + [end + offset for end in later.ends]
-        joined.heights = self.heights + later.heights
-        joined.peak_bytes = max(self.peak_bytes, later.peak_bytes)
-        return joined
+    @classmethod
+    def of(cls, trend: Trend, segment: int, origin: float, later: Trend | None = None) -> Remainder:
+        """The rest of an iteration that is at ``segment``, followed by one of ``later``."""
+        first = trend.step_of_segment[segment]
+        if later is None:
+            return cls(origin, first, trend.step_ends, trend.heights)
+        ends = trend.step_ends + [end + trend.iteration_seconds for end in later.step_ends]
+        return cls(origin, first, ends, trend.heights + later.heights)
 
 
 def least_shift(newcomer: Trend, start: float, other: Remainder, budget_bytes: int) -> float:
@@ -96,25 +89,9 @@ def least_shift(newcomer: Trend, start: float, other: Remainder, budget_bytes: i
     """
     ours, our_heights, our_ends = newcomer.step_begins, newcomer.heights, newcomer.step_ends
     ends, heights = other.ends, other.heights
-    # Skip steps at both ends that fit whatever the other side needs.
-    room = budget_bytes - newcomer.peak_bytes
-    end_of_theirs = len(ends)
-    while end_of_theirs > other.first and heights[end_of_theirs - 1] <= room:
-        end_of_theirs -= 1
-    if end_of_theirs == other.first:
-        return 0.0
-    room = budget_bytes - other.peak_bytes
-    i, end_of_ours = 0, len(ours)
-    while end_of_ours and our_heights[end_of_ours - 1] <= room:
-        end_of_ours -= 1
-    while i < end_of_ours and our_heights[i] <= room:
-        i += 1
-    if i == end_of_ours:
-        return 0.0
     start -= other.origin  # the other job's clock from here on
-    j = bisect_right(ends, start + ours[i], other.first, end_of_theirs)
-    shift = 0.0
-    while i < end_of_ours and j < end_of_theirs:
+    i, j, shift = 0, bisect_right(ends, start, other.first), 0.0
+    while i < len(ours) and j < len(ends):
         end = ends[j] - start
         if our_heights[i] + heights[j] > budget_bytes and end - ours[i] > shift:
             shift = end - ours[i]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +15,10 @@ from benchmarks.workloads.seeding import seeded
 from torch import Tensor, nn
 
 import trainmux as tm
+from trainmux.colocate import _colocation
 from trainmux.colocate._demand import SegmentRef, cut_segments
+from trainmux.colocate._host_device import HostDevice
+from trainmux.colocate._protocols import Ended
 from trainmux.colocate._step_layout import StepKernels, StepLayout
 
 SMALL_CUTS = 2048
@@ -79,17 +82,28 @@ def tiny_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def tiny_member(seed: int, name: str | None = None) -> tm.Member:
+    """A member of a new tiny model."""
+    model = tiny_model(seed)
+    return tm.Member(model, tiny_optimizer(model), name=name or f"m{seed}", seed=seed)
+
+
+def trio() -> tm.Fleet:
+    """A fleet of three tiny models."""
+    members = [tiny_member(seed) for seed in range(3)]
+    return tm.Fleet(members, mse, tiny_batches(0)[0], deterministic=True)
+
+
 @functools.cache
-def _fleet_of_one(number: int) -> tm.Fleet:
-    model = tiny_model(number)
-    member = tm.Member(model, tiny_optimizer(model))
-    return tm.Fleet([member], mse, tiny_batches(0)[0], deterministic=True)
+def fleet_of_one(number: int) -> tm.Fleet:
+    """A fleet that `tiny_fleet` puts members into."""
+    return tm.Fleet([tiny_member(number)], mse, tiny_batches(0)[0], deterministic=True)
 
 
 def tiny_fleet(seed: int, name: str, number: int) -> tm.Fleet:
     """A fleet of one new tiny model; fleets of one number are one and the same, which saves the tracing."""
-    fleet, model = _fleet_of_one(number), tiny_model(seed)
-    fleet.replace(fleet.names[0], tm.Member(model, tiny_optimizer(model), name=name))
+    fleet = fleet_of_one(number)
+    fleet.replace(fleet.names[0], tiny_member(seed, name))
     return fleet
 
 
@@ -157,28 +171,6 @@ def sum_of_peaks(colocation: tm.Colocation) -> int:
     return sum(job.local_bytes + job.peak_bytes for job in colocation.results().jobs.values())
 
 
-def enqueued_jobs(colocation: tm.Colocation) -> list[SegmentRef]:
-    """Fills with every segment that is enqueued from now on."""
-    device: Any = colocation._device
-    enqueue, found = device.enqueue, []
-
-    def noting(ref: SegmentRef, *rest: Any) -> None:
-        found.append(ref)
-        enqueue(ref, *rest)
-
-    device.enqueue = noting
-    return found
-
-
-def is_interleaved(order: Sequence[SegmentRef]) -> bool:
-    """Whether segments of another job stand between two of one iteration."""
-    for first, second in itertools.pairwise(order):
-        later = order[order.index(second) :]
-        if first.job != second.job and any(ref[:2] == first[:2] for ref in later):
-            return True
-    return False
-
-
 def state_of(fleet: tm.Fleet) -> dict[str, Tensor]:
     """All members' tensors, optimizer state included, as copies."""
     fleet.sync()
@@ -197,6 +189,22 @@ def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], wha
         assert torch.equal(found[key], value), f"{what}: {key}"
 
 
+def assert_members_as_alone(
+    result: tm.JobResult, fleet: tm.Fleet, alone: tm.Fleet, change: Callable[[tm.Fleet, int], None]
+) -> None:
+    """A fleet bit for bit as ``alone``, if ``change`` is called with it after each step; NaN for absent
+    members."""
+    rows = []
+    for step, batch in enumerate(cycled(tiny_batches(0), result.num_steps), start=1):
+        rows.append(dict(zip(alone.names, alone.step(batch).tolist(), strict=True)))
+        change(alone, step)
+    expected = torch.tensor([[row.get(name, torch.nan) for name in result.members] for row in rows])
+    assert result.error is None
+    assert torch.equal(result.losses.isnan(), expected.isnan())
+    assert torch.equal(result.losses.nan_to_num(), expected.nan_to_num())
+    assert_same_state(state_of(fleet), state_of(alone), "changed")
+
+
 def cut_by(monkeypatch: pytest.MonkeyPatch, tracking_bytes: Callable[[StepKernels, float], int]) -> None:
     """Cut steps by a function of their kernels and their duration."""
 
@@ -204,6 +212,42 @@ def cut_by(monkeypatch: pytest.MonkeyPatch, tracking_bytes: Callable[[StepKernel
         return cut_segments(self.kernels.iteration, tracking_bytes(self.kernels, seconds))
 
     monkeypatch.setattr(StepLayout, "cut", cut)
+
+
+class AheadDevice(HostDevice):
+    """Runs segments when they are enqueued and tells of their ends later, as a CUDA device does.
+
+    What a segment has to wait for was enqueued before it, so it may run at once.
+    """
+
+    def __init__(self, *, poisons: bool = False) -> None:
+        super().__init__(poisons=poisons)
+        self._ran: deque[Ended] = deque()
+        self._last_end: dict[str, float] = {}
+
+    def enqueue(self, ref: SegmentRef, after: tuple[SegmentRef, ...], work: Callable[[], None]) -> None:
+        super().enqueue(ref, after, work)
+        ended = super().next_ended()
+        assert ended is not None
+        started_at = self._last_end.get(ref.job, ended.started_at)  # the host takes no time
+        self._last_end[ref.job] = ended.ended_at
+        self._ran.append(ended._replace(started_at=started_at))
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._ran)
+
+    def next_ended(self, until: float | None = None) -> Ended | None:
+        if until is not None and (until == 0 or self.now() < until) and len(self._ran) % 3 == 1:
+            return None  # nothing ends before; the caller is to ask again
+        return self._ran.popleft() if self._ran else None
+
+
+def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have jobs run on an `AheadDevice`."""
+    monkeypatch.setattr(
+        _colocation, "make_device", lambda where, region_bytes, *, poisons: AheadDevice(poisons=poisons)
+    )
 
 
 class Breaking:

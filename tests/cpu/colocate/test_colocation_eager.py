@@ -19,7 +19,7 @@ from colocation_cases import (
 from torch import Tensor, nn
 
 import trainmux as tm
-from trainmux.errors import ConfigError, TrainmuxWarning
+from trainmux.errors import ConfigError, LossError, TrainmuxWarning
 
 
 def untraceable(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -41,7 +41,6 @@ def test_an_eager_job_trains_as_it_would_alone() -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-
     torch.manual_seed(3)
     job, other = model_job("eager", 0, steps=5, loss=untraceable), tiny_job("b", 1, steps=5)
     with pytest.warns(TrainmuxWarning, match="'eager' cannot be traced and runs eagerly"):
@@ -60,19 +59,15 @@ def test_an_eager_job_trains_as_it_would_alone() -> None:
     assert result.peak_bytes <= result.budget_bytes
 
 
-def test_products_of_an_eager_job_are_of_the_precision_that_is_wanted() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_products_of_an_eager_job_are_of_the_precision_that_is_wanted(precision: str) -> None:
     def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        found = model(batch[0])
-        return untraceable(model, batch)[0], {"is_half": torch.tensor(found.dtype == torch.bfloat16)}
+        is_half = model(batch[0]).dtype == torch.bfloat16
+        return untraceable(model, batch)[0], {"is_half": torch.tensor(is_half)}
 
-    for precision in ("fp32", "bf16"):
-        with pytest.warns(TrainmuxWarning):
-            colocation = tm.colocate(
-                [model_job("eager", 0, steps=1, loss=loss_of, precision=precision)], "1GiB"
-            )
-        result = colocation.run()
-        assert result.failed == ()
-        assert bool(result["eager"].metrics["is_half"]) == (precision == "bf16")
+    with pytest.warns(TrainmuxWarning):
+        colocation = tm.colocate([model_job("eager", 0, 1, loss=loss_of, precision=precision)], "1GiB")
+    assert bool(colocation.run()["eager"].metrics["is_half"]) == (precision == "bf16")
 
 
 def test_an_eager_job_needs_what_its_rehearsal_took() -> None:
@@ -86,16 +81,6 @@ def test_an_eager_job_needs_what_its_rehearsal_took() -> None:
     # Weights, momenta, gradients and the hidden layer's values: all of it is its own.
     assert 3 * weights + batch <= job.local_bytes <= 5 * weights + 4 * batch + 8 * hidden
     assert job.peak_bytes == 0
-
-
-def test_an_eager_loss_that_is_no_scalar_is_refused() -> None:
-    def rows(model: nn.Module, batch: Any) -> Tensor:
-        inputs, _ = batch
-        found: Tensor = model(inputs)
-        return found if float(found.detach().sum()) > 1e9 else found.squeeze(1)
-
-    with pytest.raises(tm.errors.LossError, match="scalar"):
-        tm.colocate([model_job("eager", 0, loss=rows)], "1GiB")
 
 
 def test_a_loss_that_raises_later_ends_its_job_alone() -> None:
@@ -117,7 +102,19 @@ def test_a_loss_that_raises_later_ends_its_job_alone() -> None:
     assert_as_alone(result, other, 1, 6)
 
 
-@pytest.mark.parametrize("options", [{"precision": "fp64"}, {"accumulate": 2}])
-def test_what_an_eager_job_cannot_honour_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        tm.colocate([model_job("eager", 0, loss=untraceable, **options)], "1GiB")
+def rows(model: nn.Module, batch: Any) -> Tensor:
+    """No scalar."""
+    found: Tensor = model(batch[0])
+    return found if float(found.detach().sum()) > 1e9 else found.squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"precision": "fp64"}, ConfigError), ({"accumulate": 2}, ConfigError), ({"loss": rows}, LossError)],
+    ids=str,
+)
+def test_eager_jobs_that_cannot_be_honoured_are_refused(
+    options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        tm.colocate([model_job("eager", 0, **{"loss": untraceable, **options})], "1GiB")

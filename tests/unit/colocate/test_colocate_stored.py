@@ -9,22 +9,21 @@ import pytest
 from tests.record_files import edit
 
 from trainmux.colocate._demand import JobDemand, Segment
-from trainmux.colocate._job_state import JobReport
 from trainmux.colocate._stored import LifespanFolder
 
 DEMAND = JobDemand("job", "abc", 1, 0, (Segment(1, 5, 2, 1.0), Segment(1, 2, 0, 1.0)))
-REPORT = JobReport(3, 0.0, 0, (7.0, 1 / 3), (0.2, 0.5), is_measured=True)
+SOLO, SHARED = (7.0, 1 / 3), (0.2, 0.5)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> LifespanFolder:
     made = LifespanFolder(tmp_path / "new" / "one", "some GPU")
     assert made.get(DEMAND) is None
-    made.put(DEMAND, REPORT, [0.4])
+    made.put(DEMAND, SOLO, SHARED, [0.4])
     return made
 
 
-def test_what_was_learned_comes_back_exactly(folder: LifespanFolder, tmp_path: Path) -> None:
+def test_durations_come_back_for_jobs_that_are_cut_alike(folder: LifespanFolder, tmp_path: Path) -> None:
     found = folder.get(DEMAND)
     assert found is not None
     assert found.step_seconds == (0.4,)
@@ -35,50 +34,26 @@ def test_what_was_learned_comes_back_exactly(folder: LifespanFolder, tmp_path: P
     assert LifespanFolder(tmp_path / "new" / "one", "another").get(DEMAND) is None
     assert folder.get(replace(DEMAND, fingerprint="abd")) is None
     assert folder.get(replace(DEMAND, region_bytes=2)) is None
+    for number, height in ((2, 5), (1, 6)):
+        other = replace(DEMAND, segments=(Segment(number, height, 2, 1.0), Segment(1, 2, 0, 1.0)))
+        assert folder.get(other) == found  # which says how to cut it
+        assert found.apply(other) == other
+    assert not found.apply(replace(DEMAND, segments=DEMAND.segments[:1])).is_measured
 
 
-@pytest.mark.parametrize(
-    "segments",
-    [
-        (Segment(1, 5, 0, 1.0),),
-        (Segment(1, 6, 2, 1.0), Segment(1, 2, 0, 1.0)),
-        (Segment(2, 5, 2, 1.0), Segment(1, 2, 0, 1.0)),
-    ],
-)
-def test_a_job_that_is_cut_otherwise_is_profiled_again(
-    folder: LifespanFolder, segments: tuple[Segment, ...]
-) -> None:
-    other = replace(DEMAND, segments=segments)
-    found = folder.get(other)  # which says how to cut it
-    assert found is not None
-    assert found.apply(other) == other
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("heights", [1.5, 2]),
-        ("solo_seconds", [1.0]),
-        ("solo_seconds", [10**400, 1.0]),
-        ("step_seconds", "1"),
-        ("step_seconds", [0.0]),
-        ("num_kernels", [1, 1, 1]),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [("step_seconds", [1e9]), ("segments", [1])])
 def test_damaged_files_are_not_used(
     folder: LifespanFolder, tmp_path: Path, field: str, value: object
 ) -> None:
     (path,) = (tmp_path / "new" / "one").iterdir()
     edit(path, [field], value)
     assert folder.get(DEMAND) is None
-    path.write_text(path.read_text()[:-30])
-    assert folder.get(DEMAND) is None
-    folder.put(DEMAND, REPORT, [0.4])
+    folder.put(DEMAND, SOLO, SHARED, [0.4])
     assert folder.get(DEMAND) is not None
 
 
 def test_where_nothing_can_be_written_the_job_is_profiled_again(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch()
-    LifespanFolder(in_the_way, "some GPU").put(DEMAND, REPORT, [0.4])
+    LifespanFolder(in_the_way, "some GPU").put(DEMAND, SOLO, SHARED, [0.4])
     assert LifespanFolder(in_the_way, "some GPU").get(DEMAND) is None
