@@ -28,7 +28,7 @@ def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
 
 
-def fleet_of(name: str = "cnn", num_members: int = 2, *, lr: float = 1e-3, **options: Any) -> tm.Fleet:
+def fleet_of(name: str = "mlp", num_members: int = 2, *, lr: float = 1e-3, **options: Any) -> tm.Fleet:
     workload = SHORT[name]
     models = [workload.build(number).train() for number in range(num_members)]
     members = [
@@ -78,7 +78,7 @@ def test_steps_are_measured_here_once() -> None:
 
     def plan(**options: Any) -> tm.Plan:
         told.clear()
-        return fleet_of("mlp", **options).plan("1GiB", progress=lambda progress: told.append(progress.stage))
+        return fleet_of(**options).plan("1GiB", progress=lambda progress: told.append(progress.stage))
 
     first = plan()
     assert "measuring" in told
@@ -129,22 +129,22 @@ def test_a_plan_is_saved_and_loaded_whole_or_refused(roomy: tm.Plan, tmp_path: P
 
 
 def test_a_plan_is_used_by_its_own_fleet_only(tmp_path: Path) -> None:
-    fleet = fleet_of("mlp")
+    fleet = fleet_of()
     plan = fleet.plan(device=DEVICE)
     path = tmp_path / "plan.json"
     fleet.plan(device="a100-40gb").save(path)
-    other = fleet_of("mlp", lr=0.5)  # another learning rate is the same step
+    other = fleet_of(lr=0.5)  # another learning rate is the same step
     other.use(tm.Plan.load(path))
-    plain = fleet_of("mlp", lr=0.5)
+    plain = fleet_of(lr=0.5)
     for number in range(2):
         batch = SMALL["mlp"].batch(number, torch.float32)
         torch.testing.assert_close(other.step(batch), plain.step(batch))
     with pytest.raises(PlanError):
-        fleet_of("mlp", num_members=3).use(plan)
+        fleet_of(num_members=3).use(plan)
     with pytest.raises(PlanError):
         fleet_of("cnn").use(tm.Plan.load(path))
     with pytest.raises(PlanError):
-        fleet_of("mlp", precision="bf16").use(tm.Plan.load(path))
+        fleet_of(precision="bf16").use(tm.Plan.load(path))
 
 
 @pytest.mark.parametrize("write", ["save", "report", "trace"])
@@ -161,7 +161,7 @@ def test_a_plan_shows_itself_and_what_other_budgets_cost(roomy: tm.Plan, tmp_pat
     assert repr(roomy).startswith("<Plan auto: 1 sub-arrays")
     roomy.trace(tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    plan = fleet_of("mlp").plan(None, "mutwo", device=DEVICE, num_members=4, num_budgets=3)
+    plan = fleet_of().plan(None, "mutwo", device=DEVICE, num_members=4, num_budgets=3)
     assert plan.record.schedule.multiplexing is Multiplexing.RING
     times = [cost.step_seconds for cost in plan.curve]
     assert 1 <= len(times) <= 3
@@ -176,7 +176,7 @@ def test_a_plan_shows_itself_and_what_other_budgets_cost(roomy: tm.Plan, tmp_pat
 @pytest.mark.parametrize("stage", ["profiling", "measuring", "scheduling by none"])
 def test_planning_tells_its_progress_and_can_be_interrupted_anywhere(stage: str) -> None:
     """What was interrupted has changed nothing: the fleet trains on, and can be planned for again."""
-    fleet, other = fleet_of("mlp"), fleet_of("mlp")
+    fleet, other = fleet_of(), fleet_of()
     told: list[Any] = []
 
     def interrupt(progress: Any) -> None:
