@@ -87,7 +87,8 @@ class _Snapshot:
                 self.sets.append(holder.value)
                 self.elements.append(set(holder.value))
             else:
-                self.others[id(holder.value), holder.label] = (holder, items)
+                # Names of a class or module are held one by one: each is looked at.
+                self.others[id(holder.value), holder.label, tuple(items)] = (holder, items)
         own = {id(tensor) for tensor in reach.own}
         held = (value for items in reach.contents for value in items.values() if isinstance(value, Tensor))
         self.add_tensors({id(value): value for value in held if id(value) not in own}.values())

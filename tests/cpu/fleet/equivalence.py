@@ -192,36 +192,53 @@ def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return found | {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
-def train_alone(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss: Callable[[nn.Module, Any], Any],
+def train_member(
+    member: tm.Member,
     batches: Iterable[Any],
+    loss: Callable[..., Any],
     *,
+    accumulate: int = 1,
     autocast: torch.dtype | None = None,
 ) -> Outcome:
-    """Train one model in plain eager torch."""
+    """Train a member's own objects in plain eager torch, with its clipping and its schedule."""
     outcome = Outcome({})
-    largest = outcome.largest_gradients
-    device = next(model.parameters()).device.type
-    for batch in batches:
-        optimizer.zero_grad()
+    largest, model = outcome.largest_gradients, member.model
+    device, loss = next(model.parameters()).device.type, member.loss or loss
+    for number, batch in enumerate(batches, 1):
         with torch.autocast(device, autocast) if autocast is not None else nullcontext():
             result = loss(model, batch)
         value, metrics = result if isinstance(result, tuple) else (result, {})
-        value.backward()
+        (value / accumulate).backward()
+        outcome.losses.append(value.detach())
+        outcome.metrics.append({name: item.detach() for name, item in metrics.items()})
+        if number % accumulate:
+            continue
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and parameter.grad.numel():
                 size = parameter.grad.abs()
                 largest[name] = torch.maximum(largest[name], size) if name in largest else size
-        optimizer.step()
-        outcome.losses.append(value.detach())
-        outcome.metrics.append({name: item.detach() for name, item in metrics.items()})
-    outcome.tensors = snapshot(model, optimizer)
+        if member.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), member.clip_norm)
+        if member.clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), member.clip_value)
+        member.optimizer.step()
+        model.zero_grad()
+        if member.scheduler is not None and not member.steps_by_epoch:
+            member.scheduler.step()
+    outcome.tensors = snapshot(model, member.optimizer)
     return outcome
 
 
-def outcomes(fleet: tm.Fleet, losses: Sequence[Tensor], metrics: Sequence[dict[str, Any]]) -> list[Outcome]:
+def train_alone(
+    model: nn.Module, optimizer: Optimizer, loss: Callable[..., Any], batches: Iterable[Any], **options: Any
+) -> Outcome:
+    """Train one model in plain eager torch."""
+    return train_member(tm.Member(model, optimizer), batches, loss, **options)
+
+
+def outcomes(
+    fleet: tm.Fleet, losses: Sequence[Tensor], metrics: Sequence[dict[str, Any]] = ()
+) -> list[Outcome]:
     """An outcome for each member in the order of its names."""
     fleet.sync()
     return [
@@ -236,12 +253,8 @@ def outcomes(fleet: tm.Fleet, losses: Sequence[Tensor], metrics: Sequence[dict[s
 
 def train_fused(fleet: tm.Fleet, batches: Iterable[Any]) -> list[Outcome]:
     """Train a fleet as it is, with its plan if it has one."""
-    losses: list[Tensor] = []
-    metrics: list[dict[str, Any]] = []
-    for batch in batches:
-        losses.append(fleet.step(batch))
-        metrics.append(fleet.metrics)
-    return outcomes(fleet, losses, metrics)
+    steps = [(fleet.step(batch), fleet.metrics) for batch in batches]
+    return outcomes(fleet, [losses for losses, _ in steps], [metrics for _, metrics in steps])
 
 
 def _is_on_gpu(fleet: tm.Fleet) -> bool:
@@ -345,31 +358,29 @@ def assert_equivalent(
     assert not found, "\n".join(found)
 
 
-def bits(outcome: Outcome) -> dict[str, Tensor]:
-    """Everything a member's training produced, by name."""
-    everything = outcome.tensors | {f"loss {step}": loss for step, loss in enumerate(outcome.losses)}
-    for step, metrics in enumerate(outcome.metrics):
-        everything |= {f"{name} {step}": value for name, value in metrics.items()}
-    return everything
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal to the last bit, the sign of zero and NaN included."""
+    one, other = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(one, other)
+
+
+def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Tensors by name are bitwise the same."""
+    assert got.keys() == expected.keys(), sorted(got.keys() ^ expected.keys())
+    assert not [name for name in expected if not same_bits(got[name], expected[name])]
 
 
 def assert_same_bits(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
-    """Bitwise equal in every tensor, loss and metric, NaNs and signs of zero included."""
+    """Bitwise equal in every tensor, loss and metric."""
 
-    def as_bytes(tensor: Tensor) -> Tensor:
-        return tensor.contiguous().view(-1).view(torch.uint8)
+    def everything(outcome: Outcome) -> dict[str, Tensor]:
+        found = outcome.tensors | {f"loss {step}": loss for step, loss in enumerate(outcome.losses)}
+        for step, metrics in enumerate(outcome.metrics):
+            found |= {f"{name} {step}": value for name, value in metrics.items()}
+        return found
 
     for one, other in zip(actual, expected, strict=True):
-        got, wanted = bits(one), bits(other)
-        assert got.keys() == wanted.keys()
-        unequal = [
-            name
-            for name in wanted
-            if got[name].dtype != wanted[name].dtype
-            or got[name].shape != wanted[name].shape
-            or not torch.equal(as_bytes(got[name]), as_bytes(wanted[name]))
-        ]
-        assert not unequal
+        assert_same(everything(one), everything(other))
 
 
 # ---- checks that several tests make ------------------------------------------------------------------
@@ -386,125 +397,112 @@ def full_precision() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
 
 
+def as_they_are(member: tm.Member, number: int) -> None:
+    """Settings of a member by number: none."""
+
+
 def check(
     workload: Workload,
     *,
     way: str = "fleet",
     optimizer: MakeOptimizer = adamw,
+    settings: Callable[[tm.Member, int], None] = as_they_are,
     num_members: int = 3,
     num_steps: int = 5,
+    plain_steps: int = 0,
     device: str = "cpu",
     data: str = "shared",
+    **options: Any,
 ) -> tm.Fleet:
     """Train members one by one and fused, in fp64 on the same batches, and compare everything.
 
-    Returns the fleet.
+    ``settings`` changes each member before it trains. With ``plain_steps``, member ``i`` has trained ``i``
+    times that many steps in plain torch before, and all train so many afterwards. Returns the fleet.
     """
     numbers = range(num_members)
     seeds = [1000 * number if data == "per_member" else 100 for number in numbers]
     batches = [batches_of(workload, num_steps, device=device, seed=seed) for seed in seeds]
+    around = batches_of(workload, num_members * plain_steps, device=device, seed=50)
+
+    def with_a_history() -> list[tm.Member]:
+        members = members_of(workload, numbers, device=device, optimizer=optimizer)
+        for number, member in enumerate(members):
+            settings(member, number)
+            train_member(member, around[: number * plain_steps], workload.loss)
+        return members
+
+    plain, members = with_a_history(), with_a_history()
+    accumulate = options.get("accumulate", 1)
     alone = [
-        train_alone(member.model, member.optimizer, workload.loss, own)
-        for member, own in zip(
-            members_of(workload, numbers, device=device, optimizer=optimizer), batches, strict=True
-        )
+        train_member(member, own, workload.loss, accumulate=accumulate)
+        for member, own in zip(plain, batches, strict=True)
     ]
     fed = batches[0]
     if data == "per_member":
         fed = [map_batch(lambda *leaves: torch.stack(leaves), *rows) for rows in zip(*batches, strict=True)]
-    fleet = tm.Fleet(
-        members_of(workload, numbers, device=device, optimizer=optimizer),
-        workload.loss,
-        fed[0],
-        device=device,
-        precision="fp64",
-        data=data,
-        lowering="aten",
-    )
-    assert [group.width for group in fleet.summary()] == [num_members], "expected one fused group"
-    assert_equivalent(WAYS[way](fleet, fed), alone, looser=LOOSER.get(workload.name))
+    options = {"device": device, "precision": "fp64", "data": data, "lowering": "aten", **options}
+    fleet = tm.Fleet(members, workload.loss, fed[0], **options)
+    assert [len(group.members) for group in fleet.summary()] == [num_members], "expected one fused group"
+    looser = LOOSER.get(workload.name)
+    assert_equivalent(WAYS[way](fleet, fed), alone, looser=looser)
     assert fleet.stopped() == {}
+    if plain_steps:
+        after, expected = (
+            [train_member(member, around[:plain_steps], workload.loss) for member in each]
+            for each in (members, plain)
+        )
+        assert_equivalent(after, expected, looser=looser)
     return fleet
 
 
 def check_precision(workload: Workload, precision: str, *, device: str = "cpu") -> None:
-    """One step from three points of a trajectory: errors against fp64 at most three times plain torch's.
+    """Loss, gradients and buffers of a step: errors against fp64 at most three times those of plain torch.
 
-    The points are the members of one fleet. Compared is each tensor's error, pooled over the points.
+    Taken from three points of a trajectory, the members of one fleet; a tensor's errors are pooled over them.
     """
-    points = [_trained_point(workload, num_steps, device) for num_steps in (0, 4, 8)]
     batch = batch_to(workload.batch(77, torch.float32), device)
-    members = []
-    for number, (model, optimizer) in enumerate(points):
-        twin = clone(model)
-        members.append(tm.Member(twin, _continued(twin, optimizer), name=f"point {number}"))
-    errors: dict[str, tuple[list[float], list[float]]] = {}
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)  # whose buffer is the gradient
+
+    def step(model: nn.Module, batch: Any, **options: Any) -> Outcome:
+        return train_alone(model, optimizer(model), workload.loss, [batch], **options)
+
+    points = []
+    for num_steps in (0, 4, 8):
+        model = workload.build(0).double().to(device).train()
+        train_alone(model, adamw(model, 0), workload.loss, batches_of(workload, num_steps, device=device))
+        points.append(clone(model).float())
+    members = [tm.Member(twin, optimizer(twin)) for twin in map(clone, points)]
+    errors: dict[str, list[list[float]]] = {}
     with full_precision():
         fleet = tm.Fleet(members, workload.loss, batch, device=device, precision=precision, lowering="aten")
-        for (model, optimizer), fused in zip(points, train_fused(fleet, [batch]), strict=True):
-            twin, wide = clone(model), clone(model).double()
-            alone = train_alone(
-                twin, _continued(twin, optimizer), workload.loss, [batch], autocast=PRECISIONS[precision]
-            )
-            exact = train_alone(
-                wide, _continued(wide, optimizer), workload.loss, [batch_to(batch, device, torch.float64)]
-            )
-            for name, pair in _errors(model, exact, fused, alone).items():
-                for values, error in zip(errors.setdefault(name, ([], [])), pair, strict=True):
-                    values.append(error)
+        for model, fused in zip(points, train_fused(fleet, [batch]), strict=True):
+            exact = step(clone(model).double(), batch_to(batch, device, torch.float64))
+            alone = step(clone(model), batch, autocast=PRECISIONS[precision])
+            for name, pair in _errors(exact, fused, alone).items():
+                errors.setdefault(name, []).append(pair)
     found = []
-    for name, (of_fused, of_alone) in sorted(errors.items()):
-        got, allowed = _pooled(of_fused), MAX_ERROR_RATIO * max(_pooled(of_alone), _FLOOR[precision])
+    for name, pairs in sorted(errors.items()):
+        got, plain = (sum(error * error for error in each) ** 0.5 for each in zip(*pairs, strict=True))
+        allowed = MAX_ERROR_RATIO * max(plain, _FLOOR[precision] * len(pairs) ** 0.5)
         if not got <= allowed:
             found.append(f"{name}: error {got:.2e}, expected at most {allowed:.2e}")
     assert not found, "\n".join(found)
 
 
-def _with_the_gradient_as_state(model: nn.Module) -> Optimizer:
-    # A first beta of 0 leaves this step's gradient in exp_avg, which is how the fleet hands it out; a large
-    # eps keeps the update from turning the sign of a tiny gradient into a whole step.
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.0, 0.99), eps=1e-3)
-
-
-def _continued(model: nn.Module, source: Optimizer) -> Optimizer:
-    """A new optimizer over ``model`` that continues from ``source``, in the model's dtype."""
-    optimizer = _with_the_gradient_as_state(model)
-    optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
-    return optimizer
-
-
-def _trained_point(workload: Workload, num_steps: int, device: str) -> tuple[nn.Module, Optimizer]:
-    """A model after some steps in fp64, rounded to fp32 with its optimizer's state."""
-    model = workload.build(0).double().to(device).train()
-    optimizer = _with_the_gradient_as_state(model)
-    train_alone(model, optimizer, workload.loss, batches_of(workload, num_steps, device=device))
-    rounded = clone(model).float()
-    return rounded, _continued(rounded, optimizer)
-
-
-def _errors(before: nn.Module, exact: Outcome, *runs: Outcome) -> dict[str, list[float]]:
-    """By tensor the root mean square error of each run's step, as a share of the exact step's size."""
-    start = {name: parameter.detach().double() for name, parameter in before.named_parameters()}
-
-    def result(outcome: Outcome) -> dict[str, Tensor]:
-        tensors = {"loss": outcome.losses[0], **outcome.tensors}
-        return {
-            name: value.double() - start.get(name, 0.0)
-            for name, value in tensors.items()
-            # Second moments are the gradient once more, seen through its few largest elements.
-            if value.is_floating_point() and not name.endswith("/exp_avg_sq")
-        }
-
-    wanted, found = result(exact), [result(run) for run in runs]
+def _errors(exact: Outcome, *runs: Outcome) -> dict[str, list[float]]:
+    """By tensor the root mean square error of each run, as a share of the tensor's size."""
     errors: dict[str, list[float]] = {}
-    for name, value in wanted.items():
-        counted = torch.ones_like(value, dtype=torch.bool)
+    for name, value in {"loss": exact.losses[0], **exact.tensors}.items():
         largest = exact.largest_gradients.get(name.partition("/")[0])
-        if largest is not None and largest.shape == value.shape:
-            counted = largest >= NO_GRADIENT
+        if name in exact.largest_gradients or not value.is_floating_point():
+            continue  # parameters: the update is rounded as plain torch rounds it
+        counted = torch.ones_like(value, dtype=torch.bool) if largest is None else largest >= NO_GRADIENT
         size = _rms(value[counted])
         if size > 0.0:
-            errors[name] = [_rms((each[name] - value)[counted]) / size for each in found]
+            results = [run.losses[0] if name == "loss" else run.tensors[name] for run in runs]
+            errors[name] = [_rms((result.double() - value)[counted]) / size for result in results]
     return errors
 
 
@@ -512,17 +510,14 @@ def _rms(values: Tensor) -> float:
     return values.square().mean().sqrt().item() if values.numel() else 0.0
 
 
-def _pooled(values: Sequence[float]) -> float:
-    return (sum(value * value for value in values) / len(values)) ** 0.5
-
-
 def check_dropout(workload: Workload, checkpoint: Path, *, device: str = "cpu", num_steps: int = 4) -> None:
-    """A member trains the same at width 1 and 4, in other slots, and after save and restore."""
+    """A member trains the same alone, with others, and restored in other slots and sub-arrays."""
     batches = batches_of(workload, num_steps, device=device)
 
-    def fleet_of(numbers: Sequence[int], weights: int = 0) -> tm.Fleet:
+    def fleet_of(numbers: Sequence[int], weights: int = 0, width: int | None = None) -> tm.Fleet:
         members = members_of(workload, numbers, device=device, weights=weights)
-        return tm.Fleet(members, workload.loss, batches[0], device=device, precision="fp64", lowering="aten")
+        options = {"device": device, "precision": "fp64", "lowering": "aten", "width": width}
+        return tm.Fleet(members, workload.loss, batches[0], **options)
 
     def assert_same(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
         suffix = "/exp_avg_sq"
@@ -539,7 +534,7 @@ def check_dropout(workload: Workload, checkpoint: Path, *, device: str = "cpu", 
     four = Outcome(late[3].tensors, early[3].losses + late[3].losses, early[3].metrics + late[3].metrics)
     assert_same([four], [alone])
     order = [3, 0, 2, 1]
-    again = fleet_of(order, weights=50)
+    again = fleet_of(order, weights=50, width=2)
     again.restore(checkpoint)
     assert_same(train_fused(again, batches[2:]), [late[number] for number in order])
 

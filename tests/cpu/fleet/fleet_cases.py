@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from equivalence import assert_same, distance, snapshot, train_member
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 import trainmux.fleet._build as build_module
 import trainmux.fleet._traces as traces_module
@@ -51,18 +53,6 @@ def bn_mlp(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4, bias=False), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(4, 2))
 
 
-@_seeded
-def bn_cnn() -> nn.Module:
-    """Images of 3×3 in, two numbers out."""
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1, bias=False),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(36, 2),
-    )
-
-
 def mse(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     inputs, targets = batch
     return (model(inputs) - targets).square().mean()
@@ -84,13 +74,6 @@ def vectors(seed: int = 0, size: int = 5, dtype: torch.dtype = torch.float64) ->
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, 3, generator=generator, dtype=torch.float64)
     return inputs.to(dtype), torch.randn(size, 2, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def images(seed: int = 0, size: int = 5) -> tuple[Tensor, Tensor]:
-    """A batch for the CNN."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(size, 1, 3, 3, generator=generator, dtype=torch.float64)
-    return inputs, torch.randn(size, 2, generator=generator, dtype=torch.float64)
 
 
 BATCHES = [vectors(seed) for seed in range(12)]
@@ -164,35 +147,35 @@ def dropout_member(i: int, name: str | None = None, **options: Any) -> Member:
     return Member(model, torch.optim.Adam(model.parameters(), lr=0.02 * (i + 1)), name or f"m{i}", **options)
 
 
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "lambda": lambda o: lr_scheduler.LambdaLR(
+        o, [lambda count: 0.9**count, lambda count: 1.0 / (count + 1)][: len(o.param_groups)]
+    ),
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=12),  # the momentum as well
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "multi-step": lambda o: lr_scheduler.MultiStepLR(o, [2, 3, 7], 0.3),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.8)], [4]
+    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 4), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
+    "none": lambda o: None,
+}
+
+
 # ---- plain torch ---------------------------------------------------------------------------------------
 
 
 def train_alone(
-    member: Member,
-    batches: Iterable[Any],
-    loss: Callable[..., Any] = mse,
-    *,
-    accumulate: int = 1,
+    member: Member, batches: Iterable[Any], loss: Callable[..., Any] = mse, *, accumulate: int = 1
 ) -> list[float]:
-    """Trains the member's own objects as anyone would without a fleet; returns the losses."""
-    losses = []
-    loss = member.loss or loss
-    for number, batch in enumerate(batches, 1):
-        value = loss(member.model, batch)
-        value = value[0] if isinstance(value, tuple) else value
-        (value / accumulate).backward()
-        losses.append(value.item())
-        if number % accumulate:
-            continue
-        if member.clip_norm is not None:
-            nn.utils.clip_grad_norm_(member.model.parameters(), member.clip_norm)
-        if member.clip_value is not None:
-            nn.utils.clip_grad_value_(member.model.parameters(), member.clip_value)
-        member.optimizer.step()
-        member.model.zero_grad()
-        if member.scheduler is not None and not member.steps_by_epoch:
-            member.scheduler.step()
-    return losses
+    """Train the member's own objects as anyone would without a fleet; returns the losses."""
+    found = train_member(member, batches, loss, accumulate=accumulate)
+    return [value.item() for value in found.losses]
 
 
 # ---- comparing -----------------------------------------------------------------------------------------
@@ -200,29 +183,13 @@ def train_alone(
 
 def state_of(member: Member) -> dict[str, Tensor]:
     """Copies of everything a member's own objects hold: weights, buffers, optimizer state."""
-    found = {f"parameter {name}": value for name, value in member.model.named_parameters()}
-    found |= {f"buffer {name}": value for name, value in member.model.named_buffers()}
-    for index, state in member.optimizer.state_dict()["state"].items():
-        found |= {f"state {index} {key}": value for key, value in state.items() if value is not None}
-    return {name: torch.as_tensor(value).detach().clone() for name, value in found.items()}
+    return snapshot(member.model, member.optimizer)
 
 
 def states_of(fleet: Fleet) -> dict[str, dict[str, Tensor]]:
     """``state_of`` all members after a ``sync``."""
     fleet.sync()
     return {name: state_of(member) for name, member in zip(fleet.names, fleet.members, strict=True)}
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal to the last bit, the sign of zero and NaN included."""
-    return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
-
-
-def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Two states are bitwise the same."""
-    assert got.keys() == expected.keys(), sorted(got.keys() ^ expected.keys())
-    different = [name for name in expected if not same_bits(got[name], expected[name])]
-    assert not different, different
 
 
 def assert_same_states(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -232,20 +199,26 @@ def assert_same_states(got: Mapping[str, Any], expected: Mapping[str, Any]) -> N
         assert_same(got[name], expected[name])
 
 
+def assert_same_fleets(one: Fleet, other: Fleet) -> None:
+    """Two fleets are bitwise the same in all that a checkpoint has."""
+    assert (one.names, one.num_steps, one.stopped()) == (other.names, other.num_steps, other.stopped())
+    assert_same_states(states_of(one), states_of(other))
+    for a, b in zip(one.members, other.members, strict=True):
+        assert a.num_draws == b.num_draws
+        assert a.scheduler is None or repr(a.scheduler.state_dict()) == repr(b.scheduler.state_dict())
+        groups = [repr(member.optimizer.state_dict()["param_groups"]) for member in (a, b)]
+        assert groups[0] == groups[1]
+
+
 def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], share: float = TOLERANCE) -> None:
     """Two states differ by no more than ``share`` of each tensor's largest value; counts are equal."""
     assert got.keys() == expected.keys(), sorted(got.keys() ^ expected.keys())
     errors = {}
     for name, want in expected.items():
-        have = got[name]
-        assert have.shape == want.shape, name
-        assert have.dtype == want.dtype, name
-        if name.endswith(" step") or not want.dtype.is_floating_point:
-            assert torch.equal(have, want), name
-        elif want.numel():
-            errors[name] = ((have - want).abs().max() / want.abs().max().clamp(min=1e-300)).item()
-    too_far = {name: error for name, error in errors.items() if not error <= share}
-    assert not too_far, too_far
+        assert got[name].dtype == want.dtype, name
+        is_count = name.endswith("/step") or not want.dtype.is_floating_point
+        errors[name] = (distance(got[name], want), 0.0 if is_count else share)
+    assert not {name: error for name, (error, allowed) in errors.items() if not error <= allowed}
 
 
 def assert_alone(

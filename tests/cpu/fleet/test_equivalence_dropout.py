@@ -34,9 +34,10 @@ pytestmark = pytest.mark.usefixtures("built_once")
     "name",
     [
         "cnn_with_dropout",
-        "transformer_with_dropout",
-        pytest.param("lstm_with_dropout", marks=pytest.mark.extensive),
-        pytest.param("bert_mlm_with_dropout", marks=pytest.mark.extensive),
+        *(
+            pytest.param(f"{name}_with_dropout", marks=pytest.mark.extensive)
+            for name in ("transformer", "lstm", "bert_mlm")
+        ),
     ],
 )
 def test_a_member_trains_the_same_at_any_width_in_any_slot_and_after_restore(
@@ -89,7 +90,13 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+RELATIVES = ("dropout1d", "gru", "rnn")
+"""Kinds that are traced as another one is."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.extensive] if k in RELATIVES else []) for k in KINDS]
+)
 def test_every_kind_of_dropout_draws_by_seed_and_step(kind: str) -> None:
     """Equal weights that do not change: losses differ by the draws alone."""
     batch = torch.randn(3, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -47,14 +47,6 @@ def test_plain_lines_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.fullmatch(pattern.format(number, 3 * number), line), line
 
 
-def test_lines_after_a_number_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    points({"a": 0.1}).fit(BATCHES, steps=6, log_every=2, progress="plain")
-    lines = capsys.readouterr().out.splitlines()
-    shown = [line.split(",")[1].strip() for line in lines]
-    assert shown == ["step 2/6", "step 3/6", "step 4/6", "step 6/6", "step 6/6"]
-    assert ":00 left" in lines[-1]
-
-
 def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
     points().fit(BATCHES, epochs=2, progress=False)
     assert capsys.readouterr().out == ""
@@ -83,15 +75,6 @@ def test_the_terminal_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, error: 
     assert "[red]m15" not in shown
     assert "… 25 more" in shown
     assert shown.rindex(SHOW_CURSOR) > shown.rindex(HIDE_CURSOR)
-
-
-def test_members_in_their_order_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
-    terminal = open_terminal(monkeypatch)
-    points({"slow": 0.1, "fast": 0.9}).fit(BATCHES[:1], epochs=1, progress="rich")
-    shown = terminal.getvalue()
-    assert shown.index("slow") < shown.index("fast")
-    assert "more" not in shown
 
 
 @pytest.mark.parametrize("how", ["no rich", "dumb terminal", "plain"])

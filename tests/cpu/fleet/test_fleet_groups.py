@@ -31,6 +31,7 @@ from fleet_cases import (
     train_alone,
     vectors,
 )
+from fleet_cases import dropout_member as bn_member
 from torch import Tensor, nn
 
 import trainmux.fleet._build as build_module
@@ -110,31 +111,28 @@ def test_overrides_that_are_missing_or_misshapen() -> None:
     assert fleet.num_steps == 1
 
 
-def test_metrics_of_several_groups() -> None:
+def test_losses_and_metrics_have_a_row_per_member() -> None:
     """What only some members have is NaN for the rest; what has several shapes comes as a list."""
 
     def rows(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         error = model(batch[0]) - batch[1]
         return error.square().mean(), {"per_output": error.mean(1)}
 
-    fleet = Fleet(
-        [adam_member(0), sgd_member(1), adam_member(2, loss=mse), adam_member(3, loss=rows)],
-        mse_with_metrics,
-        EXAMPLE,
-    )
-    fleet.step(EXAMPLE)
-    metrics = fleet.metrics
+    members = [adam_member(0), sgd_member(1), adam_member(2, loss=mse), adam_member(3, loss=rows)]
+    fleet = Fleet(members, mse_with_metrics, EXAMPLE)
+    assert fleet.metrics == {}
+    losses, metrics = fleet.step(EXAMPLE), fleet.metrics
+    assert set(metrics) == {"grad_norm", "finite", "largest", "per_output"}
     assert metrics["grad_norm"].shape == (4,)
-    assert metrics["finite"].dtype == torch.bool
     assert metrics["finite"].tolist() == [True] * 4
-    largest = metrics["largest"]
-    assert torch.isnan(largest).tolist() == [False, False, True, True]
-    _, expected = mse_with_metrics(sgd_member(1).model, EXAMPLE)
-    assert largest.dtype == expected["largest"].dtype, "missing values do not change it"
-    torch.testing.assert_close(largest[1], expected["largest"].detach(), rtol=TOLERANCE, atol=0.0)
-    assert isinstance(metrics["per_output"], list)
+    assert torch.isnan(metrics["largest"]).tolist() == [False, False, True, True]
     shapes = [None if value is None else tuple(value.shape) for value in metrics["per_output"]]
     assert shapes == [(2,), (2,), None, (5,)]
+    for i in range(2):
+        loss, expected = mse_with_metrics(sgd_member(i).model, EXAMPLE)
+        torch.testing.assert_close(losses[i], loss.detach(), rtol=TOLERANCE, atol=0.0)
+        for name, value in expected.items():
+            torch.testing.assert_close(metrics[name][i], value.detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 # ---- who is fused with whom ----------------------------------------------------------------------------
@@ -167,17 +165,29 @@ def defaulted_loss(factor: float) -> Callable[..., Tensor]:
     return loss
 
 
-def test_closures_with_different_constants_are_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def odd_loss(sign: int) -> Callable[..., Any]:
+    """Code within code counts as well."""
+    if sign > 0:
+        return lambda m, b: sum((p - q).square().mean() for p, q in [(m(b[0]), b[1])])
+    return lambda m, b: sum((p + q).square().mean() for p, q in [(m(b[0]), b[1])])
+
+
+def test_closures_with_different_constants_or_code_are_different_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Defaults of arguments count like closures, and the same constant is the same wherever it is kept."""
     work = count_work(monkeypatch)
-    losses = (scaled_loss(1.5), scaled_loss(3.0), scaled_loss(1.5), defaulted_loss(3.0), defaulted_loss(1.5))
+    losses = (
+        *(scaled_loss(1.5), scaled_loss(3.0), scaled_loss(1.5), defaulted_loss(3.0), defaulted_loss(1.5)),
+        *(odd_loss(1), odd_loss(-1)),
+    )
 
     def make(i: int) -> Member:
         return sgd_member(i, loss=losses[i])
 
-    fleet = Fleet([make(i) for i in range(5)], None, EXAMPLE)
-    assert groups_of(fleet) == [("m0", "m2", "m4"), ("m1", "m3")]
-    assert (work.traces, work.fusions) == (4, 2)
+    fleet = Fleet([make(i) for i in range(len(losses))], None, EXAMPLE)
+    assert groups_of(fleet) == [("m0", "m2", "m4"), ("m1", "m3"), ("m5",), ("m6",)]
+    assert (work.traces, work.fusions) == (6, 4)
     assert_trains_alone(fleet, make, BATCHES[:3])
 
 
@@ -213,16 +223,6 @@ class Scaled(nn.Module):
 
 def with_adam(model: nn.Module, name: str) -> Member:
     return Member(model, torch.optim.Adam(model.parameters(), lr=0.05), name)
-
-
-def test_members_that_differ_in_plain_settings() -> None:
-    def member(i: int) -> Member:
-        settings = [Setting(float(number)) for number in range(10)]
-        return with_adam(Scaled(i, *settings, Setting((1.0, 2.0, 2.0)[i])), f"m{i}")
-
-    fleet = Fleet([member(i) for i in range(3)], mse, EXAMPLE)
-    assert groups_of(fleet) == [("m0",), ("m1", "m2")]
-    assert_trains_alone(fleet, member, BATCHES[:2])
 
 
 def pair_of_layers(how: str) -> nn.Module:
@@ -310,16 +310,6 @@ def test_members_that_differ_in_evaluation_only() -> None:
         assert got[member.name or ""]["loss"] == pytest.approx(expected, rel=TOLERANCE)
 
 
-def test_tensors_of_another_dtype_are_another_group() -> None:
-    members = []
-    for i, dtype in enumerate((torch.float32, torch.float64)):
-        model = mlp(i, dtype=dtype)
-        members.append(Member(model, torch.optim.SGD(model.parameters(), lr=0.1), f"m{i}"))
-    assert groups_of(Fleet(members, mse_any, EXAMPLE)) == [("m0",), ("m1",)]
-    # Held in doubles they are the same.
-    assert groups_of(Fleet(members, mse, EXAMPLE, precision="fp64")) == [("m0", "m1")]
-
-
 # ---- what cannot be fused ------------------------------------------------------------------------------
 
 
@@ -338,106 +328,62 @@ def unfusable(built_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unfusable")
 def test_what_cannot_be_fused_trains_one_by_one() -> None:
-    with pytest.warns(TrainmuxWarning, match=r"aten\.odd\.default.*it is odd.*width 1") as told:
-        fleet = Fleet([adam_member(i) for i in range(3)], mse, EXAMPLE)
-    assert len(told) == 1
-    assert told[0].filename == __file__
-    assert groups_of(fleet) == [("m0",), ("m1",), ("m2",)]
-    text = fleet.explain()
-    assert text.count("trains at width 1: aten.odd.default cannot be fused: it is odd") == 3
-    assert_trains_alone(fleet, adam_member, BATCHES[:3])
-
-
-@pytest.mark.usefixtures("unfusable")
-def test_newcomers_to_what_cannot_be_fused() -> None:
-    with pytest.warns(TrainmuxWarning, match="width 1"):
-        fleet = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE)
-    fleet.add(adam_member(2))
-    fleet.replace("m1", adam_member(3))
-    assert [group.width for group in fleet.summary()] == [1, 1, 1]
-    assert all("it is odd" in group.unfused_because for group in fleet.summary())
-    assert fleet.names == ("m0", "m3", "m2")
-    assert_trains_alone(fleet, lambda i: adam_member((0, 3, 2)[i]), BATCHES[:2])
-
-
-@pytest.mark.usefixtures("unfusable")
-def test_a_single_member_that_gets_company_that_cannot_be_fused() -> None:
-    """Nobody knew before: the warning comes with the newcomer, and both train."""
+    """Who knows of it only when a second member comes is told then, and once."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fleet = Fleet([adam_member(0)], mse, EXAMPLE)
     fleet.step(BATCHES[0])
-    with pytest.warns(TrainmuxWarning, match="it is odd"):
+    with pytest.warns(TrainmuxWarning, match=r"aten\.odd\.default.*it is odd") as told:
         fleet.add(adam_member(1))
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    fleet.add(adam_member(2))
+    fleet.replace("m1", adam_member(3))
+    assert groups_of(fleet) == [("m0",), ("m3",), ("m2",)]
+    assert all("it is odd" in group.unfused_because for group in fleet.summary())
+    assert fleet.explain().count("trains at width 1: aten.odd.default cannot be fused: it is odd") == 3
     fleet.step(BATCHES[1])
-    assert_alone(fleet, (adam_member(0), BATCHES[:2]), (adam_member(1), BATCHES[1:2]))
-    assert len(fleet.summary()) == 2
+    assert_alone(fleet, (adam_member(0), BATCHES[:2]), *((adam_member(i), BATCHES[1:2]) for i in (2, 3)))
 
 
-# ---- an operator that torch.vmap has no rule for -------------------------------------------------------
+def test_operators_without_a_batching_rule_are_looped_over_and_said() -> None:
+    def normed(i: int) -> Member:
+        model = nn.Sequential(nn.utils.parametrizations.weight_norm(mlp(i)[0]), mlp(i)[2])
+        return Member(model, torch.optim.SGD(model.parameters(), lr=0.05), f"m{i}")
 
-
-@torch.library.custom_op("trainmux_fleet_tests::cubed", mutates_args=())
-def cubed(x: Tensor) -> Tensor:
-    """Refuses a member axis: an operator for one model's activations."""
-    assert x.dim() == 2
-    return x * x * x
-
-
-@torch.library.custom_op("trainmux_fleet_tests::cubed_backward", mutates_args=())
-def cubed_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    assert x.dim() == 2
-    return 3 * x * x * gradient
-
-
-@cubed.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@cubed_backward.register_fake
-def _(gradient: Tensor, x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> Tensor:
-    return cubed_backward(gradient, *ctx.saved_tensors)
-
-
-cubed.register_autograd(_backward, setup_context=_save)
-
-
-class Cubic(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.body = mlp(seed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cubed(self.body(x))  # the operator's line
-
-
-def cubic(i: int) -> Member:
-    model = Cubic(i)
-    return Member(model, torch.optim.SGD(model.parameters(), lr=0.05), f"m{i}")
-
-
-def test_an_operator_without_a_rule_is_looped_over_and_told() -> None:
-    fleet = Fleet([cubic(i) for i in range(3)], mse, EXAMPLE)
-    assert groups_of(fleet) == [("m0", "m1", "m2")]
+    fleet = Fleet([normed(i) for i in range(3)], mse, EXAMPLE)
     (summary,) = fleet.summary()
-    looped = {record.op: record for record in summary.records if record.how == "loop"}
-    assert set(looped) == {
-        "trainmux_fleet_tests.cubed.default",
-        "trainmux_fleet_tests.cubed_backward.default",
-    }
-    assert all("torch.vmap has no rule" in record.fallback for record in looped.values())
-    assert "test_fleet_groups.py" in looped["trainmux_fleet_tests.cubed.default"].locations[0]
-    text = fleet.explain()
-    assert "fell back:" in text
-    assert "trainmux_fleet_tests.cubed.default x1 at" in text
-    assert "nothing fell back" not in text
-    assert_trains_alone(fleet, cubic, BATCHES[:3])
+    looped = [record for record in summary.records if record.how == "loop"]
+    assert looped
+    assert all(record.fallback and record.op in fleet.explain() for record in looped)
+    assert "nothing fell back" not in fleet.explain()
+    assert_trains_alone(fleet, normed, BATCHES[:3])
+
+
+# ---- what a fleet tells about itself -------------------------------------------------------------------
+
+
+def test_every_group_and_every_operator_is_told_in_the_same_words_every_time() -> None:
+    """In another fleet, and after training, evaluation and a sync."""
+    fleet, other = (Fleet([bn_member(0), sgd_member(1), bn_member(2)], mse, EXAMPLE) for _ in range(2))
+    first, second = fleet.explain().split("\n\n")
+    assert first.startswith("group 0: 2 of 2 slots taken (m0, m2)\n  optimizer Adam; ")
+    assert second.startswith("group 1: 1 of 1 slots taken (m1)\n  optimizer SGD; ")
+    for block, group in zip((first, second), fleet.summary(), strict=True):
+        assert group.num_nodes > len(group.records) > 5
+        assert f"{group.num_nodes} nodes" in block
+        lines = block.splitlines()
+        for record in group.records:
+            fitting = [line for line in lines if line.split()[:1] == [record.op] and record.how in line]
+            assert any(line.endswith(f"x{record.count}") for line in fitting)
+        assert lines[-1] == "  nothing fell back"
+    for batch in BATCHES[:2]:
+        other.step(batch)
+    other.evaluate([EXAMPLE])
+    other.sync()
+    assert other.explain() == fleet.explain()
+    other.drop("m0")
+    assert other.explain().startswith("group 0: 1 of 2 slots taken (m2)")
+    for i in range(3, 10):
+        other.add(bn_member(i))
+    assert " and 2 more" in other.explain()

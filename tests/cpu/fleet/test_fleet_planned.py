@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from planned_fleets import batch, fleet_of, member, same, train, with_momentum
-from torch import nn
+from benchmarks.workloads import SMALL
+from equivalence import assert_same
+from fleet_cases import assert_same_fleets
+from interrupted import train_interrupted
+from torch import Tensor, nn
 
 import trainmux as tm
 from trainmux.errors import BudgetError, PlanError, TrainmuxWarning
 from trainmux.fleet import _planning
 from trainmux.fleet._planned_runner import PlannedRunner
-from trainmux.ir import Free, Multiplexing, Profile, Wait
+from trainmux.ir import Free, Profile, Wait
 
 pytestmark = pytest.mark.usefixtures("built_once")
+
+WORKLOAD = SMALL["mlp"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,10 +53,36 @@ def quick_side_by_side(
     monkeypatch.setattr(_planning, "measure_profile", measured)
 
 
-def ring(fleet: tm.Fleet) -> tm.Plan:
-    plan = fleet.plan(policy="mutwo")
-    assert plan.record.schedule.multiplexing is Multiplexing.RING
-    return plan
+def member(number: int, **options: Any) -> tm.Member:
+    model = WORKLOAD.build(number).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return tm.Member(model, optimizer, name=f"m{number}", seed=number, scheduler=schedule, **options)
+
+
+def with_momentum(number: int) -> tm.Member:
+    """A member of another group."""
+    model = WORKLOAD.build(number).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return tm.Member(model, optimizer, name=f"m{number}", seed=number)
+
+
+def fleet_of(num_members: int = 2, *, clips: bool = False, **options: Any) -> tm.Fleet:
+    limits: list[Any] = [{"clip_norm": 0.1}, {"clip_value": 0.01}] if clips else [{}, {}]
+    members = [member(number, **limits[min(number, 1)]) for number in range(num_members)]
+    return tm.Fleet(members, WORKLOAD.loss, batch(0), deterministic=True, **options)
+
+
+def batch(number: int, size: int | None = None) -> Any:
+    whole = WORKLOAD.batch(number, torch.float32)
+    return whole if size is None else torch.utils._pytree.tree_map(lambda tensor: tensor[:size], whole)
+
+
+def train(*fleets: tm.Fleet, steps: Sequence[int]) -> None:
+    """Both are given the same batches, and have the same losses."""
+    for number in steps:
+        losses = [fleet.step(batch(number)).nan_to_num() for fleet in fleets]
+        assert torch.equal(*losses)
 
 
 WAYS: dict[str, tuple[int, str, list[int], int]] = {
@@ -61,6 +92,10 @@ WAYS: dict[str, tuple[int, str, list[int], int]] = {
     "side by side": (4, "mutwo", [2, 2], 2),
     "unevenly side by side": (5, "mutwo", [2, 3], 3),
 }
+
+
+EVENLY = pytest.param("side by side", marks=pytest.mark.extensive)
+"""One more combination of branches."""
 
 
 def planned_and_plain(way: str, **options: Any) -> tuple[tm.Fleet, tm.Fleet, tm.Plan]:
@@ -75,20 +110,15 @@ def planned_and_plain(way: str, **options: Any) -> tuple[tm.Fleet, tm.Fleet, tm.
 
 
 @pytest.mark.usefixtures("quick_side_by_side")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [name if name != "side by side" else EVENLY for name in WAYS])
 def test_everything_in_the_life_of_a_fleet_has_the_bits_of_one_without_a_plan(
     way: str, tmp_path: Path
 ) -> None:
     """Clipping, schedules, accumulation, evaluation, stops, newcomers, checkpoints, some steps unplanned."""
     planned, plain, plan = planned_and_plain(way, clips=True, accumulate=2)
-    train(planned, plain, steps=range(3))
-    places = [tensor.data_ptr() for group in planned._groups for tensor in group.state.stacked()]
-    train(planned, plain, steps=[3])
-    if WAYS[way][3] > 1:
-        found = [tensor.data_ptr() for group in planned._groups for tensor in group.state.stacked()]
-        assert found == places, "expected state to stay where it is between micro-batches"
+    train(planned, plain, steps=range(4))
     assert torch.equal(planned.metrics["grad_norm"], plain.metrics["grad_norm"])
-    assert same(planned, plain)
+    assert_same_fleets(planned, plain)
     assert planned.evaluate([batch(7)]) == plain.evaluate([batch(7)])
     train(planned, plain, steps=[4, 5])  # after a sync a new flight begins
     planned.save(tmp_path / "saved")
@@ -102,20 +132,17 @@ def test_everything_in_the_life_of_a_fleet_has_the_bits_of_one_without_a_plan(
     train(planned, plain, steps=range(2))
     planned.plan(policy=plan.record.policy, max_partitions=5)
     train(planned, plain, steps=range(2))
-    assert planned.stopped() == plain.stopped() != {}
-    assert same(planned, plain)
+    assert plain.stopped() != {}
+    assert_same_fleets(planned, plain)
 
 
 @pytest.mark.usefixtures("quick_side_by_side")
-@pytest.mark.parametrize("way", ["ring", "unevenly side by side"])
-def test_a_step_can_be_watched_and_a_plan_is_kept_and_read_again(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["ring", EVENLY])
+def test_a_step_can_be_watched_and_a_plan_is_read_again(way: str, tmp_path: Path) -> None:
     planned, plain, plan = planned_and_plain(way)
     assert ("side by side" in plan.explain()) == (WAYS[way][3] > 1)
     with pytest.raises(PlanError):
         plain.watch(batch(0))
-    told: list[str] = []
-    planned.plan(policy="mutwo", max_partitions=5, progress=lambda step: told.append(step.current))
-    assert told == ["a plan that was kept"]
     plan.save(tmp_path / "plan.json")
     other = fleet_of(WAYS[way][0])
     other.use(tm.Plan.load(tmp_path / "plan.json"))
@@ -126,7 +153,7 @@ def test_a_step_can_be_watched_and_a_plan_is_kept_and_read_again(way: str, tmp_p
     train(planned, plain, steps=[2])
     seen = planned.watch(batch(3))
     plain.step(batch(3))
-    assert same(planned, plain), "a watched step is a step"
+    assert_same_fleets(planned, plain)  # a watched step is a step
     assert seen.source == "measured"
     body = plan.program.body.instructions
     expected = {position for position, item in enumerate(body) if not isinstance(item, Free | Wait)}
@@ -139,124 +166,77 @@ def test_a_step_can_be_watched_and_a_plan_is_kept_and_read_again(way: str, tmp_p
         planned.watch(batch(4, 3))
 
 
-def test_micro_batches_train_where_optimizer_state_has_no_room_beside_them() -> None:
-    fleets = [fleet_of(4, accumulate=2), fleet_of(4, accumulate=2)]
-    with pytest.raises(BudgetError) as refused:
-        fleets[0].plan(1000, max_partitions=2)
-    smallest = refused.value.smallest_bytes
-    assert smallest is not None
-    fleets[0].plan(smallest + 2000, max_partitions=2)
-    for number in range(4):
-        torch.testing.assert_close(*[fleet.step(batch(number)) for fleet in fleets])
-    active = fleets[0]._plans._active
-    assert active is not None
-    carried = [steps.steps[0].state_keys() for steps, _ in active._engines.values()]
-    assert () in carried, "expected a budget that is too small for all of it"
-
-
-def test_batches_of_other_shapes_run_in_the_same_memory() -> None:
-    fleets = [fleet_of(3), fleet_of(3)]
-    plan = ring(fleets[0])
-    for number, size in enumerate((None, 3, None, 3, 5)):
-        losses = [fleet.step(batch(number, size)) for fleet in fleets]
-        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-    active = fleets[0]._plans._active
-    assert active is not None
-    assert active.slab_bytes <= plan.budget_bytes
-
-
-def test_a_member_that_is_not_finite_freezes_alone() -> None:
-    fleets = [fleet_of(), fleet_of()]
-    ring(fleets[0])
-    for fleet in fleets:
+def test_fits_freezes_other_shapes_and_budgets_that_cannot_work() -> None:
+    """All in the life of one planned fleet."""
+    planned, plain, _ = planned_and_plain("ring")
+    for fleet in (planned, plain):
+        fleet.fit([batch(0), batch(1)], epochs=2, validation=[batch(8)], progress=False)
+    for number, size in enumerate((3, None, 3, 5)):
+        torch.testing.assert_close(*[fleet.step(batch(number, size)) for fleet in (planned, plain)])
+    planned, plain, _ = planned_and_plain("ring")
+    train(planned, plain, steps=[0])
+    with pytest.raises(BudgetError) as caught:
+        planned.plan(1000, "none")
+    train(planned, plain, steps=[1])
+    assert caught.value.smallest_bytes is not None
+    planned.plan(caught.value.smallest_bytes, "none")
+    train(planned, plain, steps=[2])
+    assert_same_fleets(planned, plain)
+    for fleet in (planned, plain):
         fleet.members[0].optimizer.param_groups[0]["lr"] = 1e38
-    train(*fleets, steps=range(4))
-    assert fleets[0].stopped() == fleets[1].stopped() != {}
-    assert same(*fleets)
+    train(planned, plain, steps=range(4))
+    assert plain.stopped() != {}
+    assert_same_fleets(planned, plain)
+
+
+def test_micro_batches_train_where_optimizer_state_has_no_room_beside_them() -> None:
+    planned, plain = fleet_of(accumulate=2), fleet_of(accumulate=2)
+    with pytest.raises(BudgetError) as refused:
+        planned.plan(1000, max_partitions=2)
+    assert refused.value.smallest_bytes is not None
+    planned.plan(refused.value.smallest_bytes + 2000, max_partitions=2)
+    for number in range(4):
+        torch.testing.assert_close(*[fleet.step(batch(number)) for fleet in (planned, plain)])
 
 
 def test_members_come_and_go_and_the_plan_is_made_anew_where_it_must() -> None:
-    fleets = [fleet_of(4), fleet_of(4)]
-    budget = 1 << 20
-    fleets[0].plan(budget, "none")
-    train(*fleets, steps=range(2))
-    taken = fleets[0].members[2]
-    for fleet in fleets:
+    planned, plain = fleet_of(4), fleet_of(4)
+    planned.plan(1 << 20, "none")
+    for fleet in (planned, plain):  # before it is used
+        fleet.add(member(4))
+        fleet.drop("m0")
+    train(planned, plain, steps=range(2))
+    taken = planned.members[1]
+    for fleet in (planned, plain):
         fleet.replace("m1", member(7))
         fleet.drop("m2")
-    kept = copy.deepcopy(taken.model.state_dict())
-    first = fleets[0]._plans.plan
-    train(*fleets, steps=[2])
-    assert fleets[0]._plans.plan is first, "a free slot needs no other plan"
-    assert all(torch.equal(value, kept[name]) for name, value in taken.model.state_dict().items())
-    for fleet in fleets:
+    kept = {name: value.clone() for name, value in taken.model.state_dict().items()}
+    train(planned, plain, steps=[2])
+    assert_same(taken.model.state_dict(), kept)  # nothing writes to whoever has left
+    for fleet in (planned, plain):
         fleet.add(member(8))
         fleet.add(member(9))
         fleet.replace("m8", with_momentum(8))  # of another group, and the same name
-    train(*fleets, steps=[3])
-    second = fleets[0]._plans.plan
-    assert second is not None
-    assert second is not first
-    assert second.budget_bytes == budget
-    assert sorted(name for part in second.partition for name in part.members) == sorted(fleets[0].names)
-    for fleet in fleets:
-        for name in ("m0", "m3", "m8"):
+    train(planned, plain, steps=[3])
+    for fleet in (planned, plain):
+        for name in ("m3", "m8"):
             fleet.drop(name)
-    train(*fleets, steps=[4])
-    assert same(*fleets)
-
-
-def test_members_that_change_before_a_plan_is_used_train_by_one_made_anew() -> None:
-    fleets = fleet_of(3), fleet_of(3)
-    fleets[0].plan(budget="1GiB", policy="none")
-    for each in fleets:
-        each.add(member(3))
-        each.drop("m0")
-        each.replace("m1", with_momentum(4))
-    train(*fleets, steps=range(3))
-    assert same(*fleets)
-    assert fleets[0].names == fleets[1].names == ("m4", "m2", "m3")
-    assert fleets[0].plan(budget="1GiB", policy="none").partition  # no group without members is left over
-
-
-def test_fit_trains_by_the_plan() -> None:
-    fleets = [fleet_of(), fleet_of()]
-    ring(fleets[0])
-    for fleet in fleets:
-        fleet.fit([batch(0), batch(1), batch(2)], epochs=2, validation=[batch(8)], progress=False)
-    assert same(*fleets)
-
-
-def test_a_budget_that_nothing_keeps_to_leaves_the_fleet_as_it_was() -> None:
-    fleets = [fleet_of(), fleet_of()]
-    ring(fleets[0])
-    train(*fleets, steps=[0])
-    with pytest.raises(BudgetError) as caught:
-        fleets[0].plan(1000, "none")
-    train(*fleets, steps=[1])
-    assert caught.value.smallest_bytes is not None
-    fleets[0].plan(caught.value.smallest_bytes, "none")
-    train(*fleets, steps=[2])
-    assert same(*fleets)
+    train(planned, plain, steps=[4])
+    assert_same_fleets(planned, plain)
+    plan = planned.plan(1 << 20, "none")
+    assert sorted(name for part in plan.partition for name in part.members) == sorted(planned.names)
 
 
 def test_a_plan_that_holds_more_than_its_budget_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleets = [fleet_of(), fleet_of()]
-    budget = 64 << 20
-    fleets[0].plan(budget, "none")
+    """What the process holds shows when a plan runs; on a CPU it is what was planned."""
+    planned, plain, plan = planned_and_plain("turns")
     held = PlannedRunner._held_bytes
-    monkeypatch.setattr(PlannedRunner, "_held_bytes", lambda self: held(self) + budget)
-    with pytest.warns(TrainmuxWarning, match="more than its budget"):
-        train(*fleets, steps=[0])
-    monkeypatch.setattr(PlannedRunner, "_held_bytes", held)
-    first = fleets[0]._plans.plan
-    train(*fleets, steps=[1])
-    second = fleets[0]._plans.plan
-    assert first is not None
-    assert second is not None
-    assert second.record.fixed_bytes > first.record.fixed_bytes
-    assert second.budget_bytes == budget
-    assert same(*fleets)
+    with monkeypatch.context() as patched:
+        patched.setattr(PlannedRunner, "_held_bytes", lambda self: held(self) + plan.budget_bytes)
+        with pytest.warns(TrainmuxWarning):
+            train(planned, plain, steps=[0])
+    train(planned, plain, steps=[1, 2])
+    assert_same_fleets(planned, plain)
 
 
 # ---- constants under a plan with branches ---------------------------------------------------------------
@@ -271,8 +251,12 @@ class Scaled(nn.Module):
         self.layer = nn.Linear(6, 4)
         self.register_buffer("scale", torch.full((4,), scale))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.scale
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - 1).square().mean()
 
 
 def scaled(number: int, scale: float = 1.0) -> tm.Member:
@@ -282,12 +266,17 @@ def scaled(number: int, scale: float = 1.0) -> tm.Member:
 
 def scaled_fleet(scales: Sequence[float], **options: Any) -> tm.Fleet:
     members = [scaled(number, scale) for number, scale in enumerate(scales)]
-    loss = lambda model, x: model(x).square().mean()  # noqa: E731
-    return tm.Fleet(members, loss, torch.randn(5, 6), deterministic=True, **options)
+    return tm.Fleet(members, mean_square, torch.randn(5, 6), deterministic=True, **options)
 
 
 @pytest.mark.usefixtures("quick_side_by_side")
-@pytest.mark.parametrize("scales", [(3.0,) * 4, (1.0, 2.0, 3.0, 4.0)], ids=["shared", "of each"])
+@pytest.mark.parametrize(
+    "scales",
+    [
+        pytest.param((3.0,) * 4, marks=pytest.mark.extensive, id="shared"),
+        pytest.param((1.0, 2.0, 3.0, 4.0), id="of each"),
+    ],
+)
 def test_constants_of_checkpoints_and_newcomers_reach_every_branch(
     scales: Sequence[float], tmp_path: Path
 ) -> None:
@@ -296,7 +285,7 @@ def test_constants_of_checkpoints_and_newcomers_reach_every_branch(
     plan = fleets[0].plan(max_partitions=5)
     assert plan.record.num_branches == 4
     for num_branches in (1, 2, 3):
-        with pytest.raises(PlanError, match="branches with one member each"):
+        with pytest.raises(PlanError):
             fleets[0].use(tm.Plan(replace(plan.record, num_branches=num_branches), plan.profiles))
     batch = torch.randn(5, 6)
     fleets[0].step(batch)
@@ -318,7 +307,7 @@ class OneSmall(nn.Module):
         self.wide = nn.Linear(130, 130, bias=False)
         self.scale = nn.Parameter(torch.ones(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.wide(x).mean(1, keepdim=True) * self.scale
 
 
@@ -331,7 +320,7 @@ def test_a_parameter_of_one_element_is_updated_under_a_plan() -> None:
             torch.manual_seed(seed)
             model = OneSmall()
             members.append(tm.Member(model, torch.optim.AdamW(model.parameters(), lr=0.1), seed=seed))
-        return tm.Fleet(members, lambda model, x: (model(x) - 1).square().mean(), example, deterministic=True)
+        return tm.Fleet(members, mean_square, example, deterministic=True)
 
     example = torch.randn(4, 130, generator=torch.Generator().manual_seed(0))
     plain, planned = fleet(), fleet()
@@ -339,4 +328,239 @@ def test_a_parameter_of_one_element_is_updated_under_a_plan() -> None:
     for _ in range(2):
         plain.step(example)
         planned.step(example)
-    assert same(plain, planned)
+    assert_same_fleets(plain, planned)
+
+
+# ---- too little memory, and Ctrl-C ----------------------------------------------------------------------
+
+
+def is_slab(*size: Any, **options: Any) -> bool:
+    is_large = bool(size) and isinstance(size[0], int) and size[0] > 20_000
+    return is_large and options.get("dtype") is torch.uint8
+
+
+def is_host_memory(*_: Any, **options: Any) -> bool:
+    return "pin_memory" in options
+
+
+@pytest.mark.parametrize(
+    ("is_refused", "error"),
+    [
+        (is_slab, torch.OutOfMemoryError("no memory")),
+        (is_host_memory, RuntimeError("can't allocate memory")),
+    ],
+)
+def test_a_plan_that_finds_no_memory_is_refused_and_nothing_is_lost(
+    is_refused: Callable[..., bool], error: Exception
+) -> None:
+    planned, plain, first = planned_and_plain("ring")
+    train(planned, plain, steps=[0])
+    planned.plan(policy="none")
+    zeros = torch.zeros
+
+    def refusing(*size: Any, **options: Any) -> Tensor:
+        if is_refused(*size, **options):
+            raise error
+        return zeros(*size, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "zeros", refusing)
+        with pytest.raises(BudgetError):
+            planned.step(batch(2))
+    assert_same_fleets(planned, plain)
+    planned.use(first if is_refused is is_slab else None)
+    train(planned, plain, steps=[2])
+    assert_same_fleets(planned, plain)
+
+
+class OutOfMemory(torch.utils._python_dispatch.TorchDispatchMode):
+    """Lets so many products of matrices be computed, and no more."""
+
+    def __init__(self, num_products: int) -> None:
+        super().__init__()
+        self.left = num_products
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= "mm" in func.__name__
+        if self.left < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_memory_in_the_middle_of_a_step() -> None:
+    """What runs node by node may fail at any of them: before its update a sub-array is as it was."""
+    planned, plain, _ = planned_and_plain("turns")
+    train(planned, plain, steps=range(2))
+    for num_products in (0, 1, 3):
+        with OutOfMemory(num_products), pytest.raises(BudgetError) as caught:
+            planned.step(batch(2))
+        assert caught.value.__context__ is None, "expected nothing that holds on to the step's tensors"
+        assert_same_fleets(planned, plain)
+    train(planned, plain, steps=[2])
+    assert_same_fleets(planned, plain)
+
+
+def test_no_memory_while_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planned, plain = fleet_of(), fleet_of()
+    monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path))
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_planning, "measure_profile", no_memory)
+        with pytest.raises(BudgetError) as caught:
+            planned.plan(policy="none")
+        assert caught.value.__context__ is None
+    train(planned, plain, steps=[0])
+    planned.plan(policy="none")
+    train(planned, plain, steps=[1])
+    assert_same_fleets(planned, plain)
+
+
+@pytest.mark.parametrize("was_planned", [False, True])
+def test_an_interrupt_while_a_plan_is_put_into_use_leaves_the_step_not_begun(was_planned: bool) -> None:
+    planned, plain, first = planned_and_plain("ring")
+    second = planned.plan(policy="none")
+    if was_planned:
+        planned.use(first)
+        train(planned, plain, steps=[9])
+        planned.use(second)
+    zeros, interrupts = torch.zeros, []
+
+    def interrupted(*size: Any, **options: Any) -> Tensor:
+        if is_slab(*size, **options) and not interrupts:
+            interrupts.append(signal.raise_signal(signal.SIGINT))
+        return zeros(*size, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "zeros", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            planned.step(batch(1))
+    assert interrupts
+    assert_same_fleets(planned, plain)
+    train(planned, plain, steps=[5])
+    assert_same_fleets(planned, plain)
+
+
+def test_interrupts_at_any_time_change_nothing() -> None:
+    planned, plain, _ = planned_and_plain("ring")
+    planned.step(batch(0))  # what is made once is made in peace
+    num_steps = 40
+    assert train_interrupted(planned, batch, num_steps) > 3
+    for number in range(num_steps):
+        plain.step(batch(number))
+    assert_same_fleets(planned, plain)
+
+
+# ---- evaluation by a plan -------------------------------------------------------------------------------
+
+DEVICE = "a100-40gb"
+"""Plans are worked out for it: measuring takes longer, and may have another outcome each time."""
+
+WIDTH = 64
+
+
+class Normed(nn.Module):
+    """Batch norm, dropout and noise, and where ``doubles`` is set another graph in evaluation."""
+
+    def __init__(self, *, doubles: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, 8), nn.BatchNorm1d(8)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(8, WIDTH)
+        self.doubles = doubles
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.drop(self.norm(self.first(x)).relu())) + 0.1 * torch.randn_like(x)
+        return 2 * y if self.doubles and not self.training else y
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, WIDTH))
+
+
+def classify(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def labelled(number: int, size: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    labels = torch.randint(0, WIDTH, (size,), generator=generator)
+    return torch.randn(size, WIDTH, generator=generator), labels
+
+
+LOADER = [labelled(number, size) for number, size in enumerate((4, 3))]
+
+
+def evaluated_fleet(builders: list[Any], make_optimizer: Any = torch.optim.AdamW, **options: Any) -> tm.Fleet:
+    members = []
+    for number, build in enumerate(builders):
+        torch.manual_seed(number)
+        model = build().train()
+        optimizer = make_optimizer(model.parameters(), lr=1e-2 * (number + 1))
+        members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
+    return tm.Fleet(members, classify, labelled(0), deterministic=True, **options)
+
+
+def tight(fleet: tm.Fleet, more_bytes: int) -> tm.Plan:
+    """By a budget that is so much larger than the smallest."""
+    with pytest.raises(BudgetError) as caught:
+        fleet.plan(1000, "auto", device=DEVICE, max_partitions=2)
+    assert caught.value.smallest_bytes is not None
+    return fleet.plan(caught.value.smallest_bytes + more_bytes, "auto", device=DEVICE, max_partitions=2)
+
+
+def first_weight(model: nn.Module, _: Any) -> dict[str, Tensor]:
+    """A metric that nothing has to be computed for: a view of the state."""
+    return {"weight": next(model.parameters()).flatten()[0]}
+
+
+EVALUATED: dict[str, tuple[list[Any], Any, int | None]] = {
+    # By name: models, optimizer, how many bytes the budget has above the smallest.
+    "everything fits": ([Normed] * 2, torch.optim.AdamW, None),
+    "optimizer state waits on the host": ([deep] * 4, torch.optim.Adagrad, 170_000),
+    "parameters come in as they are needed": ([deep] * 4, torch.optim.SGD, 0),
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATED)
+def test_a_planned_evaluation_has_the_same_bits_and_disturbs_nothing(kind: str, tmp_path: Path) -> None:
+    builders, optimizer, more_bytes = EVALUATED[kind]
+    fleet, control = (evaluated_fleet(builders, optimizer, width=1) for _ in range(2))
+    plan = fleet.plan("1GiB", "none", device=DEVICE) if more_bytes is None else tight(fleet, more_bytes)
+
+    def evaluate() -> list[Any]:
+        return [fleet.evaluate(LOADER), fleet.evaluate(LOADER[:1], first_weight)]
+
+    for each in (fleet, control):
+        each.use(plan)
+    for number in range(2):
+        for each in (fleet, control):
+            each.step(labelled(10 + number))
+        norms = fleet.metrics["grad_norm"]
+        if more_bytes is not None:
+            with pytest.raises(BudgetError):
+                fleet.evaluate([labelled(0, 4096)])
+        found = evaluate()
+        assert torch.equal(fleet.metrics["grad_norm"], norms)
+    for each in (fleet, control):
+        each.step(labelled(20))
+    assert_same_fleets(fleet, control)
+    found = evaluate()
+    fleet.use(None)
+    assert evaluate() == found
+
+
+def test_members_that_differ_in_evaluation_run_their_own_graphs_by_a_plan() -> None:
+    """Before the first step, beside a group with one graph; and where a sub-array has lost its member."""
+    fleet = evaluated_fleet([Normed, lambda: Normed(doubles=True), mlp])
+    expected = fleet.evaluate(LOADER)
+    fleet.use(fleet.plan("1GiB", "none", device=DEVICE))
+    assert fleet.evaluate(LOADER[:1]) != expected
+    assert fleet.evaluate(LOADER) == expected
+    fleet.drop("m2")
+    assert fleet.evaluate(LOADER) == {name: expected[name] for name in ("m0", "m1")}

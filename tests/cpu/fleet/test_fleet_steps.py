@@ -1,187 +1,129 @@
-"""What a step does to every member: clipping, accumulation, short batches, results without waiting."""
+"""What a step takes and gives: settings as they are at that moment, schedules, results without waiting."""
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from equivalence import same_bits
 from fleet_cases import (
     BATCHES,
     EXAMPLE,
-    TOLERANCE,
     adam_member,
     assert_alone,
     assert_close,
-    assert_trains_alone,
-    bn_cnn,
-    count_work,
+    assert_same_fleets,
     dropout_member,
-    images,
-    mlp,
     mse,
     mse_with_metrics,
-    same_bits,
     sgd_member,
     state_of,
     states_of,
     train_alone,
-    vectors,
 )
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainmux import Fleet, Member
+from trainmux.errors import MemberError, OptimizerError
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
-# ---- clipping ------------------------------------------------------------------------------------------
-
-CLIPS: list[dict[str, float]] = [
-    {},
-    {"clip_norm": 0.05},
-    {"clip_value": 0.01},
-    {"clip_norm": 1e6},
-    {"clip_norm": 0.5, "clip_value": 0.02},
-    {"clip_norm": math.inf},
-]
+Write = Callable[[Member, int], None]
 
 
-def clipped(i: int) -> Member:
-    """The gradient itself must be clipped: SGD shows its size, which Adam would hide."""
-    return sgd_member(i, **CLIPS[i])
+def first_group(member: Member) -> dict[str, Any]:
+    return member.optimizer.param_groups[0]
 
 
-def test_clipping_is_each_members_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reported norm is that of the gradient before clipping."""
-    work = count_work(monkeypatch)
-    fleet = Fleet([clipped(i) for i in range(len(CLIPS))], mse, EXAMPLE)
-    assert_trains_alone(fleet, clipped, BATCHES[:3])
-    assert work.traces == work.fusions == 1
-    norms = Fleet([clipped(i) for i in range(len(CLIPS))], mse, EXAMPLE)
-    norms.step(EXAMPLE)
-    for i in range(len(CLIPS)):
-        alone = clipped(i)
-        mse(alone.model, EXAMPLE).backward()
-        expected = torch.stack([p.grad.norm() for p in alone.model.parameters()]).norm()
-        torch.testing.assert_close(norms.metrics["grad_norm"][i], expected, rtol=TOLERANCE, atol=0.0)
+def write_tensor_in_place(member: Member, number: int) -> None:
+    """A learning rate that is a tensor may be written through a reference that is kept elsewhere."""
+    if number == 0:
+        first_group(member)["lr"] = torch.tensor(0.03, dtype=torch.float64)
+    first_group(member)["lr"].fill_(0.1 / (number + 1))
 
 
-def test_the_norm_counts_parameters_that_the_optimizer_does_not_hold() -> None:
-    """As ``clip_grad_norm_(model.parameters())`` does."""
-
-    def make(i: int) -> Member:
-        model = mlp(i)
-        return Member(
-            model, torch.optim.SGD(model[2].parameters(), lr=0.1 * (i + 1)), f"m{i}", clip_norm=0.05
-        )
-
-    fleet = Fleet([make(i) for i in range(2)], mse, EXAMPLE)
-    assert_trains_alone(fleet, make, BATCHES[:3])
+def write_list_in_place(member: Member, number: int) -> None:
+    if number == 0:
+        first_group(member)["betas"] = [0.9, 0.99]
+    first_group(member)["betas"][0] = 0.9 - 0.1 * number
 
 
-def test_clipping_in_single_precision() -> None:
-    def make(i: int) -> Member:
-        model = mlp(i, dtype=torch.float32)
-        return Member(model, torch.optim.SGD(model.parameters(), lr=0.1), f"m{i}", **CLIPS[i])
+def write_state_dict(member: Member, number: int) -> None:
+    """Loading a state replaces the param groups by other objects."""
+    state = member.optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.1 / (number + 1)
+    kept = dict(member.optimizer.state)
+    member.optimizer.load_state_dict(state)
+    member.optimizer.state.update(kept)
 
-    batches = [vectors(seed, dtype=torch.float32) for seed in range(4)]
-    fleet = Fleet([make(i) for i in range(len(CLIPS))], mse, batches[0])
-    for batch in batches:
+
+WRITES: dict[str, Write] = {
+    "number": lambda member, number: first_group(member).update(lr=0.1 / (number + 1)),
+    "numpy": lambda member, number: first_group(member).update(lr=np.float64(0.1) / (number + 1)),
+    "integer": lambda member, number: first_group(member).update(lr=number % 2),
+    "every setting": lambda member, number: first_group(member).update(
+        lr=0.1, betas=(0.5, 0.9 - 0.1 * number), eps=1e-4 * (number + 1), weight_decay=0.1 * number
+    ),
+    "maximize": lambda member, number: first_group(member).update(maximize=number % 2 == 0),
+    "tensor in place": write_tensor_in_place,
+    "list in place": write_list_in_place,
+    "state dict": write_state_dict,
+    "clip_norm": lambda member, number: setattr(member, "clip_norm", (None, 0.1, 0.05)[number % 3]),
+    "clip_value": lambda member, number: setattr(member, "clip_value", (None, 0.01)[number % 2]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_what_is_written_before_a_step_counts_in_it(write: Write) -> None:
+    fleet = Fleet([adam_member(i) for i in range(3)], mse, EXAMPLE)
+    alone = adam_member(1)
+    neighbour = adam_member(2)
+    for number, batch in enumerate(BATCHES[:5]):
+        for member in (fleet.members[1], alone):
+            write(member, number)
         fleet.step(batch)
+        train_alone(alone, [batch])
+        train_alone(neighbour, [batch])
     states = states_of(fleet)
-    for i, name in enumerate(fleet.names):
-        alone = make(i)
-        train_alone(alone, batches)
-        assert_close(states[name], state_of(alone), share=1e-5)
+    assert_close(states["m1"], state_of(alone))
+    assert_close(states["m2"], state_of(neighbour))
 
 
-# ---- accumulation --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("value", [math.nan, None])
+def test_a_refused_setting_leaves_nothing_behind(value: Any) -> None:
+    fleet, untouched = (Fleet([adam_member(i) for i in range(3)], mse, EXAMPLE) for _ in range(2))
+    group = first_group(fleet.members[1])
+    for number, batch in enumerate(BATCHES[:4]):
+        if number % 2:
+            good, group["lr"] = group["lr"], value
+            with pytest.raises(OptimizerError):
+                fleet.step(batch)
+            group["lr"] = good
+        assert torch.equal(fleet.step(batch), untouched.step(batch))
+    assert_same_fleets(fleet, untouched)
 
 
-def cnn_member(i: int) -> Member:
-    model = bn_cnn(i)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (i + 1))
-    return Member(model, optimizer, f"m{i}", clip_norm=0.3 if i else None)
+def test_a_metric_that_is_the_batch_itself_is_a_copy() -> None:
+    """Memory that batches land in is used again."""
 
+    def loss(model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return mse(model, batch), {"inputs": batch[0]}
 
-def test_accumulation_is_the_mean_over_micro_batches() -> None:
-    """Losses are the micro-batch's own, and running statistics move with every one of them."""
-    batches = [images(seed) for seed in range(6)]
-    fleet = Fleet([cnn_member(i) for i in range(2)], mse, batches[0], accumulate=3, precision="fp64")
-    assert_trains_alone(fleet, cnn_member, batches, accumulate=3)
-
-
-def test_weights_wait_for_the_last_micro_batch_and_buffers_do_not() -> None:
-    batches = [images(seed) for seed in range(3)]
-    fleet = Fleet([cnn_member(i) for i in range(2)], mse, batches[0], accumulate=3)
-    states = [states_of(fleet)["m0"]]
-    for batch in batches:
-        fleet.step(batch)
-        states.append(states_of(fleet)["m0"])
-    weights = [{k: v for k, v in state.items() if k.startswith("parameter")} for state in states]
-    means = [state["buffer 1.running_mean"] for state in states]
-    for earlier, later in itertools.pairwise(weights[:3]):
-        assert all(same_bits(earlier[name], later[name]) for name in earlier)
-    assert not any(same_bits(weights[2][name], weights[3][name]) for name in weights[0])
-    assert not any(same_bits(one, other) for one, other in itertools.pairwise(means))
-    assert [int(state["buffer 1.num_batches_tracked"]) for state in states] == [0, 1, 2, 3]
-    assert "state 0 step" not in states[2]
-    assert states[3]["state 0 step"] == 1
-
-
-def test_accumulation_of_a_double_model_in_a_fleet_of_singles() -> None:
-    """``precision="fp32"`` leaves a model its own dtype: a third must then be a third in fp64."""
-
-    def make(i: int) -> Member:
-        model = mlp(i, dtype=(torch.float32, torch.float64)[i])
-        return Member(model, torch.optim.SGD(model.parameters(), lr=0.1), f"m{i}")
-
-    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = batch
-        return (model(x.to(model[0].weight.dtype)) - y).square().mean()
-
-    fleet = Fleet([make(i) for i in range(2)], loss, EXAMPLE, accumulate=3)
-    for batch in BATCHES[:3]:
-        fleet.step(batch)
-    assert_alone(fleet, (make(1), BATCHES[:3]), loss=loss, accumulate=3)
-
-
-# ---- batches of another size ---------------------------------------------------------------------------
-
-
-def test_a_short_last_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = [*BATCHES[:2], vectors(50, size=2), *BATCHES[3:5], vectors(51, size=2), BATCHES[5]]
-    fleet = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE)
-    work = count_work(monkeypatch)
-    assert_trains_alone(fleet, adam_member, batches)
-    assert work.traces == 1  # once for both short batches
-    assert work.fusions == 1
+    fleet = Fleet([sgd_member(i) for i in range(2)], loss, EXAMPLE)
+    batch = [tensor.clone() for tensor in BATCHES[0]]
+    fleet.step(batch)
+    kept = fleet.metrics["inputs"]
+    batch[0].zero_()
+    assert torch.equal(kept, BATCHES[0][0].expand_as(kept))
 
 
 # ---- results -------------------------------------------------------------------------------------------
-
-
-def test_losses_and_metrics_have_a_row_per_member() -> None:
-    fleet = Fleet([adam_member(i) for i in range(3)], mse_with_metrics, EXAMPLE)
-    assert fleet.metrics == {}
-    losses = fleet.step(EXAMPLE)
-    metrics = fleet.metrics
-    assert list(metrics) == ["grad_norm", "finite", "largest", "per_output"]
-    assert metrics["finite"].tolist() == [True] * 3
-    assert {key: tuple(value.shape) for key, value in metrics.items()} == {
-        "grad_norm": (3,),
-        "finite": (3,),
-        "largest": (3,),
-        "per_output": (3, 2),
-    }
-    for i in range(3):
-        loss, expected = mse_with_metrics(adam_member(i).model, EXAMPLE)
-        torch.testing.assert_close(losses[i], loss.detach(), rtol=TOLERANCE, atol=0.0)
-        for key, value in expected.items():
-            torch.testing.assert_close(metrics[key][i], value.detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_results_of_a_step_are_not_overwritten_by_the_next() -> None:
@@ -227,27 +169,61 @@ def test_a_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert metrics["finite"].tolist() == [True, True]
 
 
-class _Spare(nn.Module):
-    """Parameters in the optimizer that no gradient reaches, that are frozen, and that have no dimensions."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.used = mlp(seed)
-        self.scale = nn.Parameter(torch.tensor(1.0 + seed, dtype=torch.float64))
-        self.unused = nn.Parameter(torch.full((3,), float(seed), dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.full((2,), 1.0 + seed, dtype=torch.float64), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x) * self.scale * self.frozen
+# ---- schedules -----------------------------------------------------------------------------------------
 
 
-def test_parameters_of_every_kind() -> None:
-    """Those without gradients stay as they are: weight decay too passes them by, as in torch."""
+def scheduled(i: int, interval: str = "step") -> Member:
+    """Member ``i`` with a step schedule."""
+    member = adam_member(i)
+    member.scheduler = lr_scheduler.StepLR(member.optimizer, 1, 0.5)
+    member.scheduler_interval = interval
+    return member
 
-    def make(i: int) -> Member:
-        model = _Spare(i)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-        return Member(model, optimizer, f"m{i}", clip_norm=0.1)
 
-    fleet = Fleet([make(i) for i in range(2)], mse, EXAMPLE)
-    assert_trains_alone(fleet, make, BATCHES[:3])
+def plateau(i: int, **options: Any) -> Member:
+    """Member ``i`` whose rate falls tenfold after one epoch without improvement."""
+    member = adam_member(i, **options)
+    member.scheduler = lr_scheduler.ReduceLROnPlateau(member.optimizer, factor=0.1, patience=0)
+    return member
+
+
+def test_an_unknown_monitor_steps_no_schedule_at_all() -> None:
+    members = [scheduled(0, "epoch"), plateau(1, scheduler_monitor="val_f1")]
+    fleet = Fleet(members, mse, EXAMPLE)
+    fleet.step(BATCHES[0])
+    values = {name: {"loss": 1.0, "val_error": 1.0} for name in fleet.names}
+    with pytest.raises(MemberError, match="'m1'"):
+        fleet.end_epoch(values)
+    assert fleet.members[0].scheduler.last_epoch == 0
+    fleet.end_epoch({"m0": {"loss": 1.0}})  # whoever is not in the mapping did not train in this epoch
+    assert [member.scheduler.last_epoch for member in fleet.members] == [1, 0]
+
+
+def test_a_schedule_that_ends_names_its_member() -> None:
+    """OneCycleLR refuses to go past its end: the user has to see which of many members that was."""
+    first, second = scheduled(0), adam_member(1)
+    second.scheduler = lr_scheduler.OneCycleLR(second.optimizer, max_lr=0.2, total_steps=2)
+    fleet = Fleet([first, second], mse, EXAMPLE)
+    fleet.step(BATCHES[0])
+    with pytest.raises(Exception, match="Tried to step") as caught:
+        fleet.fit(BATCHES[1:4], epochs=1, progress=False)
+    told = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert "'m1'" in told
+
+
+def test_a_schedule_that_raises_holds_up_no_other() -> None:
+    def rate(step: int) -> float:
+        if step == 2:
+            raise ValueError("no rate for this step")
+        return 0.9**step
+
+    members = [scheduled(i) for i in range(3)]
+    members[1].scheduler = lr_scheduler.LambdaLR(members[1].optimizer, rate)
+    fleet = Fleet(members, mse, EXAMPLE)
+    fleet.step(BATCHES[0])
+    with pytest.raises(ValueError, match="no rate") as failed:
+        fleet.step(BATCHES[1])
+    assert failed.value.__notes__ == ["in the scheduler of member 'm1'"]
+    assert fleet.num_steps == 2
+    assert_alone(fleet, *((scheduled(i), BATCHES[:2]) for i in (0, 2)))
+    assert [fleet.members[i].scheduler.last_epoch for i in (0, 2)] == [2, 2]

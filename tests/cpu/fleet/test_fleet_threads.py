@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
@@ -32,16 +32,6 @@ class Bags(nn.Module):
         return self.out(self.bags(indices))  # type: ignore[no-any-return]
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.LSTM(3, 4, batch_first=True)
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.cells(x)[0][:, -1])  # type: ignore[no-any-return]
-
-
 def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh(), nn.Linear(4, 2))
 
@@ -50,8 +40,7 @@ def inputs(kind: Callable[[], nn.Module]) -> Tensor:
     generator = torch.Generator().manual_seed(7)
     if kind is Bags:
         return torch.randint(0, 10, (6, 3), generator=generator)
-    shape = (6, 2, 3) if kind is Recurrent else (6, 3)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.randn((6, 3), generator=generator, dtype=torch.float64)
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -80,7 +69,6 @@ def trained(group: list[tm.Member], x: Tensor) -> tuple[list[Tensor], dict[str, 
 
 def patched_by_tracing() -> dict[str, Any]:
     """Everything of torch's and Python's that a trace changes, by what it is now."""
-    decompositions: Any = torch._decomp.decompositions
     owners: list[tuple[Any, tuple[str, ...]]] = [
         (F, ("embedding", "embedding_bag")),
         (nn.modules.batchnorm._BatchNorm, ("forward",)),
@@ -89,74 +77,38 @@ def patched_by_tracing() -> dict[str, Any]:
         (torch.compiler, ("_is_compiling_flag",)),
         (torch._dynamo.eval_frame, ("_stance",)),
         (torch.utils.checkpoint, ("_checkpoint_without_reentrant_generator", "CheckpointFunction")),
-        (torch.utils.checkpoint.CheckpointFunction, ("__dict__",)),
         (fx.proxy, ("CapturedTraceback",)),
         (fx.proxy.TracerBase, ("_filter_traceback_frames", "create_node")),
         (fx._symbolic_trace, ("_new_patcher", "_is_fx_tracing_flag", "CURRENT_PATCHER")),
         (fx.experimental.proxy_tensor, ("_CURRENT_MAKE_FX_TRACER",)),
         (fx._lazy_graph_module, ("_use_lazy_graph_module_flag",)),
-        (decompositions, ("lstm_cell", "_rnn_helper", "select_one_layer_lstm_function")),
+        (torch._decomp.decompositions, ("lstm_cell", "_rnn_helper", "select_one_layer_lstm_function")),
         (torch._higher_order_ops.effects, ("has_effects",)),
         (torch.distributions.Distribution, ("_validate_args",)),
     ]
     found = {f"{owner}.{name}": getattr(owner, name, None) for owner, names in owners for name in names}
-    found = {name: dict(value) if "__dict__" in name else value for name, value in found.items()}
-    composites = ("batch_norm", "layer_norm", "scaled_dot_product_attention", "embedding_bag")
-    for packet in (getattr(aten, name) for name in composites):
+    for packet in (aten.batch_norm, aten.layer_norm, aten.scaled_dot_product_attention, aten.embedding_bag):
         for overload in packet.overloads():
             found[f"{packet}.{overload}"] = dict(getattr(packet, overload).py_kernels)
     functorch: Any = torch._C._functorch
-    found |= {
+    return found | {
         "mkldnn": torch._C._get_mkldnn_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "loops of vmap": functorch._is_vmap_fallback_enabled(),
         "tensors of numbers": torch._C._only_lift_cpu_tensors(),
         "filters": list(warnings.filters),
     }
-    return found
 
 
 def in_threads(work: list[Callable[[], Any]]) -> list[Any]:
     """What each returns, run at the same time; the first error of any is raised here."""
-    results: list[Any] = [None] * len(work)
-    together = threading.Barrier(len(work))
-
-    def run(position: int) -> None:
-        together.wait()
-        try:
-            results[position] = work[position]()
-        except BaseException as error:
-            results[position] = error
-
-    threads = [threading.Thread(target=run, args=(position,)) for position in range(len(work))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    with ThreadPoolExecutor(len(work)) as pool:
+        return [future.result() for future in [pool.submit(each) for each in work]]
 
 
-def test_fleets_train_in_several_threads_as_in_one() -> None:
-    kinds: list[Callable[[], nn.Module]] = [Bags, Recurrent, normed]
-    alone = [trained(members(kind), inputs(kind)) for kind in kinds]
-    groups = [members(kind) for kind in kinds]
-    before = patched_by_tracing()
-    beside = in_threads(
-        [
-            lambda group=group, kind=kind: trained(group, inputs(kind))  # type: ignore[misc]
-            for group, kind in zip(groups, kinds, strict=True)
-        ]
-    )
-    assert patched_by_tracing() == before
-    for (tensors, scores), (other_tensors, other_scores) in zip(alone, beside, strict=True):
-        assert all(map(torch.equal, tensors, other_tensors))
-        assert scores == other_scores
+def test_fleets_train_in_several_threads_as_in_one_beside_a_trace_that_fails() -> None:
+    """And torch is as it was before."""
 
-
-def test_torch_is_as_before_after_a_trace_that_fails() -> None:
     def fails(model: nn.Module, batch: Batch) -> Tensor:
         raise ValueError("in the loss")
 
@@ -164,9 +116,23 @@ def test_torch_is_as_before_after_a_trace_that_fails() -> None:
         with pytest.raises(TraceError, match="in the loss"):
             tm.Fleet(members(normed), loss=fails, example_batch=(inputs(normed), torch.ones(6, 2)))
 
+    kinds: list[Callable[[], nn.Module]] = [Bags, normed]
+    alone = [trained(members(kind), inputs(kind)) for kind in kinds]
+    groups = [members(kind) for kind in kinds]
     before = patched_by_tracing()
-    in_threads([attempt, lambda: trained(members(Bags), inputs(Bags)), attempt])
+    beside = in_threads(
+        [
+            *(
+                lambda group=group, kind=kind: trained(group, inputs(kind))  # type: ignore[misc]
+                for group, kind in zip(groups, kinds, strict=True)
+            ),
+            attempt,
+        ]
+    )
     assert patched_by_tracing() == before
+    for (tensors, scores), (other_tensors, other_scores) in zip(alone, beside[:2], strict=True):
+        assert all(map(torch.equal, tensors, other_tensors))
+        assert scores == other_scores
 
 
 def test_plain_code_in_another_thread_does_not_notice_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
