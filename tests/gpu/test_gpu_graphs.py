@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from benchmarks.workloads import SMALL
+from equivalence import map_batch
 from short_workloads import SHORT
 from torch import Tensor, nn
 
 import trainmux as tm
-
-NAMES = (
-    "mlp",
-    "cnn_with_dropout",
-    "residual",
-    "lstm_with_dropout",
-    "transformer_with_dropout",
-    "dlrm",
-    "bert_mlm",
-    "gpt2",
-    "vit",
-)
 
 
 def make_member(name: str, seed: int, *, lr: float = 1e-3) -> tm.Member:
@@ -32,7 +19,7 @@ def make_member(name: str, seed: int, *, lr: float = 1e-3) -> tm.Member:
     return tm.Member(model, torch.optim.AdamW(model.parameters(), lr=lr), name=f"m{seed}", seed=seed)
 
 
-def make_fleet(name: str, engine: str, *, precision: str = "fp32", accumulate: int = 1) -> tm.Fleet:
+def make_fleet(name: str, engine: str, precision: str = "fp32", accumulate: int = 1) -> tm.Fleet:
     return tm.Fleet(
         [make_member(name, seed, lr=1e-3 * (seed + 1)) for seed in range(4)],
         loss=SMALL[name].loss,
@@ -46,34 +33,19 @@ def make_fleet(name: str, engine: str, *, precision: str = "fp32", accumulate: i
     )
 
 
-def shortened(batch: Any, size: int) -> Any:
-    """The first ``size`` samples of every leaf."""
-    if isinstance(batch, Tensor):
-        return batch[:size]
-    if isinstance(batch, dict):
-        return {key: shortened(value, size) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(shortened(value, size) for value in batch)
-    if dataclasses.is_dataclass(batch):
-        fields = {f.name: shortened(getattr(batch, f.name), size) for f in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **fields)  # type: ignore[type-var]
-    return batch
-
-
 def live_through(fleet: tm.Fleet, name: str) -> list[Tensor]:
-    """Steps with a stop, a replacement, another batch size, a drop; everything that came out of it."""
-    workload = SMALL[name]
+    """Steps with a stop, a replacement, a drop, another batch size; everything that came out of it."""
     seen = []
-    for step in range(12):
-        batch = workload.batch(100 + step, torch.float32)
-        if step == 3:
+    for step in range(9):
+        batch = SMALL[name].batch(100 + step, torch.float32)
+        if step == 2:
             fleet.stop("m1")
-        if step == 5:
+        if step == 4:
             fleet.replace("m2", make_member(name, 7))
-        if step == 8:
+        if step == 6:
             fleet.drop("m0")
-        if step == 10 and name != "dlrm":
-            batch = shortened(batch, 2)
+        if step == 7 and name != "dlrm":
+            batch = map_batch(lambda leaf: leaf[:2], batch)
         seen.append(fleet.step(batch).cpu())
         seen.append(fleet.metrics["grad_norm"].cpu())
     fleet.sync()
@@ -83,21 +55,24 @@ def live_through(fleet: tm.Fleet, name: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [(name, ("fp32", "bf16")[number % 2]) for number, name in enumerate(NAMES)],
+    ("name", "precision", "accumulate"),
+    [
+        ("mlp", "fp32", 1),
+        ("cnn", "fp32", 3),
+        ("cnn_with_dropout", "bf16", 1),
+        ("lstm_with_dropout", "bf16", 1),
+        ("transformer_with_dropout", "fp32", 1),
+        ("dlrm", "bf16", 1),
+        ("gpt2", "bf16", 1),
+    ],
 )
-def test_replay_is_bitwise_the_reference(name: str, precision: str) -> None:
-    replayed = live_through(make_fleet(name, "cuda_graphs", precision=precision), name)
-    reference = live_through(make_fleet(name, "reference", precision=precision), name)
+def test_replay_is_bitwise_the_reference(name: str, precision: str, accumulate: int) -> None:
+    replayed, reference = (
+        live_through(make_fleet(name, engine, precision, accumulate), name)
+        for engine in ("cuda_graphs", "reference")
+    )
     for a, b in zip(replayed, reference, strict=True):
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-def test_accumulation_survives_the_capture() -> None:
-    replayed = live_through(make_fleet("cnn", "cuda_graphs", accumulate=3), "cnn")
-    reference = live_through(make_fleet("cnn", "reference", accumulate=3), "cnn")
-    for a, b in zip(replayed, reference, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_capturing_changes_nothing_before_the_first_step() -> None:

@@ -1,4 +1,4 @@
-"""Memory over a thousand steps in which everything happens."""
+"""Memory over hundreds of steps in which everything happens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import trainmux as tm
 pytestmark = pytest.mark.alone
 
 WORKLOAD = SMALL["mlp"]
-NUM_STEPS = 1_000
+NUM_STEPS = 500
 WARM = 200
 POLICIES = ("mutwo", "none", "swap_only", "auto")
 
@@ -48,14 +48,14 @@ def test_memory_stays_flat_whatever_happens(monkeypatch: pytest.MonkeyPatch, tmp
     num_plans = num_evaluations = num_replaced = num_dropped = 0
     for step in range(NUM_STEPS):
         is_warm = step >= WARM
-        if step % (300 if is_warm else 50) == 0:
+        if step % (150 if is_warm else 50) == 0:
             fleet.plan(policy=POLICIES[num_plans % len(POLICIES)])
             num_plans += 1
         fleet.step(batches[step % 4])
-        if step % 40 == 19:
+        if step % 20 == 19:
             fleet.replace(fleet.names[num_replaced % 4], member(newcomer))
             newcomer, num_replaced = newcomer + 1, num_replaced + 1
-        if step % 400 == 69 or step == 169:
+        if step % 200 == 69 or step == 169:
             fleet.drop(fleet.names[num_dropped % 4])
             fleet.step(batches[0])
             fleet.add(member(newcomer))
@@ -70,6 +70,6 @@ def test_memory_stays_flat_whatever_happens(monkeypatch: pytest.MonkeyPatch, tmp
             on_device.append(used_bytes())
             pinned.append(pinned_bytes())
     assert torch.isfinite(fleet.step(batches[0])).all()
-    assert (num_plans, num_evaluations, num_replaced, num_dropped) == (7, 20, 25, 4)
+    assert (num_plans, num_evaluations, num_replaced, num_dropped) == (6, 10, 25, 4)
     assert max(on_device) - min(on_device) <= 16 * MIB
     assert max(pinned) - min(pinned) <= MIB, "plans differ in what they keep on the host, which is little"

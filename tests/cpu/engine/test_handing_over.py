@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from planned import differences, expected_of, small_case, tightest, train_planned
+from planned import case_of, differences, train_planned
 from torch import Tensor
 
 from trainmux.engine import handed_over, measured_scratch_bytes, scratch_bytes
@@ -20,7 +20,7 @@ HANDED = ({4: frozenset({7})}, {4: frozenset({7})})
 
 
 def cnn_graph() -> KernelGraph:
-    return small_case("residual", (2,)).graphs[0]
+    return case_of("residual", (2,)).graphs[0]
 
 
 def test_only_the_next_node_reads_what_is_handed_over() -> None:
@@ -86,8 +86,8 @@ def test_a_result_stays_only_where_it_lies_as_it_would(
 
 
 def test_a_planned_step_hands_over_and_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = small_case("residual", (2,))
-    found = tightest(case.candidates("auto", Multiplexing.TURNS), 0.3)
+    case = case_of("residual", (2,))
+    program = case.program(Multiplexing.TURNS, swaps=True)
     stayed = []
     take = PassingPlace.take
 
@@ -97,8 +97,8 @@ def test_a_planned_step_hands_over_and_computes_the_same_bits(monkeypatch: pytes
         return taken
 
     monkeypatch.setattr(PassingPlace, "take", noted)
-    planned = case.planned(found.program, poisons=True)
-    assert differences(train_planned(case, planned, 2), expected_of("residual", (2,), 2)) == []
+    planned = case.planned(program, poisons=True)
+    assert differences(train_planned(case, planned, 2), case.expected(2)) == []
     assert sum(stayed) >= 2 * 5
 
 
