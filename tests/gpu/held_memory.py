@@ -6,7 +6,6 @@ import torch
 from wide_jobs import MIB, cuda
 
 import trainmux as tm
-from trainmux.runtime import num_streams_known
 
 USED = "device in use"
 USUAL = "pool (0, 0)"
@@ -19,7 +18,6 @@ def look_at_memory(colocation: tm.Colocation | None = None) -> dict[str, int]:
     held = {
         USED: total - free,
         "torch allocated": torch.cuda.memory_allocated(cuda()),
-        f"streams ever lent: {num_streams_known(cuda())[0]}": 0,
     }
     for name, admitted in ({} if colocation is None else colocation._jobs).items():
         for kind in ("pool_bytes", "graph_bytes"):

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
-from benchmarks.workloads import SMALL
 from equivalence import map_batch
-from short_workloads import SHORT
+from small_fleets import batch_of, make_fleet, make_member
 from torch import Tensor, nn
 
 import trainmux as tm
 
 
-def make_member(name: str, seed: int, *, lr: float = 1e-3) -> tm.Member:
-    model = SHORT[name].build(seed).train()
-    return tm.Member(model, torch.optim.AdamW(model.parameters(), lr=lr), name=f"m{seed}", seed=seed)
-
-
-def make_fleet(name: str, engine: str, precision: str = "fp32", accumulate: int = 1) -> tm.Fleet:
-    return tm.Fleet(
-        [make_member(name, seed, lr=1e-3 * (seed + 1)) for seed in range(4)],
-        loss=SMALL[name].loss,
-        example_batch=SMALL[name].batch(0, torch.float32),
-        device="cuda",
-        precision=precision,
-        accumulate=accumulate,
-        deterministic=True,
-        engine=engine,
-        lowering="aten",
-    )
+def replayed_or_not(name: str, engine: str, **options: Any) -> tm.Fleet:
+    return make_fleet(name, engine=engine, deterministic=True, lowering="aten", **options)
 
 
 def live_through(fleet: tm.Fleet, name: str) -> list[Tensor]:
     """Steps with a stop, a replacement, a drop, another batch size; everything that came out of it."""
     seen = []
     for step in range(9):
-        batch = SMALL[name].batch(100 + step, torch.float32)
+        batch = batch_of(name, 100 + step)
         if step == 2:
             fleet.stop("m1")
         if step == 4:
@@ -68,7 +53,7 @@ def live_through(fleet: tm.Fleet, name: str) -> list[Tensor]:
 )
 def test_replay_is_bitwise_the_reference(name: str, precision: str, accumulate: int) -> None:
     replayed, reference = (
-        live_through(make_fleet(name, engine, precision, accumulate), name)
+        live_through(replayed_or_not(name, engine, precision=precision, accumulate=accumulate), name)
         for engine in ("cuda_graphs", "reference")
     )
     for a, b in zip(replayed, reference, strict=True):
@@ -76,10 +61,10 @@ def test_replay_is_bitwise_the_reference(name: str, precision: str, accumulate: 
 
 
 def test_capturing_changes_nothing_before_the_first_step() -> None:
-    fleet = make_fleet("cnn", "cuda_graphs")
+    fleet = replayed_or_not("cnn", "cuda_graphs")
     before = [tensor.clone() for tensor in fleet.members[0].model.state_dict().values()]
     fleet.stop("m0")
-    fleet.step(SMALL["cnn"].batch(0, torch.float32))
+    fleet.step(batch_of("cnn", 0))
     fleet.sync()
     after = list(fleet.members[0].model.state_dict().values())
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -135,8 +120,8 @@ def test_a_step_that_cannot_be_captured_runs_node_by_node_with_a_warning() -> No
 
 
 def test_step_does_not_wait_for_the_device() -> None:
-    fleet = make_fleet("mlp", "cuda_graphs")
-    batch = SMALL["mlp"].batch(0, torch.float32)
+    fleet = replayed_or_not("mlp", "cuda_graphs")
+    batch = batch_of("mlp", 0)
     on_device = tuple(leaf.cuda() for leaf in batch)
     for _ in range(3):
         fleet.step(on_device)

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.workloads import SMALL
 from equivalence import MAX_ERROR_RATIO, full_precision
-from short_workloads import SHORT
+from small_fleets import batch_of, make_fleet, make_member
 from torch import Tensor
 
-import trainmux as tm
 from trainmux.engine import CudaGraphEngine
 from trainmux.lowering import compiler_missing
 
@@ -27,27 +25,10 @@ def needs_a_compiler() -> None:
         pytest.skip(missing)
 
 
-def make_member(name: str, number: int) -> tm.Member:
-    model = SHORT[name].build(number).train()
-    # A large eps: gradients that are zero but for rounding must not become whole steps.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1), eps=1e-3)
-    return tm.Member(model, optimizer, name=f"m{number}", seed=number)
-
-
-def make_fleet(name: str, *, num_members: int = 4, **options: Any) -> tm.Fleet:
-    return tm.Fleet(
-        [make_member(name, number) for number in range(num_members)],
-        SMALL[name].loss,
-        SMALL[name].batch(0, torch.float32),
-        device="cuda",
-        **options,
-    )
-
-
 def trained(name: str, **options: Any) -> list[Tensor]:
     """Losses and weights of a fleet after a few steps."""
     fleet = make_fleet(name, **options)
-    seen = [fleet.step(SMALL[name].batch(100 + step, torch.float32)).cpu() for step in range(NUM_STEPS)]
+    seen = [fleet.step(batch_of(name, 100 + step)).cpu() for step in range(NUM_STEPS)]
     fleet.sync()
     for member in fleet.members:
         seen += [tensor.detach().cpu().clone() for tensor in member.model.parameters()]
@@ -104,7 +85,7 @@ def test_a_replaced_member_keeps_the_captured_graph(
 
     monkeypatch.setattr(CudaGraphEngine, "_capture", capture)
     fleet = make_fleet(name, lowering=lowering, width=width, deterministic=True)
-    batch = SMALL[name].batch(0, torch.float32)
+    batch = batch_of(name, 0)
     fleet.step(batch)
     assert len(captures) == 1
     fleet.replace("m1", make_member(name, 7))
@@ -120,7 +101,7 @@ def test_training_begins_at_once_and_goes_on_compiled() -> None:
     with full_precision():
         fleet, other = make_fleet("mlp", lowering="auto"), make_fleet("mlp", lowering="aten")
         for step in range(4):
-            batch = SMALL["mlp"].batch(step, torch.float32)
+            batch = batch_of("mlp", step)
             if step == 2:
                 fleet.wait_until_compiled()
             torch.testing.assert_close(fleet.step(batch), other.step(batch), rtol=1e-4, atol=1e-5)

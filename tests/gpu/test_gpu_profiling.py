@@ -6,30 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from short_workloads import SHORT
+from small_fleets import batch_of, make_fleet
 
-import trainmux as tm
 from trainmux.profiling import KernelStep, _measured, probe_link
 from trainmux.profiling._clocks import enqueue_replays, replays
 from trainmux.profiling._link import probe_link_under_load
 from trainmux.profiling._pass import Pass
 from trainmux.runtime import capturing, warm_matrix_libraries
 
-WORKLOAD = SHORT["transformer_with_dropout"]
+NAME = "transformer_with_dropout"
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
-
-
-def make_fleet() -> tm.Fleet:
-    members = []
-    for number in range(2):
-        model = WORKLOAD.build(number).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
-    return tm.Fleet(members, WORKLOAD.loss, WORKLOAD.batch(0, torch.float32), device="cuda", lowering="aten")
 
 
 def test_a_step_that_does_not_fit_is_measured_with_feature_maps_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,14 +36,14 @@ def test_a_step_that_does_not_fit_is_measured_with_feature_maps_away(monkeypatch
 
     monkeypatch.setattr(Pass, "release", counted)
     monkeypatch.setattr(_measured, "fits", lambda graph, device: False)
-    fleet, other = make_fleet(), make_fleet()
+    fleet, other = (make_fleet(NAME, 2, lowering="aten") for _ in range(2))
     plan = fleet.plan(None, "none")
     fleet.use(None)
     assert {profile.source for profile in plan.profiles} == {"measured"}
     assert all(node.seconds > 0 for profile in plan.profiles for node in profile.nodes)
     assert 0.2 * most_made < most_away <= most_made
     for number in range(2):
-        batch = WORKLOAD.batch(number, torch.float32)
+        batch = batch_of(NAME, number)
         torch.testing.assert_close(fleet.step(batch), other.step(batch))
 
 
@@ -93,6 +83,6 @@ def test_the_link_is_measured_under_load() -> None:
 @pytest.mark.alone
 def test_the_cost_of_waiting_for_copies_is_measured() -> None:
     """Small kernels pay for it: some microseconds, and less than a step."""
-    for profile in make_fleet().plan(None, "none").profiles:
+    for profile in make_fleet(NAME, 2, lowering="aten").plan(None, "none").profiles:
         step = sum(node.seconds for node in profile.nodes)
         assert 0.2e-6 < profile.meeting_seconds < min(1e-4, step)

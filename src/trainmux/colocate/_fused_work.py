@@ -127,7 +127,7 @@ class _StepInMemory:
     def take_over(self, piece: GroupPiece) -> None:
         """Copy the group's state to its places, and let the group use it there."""
         step, graph = self.placed.kernels.step, self.placed.kernels.graph
-        fed = set(step.positions_fed_anew())
+        fed = set(step.positions_fed_anew)
         places: dict[int, Tensor] = {}
         for position, argument in enumerate(piece.group.held_arguments(step)):
             if argument is not None and position not in fed:
@@ -503,7 +503,7 @@ class FusedWork:
         )
         fed = {
             position: planned.between_steps(0, kernels.graph.inputs[position])
-            for position in kernels.step.positions_fed_anew()
+            for position in kernels.step.positions_fed_anew
         }
         if self._graphs is None:
             return _StepInMemory(placed, planned, fed)

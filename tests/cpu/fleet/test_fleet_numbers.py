@@ -122,7 +122,7 @@ def test_all_arguments_but_the_batch_are_always_the_same_tensors(
 
     def spied(run: Callable[..., Any]) -> Callable[..., Any]:
         def call(program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> Any:
-            fed = set(program.fed_positions())
+            fed = set(program.fed_positions)
             held = [argument for position, argument in enumerate(arguments) if position not in fed]
             known = first.setdefault(id(program), held)
             assert len(known) == len(arguments) - len(EXAMPLE)
