@@ -151,6 +151,7 @@ def test_a_job_that_runs_out_of_memory_ends_alone() -> None:
     assert_wide_as_alone(result, jobs[1], 1)
 
 
+@pytest.mark.alone  # jobs that take another time than was measured are cut anew
 @pytest.mark.usefixtures("without_workspaces")
 def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
@@ -169,6 +170,7 @@ def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPa
     assert_wide_as_alone(result, jobs[1], 1)
 
 
+@pytest.mark.alone
 def test_jobs_that_are_known_begin_beside_each_other(tmp_path: Path) -> None:
     """What was learned of a job is kept in a folder: the next like it needs no iteration to itself."""
     segments = []
