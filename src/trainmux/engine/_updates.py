@@ -181,12 +181,12 @@ class Updates:
                     gradient.put(tensor, row)
             return
         own = [parameter, gradient, *tensors[1:]]
-        like = self._traced.like(own, (index, fresh))
-        if self._traced.repeat(like, unit):
-            return
-        with self._traced.noted(like), unit_of_graph(f"update {unit.number}"):
+
+        def change() -> None:
             parameter, gradient, *state = flat(*own)
             self._change(index, parameter, gradient, state, fresh=fresh)
+
+        self._traced.write(own, (index, fresh), unit, change)
 
     def _change(
         self,
@@ -233,17 +233,6 @@ def _zero_unless(gradient: Tensor, keeps: Tensor, *, fresh: bool) -> Tensor:
     return (bits.bitwise_and_(keeps) if fresh else bits & keeps).view(gradient.dtype)
 
 
-@dataclass(frozen=True)
-class _Like:
-    """An update: the nodes that are its own, if all of them are known, and what those with equal kinds share.
-
-    All else that it reads is common to updates of its kind.
-    """
-
-    nodes: tuple[fx.Node, ...] | None
-    kind: Hashable
-
-
 class _Traced:
     """Updates that were traced before: one like another is written down again, not traced again.
 
@@ -260,35 +249,31 @@ class _Traced:
             self._node_of.pop(id(total), None)
         self._known: dict[Hashable, tuple[tuple[fx.Node, ...], list[fx.Node]]] = {}
 
-    def like(self, own: Sequence[Tensor], decisive: Hashable) -> _Like:
-        """The update of ``own`` tensors."""
-        found = [self._node_of.get(id(tensor)) for tensor in own]
-        shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in own)
-        nodes = tuple(node for node in found if node is not None)
-        is_known = len(set(nodes)) == len(found)  # accumulated gradients are computed here
-        return _Like(nodes if is_known else None, (decisive, shapes))
+    def write(
+        self, own: Sequence[Tensor], decisive: Hashable, unit: Unit, change: Callable[[], None]
+    ) -> None:
+        """Write the update of ``own`` tensors, by tracing ``change`` where none of the same kind is known.
 
-    def repeat(self, like: _Like, unit: Unit) -> bool:
-        """Write an update, if one of the same kind is known; says whether it did."""
-        found = self._known.get(like.kind)
-        if like.nodes is None or found is None:
-            return False
-        before, body = found
-        copied = dict(zip(before, like.nodes, strict=True))
-        for node in body:
-            # What depends on nothing of the parameter's own is common to all: scalars, shaped to broadcast.
-            if any(source in copied for source in node.all_input_nodes):
-                copied[node] = copy_node(self._graph, node, lambda n: copied.get(n, n))
-                copied[node].meta["unit"] = f"update {unit.number}"
-        return True
-
-    @contextmanager
-    def noted(self, like: _Like) -> Iterator[None]:
-        """Remember the nodes traced inside as such an update."""
+        All else that it reads is common to updates whose shapes and ``decisive`` facts are equal.
+        """
+        kind = (decisive, tuple((tuple(t.shape), t.stride(), t.dtype) for t in own))
+        nodes = tuple(self._node_of[id(tensor)] for tensor in own if id(tensor) in self._node_of)
+        is_known = len(set(nodes)) == len(own)  # accumulated gradients are computed here
+        if is_known and kind in self._known:
+            before, body = self._known[kind]
+            copied = dict(zip(before, nodes, strict=True))
+            for node in body:
+                # What depends on nothing of the parameter's own is common to all: scalars, shaped to
+                # broadcast.
+                if any(source in copied for source in node.all_input_nodes):
+                    copied[node] = copy_node(self._graph, node, lambda n: copied.get(n, n))
+                    copied[node].meta["unit"] = f"update {unit.number}"
+            return
         last = last_node(self._graph)
-        yield
-        if like.nodes is not None:
-            self._known[like.kind] = (like.nodes, nodes_after(self._graph, last))
+        with unit_of_graph(f"update {unit.number}"):
+            change()
+        if is_known:
+            self._known[kind] = (nodes, nodes_after(self._graph, last))
 
 
 def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
