@@ -48,7 +48,7 @@ test-gpu: ## GPU tests, with the Python that already has torch
 	run() { echo "pytest $$*"; $(or $(PYTHON),python3) -m pytest "$$@"; }; \
 	if $(or $(PYTHON),python3) -c 'import xdist' 2>/dev/null; then \
 	  status=0; \
-	  run tests/gpu -m 'not alone' -n 5 --dist loadfile || status=$$?; \
+	  run tests/gpu -m 'not alone' -n 6 --dist loadfile || status=$$?; \
 	  run tests/gpu -m alone || status=$$?; \
 	  exit $$status; \
 	else \

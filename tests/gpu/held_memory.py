@@ -2,89 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from wide_jobs import MIB, cuda
 
 import trainmux as tm
-from trainmux.colocate._cuda_device import CudaDevice
-from trainmux.runtime import num_streams_known
+
+USED = "device in use"
+USUAL = "pool (0, 0)"
+"""The pool that allocations go to unless told otherwise."""
 
 
-@dataclass
-class MemoryFacts:
-    """One look at a device, in bytes: by holder, by job, and in pools of torch's allocator.
-
-    ``usual_pool_bytes`` is what the pool holds that allocations go to unless told otherwise.
-    """
-
-    held: dict[str, int]
-    job_pools: dict[str, int] = field(default_factory=dict)
-    usual_pool_bytes: int = 0
-
-    def table(self, before: MemoryFacts | None = None) -> str:
-        """The facts in MiB, a line each, with the change since ``before``."""
-        rows = []
-        for name, size in self.held.items():
-            change = "" if before is None else f" ({(size - before.held.get(name, 0)) / MIB:+.1f})"
-            rows.append(f"{name:<40}{size / MIB:.1f} MiB{change}")
-        return "\n".join(rows)
-
-
-def look_at_memory(device: torch.device, colocation: tm.Colocation | None = None) -> MemoryFacts:
-    """Look at ``device``, and at what ``colocation`` has laid out there."""
-    free, total = torch.cuda.mem_get_info(device)
-    facts = MemoryFacts(
-        {
-            "device in use": total - free,
-            "torch reserved": torch.cuda.memory_reserved(device),
-            "torch allocated": torch.cuda.memory_allocated(device),
-            f"streams ever lent: {num_streams_known(device)[0]}": 0,
-        }
-    )
-    if colocation is not None and isinstance(colocation._device, CudaDevice):
-        arenas = colocation._device._arenas.values()
-        facts.held["arenas"] = sum(block.size_bytes for blocks in arenas for block in blocks)
-        for name, placed in colocation._device._placed.items():
-            work = colocation._jobs[name]._work
-            facts.job_pools[name] = getattr(work, "pool_bytes", 0)
-            facts.held[f"job {name}: area"] = placed.demand.area_bytes
-            facts.held[f"job {name}: pool"] = facts.job_pools[name]
-            facts.held[f"job {name}: graphs"] = getattr(work, "graph_bytes", 0)
+def look_at_memory(colocation: tm.Colocation | None = None) -> dict[str, int]:
+    """Bytes on the device by holder: pools of torch's allocator, and those of jobs."""
+    free, total = torch.cuda.mem_get_info(cuda())
+    held = {
+        USED: total - free,
+        "torch allocated": torch.cuda.memory_allocated(cuda()),
+    }
+    for name, admitted in ({} if colocation is None else colocation._jobs).items():
+        for kind in ("pool_bytes", "graph_bytes"):
+            held[f"{kind} of {name}"] = getattr(admitted._work, kind, 0)
     for segment in torch.cuda.memory_snapshot(include_traces=False):
-        if segment["device"] == device.index:
-            pool = tuple(segment.get("segment_pool_id", (0, 0)))
-            name = f"pool {pool} stream {segment['stream']:#x}"
-            facts.held[name] = facts.held.get(name, 0) + segment["total_size"]
-            facts.usual_pool_bytes += segment["total_size"] if pool == (0, 0) else 0
-    return facts
+        name = f"pool {tuple(segment.get('segment_pool_id', (0, 0)))}"
+        held[name] = held.get(name, 0) + segment["total_size"]
+    return held
+
+
+def table(held: dict[str, int], before: dict[str, int]) -> str:
+    """A line for each holder, in MiB, with the change since ``before``."""
+    return "\n".join(
+        f"{name:<40}{size / MIB:.1f} MiB ({(size - before.get(name, 0)) / MIB:+.1f})"
+        for name, size in held.items()
+    )
 
 
 class MemoryWatch:
     """Looks at the device now, and whenever `look` is called."""
 
     def __init__(self) -> None:
-        self.before = look_at_memory(cuda())
-        self.seen: list[MemoryFacts] = []
+        self.before = look_at_memory()
+        self.seen: list[dict[str, int]] = []
 
     def look(self, colocation: tm.Colocation | None = None) -> int:
-        """The bytes held now beyond those held at first."""
-        self.seen.append(look_at_memory(cuda(), colocation))
+        """The bytes in use now beyond those at first."""
+        self.seen.append(look_at_memory(colocation))
         return self.held[-1]
 
     @property
     def held(self) -> list[int]:
         """The bytes of every look."""
-        return [facts.held["device in use"] - self.before.held["device in use"] for facts in self.seen]
+        return [held[USED] - self.before[USED] for held in self.seen]
 
-    def report(self, budget_bytes: int, number: int | None = None) -> str:
-        """Who held what at a look, or at the one with most, against the beginning."""
+    def report(self, number: int | None = None, since: int | None = None) -> str:
+        """Who held what at a look, or at the one with most, against the beginning or another look."""
         number = self.held.index(max(self.held)) if number is None else number
-        title = f"look {number + 1} of {len(self.held)}: {self.held[number] / MIB:.1f} MiB held"
-        return f"{title}, budget {budget_bytes / MIB:.1f} MiB\n{self.seen[number].table(self.before)}"
-
-    def growth(self, first: int) -> str:
-        """Who holds what at the last look against look ``first``, and how it came to that."""
-        steps = ", ".join(f"{(held - self.held[0]) / MIB:.1f}" for held in self.held)
-        return f"MiB beyond the first look: {steps}\n{self.seen[-1].table(self.seen[first])}"
+        steps = ", ".join(f"{held / MIB:.1f}" for held in self.held)
+        before = self.before if since is None else self.seen[since]
+        return f"MiB at each look: {steps}\n{table(self.seen[number], before)}"

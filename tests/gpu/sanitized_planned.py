@@ -11,7 +11,7 @@ import sys
 
 import torch
 from planned import train_planned
-from planned_on_gpu import case_of, planned_of, program_of
+from planned_on_gpu import WAYS, case_on_gpu
 from planted_races import planted
 from torch.cuda import _sanitizer
 
@@ -20,8 +20,8 @@ from trainmux.ir import find_violations
 
 def main() -> None:
     name, way, race = sys.argv[1:]
-    case = case_of(name, way)
-    program = program_of(name, way, swaps=True, recomputes=True, with_static=True)
+    case = case_on_gpu(name, way)
+    program = case.program(WAYS[way][1], swaps=True, recomputes=True, with_static=True)
     if race != "none":
         slab_bytes = program.slab_bytes
         program = next(
@@ -29,7 +29,7 @@ def main() -> None:
             for each in planted(program, race)
             if find_violations(each, case.profiles, budget_bytes=slab_bytes)
         )
-    planned = planned_of(case, program, captured=False, poisons=True)
+    planned = case.planned(program, poisons=True)
     torch.cuda.synchronize()
     _sanitizer.enable_cuda_sanitizer()
     try:

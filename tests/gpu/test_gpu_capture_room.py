@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,19 +10,8 @@ from torch import Tensor
 
 from trainmux.engine import CaptureRoom
 
-pytestmark = pytest.mark.alone
-
 MIB = 1 << 20
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_cached() -> Iterator[None]:
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def of(mebibytes: int) -> Tensor:
@@ -51,6 +39,14 @@ def with_products(x: Tensor) -> Tensor:
     return fragmenting(x) + (square @ square).diagonal()[:4]
 
 
+def assert_within_promise(room: CaptureRoom) -> None:
+    memory = room.memory
+    assert memory is not None
+    assert memory.predicted_bytes is not None
+    assert memory.reserved_bytes == torch.cuda.memory_reserved()
+    assert memory.reserved_bytes <= memory.predicted_bytes + 2 * MIB  # a segment of small blocks
+
+
 @pytest.mark.parametrize(
     ("work", "num_captures"),
     [(fitting, 1), (fragmenting, 2), (with_products, 2)],
@@ -63,11 +59,7 @@ def test_reserved_bytes_stay_within_what_was_promised(
     x = torch.full((4,), 2.0, device=DEVICE)
     expected = work(x)
     graph, result = room.capture(lambda: work(x), lambda: work(x))
-    memory = room.memory
-    assert memory is not None
-    assert memory.predicted_bytes is not None
-    assert memory.reserved_bytes == torch.cuda.memory_reserved()
-    assert memory.reserved_bytes <= memory.predicted_bytes + 2 * MIB  # a segment of small blocks
+    assert_within_promise(room)
     assert room.num_captures == num_captures
     for value in (2.0, 3.0):
         x.fill_(value)
@@ -107,10 +99,7 @@ def test_several_pieces_share_a_pool_and_are_made_again_together() -> None:
 
     graphs = room.capture_all(rehearse, [put, add])
     assert room.num_kept == len(graphs) == 2
-    memory = room.memory
-    assert memory is not None
-    assert memory.predicted_bytes is not None
-    assert memory.reserved_bytes <= memory.predicted_bytes + 2 * MIB
+    assert_within_promise(room)
     for graph in graphs:
         graph.replay()
     assert torch.equal(out, fitting(x) + fragmenting(x))

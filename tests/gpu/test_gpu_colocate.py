@@ -1,22 +1,17 @@
-"""Jobs side by side on a GPU: bit for bit as alone, within the budget, without a second capture."""
+"""Bytes of the device under jobs side by side: within the budget, without a second capture, given back."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from colocation_cases import (
-    cut_by,
-    smallest_budget,
-    sum_of_peaks,
-)
-from held_memory import MemoryWatch, look_at_memory
+from colocation_cases import cut_by, smallest_budget, sum_of_peaks
+from held_memory import MemoryWatch
 from settled import settle
-from torch import Tensor, nn
+from torch import nn
 from wide_jobs import (
     MIB,
     REGION,
@@ -35,109 +30,19 @@ from trainmux.colocate import _fused_work
 from trainmux.colocate._cuda_device import CudaDevice
 from trainmux.colocate._demand import JobDemand, Segment
 from trainmux.colocate._layout import ArenaLayout, MemoryLayout
-from trainmux.colocate._segment_graphs import SegmentGraphs
-from trainmux.colocate._virtual_memory import PhysicalBlock, VirtualRange, granularity_bytes
 
-pytestmark = pytest.mark.alone
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.usefixtures("jobs_keep_what_they_asked_for", "without_workspaces"),
+]
 
-NUM_GUESTS = 8
-
-
-@pytest.fixture(autouse=True)
-def _jobs_keep_what_they_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is more than the arenas of such small jobs: nothing would be tight."""
-    monkeypatch.setattr(_fused_work, "_SPARE_BYTES", 1 << 40)
-
-
-@pytest.fixture(autouse=True)
-def _without_workspaces() -> Iterator[None]:
-    settle(clears_workspaces=True)
-    yield
-    settle(clears_workspaces=True)
-
-
-# ---- the mechanism --------------------------------------------------------------------------------------
+NUM_GUESTS = 6
 
 
 def demand(name: str, area_bytes: int, peak_bytes: int) -> JobDemand:
     """A job's memory: its area, and its peak in the arena."""
     segments = (Segment(1, peak_bytes, 0, 1.0),)
     return JobDemand(name, name, REGION, area_bytes, segments, area_bytes=area_bytes)
-
-
-def test_one_region_under_two_addresses() -> None:
-    block = PhysicalBlock(REGION, cuda())
-    ranges = [VirtualRange(2 * REGION, cuda()) for _ in range(2)]
-    first, second = ranges
-    first.map([(0, block)])
-    second.map([(0, PhysicalBlock(REGION, cuda())), (REGION, block)])
-    first.tensor()[:REGION].fill_(7)
-    assert bool((second.tensor()[REGION:] == 7).all())
-
-
-def test_memory_is_the_devices_again_when_it_is_released() -> None:
-    granularity_bytes(cuda())
-    before = used_bytes()
-    block = PhysicalBlock(64 * MIB, cuda())
-    addresses = VirtualRange(64 * MIB, cuda())
-    addresses.map([(0, block)])
-    assert used_bytes() - before == 64 * MIB
-    block.release()
-    assert used_bytes() - before == 64 * MIB  # it is still mapped
-    addresses.unmap(0)
-    assert used_bytes() == before
-
-
-def test_graphs_see_other_regions_under_their_addresses() -> None:
-    """Two captured graphs, an arena from both ends, and the same graphs over a smaller one."""
-    device = CudaDevice(cuda(), region_bytes=REGION)
-    needs = {name: demand(name, REGION, 4 * REGION) for name in "ab"}
-
-    def arrange(num_regions: int) -> None:
-        device.arrange(MemoryLayout((ArenaLayout(("a",), ("b",), num_regions * REGION),)), needs)
-
-    arrange(8)
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    halves = {}
-    for number, name in enumerate("ab"):
-        slab = device.memory_of(name)
-        source = slab.at(REGION, 2 * REGION).view(torch.float32)
-        target = slab.at(3 * REGION, 2 * REGION).view(torch.float32)
-        scale = slab.at(0, 4).view(torch.float32).fill_(number + 2)
-
-        def work(source: Tensor = source, target: Tensor = target, scale: Tensor = scale) -> None:
-            source.zero_()  # a node that sets memory, one that copies it, and kernels
-            target.copy_(source)
-            source.add_(scale)
-            target.add_(source)
-
-        halves[name] = target
-        graphs[name] = torch.cuda.CUDAGraph()
-        with (
-            device.lane(name),
-            torch.cuda.graph(
-                graphs[name], stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-            ),
-        ):
-            work()
-
-    def replay(names: str) -> list[float]:
-        for name in names:
-            with device.lane(name):
-                graphs[name].replay()
-        return [float(halves[name].mean()) for name in names]
-
-    assert replay("ab") == [2, 3]
-    assert [float(halves[name].mean()) for name in "ab"] == [2, 3]  # eight regions hold both
-    mapped = device.num_mapped
-    arrange(4)
-    assert device.num_mapped == mapped + 4  # the job at the base keeps what it has
-    assert replay("a") == [2]
-    assert replay("b") == [3]
-    assert float(halves["a"].mean()) == 3  # and four hold one at a time
-    arrange(8)
-    assert replay("ab") == [2, 3]
-    assert [float(halves[name].mean()) for name in "ab"] == [2, 3]
 
 
 def test_what_is_laid_out_is_what_the_device_has_less() -> None:
@@ -153,10 +58,7 @@ def test_what_is_laid_out_is_what_the_device_has_less() -> None:
         MemoryLayout(()),
     ):
         device.arrange(layout, needs)
-        assert used_bytes() - before == device.reserved_bytes, look_at_memory(cuda()).table()
-
-
-# ---- the budget -----------------------------------------------------------------------------------------
+        assert used_bytes() - before == device.reserved_bytes
 
 
 def two_wide_jobs() -> tuple[MemoryWatch, list[tm.Job]]:
@@ -168,23 +70,22 @@ def two_wide_jobs() -> tuple[MemoryWatch, list[tm.Job]]:
 
 def run_within_budget(
     watch: MemoryWatch, jobs: Sequence[tm.Job], **options: Any
-) -> tuple[tm.ColocationResult, list[tuple[int, bool]]]:
+) -> tuple[tm.ColocationResult, list[int]]:
     """Run wide jobs in little more than the smallest budget, which the device never exceeds.
 
-    Also returns of each job, before it ran, how many segments it had and whether it was known.
+    Also returns how many segments each job had before it ran.
     """
     colocation = tm.colocate(
         jobs, "20GiB", region_bytes=REGION, callbacks=[lambda event: watch.look(event.colocation)], **options
     )
-    demands = [admitted.demand for admitted in colocation._jobs.values()]
-    before = [(len(demand.segments), demand.is_measured) for demand in demands]
+    before = [job.num_segments for job in colocation.results().jobs.values()]
     budget = smallest_budget(colocation) + 5 * REGION
     assert "tracking_bytes" not in options or budget < sum_of_peaks(colocation)
     colocation.set_budget(budget)
     result = colocation.run()
     assert [repr(job.error) for job in result.jobs.values() if job.error] == []
     assert result.peak_bytes <= budget
-    assert max(watch.held) <= budget, watch.report(budget)
+    assert max(watch.held) <= budget, watch.report()
     return result, before
 
 
@@ -205,22 +106,9 @@ def test_jobs_that_are_cut_anew_keep_bits_and_budget(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_fused_work, "_MISJUDGED", 1.0)  # whatever it was, it was wrong
     watch, jobs = two_wide_jobs()
     result, before = run_within_budget(watch, jobs)
-    for seed, (job, (few, _)) in enumerate(zip(jobs, before, strict=True)):
+    for seed, (job, few) in enumerate(zip(jobs, before, strict=True)):
         assert result[job.name].num_segments > 4 * few
         assert_wide_as_alone(result, job, seed)
-
-
-def test_jobs_that_are_known_begin_beside_each_other(tmp_path: Path) -> None:
-    """What was learned of a job is kept in a folder: the next like it needs no iteration to itself."""
-    segments = []
-    for is_known in (False, True):
-        watch, jobs = two_wide_jobs()
-        result, before = run_within_budget(watch, jobs, profiles=tmp_path / "profiles")
-        assert [known for _, known in before] == [is_known] * 2
-        for seed, job in enumerate(jobs):
-            assert_wide_as_alone(result, job, seed)
-        segments.append([job.num_segments for job in result.jobs.values()])
-    assert segments[0] == segments[1]
 
 
 def test_segments_last_as_long_as_meant() -> None:
@@ -229,7 +117,7 @@ def test_segments_last_as_long_as_meant() -> None:
         torch.manual_seed(0)
         layers = [
             layer
-            for _ in range(12)
+            for _ in range(6)
             for layer in (nn.Conv2d(48, 48, 3, padding=1), nn.BatchNorm2d(48), nn.ReLU())
         ]
         model = nn.Sequential(nn.Conv2d(3, 48, 1), *layers)
@@ -272,46 +160,13 @@ def test_the_budget_changes_without_a_capture() -> None:
     assert result.failed == ()
     assert {budget for budget, _ in seen} == set(budgets)
     for number, (budget, used) in enumerate(seen):
-        assert used <= budget, watch.report(budget, number)
+        assert used <= budget, watch.report(number)
     largest = {limit: max(used for budget, used in seen if budget == limit) for limit in budgets}
     given_back = budgets[1] - budgets[0]
     # Regions, given back and taken anew:
-    assert largest[budgets[1]] - largest[budgets[0]] > 0.5 * given_back, watch.report(budgets[0])
+    assert largest[budgets[1]] - largest[budgets[0]] > 0.5 * given_back, watch.report()
     both = [row for row in captured if len(row) == 2]
     assert all(row == both[0] for row in both)
-    assert_wide_as_alone(result, jobs[0], 0)
-    assert_wide_as_alone(result, jobs[1], 1)
-
-
-# ---- jobs that fail, come and go --------------------------------------------------------------------------
-
-
-def test_a_job_that_runs_out_of_memory_ends_alone() -> None:
-    def hog(event: tm.JobStep) -> None:
-        if event.step == 3:
-            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-
-    jobs = [wide_job("a", 0, 9, callbacks=[hog]), wide_job("b", 1, 8)]
-    result = tm.colocate(jobs, "20GiB", region_bytes=REGION, poisons=True).run()
-    assert result.failed == ("a",)
-    assert isinstance(result["a"].error, torch.OutOfMemoryError)
-    assert_wide_as_alone(result, jobs[1], 1)
-
-
-def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[int] = []
-
-    def first_gets_nothing(device: torch.device, *, scratch_bytes: int, **options: Any) -> SegmentGraphs:
-        limits.append(scratch_bytes)
-        return SegmentGraphs(device, scratch_bytes=scratch_bytes if len(limits) > 1 else 0, **options)
-
-    monkeypatch.setattr(_fused_work, "SegmentGraphs", first_gets_nothing)
-    jobs = [wide_job("a", 0, 4), wide_job("b", 1, 4)]
-    settle(clears_workspaces=True)
-    result = tm.colocate(jobs, "20GiB", tracking_bytes=4 * MIB, region_bytes=REGION).run()
-    assert result.failed == ()
-    assert len(limits) == 3
-    assert limits[2] > limits[0]
     assert_wide_as_alone(result, jobs[0], 0)
     assert_wide_as_alone(result, jobs[1], 1)
 
@@ -340,5 +195,5 @@ def test_memory_is_flat_while_jobs_come_and_go() -> None:
     assert result.failed == ()
     assert len(watch.seen) == NUM_GUESTS
     grown = watch.held[-1] - watch.held[2]
-    assert grown <= 2 * MIB, watch.growth(2)
+    assert grown <= 2 * MIB, watch.report(-1, since=2)
     assert_wide_as_alone(result, stays, 2)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.workloads import SMALL
 from colocation_cases import (
-    ONE_LAYER,
     SMALL_CUTS,
     assert_same_state,
     batches_of,
@@ -22,20 +19,26 @@ from colocation_cases import (
     sum_of_peaks,
 )
 from torch import Tensor
-from wide_jobs import BATCH_SIZE, MIB, REGION, captures_of, wide_batches, wide_fleet
+from wide_jobs import (
+    BATCH_SIZE,
+    MIB,
+    REGION,
+    assert_wide_as_alone,
+    captures_of,
+    wide_batches,
+    wide_fleet,
+    wide_job,
+)
 
 import trainmux as tm
 from trainmux.colocate import _fused_work
 from trainmux.colocate._demand import SegmentRef
 from trainmux.colocate._protocols import Ended
+from trainmux.colocate._segment_graphs import SegmentGraphs
+
+pytestmark = pytest.mark.usefixtures("jobs_keep_what_they_asked_for")
 
 STEPS = 12
-
-
-@pytest.fixture(autouse=True)
-def _jobs_keep_what_they_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is more than the arenas of such small jobs: nothing would be tight."""
-    monkeypatch.setattr(_fused_work, "_SPARE_BYTES", 1 << 40)
 
 
 def jobs_in_flight(colocation: tm.Colocation) -> list[int]:
@@ -60,8 +63,19 @@ def jobs_in_flight(colocation: tm.Colocation) -> list[int]:
     return found
 
 
-def check_small(tmp_path: Path, names: Sequence[str], lowering: str, tightness: Sequence[float]) -> None:
-    fleets = {name: small_fleet(name, device="cuda", lowering=lowering) for name in names}
+@pytest.mark.parametrize(
+    ("names", "tightness", "options"),
+    [
+        (("mlp", "residual"), (1.0, 0.0), {}),
+        (("transformer_with_dropout", "lstm"), (1.0, 0.0), {"num_members": 2, "accumulate": 3}),
+        (("mlp", "transformer_with_dropout", "residual"), (1.0, 0.5), {}),
+        (("mlp", "transformer_with_dropout"), (1.0, 0.0), {"lowering": "inductor"}),
+    ],
+)
+def test_jobs_are_as_alone(
+    tmp_path: Path, names: Sequence[str], tightness: Sequence[float], options: dict[str, Any]
+) -> None:
+    fleets = {name: small_fleet(name, device="cuda", **{"lowering": "aten", **options}) for name in names}
     expected = {}
     for name, fleet in fleets.items():
         fleet.save(tmp_path / name)
@@ -84,23 +98,6 @@ def check_small(tmp_path: Path, names: Sequence[str], lowering: str, tightness: 
             assert_same_state(state_of(fleets[name]), expected[name][1], f"{names} at {tight}: {name}")
 
 
-NAMES = ("mlp", "residual", "transformer_with_dropout", "lstm")
-
-
-@pytest.mark.parametrize(
-    ("names", "lowering", "tightness"),
-    [
-        *((names, "aten", (1.0, 0.0)) for names in itertools.pairwise([*NAMES, NAMES[0]])),
-        (("mlp", "transformer_with_dropout", "residual"), "aten", (1.0, 0.5)),
-        (("residual", "transformer_with_dropout"), "inductor", (1.0, 0.0)),
-    ],
-)
-def test_jobs_are_as_alone(
-    tmp_path: Path, names: Sequence[str], lowering: str, tightness: Sequence[float]
-) -> None:
-    check_small(tmp_path, names, lowering, tightness)
-
-
 def test_other_batches_and_micro_batches() -> None:
     """Run kernel by kernel the first time, captured the second time: the bits stay."""
 
@@ -111,7 +108,7 @@ def test_other_batches_and_micro_batches() -> None:
     def fleet(seed: int) -> tm.Fleet:
         return wide_fleet(seed, num_layers=3, accumulate=2)
 
-    steps = 24
+    steps = 16
     expected = {}
     for seed in (0, 1):
         alone = fleet(seed)
@@ -139,29 +136,53 @@ def test_other_batches_and_micro_batches() -> None:
     assert both[-1] == both[len(both) * 3 // 4]  # and none of them twice
 
 
-def test_dropout_and_several_members() -> None:
-    name = "transformer_with_dropout"
+# ---- jobs that fail, need more, or are known ------------------------------------------------------------
 
-    def make() -> tm.Fleet:
-        members = []
-        for number in range(2):
-            model = ONE_LAYER[name](number).train()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (number + 1))
-            members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
-        return tm.Fleet(
-            members,
-            SMALL[name].loss,
-            batches_of(name)[0],
-            device="cuda",
-            deterministic=True,
-            lowering="aten",
-            accumulate=3,
-        )
 
-    alone, fleet = make(), make()
-    losses = torch.stack([alone.step(batch).cpu() for batch in cycled(batches_of(name), 60)])
-    job = tm.Job("a", fleet=fleet, loader=batches_of(name), steps=60)
-    result = tm.colocate([job], "20GiB", region_bytes=REGION, poisons=True).run()["a"]
-    assert result.error is None
-    assert torch.equal(result.losses, losses)
-    assert_same_state(state_of(fleet), state_of(alone), "a")
+def test_a_job_that_runs_out_of_memory_ends_alone() -> None:
+    def hog(event: tm.JobStep) -> None:
+        if event.step == 3:
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+    jobs = [wide_job("a", 0, 9, callbacks=[hog]), wide_job("b", 1, 8)]
+    result = tm.colocate(jobs, "20GiB", region_bytes=REGION, poisons=True).run()
+    assert result.failed == ("a",)
+    assert isinstance(result["a"].error, torch.OutOfMemoryError)
+    assert_wide_as_alone(result, jobs[1], 1)
+
+
+@pytest.mark.alone  # jobs that take another time than was measured are cut anew
+@pytest.mark.usefixtures("without_workspaces")
+def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+
+    def first_gets_nothing(device: torch.device, *, scratch_bytes: int, **options: Any) -> SegmentGraphs:
+        limits.append(scratch_bytes)
+        return SegmentGraphs(device, scratch_bytes=scratch_bytes if len(limits) > 1 else 0, **options)
+
+    monkeypatch.setattr(_fused_work, "SegmentGraphs", first_gets_nothing)
+    jobs = [wide_job("a", 0, 4), wide_job("b", 1, 4)]
+    result = tm.colocate(jobs, "20GiB", tracking_bytes=4 * MIB, region_bytes=REGION).run()
+    assert result.failed == ()
+    assert len(limits) == 3
+    assert limits[2] > limits[0]
+    assert_wide_as_alone(result, jobs[0], 0)
+    assert_wide_as_alone(result, jobs[1], 1)
+
+
+@pytest.mark.alone
+def test_jobs_that_are_known_begin_beside_each_other(tmp_path: Path) -> None:
+    """What was learned of a job is kept in a folder: the next like it needs no iteration to itself."""
+    segments = []
+    for is_known in (False, True):
+        jobs = [wide_job("a", 0, 12), wide_job("b", 1, 12)]
+        colocation = tm.colocate(jobs, "20GiB", region_bytes=REGION, profiles=tmp_path / "profiles")
+        demands = [admitted.demand for admitted in colocation._jobs.values()]
+        assert [demand.is_measured for demand in demands] == [is_known] * 2
+        colocation.set_budget(smallest_budget(colocation) + 5 * REGION)
+        result = colocation.run()
+        assert result.failed == ()
+        for seed, job in enumerate(jobs):
+            assert_wide_as_alone(result, job, seed)
+        segments.append([job.num_segments for job in result.jobs.values()])
+    assert segments[0] == segments[1]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from colocation_cases import cycled, smallest_budget
-from held_memory import MemoryWatch
+from held_memory import USUAL, MemoryWatch
 from settled import settle
 from torch import Tensor, nn
 from wide_jobs import (
@@ -30,17 +29,13 @@ from trainmux.colocate import _eager
 from trainmux.errors import BudgetError, TrainmuxWarning
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 
-pytestmark = [pytest.mark.alone, pytest.mark.filterwarnings("ignore:job 'eager' cannot be traced")]
+pytestmark = [
+    pytest.mark.usefixtures("without_workspaces"),
+    pytest.mark.filterwarnings("ignore:job 'eager' cannot be traced"),
+]
 
 NUM_LAYERS = 6
 SEED = 3
-
-
-@pytest.fixture(autouse=True)
-def _without_workspaces() -> Iterator[None]:
-    settle(clears_workspaces=True)
-    yield
-    settle(clears_workspaces=True)
 
 
 def untraceable(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -107,6 +102,7 @@ def test_an_eager_job_and_its_neighbour_are_as_alone(place: str) -> None:
     assert_wide_as_alone(result, other, 1)
 
 
+@pytest.mark.alone
 def test_the_device_never_holds_more_than_the_budget() -> None:
     warm_up()
     trained_plainly(0, wide_batches(0), 2)  # kernels of an eager step
@@ -123,12 +119,13 @@ def test_the_device_never_holds_more_than_the_budget() -> None:
     colocation.set_budget(budget)
     result = colocation.run()
     assert result.failed == ()
-    assert max(watch.held) <= budget, watch.report(budget)
-    pools = [facts.job_pools.get("eager", 0) for facts in watch.seen]
+    assert max(watch.held) <= budget, watch.report()
+    pools = [held.get("pool_bytes of eager", 0) for held in watch.seen]
     feature_maps = NUM_LAYERS * BATCH_SIZE * WIDTH * 4
-    assert max(pools) >= feature_maps, watch.report(budget)
-    for facts in watch.seen:  # and its backward pass took nothing elsewhere
-        assert facts.usual_pool_bytes <= 4 * MATRIX_LIBRARIES_BYTES, facts.table()
+    assert max(pools) >= feature_maps, watch.report()
+    usual = [held.get(USUAL, 0) for held in watch.seen]
+    # Its backward pass took nothing elsewhere.
+    assert max(usual) <= 4 * MATRIX_LIBRARIES_BYTES, watch.report()
 
 
 def test_a_step_beyond_what_was_seen_ends_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,14 +143,15 @@ def test_a_step_beyond_what_was_seen_ends_its_job_alone(monkeypatch: pytest.Monk
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
+@pytest.mark.alone
 def test_memory_is_given_back_when_an_eager_job_goes() -> None:
     warm_up()
     watch = MemoryWatch()
-    for _ in range(4):
+    for _ in range(3):
         tm.colocate([eager_job(0, 3)], "20GiB", region_bytes=REGION).run()
         settle()
         watch.look()
-    assert watch.held[-1] <= watch.held[1] + 2 * MIB, watch.growth(1)
+    assert watch.held[-1] <= watch.held[1] + 2 * MIB, watch.report(-1, since=1)
 
 
 def test_a_rehearsal_keeps_to_the_budget() -> None:

@@ -7,29 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from benchmarks.workloads import SMALL
 from equivalence import (
     CLOSE,
     LOOSER,
     PLAIN,
-    PRECISIONS,
-    WITH_DROPOUT,
     assert_equivalent,
     batches_of,
     check,
-    check_bits,
     check_dropout,
-    check_precision,
     drawn_masks,
     mask_fleet,
     members_of,
     train_alone,
     train_fused,
 )
-from odd_models import ODD, SERIES, Checkpointed, classify, labelled, odd
+from odd_models import ODD, SERIES, Checkpointed, classify, odd
 from short_workloads import SHORT
-from torch import Tensor, nn
 
 import trainmux as tm
 
@@ -38,7 +32,7 @@ DEVICE = "cuda"
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_every_model_trains_as_alone(name: str) -> None:
-    check(SHORT[name], num_members=4, num_steps=20, device=DEVICE)
+    check(SHORT[name], num_members=4, num_steps=10, device=DEVICE)
 
 
 def test_convolutions_train_as_alone() -> None:
@@ -60,7 +54,7 @@ def test_a_plan_and_a_job_beside_another_train_as_alone(way: str, name: str) -> 
 def test_models_and_batches_may_stay_on_the_host() -> None:
     """Members are copied to the device and back: the host's own run is the reference."""
     workload = SMALL["cnn"]
-    batches = batches_of(workload, 20)
+    batches = batches_of(workload, 10)
     alone = [
         train_alone(member.model, member.optimizer, workload.loss, batches)
         for member in members_of(workload, range(3))
@@ -78,13 +72,7 @@ def test_models_and_batches_may_stay_on_the_host() -> None:
     assert_equivalent(fused, alone, looser=LOOSER["cnn"])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", PLAIN)
-def test_the_error_of_a_step_is_at_most_three_times_that_of_plain_torch(name: str, precision: str) -> None:
-    check_precision(SHORT[name], precision, device=DEVICE)
-
-
-@pytest.mark.parametrize("name", WITH_DROPOUT)
+@pytest.mark.parametrize("name", ["cnn_with_dropout", "lstm_with_dropout", "transformer_with_dropout"])
 def test_a_member_trains_the_same_at_any_width_in_any_slot_and_after_restore(
     name: str, tmp_path: Path
 ) -> None:
@@ -108,46 +96,3 @@ def test_the_recomputation_of_a_checkpointed_block_draws_the_same_dropout(reentr
         return train_fused(fleet, batches)
 
     assert_equivalent(train(reentrant), train(None), CLOSE)
-
-
-@pytest.mark.parametrize("name", ["cnn_with_dropout", "lstm", "transformer_with_dropout", "dlrm"])
-def test_bits_repeat_and_do_not_depend_on_the_other_members(name: str) -> None:
-    check_bits(SHORT[name], device=DEVICE, deterministic=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("residual", "fp32"),
-        ("bert_mlm_with_dropout", "fp32"),
-        ("gpt2", "fp32"),
-        ("vit", "fp32"),
-        ("cnn", "bf16"),
-        ("transformer", "bf16"),
-    ],
-)
-def test_bits_repeat(name: str, precision: str) -> None:
-    check_bits(SHORT[name], device=DEVICE, precision=precision, deterministic=True, others=False)
-
-
-class LongAttention(nn.Module):
-    """Attention over sequences of several blocks, whose backward pass adds up gradients of the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(64, 192)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [part.unflatten(-1, (1, 64)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)]
-        return F.scaled_dot_product_attention(*parts)
-
-
-def _mean_square(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch[0]).float().square().mean()
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_attention_over_long_sequences_repeats_bit_for_bit(precision: str) -> None:
-    workload = odd("attention", LongAttention, _mean_square, labelled(1, 2048, 64))
-    for _ in range(2):
-        check_bits(workload, device=DEVICE, precision=precision, deterministic=True, others=False)

@@ -1,34 +1,20 @@
-"""Memory over a thousand steps in which everything happens."""
+"""Memory over hundreds of steps in which everything happens."""
 
 from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from benchmarks.workloads import SMALL
+from small_fleets import batch_of, make_fleet, make_member
 from wide_jobs import MIB, used_bytes
-
-import trainmux as tm
 
 pytestmark = pytest.mark.alone
 
-WORKLOAD = SMALL["mlp"]
-NUM_STEPS = 1_000
+NUM_STEPS = 500
 WARM = 200
 POLICIES = ("mutwo", "none", "swap_only", "auto")
-
-
-def member(number: int) -> tm.Member:
-    model = WORKLOAD.build(number).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return tm.Member(model, optimizer, name=f"m{number}", seed=number)
-
-
-def batch(number: int) -> Any:
-    return WORKLOAD.batch(number, torch.float32)
 
 
 def pinned_bytes() -> int:
@@ -39,26 +25,24 @@ def pinned_bytes() -> int:
 def test_memory_stays_flat_whatever_happens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every kind of event comes before the counting begins, and again and again after that."""
     monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path))
-    fleet = tm.Fleet(
-        [member(number) for number in range(4)], WORKLOAD.loss, batch(0), device="cuda", lowering="aten"
-    )
-    batches = [batch(number) for number in range(4)]
+    fleet = make_fleet("mlp", lowering="aten")
+    batches = [batch_of("mlp", number) for number in range(4)]
     newcomer = 100
     on_device, pinned = [], []
     num_plans = num_evaluations = num_replaced = num_dropped = 0
     for step in range(NUM_STEPS):
         is_warm = step >= WARM
-        if step % (300 if is_warm else 50) == 0:
+        if step % (150 if is_warm else 50) == 0:
             fleet.plan(policy=POLICIES[num_plans % len(POLICIES)])
             num_plans += 1
         fleet.step(batches[step % 4])
-        if step % 40 == 19:
-            fleet.replace(fleet.names[num_replaced % 4], member(newcomer))
+        if step % 20 == 19:
+            fleet.replace(fleet.names[num_replaced % 4], make_member("mlp", newcomer))
             newcomer, num_replaced = newcomer + 1, num_replaced + 1
-        if step % 400 == 69 or step == 169:
+        if step % 200 == 69 or step == 169:
             fleet.drop(fleet.names[num_dropped % 4])
             fleet.step(batches[0])
-            fleet.add(member(newcomer))
+            fleet.add(make_member("mlp", newcomer))
             newcomer, num_dropped = newcomer + 1, num_dropped + 1
         if step % 50 == 29:
             fleet.evaluate(batches[:2])
@@ -70,6 +54,6 @@ def test_memory_stays_flat_whatever_happens(monkeypatch: pytest.MonkeyPatch, tmp
             on_device.append(used_bytes())
             pinned.append(pinned_bytes())
     assert torch.isfinite(fleet.step(batches[0])).all()
-    assert (num_plans, num_evaluations, num_replaced, num_dropped) == (7, 20, 25, 4)
+    assert (num_plans, num_evaluations, num_replaced, num_dropped) == (6, 10, 25, 4)
     assert max(on_device) - min(on_device) <= 16 * MIB
     assert max(pinned) - min(pinned) <= MIB, "plans differ in what they keep on the host, which is little"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -38,8 +37,20 @@ def arguments(name: str, layout: str, dtype: torch.dtype, *, with_bias: bool) ->
     return [data, weight, bias, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups]
 
 
-@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def profiled(work: Callable[[], object]) -> tuple[Counter[str], int]:
+    """What is called, and how many bytes are allocated on the device."""
+    work()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as seen:
+        work()
+    allocated = torch.cuda.memory_stats()["allocated_bytes.all.allocated"] - before
+    return Counter(event.name for event in seen.events()), allocated
+
+
+@pytest.mark.parametrize(
+    ("dtype", "with_bias"), [(torch.float32, False), (torch.bfloat16, True)], ids=["fp32", "bf16 bias"]
+)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_the_same_bits_without_a_copy(name: str, layout: str, dtype: torch.dtype, with_bias: bool) -> None:
@@ -49,23 +60,11 @@ def test_the_same_bits_without_a_copy(name: str, layout: str, dtype: torch.dtype
         out = torch.full_like(expected, torch.nan)
         assert convolve_into(given, out)
         assert torch.equal(out, expected)
-        into, plain = (
-            work_of(lambda: convolve_into(given, out)),
-            work_of(lambda: aten.convolution(*given)),
-        )
-    assert into.calls["aten::cudnn_convolution"] == plain.calls["aten::cudnn_convolution"] == 1
-    assert into.calls["aten::copy_"] == 0
-    assert plain.allocated_bytes - into.allocated_bytes >= out.nbytes
-
-
-def test_the_operators_own_out_copies() -> None:
-    """Why it is not used."""
-    given = arguments("3x3", "channels_last", torch.bfloat16, with_bias=False)
-    out = torch.empty_like(aten.convolution(*given))
-    own = work_of(lambda: aten.convolution.out(*given, out=out))
-    plain = work_of(lambda: aten.convolution(*given))
-    assert own.calls["aten::copy_"] == 1
-    assert own.allocated_bytes == plain.allocated_bytes
+        calls, allocated = profiled(lambda: convolve_into(given, out))
+        plain_calls, plain_allocated = profiled(lambda: aten.convolution(*given))
+    assert calls["aten::cudnn_convolution"] == plain_calls["aten::cudnn_convolution"] == 1
+    assert calls["aten::copy_"] == 0
+    assert plain_allocated - allocated >= out.nbytes
 
 
 def test_memory_of_another_layout_is_left_alone() -> None:
@@ -73,21 +72,3 @@ def test_memory_of_another_layout_is_left_alone() -> None:
     out = torch.full_like(aten.convolution(*given), torch.nan, memory_format=torch.contiguous_format)
     assert not convolve_into(given, out)
     assert out.isnan().all()
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is called, and how much is allocated on the device, for something."""
-
-    calls: Counter[str]
-    allocated_bytes: int
-
-
-def work_of(work: Callable[[], object]) -> Work:
-    work()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as seen:
-        work()
-    allocated = torch.cuda.memory_stats()["allocated_bytes.all.allocated"] - before
-    return Work(Counter(event.name for event in seen.events()), allocated)

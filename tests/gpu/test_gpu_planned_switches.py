@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from decided_plans import num_decisions
 from planned import differences, train_planned
-from planned_on_gpu import NAMES, NUM_STEPS, WAYS, case_of, expected_of, planned_of, program_of
+from planned_on_gpu import NUM_STEPS, WAYS, case_on_gpu
 
 from trainmux.ir import Offload, Prefetch, Recompute
 
@@ -21,29 +21,37 @@ SWITCHES = {
     "swapped-streams": (True, False, STREAMS),
     "swapped-recomputed-captured": (True, True, CAPTURED),
 }
+CASES = [
+    ("mlp", "ring"),
+    ("mlp", "beside"),
+    ("cnn_with_dropout", "turns"),
+    ("cnn_with_dropout", "pair"),
+    ("transformer_with_dropout", "turns"),
+    ("transformer_with_dropout", "ring"),
+    ("transformer_with_dropout", "beside"),
+    ("lstm_with_dropout", "pair"),
+]
 
 
 @pytest.mark.parametrize("switches", SWITCHES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_no_switch_changes_a_bit(name: str, way: str, switches: str) -> None:
     swaps, recomputes, captured = SWITCHES[switches]
-    program = program_of(name, way, swaps=swaps, recomputes=recomputes)
+    case = case_on_gpu(name, way)
+    program = case.program(WAYS[way][1], swaps=swaps, recomputes=recomputes)
     counts = num_decisions(program)
     assert (counts[Offload] > 0, counts[Prefetch] > 0, counts[Recompute] > 0) == (swaps, swaps, recomputes)
-    case = case_of(name, way)
-    found = train_planned(case, planned_of(case, program, captured=captured), NUM_STEPS)
-    assert differences(found, expected_of(name, way)) == []
+    found = train_planned(case, case.planned(program, captured=captured), NUM_STEPS)
+    assert differences(found, case.expected(NUM_STEPS)) == []
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_with_all_state_on_the_host_and_freed_bytes_poisoned_nothing_changes(name: str, way: str) -> None:
     """Parameters and optimizer state are away whenever they are not used; what is given back becomes NaN."""
-    program = program_of(name, way, swaps=True, recomputes=True, with_static=True)
-    plain = program_of(name, way, swaps=True, recomputes=True)
+    case = case_on_gpu(name, way)
+    plain = case.program(WAYS[way][1], swaps=True, recomputes=True)
+    program = case.program(WAYS[way][1], swaps=True, recomputes=True, with_static=True)
     assert num_decisions(program)[Prefetch] > num_decisions(plain)[Prefetch]
-    case = case_of(name, way)
-    captured = list(WAYS).index(way) % 2 == 0
-    found = train_planned(case, planned_of(case, program, captured=captured, poisons=True), NUM_STEPS)
-    assert differences(found, expected_of(name, way)) == []
+    captured = CASES.index((name, way)) % 2 == 0
+    found = train_planned(case, case.planned(program, captured=captured, poisons=True), NUM_STEPS)
+    assert differences(found, case.expected(NUM_STEPS)) == []

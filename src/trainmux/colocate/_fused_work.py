@@ -88,7 +88,7 @@ class _StepInMemory:
         self.planned = planned
         self._runs = [partial(planned.run, part) if part.instructions else None for part in parts]
         self._captured = None if graphs is None else SegmentSet(graphs, self._runs)
-        self._fed = {position: self._place(position) for position in self.step.positions_fed_anew()}
+        self._fed = {position: self._place(position) for position in self.step.positions_fed_anew}
         """The places of tensors that are new with every step, by position among its arguments."""
 
     def _place(self, position: int) -> Tensor:

@@ -151,7 +151,7 @@ class CudaGraphEngine:
         return captured
 
     def _capture(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> _Captured:
-        fed = tuple(program.fed_positions())
+        fed = program.fed_positions
         static = [
             argument.clone(memory_format=torch.contiguous_format) if position in fed else argument
             for position, argument in enumerate(arguments)

@@ -95,7 +95,7 @@ def _takes_memory(graph: KernelGraph, node: fx.Node) -> bool:
 
 
 def _convolution_takes_memory(graph: KernelGraph, node: fx.Node) -> bool:
-    """Whether it is sure before it runs: cuDNN may leave convolutions of several groups to others."""
+    """Whether this is certain before it runs: cuDNN may leave convolutions of several groups to others."""
     if len(node.args) != NUM_ARGUMENTS:
         return False
     data, weight, _, _, _, _, is_transposed, _, num_groups = node.args

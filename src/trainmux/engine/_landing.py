@@ -39,7 +39,7 @@ class HostLeaf:
     stacked: bool = False
 
     def to(self, device: torch.device) -> Tensor:
-        """The plain way, in the order of the current stream."""
+        """Copy it by itself, in the order of the current stream."""
         moved = [part.to(device, self.dtype, non_blocking=True) for part in self.parts]
         return torch.stack(moved) if self.stacked else moved[0]
 

@@ -27,7 +27,6 @@ from trainmux.ir import (
     ALIGNMENT,
     Compute,
     Free,
-    Instruction,
     Lane,
     Offload,
     Part,
@@ -82,11 +81,15 @@ def _host_memory(num_bytes: int, *, is_pinned: bool) -> Tensor:
     )
 
 
+def _parts_of(program: Program) -> tuple[Part, Part, Part]:
+    return program.prologue, program.body, program.epilogue
+
+
 def host_offsets(program: Program, graphs: Sequence[KernelGraph]) -> tuple[dict[Key, int], int]:
     """A place in the host's memory for each tensor that is ever copied there, and the end of the last."""
     swapped = {
         (instruction.sub_array, instruction.tensor)
-        for part in (program.prologue, program.body, program.epilogue)
+        for part in _parts_of(program)
         for instruction in part.instructions
         if isinstance(instruction, Offload | Prefetch)
     }
@@ -138,15 +141,14 @@ class PlannedProgram:
         self._lanes = lanes
         self._num_branches = lanes.num_branches
         self._branches = [range(number) for number in branches or [lanes.num_branches] * len(graphs)]
-        self._branch_bytes, self._host_branch_bytes = (
-            _rows_of(memory.slab, lanes.num_branches),
-            _rows_of(memory.host, lanes.num_branches),
-        )
+        self._branch_bytes = _rows_of(memory.slab, lanes.num_branches)
+        self._host_branch_bytes = _rows_of(memory.host, lanes.num_branches)
         self._deterministic = deterministic
         self._poisons = poisons
         handed = [handed_over(graph) for graph in graphs]
         self._parts = {
-            id(part): _Timetable(part, handed, lanes.num_branches) for part in (*self._all_parts(), *segments)
+            id(part): _Timetable(part, handed, lanes.num_branches)
+            for part in (*_parts_of(program), *segments)
         }
         self._statics = self._static_offsets()
         self._swapped_statics = self._find_swapped_statics()
@@ -155,7 +157,14 @@ class PlannedProgram:
         self._places_of = [
             [locations_of(graph.values[step.node]) for step in graph.steps] for graph in graphs
         ]
-        self._results = [self._make_results(sub_array) for sub_array in range(len(graphs))]
+        self._results = [
+            [
+                torch.zeros((len(branches), *at.shape), dtype=at.dtype, device=memory.slab.device)
+                for at in graph.outputs
+            ]
+            for graph, branches in zip(graphs, self._branches, strict=True)
+        ]
+        """Each result of all branches, one behind another."""
         self._writers = [_last_writers(graph) for graph in graphs]
         self.has_changed = False
         """Whether a part that failed had begun to change tensors in place."""
@@ -220,8 +229,12 @@ class PlannedProgram:
             ):
                 self._issue(part, timetable, walk, before or {}, lanes)
         except BaseException:
-            if not self._is_capturing():  # else nothing has run
-                self.has_changed = any(map(self._changes, part.instructions[: walk.position + 1]))
+            is_cuda = self.memory.slab.device.type == "cuda"
+            if not (is_cuda and torch.cuda.is_current_stream_capturing()):  # else nothing has run
+                self.has_changed = any(
+                    isinstance(each, Compute) and self.graphs[each.sub_array].steps[each.node].changes
+                    for each in part.instructions[: walk.position + 1]
+                )
                 self._bring_back(walk)
             raise
 
@@ -237,58 +250,46 @@ class PlannedProgram:
         for position, instruction in enumerate(part.instructions):
             walk.position = position
             taken = timetable.takes.get(position, {})
+            lane = Lane.COMPUTE
             match instruction:
                 case Compute(sub_array, node):
                     walk.where.update(taken)
+                    stays = timetable.hands_over.get(position, frozenset())
                     if (sub_array, node) in before:
                         with lanes.together():
                             before[sub_array, node]()
-                    with lanes.on(Lane.COMPUTE, position):
+                    with lanes.on(lane, position):
                         for branch in self._branches[sub_array]:
                             with lanes.branch(branch):
-                                stays = timetable.hands_over.get(position, frozenset())
                                 self._compute(walk, sub_array, node, branch, stays)
-                    lanes.issued(Lane.COMPUTE, position)
                 case Recompute(sub_array, node, keeps):
                     created = {t: taken[sub_array, t] for t in self.graphs[sub_array].steps[node].creates}
-                    with lanes.on(Lane.COMPUTE, position):
+                    with lanes.on(lane, position):
                         for branch in self._branches[sub_array]:
                             with lanes.branch(branch):
                                 self._run_node(walk, sub_array, node, created, branch)
                     walk.where.update({(sub_array, tensor): created[tensor] for tensor in keeps})
-                    lanes.issued(Lane.COMPUTE, position)
                 case Offload(sub_array, tensor):
-                    key = (sub_array, tensor)
-                    with lanes.on(Lane.OUT, position):
+                    lane, key = Lane.OUT, (sub_array, tensor)
+                    with lanes.on(lane, position):
                         for branch in self._branches[sub_array]:
                             source = self._device_bytes(key, walk.where[key], branch)
                             self._host_bytes(key, branch).copy_(source, non_blocking=True)
-                    lanes.issued(Lane.OUT, position)
                 case Prefetch(sub_array, tensor):
-                    key = (sub_array, tensor)
-                    with lanes.on(Lane.IN, position):
+                    lane, key = Lane.IN, (sub_array, tensor)
+                    with lanes.on(lane, position):
                         for branch in self._branches[sub_array]:
                             target = self._device_bytes(key, taken[key], branch)
                             target.copy_(self._host_bytes(key, branch), non_blocking=True)
                     walk.where.update(taken)
-                    lanes.issued(Lane.IN, position)
                 case Free(sub_array, tensor):
                     offset = walk.where.pop((sub_array, tensor))
                     for branch in self._branches[sub_array] if self._poisons else ():
                         with lanes.branch(branch):
                             self._device_bytes((sub_array, tensor), offset, branch).fill_(0xFF)
-                    lanes.issued(Lane.COMPUTE, position)
                 case Wait(lane, on):
                     lanes.wait(lane, on)
-                    lanes.issued(lane, position)
-
-    def _is_capturing(self) -> bool:
-        return self.memory.slab.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _changes(self, instruction: Instruction) -> bool:
-        if not isinstance(instruction, Compute):
-            return False
-        return bool(self.graphs[instruction.sub_array].steps[instruction.node].changes)
+            lanes.issued(lane, position)
 
     def _compute(
         self, walk: _Progress, sub_array: int, rank: int, branch: int, stays: frozenset[int]
@@ -332,12 +333,14 @@ class PlannedProgram:
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
         target: Any = self._modules[sub_array][str(node.target)] if node.op == "call_module" else node.target
-        places = [
-            self._place(sub_array, created[location.tensor], location, branch, location.tensor in stays)
-            if location.tensor in created and location.device == self.memory.slab.device
-            else None
-            for location in self._places_of[sub_array][rank]
-        ]
+        places: list[Place | None] = []
+        for location in self._places_of[sub_array][rank]:
+            if location.tensor not in created or location.device != self.memory.slab.device:
+                places.append(None)
+                continue
+            memory = self._device_bytes((sub_array, location.tensor), created[location.tensor], branch)
+            kind = PassingPlace if location.tensor in stays else Place
+            places.append(kind(memory, location.look(memory)))
         results = run_into(target, args, kwargs, places)
         for number, place, result in zip(step.results, places, results, strict=True):
             if isinstance(place, PassingPlace) and result is not place.value:
@@ -387,10 +390,6 @@ class PlannedProgram:
         memory = self._device_bytes(key, walk.where[key], branch) if handed is None else handed
         return location.look(memory)
 
-    def _place(self, sub_array: int, offset: int, location: Location, branch: int, may_stay: bool) -> Place:
-        memory = self._device_bytes((sub_array, location.tensor), offset, branch)
-        return (PassingPlace if may_stay else Place)(memory, location.look(memory))
-
     def _device_bytes(self, key: Key, offset: int, branch: int = 0) -> Tensor:
         """A tensor of one branch, in the branch's share of the slab: as far into it as all are into all."""
         begin = branch * self._branch_bytes + offset // self._num_branches
@@ -399,17 +398,6 @@ class PlannedProgram:
     def _host_bytes(self, key: Key, branch: int = 0) -> Tensor:
         offset = branch * self._host_branch_bytes + self.memory.host_offsets[key]
         return self.memory.host[offset : offset + self.graphs[key[0]].tensors[key[1]].size_bytes]
-
-    def _make_results(self, sub_array: int) -> list[Tensor]:
-        """Each result of all branches, one behind another."""
-        return [
-            torch.zeros(
-                (len(self._branches[sub_array]), *location.shape),
-                dtype=location.dtype,
-                device=self.memory.slab.device,
-            )
-            for location in self.graphs[sub_array].outputs
-        ]
 
     def _static_offsets(self) -> dict[Key, int]:
         """Offsets of the static tensors that are on the device before the first step and after the last."""
@@ -425,9 +413,6 @@ class PlannedProgram:
             for location in (*graph.inputs, *graph.constants.values())
         ]
         return tuple(key for key in dict.fromkeys(found) if key in self.memory.host_offsets)
-
-    def _all_parts(self) -> tuple[Part, Part, Part]:
-        return self.program.prologue, self.program.body, self.program.epilogue
 
 
 class _Timetable:

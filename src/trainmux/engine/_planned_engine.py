@@ -55,7 +55,11 @@ class PlannedEngine:
     ) -> None:
         self._device = memory.slab.device
         branches = branches or [1] * len(steps)
-        self._lanes = _lanes_on(self._device, max(branches), like)
+        self._lanes = HostLanes(max(branches))
+        if self._device.type == "cuda":
+            other = None if like is None else like._lanes
+            others = other if isinstance(other, StreamLanes) else None
+            self._lanes = StreamLanes(self._device, max(branches), others)
         self._planned = PlannedProgram(
             program,
             graphs,
@@ -115,7 +119,9 @@ class PlannedEngine:
             self.finish()
         for sub_array, new in enumerate(fed):
             for position, value in new.items():
-                self._inbox(sub_array, position).copy_(value, non_blocking=True)
+                lands = self._is_ring and sub_array == 0
+                target = self._landing[position] if lands else self.argument(sub_array, position)
+                target.copy_(value, non_blocking=True)
         _within_memory(self._device, lambda: self._run_step(watched))
         return [self.results(sub_array) for sub_array in range(len(self._steps))]
 
@@ -128,7 +134,8 @@ class PlannedEngine:
             totals = [self.argument(0, position) for position in self._steps[0].accumulator_positions()]
             kept = [(total, _to_host(total)) for total in totals]
             self._land()
-            self._silence_first()
+            for position in self._steps[0].mask_positions():
+                self.argument(0, position).zero_()
             self._run(self._planned.program.prologue)
         with self._changing():
             if watched is None:
@@ -164,24 +171,15 @@ class PlannedEngine:
     def _make_landing(self) -> dict[int, Tensor]:
         """Buffers for what is fed to the first sub-array, by position; one for what all branches share."""
         found = {}
-        for position in self._steps[0].positions_fed_anew():
+        for position in self._steps[0].positions_fed_anew:
             like = self.argument(0, position)
             is_shared = self._branches[0] > 1 and self._axes[0][position] is None
             found[position] = torch.zeros_like(like[0] if is_shared else like)
         return found
 
-    def _inbox(self, sub_array: int, position: int) -> Tensor:
-        if self._is_ring and sub_array == 0:
-            return self._landing[position]
-        return self.argument(sub_array, position)
-
     def _land(self) -> None:
         for position, landed in self._landing.items():
             self.argument(0, position).copy_(landed)
-
-    def _silence_first(self) -> None:
-        for position in self._steps[0].mask_positions():
-            self.argument(0, position).zero_()
 
     # ---- running -----------------------------------------------------------------------------------
 
@@ -233,16 +231,10 @@ class PlannedEngine:
         if self._room is None or self._graphs:
             return
         program = self._planned.program
-        masks = [
-            self.argument(sub_array, position)
-            for sub_array, step in enumerate(self._steps)
-            for position in step.mask_positions()
-        ]
-        totals = [
-            self.argument(sub_array, position)
-            for sub_array, step in enumerate(self._steps)
-            for position in step.accumulator_positions()
-        ]
+        masks, totals = [], []
+        for sub_array, step in enumerate(self._steps):
+            masks += [self.argument(sub_array, position) for position in step.mask_positions()]
+            totals += [self.argument(sub_array, position) for position in step.accumulator_positions()]
         if self._is_ring:
             masks += [self._landing[position] for position in self._steps[0].mask_positions()]
         # On the host: accumulators are as large as the parameters, and the budget has no room for them twice.
@@ -263,10 +255,9 @@ class PlannedEngine:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = first_line(error)
             warnings.warn(
                 "a planned step could not be captured as CUDA graphs and runs instruction by instruction: "
-                f"{reason}",
+                f"{first_line(error)}",
                 TrainmuxWarning,
                 stacklevel=2,
             )
@@ -278,13 +269,6 @@ class PlannedEngine:
         self._graphs = {id(part): graph for part, graph in zip(parts, graphs, strict=True)}
 
 
-def _lanes_on(device: torch.device, num_branches: int, like: PlannedEngine | None) -> HostLanes:
-    if device.type != "cuda":
-        return HostLanes(num_branches)
-    other = None if like is None else like._lanes
-    return StreamLanes(device, num_branches, other if isinstance(other, StreamLanes) else None)
-
-
 def _to_host(tensor: Tensor) -> Tensor:
     """A copy. Row by row where they lie apart: torch would put all of them together on the device first."""
     if not tensor.dim() or tensor.is_contiguous():
@@ -293,7 +277,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def _put_back(tensor: Tensor, value: Tensor) -> None:
-    """The other way."""
+    """Copy a value back, row by row likewise."""
     if not tensor.dim() or tensor.is_contiguous():
         tensor.copy_(value)
         return

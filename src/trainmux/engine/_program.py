@@ -17,11 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from trainmux.engine._order import (
-    Apply,
-    Halves,
-    make_masks_late,
-)
+from trainmux.engine._order import Apply, Halves, make_masks_late
 from trainmux.engine._row_gradients import as_row_gradient, erase_unread
 from trainmux.engine._updates import TailInputs, UpdateSettings, make_tail
 from trainmux.fusion import FusedGraph
@@ -78,24 +74,18 @@ class _Arguments:
         first = len(self.inputs) + len(self.state_keys()) + len(self.total_names())
         return first + self.number_names().index(name)
 
-    def fed_positions(self) -> list[int]:
-        """Positions of the batch, whose tensors are new with every run. All others keep their address."""
-        return list(self._fed)
-
-    def positions_fed_anew(self) -> list[int]:
-        """Positions of arguments with new values in every run: the batch, and the host's numbers."""
-        return list(self._fed_anew)
-
     @functools.cached_property
-    def _fed(self) -> tuple[int, ...]:
+    def fed_positions(self) -> tuple[int, ...]:
+        """Positions of the batch, whose tensors are new with every run. All others keep their address."""
         # Cached, as the next one: every step asks for them.
         return tuple(i for i, item in enumerate(self.inputs) if item.kind is InputKind.BATCH)
 
     @functools.cached_property
-    def _fed_anew(self) -> tuple[int, ...]:
+    def positions_fed_anew(self) -> tuple[int, ...]:
+        """Positions of arguments with new values in every run: the batch, and the host's numbers."""
         counters = [i for i, item in enumerate(self.inputs) if item.kind is InputKind.COUNTER]
         fed = [name for name in self.number_names() if name in FED_NUMBERS]
-        return (*self._fed, *counters, *map(self.position_of, fed))
+        return (*self.fed_positions, *counters, *map(self.position_of, fed))
 
     def byte_classes(self) -> list[ByteClass]:
         """Class of each argument in a budget."""
@@ -201,8 +191,7 @@ def build_planned_forward(fused: FusedGraph, carried: UpdateSettings | None) -> 
     """
     graph = fx.Graph()
     owner = torch.nn.Module()
-    arguments = [graph.placeholder(f"input_{i}") for i in range(len(fused.inputs))]
-    _describe(arguments, fused)
+    arguments = _placeholders(graph, fused)
     if carried is not None:
         by_name = _by_name(arguments, fused.inputs)
         parameters = {name: by_name[InputKind.PARAMETER, name].meta["val"] for name in carried.parameters}
@@ -237,7 +226,7 @@ def build_step(
     split = split_joint(fused.module, fused.inputs, fused.outputs)
     graph = fx.Graph()
     owner = torch.nn.Module()
-    arguments = [graph.placeholder(f"input_{i}") for i in range(len(fused.inputs))]
+    arguments = _placeholders(graph, fused)
     by_name = _by_name(arguments, fused.inputs)
     tangents = [
         node for node, item in zip(arguments, fused.inputs, strict=True) if item.kind is InputKind.TANGENT
@@ -253,7 +242,6 @@ def build_step(
         if node.op == "placeholder"
     ]
     gradients = _append(graph, owner, split.backward, backward_inputs, Phase.BACKWARD, "backward")
-    _describe(arguments, fused)
     make_masks_late(graph)
 
     outputs: dict[OutputKind, dict[str, fx.Node]] = {kind: {} for kind in OutputKind}
@@ -284,10 +272,13 @@ def _by_name(
     return {(item.kind, item.name): node for node, item in zip(nodes, described, strict=True)}
 
 
-def _describe(arguments: Sequence[fx.Node], fused: FusedGraph) -> None:
-    placeholders = [node for node in fused.module.graph.nodes if node.op == "placeholder"]
-    for argument, original in zip(arguments, placeholders, strict=True):
-        argument.meta["val"] = original.meta["val"]
+def _placeholders(graph: fx.Graph, fused: FusedGraph) -> list[fx.Node]:
+    """Arguments for the fused inputs."""
+    arguments = []
+    for number, original in enumerate(fused.module.graph.find_nodes(op="placeholder")):
+        arguments.append(graph.placeholder(f"input_{number}"))
+        arguments[-1].meta["val"] = original.meta["val"]
+    return arguments
 
 
 def _append(
@@ -387,15 +378,19 @@ def _state_placeholders(
 def _number_fakes(settings: UpdateSettings, width: int, like: Tensor) -> dict[str, Tensor]:
     """Fakes for ``TAIL_INPUTS``, of the mode and device of ``like``."""
     assert isinstance(like, FakeTensor)
-    num_scalars, device = len(settings.neutral_scalars()), like.device
+    num_scalars = len(settings.neutral_scalars())
+    kinds = {
+        "scalars": ((num_scalars, width), torch.float64),
+        "neutral": ((num_scalars, 1), torch.float64),
+        "limits": ((2, width), torch.float64),
+        "active": ((width,), torch.bool),
+        "alive": ((width,), torch.bool),
+        "updates": ((width,), torch.int64),
+    }
     with like.fake_mode:
         return {
-            "scalars": torch.empty((num_scalars, width), dtype=torch.float64, device=device),
-            "neutral": torch.empty((num_scalars, 1), dtype=torch.float64, device=device),
-            "limits": torch.empty((2, width), dtype=torch.float64, device=device),
-            "active": torch.empty(width, dtype=torch.bool, device=device),
-            "alive": torch.empty(width, dtype=torch.bool, device=device),
-            "updates": torch.empty(width, dtype=torch.int64, device=device),
+            name: torch.empty(shape, dtype=dtype, device=like.device)
+            for name, (shape, dtype) in kinds.items()
         }
 
 

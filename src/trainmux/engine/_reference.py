@@ -33,7 +33,7 @@ class ReferenceEngine:
         given = list(arguments)
         batch = set()
         with torch.no_grad(), deterministic_algorithms(self._deterministic):
-            for position in program.fed_positions():
+            for position in program.fed_positions:
                 given[position] = given[position].contiguous()
                 batch.add(given[position].untyped_storage().data_ptr())
             apply = program.begin(given)

@@ -78,15 +78,20 @@ class SubArrays(nn.Module):
     def _slice(self, arguments: Sequence[Tensor], index: int) -> list[Tensor]:
         taken = []
         for position, (argument, axis) in enumerate(zip(arguments, self._axes, strict=True)):
-            if axis is None:
-                taken.append(argument)
-                continue
-            width = argument.shape[axis] // self._num_arrays
-            part = argument.narrow(axis, index * width, width)
+            width = 0 if axis is None else argument.shape[axis] // self._num_arrays
+            part = _rows(argument, axis, index * width, width)
             # Compiled kernels read batches 16 bytes at a time; storage is aligned for each member anyway.
-            misaligned = position in self._fed and part.data_ptr() % ALIGNMENT_BYTES != 0
-            taken.append(part.clone() if misaligned else part if axis == 0 else part.contiguous())
+            is_batch = axis is not None and position in self._fed
+            taken.append(part.clone() if is_batch and part.data_ptr() % ALIGNMENT_BYTES else part)
         return taken
+
+
+def _rows(argument: Tensor, axis: int | None, begin: int, width: int) -> Tensor:
+    """Some members of an argument; all of one that members share."""
+    if axis is None:
+        return argument
+    part = argument.narrow(axis, begin, width)
+    return part if axis == 0 else part.contiguous()
 
 
 def _joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -96,21 +101,15 @@ def _joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 def first_rows(program: StepProgram, arguments: Sequence[Tensor], width: int) -> list[Tensor]:
     """The arguments of ``program``, which is for ``width`` members, out of those of a wider one."""
-
-    def rows(argument: Tensor, axis: int | None) -> Tensor:
-        if axis is None:
-            return argument
-        part = argument.narrow(axis, 0, width)
-        return part if axis == 0 else part.contiguous()
-
-    return [rows(*pair) for pair in zip(arguments, member_axes(program), strict=True)]
+    axes = member_axes(program)
+    return [_rows(argument, axis, 0, width) for argument, axis in zip(arguments, axes, strict=True)]
 
 
 def in_sub_arrays(program: P, num_arrays: int, num_branches: int) -> P:
     """A program for ``num_arrays`` times as many members as ``program`` is for."""
     if num_arrays == 1:
         return program
-    axes, fed = member_axes(program), program.fed_positions()
+    axes, fed = member_axes(program), program.fed_positions
     return replace(program, module=SubArrays(program.module, axes, fed, num_arrays, num_branches))
 
 

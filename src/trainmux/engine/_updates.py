@@ -8,7 +8,7 @@ scalars and a zero gradient, which leaves its rows bitwise as they were.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
@@ -61,14 +61,6 @@ class UpdateSettings:
             if index is not None
             for name in state_names(self.structure.groups[index])
         )
-
-    def scalar_offsets(self) -> tuple[int, ...]:
-        """Row of each group's first scalar in the scalar matrix."""
-        offsets, total = [], 0
-        for group in self.structure.groups:
-            offsets.append(total)
-            total += len(scalar_specs(group))
-        return tuple(offsets)
 
     def neutral_scalars(self) -> tuple[float, ...]:
         """The neutral value of each row of the scalar matrix."""
@@ -143,42 +135,32 @@ class _InDtype:
 
     def of_group(self, index: int) -> dict[str, Tensor]:
         if index not in self._of_group:
-            first = self._settings.scalar_offsets()[index]
-            specs = scalar_specs(self._settings.structure.groups[index])
-            self._of_group[index] = {spec.name: self.rows[first + i] for i, spec in enumerate(specs)}
+            groups = self._settings.structure.groups
+            first = sum(len(scalar_specs(group)) for group in groups[:index])
+            specs = enumerate(scalar_specs(groups[index]), first)
+            self._of_group[index] = {spec.name: self.rows[row] for row, spec in specs}
         return self._of_group[index]
 
 
-@dataclass(frozen=True)
-class Scalars:
-    """The ``[k]`` tensors of updates behind one mask."""
-
-    in_dtype: Mapping[torch.dtype, _InDtype]
-    shaped: Broadcast
-
-
 class Updates:
-    """Writes the updates of one step's parameters."""
+    """Writes the updates of one step's parameters; members outside of ``commits`` get neutral scalars.
 
-    def __init__(self, settings: UpdateSettings, given: TailInputs) -> None:
+    ``norm`` is the one that clipping goes by; ``shaped`` has shapes that were made before.
+    """
+
+    def __init__(
+        self, settings: UpdateSettings, given: TailInputs, commits: Tensor, norm: Tensor, shaped: Broadcast
+    ) -> None:
         self._settings = settings
         self._given = given
+        self._shaped = shaped
         self._states = dict(zip(settings.state_keys(), given.states, strict=True))
         self._traced = _Traced(given)
-
-    def scalars(self, commits: Tensor, norm: Tensor, shaped: Broadcast) -> Scalars:
-        """Scalars of all parameters; members outside of ``commits`` get neutral ones.
-
-        ``norm`` is the one that clipping goes by; ``shaped`` has shapes that were made before.
-        """
-        owners = zip(self._given.parameters, self._settings.group_of, strict=True)
+        owners = zip(given.parameters, settings.group_of, strict=True)
         dtypes = dict.fromkeys(parameter.dtype for parameter, index in owners if index is not None)
-        made = {dtype: _InDtype(self._settings, self._given, commits, norm, dtype) for dtype in dtypes}
-        return Scalars(made, shaped)
+        self._in_dtype = {dtype: _InDtype(settings, given, commits, norm, dtype) for dtype in dtypes}
 
-    def append(
-        self, position: int, unit: Unit, gradient: Tensor | GradientRows, scalars: Scalars, *, fresh: bool
-    ) -> None:
+    def append(self, position: int, unit: Unit, gradient: Tensor | GradientRows, *, fresh: bool) -> None:
         """Update one parameter; a ``fresh`` gradient is overwritten. Nothing where no optimizer has it."""
         settings = self._settings
         name, index = settings.parameters[position], settings.group_of[position]
@@ -190,39 +172,37 @@ class Updates:
         if isinstance(gradient, GradientRows):
             with unit_of_graph(f"rows of update {unit.number}"):
                 rows = [gradient.take(tensor) for tensor in tensors]
-                of_rows = dict(zip(names, rows[1:], strict=True))
-                self._change(index, rows[0], gradient.gradient, of_rows, scalars, fresh=False)
+                self._change(index, rows[0], gradient.gradient, rows[1:], fresh=False)
             with unit_of_graph(f"update {unit.number}"):
                 parameter, *state = flat(*tensors)
-                self._change(
-                    index, parameter, None, dict(zip(names, state, strict=True)), scalars, fresh=False
-                )
+                self._change(index, parameter, None, state, fresh=False)
             with unit_of_graph(f"rows into {unit.number}"):
                 for tensor, row in zip(tensors, rows, strict=True):
                     gradient.put(tensor, row)
             return
         own = [parameter, gradient, *tensors[1:]]
-        like = self._traced.like(own, (index, fresh))
-        if self._traced.repeat(like, unit):
-            return
-        with self._traced.noted(like), unit_of_graph(f"update {unit.number}"):
+
+        def change() -> None:
             parameter, gradient, *state = flat(*own)
-            self._change(
-                index, parameter, gradient, dict(zip(names, state, strict=True)), scalars, fresh=fresh
-            )
+            self._change(index, parameter, gradient, state, fresh=fresh)
+
+        self._traced.write(own, (index, fresh), unit, change)
 
     def _change(
         self,
         index: int,
         parameter: Tensor,
         gradient: Tensor | None,
-        state: Mapping[str, Tensor],
-        scalars: Scalars,
+        state: Sequence[Tensor],
         *,
         fresh: bool,
     ) -> None:
         """Update one parameter, or rows of it; ``None`` is a gradient of zero."""
-        known, shaped = scalars.in_dtype[parameter.dtype], scalars.shaped
+        known, shaped, group = (
+            self._in_dtype[parameter.dtype],
+            self._shaped,
+            self._settings.structure.groups[index],
+        )
         if gradient is None:
             gradient = zero_like(parameter)
         else:
@@ -234,10 +214,10 @@ class Updates:
                 gradient = torch.clamp(gradient, -bound, bound)
             gradient = _zero_unless(gradient, shaped(known.keeps, gradient), fresh=fresh)
         apply_update(
-            self._settings.structure.groups[index],
+            group,
             parameter,
             gradient,
-            state,
+            dict(zip(state_names(group), state, strict=True)),
             {key: shaped(value, parameter) for key, value in known.of_group(index).items()},
             idle=self._settings.idle[index],
         )
@@ -251,17 +231,6 @@ def _zero_unless(gradient: Tensor, keeps: Tensor, *, fresh: bool) -> Tensor:
     """
     bits = gradient.view(keeps.dtype)
     return (bits.bitwise_and_(keeps) if fresh else bits & keeps).view(gradient.dtype)
-
-
-@dataclass(frozen=True)
-class _Like:
-    """An update: the nodes that are its own, if all of them are known, and what those with equal kinds share.
-
-    All else that it reads is common to updates of its kind.
-    """
-
-    nodes: tuple[fx.Node, ...] | None
-    kind: Hashable
 
 
 class _Traced:
@@ -280,35 +249,31 @@ class _Traced:
             self._node_of.pop(id(total), None)
         self._known: dict[Hashable, tuple[tuple[fx.Node, ...], list[fx.Node]]] = {}
 
-    def like(self, own: Sequence[Tensor], decisive: Hashable) -> _Like:
-        """The update of ``own`` tensors."""
-        found = [self._node_of.get(id(tensor)) for tensor in own]
-        shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in own)
-        nodes = tuple(node for node in found if node is not None)
-        is_known = len(set(nodes)) == len(found)  # accumulated gradients are computed here
-        return _Like(nodes if is_known else None, (decisive, shapes))
+    def write(
+        self, own: Sequence[Tensor], decisive: Hashable, unit: Unit, change: Callable[[], None]
+    ) -> None:
+        """Write the update of ``own`` tensors, by tracing ``change`` where none of the same kind is known.
 
-    def repeat(self, like: _Like, unit: Unit) -> bool:
-        """Write an update, if one of the same kind is known; says whether it did."""
-        found = self._known.get(like.kind)
-        if like.nodes is None or found is None:
-            return False
-        before, body = found
-        copied = dict(zip(before, like.nodes, strict=True))
-        for node in body:
-            # What depends on nothing of the parameter's own is common to all: scalars, shaped to broadcast.
-            if any(source in copied for source in node.all_input_nodes):
-                copied[node] = copy_node(self._graph, node, lambda n: copied.get(n, n))
-                copied[node].meta["unit"] = f"update {unit.number}"
-        return True
-
-    @contextmanager
-    def noted(self, like: _Like) -> Iterator[None]:
-        """Remember the nodes traced inside as such an update."""
+        All else that it reads is common to updates whose shapes and ``decisive`` facts are equal.
+        """
+        kind = (decisive, tuple((tuple(t.shape), t.stride(), t.dtype) for t in own))
+        nodes = tuple(self._node_of[id(tensor)] for tensor in own if id(tensor) in self._node_of)
+        is_known = len(set(nodes)) == len(own)  # accumulated gradients are computed here
+        if is_known and kind in self._known:
+            before, body = self._known[kind]
+            copied = dict(zip(before, nodes, strict=True))
+            for node in body:
+                # What depends on nothing of the parameter's own is common to all: scalars, shaped to
+                # broadcast.
+                if any(source in copied for source in node.all_input_nodes):
+                    copied[node] = copy_node(self._graph, node, lambda n: copied.get(n, n))
+                    copied[node].meta["unit"] = f"update {unit.number}"
+            return
         last = last_node(self._graph)
-        yield
-        if like.nodes is not None:
-            self._known[like.kind] = (like.nodes, nodes_after(self._graph, last))
+        with unit_of_graph(f"update {unit.number}"):
+            change()
+        if is_known:
+            self._known[kind] = (nodes, nodes_after(self._graph, last))
 
 
 def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -347,17 +312,16 @@ def make_tail(settings: UpdateSettings, fresh: Sequence[bool]) -> Tail:
                 total.add_(_dense(gradient))
                 for total, gradient in zip(given.accumulators, gradients, strict=True)
             ]
-        norm = _norm(gradients, given)
+        norm = _norm(gradients, given.loss)
         shaped = Broadcast()
         finite, commits = _commit_buffers(given, norm, shaped)
         if settings.applies:
             given.updates.add_(commits)
-            updates = Updates(settings, given)
-            scalars = updates.scalars(commits, norm, shaped)
+            updates = Updates(settings, given, commits, norm, shaped)
             for unit in large_alone(given.parameters):
                 for position in unit.positions:
                     mine = fresh[position] and not settings.accumulates
-                    updates.append(position, unit, gradients[position], scalars, fresh=mine)
+                    updates.append(position, unit, gradients[position], fresh=mine)
             if settings.accumulates:
                 for total in given.accumulators:
                     total.zero_()
@@ -390,32 +354,18 @@ def _dense(gradient: Tensor | GradientRows) -> Tensor:
     return gradient
 
 
-def _norm(gradients: Sequence[Tensor | GradientRows], given: TailInputs) -> Tensor:
+def _norm(gradients: Sequence[Tensor | GradientRows], loss: Tensor) -> Tensor:
     """Per-member 2-norm over all gradients. One that overflows counts as infinite."""
-    parts: dict[int, Tensor] = {}
-    for unit in large_alone([_whole(gradient) for gradient in gradients]):
-        for position in unit.positions:
-            with unit_of_graph(f"norm {unit.number}"):
-                parts[position] = _row_norm(gradients[position], len(given.loss))
-    return _total(parts, given.loss)
-
-
-def _whole(gradient: Tensor | GradientRows) -> Tensor:
-    return gradient.once if isinstance(gradient, GradientRows) else gradient
-
-
-def _row_norm(gradient: Tensor | GradientRows, width: int) -> Tensor:
-    """Each member's 2-norm of one gradient."""
-    whole = _whole(gradient)
-    wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
-    norm: Tensor = torch.linalg.vector_norm(flat(whole)[0].reshape(width, -1), dim=1, dtype=wide)
-    return norm
-
-
-def _total(parts: dict[int, Tensor], loss: Tensor) -> Tensor:
-    if not parts:
+    whole = [each.once if isinstance(each, GradientRows) else each for each in gradients]
+    if not whole:
         return torch.zeros_like(loss, dtype=torch.float64)
-    norm: Tensor = torch.linalg.vector_norm(
-        torch.stack([parts[position].to(torch.float64) for position in sorted(parts)]), dim=0
-    )
+    parts: dict[int, Tensor] = {}
+    for unit in large_alone(whole):
+        for position in unit.positions:
+            wide = torch.float64 if whole[position].dtype == torch.float64 else torch.float32
+            with unit_of_graph(f"norm {unit.number}"):
+                rows = flat(whole[position])[0].reshape(len(loss), -1)
+                parts[position] = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
+    each_norm = torch.stack([parts[position].to(torch.float64) for position in sorted(parts)])
+    norm: Tensor = torch.linalg.vector_norm(each_norm, dim=0)
     return norm

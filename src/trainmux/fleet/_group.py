@@ -385,7 +385,7 @@ class Group:
     def fed(self, program: Program, batch: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return what is new with every step, by position among a program's arguments."""
         arguments = self.arguments(program, batch)
-        return {position: arguments[position] for position in program.positions_fed_anew()}
+        return {position: arguments[position] for position in program.positions_fed_anew}
 
     def count(self, program: StepProgram) -> None:
         """Count a step of every active member."""

@@ -316,7 +316,7 @@ class PlannedRunner:
         inside: list[Tensor] = []
         programs: Sequence[StepProgram | ForwardProgram] = steps.steps
         for sub_array, (group, step) in enumerate(zip(self.groups, programs, strict=True)):
-            fed = set(step.positions_fed_anew())
+            fed = set(step.positions_fed_anew)
             for position, argument in enumerate(group.held_arguments(step)):
                 if argument is None or position in fed:
                     continue

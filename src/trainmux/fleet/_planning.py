@@ -408,7 +408,7 @@ class FleetPlanner:
         for position in program.accumulator_positions():  # they change even where nobody is active
             arguments[position] = arguments[position].clone()
         return [
-            argument.contiguous() if position in program.fed_positions() else argument
+            argument.contiguous() if position in program.fed_positions else argument
             for position, argument in enumerate(arguments)
         ]
 

@@ -118,6 +118,6 @@ def fold_channels(x: Tensor) -> Tensor:
 
 
 def unfold_channels(x: Tensor, width: int) -> Tensor:
-    """The way back, as a view."""
+    """Undo ``fold_channels``, as a view."""
     split: Tensor = x.unflatten(1, (width, -1))
     return split.transpose(0, 1)

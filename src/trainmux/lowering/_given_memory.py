@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trainmux.lowering._inductor import generated_module
+from trainmux.runtime import storage_bytes
 
 _ALLOCATORS = ("empty_strided_cpu", "empty_strided_cuda")
 
@@ -42,8 +43,7 @@ class Place:
             result = result.clone()  # there already, but in another order
         has_room = storage.nbytes() != result.numel() * result.element_size()
         if has_room and storage.nbytes() == self.memory.numel() and same_strides(result, value.stride()):
-            whole = torch.empty(0, dtype=torch.uint8, device=result.device).set_(storage)
-            self.memory.copy_(whole)
+            self.memory.copy_(storage_bytes(storage))
         else:
             value.copy_(result)
         return value

@@ -58,7 +58,7 @@ def recall_choices(key: str) -> dict[str, str]:
 
 
 def remember_choices(key: str, choices: Mapping[str, str]) -> None:
-    """Keep them beside the kernel's code."""
+    """Keep choices in a file next to the kernel's code."""
     remember(key, json.dumps(dict(choices)).encode(), "choices")
 
 

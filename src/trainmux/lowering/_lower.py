@@ -38,13 +38,7 @@ class RegionCall(nn.Module):
         self.changed = tuple(changed)
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
-        given = [spec.empty() for spec, is_placed in zip(self.outputs, self.placed, strict=True) if is_placed]
-        rest = iter(self.kernel.run([*inputs, *given]))
-        memory = iter(given)
-        return [
-            next(memory) if is_placed else _conformed(next(rest), spec)
-            for spec, is_placed in zip(self.outputs, self.placed, strict=True)
-        ]
+        return self.into(inputs, [None] * len(self.outputs))
 
     def into(self, inputs: Sequence[Tensor], places: Sequence[Place | None]) -> list[Tensor]:
         """Run, with each output in its place if it has one."""
@@ -54,16 +48,15 @@ class RegionCall(nn.Module):
             if is_placed
         ]
         others = [place for place, is_placed in zip(places, self.placed, strict=True) if not is_placed]
-        rest = iter(self.kernel.run([*inputs, *given], others))
+        rest = iter(self.kernel.run([*inputs, *given], others if any(others) else ()))
         memory = iter(given)
-        return [
-            next(memory)
-            if is_placed
-            else _conformed(next(rest), spec)
-            if place is None
-            else place.take(next(rest))
-            for spec, is_placed, place in zip(self.outputs, self.placed, places, strict=True)
-        ]
+        found = []
+        for spec, is_placed, place in zip(self.outputs, self.placed, places, strict=True):
+            result = next(memory) if is_placed else next(rest)
+            if not is_placed:
+                result = _conformed(result, spec) if place is None else place.take(result)
+            found.append(result)
+        return found
 
 
 class Conform(nn.Module):

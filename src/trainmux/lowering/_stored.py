@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from trainmux.ir import Phase
-from trainmux.lowering._compile import Kernel, KernelCache
+from trainmux.lowering._compile import KernelCache
 from trainmux.lowering._lower import Conform, Lowered, RegionCall
 from trainmux.lowering._padding import extended_product
 from trainmux.lowering._regions import (
@@ -52,38 +51,46 @@ def to_bytes(lowered: Lowered) -> bytes:
     lines = []
     inputs: list[TensorSpec] = []
     constants: dict[str, Tensor] = {}
-    modules: dict[str, tuple[Any, ...]] = {}
+    regions: dict[str, tuple[Any, ...]] = {}
+    layouts: dict[str, tuple[TensorSpec | None, ...]] = {}
     for node in lowered.module.graph.nodes:
         target = str(node.target)
         if node.op == "get_attr":
             constants[target] = getattr(lowered.module, target).detach().cpu()
         elif node.op == "call_module":
-            modules[target] = _described(lowered.module.get_submodule(target))
+            called = lowered.module.get_submodule(target)
+            if isinstance(called, RegionCall):
+                regions[target] = (called.kernel.key, called.outputs, called.placed, called.changed)
+            else:
+                assert isinstance(called, Conform)
+                layouts[target] = called.specs
         elif node.op == "call_function":
             target = _EXTENDED if node.target is extended_product else op_name(node.target)
-        phase = node.meta.get("phase")
-        args, kwargs = plain(node.args), plain(dict(node.kwargs))
-        if node.op == "placeholder":
+        elif node.op == "placeholder":
             inputs.append(spec_of(node))
-        lines.append((node.op, node.name, target, args, kwargs, phase and phase.value))
+        args, kwargs = plain(node.args), plain(dict(node.kwargs))
+        lines.append((node.op, node.name, target, args, kwargs, node.meta.get("phase")))
     kernels = {kernel.key: kernel.payload() for kernel in lowered.kernels}
     stream = io.BytesIO()
     torch.save(dict(enumerate(constants.values())), stream)
-    content = (lines, inputs, modules, kernels, lowered.num_regions, lowered.num_calls, tuple(constants))
+    counts = lowered.num_regions, lowered.num_calls
+    content = (lines, inputs, regions, layouts, kernels, counts, tuple(constants))
     return pickle.dumps((content, stream.getvalue()))
 
 
 def from_bytes(data: bytes, cache: KernelCache, device: torch.device) -> Lowered:
     """The program again; kernels that ``cache`` knows are shared."""
     content, stored = pickle.loads(data)
-    lines, inputs, modules, payloads, num_regions, num_calls, names = content
+    lines, inputs, regions, layouts, payloads, counts, names = content
     constants = torch.load(io.BytesIO(stored), weights_only=True)
     kernels = {key: cache.kernel(key, partial(from_payload, item)) for key, item in payloads.items()}
     owner = nn.Module()
     for index, name in enumerate(names):
         owner.register_buffer(name, constants[index].to(device), persistent=False)
-    for name, described in modules.items():
-        owner.add_module(name, _module(described, kernels))
+    for name, (key, *described) in regions.items():
+        owner.add_module(name, RegionCall(kernels[key], *described))
+    for name, specs in layouts.items():
+        owner.add_module(name, Conform(specs))
     graph = fx.Graph()
     nodes: list[fx.Node] = []
 
@@ -99,32 +106,16 @@ def from_bytes(data: bytes, cache: KernelCache, device: torch.device) -> Lowered
             function = extended_product if target == _EXTENDED else op_of(target)
         node = graph.create_node(op, function, whole(args), whole(kwargs), name=name)
         if phase is not None:
-            node.meta["phase"] = Phase(phase)
+            node.meta["phase"] = phase
         nodes.append(node)
     with static_fake_mode():
         for node, spec in zip(nodes, inputs, strict=False):  # placeholders come first
             node.meta["val"] = spec.empty()
     module = graph_module(owner, graph)
-    return Lowered(module, tuple(kernels.values()), num_regions, num_calls)
+    return Lowered(module, tuple(kernels.values()), *counts)
 
 
 def _resolved(value: Any, nodes: list[fx.Node]) -> Any:
     if isinstance(value, NodeAt):
         return nodes[value.place]
     return op_of(value.name) if isinstance(value, _Operator) else value
-
-
-def _described(module: nn.Module) -> tuple[Any, ...]:
-    """A region by its kernel's key and its arguments; a change of layout by its own."""
-    if isinstance(module, RegionCall):
-        return module.kernel.key, module.outputs, module.placed, module.changed
-    if isinstance(module, Conform):
-        return (module.specs,)
-    raise TypeError(f"expected a region or a change of layout, got {type(module).__name__}")
-
-
-def _module(described: tuple[Any, ...], kernels: dict[str, Kernel]) -> nn.Module:
-    if len(described) == 1:
-        return Conform(*described)
-    key, *arguments = described
-    return RegionCall(kernels[key], *arguments)

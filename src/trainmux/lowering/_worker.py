@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 
 from trainmux.lowering._compile import Kernel
 from trainmux.lowering._inductor import settings
 from trainmux.lowering._regions import from_payload
-from trainmux.lowering._workers import receive, send
 from trainmux.runtime import deterministic_algorithms
 
 
@@ -18,18 +18,17 @@ def main() -> None:
     deterministic = sys.argv[1:] == ["deterministic"]
     while True:
         try:
-            message = receive(sys.stdin.buffer)
+            payload, combines = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        assert isinstance(message, tuple)
-        payload, combines = message
         kernel = Kernel("", from_payload(payload))
         with (
             settings(deterministic=deterministic, combines=combines),
             deterministic_algorithms(deterministic),
         ):
             kernel.compile()
-        send(answers, kernel.failure)
+        pickle.dump(kernel.failure, answers)
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -10,35 +10,11 @@ from __future__ import annotations
 import os
 import pickle
 import queue
-import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
-
-_HEADER = struct.Struct("<Q")
-
-
-def send(stream: IO[bytes], message: object) -> None:
-    """Write one message."""
-    data = pickle.dumps(message)
-    stream.write(_HEADER.pack(len(data)))
-    stream.write(data)
-    stream.flush()
-
-
-def receive(stream: IO[bytes]) -> object:
-    """Read one message; ``EOFError`` where the other side has gone."""
-    header = stream.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        raise EOFError("the other side has gone")
-    (size,) = _HEADER.unpack(header)
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError("the other side has gone in the middle of a message")
-    return pickle.loads(data)
 
 
 def compile_in_workers(
@@ -59,9 +35,10 @@ def compile_in_workers(
             assert worker.stdout is not None
             try:
                 while True:
-                    send(worker.stdin, waiting.get_nowait())
-                    finished[index] += receive(worker.stdout) == ""
-            except (queue.Empty, EOFError, BrokenPipeError):
+                    pickle.dump(waiting.get_nowait(), worker.stdin)
+                    worker.stdin.flush()
+                    finished[index] += pickle.load(worker.stdout) == ""
+            except (queue.Empty, EOFError, BrokenPipeError, pickle.UnpicklingError):
                 pass
             finally:
                 worker.kill()

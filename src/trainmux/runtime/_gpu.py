@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from trainmux.runtime._capturing import capturing
+from trainmux.runtime._capturing import allocating_from, capturing
 from trainmux.runtime._timing import CudaTimer
 
 _SMI = "nvidia-smi"
@@ -176,7 +176,7 @@ def _replay_a_graph() -> None:
 
 def _capture_into_a_pool() -> None:
     pool = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(pool):
+    with allocating_from(pool, torch.device("cuda", torch.cuda.current_device())):
         torch.empty(1024, device="cuda")
     _capture_and_replay(pool)
 

@@ -49,14 +49,6 @@ class StreamLender:
         self._lent[owner] = stream
         return stream
 
-    @property
-    def num_known(self) -> int:
-        return len(self._known)
-
-    @property
-    def num_lent(self) -> int:
-        return len(self._lent)
-
     def take_back(self, owner: Any) -> None:
         """The owner is done with its stream."""
         self._lent.pop(owner, None)
@@ -114,12 +106,6 @@ def _with_index(device: torch.device) -> torch.device:
     """One device must not have two names."""
     index: int | None = device.index  # torch's stubs leave the None out
     return torch.device(device.type, torch.cuda.current_device()) if index is None else device
-
-
-def num_streams_known(device: torch.device) -> tuple[int, int]:
-    """Streams of ``device`` that were ever lent, and those that are lent now."""
-    lender = _lender(device)
-    return lender.num_known, lender.num_lent
 
 
 def warm_matrix_libraries(device: torch.device) -> None:

@@ -6,21 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from planned import differences, expected_of, small_case, tightest, train_planned
+from planned import case_of, differences, train_planned
 from torch import Tensor
 
 from trainmux.engine import handed_over, measured_scratch_bytes, scratch_bytes
-from trainmux.engine._planned import _hand_overs
-from trainmux.ir import Compute, Free, Instruction, Lane, Multiplexing, Offload, Part, Phase, Recompute, Wait
+from trainmux.ir import Multiplexing, Phase
 from trainmux.profiling import KernelGraph, PassingPlace
 from trainmux.sizes import round_up
 
-HANDED = ({4: frozenset({7})}, {4: frozenset({7})})
-"""In both sub-arrays node 4 may hand over tensor 7."""
-
 
 def cnn_graph() -> KernelGraph:
-    return small_case("residual", (2,)).graphs[0]
+    return case_of("residual", (2,)).graphs[0]
 
 
 def test_only_the_next_node_reads_what_is_handed_over() -> None:
@@ -39,24 +35,6 @@ def test_only_the_next_node_reads_what_is_handed_over() -> None:
                 if number in (*step.reads, *step.changes)
             ]
             assert users == [rank + 1]
-
-
-@pytest.mark.parametrize(
-    ("between", "is_handed"),
-    [
-        ([], True),
-        ([Wait(Lane.COMPUTE, 0), Free(0, 3), Offload(0, 3), Free(1, 7), Offload(1, 7)], True),
-        ([Recompute(0, 2, (5,))], True),
-        ([Recompute(1, 2, (5,))], False),
-        ([Compute(1, 5)], False),
-        ([Offload(0, 7)], False),
-        ([Free(0, 7)], False),
-        ([Compute(0, 6)], False),
-    ],
-)
-def test_what_may_come_between(between: Sequence[Instruction], is_handed: bool) -> None:
-    part = Part((Compute(0, 3), Compute(0, 4), *between, Compute(0, 5)), ())
-    assert _hand_overs(part, HANDED).get(1, frozenset()) == ({7} if is_handed else frozenset())
 
 
 def place(shape: Sequence[int], strides: Sequence[int], size_bytes: int, offset: int = 0) -> PassingPlace:
@@ -86,8 +64,8 @@ def test_a_result_stays_only_where_it_lies_as_it_would(
 
 
 def test_a_planned_step_hands_over_and_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = small_case("residual", (2,))
-    found = tightest(case.candidates("auto", Multiplexing.TURNS), 0.3)
+    case = case_of("residual", (2,))
+    program = case.program(Multiplexing.TURNS, swaps=True, recomputes=True)
     stayed = []
     take = PassingPlace.take
 
@@ -97,8 +75,8 @@ def test_a_planned_step_hands_over_and_computes_the_same_bits(monkeypatch: pytes
         return taken
 
     monkeypatch.setattr(PassingPlace, "take", noted)
-    planned = case.planned(found.program, poisons=True)
-    assert differences(train_planned(case, planned, 2), expected_of("residual", (2,), 2)) == []
+    planned = case.planned(program, poisons=True)
+    assert differences(train_planned(case, planned, 2), case.expected(2)) == []
     assert sum(stayed) >= 2 * 5
 
 

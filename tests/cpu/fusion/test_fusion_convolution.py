@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_tools import Sample, Values, check, model_axis_second, ways_to_stack
+from fusion_tools import Sample, Values, check, check_everything, model_axis_second
 from torch import Tensor
 
 aten = torch.ops.aten
-ALL = [True] * 3
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -65,45 +64,33 @@ def forward_sample(name: str, bias: bool = True) -> Sample:
     return Sample(aten.convolution.default, make, name, "grouped convolution")
 
 
-def backward_sample(name: str, mask: list[bool]) -> Sample:
+def backward_sample(name: str, *mask: bool) -> Sample:
     def make(v: Values) -> tuple[Any, ...]:
         x, weight, offset = tensors(v, **SHAPES[name])
         numbers = geometry(**SHAPES[name])
         grad = v.normal(*aten.convolution(x, weight, offset, *numbers).shape)
-        return grad, x, weight, [offset.numel()], *numbers, mask
+        return grad, x, weight, [offset.numel()], *numbers, list(mask)
 
     return Sample(aten.convolution_backward.default, make, f"{name}, {mask}", "grouped convolution")
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_forward_is_each_members_own(name: str) -> None:
-    for batched in ways_to_stack(3):
-        check(forward_sample(name), 3, batched)
+def test_a_convolution_is_each_members_own(name: str) -> None:
+    everything = (forward_sample(name), backward_sample(name, True, True, True))
+    for sample in (*everything, backward_sample(name, False, True, False)):
+        check_everything(sample)
+    for sample in everything:
+        check(sample, 1, [True] * 3)
     check(forward_sample(name, bias=False), 2, [True] * 2, model_axis_second)
-    check(forward_sample(name), 1, ALL)
+    for mask in ((True, False, True), (True, True, False)):
+        check(backward_sample(name, *mask), 3, [True] * 3, model_axis_second)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_backward_is_each_members_own_for_every_mask(name: str) -> None:
-    for mask in ([True, True, True], [True, False, True], [True, True, False]):
-        check(backward_sample(name, mask), 3, ALL, model_axis_second)
-    for batched in ways_to_stack(3):
-        # Images that all members share need no gradient.
-        check(backward_sample(name, [batched[1], True, True]), 2, batched)
-    for mask in ([True, True, True], [False, True, False]):
-        check(backward_sample(name, mask), 1, ALL)
-
-
-@pytest.mark.parametrize(("width", "how"), [(1, "the member's own convolution"), (6, "grouped convolution")])
-def test_any_number_of_members_takes_one_call(width: int, how: str) -> None:
-    fused = check(forward_sample("plain"), width, ALL)
-    assert [record.how for record in fused.records] == [how]
-    targets = [node.target for node in fused.module.graph.nodes]
-    assert targets.count(aten.convolution.default) == 1
-
-
-def test_images_shared_by_all_members_are_not_repeated() -> None:
-    graph = check(forward_sample("plain"), 3, [False, True, True]).module.graph
-    (call,) = graph.find_nodes(op="call_function", target=aten.convolution.default)
+def test_any_number_of_members_takes_one_call_and_shared_images_are_not_repeated() -> None:
+    ways = [(1, True, "the member's own convolution"), (6, True, "grouped convolution")]
+    for width, is_own, how in (*ways, (3, False, "grouped convolution")):
+        fused = check(forward_sample("plain"), width, [is_own, True, True])
+        assert [record.how for record in fused.records] == [how]
+        (call,) = fused.module.graph.find_nodes(op="call_function", target=aten.convolution.default)
     assert call.args[0].op == "placeholder"
     assert call.args[-1] == 1

@@ -11,7 +11,7 @@ from fusion_tools import Sample, check, described, single_op, ways_to_stack
 from torch import Tensor, fx
 
 from trainmux.errors import FusionError
-from trainmux.fusion import FusedGraph, _stacked, _writing, fuse
+from trainmux.fusion import _stacked, fuse
 from trainmux.tracing import FakeTensorMode, make_fx
 
 aten = torch.ops.aten
@@ -21,10 +21,6 @@ MM = Sample(aten.mm.default, lambda v: (v.normal(2, 3), v.normal(3, 4)))
 def graph_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
     with FakeTensorMode(allow_non_fake_inputs=True):
         return described(make_fx(function)(*[torch.empty(shape) for shape in shapes]))
-
-
-def calls_of(fused: FusedGraph) -> list[fx.Node]:
-    return [node for node in fused.module.graph.nodes if node.op == "call_function"]
 
 
 MASK, OTHER = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([5.0, 5.0, 5.0, 5.0])
@@ -48,23 +44,6 @@ def test_calls_that_are_almost_alike_are_not_taken_for_each_other(name: str) -> 
         for result, wanted in zip(fused.module(*given), expected, strict=True):
             assert result.dtype == wanted.dtype
             assert torch.equal(result[index], wanted)
-
-
-def test_equal_calls_are_traced_once_and_what_nobody_uses_is_not_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def layers(x: Tensor) -> list[Tensor]:
-        x.neg()
-        for _ in range(5):
-            x = x * 2
-        return [x]
-
-    traced, pieces = graph_of(layers, (3,)), []
-    trace = _writing.make_fx
-    monkeypatch.setattr(_writing, "make_fx", lambda *a, **k: pieces.append(1) or trace(*a, **k))
-    fused = fuse(traced, 2, [True])
-    assert len(pieces) == 2
-    assert [node.target for node in calls_of(fused)] == [aten.mul.Tensor] * 5
 
 
 LIBRARY = torch.library.Library("trainmux_fusion_test", "DEF")
@@ -130,12 +109,6 @@ def test_what_is_shared_by_all_members_is_computed_once() -> None:
     assert outputs[0].is_contiguous()
     assert torch.equal(outputs[1], x.sin() * y)
     assert [item.batched for item in fused.inputs] == [False, True]
-
-
-def test_nodes_keep_their_place_in_the_members_graph() -> None:
-    made = calls_of(check(MM, 2, [True, True]))
-    assert {node.meta["origin"] for node in made} == {"mm_default"}
-    assert all("in forward" in node.meta["stack_trace"] for node in made)
 
 
 def test_a_result_of_another_shape_than_the_members_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

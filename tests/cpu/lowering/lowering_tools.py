@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.workloads import Workload
-from short_workloads import SHORT
 from torch import Tensor, fx, nn
 
 import trainmux as tm
@@ -63,29 +62,25 @@ def compile_afresh(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(build_module, "_kernels", made)
 
 
-def optimizer_of(model: nn.Module, number: int) -> torch.optim.Optimizer:
-    """AdamW whose settings depend on the member.
+def members_of(workload: Workload, num_members: int, dtype: torch.dtype = torch.float32) -> list[tm.Member]:
+    """With AdamW whose settings depend on the member.
 
     A large eps: some gradients are zero but for rounding (a bias before batch norm), and the update must not
     make a whole step out of them.
     """
-    return torch.optim.AdamW(model.parameters(), lr=1e-2 * (number + 1), eps=1e-2, weight_decay=0.1 * number)
+    members = []
+    for number in range(num_members):
+        model = workload.build(number).to(dtype).train()
+        settings = {"lr": 1e-2 * (number + 1), "eps": 1e-2, "weight_decay": 0.1 * number}
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
+    return members
 
 
-def members_of(
-    workload: Workload, num_members: int, *, dtype: torch.dtype = torch.float32, **options: Any
-) -> list[tm.Member]:
-    models = [workload.build(number).to(dtype).train() for number in range(num_members)]
-    return [
-        tm.Member(model, optimizer_of(model, number), name=f"m{number}", seed=number, **options)
-        for number, model in enumerate(models)
-    ]
-
-
-def fleet_of(workload: Workload, lowering: str, *, num_members: int = 2, **options: Any) -> tm.Fleet:
+def fleet_of(workload: Workload, lowering: str, **options: Any) -> tm.Fleet:
     dtype = torch.float64 if options.get("precision") == "fp64" else torch.float32
     return tm.Fleet(
-        members_of(workload, num_members, dtype=dtype),
+        members_of(workload, 2, dtype),
         workload.loss,
         workload.batch(0, torch.float32),
         lowering=lowering,
@@ -179,12 +174,6 @@ def example_of(workload: Workload, precision: str = "fp32", **options: Any) -> E
         patch.setattr(build_module, "lower", lower)
         group.sub_array_program(2, kernels="lowered")
     return Example(program.module, *modules[0], *cuts[0], tuple(map(copied, arguments)))
-
-
-@functools.cache
-def example(name: str, precision: str = "fp64") -> Example:
-    """An example that all tests share."""
-    return example_of(SHORT[name], precision)
 
 
 def copied(tensor: Tensor) -> Tensor:

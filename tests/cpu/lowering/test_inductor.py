@@ -12,12 +12,7 @@ from torch import Tensor
 from torch._inductor import config
 
 from trainmux.lowering import KernelCache, lower
-from trainmux.lowering._inductor import (
-    compiler_missing,
-    decompositions,
-    is_fusable,
-    settings,
-)
+from trainmux.lowering._inductor import compiler_missing, decompositions, is_fusable, settings
 from trainmux.runtime import random_words
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -86,19 +81,15 @@ def test_a_product_and_sum_of_batches(beta: float, alpha: float) -> None:
 
 @pytest.mark.parametrize(("deterministic", "combines"), [(True, False), (False, True)])
 def test_settings_hold_inside_and_are_gone_outside(deterministic: bool, combines: bool) -> None:
-    names = ["fx_graph_cache", "comprehensive_padding", "combo_kernels"]
-    names += ["deterministic"] if hasattr(config, "deterministic") else []
-    before = {name: getattr(config, name) for name in names}
+    expected = {"fx_graph_cache": True, "comprehensive_padding": False, "combo_kernels": combines}
+    if deterministic and hasattr(config, "deterministic"):
+        expected["deterministic"] = True
+    before = {name: getattr(config, name) for name in expected}
     with settings(deterministic=deterministic, combines=combines):
-        assert config.fx_graph_cache
-        assert not config.comprehensive_padding
-        assert config.combo_kernels == combines
-        if deterministic and "deterministic" in names:
-            assert config.deterministic
-    assert {name: getattr(config, name) for name in names} == before
+        assert {name: getattr(config, name) for name in expected} == expected
     with pytest.raises(KeyError), settings(deterministic=deterministic, combines=combines):
         raise KeyError
-    assert {name: getattr(config, name) for name in names} == before
+    assert {name: getattr(config, name) for name in expected} == before
 
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

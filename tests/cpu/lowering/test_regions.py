@@ -1,9 +1,9 @@
-"""Cutting a program into regions: what every cut must hold to, whatever the model; keys and kernels."""
+"""Cutting a program into regions: complete, in order and the same numbers, whatever the model; kernels."""
 
 from __future__ import annotations
 
 import operator
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,19 +11,16 @@ import pytest
 import torch
 from benchmarks.workloads import Workload, mlp
 from benchmarks.workloads.seeding import seeded
-from lowering_tools import CASES, Example, example, example_of, traced
+from lowering_tools import CASES, Example, assert_close, example_of, traced
 from short_workloads import SHORT
 from torch import Tensor, fx
 
 from trainmux.errors import TrainmuxWarning
 from trainmux.ir import Phase
-from trainmux.lowering import Kernel, KernelCache, _inductor, lower
+from trainmux.lowering import KernelCache, _inductor, lower
 from trainmux.lowering._kinds import Kind
-from trainmux.lowering._lower import Conform
 from trainmux.lowering._partition import cut
-from trainmux.lowering._regions import Extractor, RegionGraph, TensorSpec, from_payload, spec_of, to_payload
-
-CPU = torch.device("cpu")
+from trainmux.lowering._regions import Extractor, RegionGraph, from_payload, spec_of, to_payload
 
 
 def phase_of(node: fx.Node) -> Phase:
@@ -36,18 +33,24 @@ def is_tuple_part(node: fx.Node) -> bool:
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
-def test_every_cut_is_complete_and_in_order(name: str, precision: str) -> None:
-    case = example(name, precision)
+def test_every_cut_is_complete_in_order_and_computes_the_same(name: str, precision: str) -> None:
+    case = example_of(SHORT[name], precision)
     check_complete(case)
     check_order(case)
-    regions = case.regions()
-    keys = [region.key() for region in regions]
+    keys = [region.key() for region in case.regions()]
     assert len(keys) == case.lowered.num_regions
-    assert {kernel.key for kernel in case.lowered.kernels} == set(keys)
-    assert len(case.lowered.kernels) == len(set(keys))
-    for region in regions:
+    assert sorted(kernel.key for kernel in case.lowered.kernels) == sorted(set(keys))
+    for region in case.regions():
         sent = from_payload(to_payload(region))
         assert (sent.key(), sent.combines) == (region.key(), region.combines)
+    lowered = case.run(case.lowered.module)
+    # The operators are the same ones, only in another order; in bf16 a region rounds as often as before.
+    assert_close(lowered, case.run(case.whole), 1e-12 if precision == "fp64" else 1e-6)
+    arguments = [lowered[f"argument {i}"] for i in range(len(case.arguments))]
+    assert any(not torch.equal(a, b) for a, b in zip(arguments, case.arguments, strict=True))
+    if precision == "fp64":
+        # ATen's kernel for the gradient of hardsigmoid has one sixth in single precision, even for fp64.
+        assert_close(lowered, case.run(case.on_aten), 1e-8 if name == "mobilenet" else 1e-10)
 
 
 def check_complete(case: Example) -> None:
@@ -115,30 +118,11 @@ def deep_mlp(num_hidden: int) -> Workload:
     return replace(SHORT["mlp"], build=seeded(lambda: mlp(16, 32, 4, num_hidden)))
 
 
-def filled(spec: TensorSpec, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    tensor = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype)
-    if spec.dtype.is_floating_point:
-        return tensor.copy_(torch.rand(spec.shape, generator=generator, dtype=torch.float64))
-    return tensor.copy_(torch.randint(0, 2, spec.shape, generator=generator))
-
-
-def test_layers_share_kernels_which_compute_the_same() -> None:
-    few, many = example_of(deep_mlp(2)), example_of(deep_mlp(5))
-    assert many.lowered.num_regions >= few.lowered.num_regions + 3 * 2  # one forward and one backward each
+def test_layers_share_kernels() -> None:
+    few, many = example_of(deep_mlp(1)), example_of(deep_mlp(3))
+    assert many.lowered.num_regions >= few.lowered.num_regions + 2 * 2  # one forward and one backward each
     assert len(many.lowered.kernels) <= len(few.lowered.kernels) + 1
-    alike: dict[str, list[RegionGraph]] = defaultdict(list)
-    for region in many.regions():
-        alike[region.key()].append(region)
-    pairs = [found for found in alike.values() if len(found) > 1]
-    assert len(pairs) >= 2, "expected the layers of an MLP to share kernels"
-    for regions in pairs:
-        results = []
-        for region in (regions[0], regions[-1]):
-            specs = [*region.input_specs, *region.placed_specs()]
-            tensors = [filled(spec, seed) for seed, spec in enumerate(specs)]
-            results.append([*Kernel("", region).run(list(tensors)), *tensors])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_close(many.run(many.lowered.module), many.run(many.whole), 1e-6)
 
 
 def regions_of(module: fx.GraphModule) -> list[RegionGraph]:
@@ -169,17 +153,6 @@ def test_keys_tell_structures_apart() -> None:
     assert first.kernels == second.kernels
 
 
-def test_a_region_gives_only_what_is_read_elsewhere() -> None:
-    def function(x: Tensor, weight: Tensor) -> Tensor:
-        hidden = (x * 2).relu()
-        return (hidden @ weight) + hidden.sum()
-
-    first, last = regions_of(traced(function, torch.zeros(4, 6), torch.zeros(6, 3)))
-    assert [str(node.target) for node in first.outputs] == ["aten.relu.default"]
-    assert [str(node.target) for node in last.outputs] == ["aten.add.Tensor"]
-    assert "aten.sum.default" in [str(node.target) for node in last.body]
-
-
 def test_a_kernel_that_cannot_be_compiled_stays_on_aten(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("no compiler today\nand more lines")
@@ -193,29 +166,6 @@ def test_a_kernel_that_cannot_be_compiled_stays_on_aten(monkeypatch: pytest.Monk
     assert not lowered.kernels[0].is_compiled
     x = torch.randn(4)
     assert torch.equal(lowered.module(x), x.relu() + 7.5)
-
-
-# ---- memory ------------------------------------------------------------------------------------------------
-
-
-def test_outputs_lie_in_the_memory_and_the_layout_that_was_promised() -> None:
-    region = replace(only_region(), placed=(True,))
-    x, memory = torch.randn(4, 6), torch.zeros(4, 6)
-    assert list(Kernel("", region).run([x, memory])) == []
-    assert torch.equal(memory, (x * 2).relu())
-    for strides in ((12, 4, 1), (1, 2, 6)):
-        result = torch.randn(2, 3, 4)
-        (conformed,) = Conform([TensorSpec((2, 3, 4), strides, torch.float32, CPU)])(result)
-        assert conformed.stride() == strides
-        assert torch.equal(conformed, result)
-
-
-def test_memory_with_room_around_it_is_zero_beyond_the_shape() -> None:
-    spec = TensorSpec((2, 3, 5), (32, 8, 1), torch.float32, CPU, padded=(2, 4, 8))
-    tensor = spec.empty()
-    assert (tensor.shape, tensor.stride()) == (spec.shape, spec.strides)
-    tensor.fill_(1.0)
-    assert tensor.as_strided((2, 4, 8), (32, 8, 1)).sum() == 2 * 3 * 5
 
 
 def test_what_a_region_computes_never_lies_in_memory_once() -> None:

@@ -27,7 +27,7 @@ def scatter_into_constant(dim: int, value: float, rest: float) -> Callable[[Tens
     return function
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     data=st.data(),

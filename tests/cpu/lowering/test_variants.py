@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,96 +17,79 @@ from trainmux.lowering._inductor import LoadedCode
 from trainmux.lowering._known import recall_choices, remember_choices
 
 
-@dataclass(frozen=True)
-class Config:
-    kwargs: dict[str, int]
-    num_warps: int = 8
-    num_stages: int = 1
-
-
-@dataclass(frozen=True)
-class Launcher:
-    config: Config
-
-
-@dataclass
 class Reduction:
     """As Inductor's kernels are: several launchers until the first call, which tries all of them."""
 
-    quickest: int
-    launchers: list[Launcher] = field(
-        default_factory=lambda: [Launcher(Config({"XBLOCK": 1, "R0_BLOCK": block})) for block in (1024, 512)]
-    )
-    num_tries: int = 0
+    def __init__(self, quickest: int) -> None:
+        self.quickest, self.num_tries = quickest, 0
+        self.launchers = [
+            SimpleNamespace(config=SimpleNamespace(kwargs={"R0_BLOCK": block}, num_warps=8, num_stages=1))
+            for block in (1024, 512)
+        ]
 
     def run(self) -> None:
         if len(self.launchers) > 1:
             self.num_tries += len(self.launchers)
             self.launchers = [self.launchers[self.quickest]]
 
+    @property
+    def found(self) -> tuple[int, int]:
+        """The variants that were tried, and the block of the one that is left."""
+        (launcher,) = self.launchers
+        return self.num_tries, launcher.config.kwargs["R0_BLOCK"]
 
-def generated(**kernels: Any) -> Callable[[list[Any]], list[Any]]:
-    """A function in a module of its own, that runs its kernels."""
+
+def kernel_of(key: str = "stored", **kernels: Reduction) -> Kernel:
+    """Compiled code, in a module of its own, that runs these kernels."""
     names: dict[str, Any] = {**kernels, "in_order": list(kernels.values())}
     exec("def call(args):\n    for kernel in in_order:\n        kernel.run()\n    return list(args)\n", names)
-    found: Callable[[list[Any]], list[Any]] = names["call"]
-    return found
-
-
-def kernel_of(code: Callable[[list[Any]], list[Any]], key: str = "stored") -> Kernel:
     (kernel,) = lower(traced(lambda x: x + 1, torch.zeros(4)), KernelCache()).kernels
     kernel.stored_key = key
-    kernel._compiled = LoadedCode(code)
+    kernel._compiled = LoadedCode(names["call"])
     return kernel
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache in which 512 is the choice for the kernel ``a`` of the code ``stored``."""
     monkeypatch.setattr(_known, "cache_folder", lambda: tmp_path)
+    first = Reduction(quickest=1)
+    kernel_of(a=first).run([1])
+    assert first.found == (2, 512)
     return tmp_path
 
 
-def block(kernel: Reduction) -> int:
-    (launcher,) = kernel.launchers
-    return launcher.config.kwargs["R0_BLOCK"]
-
-
-def test_the_next_process_does_not_try_again() -> None:
-    first, second = Reduction(quickest=1), Reduction(quickest=0)
-    kernel_of(generated(a=first)).run([1])
-    assert (first.num_tries, block(first)) == (2, 512)
-    kernel_of(generated(a=second)).run([1])
-    assert (second.num_tries, block(second)) == (0, 512)
-
-
-@pytest.mark.parametrize("key", ["another", ""])
-def test_choices_of_other_code_are_not_taken(key: str) -> None:
-    kernel_of(generated(a=Reduction(quickest=1))).run([1])
-    other = Reduction(quickest=0)
-    kernel_of(generated(a=other), key).run([1])
-    assert (other.num_tries, block(other)) == (2, 1024)
+@pytest.mark.parametrize(
+    ("key", "is_damaged", "expected"),
+    [
+        ("stored", False, (0, 512)),
+        ("another", False, (2, 1024)),
+        ("", False, (2, 1024)),
+        ("stored", True, (2, 1024)),
+    ],
+    ids=["known", "other code", "code without a key", "damaged"],
+)
+def test_the_next_process_tries_again_only_what_is_not_known(
+    folder: Path, key: str, is_damaged: bool, expected: tuple[int, int]
+) -> None:
+    if is_damaged:
+        (path,) = (folder / "trainmux").iterdir()
+        path.write_bytes(path.read_bytes()[:-1])
+    again = Reduction(quickest=0)
+    kernel_of(key, a=again).run([1])
+    assert again.found == expected
 
 
 def test_a_choice_that_is_no_variant_stays_open_and_the_rest_is_kept() -> None:
-    kernel_of(generated(a=Reduction(quickest=1))).run([1])
     kept = recall_choices("stored")
     remember_choices("stored", {**kept, "b": "of another time"})
     a, b = Reduction(quickest=0), Reduction(quickest=0)
-    kernel_of(generated(a=a, b=b)).run([1])
+    kernel_of(a=a, b=b).run([1])
     assert (a.num_tries, b.num_tries) == (0, 2)
     assert recall_choices("stored")["a"] == kept["a"]
     again = Reduction(quickest=1)
-    kernel_of(generated(b=again)).run([1])
-    assert (again.num_tries, block(again)) == (0, 1024)
-
-
-def test_a_damaged_file_costs_its_time_only(folder: Path) -> None:
-    kernel_of(generated(a=Reduction(quickest=1))).run([1])
-    (path,) = (folder / "trainmux").iterdir()
-    path.write_bytes(path.read_bytes()[:-1])
-    again = Reduction(quickest=0)
-    kernel_of(generated(a=again)).run([1])
-    assert (again.num_tries, block(again)) == (2, 1024)
+    kernel_of(b=again).run([1])
+    assert again.found == (0, 1024)
 
 
 def test_a_choice_before_a_failure_is_kept() -> None:
@@ -117,15 +99,14 @@ def test_a_choice_before_a_failure_is_kept() -> None:
         def run(self) -> None:
             raise RuntimeError("no memory")
 
-    first, other = Reduction(quickest=1), Fails(quickest=0)
-    kernel = kernel_of(generated(a=first, b=other))
+    kernel = kernel_of("new", a=Reduction(quickest=1), b=(other := Fails(quickest=0)))
     with pytest.raises(RuntimeError, match="no memory"):
         kernel.run([1])
     other.__class__ = Reduction
     kernel.run([1])
     a, b = Reduction(quickest=0), Reduction(quickest=1)
-    kernel_of(generated(a=a, b=b)).run([1])
-    assert (block(a), block(b), a.num_tries + b.num_tries) == (512, 1024, 0)
+    kernel_of("new", a=a, b=b).run([1])
+    assert (a.found, b.found) == ((0, 512), (0, 1024))
 
 
 def test_inductors_kernels_are_as_expected() -> None:
