@@ -108,7 +108,9 @@ def test_it_is_one_document_with_every_section_and_every_file(page: str, html: E
     ]
     entries = list(files("trainmux.reporting").joinpath("page").iterdir())
     assert entries
-    assert all(entry.read_text(encoding="utf-8") in page for entry in entries)
+    assert all(
+        entry.read_text(encoding="utf-8") in page for entry in entries if not entry.name.endswith("html")
+    )
 
 
 def test_nothing_comes_from_outside_and_no_script_runs_but_the_page_s_own(page: str, html: Element) -> None:
