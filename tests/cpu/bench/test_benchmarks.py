@@ -10,9 +10,8 @@ import pytest
 import torch
 from benchmarks.__main__ import app
 from benchmarks.cases import find_case
-from benchmarks.isolated import guarded, isolated
-from benchmarks.mps import measure_processes
-from benchmarks.step import StepJob
+from benchmarks.processes import guarded, isolated
+from benchmarks.step import StepJob, measure
 from benchmarks.ways import WAYS, Setup
 from typer.testing import CliRunner
 
@@ -85,7 +84,7 @@ def test_what_fails_in_its_process_is_recorded() -> None:
 
 @pytest.mark.extensive
 def test_processes_train_at_the_same_time() -> None:
-    row = measure_processes(StepJob("small:mlp", None, 2, "mps", "cpu"), 2, 1, 0.02)
+    row = measure(StepJob("small:mlp", None, 2, "mps", "cpu", 1, 0.02))
     assert row["median_ms"] > 0
     assert row["first_losses"] != row["last_losses"]
 
