@@ -76,14 +76,13 @@ def _padding_mask(generator: torch.Generator) -> Tensor:
     return torch.arange(MAX_LENGTH) < lengths
 
 
-def _vector_batch(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _pair_batch(seed: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     generator = seeded_generator(seed)
-    return torch.randn(BATCH_SIZE, 16, generator=generator, dtype=dtype), _labels(generator)
+    return torch.randn(BATCH_SIZE, *shape, generator=generator, dtype=dtype), _labels(generator)
 
 
-def _gray_batch(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = seeded_generator(seed)
-    return torch.randn(BATCH_SIZE, 1, 8, 8, generator=generator, dtype=dtype), _labels(generator)
+_vector_batch = partial(_pair_batch, shape=(16,))
+_gray_batch = partial(_pair_batch, shape=(1, 8, 8))
 
 
 def _color_batch(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:

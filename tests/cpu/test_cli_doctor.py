@@ -92,8 +92,8 @@ def complaints(facts: tm.MachineFacts) -> list[Finding]:
     return [finding for finding in check(facts) if finding.level is not Level.OK]
 
 
-def as_text(facts: tm.MachineFacts, width: int = 400, **options: Any) -> str:
-    console = Console(width=width, highlight=False, **options)
+def as_text(facts: tm.MachineFacts) -> str:
+    console = Console(width=400, highlight=False)
     with console.capture() as captured:
         doctor.show(check(facts), facts, console)
     return captured.get()
@@ -177,17 +177,6 @@ def test_supported_versions_are_those_of_the_package() -> None:
     wanted = (torch_line.removeprefix("torch"), project["requires-python"])
     for text, (first, end) in zip(wanted, (SUPPORTED_TORCH, SUPPORTED_PYTHON), strict=True):
         assert text == f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
-
-
-def test_narrow_terminals_without_colour_lose_nothing() -> None:
-    facts = with_folder(path="/a/very/long/folder/" + "name/" * 30, write_error="Read-only file system")
-    narrow = as_text(facts, 40, no_color=True, force_terminal=True, color_system=None)
-    assert max(map(len, narrow.splitlines())) <= 40
-    assert narrow.isascii()
-    assert "\x1b" not in narrow
-    squeezed = "".join(narrow.split()).replace(">", "")
-    for finding in check(facts):
-        assert "".join((finding.level.value + finding.text + finding.remedy).split()) in squeezed
 
 
 def test_a_machine_that_cannot_train_ends_with_status_1_and_writes_why(
