@@ -22,14 +22,8 @@ from .pair import TEMPORAL
 
 FORMAT = 3
 _COLUMNS = (
-    "pair",
-    "is_equal",
-    "way",
-    "first_rate",
-    "work",
-    "excess",
-    "budget_bytes",
-    "smallest_budget_bytes",
+    *("pair", "is_equal", "way", "first_rate", "work", "excess"),
+    *("budget_bytes", "smallest_budget_bytes"),
 )
 _INNERMOST_LIST = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")
 

@@ -84,17 +84,8 @@ def plan(
     """Find the fastest schedule of a fleet within a memory budget, and show it."""
     from trainmux.cli.plan import run_plan
 
-    run_plan(
-        fleet,
-        budget=budget,
-        policy=policy,
-        device=device,
-        num_members=members,
-        num_budgets=curve,
-        save=save,
-        report=report,
-        trace=trace,
-    )
+    files = {"save": save, "report": report, "trace": trace}
+    run_plan(fleet, device, files, budget=budget, policy=policy, num_members=members, num_budgets=curve)
 
 
 @app.command()

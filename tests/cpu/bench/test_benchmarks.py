@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import zoo
 from benchmarks.__main__ import app
 from benchmarks.cases import find_case
 from benchmarks.processes import guarded, isolated
@@ -114,12 +115,12 @@ def test_overhead_compares_two_trees(tmp_path: Path) -> None:
     assert 0.1 < row["step_us_ratio"] < 10
 
 
-def test_zoo_matches_plain_torch(tmp_path: Path) -> None:
+def test_zoo_matches_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
+    monkeypatch.setattr(zoo, "TEXT", {**zoo.TEXT, "hidden_size": 16, "num_hidden_layers": 1})
     out = tmp_path / "zoo.json"
-    run(
-        "zoo", "--models", "transformers:bert,timm:no_such_model", "--members", "2", *QUICK, "--out", str(out)
-    )
+    models = ["--models", "transformers:bert,timm:no_such_model", "--members", "2"]
+    run("zoo", *models, *QUICK, "--out", str(out))
     bert, unknown = rows(out)
     assert bert.get("fused_width") == 2, bert
     assert bert["loss_difference"] < 1e-4
