@@ -26,13 +26,14 @@ _SCALE = 1024
 
 @dataclass(frozen=True)
 class Case:
-    """One workload: a model on the CPU in fp32, batches of CPU tensors, a scalar loss."""
+    """One workload: a model on the CPU in fp32, batches of CPU tensors by seed, a scalar loss."""
 
     name: str
     batch_size: int
     build: Callable[[int], nn.Module]
     loss: Callable[[nn.Module, Any], Tensor]
     batch: Callable[[int], Any]
+    note: str = ""
 
     def models(self, count: int, first: int = 0) -> list[nn.Module]:
         """Build one model and scale its parameters for the others: drawing all weights takes seconds each."""

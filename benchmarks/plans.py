@@ -52,11 +52,9 @@ class PlanBench:
         """Time steps by the plan in use, and see what the device holds; nothing for another device."""
         if self._for_device is not None:
             return {}
-        seconds = sorted(
-            time_blocks(self._fleet.step, self._batches, self._device, num_blocks, block_seconds)
-        )
-        row: dict[str, Any] = {"step_ms": 1e3 * seconds[len(seconds) // 2], "min_ms": 1e3 * seconds[0]}
-        row |= {"max_ms": 1e3 * seconds[-1]}
+        seconds = time_blocks(self._fleet.step, self._batches, self._device, num_blocks, block_seconds)
+        ms = sorted(1e3 * each for each in seconds)
+        row: dict[str, Any] = {"step_ms": ms[len(ms) // 2], "min_ms": ms[0], "max_ms": ms[-1]}
         if self._device.type == "cuda":
             row["device_bytes"] = used_bytes(self._device) - self._before
             row["reserved_bytes"] = torch.cuda.memory_reserved(self._device)
@@ -136,15 +134,8 @@ def command(
             add({"share": "1", "policy": UNPLANNED, **bench.measure(blocks, block_seconds)})
         whole, row = bench.plan(None, "none", partitions)
         static = static_bytes(whole)
-        add(
-            {
-                "share": "1",
-                "policy": "none",
-                "static_bytes": static,
-                **row,
-                **bench.measure(blocks, block_seconds),
-            }
-        )
+        name = {"share": "1", "policy": "none", "static_bytes": static}
+        add({**name, **row, **bench.measure(blocks, block_seconds)})
         for share in split(shares):
             budget = static + int(Fraction(share) * (whole.peak_bytes - static))
             for policy in split(policies):

@@ -50,7 +50,7 @@ class Results:
         self._write()
 
     def _write(self) -> None:
-        """Write runs that still have rows, beside the file first: whoever reads it never sees half of it."""
+        """Write the rows, and the runs that still have some."""
         used = sorted({row["run"] for row in self.rows})
         document = {
             "format": FORMAT,
@@ -58,10 +58,15 @@ class Results:
             "runs": [self._runs[number] for number in used],
             "rows": [{**row, "run": used.index(row["run"])} for row in self.rows],
         }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_name(f"{self._path.name}.partial")
-        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, self._path)
+        write_text(self._path, json.dumps(document, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside the old one first: whoever reads it never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def read(path: Path, benchmark: str | None = None) -> dict[str, Any]:

@@ -18,13 +18,17 @@ import typer
 
 from .cases import PAPER, find_case, split, to_device
 from .environment import choose_device, describe
-from .isolated import guarded, isolated
-from .mps import measure_processes, mps_daemon
+from .processes import Together, guarded, isolated, mps_daemon, run_together
 from .records import Results
-from .timing import summary, time_blocks, used_bytes
-from .ways import WAYS, Setup
+from .timing import seconds_of, summary, time_blocks, used_bytes
+from .ways import WAYS, Setup, prepare_eager
 
 MPS = "mps"
+"""One process per member, all at once on one GPU, under NVIDIA's Multi-Process Service."""
+NUM_WARMUPS = 5
+MIN_STEPS_PER_BLOCK = 5
+SYNCHRONIZE_SECONDS = 0.05
+"""A process waits for the device about this often, so that it counts steps that were done, not queued."""
 NUM_BATCHES = 4
 """Batches that a measurement rotates among, so that no step finds its data in a cache."""
 
@@ -59,7 +63,7 @@ class StepJob:
 def measure(job: StepJob) -> dict[str, Any]:
     """Build, warm up, time, and check that the members trained."""
     if job.way == MPS:
-        row = measure_processes(job, job.width, job.num_blocks, job.block_seconds)
+        row = measure_processes(job)
     else:
         way = WAYS[job.way]
         count = way.num_models or job.width
@@ -86,6 +90,68 @@ def measure(job: StepJob) -> dict[str, Any]:
     return row
 
 
+def measure_processes(job: StepJob) -> dict[str, Any]:
+    """Train one model in each of ``job.width`` processes, which begin each block together.
+
+    The time per member and step is the time over all steps of all processes.
+    """
+    shares = run_together(_train_one, [(job, index) for index in range(job.width)])
+    rates = [sum(share["rates"][block] for share in shares) for block in range(job.num_blocks)]
+    return {
+        **summary([job.width / rate for rate in rates], job.width),
+        "build_s": max(share["build_s"] for share in shares),
+        "reserved_bytes": sum(share["reserved_bytes"] for share in shares),
+        "device_bytes": shares[0]["device_bytes"],
+        "first_losses": [share["first_loss"] for share in shares],
+        "last_losses": [share["last_loss"] for share in shares],
+        "notes": ["memory is the sum over the processes"],
+    }
+
+
+def _train_one(together: Together, job: StepJob, index: int) -> dict[str, Any]:
+    device = job.device
+    before = used_bytes(device) if index == 0 else 0  # before any other process has a context
+    together.wait()
+    setup, batches = job(index)
+    begin = perf_counter()
+    step, _ = prepare_eager(setup)
+    first_loss = step(batches[0]).item()
+    build_s = perf_counter() - begin
+
+    def run(num_steps: int) -> float:
+        def work() -> None:
+            for number in range(num_steps):
+                step(batches[number % len(batches)])
+
+        return seconds_of(work, device)
+
+    run(NUM_WARMUPS)
+    together.wait()
+    step_seconds = together.numbers[index] = max(run(2) / 2, 1e-9)  # while all others train, too
+    together.wait()
+    seconds = max(job.block_seconds, MIN_STEPS_PER_BLOCK * max(together.numbers))
+    steps_at_once = max(1, round(SYNCHRONIZE_SECONDS / step_seconds))
+    rates = []
+    for _ in range(job.num_blocks):
+        together.wait()
+        block_begin, num_steps = perf_counter(), 0
+        while (elapsed := perf_counter() - block_begin) < seconds:
+            run(steps_at_once)
+            num_steps += steps_at_once
+        rates.append(num_steps / elapsed)
+    held = used_bytes(device) - before
+    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+    together.wait()  # nobody leaves while another still counts memory
+    return {
+        "rates": rates,
+        "build_s": build_s,
+        "device_bytes": held,
+        "reserved_bytes": reserved,
+        "first_loss": first_loss,
+        "last_loss": step(batches[0]).item(),
+    }
+
+
 def build(job: StepJob) -> dict[str, Any]:
     """Run one step, for the compiled kernels that it leaves on disk."""
     setup, batches = job(0, WAYS[job.way].num_models or job.width)
@@ -109,20 +175,15 @@ def run(jobs: list[StepJob], results: Results, limit_s: float = 240.0, builds_at
         for job, cache in zip(jobs, caches, strict=True):
             case = find_case(job.workload, job.batch_size)
             try:
-                with mps_daemon(Path(folder)) if job.way == MPS else nullcontext():
+                with mps_daemon() if job.way == MPS else nullcontext():
                     if job.device.type == "cpu":
                         found = guarded(measure, job)
                     else:
                         found = isolated(measure, job, limit_s=limit_s, variables=cache)
             except RuntimeError as error:
                 found = {"error": str(error)}
-            name = {
-                "workload": job.workload,
-                "batch_size": case.batch_size,
-                "width": job.width,
-                "way": job.way,
-            }
-            how = {"fleet": job.fleet, "is_built_before": builds_at_once > 1}
+            name = {"workload": job.workload, "batch_size": case.batch_size, "width": job.width}
+            how = {"way": job.way, "fleet": job.fleet, "is_built_before": builds_at_once > 1}
             results.add({**name, **how, **found})
             told = f"{found['median_ms']:.4g} ms" if "median_ms" in found else found["error"]
             print(f"{job.workload}, width {job.width}, {job.way}: {told}", flush=True)
@@ -164,10 +225,6 @@ def command(
     ]
     for job in jobs:
         find_case(job.workload)
-    run(
-        jobs,
-        Results(out, "step", describe(place) if place == "cpu" else isolated(describe, place)),
-        limit,
-        builds_at_once,
-    )
+    environment = describe(place) if place == "cpu" else isolated(describe, place)
+    run(jobs, Results(out, "step", environment), limit, builds_at_once)
     print(f"written to {out}")

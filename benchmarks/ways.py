@@ -1,7 +1,7 @@
 """Ways to train several models: each makes a function that trains all of them on one batch.
 
 ``eager`` and ``compiled_graph`` train one model after another, ``eager_vmap`` and ``compiled_vmap_graph``
-stack the members as HFTA does, by torch's own ``vmap``; ``trainmux`` is a fleet. ``mps`` is in ``mps.py``.
+stack the members as HFTA does, by torch's own ``vmap``; ``trainmux`` is a fleet. ``mps`` is in ``step.py``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import trainmux as tm
 
 from .cases import map_tensors, split
 from .environment import choose_device, describe
-from .isolated import guarded, isolated
+from .processes import guarded, isolated
 from .records import Results
 from .timing import summary, time_blocks
 

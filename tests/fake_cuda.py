@@ -101,14 +101,7 @@ _FIXED = 0x10
 _NO_RESERVE = 0x4000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
 
@@ -148,10 +141,8 @@ class SystemDriver:
         return int(_LIBC.munmap(address, size))
 
     def cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> int:  # noqa: N802
-        found = _LIBC.mmap(
-            address, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, handle, 0
-        )
-        return int(found != address)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        return int(_LIBC.mmap(address, size, access, mmap.MAP_SHARED | _FIXED, handle, 0) != address)
 
     def cuMemSetAccess(self, *arguments: Any) -> int:  # noqa: N802
         return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from trainmux.ir import (
     ByteClass,
@@ -30,6 +29,9 @@ from trainmux.ir import (
 
 Value = object
 Key = tuple[int, int]
+Access = tuple[Tenancy | Key, bool]
+"""A place that an instruction touches (a tenancy in the slab, or a tensor's copy on the host), and whether it
+writes there."""
 NUM_STEPS = 3
 
 
@@ -48,14 +50,6 @@ def fault(program: Program, profiles: Sequence[Profile]) -> str:
         except FaultError as error:
             return f"{passes} passes: {error}"
     return ""
-
-
-@dataclass(frozen=True)
-class _Access:
-    """A place that an instruction touches: a tenancy in the slab, or a tensor's copy on the host."""
-
-    place: Tenancy | Key
-    writes: bool
 
 
 def _outputs(profile: Profile, rank: int, inputs: tuple[Value, ...]) -> dict[int, Value]:
@@ -100,7 +94,7 @@ class _Machine:
         self._num_steps = [0] * len(profiles)
         self._rank = [0] * len(profiles)
         self._plain = [_PlainSteps(number, profile) for number, profile in enumerate(profiles)]
-        begins = _at(program.prologue, -1)
+        begins = _by_begin(program.prologue).get(-1, {})
         for sub_array, profile in enumerate(profiles):
             for number, tensor in enumerate(profile.tensors):
                 key = (sub_array, number)
@@ -130,36 +124,32 @@ class _Machine:
     def run(self, part: Part) -> None:
         """Run one part in issue order; raises `FaultError` for a race and for whatever has no meaning."""
         ended = _ended_before(part.instructions)
-        seen: dict[object, list[tuple[int, _Access]]] = {}
-        there = _at(part, -1)
+        seen: dict[object, list[tuple[int, Tenancy | Key, bool]]] = {}
         began = _by_begin(part)
+        there = dict(began.get(-1, {}))
         for position, instruction in enumerate(part.instructions):
             own = began.get(position, {})
             there |= {key: tenancy for key, tenancy in own.items() if tenancy.end > position}
-            for access in self._carry_out(instruction, there, own):
-                pieces = self._pieces(access.place) if isinstance(access.place, Tenancy) else [access.place]
-                for piece in pieces:
+            for place, writes in self._carry_out(instruction, there, own):
+                for piece in self._pieces(place) if isinstance(place, Tenancy) else [place]:
                     before = seen.setdefault(piece, [])
-                    for earlier, other in before:
+                    for earlier, other, wrote in before:
                         # A Free touches nothing: it only has to come after all that its tensor is used for.
-                        if isinstance(instruction, Free) and other.place != access.place:
+                        if isinstance(instruction, Free) and other != place:
                             continue
-                        is_conflict = earlier != position and (access.writes or other.writes)
+                        is_conflict = earlier != position and (writes or wrote)
                         if is_conflict and not ended[position] >> earlier & 1:
-                            raise FaultError(f"[{earlier}] and [{position}] race for {access}")
+                            raise FaultError(f"[{earlier}] and [{position}] race for {place}")
                     if not isinstance(instruction, Free):
-                        before.append((position, access))
+                        before.append((position, place, writes))
             if isinstance(instruction, Free):
                 del there[instruction.sub_array, instruction.tensor]
 
     def check_end(self, program: Program, num_steps: int) -> None:
         """After the epilogue: as many steps as there should be, and every static tensor where it belongs."""
         last = len(program.epilogue.instructions)
-        left = {
-            (tenancy.sub_array, tenancy.tensor): tenancy
-            for tenancy in program.epilogue.tenancies
-            if tenancy.end == last and tenancy.begin < last
-        }
+        tenancies = [one for one in program.epilogue.tenancies if one.end == last and one.begin < last]
+        left = {(one.sub_array, one.tensor): one for one in tenancies}
         for sub_array, profile in enumerate(self._profiles):
             # Only the first sub-array of a ring has a step in flight between two passes.
             expected = num_steps if sub_array == 0 else num_steps - bool(program.prologue.instructions)
@@ -180,7 +170,7 @@ class _Machine:
 
     def _carry_out(
         self, instruction: Instruction, there: dict[Key, Tenancy], own: dict[Key, Tenancy]
-    ) -> list[_Access]:
+    ) -> list[Access]:
         """Do it at once; returns what it touches."""
         match instruction:
             case Compute(sub_array, rank):
@@ -194,17 +184,17 @@ class _Machine:
         tenancy = _find(there, key)
         if isinstance(instruction, Offload):
             self._host[key] = self._read(tenancy)
-            return [_Access(tenancy, writes=False), _Access(key, writes=True)]
+            return [(tenancy, False), (key, True)]
         if isinstance(instruction, Free):
-            return [_Access(tenancy, writes=True)]
+            return [(tenancy, True)]
         if key not in self._host:
             raise FaultError(f"nothing on the host for {instruction}")
         self._write(tenancy, self._host[key])
-        return [_Access(tenancy, writes=True), _Access(key, writes=False)]
+        return [(tenancy, True), (key, False)]
 
     def _compute(
         self, sub_array: int, rank: int, there: dict[Key, Tenancy], own: dict[Key, Tenancy]
-    ) -> list[_Access]:
+    ) -> list[Access]:
         if rank != self._rank[sub_array]:
             raise FaultError(f"node {rank} runs where {self._rank[sub_array]} is next")
         step = self._num_steps[sub_array]
@@ -224,7 +214,7 @@ class _Machine:
 
     def _run_node(
         self, sub_array: int, rank: int, step: int, there: dict[Key, Tenancy], own: dict[Key, Tenancy]
-    ) -> list[_Access]:
+    ) -> list[Access]:
         profile = self._profiles[sub_array]
         node = profile.nodes[rank]
         read = [_find(there, (sub_array, number)) for number in node.reads]
@@ -239,18 +229,11 @@ class _Machine:
             self._write(tenancy, "scratch")
         for tenancy in (*made, *changed):
             self._write(tenancy, values[tenancy.tensor])
-        written = (*made, *changed, *scratch)
-        return [_Access(each, writes=False) for each in read] + [
-            _Access(each, writes=True) for each in written
-        ]
-
-
-def _at(part: Part, position: int) -> dict[Key, Tenancy]:
-    """The tenancies that begin at a position."""
-    return {(each.sub_array, each.tensor): each for each in part.tenancies if each.begin == position}
+        return [(each, False) for each in read] + [(each, True) for each in (*made, *changed, *scratch)]
 
 
 def _by_begin(part: Part) -> dict[int, dict[Key, Tenancy]]:
+    """The tenancies that begin at each position."""
     found: dict[int, dict[Key, Tenancy]] = {}
     for each in part.tenancies:
         found.setdefault(each.begin, {})[each.sub_array, each.tensor] = each

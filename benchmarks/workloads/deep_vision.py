@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .vision import BottleneckBlock, InvertedResidual, mobile_convolution
+from .vision import BottleneckBlock, InvertedResidual, StackedNet, mobile_convolution
 
 _NUM_CLASSES = 1000
 
@@ -17,34 +17,23 @@ RESNET_101 = (3, 4, 23, 3)
 """Blocks of each stage (He et al., 2016, Table 1)."""
 
 _MOBILENET_V3_LARGE = (
-    (3, 16, 16, False, False, 1),
-    (3, 64, 24, False, False, 2),
-    (3, 72, 24, False, False, 1),
-    (5, 72, 40, True, False, 2),
-    (5, 120, 40, True, False, 1),
-    (5, 120, 40, True, False, 1),
-    (3, 240, 80, False, True, 2),
-    (3, 200, 80, False, True, 1),
-    (3, 184, 80, False, True, 1),
-    (3, 184, 80, False, True, 1),
-    (3, 480, 112, True, True, 1),
-    (3, 672, 112, True, True, 1),
-    (5, 672, 160, True, True, 2),
-    (5, 960, 160, True, True, 1),
-    (5, 960, 160, True, True, 1),
+    *((3, 16, 16, False, False, 1), (3, 64, 24, False, False, 2), (3, 72, 24, False, False, 1)),
+    *((5, 72, 40, True, False, 2), (5, 120, 40, True, False, 1), (5, 120, 40, True, False, 1)),
+    *((3, 240, 80, False, True, 2), (3, 200, 80, False, True, 1), (3, 184, 80, False, True, 1)),
+    *((3, 184, 80, False, True, 1), (3, 480, 112, True, True, 1), (3, 672, 112, True, True, 1)),
+    *((5, 672, 160, True, True, 2), (5, 960, 160, True, True, 1), (5, 960, 160, True, True, 1)),
 )
 """Of each block: kernel, wide channels, channels, squeezes, hardswish, stride (Howard et al., 2019)."""
 
 
-class ResNet(nn.Module):
+class ResNet(StackedNet):
     """A ResNet of bottleneck blocks, so many in each stage.
 
     Takes images ``[B, 3, H, W]`` and gives logits ``[B, 1000]``.
     """
 
     def __init__(self, num_blocks: tuple[int, ...]) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
+        stem = nn.Sequential(
             nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
             nn.BatchNorm2d(64),
             nn.ReLU(inplace=True),
@@ -57,15 +46,8 @@ class ResNet(nn.Module):
             for number in range(count):
                 blocks.append(BottleneckBlock(channels, width, stride=2 if stage and number == 0 else 1))
                 channels = 4 * width
-        self.blocks = nn.Sequential(*blocks)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(channels, _NUM_CLASSES)
+        super().__init__(stem, blocks, channels, _NUM_CLASSES)
         _initialize(self)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features = self.pool(self.blocks(self.stem(images)))
-        logits: Tensor = self.classifier(torch.flatten(features, 1))
-        return logits
 
 
 class MobileNetV3Large(nn.Module):

@@ -114,139 +114,89 @@ def _next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
 
 # The registry, in the order of Table 1.
 
-
-def _vision() -> list[SizedWorkload]:
-    either = "torchvision's model, or that of transformers where torchvision does not import."
-    or_ours = "torchvision's model, or the same written anew where torchvision does not import."
-    open_size = "The table leaves the image size open: 224×224 here."
-    return [
-        SizedWorkload(
-            "vit_b16",
-            (8, 16),
-            seeded(_vision_transformer, name="vit_b16", hidden_size=768, num_layers=12, num_heads=12),
-            _classification_loss,
-            image_batch,
-            f"86.6M parameters, the published ViT-B/16, where the table has 60M. {open_size} "
-            f"No dropout. {either}",
-        ),
-        SizedWorkload(
-            "vit_60m",
-            (8, 16),
-            seeded(_vision_transformer, name="vit_60m", hidden_size=640, num_layers=12, num_heads=10),
-            _classification_loss,
-            image_batch,
-            "60.3M parameters, as in the table, which gives neither depth nor width: here ViT-B/16 narrowed "
-            f"to width 640 with 10 heads of 64, 12 layers as before. {open_size} No dropout. {either}",
-        ),
-        SizedWorkload(
-            "mobilenet_v3_large",
-            (64, 128),
-            seeded(_convolutional, name="mobilenet_v3_large"),
-            _classification_loss,
-            image_batch,
-            f"5.5M parameters; the table has 5.4M. {open_size} The published dropout of 0.2 before the "
-            f"last layer stays. {or_ours}",
-        ),
-        SizedWorkload(
-            "resnet101",
-            (48, 64),
-            seeded(_convolutional, name="resnet101"),
-            _classification_loss,
-            image_batch,
-            f"44.5M parameters, as in the table. {open_size} {or_ours}",
-        ),
-    ]
+_EITHER = "torchvision's model, or that of transformers where torchvision does not import."
+_OR_OURS = "torchvision's model, or the same written anew where torchvision does not import."
+_IMAGES = "The table leaves the image size open: 224×224 here."
+_BERT = "109.5M parameters, the published BERT-base, where the table has 100M."
+_TEXT = (
+    "The table leaves the sequence length open: 128 here. Every row is full, as packed text is, and there is "
+    "no attention mask."
+)
+_NOT_IN_PAPER = "Not in the paper:"
 
 
-def _language() -> list[SizedWorkload]:
-    bert_size = "109.5M parameters, the published BERT-base, where the table has 100M."
-    bert_data = (
-        "The table leaves the sequence length open: 128 here. Every row is full, as packed text is, and "
-        "there is no attention mask."
-    )
-    gpt2_data = "The table leaves the sequence length open: 512 here."
+def _language(dropout: float, suffix: str, said: str) -> list[SizedWorkload]:
     masked = "The table has next sentence prediction alone; this is masked language modelling."
-    workloads = []
-    for dropout, suffix, said in (
-        (0.1, "", "Dropout 0.1, the library's default."),
-        (0.0, "_no_dropout", "No dropout."),
-    ):
-        workloads += [
-            SizedWorkload(
-                f"bert_base_mlm{suffix}",
-                (16, 24),
-                seeded(bert_base_mlm, dropout=dropout),
-                own_loss,
-                bert_mlm_batch,
-                f"{bert_size} {masked} {bert_data} {said}",
-            ),
-            SizedWorkload(
-                f"bert_base_nsp{suffix}",
-                (16, 24),
-                seeded(bert_base_nsp, dropout=dropout),
-                own_loss,
-                bert_nsp_batch,
-                f"{bert_size} {bert_data} {said}",
-            ),
-            SizedWorkload(
-                f"gpt2{suffix}",
-                (8, 16),
-                seeded(gpt2, dropout=dropout),
-                _next_token_loss,
-                gpt2_batch,
-                f"124.4M parameters, as in the table. {gpt2_data} {said}",
-            ),
-        ]
-    return workloads
+    gpt2_note = "124.4M parameters, as in the table. The table leaves the sequence length open: 512 here."
 
-
-def _recommendation() -> list[SizedWorkload]:
-    return [
-        SizedWorkload(
-            "dlrm",
-            (512, 1024),
-            seeded(JointDLRM, num_categories=TABLE_SIZES),
-            joint_click_loss,
-            click_batch,
-            "40.2M parameters; the table has 40M and does not say how large the embedding tables are: here "
-            "those of Criteo's click logs, none above 24,000 rows. NVIDIA's layers and joint table in plain "
-            "torch, with a dense gradient of the table.",
+    def bert(task: str, build: Any, batch: Any, note: str) -> SizedWorkload:
+        name = f"bert_base_{task}{suffix}"
+        return SizedWorkload(
+            name, (16, 24), seeded(build, dropout=dropout), own_loss, batch, f"{note} {said}"
         )
-    ]
 
-
-def _beyond_the_paper() -> list[SizedWorkload]:
+    gpt2_model, note = seeded(gpt2, dropout=dropout), f"{gpt2_note} {said}"
     return [
-        SizedWorkload(
-            "lstm_translation",
-            (64, 128),
-            seeded(LSTMTranslation, vocab_size=TRANSLATION_VOCAB_SIZE, hidden_size=512, num_layers=2),
-            translation_loss,
-            translation_batch,
-            "Not in the paper: two LSTMs of two layers with attention, 21.2M parameters, 32 tokens on either "
-            "side without padding, no dropout.",
-        ),
-        SizedWorkload(
-            "small_cnn",
-            (64, 128),
-            seeded(PlainCNN),
-            _classification_loss,
-            partial(image_batch, image_size=32, num_classes=10),
-            "Not in the paper: four convolutions on 32×32 images, 0.1M parameters.",
-        ),
-        SizedWorkload(
-            "mlp",
-            (128, 256),
-            seeded(mlp, in_features=784, hidden_features=256, out_features=10, num_hidden=2),
-            _classification_loss,
-            partial(vector_batch, num_features=784, num_classes=10),
-            "Not in the paper: 784-256-256-10, 0.3M parameters.",
-        ),
+        bert("mlm", bert_base_mlm, bert_mlm_batch, f"{_BERT} {masked} {_TEXT}"),
+        bert("nsp", bert_base_nsp, bert_nsp_batch, f"{_BERT} {_TEXT}"),
+        SizedWorkload(f"gpt2{suffix}", (8, 16), gpt2_model, _next_token_loss, gpt2_batch, note),
     ]
 
 
-FULL_SIZE: dict[str, SizedWorkload] = {
-    workload.name: workload
-    for workload in (*_vision(), *_language(), *_recommendation(), *_beyond_the_paper())
-}
+def _image_model(name: str, sizes: tuple[int, int], note: str, **vit_sizes: int) -> SizedWorkload:
+    build = seeded(_vision_transformer if vit_sizes else _convolutional, name=name, **vit_sizes)
+    return SizedWorkload(name, sizes, build, _classification_loss, image_batch, note)
+
+
+_WORKLOADS = [
+    _image_model(
+        *("vit_b16", (8, 16)),
+        f"86.6M parameters, the published ViT-B/16, where the table has 60M. {_IMAGES} No dropout. {_EITHER}",
+        hidden_size=768,
+        num_layers=12,
+        num_heads=12,
+    ),
+    _image_model(
+        *("vit_60m", (8, 16)),
+        "60.3M parameters, as in the table, which gives neither depth nor width: here ViT-B/16 narrowed to "
+        f"width 640 with 10 heads of 64, 12 layers as before. {_IMAGES} No dropout. {_EITHER}",
+        hidden_size=640,
+        num_layers=12,
+        num_heads=10,
+    ),
+    _image_model(
+        *("mobilenet_v3_large", (64, 128)),
+        f"5.5M parameters; the table has 5.4M. {_IMAGES} The published dropout of 0.2 before the last "
+        f"layer stays. {_OR_OURS}",
+    ),
+    _image_model("resnet101", (48, 64), f"44.5M parameters, as in the table. {_IMAGES} {_OR_OURS}"),
+    *_language(0.1, "", "Dropout 0.1, the library's default."),
+    *_language(0.0, "_no_dropout", "No dropout."),
+    SizedWorkload(
+        *("dlrm", (512, 1024), seeded(JointDLRM, num_categories=TABLE_SIZES), joint_click_loss, click_batch),
+        "40.2M parameters; the table has 40M and does not say how large the embedding tables are: here those "
+        "of Criteo's click logs, none above 24,000 rows. NVIDIA's layers and joint table in plain torch, "
+        "with a dense gradient of the table.",
+    ),
+    SizedWorkload(
+        *("lstm_translation", (64, 128)),
+        seeded(LSTMTranslation, vocab_size=TRANSLATION_VOCAB_SIZE, hidden_size=512, num_layers=2),
+        *(translation_loss, translation_batch),
+        f"{_NOT_IN_PAPER} two LSTMs of two layers with attention, 21.2M parameters, 32 tokens on either side "
+        "without padding, no dropout.",
+    ),
+    SizedWorkload(
+        *("small_cnn", (64, 128), seeded(PlainCNN), _classification_loss),
+        partial(image_batch, image_size=32, num_classes=10),
+        f"{_NOT_IN_PAPER} four convolutions on 32×32 images, 0.1M parameters.",
+    ),
+    SizedWorkload(
+        *("mlp", (128, 256)),
+        seeded(mlp, in_features=784, hidden_features=256, out_features=10, num_hidden=2),
+        _classification_loss,
+        partial(vector_batch, num_features=784, num_classes=10),
+        f"{_NOT_IN_PAPER} 784-256-256-10, 0.3M parameters.",
+    ),
+]
+FULL_SIZE: dict[str, SizedWorkload] = {workload.name: workload for workload in _WORKLOADS}
 """All full-size workloads by name."""

@@ -76,14 +76,13 @@ def _padding_mask(generator: torch.Generator) -> Tensor:
     return torch.arange(MAX_LENGTH) < lengths
 
 
-def _vector_batch(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _pair_batch(seed: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     generator = seeded_generator(seed)
-    return torch.randn(BATCH_SIZE, 16, generator=generator, dtype=dtype), _labels(generator)
+    return torch.randn(BATCH_SIZE, *shape, generator=generator, dtype=dtype), _labels(generator)
 
 
-def _gray_batch(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = seeded_generator(seed)
-    return torch.randn(BATCH_SIZE, 1, 8, 8, generator=generator, dtype=dtype), _labels(generator)
+_vector_batch = partial(_pair_batch, shape=(16,))
+_gray_batch = partial(_pair_batch, shape=(1, 8, 8))
 
 
 def _color_batch(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -229,63 +228,30 @@ def _next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
     return F.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
 
 
-def _registry() -> dict[str, Workload]:
-    workloads = [
-        Workload("mlp", seeded(partial(mlp, 16, 32, NUM_CLASSES)), _pair_loss, _vector_batch),
-        Workload(
-            "cnn",
-            seeded(SmallCNN, channels=16, num_classes=NUM_CLASSES),
-            _pair_loss_with_metrics,
-            _gray_batch,
-        ),
-        Workload(
-            "cnn_with_dropout",
-            seeded(SmallCNN, channels=16, num_classes=NUM_CLASSES, dropout=0.2),
-            _pair_loss_with_metrics,
-            _gray_batch,
-        ),
-        Workload("residual", seeded(ResidualNet, num_classes=NUM_CLASSES), _smoothed_loss, _color_batch),
-        Workload("bottleneck", seeded(BottleneckNet, num_classes=NUM_CLASSES), _smoothed_loss, _color_batch),
-        Workload(
-            "mobilenet", seeded(InvertedResidualNet, num_classes=NUM_CLASSES), _smoothed_loss, _color_batch
-        ),
-        Workload("lstm", seeded(LSTMLanguageModel), _language_loss, _language_batch),
-        Workload("lstm_untied", seeded(LSTMLanguageModel, tied=False), _language_loss, _language_batch),
-        Workload(
-            "lstm_with_dropout", seeded(LSTMLanguageModel, dropout=0.2), _language_loss, _language_batch
-        ),
-        Workload(
-            "lstm_translation",
-            seeded(LSTMTranslation, vocab_size=VOCAB_SIZE, hidden_size=8),
-            translation_loss,
-            _translation_batch,
-        ),
-        Workload("transformer", seeded(TransformerClassifier), _text_loss, _text_batch),
-        Workload(
-            "transformer_with_dropout", seeded(TransformerClassifier, dropout=0.2), _text_loss, _text_batch
-        ),
-        Workload("dlrm", seeded(DLRM), _click_loss, _click_batch),
-        Workload(
-            "dlrm_joint",
-            seeded(
-                JointDLRM,
-                num_dense=6,
-                num_categories=(5, 8, 6),
-                embedding_size=8,
-                bottom_sizes=(16, 8),
-                top_sizes=(16, 16, 1),
-            ),
-            joint_click_loss,
-            _joint_click_batch,
-        ),
-        Workload("bert_mlm", seeded(tiny_bert_mlm), own_loss, _bert_mlm_batch),
-        Workload("bert_mlm_with_dropout", seeded(tiny_bert_mlm, dropout=0.2), own_loss, _bert_mlm_batch),
-        Workload("bert_nsp", seeded(tiny_bert_nsp), own_loss, _bert_nsp_batch),
-        Workload("gpt2", seeded(tiny_gpt2), _next_token_loss, _gpt2_batch),
-        Workload("vit", seeded(tiny_vit), own_loss, _vit_batch),
-    ]
-    return {workload.name: workload for workload in workloads}
-
-
-SMALL: dict[str, Workload] = _registry()
+_SMALL_CNN = {"channels": 16, "num_classes": NUM_CLASSES}
+_TRANSLATION = {"vocab_size": VOCAB_SIZE, "hidden_size": 8}
+_JOINT_SIZES = {"num_dense": 6, "num_categories": (5, 8, 6), "embedding_size": 8}
+_JOINT_LAYERS = {"bottom_sizes": (16, 8), "top_sizes": (16, 16, 1)}
+_WORKLOADS: tuple[tuple[str, Any, Any, Any], ...] = (
+    ("mlp", seeded(partial(mlp, 16, 32, NUM_CLASSES)), _pair_loss, _vector_batch),
+    ("cnn", seeded(SmallCNN, **_SMALL_CNN), _pair_loss_with_metrics, _gray_batch),
+    ("cnn_with_dropout", seeded(SmallCNN, dropout=0.2, **_SMALL_CNN), _pair_loss_with_metrics, _gray_batch),
+    ("residual", seeded(ResidualNet, num_classes=NUM_CLASSES), _smoothed_loss, _color_batch),
+    ("bottleneck", seeded(BottleneckNet, num_classes=NUM_CLASSES), _smoothed_loss, _color_batch),
+    ("mobilenet", seeded(InvertedResidualNet, num_classes=NUM_CLASSES), _smoothed_loss, _color_batch),
+    ("lstm", seeded(LSTMLanguageModel), _language_loss, _language_batch),
+    ("lstm_untied", seeded(LSTMLanguageModel, tied=False), _language_loss, _language_batch),
+    ("lstm_with_dropout", seeded(LSTMLanguageModel, dropout=0.2), _language_loss, _language_batch),
+    ("lstm_translation", seeded(LSTMTranslation, **_TRANSLATION), translation_loss, _translation_batch),
+    ("transformer", seeded(TransformerClassifier), _text_loss, _text_batch),
+    ("transformer_with_dropout", seeded(TransformerClassifier, dropout=0.2), _text_loss, _text_batch),
+    ("dlrm", seeded(DLRM), _click_loss, _click_batch),
+    ("dlrm_joint", seeded(JointDLRM, **_JOINT_SIZES, **_JOINT_LAYERS), joint_click_loss, _joint_click_batch),
+    ("bert_mlm", seeded(tiny_bert_mlm), own_loss, _bert_mlm_batch),
+    ("bert_mlm_with_dropout", seeded(tiny_bert_mlm, dropout=0.2), own_loss, _bert_mlm_batch),
+    ("bert_nsp", seeded(tiny_bert_nsp), own_loss, _bert_nsp_batch),
+    ("gpt2", seeded(tiny_gpt2), _next_token_loss, _gpt2_batch),
+    ("vit", seeded(tiny_vit), own_loss, _vit_batch),
+)
+SMALL: dict[str, Workload] = {row[0]: Workload(*row) for row in _WORKLOADS}
 """All workloads by name, at sizes that train a step in milliseconds; dropout is 0 unless the name says so."""

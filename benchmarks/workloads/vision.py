@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -98,27 +99,38 @@ class ResidualBlock(nn.Module):
         return activated
 
 
-class ResidualNet(nn.Module):
-    """A stem and two residual blocks, the second at half the resolution; logits ``[B, num_classes]``."""
+class StackedNet(nn.Module):
+    """A stem, blocks, average pooling and one linear layer, from images to logits ``[B, num_classes]``."""
 
-    def __init__(self, in_channels: int = 3, channels: int = 16, num_classes: int = 10) -> None:
+    def __init__(self, stem: nn.Module, blocks: Sequence[nn.Module], channels: int, num_classes: int) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(inplace=True),
-        )
-        self.blocks = nn.Sequential(
-            ResidualBlock(channels, channels),
-            ResidualBlock(channels, 2 * channels, stride=2),
-        )
+        self.stem = stem
+        self.blocks = nn.Sequential(*blocks)
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(2 * channels, num_classes)
+        self.classifier = nn.Linear(channels, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.blocks(self.stem(images))
         logits: Tensor = self.classifier(torch.flatten(self.pool(features), 1))
         return logits
+
+
+def plain_stem(in_channels: int, channels: int) -> nn.Sequential:
+    """A 3×3 convolution with BatchNorm and ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(inplace=True),
+    )
+
+
+class ResidualNet(StackedNet):
+    """A stem and two residual blocks, the second at half the resolution; logits ``[B, num_classes]``."""
+
+    def __init__(self, in_channels: int = 3, channels: int = 16, num_classes: int = 10) -> None:
+        stem = plain_stem(in_channels, channels)
+        blocks = [ResidualBlock(channels, channels), ResidualBlock(channels, 2 * channels, stride=2)]
+        super().__init__(stem, blocks, 2 * channels, num_classes)
 
 
 class BottleneckBlock(nn.Module):
@@ -148,7 +160,7 @@ class BottleneckBlock(nn.Module):
         return activated
 
 
-class BottleneckNet(nn.Module):
+class BottleneckNet(StackedNet):
     """A stem and two bottleneck blocks, the second at half the resolution.
 
     Takes images ``[B, in_channels, H, W]`` and gives logits ``[B, num_classes]``. The stem has no
@@ -157,23 +169,9 @@ class BottleneckNet(nn.Module):
     """
 
     def __init__(self, in_channels: int = 3, width: int = 8, num_classes: int = 10) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(in_channels, 4 * width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(4 * width),
-            nn.ReLU(inplace=True),
-        )
-        self.blocks = nn.Sequential(
-            BottleneckBlock(4 * width, width),
-            BottleneckBlock(4 * width, 2 * width, stride=2),
-        )
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Linear(8 * width, num_classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features = self.blocks(self.stem(images))
-        logits: Tensor = self.classifier(torch.flatten(self.pool(features), 1))
-        return logits
+        stem = plain_stem(in_channels, 4 * width)
+        blocks = [BottleneckBlock(4 * width, width), BottleneckBlock(4 * width, 2 * width, stride=2)]
+        super().__init__(stem, blocks, 8 * width, num_classes)
 
 
 def mobile_convolution(
@@ -185,16 +183,9 @@ def mobile_convolution(
     activation: type[nn.Module] | None = nn.Hardswish,
 ) -> nn.Sequential:
     """Convolution and BatchNorm with MobileNetV3's settings, and an activation if there is one."""
+    padding = kernel_size // 2
     layers: list[nn.Module] = [
-        nn.Conv2d(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride=stride,
-            padding=kernel_size // 2,
-            groups=groups,
-            bias=False,
-        ),
+        nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=False),
         nn.BatchNorm2d(out_channels, eps=1e-3, momentum=0.01),
     ]
     if activation is not None:

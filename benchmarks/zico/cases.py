@@ -10,9 +10,6 @@ GNMT is represented by a smaller relative, an LSTM translation model.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations_with_replacement
 from typing import Any
@@ -21,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.workloads import FULL_SIZE, SMALL
+from benchmarks.cases import SMALL_PREFIX, Case, find_case
+from benchmarks.workloads import FULL_SIZE
 from benchmarks.workloads.deep_vision import RESNET_50, ResNet
 from benchmarks.workloads.highway import HighwayLanguageModel, highway_batch
 from benchmarks.workloads.nasnet import NASNetA
 from benchmarks.workloads.paper_batches import image_batch
 from benchmarks.workloads.seeding import seeded
-from benchmarks.workloads.vision import ResidualBlock
+from benchmarks.workloads.vision import ResidualBlock, plain_stem
 
 MODELS = ("nasnet", "resnet110", "resnet50", "gnmt", "rhn", "bert")
 """The six, in the order of the paper's tables."""
@@ -36,30 +34,9 @@ SAMPLED = (("nasnet", "resnet110"), ("resnet110", "resnet110"), ("bert", "bert")
 """Pairs whose memory Figures 7 and 9 show over time."""
 CHANGING = (("nasnet", "nasnet"), ("nasnet", "resnet110"))
 """Pairs whose budget changes while they run, as in Figure 10."""
-SMALL_PREFIX = "small:"
 _RHN_LENGTH = 8
 
 PairNames = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class ZicoCase:
-    """A model to train: ``build(seed)`` makes it on the CPU in fp32, ``batch(seed, batch_size)`` CPU tensors.
-
-    ``note`` describes it, with ``{}`` in place of the batch size.
-    """
-
-    name: str
-    build: Callable[[int], nn.Module]
-    loss: Callable[[nn.Module, Any], Any]
-    batch: Callable[[int, int], Any]
-    batch_size: int
-    note: str
-    is_image: bool = False
-
-    @property
-    def description(self) -> str:
-        return self.note.format(self.batch_size)
 
 
 class CifarResNet(nn.Module):
@@ -67,9 +44,7 @@ class CifarResNet(nn.Module):
 
     def __init__(self, num_blocks: int = 18, num_classes: int = 10) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
-        )
+        self.stem = plain_stem(3, 16)
         blocks: list[nn.Module] = []
         before = 16
         for channels in (16, 32, 64):
@@ -100,60 +75,53 @@ def _sentences(seed: int, batch_size: int, length: int = 16) -> dict[str, Tensor
     return {"source": source[:, -length:], "target": torch.cat([target[:, :1], target[:, -length:]], dim=1)}
 
 
-@functools.cache
-def _full_size() -> dict[str, ZicoCase]:
-    gnmt, bert = FULL_SIZE["lstm_translation"], FULL_SIZE["bert_base_mlm_no_dropout"]
-    small_images = partial(image_batch, image_size=32, num_classes=10)
-    words = partial(highway_batch, length=_RHN_LENGTH)
-    rhn_note = f"RHN of depth 10 with 830 units, {{}} rows of {_RHN_LENGTH} tokens (published: 20 of 35)"
-    gnmt_note = "two LSTMs of two layers with attention (GNMT has two of eight), {} pairs of 16 tokens"
-    nasnet_note = "NASNet-A (4 @ 1056), {} images of 224×224, no auxiliary classifier, no drop path"
-    resnet110_note = "ResNet-110, {} images of 32×32"
-    bert_note = "BERT-base, {} rows of 128 tokens, no dropout"
-    resnet50 = seeded(ResNet, num_blocks=RESNET_50)
-    cases = (
-        ZicoCase("nasnet", seeded(NASNetA), _classify, image_batch, 128, nasnet_note, True),
-        ZicoCase("resnet110", seeded(CifarResNet), _classify, small_images, 512, resnet110_note, True),
-        ZicoCase("resnet50", resnet50, _classify, image_batch, 96, "ResNet-50, {} images of 224×224", True),
-        ZicoCase("gnmt", gnmt.build, gnmt.loss, _sentences, 256, gnmt_note),
-        ZicoCase("rhn", seeded(HighwayLanguageModel), _classify, words, 256, rhn_note),
-        ZicoCase("bert", bert.build, bert.loss, bert.batch, 64, bert_note),
-    )
-    return {case.name: case for case in cases}
+_GNMT, _BERT = FULL_SIZE["lstm_translation"], FULL_SIZE["bert_base_mlm_no_dropout"]
+_CASES: dict[str, tuple[int, Any, Any, Any, str]] = {
+    "nasnet": (
+        *(128, seeded(NASNetA), image_batch, _classify),
+        "NASNet-A (4 @ 1056), {} images of 224×224, no auxiliary classifier, no drop path",
+    ),
+    "resnet110": (
+        *(512, seeded(CifarResNet), partial(image_batch, image_size=32, num_classes=10), _classify),
+        "ResNet-110, {} images of 32×32",
+    ),
+    "resnet50": (
+        *(96, seeded(ResNet, num_blocks=RESNET_50), image_batch, _classify),
+        "ResNet-50, {} images of 224×224",
+    ),
+    "gnmt": (
+        *(256, _GNMT.build, _sentences, _GNMT.loss),
+        "two LSTMs of two layers with attention (GNMT has two of eight), {} pairs of 16 tokens",
+    ),
+    "rhn": (
+        *(256, seeded(HighwayLanguageModel), partial(highway_batch, length=_RHN_LENGTH), _classify),
+        f"RHN of depth 10 with 830 units, {{}} rows of {_RHN_LENGTH} tokens (published: 20 of 35)",
+    ),
+    "bert": (64, _BERT.build, _BERT.batch, _BERT.loss, "BERT-base, {} rows of 128 tokens, no dropout"),
+    "small:resnet110": (
+        *(4, seeded(CifarResNet, num_blocks=1, num_classes=4)),
+        *(partial(image_batch, image_size=32, num_classes=4), _classify, "small"),
+    ),
+    "small:rhn": (
+        *(4, seeded(HighwayLanguageModel, vocab_size=20, hidden_size=8, depth=2)),
+        *(partial(highway_batch, length=3, vocab_size=20), _classify, "small"),
+    ),
+}
+"""Batch size, model by seed, batch by seed and size, loss, and a description."""
 
 
-def _small(name: str) -> ZicoCase:
-    """A tiny relative of one of the six, or one of the small workloads, for tests on a CPU."""
-    images = partial(image_batch, image_size=32, num_classes=4)
-    words = partial(highway_batch, length=3, vocab_size=20)
-    own = {
-        "resnet110": (seeded(CifarResNet, num_blocks=1, num_classes=4), images),
-        "rhn": (seeded(HighwayLanguageModel, vocab_size=20, hidden_size=8, depth=2), words),
-    }
-    full_name = f"{SMALL_PREFIX}{name}"
-    if name in own:
-        build, batch = own[name]
-        return ZicoCase(full_name, build, _classify, batch, 4, "small", batch is images)
-    small = SMALL[name]
-
-    def small_batch(seed: int, batch_size: int) -> Any:
-        return small.batch(seed, torch.float32)
-
-    return ZicoCase(full_name, small.build, small.loss, small_batch, 4, "small")
-
-
-def find_zico_case(name: str) -> ZicoCase:
+def find_zico_case(name: str) -> Case:
     """Look up ``NAME``, ``NAME@SIZE`` or ``small:NAME``; `ValueError` where there is none."""
-    base, at, size = name.partition("@")
-    if at and not (size.isdecimal() and int(size) > 0):
+    base, at, size_text = name.partition("@")
+    if at and not (size_text.isdecimal() and int(size_text) > 0):
         raise ValueError(f"expected NAME@SIZE with a whole number above 0; got {name!r}")
-    try:
-        if base.startswith(SMALL_PREFIX):
-            return _small(name.removeprefix(SMALL_PREFIX))
-        case = _full_size()[base]
-    except KeyError:
-        raise ValueError(f"expected names among {', '.join(MODELS)} and small:NAME; got {name!r}") from None
-    return replace(case, name=name, batch_size=int(size) if at else case.batch_size)
+    if base not in _CASES and base.startswith(SMALL_PREFIX):
+        return find_case(name)
+    if base not in _CASES:
+        raise ValueError(f"expected names among {', '.join(MODELS)} and small:NAME; got {name!r}")
+    usual, build, batch, loss, note = _CASES[base]
+    size = int(size_text) if at else usual
+    return Case(name, size, build, loss, lambda seed: batch(seed, size), note.format(size))
 
 
 def parse_pairs(text: str) -> list[PairNames]:

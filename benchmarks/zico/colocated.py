@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import trainmux as tm
+from benchmarks.timing import used_bytes
 
-from .jobs import BenchJob, MeasurementError, ZicoOptions, release_cached, used_bytes
+from .jobs import BenchJob, MeasurementError, ZicoOptions, release_cached
 
 ALL_MEMORY = "co-located, all memory"
 CHANGES = ("co-located, 70%", "co-located, 50%", "co-located, 70% again")

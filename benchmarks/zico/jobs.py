@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 import trainmux as tm
+from benchmarks.cases import to_device
+from benchmarks.ways import Setup
 
 from .cases import find_zico_case
 
@@ -48,9 +49,7 @@ class BenchJob:
         self.seed = seed
         self.options = options
         seeds = (NUM_BATCHES * seed + number for number in range(NUM_BATCHES))
-        self.batches = [
-            _on_device(self.case.batch(one, self.case.batch_size), options.where) for one in seeds
-        ]
+        self.batches = [to_device(self.case.batch(one), options.where) for one in seeds]
         self.state_bytes = 0
         """Bytes of parameters and buffers, once the fleet is built; plain SGD keeps no state."""
 
@@ -74,16 +73,15 @@ class BenchJob:
 
     def eager_step(self) -> Callable[[int], None]:
         """Make a function that trains one iteration in plain torch, on a model of its own."""
-        layout = {"memory_format": torch.channels_last} if self.case.is_image else {}
-        model = self.case.build(self.seed).train().to(self.options.where, **layout)  # type: ignore[call-overload]
+        setup = Setup([self.case.build(self.seed).train()], self.case.loss, None, self.options.where)
+        (model,) = setup.placed()
         optimizer = _sgd(model)
         half = self.options.precision == "bf16"
 
         def step(number: int) -> None:
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(self.options.where.type, torch.bfloat16, enabled=half):
-                result = self.case.loss(model, self.batches[number % NUM_BATCHES])
-            loss = result[0] if isinstance(result, tuple) else result  # some losses come with metrics
+                loss = self.case.loss(model, self.batches[number % NUM_BATCHES])
             loss.backward()
             optimizer.step()
 
@@ -124,23 +122,6 @@ def release_cached(device: torch.device) -> None:
     wait_for(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def used_bytes(device: torch.device) -> int:
-    """Memory in use on the device, by any process; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
-
-
-def _on_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a tuple or dict; batches of small workloads, for the CPU, may be other trees."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, Mapping):
-        return {name: tensor.to(device) for name, tensor in batch.items()}
-    return tuple(tensor.to(device) for tensor in batch)
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -11,22 +11,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 import trainmux as tm
+from benchmarks.processes import Together, mps_daemon, run_together
 
 from .cases import CHANGING, SAMPLED, PairNames, model_of
 from .colocated import BudgetPhase, budget_phases, needed_bytes, run_phases
 from .jobs import STEPS_AHEAD, BenchJob, ZicoOptions, train_for, wait_for
-from .processes import train_in_processes
 
 TEMPORAL = "temporal"
 UNLIMITED = "two streams, unlimited"
 EAGER_TEMPORAL = "eager temporal"
 EAGER_THREADS = "two eager threads"
+_START_SECONDS = 300.0
+"""Limit for a process to build its job, while the other one waits."""
 
 Record = dict[str, Any]
 WayRecords = Iterator[Record]
@@ -38,6 +40,7 @@ class PairBench:
     def __init__(self, jobs: tuple[BenchJob, BenchJob], options: ZicoOptions) -> None:
         self.jobs = jobs
         self.names: PairNames = (jobs[0].case.name, jobs[1].case.name)
+        self._seeds = [job.seed for job in jobs]
         self._options, self._device = options, options.where
         self.local_bytes, self.peak_bytes = [0, 0], [0, 0]
         """Bytes of each job's own, and of the shared arena at its peak, once the jobs were co-located."""
@@ -56,8 +59,8 @@ class PairBench:
         if eager and is_cuda:
             found[EAGER_THREADS] = self.eager_threads
         if processes:
-            found["two processes"] = lambda: train_in_processes(self.names, self._options)
-            found["MPS"] = lambda: train_in_processes(self.names, self._options, has_mps=True)
+            found["two processes"] = lambda: self.in_processes("two processes")
+            found["MPS"] = lambda: self.in_processes("MPS")
         return found
 
     # ---- as graphs ---------------------------------------------------------------------------------
@@ -159,6 +162,22 @@ class PairBench:
             raise error
         yield _way(EAGER_THREADS, [future.result() for future in futures], taken)
 
+    # ---- in processes ------------------------------------------------------------------------------
+
+    def in_processes(self, way: str) -> WayRecords:
+        """Train each in a process of its own, in plain torch and then as graphs; `MPS` needs its daemon.
+
+        The paper also runs MPS with more memory than the device has, by unified memory. That is left out:
+        asking for more managed memory than is free can hang the GPU, and without it a process that finds no
+        memory fails.
+        """
+        jobs = [(name, seed, self._options) for name, seed in zip(self.names, self._seeds, strict=True)]
+        with mps_daemon() if way == "MPS" else nullcontext():
+            for kind in ("eager", "graphs"):
+                found = run_together(_train_in_process, [(*job, kind) for job in jobs], _START_SECONDS)
+                rates = [num / taken for num, taken in found]
+                yield {"way": f"{way}, {kind}", "iterations_per_second": rates}
+
     def _in_turn(self, way: str, steps: Sequence[Callable[[int], None]], *, num_warm_up: int) -> Record:
         def both(number: int) -> None:
             for step in steps:
@@ -169,6 +188,20 @@ class PairBench:
         wait_for(self._device)
         num, taken = train_for(both, self._options.seconds, self._device)
         return _way(way, [num, num], taken)
+
+
+def _train_in_process(
+    together: Together, name: str, seed: int, options: ZicoOptions, kind: str
+) -> tuple[int, float]:
+    """Build, warm up, wait for the other, train; the number of steps and the time taken."""
+    torch.backends.cudnn.benchmark = kind == "eager"  # a fleet chooses its own algorithms
+    job = BenchJob(name, seed, options)
+    step = job.eager_step() if kind == "eager" else job.step
+    for number in range(3):
+        step(number)
+    wait_for(options.where)
+    together.wait()
+    return train_for(step, options.seconds, options.where)
 
 
 def _way(way: str, iterations: Sequence[int], seconds: float) -> Record:

@@ -8,7 +8,6 @@ name, ``cases`` says what the names stand for.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,19 +15,15 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.records import write_text
+
 from .colocated import ALL_MEMORY, CHANGES
 from .pair import TEMPORAL
 
 FORMAT = 3
 _COLUMNS = (
-    "pair",
-    "is_equal",
-    "way",
-    "first_rate",
-    "work",
-    "excess",
-    "budget_bytes",
-    "smallest_budget_bytes",
+    *("pair", "is_equal", "way", "first_rate", "work", "excess"),
+    *("budget_bytes", "smallest_budget_bytes"),
 )
 _INNERMOST_LIST = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")
 
@@ -53,13 +48,10 @@ def read(path: Path) -> Document:
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:
-    """Write through a temporary file, with lists of plain values on one line each."""
+    """Write the file, with lists of plain values on one line each."""
     text = json.dumps(document, indent=1)
     text = _INNERMOST_LIST.sub(lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]", text)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, text + "\n")
 
 
 def put_pair(document: Document, record: Mapping[str, Any]) -> None:

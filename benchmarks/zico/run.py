@@ -52,14 +52,10 @@ def measure(
     A way that fails is recorded with its error, and the rest goes on.
     """
     document = results.read(out) if resumes and out.exists() else results.empty()
-    document["runs"].append(
-        {
-            "command": command,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": describe(options.device),
-            "settings": asdict(options),
-        }
-    )
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    environment = describe(options.device)
+    made = {"command": command, "date": date, "environment": environment, "settings": asdict(options)}
+    document["runs"].append(made)
     run = _Run(plan, options, document, out, tell)
     for names in plan.pairs if "pairs" in plan.parts else ():
         run.pair(names)
@@ -68,27 +64,25 @@ def measure(
     return document
 
 
+@dataclass
 class _Run:
     """One run and the document that it fills."""
 
-    def __init__(
-        self,
-        plan: ZicoPlan,
-        options: ZicoOptions,
-        document: results.Document,
-        out: Path,
-        tell: Callable[[str], object],
-    ) -> None:
-        self._plan, self._options, self._document = plan, options, document
-        self._out, self._tell = out, tell
+    plan: ZicoPlan
+    options: ZicoOptions
+    document: results.Document
+    out: Path
+    tell: Callable[[str], object]
+
+    def __post_init__(self) -> None:
         self._begin = time.monotonic()
-        self._run = len(document["runs"]) - 1
+        self._run = len(self.document["runs"]) - 1
         self._jobs: dict[tuple[str, int], BenchJob] = {}
 
     def pair(self, names: PairNames) -> None:
         """Measure one pair in every way, so that what is measured is whole whenever time is over."""
         label = "+".join(names)
-        known = [pair["names"] for pair in self._document["pairs"] if pair["is_complete"]]
+        known = [pair["names"] for pair in self.document["pairs"] if pair["is_complete"]]
         if list(names) in known or not self._has_time(label):
             return
         failed: dict[str, str] = {}
@@ -97,11 +91,11 @@ class _Run:
         with self._attempt(label, "build", failed):
             jobs = (self.build(names[0], 0), self.build(names[1], int(names[0] == names[1])))
             record["solo_ms"] = [1e3 * job.solo_seconds for job in jobs]
-            bench = PairBench(jobs, self._options)
-            results.put_pair(self._document, record)
+            bench = PairBench(jobs, self.options)
+            results.put_pair(self.document, record)
         if failed:
             return
-        ways = bench.ways(self._plan.excesses, eager=self._plan.has_eager, processes=self._plan.has_processes)
+        ways = bench.ways(self.plan.excesses, eager=self.plan.has_eager, processes=self.plan.has_processes)
         is_cut_off = False
         for way, train in ways.items():
             if not self._has_time(f"{label}, {way}"):
@@ -111,7 +105,7 @@ class _Run:
                 for row in train():
                     record["ways"].append(row)
                     rates = " and ".join(f"{rate:.1f}" for rate in row["iterations_per_second"])
-                    self._tell(f"{label}, {row['way']}: {rates} iterations per second")
+                    self.tell(f"{label}, {row['way']}: {rates} iterations per second")
             record |= {"local_bytes": bench.local_bytes, "peak_bytes": bench.peak_bytes}
             self._save()
         record["is_complete"] = not is_cut_off and not failed
@@ -119,27 +113,27 @@ class _Run:
 
     def memory(self, name: str) -> None:
         """Look at one job's memory, scaled to its time alone where that is known."""
-        if name in self._document["memory"] or not self._has_time(f"{name}, memory"):
+        if name in self.document["memory"] or not self._has_time(f"{name}, memory"):
             return
         solo = {
             job: milliseconds / 1e3
-            for pair in self._document["pairs"]
+            for pair in self.document["pairs"]
             for job, milliseconds in zip(pair["names"], pair["solo_ms"], strict=True)
         }
         with self._attempt(name, "memory", {}):
             record = iteration_record(self.build(name, 0), solo.get(name))
-            self._document["memory"][name] = {"run": self._run, **record}
+            self.document["memory"][name] = {"run": self._run, **record}
         self._save()
 
     def build(self, name: str, seed: int) -> BenchJob:
         """Build a job once; compiled code is cached on disk, for other processes too."""
         if (name, seed) not in self._jobs:
             begin = time.perf_counter()
-            job = BenchJob(name, seed, self._options)
+            job = BenchJob(name, seed, self.options)
             _ = job.fleet
             self._jobs[name, seed] = job
-            self._document["cases"][name] = find_zico_case(name).description
-            self._tell(f"{name}: built in {time.perf_counter() - begin:.0f} s")
+            self.document["cases"][name] = find_zico_case(name).note
+            self.tell(f"{name}: built in {time.perf_counter() - begin:.0f} s")
         return self._jobs[name, seed]
 
     @contextmanager
@@ -147,19 +141,19 @@ class _Run:
         """Record what fails inside."""
         try:
             gc.collect()
-            release_cached(self._options.where)
+            release_cached(self.options.where)
             yield
         except Exception as error:
             failed[way] = f"{type(error).__name__}: {error}"[:500]
-            self._tell(f"{names}, {way}: failed: {failed[way]}")
+            self.tell(f"{names}, {way}: failed: {failed[way]}")
             self._save()
 
     def _save(self) -> None:
-        results.write(self._document, self._out)
+        results.write(self.document, self.out)
 
     def _has_time(self, what: str) -> bool:
-        limit = self._plan.time_limit_s
+        limit = self.plan.time_limit_s
         if limit is None or time.monotonic() - self._begin < limit:
             return True
-        self._tell(f"{what}: left out, the time is over")
+        self.tell(f"{what}: left out, the time is over")
         return False

@@ -92,8 +92,8 @@ def complaints(facts: tm.MachineFacts) -> list[Finding]:
     return [finding for finding in check(facts) if finding.level is not Level.OK]
 
 
-def as_text(facts: tm.MachineFacts, width: int = 400, **options: Any) -> str:
-    console = Console(width=width, highlight=False, **options)
+def as_text(facts: tm.MachineFacts) -> str:
+    console = Console(width=400, highlight=False)
     with console.capture() as captured:
         doctor.show(check(facts), facts, console)
     return captured.get()
@@ -106,7 +106,7 @@ def test_a_healthy_machine_has_nothing_to_note() -> None:
         *("torch 2.11.0+cu130", "CUDA 13.0", "cuDNN 9.1.0", "Triton 3.6.0", "driver 580.1"),
         *("cuda:0 Some GPU", "80.00 GiB", "79.00 GiB free", "idle", "120.00 GiB may be pinned"),
         *("out 55.0 GB/s", "in 54.0 GB/s", "out 51.0 GB/s", "in 50.0 GB/s", "4,000.0 GB/s"),
-        *("CUDA graphs work", "(MemPool) work", "default rules", "12 files, 3.0 MiB", "/somewhere/kept"),
+        *("CUDA graphs work", "(MemPool) work", "default settings", "12 files, 3.0 MiB", "/somewhere/kept"),
         *("nothing to note", "on cuda:0"),
     ):
         assert said in text, said
@@ -165,67 +165,36 @@ def test_what_is_not_good_is_said_with_a_remedy(level: Level, facts: tm.MachineF
 
 def test_only_what_was_found_out_is_said_without_a_gpu_and_without_measurements() -> None:
     facts = without_device(replace(NO_GPU, built_for="", error="no CUDA"), DriverFacts("", (), "no driver"))
-    sections = {finding.section for finding in check(facts)}
-    assert sections.isdisjoint({"CUDA graphs", "Bandwidth"})
+    assert {finding.section for finding in check(facts)}.isdisjoint({"CUDA graphs", "Bandwidth"})
     assert "Training works here, on cpu" in as_text(facts)
-    measured = replace(facts, rates=HEALTHY.rates)
-    assert "host memory" in as_text(measured)
-    assert "link" not in as_text(measured)
+    assert "host memory" in as_text(replace(facts, rates=RATES))
+    assert "link" not in as_text(replace(facts, rates=RATES))
 
 
 def test_supported_versions_are_those_of_the_package() -> None:
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
-    wanted = next(line for line in project["dependencies"] if line.startswith("torch"))
-    for text, (first, end) in (
-        (wanted.removeprefix("torch"), SUPPORTED_TORCH),
-        (project["requires-python"], SUPPORTED_PYTHON),
-    ):
+    torch_line = next(line for line in project["dependencies"] if line.startswith("torch"))
+    wanted = (torch_line.removeprefix("torch"), project["requires-python"])
+    for text, (first, end) in zip(wanted, (SUPPORTED_TORCH, SUPPORTED_PYTHON), strict=True):
         assert text == f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
 
 
-def test_narrow_terminals_without_colour_lose_nothing() -> None:
-    facts = with_folder(path="/a/very/long/folder/" + "name/" * 30, write_error="Read-only file system")
-    narrow = as_text(facts, 40, no_color=True, force_terminal=True, color_system=None)
-    assert max(map(len, narrow.splitlines())) <= 40
-    assert narrow.isascii()
-    assert "\x1b" not in narrow
-    squeezed = "".join(narrow.split())
-    for finding in check(facts):
-        assert "".join((finding.level.value + finding.text + finding.remedy).split()) in squeezed.replace(
-            ">", ""
-        )
-
-
-def test_a_machine_that_cannot_train_ends_with_status_1(
+def test_a_machine_that_cannot_train_ends_with_status_1_and_writes_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[bool] = []
-
-    def broken(*, measures: bool) -> tm.MachineFacts:
-        asked.append(measures)
-        return replace(HEALTHY, torch="2.4.1")
-
-    monkeypatch.setattr(tm, "inspect_machine", broken)
+    broken = replace(HEALTHY, torch="2.4.1")
+    monkeypatch.setattr(tm, "inspect_machine", lambda *, measures: broken if measures else None)
     file = tmp_path / "new" / "doctor.json"
     result = CliRunner().invoke(app, ["doctor", "--json", str(file)])
     assert result.exit_code == 1
     assert "Training cannot work: 1 problem (" in result.output
-    assert asked == [True]
     written = json.loads(file.read_text(encoding="utf-8"))
     assert written["can_train"] is False
-    worst = [finding for finding in written["findings"] if finding["level"] == "problem"]
-    assert len(worst) == 1
-    assert worst[0]["remedy"] == "pip install 'torch>=2.11,<2.14'"
+    (worst,) = [finding for finding in written["findings"] if finding["level"] == "problem"]
+    assert worst["remedy"] == "pip install 'torch>=2.11,<2.14'"
     assert written["facts"]["rates"]["link"]["out"] == 55e9
-    assert written["facts"]["cuda"]["gpus"][0]["name"] == "Some GPU"
     assert written["facts"].keys() == {field.name for field in dataclasses.fields(tm.MachineFacts)}
-
-
-def test_a_file_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tm, "inspect_machine", lambda *, measures: HEALTHY)
-    result = CliRunner().invoke(app, ["doctor", "--json", str(tmp_path)], terminal_width=1000)
-    assert result.exit_code == 2
-    assert "expected a file that can be written" in result.output
+    assert CliRunner().invoke(app, ["doctor", "--json", str(tmp_path)]).exit_code == 2  # a folder
 
 
 def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -236,34 +205,33 @@ def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     facts = json.loads((tmp_path / "facts.json").read_text(encoding="utf-8"))["facts"]
     assert facts["rates"] is None
     assert facts["device"] == ("cuda:0" if torch.cuda.is_available() else "cpu")
-    assert facts["host"]["available_bytes"] > 0
     kept = {cache["keeps"]: cache["folder"] for cache in facts["caches"]}
     assert kept["profiles"]["path"] == str(tmp_path / "profiles")
     assert not (tmp_path / "profiles").exists(), "expected that looking leaves nothing behind"
     assert {"plans", "programs", "kernels", "compiler"} < kept.keys()
 
 
-def test_rates_are_measured_within_what_is_free() -> None:
-    host = replace(HEALTHY.host, available_bytes=16 << 20)
-    rates, error = _machine._measure(torch.device("cpu"), host, NO_GPU)
-    assert error == ""
+# ---- how facts are found: rates, caches, the driver, torch, the host, folders -----------------------------
+
+
+def test_rates_are_measured_within_what_is_free_and_a_failure_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measure(free_bytes: int) -> tuple[Rates | None, str]:
+        return _machine._measure(torch.device("cpu"), with_host(available_bytes=free_bytes).host, NO_GPU)
+
+    rates, error = measure(16 << 20)
     assert rates is not None
-    assert rates.num_bytes == 2 << 20
+    assert (rates.num_bytes, error) == (2 << 20, "")
     link = rates.link
     assert min(rates.memory, link.out, link.into, link.out_duplex, link.into_duplex) > 0
-    assert link.handover_seconds == 0  # there are no graphs
-    short = replace(host, available_bytes=1 << 20)
-    rates, error = _machine._measure(torch.device("cpu"), short, NO_GPU)
-    assert rates is None
-    assert "too little memory" in error
+    assert measure(1 << 20)[0] is None
 
-
-def test_a_failed_measurement_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: torch.device, num_bytes: int) -> float:
         raise RuntimeError("CUDA error: out of memory\nmore lines")
 
     monkeypatch.setattr(_machine, "probe_memory", fail)
-    assert _machine._measure(torch.device("cpu"), HEALTHY.host, NO_GPU) == (None, "CUDA error: out of memory")
+    assert measure(GIB) == (None, "CUDA error: out of memory")
 
 
 def test_a_cache_folder_that_cannot_be_made_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,55 +240,40 @@ def test_a_cache_folder_that_cannot_be_made_is_a_fact(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(_machine, "cache_folder", refuse)
     compiler = _machine._caches()[-1]
-    assert compiler.needed
     assert (compiler.folder.path, compiler.folder.exists) == ("/closed/folder", False)
     assert not doctor.can_train(check(replace(HEALTHY, caches=(compiler,))))
 
 
-# ---- the driver, torch, the host, folders: how facts are found -----------------------------------------
-
-
-def played_tool(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    tool = folder / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
-def test_the_driver_lists_its_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = """cat <<'END'
+LISTS = """cat <<'END'
 GPU-0123, Some GPU, 81920, 5, Default, 580.1
 GPU-4567, Other GPU, [N/A], [N/A], Exclusive_Process, 580.1
 END"""
-    played_tool(tmp_path, monkeypatch, script)
-    driver = ask_driver(tmp_path)
-    assert driver.gpus == (LISTED, ListedGpu("GPU-4567", "Other GPU", None, None, "Exclusive_Process"))
-    assert (driver.version, driver.error) == ("580.1", "")
+OTHER = ListedGpu("GPU-4567", "Other GPU", None, None, "Exclusive_Process")
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "found"),
     [
-        ("echo 'No devices were found'; exit 6", "No devices were found"),
-        ("echo 'Failed to initialize NVML' >&2; exit 9", "Failed to initialize NVML"),
-        ("exit 0", "nvidia-smi listed no device"),
-        ("exec sleep 5", "nvidia-smi gave no answer in 0.2 s"),
+        (LISTS, DriverFacts("580.1", (LISTED, OTHER), "")),
+        ("echo 'No devices were found'; exit 6", DriverFacts("570.86.15", (), "No devices were found")),
+        ("echo 'Failed to start' >&2; exit 9", DriverFacts("570.86.15", (), "Failed to start")),
+        ("exit 0", DriverFacts("570.86.15", (), "nvidia-smi listed no device")),
+        ("exec sleep 5", DriverFacts("570.86.15", (), "nvidia-smi gave no answer in 0.2 s")),
+        ("", DriverFacts("", (), "there is no driver")),
     ],
 )
-def test_a_driver_that_has_no_answer(
-    script: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_the_driver_lists_its_devices_or_says_why_not(
+    script: str, found: DriverFacts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    played_tool(tmp_path, monkeypatch, script)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))
     monkeypatch.setattr(_gpu, "_SMI_SECONDS", 0.2 if "sleep" in script else 5.0)
-    version = tmp_path / "proc/driver/nvidia/version"
-    version.parent.mkdir(parents=True)
-    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Mon Jan 1\nGCC version\n")
-    assert ask_driver(tmp_path) == DriverFacts("570.86.15", (), said)
-
-
-def test_without_a_driver_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert ask_driver(tmp_path) == DriverFacts("", (), "there is no driver")
+    if script:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        version = tmp_path / "proc/driver/nvidia/version"
+        version.parent.mkdir(parents=True)
+        version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Mon Jan 1\nGCC\n")
+    assert ask_driver(tmp_path) == found
 
 
 def test_a_broken_cuda_is_told_without_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -339,69 +292,53 @@ def test_a_broken_cuda_is_told_without_a_warning(monkeypatch: pytest.MonkeyPatch
     assert cuda.is_mps_running
 
 
-def played_host(root: Path, files: dict[str, str]) -> HostFacts:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text, encoding="ascii")
-    return look_at_host(root)
-
-
-MEMINFO = {"proc/meminfo": "MemTotal:       1000 kB\nMemAvailable:    900 kB\nHugePages_Total:       0\n"}
+VERSION_2 = {
+    "proc/self/cgroup": "0::/jobs/mine\n",
+    "sys/fs/cgroup/jobs/memory.max": "600000\n",
+    "sys/fs/cgroup/jobs/memory.current": "300000\n",
+    "sys/fs/cgroup/jobs/memory.stat": "anon 1\ninactive_file 100000\n",
+    "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
+}
+VERSION_1 = {
+    "proc/self/cgroup": "4:cpu,memory:/not/mounted/here\n1:cpu:/\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "600000\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "300000\n",
+    "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 100000\n",
+}
+UNLIMITED = {**VERSION_1, "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}
 
 
 @pytest.mark.parametrize(
-    "files",
-    [
-        {
-            "proc/self/cgroup": "0::/jobs/mine\n",
-            "sys/fs/cgroup/jobs/memory.max": "600000\n",
-            "sys/fs/cgroup/jobs/memory.current": "300000\n",
-            "sys/fs/cgroup/jobs/memory.stat": "anon 1\ninactive_file 100000\n",
-            "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
-        },
-        {
-            "proc/self/cgroup": "4:cpu,memory:/not/mounted/here\n1:cpu:/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "600000\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": "300000\n",
-            "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 100000\n",
-        },
-    ],
-    ids=["version 2", "version 1"],
+    ("files", "limit", "pinnable"),
+    [(VERSION_2, 600_000, 400_000), (VERSION_1, 600_000, 400_000), (UNLIMITED, None, 921_600)],
+    ids=["version 2", "version 1", "unlimited"],
 )
-def test_a_control_group_limits_what_may_be_pinned(files: dict[str, str], tmp_path: Path) -> None:
-    host = played_host(tmp_path, {**MEMINFO, **files})
+def test_a_control_group_limits_what_may_be_pinned(
+    files: dict[str, str], limit: int | None, pinnable: int, tmp_path: Path
+) -> None:
+    assert look_at_host(tmp_path).pinnable_bytes is None  # nothing is known
+    meminfo = "MemTotal:       1000 kB\nMemAvailable:    900 kB\nHugePages_Total:       0\n"
+    for name, text in {"proc/meminfo": meminfo, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="ascii")
+    host = look_at_host(tmp_path)
     assert (host.memory_bytes, host.available_bytes) == (1_024_000, 921_600)
-    assert (host.limit_bytes, host.limit_left_bytes, host.pinnable_bytes) == (600_000, 400_000, 400_000)
-
-
-def test_a_host_without_limits_or_facts(tmp_path: Path) -> None:
-    assert look_at_host(tmp_path / "nothing").pinnable_bytes is None
-    unlimited = {
-        "proc/self/cgroup": "4:memory:/\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-    }
-    host = played_host(tmp_path, {**MEMINFO, **unlimited})
-    assert (host.limit_bytes, host.pinnable_bytes) == (None, 921_600)
+    assert (host.limit_bytes, host.pinnable_bytes) == (limit, pinnable)
 
 
 def test_folders_are_counted_and_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for number in range(3):
-        (tmp_path / f"{number}.step").write_bytes(bytes(10))
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "other").write_bytes(bytes(5))
+    for name in ("0.step", "1.step", "deep/other"):
+        (tmp_path / name).write_bytes(bytes(10))
     steps, everything = look_at_folder(tmp_path, "*.step"), look_at_folder(tmp_path)
-    assert (steps.num_files, steps.size_bytes, steps.is_whole, steps.write_error) == (3, 30, True, "")
-    assert (everything.num_files, everything.size_bytes) == (4, 35)
+    assert (steps.num_files, steps.size_bytes, steps.is_whole, steps.write_error) == (2, 20, True, "")
+    assert everything.num_files == 3
     assert steps.free_bytes is not None
-    assert len(list(tmp_path.iterdir())) == 4, "expected that nothing is left behind"
-    monkeypatch.setattr(_host, "_MAX_FILES", 2)
+    assert len(list(tmp_path.iterdir())) == 3, "expected that nothing is left behind"
+    monkeypatch.setattr(_host, "_MAX_FILES", 1)
     bounded = look_at_folder(tmp_path, "*.step")
-    assert (bounded.num_files, bounded.is_whole) == (2, False)
-
-
-def test_a_full_disk_and_a_file_in_the_way_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    in_the_way = look_at_folder(tmp_path / "file" / "below")
+    assert (bounded.num_files, bounded.is_whole) == (1, False)
+    in_the_way = look_at_folder(tmp_path / "0.step" / "below")
     assert not in_the_way.exists
     assert "is not a folder" in in_the_way.write_error
 

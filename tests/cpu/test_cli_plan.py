@@ -86,26 +86,14 @@ def test_a_plan_for_this_machine_and_for_a_device_of_ones_own(file: str, tmp_pat
     assert (plan.budget_bytes, plan.profiles[0].device.name) == (3 * 10**9, "mine")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("resnet101", "expected FILE:NAME"),
-        ("nowhere.py:fleet", "expected FILE:NAME"),
-        ("{}:nothing", "no such name"),
-        ("{}:number", "got int"),
-        ("{}:loss", "missing"),
-    ],
-)
-def test_what_is_no_fleet_is_refused(file: str, name: str, said: str) -> None:
-    result = CliRunner().invoke(app, ["plan", name.format(file)], terminal_width=2000)
-    assert result.exit_code in (1, 2)
-    assert said in result.output + str(result.exception)
+@pytest.mark.parametrize("name", ["resnet101", "nowhere.py:fleet", "{}:nothing", "{}:number"])
+def test_what_is_no_fleet_is_refused(file: str, name: str) -> None:
+    assert CliRunner().invoke(app, ["plan", name.format(file)]).exit_code == 2
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--budget", "20 GiBs"], BudgetError),
         (["--budget", "41GB"], BudgetError),
         (["--policy", "best"], ConfigError),
         (["--device", "b300"], ConfigError),

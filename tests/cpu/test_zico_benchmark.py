@@ -19,9 +19,8 @@ pytest.importorskip("pandas", reason="needs the extra of the benchmarks")
 from benchmarks.zico import cases, colocated, pair, results, run
 from benchmarks.zico.command import app
 from benchmarks.zico.figures import FIGURES
-from benchmarks.zico.jobs import BenchJob, MeasurementError, ZicoOptions
+from benchmarks.zico.jobs import BenchJob, ZicoOptions
 from benchmarks.zico.page import refresh
-from benchmarks.zico.processes import train_in_processes
 from benchmarks.zico.tables import gains
 
 REPOSITORY = Path(__file__).parents[2]
@@ -115,14 +114,13 @@ def test_nothing_is_started_when_time_is_over(tmp_path: Path) -> None:
 @pytest.mark.extensive
 def test_two_processes_train_at_once_and_tell_what_went_wrong() -> None:
     options = ZicoOptions("cpu", "aten", "fp7", 0.05)  # plain torch does not look at it, a fleet does
-    found = train_in_processes(("small:mlp", "small:rhn"), options)
+    jobs = (BenchJob("small:mlp", 0, options), BenchJob("small:rhn", 0, options))
+    found = pair.PairBench(jobs, options).in_processes("two processes")
     record = next(found)
     assert record["way"] == "two processes, eager"
     assert min(record["iterations_per_second"]) > 0
-    with pytest.raises(MeasurementError, match="fp7"):
+    with pytest.raises(tm.ConfigError, match="fp7"):
         next(found)
-    with pytest.raises(MeasurementError, match="needs a CUDA device"):
-        next(train_in_processes(("small:mlp", "small:rhn"), OPTIONS, has_mps=True))
 
 
 def test_wrong_options_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
@@ -194,9 +192,9 @@ def test_the_six_models_make_21_pairs_with_those_of_figure_8_first() -> None:
     assert pairs[:4] == list(cases.FIGURE_8)
     assert {name for names in pairs for name in names} == set(cases.MODELS)
     larger = cases.find_zico_case("rhn@7")
-    assert larger.batch(0, larger.batch_size)[0].shape == (7, 8)
-    assert "7 rows" in larger.description
-    batch = cases.find_zico_case("gnmt").batch(0, 256)
+    assert larger.batch(0)[0].shape == (7, 8)
+    assert "7 rows" in larger.note
+    batch = cases.find_zico_case("gnmt").batch(0)
     assert (batch["source"].shape, batch["target"].shape) == ((256, 16), (256, 17))
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from platform import python_version
 from typing import Annotated
 
 import typer
@@ -26,14 +25,11 @@ class DeviceChoice(StrEnum):
 def _print_version(wanted: bool) -> None:
     if not wanted:
         return
-    installed = {}
-    for package in ("trainmux", "torch"):
-        try:
-            installed[package] = version(package)
-        except PackageNotFoundError:
-            installed[package] = "(not installed as a package)"
-    versions = ", ".join(f"{package} {number}" for package, number in installed.items())
-    typer.echo(f"{versions}, Python {platform.python_version()}")
+    import torch
+
+    import trainmux
+
+    typer.echo(f"trainmux {trainmux.__version__}, torch {torch.__version__}, Python {python_version()}")
     raise typer.Exit
 
 
@@ -88,17 +84,8 @@ def plan(
     """Find the fastest schedule of a fleet within a memory budget, and show it."""
     from trainmux.cli.plan import run_plan
 
-    run_plan(
-        fleet,
-        budget=budget,
-        policy=policy,
-        device=device,
-        num_members=members,
-        num_budgets=curve,
-        save=save,
-        report=report,
-        trace=trace,
-    )
+    files = {"save": save, "report": report, "trace": trace}
+    run_plan(fleet, device, files, budget=budget, policy=policy, num_members=members, num_budgets=curve)
 
 
 @app.command()
@@ -127,7 +114,8 @@ def colocate(
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the findings here, as JSON.")
+        Path | None,
+        typer.Option("--json", help="Also write the findings here, as JSON.", dir_okay=False, writable=True),
     ] = None,
 ) -> None:
     """Check this machine for training: what it has, what is missing, what to do about it.

@@ -40,7 +40,7 @@ def _module(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    if spec is None or spec.loader is None:  # not named *.py
         raise typer.BadParameter(f"expected a Python file, got {path}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -67,9 +67,9 @@ def _usage_shown(colocation: tm.Colocation) -> Iterator[None]:
 
 def memory_line(rows: Sequence[tm.JobUsage], budget_bytes: int) -> str:
     """Each job with its steps and bytes, and the bytes of all of them."""
-    parts = [f"{row.name} {_steps(row)} {format_bytes(row.local_bytes + row.arena_bytes)}" for row in rows]
-    used = sum(row.local_bytes + row.arena_bytes for row in rows)
-    return f"{', '.join(parts)}: {format_bytes(used)} of {format_bytes(budget_bytes)} in use"
+    held = [row.local_bytes + row.arena_bytes for row in rows]
+    parts = [f"{row.name} {_steps(row)} {format_bytes(size)}" for row, size in zip(rows, held, strict=True)]
+    return f"{', '.join(parts)}: {format_bytes(sum(held))} of {format_bytes(budget_bytes)} in use"
 
 
 def memory_table(rows: Sequence[tm.JobUsage], budget_bytes: int) -> Table:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -33,8 +33,6 @@ IDLE_DEVICE_BYTES = 64 << 20
 SHARED_LINK = 0.75
 """A copy direction below this share of its own rate while both are busy waits for the other one."""
 
-_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
-
 
 class Level(Enum):
     """How good a finding is; with a problem, training does not work with its defaults."""
@@ -42,6 +40,9 @@ class Level(Enum):
     OK = "ok"
     NOTE = "note"
     PROBLEM = "problem"
+
+
+_STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
 
 
 @dataclass(frozen=True)
@@ -54,21 +55,14 @@ class Finding:
     section: str = ""
 
 
-def ok(text: str) -> Finding:
-    return Finding(Level.OK, text)
+ok = partial(Finding, Level.OK)
+note = partial(Finding, Level.NOTE)
+problem = partial(Finding, Level.PROBLEM)
 
 
-def note(text: str, remedy: str) -> Finding:
-    return Finding(Level.NOTE, text, remedy)
-
-
-def problem(text: str, remedy: str) -> Finding:
-    return Finding(Level.PROBLEM, text, remedy)
-
-
-def run_doctor(*, quick: bool, json_file: Path | None, console: Console | None = None) -> bool:
+def run_doctor(*, quick: bool, json_file: Path | None) -> bool:
     """Check this machine, print and write the findings; say whether training can work."""
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     with console.status("checking this machine"):
         facts = tm.inspect_machine(measures=not quick)
     findings = check(facts)
@@ -81,14 +75,8 @@ def run_doctor(*, quick: bool, json_file: Path | None, console: Console | None =
             "findings": [asdict(finding) | {"level": finding.level.value} for finding in findings],
             "facts": asdict(facts),
         }
-        try:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise typer.BadParameter(
-                f"expected a file that can be written, got {json_file}: {error.strerror or error}",
-                param_hint="--json",
-            ) from None
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         console.print(Text(f"written to {json_file}"))
     return can_train(findings)
 
@@ -108,18 +96,14 @@ def show(findings: Sequence[Finding], facts: tm.MachineFacts, console: Console) 
                 text = Text(finding.text)
                 if finding.remedy:
                     text.append(f"\n> {finding.remedy}", style="italic")
-                table.add_row(Text(finding.level.value, style=_STYLES[finding.level.value]), text)
+                table.add_row(Text(finding.level.value, style=_STYLES[finding.level]), text)
         console.print(Text(section, style="bold"), table)
     levels = [finding.level for finding in findings]
-    counts = [
-        f"{count} {level.value}{'s' if count != 1 else ''}"
-        for level in (Level.PROBLEM, Level.NOTE)
-        if (count := levels.count(level))
-    ]
+    bad = [level for level in (Level.PROBLEM, Level.NOTE) if level in levels]
+    counts = [_counted(levels.count(level), level.value) for level in bad]
     verdict = f"Training works here, on {facts.device}" if can_train(findings) else "Training cannot work"
-    console.print(
-        Text(f"\n{verdict}: {', '.join(counts) or 'nothing to note'} ({facts.seconds:.1f} s).", "bold")
-    )
+    told = f"\n{verdict}: {', '.join(counts) or 'nothing to note'} ({facts.seconds:.1f} s)."
+    console.print(Text(told, "bold"))
 
 
 def check_versions(facts: tm.MachineFacts) -> Iterator[Finding]:
@@ -140,13 +124,13 @@ def check_versions(facts: tm.MachineFacts) -> Iterator[Finding]:
             yield note(f"{name} {found} is untested: trainmux is tested with {supported}", remedy)
         else:
             yield ok(f"{name} {found}")
-    cuda, driver = facts.cuda, facts.driver.version
-    yield ok(
-        f"{f'CUDA {cuda.built_for}' if cuda.built_for else 'no CUDA in this torch'}, "
-        f"{f'cuDNN {cuda.cudnn}' if cuda.cudnn else 'no cuDNN'}, "
-        f"{f'Triton {facts.triton}' if facts.triton else 'no Triton'}, "
-        f"{f'NVIDIA driver {driver}' if driver else 'no NVIDIA driver'}"
-    )
+    parts = {
+        "CUDA": facts.cuda.built_for,
+        "cuDNN": facts.cuda.cudnn,
+        "Triton": facts.triton,
+        "NVIDIA driver": facts.driver.version,
+    }
+    yield ok(", ".join(f"{name} {found}" if found else f"no {name}" for name, found in parts.items()))
 
 
 def check_device(facts: tm.MachineFacts) -> Iterator[Finding]:
@@ -162,10 +146,8 @@ def check_device(facts: tm.MachineFacts) -> Iterator[Finding]:
             used = "unknown whether other processes use it" if gpu.others_bytes is None else "idle"
             yield ok(f"{text}; {used}")
         if "exclusive" in gpu.compute_mode.lower():
-            yield note(
-                f"cuda:{gpu.index} takes one process at a time (compute mode {gpu.compute_mode})",
-                f"nvidia-smi -i {gpu.index} -c DEFAULT lets several processes use it",
-            )
+            text = f"cuda:{gpu.index} takes one process at a time (compute mode {gpu.compute_mode})"
+            yield note(text, f"nvidia-smi -i {gpu.index} -c DEFAULT lets several processes use it")
     if not facts.cuda.gpus:
         yield _missing_device(facts)
 
@@ -174,6 +156,7 @@ def _missing_device(facts: tm.MachineFacts) -> Finding:
     """Explain why there is no GPU; training works on the CPU, so only a broken GPU is a problem."""
     cuda, driver = facts.cuda, facts.driver
     listed = ", ".join(gpu.name for gpu in driver.gpus)
+    has = f"the driver has {listed}, but"
     on_cpu = "training runs on the CPU:"
     if not listed and driver.version:
         why = f"NVIDIA driver {driver.version} has no device here ({_clause(driver.error)}; "
@@ -183,45 +166,37 @@ def _missing_device(facts: tm.MachineFacts) -> Finding:
         remedy = "to plan for a GPU without having one: trainmux plan FILE:NAME --device a100-40gb"
         return note(f"{on_cpu} there is no GPU ({_clause(cuda.error)})", remedy)
     if not cuda.built_for:
-        why = f"the driver has {listed}, but this torch was built without CUDA"
-        return note(f"{on_cpu} {why}", "install a build of torch with CUDA")
+        return note(f"{on_cpu} {has} this torch was built without CUDA", "install a build of torch with CUDA")
     if cuda.visible_devices is not None and cuda.visible_devices.strip() in ("", "-1"):
         why = f"CUDA_VISIBLE_DEVICES={cuda.visible_devices!r} hides {listed}"
         return note(f"{on_cpu} {why}", "unset CUDA_VISIBLE_DEVICES")
     if "out of memory" in cuda.error.lower():
-        return problem(f"the driver has {listed}, but no memory is left on it", "end what else runs on it")
+        return problem(f"{has} no memory is left on it", "end what else runs on it")
     remedy = f"update the driver to one for CUDA {cuda.built_for}, or install a torch for this driver"
-    return problem(f"the driver has {listed}, but torch cannot use it: {_clause(cuda.error)}", remedy)
+    return problem(f"{has} torch cannot use it: {_clause(cuda.error)}", remedy)
 
 
 def check_host(facts: tm.MachineFacts) -> Iterator[Finding]:
-    host = facts.host
+    host, pinnable = facts.host, facts.host.pinnable_bytes
     memory = "unknown memory" if host.memory_bytes is None else f"{size(host.memory_bytes)} of memory"
     available = "" if host.available_bytes is None else f", {size(host.available_bytes)} available"
     limit = "" if host.limit_bytes is None else f", limited to {size(host.limit_bytes)} by a control group"
-    yield ok(f"{host.num_cpus} core{'s' if host.num_cpus != 1 else ''}, {memory}{available}{limit}")
-    pinnable = host.pinnable_bytes
+    yield ok(f"{_counted(host.num_cpus, 'core')}, {memory}{available}{limit}")
     if pinnable is None:
-        yield note(
-            "how much memory may be pinned is not known",
-            "give plans a device of your own (tm.Device) with host_bytes to limit what they offload",
-        )
+        remedy = "give plans a device of your own (tm.Device) with host_bytes to limit what they offload"
+        yield note("how much memory may be pinned is not known", remedy)
     elif pinnable < max((gpu.memory_bytes for gpu in facts.cuda.gpus), default=0):
-        yield note(
-            f"{size(pinnable)} may be pinned to offload to: less than the device has, so plans for small "
-            "budgets recompute more",
-            "give this machine, container or job more memory",
-        )
+        so = "less than the device has, so plans for small budgets recompute more"
+        remedy = "give this machine, container or job more memory"
+        yield note(f"{size(pinnable)} may be pinned to offload to: {so}", remedy)
     else:
         yield ok(f"{size(pinnable)} may be pinned to offload to")
 
 
 def check_compilers(facts: tm.MachineFacts) -> Iterator[Finding]:
     if facts.cuda.gpus and facts.region_error:
-        yield note(
-            f"steps stay on ATen's slower kernels: {_clause(facts.region_error)}",
-            "install the Triton that belongs to this torch (pip install triton)",
-        )
+        remedy = "install the Triton that belongs to this torch (pip install triton)"
+        yield note(f"steps stay on ATen's slower kernels: {_clause(facts.region_error)}", remedy)
     elif facts.cuda.gpus and not facts.c_compiler:
         yield note("Triton needs a C compiler to build kernel launchers", "install gcc or clang")
     elif facts.cuda.gpus:
@@ -234,26 +209,22 @@ def check_compilers(facts: tm.MachineFacts) -> Iterator[Finding]:
 
 
 def check_rates(facts: tm.MachineFacts) -> Iterator[Finding]:
-    rates = facts.rates
     if facts.rates_error:
         remedy = "free memory on the device and the host, and run this again"
         yield note(f"nothing could be measured: {_clause(facts.rates_error)}", remedy)
-    if rates is None:
+    if facts.rates is None:
         return
-    on_gpu = bool(facts.cuda.gpus)
-    yield ok(f"{'device' if on_gpu else 'host'} memory {_rate(rates.memory)} (read and written by a copy)")
-    if not on_gpu:
-        return
-    link = rates.link
-    text = (
-        f"link to the host: out {_rate(link.out)}, in {_rate(link.into)}; both at once: "
-        f"out {_rate(link.out_duplex)}, in {_rate(link.into_duplex)}"
-    )
-    if min(link.out_duplex / link.out, link.into_duplex / link.into) < SHARED_LINK:
+    kind = "device" if facts.cuda.gpus else "host"
+    yield ok(f"{kind} memory {_rate(facts.rates.memory)} (read and written by a copy)")
+    if facts.cuda.gpus:
+        link = facts.rates.link
+        text = (
+            f"link to the host: out {_rate(link.out)}, in {_rate(link.into)}; both at once: "
+            f"out {_rate(link.out_duplex)}, in {_rate(link.into_duplex)}"
+        )
+        is_shared = min(link.out_duplex / link.out, link.into_duplex / link.into) < SHARED_LINK
         remedy = "if offloading matters, give the device a slot of its own and keep other traffic off it"
-        yield note(f"{text}: the directions slow each other down", remedy)
-    else:
-        yield ok(text)
+        yield note(f"{text}: the directions slow each other down", remedy) if is_shared else ok(text)
 
 
 def check_capture(facts: tm.MachineFacts) -> Iterator[Finding]:
@@ -263,17 +234,12 @@ def check_capture(facts: tm.MachineFacts) -> Iterator[Finding]:
     for what, error in (("CUDA graphs", cuda.graphs_error), ("memory pools (MemPool)", cuda.pool_error)):
         remedy = 'update the driver and torch; until then train with engine="reference"'
         yield problem(f"{what} cannot be used: {_clause(error)}", remedy) if error else ok(f"{what} work")
-    if cuda.allocator_settings:
-        told = ", ".join(f"{name}={value}" for name, value in cuda.allocator_settings)
-        remedy = f"unset {' '.join(name for name, _ in cuda.allocator_settings)}"
-        yield note(
-            f"the allocator does not follow its default rules ({told}): memory is not predicted", remedy
-        )
-    elif cuda.allocator != "native":
-        text = f"the allocator is {cuda.allocator}, not torch's native one: memory is not predicted"
-        yield note(text, "leave torch's allocator as it is")
+    settings = ", ".join([cuda.allocator, *(f"{name}={value}" for name, value in cuda.allocator_settings)])
+    if settings != "native":
+        remedy = f"unset {' and '.join(name for name, _ in cuda.allocator_settings) or 'what changes it'}"
+        yield note(f"only the defaults of torch's allocator are tested, not {settings}", remedy)
     else:
-        yield ok("the allocator follows its default rules")
+        yield ok("torch's allocator has its default settings")
     if cuda.is_mps_running:
         text = "MPS is running: other processes may compute on the device at the same time"
         yield note(text, "stop it before measuring: echo quit | nvidia-cuda-mps-control")
@@ -283,9 +249,8 @@ def check_caches(facts: tm.MachineFacts) -> Iterator[Finding]:
     for cache in facts.caches:
         folder = cache.folder
         most = "" if folder.is_whole else "more than "
-        files = f"{most}{folder.num_files:,} file{'s' if folder.num_files != 1 else ''}"
-        held = f"{files}, {most}{size(folder.size_bytes)}" if folder.exists else "nothing yet"
-        text = f"{cache.keeps}: {held}, in {folder.path or 'no folder'}"
+        held = f"{most}{_counted(folder.num_files, 'file')}, {most}{size(folder.size_bytes)}"
+        text = f"{cache.keeps}: {held if folder.exists else 'nothing yet'}, in {folder.path or 'no folder'}"
         remedy = f"set {cache.variable} to a folder on a disk with room that can be written to"
         if folder.write_error and cache.needed and not folder.exists:
             yield problem(f"{text}, which cannot be created: {_clause(folder.write_error)}", remedy)
@@ -310,11 +275,11 @@ CHECKS = {
 
 def check(facts: tm.MachineFacts) -> tuple[Finding, ...]:
     """Run all checks, section by section."""
-    return tuple(
-        Finding(found.level, found.text, found.remedy, section)
-        for section, one in CHECKS.items()
-        for found in one(facts)
-    )
+    return tuple(replace(found, section=section) for section, one in CHECKS.items() for found in one(facts))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def _rate(bytes_per_second: float) -> str:

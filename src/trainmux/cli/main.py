@@ -5,17 +5,6 @@ from __future__ import annotations
 CLI_PACKAGES = frozenset({"typer", "click", "rich", "sklearn"})
 
 
-def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """Explain a failed import of a package of the extra; ``None`` if the extra would not help."""
-    package = (error.name or "").partition(".")[0]
-    if package not in CLI_PACKAGES:
-        return None
-    return (
-        f"trainmux: the command line needs the package '{package}', which is not installed; "
-        "install it with: pip install 'trainmux[cli]'"
-    )
-
-
 def main() -> None:
     """Run the command line; exit with status 1 on a ``TrainmuxError`` or a missing package of the extra."""
     from trainmux.errors import TrainmuxError
@@ -25,9 +14,12 @@ def main() -> None:
 
         app()
     except ModuleNotFoundError as error:
-        message = missing_extra(error)
-        if message is None:
+        package = (error.name or "").partition(".")[0]
+        if package not in CLI_PACKAGES:
             raise
-        raise SystemExit(message) from None
+        raise SystemExit(
+            f"trainmux: the command line needs the package '{package}', which is not installed; "
+            "install it with: pip install 'trainmux[cli]'"
+        ) from None
     except TrainmuxError as error:
         raise SystemExit(f"trainmux: {error}") from None

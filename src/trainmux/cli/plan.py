@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,12 @@ import trainmux as tm
 from ._load import load
 
 
-def run_plan(
-    name: str,
-    *,
-    budget: str | None,
-    policy: str,
-    device: str | None,
-    num_members: int | None,
-    num_budgets: int,
-    save: Path | None,
-    report: Path | None,
-    trace: Path | None,
-) -> tm.Plan:
+def run_plan(name: str, device: str | None, files: Mapping[str, Path | None], **how: Any) -> None:
     """Plan the fleet that ``FILE:NAME`` names, print the plan, write the files asked for.
 
     Without ``device`` the fleet's own is measured; otherwise it is a device's name, or a JSON file with the
-    fields of ``trainmux.Device``.
+    fields of ``trainmux.Device``. ``files`` has paths by the method of a plan that writes them, ``how``
+    further arguments of ``fleet.plan``.
     """
     facts = tm.Device.load(device) if device is not None and device.lower().endswith(".json") else device
     fleet = load(name, tm.Fleet)
@@ -43,12 +34,9 @@ def run_plan(
             told = f"{stage}: {progress.current}"
             bars.update(tasks[stage], completed=progress.done, total=progress.total, description=told)
 
-        plan = fleet.plan(
-            budget, policy, device=facts, num_members=num_members, num_budgets=num_budgets, progress=show
-        )
+        plan = fleet.plan(device=facts, progress=show, **how)
     print(plan.explain())
-    for path, write in ((save, plan.save), (report, plan.report), (trace, plan.trace)):
+    for kind, path in files.items():
         if path is not None:
-            write(path)
+            getattr(plan, kind)(path)
             print(f"written to {path}")
-    return plan

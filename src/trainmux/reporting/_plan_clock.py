@@ -63,10 +63,6 @@ class MemoryStep:
     bytes_by_class: tuple[tuple[ByteClass, int], ...]
     workspace_bytes: int
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(size for _, size in self.bytes_by_class) + self.workspace_bytes
-
 
 @dataclass(frozen=True)
 class ClockedPart:
@@ -91,14 +87,9 @@ def clocked(part: Part, timeline: Timeline) -> ClockedPart:
     records: list[Span | MemoryPoint] = [*timeline.spans, *timeline.memory]
     for record in records:
         _check(part, record)
-    work = _work(part, timeline)
-    return ClockedPart(
-        source=timeline.source,
-        duration_ns=nanoseconds(timeline.seconds),
-        work=work,
-        stalls=_stalls(part, work, nanoseconds(timeline.seconds)),
-        memory=_memory(part, timeline),
-    )
+    work, duration_ns = _work(part, timeline), nanoseconds(timeline.seconds)
+    stalls, memory = _stalls(part, work, duration_ns), _memory(part, timeline)
+    return ClockedPart(timeline.source, duration_ns, work, stalls, memory)
 
 
 def _check(part: Part, record: Span | MemoryPoint) -> None:
@@ -125,30 +116,25 @@ def _work(part: Part, timeline: Timeline) -> tuple[WorkSpan, ...]:
 
 def _stalls(part: Part, work: tuple[WorkSpan, ...], duration_ns: int) -> tuple[Stall, ...]:
     end_of = {span.instruction: span.end_ns for span in work}
-    nodes = sorted((span for span in work if span.lane is Lane.COMPUTE), key=lambda span: span.instruction)
+
+    def last_to_end(positions: list[int]) -> int:
+        ended = [(end_of[position], position) for position in positions if position in end_of]
+        return max(ended)[1] if ended else -1
+
     stalls = []
-    previous_end, previous_instruction = 0, -1
-    for node in nodes:
+    previous_end, previous = 0, -1
+    nodes = [span for span in work if span.lane is Lane.COMPUTE]
+    for node in sorted(nodes, key=lambda span: span.instruction):
         if node.start_ns > previous_end:
-            told = _told_to_wait_for(part, previous_instruction, node.instruction)
-            stalls.append(Stall(previous_end, node.start_ns, _last_to_end(told, end_of)))
-        previous_end, previous_instruction = max(previous_end, node.end_ns), node.instruction
+            between = part.instructions[previous + 1 : node.instruction]
+            waits = [one.on for one in between if isinstance(one, Wait) and one.lane is Lane.COMPUTE]
+            stalls.append(Stall(previous_end, node.start_ns, last_to_end(waits)))
+        previous_end, previous = max(previous_end, node.end_ns), node.instruction
     if duration_ns > previous_end:
         # All lanes join at the end of a part: there the compute lane waits for every copy.
-        copies = [span.instruction for span in work if span.lane is not Lane.COMPUTE]
-        late = [position for position in copies if end_of[position] > previous_end]
-        stalls.append(Stall(previous_end, duration_ns, _last_to_end(late, end_of)))
+        late = [at for at, end in end_of.items() if end > previous_end]
+        stalls.append(Stall(previous_end, duration_ns, last_to_end(late)))
     return tuple(stalls)
-
-
-def _told_to_wait_for(part: Part, after: int, before: int) -> list[int]:
-    between = part.instructions[after + 1 : before]
-    return [found.on for found in between if isinstance(found, Wait) and found.lane is Lane.COMPUTE]
-
-
-def _last_to_end(positions: list[int], end_of: dict[int, int]) -> int:
-    ended = [(end_of[position], position) for position in positions if position in end_of]
-    return max(ended)[1] if ended else -1
 
 
 def _memory(part: Part, timeline: Timeline) -> tuple[MemoryStep, ...]:

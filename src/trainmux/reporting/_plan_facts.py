@@ -18,8 +18,8 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
-class PlanLookup:
-    """Nodes and tensors by (sub-array, position); ``profiles`` are in the plan's order.
+class PlanFacts:
+    """A plan with its profiles, in the plan's order; finds nodes and tensors by (sub-array, position).
 
     Refused with `PlanError`: positions that the plan, a sub-array or its profile does not have.
     """
@@ -28,8 +28,8 @@ class PlanLookup:
     profiles: tuple[Profile, ...]
 
     @classmethod
-    def of(cls, plan: PlanRecord, profiles: Sequence[Profile]) -> PlanLookup:
-        """Finds the plan's profiles among ``profiles`` by their fingerprints: any order, one per fingerprint
+    def of(cls, plan: PlanRecord, profiles: Sequence[Profile]) -> PlanFacts:
+        """Find the plan's profiles among ``profiles`` by their fingerprints: any order, one per fingerprint
         or one per sub-array. Refused with `PlanError`: a profile too few, or one of another plan."""
         given = {profile.fingerprint: profile for profile in profiles}
         if set(given) != set(plan.profiles):
@@ -51,6 +51,70 @@ class PlanLookup:
     def tensor(self, sub_array: int, position: int) -> ProfiledTensor:
         return _at(self.profile(sub_array).tensors, position, f"tensors of sub-array {sub_array}")
 
+    # ---- in words ----------------------------------------------------------------------------------
+
+    @property
+    def how_it_trains(self) -> str:
+        """ "8 members in 2 sub-arrays (4 + 4), as a ring"."""
+        widths = [len(sub_array.members) for sub_array in self.plan.partition]
+        text = f"{counted(sum(widths), 'member')} in {counted(len(widths), 'sub-array')}"
+        if len(widths) > 1:
+            is_ring = self.plan.schedule.multiplexing is Multiplexing.RING
+            text += f" ({format_widths(widths)}), {'as a ring' if is_ring else 'in turns'}"
+        return text + (", members of each side by side" if self.plan.num_branches > 1 else "")
+
+    @property
+    def per_member(self) -> str:
+        num_members = sum(len(sub_array.members) for sub_array in self.plan.partition)
+        seconds = self.plan.step_seconds / num_members if num_members else math.nan
+        return f"{format_seconds(seconds)} a member"
+
+    @property
+    def of_budget(self) -> str:
+        budget = self.plan.budget_bytes
+        share = f" ({format_share(self.plan.peak_bytes / budget)})" if budget else ""
+        return f"of the budget's {format_bytes(budget)}{share}"
+
+    @property
+    def over_limit(self) -> str:
+        """Compare the peak with nothing swapped and nothing recomputed with the budget (§5.3)."""
+        over = self.plan.peak_over_limit
+        return f"{format_share(over)} over the budget" if over else "within the budget"
+
+    @property
+    def stalled(self) -> str:
+        step = self.plan.step_seconds
+        return f"{format_share(self.plan.stall_seconds / step) if step else NOTHING} of the step"
+
+    @property
+    def swapped(self) -> str:
+        """Bytes that leave the device in a step and come back in it, and how much of their time is hidden."""
+        size = sum(self.tensor(swap.sub_array, swap.tensor).size_bytes for swap in self.plan.swaps)
+        overlap = format_share(self.plan.swap_overlap)
+        return f"{format_bytes(size)} each way, {overlap} of the copy time overlaps compute"
+
+    @property
+    def recomputed(self) -> str:
+        size = sum(self.tensor(one.sub_array, one.tensor).size_bytes for one in self.plan.recomputes)
+        seconds, share = format_seconds(self.plan.recompute_seconds), format_share(self.plan.recompute_share)
+        return f"{format_bytes(size)} in {seconds}, {share} of the compute time"
+
+    @property
+    def left_out(self) -> str:
+        """ "; 127 more were left out", behind how many were tried; nothing where all were."""
+        count = self.plan.num_left_out
+        return f"; {count:,} more partitions were left out" if count else ""
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """The one that was taken, then the others by predicted time; those without a time come last."""
+
+        def order(attempt: Attempt) -> tuple[bool, float]:
+            seconds = attempt.step_seconds
+            return bool(attempt.lost_because), seconds if math.isfinite(seconds) else math.inf
+
+        return sorted(self.plan.attempts, key=order)
+
 
 def _at(items: Sequence[_Item], position: int, what: str) -> _Item:
     if not 0 <= position < len(items):
@@ -59,59 +123,6 @@ def _at(items: Sequence[_Item], position: int, what: str) -> _Item:
             "pass the program and the profiles that belong to the plan"
         )
     return items[position]
-
-
-def num_members(plan: PlanRecord) -> int:
-    return sum(len(sub_array.members) for sub_array in plan.partition)
-
-
-def widths(plan: PlanRecord) -> tuple[int, ...]:
-    return tuple(len(sub_array.members) for sub_array in plan.partition)
-
-
-def how_it_trains(plan: PlanRecord) -> str:
-    """ "8 members in 2 sub-arrays (4 + 4), as a ring"."""
-    members = counted(num_members(plan), "member")
-    sub_arrays = counted(len(plan.partition), "sub-array")
-    beside = ", members of each side by side" if plan.num_branches > 1 else ""
-    if len(plan.partition) == 1:
-        return f"{members} in {sub_arrays}{beside}"
-    how = "as a ring" if plan.schedule.multiplexing is Multiplexing.RING else "in turns"
-    return f"{members} in {sub_arrays} ({format_widths(widths(plan))}), {how}{beside}"
-
-
-def seconds_per_member(plan: PlanRecord) -> float:
-    return plan.step_seconds / num_members(plan) if num_members(plan) else math.nan
-
-
-def swapped_bytes(lookup: PlanLookup) -> int:
-    """Bytes that leave the device in a step; they come back in it too."""
-    return sum(lookup.tensor(swap.sub_array, swap.tensor).size_bytes for swap in lookup.plan.swaps)
-
-
-def recomputed_bytes(lookup: PlanLookup) -> int:
-    return sum(lookup.tensor(one.sub_array, one.tensor).size_bytes for one in lookup.plan.recomputes)
-
-
-def attempts_best_first(plan: PlanRecord) -> list[Attempt]:
-    """The one that was taken, then the others by predicted time; those without a time come last."""
-
-    def order(attempt: Attempt) -> tuple[bool, float]:
-        seconds = attempt.step_seconds
-        return bool(attempt.lost_because), seconds if math.isfinite(seconds) else math.inf
-
-    return sorted(plan.attempts, key=order)
-
-
-def left_out(plan: PlanRecord) -> str:
-    """ "; 127 more were left out", behind how many were tried; nothing where all were."""
-    return f"; {plan.num_left_out:,} more partitions were left out" if plan.num_left_out else ""
-
-
-def over_limit(plan: PlanRecord) -> str:
-    """Compare the peak with nothing swapped and nothing recomputed with the budget (§5.3)."""
-    over = plan.peak_over_limit
-    return f"{format_share(over)} over the budget" if over else "within the budget"
 
 
 def attempt_cells(attempt: Attempt) -> tuple[str, ...]:
@@ -135,11 +146,10 @@ def cheapest_seconds(curve: Sequence[tuple[int, float]]) -> float:
 
 def curve_in_words(curve: Sequence[tuple[int, float]]) -> str:
     """From the tightest budget that works to the fastest step, in one sentence."""
-    fitting = [(budget, seconds) for budget, seconds in sorted(curve) if math.isfinite(seconds)]
+    fitting = [seconds for _, seconds in sorted(curve) if math.isfinite(seconds)]
     if not fitting:
         return "no budget on the curve fits"
-    fastest = cheapest_seconds(fitting)
-    tightest = fitting[0][1]
+    fastest, tightest = min(fitting), fitting[0]
     if tightest <= fastest + _BUDGET_TOLERANCE_SECONDS:
         return f"every budget that fits takes {format_seconds(fastest)}"
     return (

@@ -26,7 +26,7 @@ from trainmux.ir import (
     Wait,
 )
 from trainmux.reporting._plan_clock import LANES, ClockedPart, MemoryStep, clocked, nanoseconds
-from trainmux.reporting._plan_facts import PlanLookup
+from trainmux.reporting._plan_facts import PlanFacts
 from trainmux.reporting._units import shortened
 
 Json = None | bool | int | str | Sequence["Json"] | dict[str, "Json"]
@@ -56,14 +56,14 @@ class Around:
 
 
 def page_data(
-    lookup: PlanLookup,
+    facts: PlanFacts,
     part: Part,
     timelines: Sequence[Timeline],
     around: Sequence[Around],
     budget_curve: Sequence[tuple[int, float]],
 ) -> Json:
     """Everything that is drawn; ``timelines`` is the predicted one and, where there is one, the measured."""
-    plan = lookup.plan
+    plan = facts.plan
     return {
         "budget": plan.budget_bytes,
         "fixed": plan.fixed_bytes,
@@ -75,11 +75,11 @@ def page_data(
             {"profile": sub_array.profile, "members": [_name(member) for member in sub_array.members]}
             for sub_array in plan.partition
         ],
-        "profiles": [_profile(profile) for profile in lookup.profiles],
-        "instructions": _instructions(lookup, part),
+        "profiles": [_profile(profile) for profile in facts.profiles],
+        "instructions": _instructions(facts, part),
         "timelines": [_timeline(part, timeline, timelines[0]) for timeline in timelines],
-        "around": [_around(lookup, found) for found in around],
-        "decisions": _decisions(lookup),
+        "around": [_around(facts, found) for found in around],
+        "decisions": _decisions(facts),
         "budgetCurve": [
             [budget, nanoseconds(seconds) if math.isfinite(seconds) else None]
             for budget, seconds in sorted(budget_curve)
@@ -107,7 +107,7 @@ def _profile(profile: Profile) -> Json:
     }
 
 
-def _instructions(lookup: PlanLookup, part: Part) -> Json:
+def _instructions(facts: PlanFacts, part: Part) -> Json:
     """Kinds as letters; for each its sub-array, and its node or tensor. A wait has lane and target there."""
     kinds: list[str] = []
     sub_arrays: list[int] = []
@@ -117,9 +117,9 @@ def _instructions(lookup: PlanLookup, part: Part) -> Json:
         kinds.append(KIND_LETTERS[type(instruction)])
         match instruction:
             case Compute(sub_array, item) | Recompute(sub_array, item):
-                lookup.node(sub_array, item)
+                facts.node(sub_array, item)
             case Offload(sub_array, item) | Prefetch(sub_array, item) | Free(sub_array, item):
-                lookup.tensor(sub_array, item)
+                facts.tensor(sub_array, item)
             case Wait(lane, item):
                 sub_array = LANES.index(lane)
         if isinstance(instruction, Recompute):
@@ -147,12 +147,12 @@ def _timeline(part: Part, timeline: Timeline, predicted: Timeline) -> Json:
     }
 
 
-def _around(lookup: PlanLookup, around: Around) -> Json:
+def _around(facts: PlanFacts, around: Around) -> Json:
     on_clock = clocked(around.part, around.timeline)
     return {
         "name": around.name,
         "duration": on_clock.duration_ns,
-        "instructions": _instructions(lookup, around.part),
+        "instructions": _instructions(facts, around.part),
         "spans": _spans(on_clock),
     }
 
@@ -169,7 +169,6 @@ def _spans(on_clock: ClockedPart) -> Json:
 def _memory(steps: Sequence[MemoryStep]) -> Json:
     """``changes`` is a row of (step, class, bytes from then on); every class begins at 0."""
     changes: list[int] = []
-    instructions: list[int] = []
     now = [0] * len(CLASS_NAMES)
     for position, step in enumerate(steps):
         following = [0] * len(CLASS_NAMES)
@@ -180,34 +179,33 @@ def _memory(steps: Sequence[MemoryStep]) -> Json:
             if size_bytes != now[index]:
                 changes += (position, index, size_bytes)
         now = following
-        instructions.append(step.instruction)
     return {
         "times": [step.time_ns for step in steps],
-        "instructions": instructions,
+        "instructions": [step.instruction for step in steps],
         "changes": changes,
     }
 
 
-def _decisions(lookup: PlanLookup) -> Json:
+def _decisions(facts: PlanFacts) -> Json:
     """Swaps, then recomputes: sub-array, tensor, kind, reason, and between which nodes.
 
     A recomputation's nodes are given by their number and time: listed, long chains would grow the page with
     the square of the graph.
     """
     decisions: list[Json] = []
-    for swap in lookup.plan.swaps:
-        lookup.tensor(swap.sub_array, swap.tensor)
+    for swap in facts.plan.swaps:
+        facts.tensor(swap.sub_array, swap.tensor)
         nodes = (swap.offload_after, swap.release_before, swap.prefetch_prompt)
-        when = [number for node in nodes for number in _existing(lookup, node)]
+        when = [number for node in nodes for number in _existing(facts, node)]
         decisions.append([swap.sub_array, swap.tensor, "swapped", swap.reason, when])
-    for again in lookup.plan.recomputes:
-        lookup.tensor(again.sub_array, again.tensor)
-        seconds = sum(lookup.node(again.sub_array, rank).seconds for rank in again.nodes)
-        when = [*_existing(lookup, again.before), len(again.nodes), nanoseconds(seconds)]
+    for again in facts.plan.recomputes:
+        facts.tensor(again.sub_array, again.tensor)
+        seconds = sum(facts.node(again.sub_array, rank).seconds for rank in again.nodes)
+        when = [*_existing(facts, again.before), len(again.nodes), nanoseconds(seconds)]
         decisions.append([again.sub_array, again.tensor, "recomputed", again.reason, when])
     return decisions
 
 
-def _existing(lookup: PlanLookup, node: tuple[int, int]) -> tuple[int, int]:
-    lookup.node(*node)
+def _existing(facts: PlanFacts, node: tuple[int, int]) -> tuple[int, int]:
+    facts.node(*node)
     return node

@@ -18,8 +18,8 @@ from trainmux.ir import (
     Recompute,
     Timeline,
 )
-from trainmux.reporting._plan_clock import LANES, ClockedPart, MemoryStep, Work, WorkSpan, clocked
-from trainmux.reporting._plan_facts import PlanLookup, how_it_trains
+from trainmux.reporting._plan_clock import LANES, ClockedPart, Work, clocked
+from trainmux.reporting._plan_facts import PlanFacts
 from trainmux.reporting._units import format_seconds, one_line
 from trainmux.sizes import format_bytes
 
@@ -28,14 +28,8 @@ _MIB = 1024 * 1024
 _STALL_COLOUR = "terrible"
 # Names of colours that chrome://tracing knows; Perfetto colours by the name of the event.
 _SUB_ARRAY_COLOURS = (
-    "thread_state_running",
-    "rail_response",
-    "rail_animation",
-    "rail_load",
-    "thread_state_iowait",
-    "startup",
-    "cq_build_attempt_passed",
-    "thread_state_unknown",
+    *("thread_state_running", "rail_response", "rail_animation", "rail_load"),
+    *("thread_state_iowait", "startup", "cq_build_attempt_passed", "thread_state_unknown"),
 )
 
 Event = dict[str, Any]
@@ -48,72 +42,70 @@ def chrome_trace(plan: PlanRecord, program: Program, profiles: Sequence[Profile]
     the compute lane waits for is an event of its own, so that a gap has a reason. The counter "memory in MiB"
     has the byte classes. Refused with `PlanError`: profiles, a program or a timeline of another plan.
     """
-    lookup = PlanLookup.of(plan, profiles)
+    facts = PlanFacts.of(plan, profiles)
     on_clock = clocked(program.body, timeline)
-    timed = [
-        *(_work(lookup, span) for span in on_clock.work),
-        *_stalls(lookup, on_clock),
-        *_memory(plan, on_clock.memory),
-    ]
+    timed = [*_work(facts, on_clock), *_stalls(facts, on_clock), *_memory(plan, on_clock)]
     trace = {
         "displayTimeUnit": "ms",
-        "otherData": _about(plan, on_clock),
+        "otherData": {
+            "plan": f"{one_line(plan.policy)}: {facts.how_it_trains}",
+            "source": on_clock.source,
+            "step": format_seconds(on_clock.duration_ns / 1e9),
+            "budget": format_bytes(plan.budget_bytes),
+            "reserved": format_bytes(plan.peak_bytes),
+            "libraries and graphs": format_bytes(plan.fixed_bytes),
+        },
         "traceEvents": [*_names(on_clock.source), *sorted(timed, key=lambda event: event["ts"])],
     }
     return json.dumps(trace, separators=(",", ":"), allow_nan=False)
 
 
-def _microseconds(time_ns: int) -> float:
-    return time_ns / 1000
-
-
-def _about(plan: PlanRecord, on_clock: ClockedPart) -> dict[str, str]:
-    return {
-        "plan": f"{one_line(plan.policy)}: {how_it_trains(plan)}",
-        "source": on_clock.source,
-        "step": format_seconds(on_clock.duration_ns / 1e9),
-        "budget": format_bytes(plan.budget_bytes),
-        "reserved": format_bytes(plan.peak_bytes),
-        "libraries and graphs": format_bytes(plan.fixed_bytes),
-    }
-
-
 def _names(source: str) -> Iterator[Event]:
-    yield _metadata("process_name", 0, {"name": f"trainmux, {source}"})
+    def named(kind: str, thread: int, **arguments: str | int) -> Event:
+        return {"name": kind, "ph": "M", "pid": _PROCESS, "tid": thread, "args": arguments}
+
+    yield named("process_name", 0, name=f"trainmux, {source}")
     for thread, lane in enumerate(LANES):
-        yield _metadata("thread_name", thread, {"name": lane.value})
-        yield _metadata("thread_sort_index", thread, {"sort_index": thread})
+        yield named("thread_name", thread, name=lane.value)
+        yield named("thread_sort_index", thread, sort_index=thread)
 
 
-def _metadata(name: str, thread: int, arguments: dict[str, Any]) -> Event:
-    return {"name": name, "ph": "M", "pid": _PROCESS, "tid": thread, "args": arguments}
+def _span(name: str, lane: Lane, start_ns: int, end_ns: int, **more: Any) -> Event:
+    place = {"ph": "X", "pid": _PROCESS, "tid": LANES.index(lane)}
+    return {"name": name, **place, "ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000, **more}
 
 
-def _work(lookup: PlanLookup, span: WorkSpan) -> Event:
-    title, arguments = _described(lookup, span.work)
-    event = _complete(title, span.lane, span.start_ns, span.end_ns)
-    event["cat"] = f"sub-array {span.work.sub_array}"
-    event["cname"] = _SUB_ARRAY_COLOURS[span.work.sub_array % len(_SUB_ARRAY_COLOURS)]
-    event["args"] = {"instruction": span.instruction, **arguments}
-    return event
+def _work(facts: PlanFacts, on_clock: ClockedPart) -> Iterator[Event]:
+    for span in on_clock.work:
+        title, arguments = _described(facts, span.work)
+        sub_array = span.work.sub_array
+        yield _span(
+            title,
+            span.lane,
+            span.start_ns,
+            span.end_ns,
+            cat=f"sub-array {sub_array}",
+            cname=_SUB_ARRAY_COLOURS[sub_array % len(_SUB_ARRAY_COLOURS)],
+            args={"instruction": span.instruction, **arguments},
+        )
 
 
-def _complete(name: str, lane: Lane, start_ns: int, end_ns: int) -> Event:
-    return {
-        "name": name,
-        "ph": "X",
-        "pid": _PROCESS,
-        "tid": LANES.index(lane),
-        "ts": _microseconds(start_ns),
-        "dur": _microseconds(end_ns - start_ns),
-    }
+def _stalls(facts: PlanFacts, on_clock: ClockedPart) -> Iterator[Event]:
+    work_at = {span.instruction: span.work for span in on_clock.work}
+    for stall in on_clock.stalls:
+        times = (Lane.COMPUTE, stall.start_ns, stall.end_ns)
+        event = _span("idle", *times, cat="idle", cname=_STALL_COLOUR)
+        if stall.waits_for in work_at:
+            event["name"] = f"waits for {_described(facts, work_at[stall.waits_for])[0]}"
+            event["args"] = {"waits for instruction": stall.waits_for}
+        yield event
 
 
-def _described(lookup: PlanLookup, work: Work) -> tuple[str, dict[str, str | int]]:
+def _described(facts: PlanFacts, work: Work) -> tuple[str, dict[str, str | int]]:
     """The title of a node or a copy, and what is known of it."""
     match work:
         case Compute(sub_array, rank) | Recompute(sub_array, rank):
-            node = lookup.node(sub_array, rank)
+            node = facts.node(sub_array, rank)
             name = one_line(node.name)
             arguments: dict[str, str | int] = {
                 "node": name,
@@ -124,10 +116,10 @@ def _described(lookup: PlanLookup, work: Work) -> tuple[str, dict[str, str | int
             }
             if isinstance(work, Compute):
                 return name, arguments
-            kept = [one_line(lookup.tensor(sub_array, position).name) for position in work.keeps]
+            kept = [one_line(facts.tensor(sub_array, position).name) for position in work.keeps]
             return f"recompute {name}", {**arguments, "makes again": ", ".join(kept)}
         case Offload(sub_array, position) | Prefetch(sub_array, position):
-            tensor = lookup.tensor(sub_array, position)
+            tensor = facts.tensor(sub_array, position)
             name = one_line(tensor.name)
             verb = "offload" if isinstance(work, Offload) else "prefetch"
             return f"{verb} {name}", {
@@ -138,42 +130,19 @@ def _described(lookup: PlanLookup, work: Work) -> tuple[str, dict[str, str | int
             }
 
 
-def _stalls(lookup: PlanLookup, on_clock: ClockedPart) -> Iterator[Event]:
-    work_at = {span.instruction: span.work for span in on_clock.work}
-    for stall in on_clock.stalls:
-        event = _complete("idle", Lane.COMPUTE, stall.start_ns, stall.end_ns)
-        event["cat"] = "idle"
-        event["cname"] = _STALL_COLOUR
-        if stall.waits_for in work_at:
-            event["name"] = f"waits for {_described(lookup, work_at[stall.waits_for])[0]}"
-            event["args"] = {"waits for instruction": stall.waits_for}
-        yield event
-
-
-def _memory(plan: PlanRecord, steps: Sequence[MemoryStep]) -> Iterator[Event]:
+def _memory(plan: PlanRecord, on_clock: ClockedPart) -> Iterator[Event]:
     """One counter with the byte classes in MiB, only where something changed."""
-    used = {name for step in steps for name, size in step.bytes_by_class if size}
-    classes = [name for name in ByteClass if name in used]
+    used = {name for step in on_clock.memory for name, size in step.bytes_by_class if size}
     before: dict[str, float] | None = None
-    for step in steps:
-        sizes = dict.fromkeys(classes, 0)
+    for step in on_clock.memory:
+        sizes = {"libraries and graphs": plan.fixed_bytes}
+        sizes |= {name.value: 0 for name in ByteClass if name in used}
         for name, size in step.bytes_by_class:
             if size:
-                sizes[name] += size
-        now = {"libraries and graphs": _mebibytes(plan.fixed_bytes)}
-        now |= {name.value: _mebibytes(size) for name, size in sizes.items()}
-        now["workspace"] = _mebibytes(step.workspace_bytes)
+                sizes[name.value] += size
+        sizes["workspace"] = step.workspace_bytes
+        now = {name: round(size / _MIB, 3) for name, size in sizes.items()}
         if now != before:
-            yield {
-                "name": "memory in MiB",
-                "ph": "C",
-                "pid": _PROCESS,
-                "tid": 0,
-                "ts": _microseconds(step.time_ns),
-                "args": now,
-            }
+            place = {"ph": "C", "pid": _PROCESS, "tid": 0, "ts": step.time_ns / 1000}
+            yield {"name": "memory in MiB", **place, "args": now}
         before = now
-
-
-def _mebibytes(size_bytes: int) -> float:
-    return round(size_bytes / _MIB, 3)

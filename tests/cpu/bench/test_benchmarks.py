@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import zoo
 from benchmarks.__main__ import app
 from benchmarks.cases import find_case
-from benchmarks.isolated import guarded, isolated
-from benchmarks.mps import measure_processes
-from benchmarks.step import StepJob
+from benchmarks.processes import guarded, isolated
+from benchmarks.step import StepJob, measure
 from benchmarks.ways import WAYS, Setup
 from typer.testing import CliRunner
 
@@ -85,7 +85,7 @@ def test_what_fails_in_its_process_is_recorded() -> None:
 
 @pytest.mark.extensive
 def test_processes_train_at_the_same_time() -> None:
-    row = measure_processes(StepJob("small:mlp", None, 2, "mps", "cpu"), 2, 1, 0.02)
+    row = measure(StepJob("small:mlp", None, 2, "mps", "cpu", 1, 0.02))
     assert row["median_ms"] > 0
     assert row["first_losses"] != row["last_losses"]
 
@@ -115,12 +115,12 @@ def test_overhead_compares_two_trees(tmp_path: Path) -> None:
     assert 0.1 < row["step_us_ratio"] < 10
 
 
-def test_zoo_matches_plain_torch(tmp_path: Path) -> None:
+def test_zoo_matches_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
+    monkeypatch.setattr(zoo, "TEXT", {**zoo.TEXT, "hidden_size": 16, "num_hidden_layers": 1})
     out = tmp_path / "zoo.json"
-    run(
-        "zoo", "--models", "transformers:bert,timm:no_such_model", "--members", "2", *QUICK, "--out", str(out)
-    )
+    models = ["--models", "transformers:bert,timm:no_such_model", "--members", "2"]
+    run("zoo", *models, *QUICK, "--out", str(out))
     bert, unknown = rows(out)
     assert bert.get("fused_width") == 2, bert
     assert bert["loss_difference"] < 1e-4

@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_OPTIONS = (
+    *("--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+    *("--disable-dev-shm-usage", "--no-first-run", "--disable-extensions", "--disable-background-networking"),
+)
 _ANSWER_SECONDS = 60.0
-_KEY_CODES = {
-    "Tab": 9,
-    "Enter": 13,
-    "Escape": 27,
-    "ArrowLeft": 37,
-    "ArrowUp": 38,
-    "ArrowRight": 39,
-    "ArrowDown": 40,
-}
+_ARROWS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+_KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27, **_ARROWS}
 
 
 def find_browser() -> str | None:
@@ -58,20 +55,7 @@ class Browser:
             os.dup2(writing, 4)
 
         self._process = subprocess.Popen(
-            [
-                executable,
-                "--headless=new",
-                "--remote-debugging-pipe",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-dev-shm-usage",
-                "--hide-scrollbars",
-                "--no-first-run",
-                "--disable-extensions",
-                "--disable-background-networking",
-                f"--user-data-dir={profile}",
-                "about:blank",
-            ],
+            [executable, *_OPTIONS, f"--user-data-dir={profile}", "about:blank"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -117,13 +101,8 @@ class Browser:
     def open(self, page: Path, *, width: int, height: int = 900, dark: bool = False) -> None:
         """Load a file at a window size and colour scheme, and wait until its script has run."""
         scheme = "dark" if dark else "light"
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        window = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **window)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.problems.clear()
         self.requested.clear()
@@ -150,15 +129,8 @@ class Browser:
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         self.move_mouse(*start)
         for kind, (x, y), buttons in (("Pressed", start, 1), ("Moved", end, 1), ("Released", end, 0)):
-            self.call(
-                "Input.dispatchMouseEvent",
-                type=f"mouse{kind}",
-                x=x,
-                y=y,
-                button="left",
-                buttons=buttons,
-                clickCount=1,
-            )
+            left = {"button": "left", "buttons": buttons, "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **left)
 
     def tap(self, x: float, y: float) -> None:
         self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
@@ -167,17 +139,9 @@ class Browser:
     def press(self, key: str, *, shift: bool = False) -> None:
         text = key if len(key) == 1 else "\r" if key == "Enter" else ""
         code = _KEY_CODES.get(key, ord(key[0]))
-        modifiers = 8 if shift else 0
-        down = "keyDown" if text else "rawKeyDown"
-        for kind, typed in ((down, text), ("keyUp", "")):
-            self.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                text=typed,
-                windowsVirtualKeyCode=code,
-                modifiers=modifiers,
-            )
+        pressed = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+        self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **pressed)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._buffer:

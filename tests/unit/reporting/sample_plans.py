@@ -1,278 +1,291 @@
-"""A plan to show: two fused sub-arrays in a ring, with swaps, recomputes and a measured pass."""
+"""A plan to show: two fused sub-arrays in a ring, with swaps, recomputes and a measured pass.
+
+Programs and timelines are written here, by rules that are simpler than the planner's: pages, texts and traces
+are made from records alone, whoever wrote them.
+"""
 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from trainmux.ir import (
-    Attempt,
-    ByteClass,
-    DeviceFacts,
-    Multiplexing,
-    Phase,
-    PlanRecord,
-    Profile,
-    ProfiledNode,
-    ProfiledTensor,
-    Program,
-    Recomputation,
-    Schedule,
-    SubArray,
-    Swap,
-    Timeline,
-)
-from trainmux.planning import timeline
-from trainmux.planning._rewrite import draft, place
+from trainmux import ir
+from trainmux.reporting import plan_page
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
-FIXED_BYTES = 384 * MIB
-LINK_BYTES_PER_SECOND = 32e9
-COPY_LATENCY_SECONDS = 8e-6
-PREFETCH_AHEAD = 3
-RELEASE_AFTER = 5
+EVIL = "</script><script>window.evil = true</script><img src=x onerror=alert(1)> & \" ' <!--"
+RING, TURNS = ir.Multiplexing.RING, ir.Multiplexing.TURNS
+ByteClass = ir.ByteClass
+Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Sample:
     """Everything that a page, a text or a trace of a plan is made from."""
 
-    plan: PlanRecord
-    program: Program
-    profiles: tuple[Profile, ...]
-    predicted: Timeline
-    measured: Timeline
-    prologue: Timeline
-    epilogue: Timeline
-    budget_curve: tuple[tuple[int, float], ...]
+    plan: ir.PlanRecord
+    program: ir.Program
+    profiles: tuple[ir.Profile, ...]
+    predicted: ir.Timeline
+    measured: ir.Timeline
+    prologue: ir.Timeline
+    epilogue: ir.Timeline
+    budget_curve: tuple[tuple[int, float], ...] = ()
+
+    def page(self, title: str = "A plan") -> str:
+        options = {"prologue": self.prologue, "epilogue": self.epilogue, "budget_curve": self.budget_curve}
+        records = (self.plan, self.program, self.profiles, self.predicted)
+        return plan_page(*records, measured=self.measured, title=title, **options)
 
 
 @cache
-def ring_sample(num_layers: int = 12, *, seed: int = 0, layer_name: str = "blocks") -> Sample:
-    """A row of ``num_layers`` transformer-like blocks, widths 4 and 3, in a ring."""
+def ring_sample(num_layers: int = 12, layer_name: str = "blocks") -> Sample:
+    """A row of ``num_layers`` blocks, widths 4 and 3: a third of them swapped, another recomputed."""
     profiles = (_profile(4, num_layers, layer_name), _profile(3, num_layers, layer_name))
     schedule = _schedule(profiles, num_layers)
-    program = place(profiles, draft(profiles, schedule))
-    predicted = timeline(program.body, profiles)
-    plan = _plan(profiles, schedule, predicted, program.slab_bytes + FIXED_BYTES, program.host_bytes)
-    shares = (0.7, 0.8, 0.85, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75)
-    costs = (float("inf"), 1.34, 1.19, 1.1, 1.0, 0.972, 0.955, 0.951, 0.951)
-    return Sample(
-        plan,
-        program,
-        profiles,
-        predicted,
-        replace(timeline(program.body, _jittered(profiles, seed)), source="measured"),
-        timeline(program.prologue, profiles),
-        timeline(program.epilogue, profiles),
-        tuple(
-            (int(plan.budget_bytes * share), plan.step_seconds * cost)
-            for share, cost in zip(shares, costs, strict=True)
-        ),
-    )
-
-
-def _jittered(profiles: Sequence[Profile], seed: int) -> list[Profile]:
-    """Profiles whose every node takes a little longer or shorter."""
-    rng = random.Random(seed)
-
-    def jittered(node: ProfiledNode) -> ProfiledNode:
-        return replace(node, seconds=node.seconds * rng.lognormvariate(0.02, 0.06))
-
-    return [replace(profile, nodes=tuple(map(jittered, profile.nodes))) for profile in profiles]
-
-
-def turns_sample() -> Sample:
-    """The smallest plan there is: one member, nothing swapped, nothing recomputed, nothing else tried."""
-    tensors = (_tensor("weight", ByteClass.PARAMETER, 4 * MIB), _tensor("out", ByteClass.RESULT, 512))
-    nodes = (
-        ProfiledNode("forward", Phase.FORWARD, (0,), (1,), (), 1e-3, 2 * MIB),
-        ProfiledNode("update", Phase.UPDATE, (1,), (), (0,), 5e-4),
-    )
-    profile = Profile("single", "analytic", 1, DeviceFacts("cpu", 8 * GIB, GIB), tensors, nodes)
-    order = ((0, 0), (0, 1))
-    schedule = Schedule(Multiplexing.TURNS, order, (), ())
-    program = place([profile], draft([profile], schedule))
-    predicted = timeline(program.body, [profile])
-    plan = PlanRecord(
-        policy="none",
-        budget_bytes=8 * GIB,
-        fixed_bytes=0,
-        profiles=("single",),
-        partition=(SubArray(("only",), 0),),
-        schedule=schedule,
-        peak_bytes=6 * MIB + 512,
-        host_bytes=0,
-        step_seconds=predicted.seconds,
-        stall_seconds=0.0,
-        recompute_seconds=0.0,
-        swap_overlap=0.0,
-        recompute_share=0.0,
-        plain_peak_bytes=6 * MIB + 512,
-    )
-    nothing = timeline(program.prologue, [profile])
-    measured = replace(predicted, source="measured")
-    return Sample(plan, program, (profile,), predicted, measured, nothing, nothing, ())
-
-
-def _tensor(name: str, byte_class: ByteClass, size_bytes: int) -> ProfiledTensor:
-    seconds = COPY_LATENCY_SECONDS + size_bytes / LINK_BYTES_PER_SECOND
-    return ProfiledTensor(name, byte_class, size_bytes, seconds, seconds, seconds * 1.08, seconds * 1.08)
-
-
-def _profile(width: int, num_layers: int, layer_name: str) -> Profile:
-    tensors: list[ProfiledTensor] = []
-    nodes: list[ProfiledNode] = []
-    at: dict[str, int] = {}
-
-    def add(key: str, name: str, byte_class: ByteClass, mebibytes: float) -> int:
-        at[key] = len(tensors)
-        tensors.append(_tensor(name, byte_class, round(mebibytes * MIB * width)))
-        return at[key]
-
-    def run(
-        name: str,
-        phase: Phase,
-        reads: tuple[int, ...],
-        creates: tuple[int, ...],
-        milliseconds: float,
-        workspace: int = 0,
-        changes: tuple[int, ...] = (),
-    ) -> None:
-        seconds, scratch = milliseconds * 1e-3 * width, workspace * MIB * width
-        nodes.append(ProfiledNode(name, phase, reads, creates, changes, seconds, scratch))
-
-    forward, backward = Phase.FORWARD, Phase.BACKWARD
-    add("tokens", "batch.tokens", ByteClass.BATCH, 0.25)
-    add("mask", "causal_mask", ByteClass.CONSTANT, 2 / width)
-    for layer in range(num_layers):
-        name = f"{layer_name}.{layer}"
-        weight = add(f"w{layer}", f"{name}.weight", ByteClass.PARAMETER, 7)
-        add(f"o{layer}", f"{name}.weight.exp_avg", ByteClass.OPTIMIZER_STATE, 14)
-        below = at[f"h{layer - 1}"] if layer else at["tokens"]
-        mixed = add(f"a{layer}", f"{name}.attention.out", ByteClass.FEATURE_MAP, 34 + layer % 3)
-        scores = add(f"s{layer}", f"{name}.attention.scores", ByteClass.TEMPORARY, 6)
-        milliseconds = 0.42 + 0.05 * (layer % 4)
-        reads = (below, weight, at["mask"])
-        run(f"{name}.attention", forward, reads, (mixed, scores), milliseconds, 8)
-        hidden = add(f"h{layer}", f"{name}.mlp.hidden", ByteClass.FEATURE_MAP, 42 + layer % 2)
-        run(f"{name}.mlp", forward, (mixed, weight), (hidden,), 0.55)
-    loss = add("loss", "loss", ByteClass.RESULT, 512 / MIB / width)
-    above = add("g", "loss.grad", ByteClass.GRADIENT_MAP, 8)
-    run("loss", forward, (at[f"h{num_layers - 1}"],), (loss,), 0.12)
-    run("loss.backward", backward, (loss,), (above,), 0.1)
-    for layer in reversed(range(num_layers)):
-        name = f"{layer_name}.{layer}"
-        weight, mixed = at[f"w{layer}"], at[f"a{layer}"]
-        inner = add(f"gh{layer}", f"{name}.mlp.hidden.grad", ByteClass.GRADIENT_MAP, 12)
-        run(f"{name}.mlp.backward", backward, (above, at[f"h{layer}"], mixed), (inner,), 1.05)
-        gradient = add(f"gw{layer}", f"{name}.weight.grad", ByteClass.GRADIENT, 7)
-        above = add(f"gx{layer}", f"{name}.grad", ByteClass.GRADIENT_MAP, 8)
-        run(f"{name}.attention.backward", backward, (inner, mixed, weight), (gradient, above), 0.95, 10)
-        run(f"{name}.adamw", Phase.UPDATE, (gradient,), (), 0.09, changes=(weight, at[f"o{layer}"]))
-    device = DeviceFacts("NVIDIA H200", 139 * GIB, 96 * GIB)
-    return Profile(f"fused-{width}", "measured", width, device, tuple(tensors), tuple(nodes))
-
-
-def _schedule(profiles: tuple[Profile, ...], num_layers: int) -> Schedule:
-    """A ring; feature maps of the first third of the layers are swapped, those of the second recomputed."""
-    order: list[tuple[int, int]] = []
-    for back, ahead in ((0, 1), (1, 0)):
-        merged = []
-        for sub_array, is_forward in ((back, False), (ahead, True)):
-            nodes = profiles[sub_array].nodes
-            ranks = [rank for rank, node in enumerate(nodes) if (node.phase is Phase.FORWARD) is is_forward]
-            shares = [(position + 0.5) / len(ranks) for position in range(len(ranks))]
-            merged += [
-                (share, is_forward, (sub_array, rank)) for share, rank in zip(shares, ranks, strict=True)
-            ]
-        order += [node for _, _, node in sorted(merged)]
-    swaps, recomputes = [], []
-    for sub_array, profile in enumerate(profiles):
-        for position, tensor in enumerate(profile.tensors):
-            if tensor.byte_class is not ByteClass.FEATURE_MAP:
-                continue
-            uses = [
-                (rank, node.phase)
-                for rank, node in enumerate(profile.nodes)
-                if position in (*node.creates, *node.reads, *node.changes)
-            ]
-            last_forward = max(rank for rank, phase in uses if phase is Phase.FORWARD)
-            first_backward = min(rank for rank, phase in uses if phase is Phase.BACKWARD)
-            made = uses[0][0]
-            layer = made // 2
-            if layer < num_layers // 3:
-                last, first = order.index((sub_array, last_forward)), order.index((sub_array, first_backward))
-                swaps.append(
-                    Swap(
-                        sub_array,
-                        position,
-                        (sub_array, last_forward),
-                        order[min(last + RELEASE_AFTER, len(order) - 1)],
-                        order[max(first - PREFETCH_AHEAD, 0)],
-                        f"case 2b: idle for {12 + 3 * (num_layers - layer)} ms, hidden by the other "
-                        "sub-array's forward pass and own backward nodes",
-                    )
-                )
-            elif layer < 2 * num_layers // 3 and tensor.name.endswith("hidden"):
-                why = "cheaper than the 1.9 ms stall that its swap would leave inside the peak interval"
-                before = (sub_array, first_backward)
-                recomputes.append(Recomputation(sub_array, position, (made,), before, why))
-    return Schedule(Multiplexing.RING, tuple(order), tuple(swaps), tuple(recomputes))
-
-
-def _plan(
-    profiles: tuple[Profile, ...], schedule: Schedule, predicted: Timeline, peak_bytes: int, host_bytes: int
-) -> PlanRecord:
-    step = predicted.seconds
-    budget_bytes = int(peak_bytes * 1.06)
-
-    def tried(
-        policy: str, widths: tuple[int, ...], how: Multiplexing, cost: float, memory: float, why: str
-    ) -> Attempt:
-        return Attempt(
-            policy,
-            widths,
-            how,
-            step * cost,
-            int(peak_bytes * memory),
-            predicted.stall_seconds * cost**3,
-            predicted.recompute_seconds * cost,
-            why,
+    first = [(0, rank) for rank in range(len(profiles[0].nodes))]
+    parts = [
+        _part(profiles, schedule, order)
+        for order in (first[: num_layers + 1], schedule.order, first[num_layers + 1 :])
+    ]
+    program = ir.Program(*parts, (), 0, 3 * GIB)
+    predicted = run(program.body, profiles)
+    rng = random.Random(0)
+    jittered = [
+        replace(
+            one,
+            nodes=tuple(replace(node, seconds=node.seconds * rng.uniform(0.9, 1.2)) for node in one.nodes),
         )
-
-    turns, ring = Multiplexing.TURNS, Multiplexing.RING
-    return PlanRecord(
+        for one in profiles
+    ]
+    step, peak_bytes, budget_bytes = predicted.seconds, 5 * GIB, 5300 * MIB
+    plan = ir.PlanRecord(
         policy="mutwo",
         budget_bytes=budget_bytes,
-        fixed_bytes=FIXED_BYTES,
+        fixed_bytes=384 * MIB,
         profiles=tuple(profile.fingerprint for profile in profiles),
         partition=(
-            SubArray(("lr=1e-4", "lr=2e-4", "lr=5e-4", "lr=1e-3"), 0),
-            SubArray(("lr=2e-3", "lr=5e-3", "lr=1e-2"), 1),
+            ir.SubArray(("lr=1e-4", "lr=2e-4", "lr=5e-4", "lr=1e-3"), 0),
+            ir.SubArray(("a", "b", "c"), 1),
         ),
         schedule=schedule,
         peak_bytes=peak_bytes,
-        host_bytes=host_bytes,
+        host_bytes=program.host_bytes,
         step_seconds=step,
         stall_seconds=predicted.stall_seconds,
         recompute_seconds=predicted.recompute_seconds,
         swap_overlap=predicted.hidden_copy_seconds / predicted.copy_seconds,
         recompute_share=predicted.recompute_seconds / predicted.compute_seconds,
         attempts=(
-            tried(
-                "none", (7,), turns, float("inf"), 1.72, "does not fit: needs 6.12 GiB more than the budget"
+            ir.Attempt(
+                "none", (7,), TURNS, float("inf"), 9 * GIB, 0.0, 0.0, "does not fit: 6.12 GiB too much"
             ),
-            tried("none", (2, 2, 2, 1), turns, 1.31, 0.71, "31.0% slower"),
-            tried("capuchin", (7,), turns, 1.18, 1.05, "18.0% slower: 21.4 ms of stalls at the peak"),
-            tried("recompute_only", (7,), turns, 1.22, 1.04, "22.0% slower"),
-            tried("mutwo", (4, 3), ring, 1.0, 1.0, ""),
-            tried("mutwo", (2, 2, 2, 1), ring, 1.09, 0.93, "9.0% slower"),
-            tried("mutwo", (1,) * 7, ring, 1.44, 0.66, "44.0% slower: width 1 does not fill the device"),
+            ir.Attempt("capuchin", (7,), TURNS, 1.18 * step, 6 * GIB, 0.02, 0.01, "18.0% slower"),
+            ir.Attempt("mutwo", (4, 3), RING, step, peak_bytes, 0.01, 0.02, ""),
+            ir.Attempt("mutwo", (1,) * 7, RING, 1.44 * step, 3 * GIB, 0.03, 0.0, "44.0% slower"),
         ),
         plain_peak_bytes=budget_bytes * 5 // 4,
         num_left_out=1234,
     )
+    costs = {0.7: float("inf"), 0.8: 1.34, 0.9: 1.1, 1.0: 1.0, 1.3: 0.955, 1.5: 0.951, 1.75: 0.951}
+    return Sample(
+        plan,
+        program,
+        profiles,
+        predicted,
+        replace(run(program.body, jittered), source="measured"),
+        run(program.prologue, profiles),
+        run(program.epilogue, profiles),
+        tuple((int(budget_bytes * share), step * cost) for share, cost in costs.items()),
+    )
+
+
+def large_sample() -> Sample:
+    """Ten thousand instructions."""
+    return ring_sample(num_layers=900, layer_name="model.encoder.transformer.layers")
+
+
+def evil_sample() -> Sample:
+    """A plan whose every name tries to break out of its place."""
+    sample = ring_sample(num_layers=3, layer_name=EVIL)
+    plan = sample.plan
+    schedule = replace(
+        plan.schedule,
+        swaps=tuple(replace(swap, reason=EVIL) for swap in plan.swaps),
+        recomputes=tuple(replace(again, reason=EVIL) for again in plan.recomputes),
+    )
+    partition = tuple(ir.SubArray((EVIL,) * 2, one.profile) for one in plan.partition)
+    attempts = tuple(replace(one, policy=EVIL, lost_because=EVIL) for one in plan.attempts)
+    return replace(
+        sample, plan=replace(plan, policy=EVIL, partition=partition, attempts=attempts, schedule=schedule)
+    )
+
+
+@cache
+def turns_sample() -> Sample:
+    """The smallest plan there is: one member, nothing swapped, nothing recomputed, nothing else tried."""
+    tensors = (_tensor("weight", ByteClass.PARAMETER, 4 * MIB), _tensor("out", ByteClass.RESULT, 512))
+    nodes = (
+        ir.ProfiledNode("forward", ir.Phase.FORWARD, (0,), (1,), (), 1e-3, 2 * MIB),
+        ir.ProfiledNode("update", ir.Phase.UPDATE, (1,), (), (0,), 5e-4),
+    )
+    profiles = (ir.Profile("single", "analytic", 1, ir.DeviceFacts("cpu", 8 * GIB, GIB), tensors, nodes),)
+    schedule = ir.Schedule(TURNS, ((0, 0), (0, 1)), (), ())
+    program = ir.Program(*(_part(profiles, schedule, order) for order in ((), schedule.order, ())), (), 0, 0)
+    predicted = run(program.body, profiles)
+    peak_bytes = 6 * MIB + 512
+    plan = ir.PlanRecord(
+        *("none", 8 * GIB, 0, ("single",), (ir.SubArray(("only",), 0),), schedule),
+        *(peak_bytes, 0, predicted.seconds, 0.0, 0.0, 0.0, 0.0),
+        plain_peak_bytes=peak_bytes,
+    )
+    nothing = run(program.prologue, profiles)
+    return Sample(plan, program, profiles, predicted, replace(predicted, source="measured"), nothing, nothing)
+
+
+def _tensor(name: str, byte_class: ByteClass, size_bytes: int) -> ir.ProfiledTensor:
+    seconds = 8e-6 + size_bytes / 12e9
+    return ir.ProfiledTensor(name, byte_class, size_bytes, seconds, seconds, seconds, seconds)
+
+
+def _profile(width: int, num_layers: int, layer_name: str) -> ir.Profile:
+    tensors: list[ir.ProfiledTensor] = []
+    nodes: list[ir.ProfiledNode] = []
+
+    def tensor(name: str, byte_class: ByteClass, mebibytes: float) -> int:
+        tensors.append(_tensor(name, byte_class, round(mebibytes * MIB * width)))
+        return len(tensors) - 1
+
+    def node(
+        name: str,
+        phase: ir.Phase,
+        reads: tuple[int, ...],
+        creates: tuple[int, ...],
+        ms: float,
+        **more: tuple[int, ...],
+    ) -> None:
+        nodes.append(
+            ir.ProfiledNode(name, phase, reads, creates, more.get("changes", ()), ms * 1e-3 * width, 8 * MIB)
+        )
+
+    hidden = tokens = tensor("batch.tokens", ByteClass.BATCH, 0.25)
+    layers = []
+    for layer in range(num_layers):
+        name = f"{layer_name}.{layer}"
+        weight = tensor(f"{name}.weight", ByteClass.PARAMETER, 7)
+        average = tensor(f"{name}.weight.exp_avg", ByteClass.OPTIMIZER_STATE, 14)
+        above = tensor(f"{name}.hidden", ByteClass.FEATURE_MAP, 42 + layer % 3)
+        scores = tensor(f"{name}.scores", ByteClass.TEMPORARY, 6)
+        node(f"{name}.forward", ir.Phase.FORWARD, (hidden, weight), (above, scores), 0.55)
+        layers.append((name, weight, average, above))
+        hidden = above
+    loss = tensor("loss", ByteClass.RESULT, 0.25)
+    gradient = tensor("loss.grad", ByteClass.GRADIENT_MAP, 8)
+    node("loss", ir.Phase.FORWARD, (hidden,), (loss,), 0.12)
+    node("loss.backward", ir.Phase.BACKWARD, (loss,), (gradient,), 0.1)
+    for name, weight, average, above in reversed(layers):
+        made = tensor(f"{name}.weight.grad", ByteClass.GRADIENT, 7)
+        below = tensor(f"{name}.hidden.grad", ByteClass.GRADIENT_MAP, 8)
+        node(f"{name}.backward", ir.Phase.BACKWARD, (gradient, above, weight), (made, below), 1.05)
+        node(f"{name}.adamw", ir.Phase.UPDATE, (made, tokens), (), 0.09, changes=(weight, average))
+        gradient = below
+    device = ir.DeviceFacts("NVIDIA H200", 139 * GIB, 96 * GIB)
+    return ir.Profile(f"fused-{width}", "measured", width, device, tuple(tensors), tuple(nodes))
+
+
+def _schedule(profiles: Sequence[ir.Profile], num_layers: int) -> ir.Schedule:
+    """The backward pass of each between the forward pass of the other; feature maps decided by layer."""
+    order: list[Key] = []
+    num_forward = num_layers + 1
+    for back, ahead in ((0, 1), (1, 0)):
+        for rank in range(num_forward, len(profiles[back].nodes)):
+            order.append((back, rank))
+            if (rank - num_forward) % 2 == 0:
+                order.append((ahead, (rank - num_forward) // 2))
+    place = {key: position for position, key in enumerate(order)}
+    swaps, recomputes = [], []
+    for sub_array, profile in enumerate(profiles):
+        maps = [at for at, one in enumerate(profile.tensors) if one.byte_class is ByteClass.FEATURE_MAP]
+        for layer, tensor in enumerate(maps):
+            use = (sub_array, num_forward + 1 + 2 * (num_layers - 1 - layer))
+            if layer < num_layers // 3:
+                out, back = place[sub_array, layer + 1], place[use]
+                release, prompt = order[min(out + 5, len(order) - 1)], order[max(0, back - 3)]
+                why = f"case 2b: idle for {12 + 3 * (num_layers - layer)} ms, hidden by the other sub-array"
+                swaps.append(ir.Swap(sub_array, tensor, order[out], release, prompt, why))
+            elif layer < 2 * num_layers // 3:
+                why = "cheaper than the 1.9 ms stall that its swap would leave"
+                recomputes.append(ir.Recomputation(sub_array, tensor, (layer,), use, why))
+    return ir.Schedule(RING, tuple(order), tuple(swaps), tuple(recomputes))
+
+
+def _part(profiles: Sequence[ir.Profile], schedule: ir.Schedule, order: Sequence[Key]) -> ir.Part:
+    """The nodes of ``order`` with what the schedule has happen before and after each."""
+    found: list[ir.Instruction] = []
+    copied: dict[Key, int] = {}
+    releases, fetches, offloads = defaultdict(list), defaultdict(list), defaultdict(list)
+    for swap in schedule.swaps:
+        for events, key in (
+            (releases, "release_before"),
+            (fetches, "prefetch_prompt"),
+            (offloads, "offload_after"),
+        ):
+            events[getattr(swap, key)].append((swap.sub_array, swap.tensor))
+    recomputes = {again.before: again for again in schedule.recomputes}
+    for key in order:
+        for tensor in releases[key]:
+            if tensor in copied:
+                found += [ir.Wait(ir.Lane.COMPUTE, copied[tensor]), ir.Free(*tensor)]
+        for tensor in fetches[key]:
+            found += [ir.Wait(ir.Lane.IN, len(found) - 1)] if found else []
+            copied[tensor] = len(found)
+            found.append(ir.Prefetch(*tensor))
+        node = profiles[key[0]].nodes[key[1]]
+        if node.phase is ir.Phase.BACKWARD:
+            swapped = [copied[key[0], tensor] for tensor in node.reads if (key[0], tensor) in copied]
+            found += [ir.Wait(ir.Lane.COMPUTE, position) for position in swapped]
+        if key in recomputes:
+            again = recomputes[key]
+            found.append(ir.Recompute(again.sub_array, again.nodes[0], (again.tensor,)))
+        found.append(ir.Compute(*key))
+        for tensor in offloads[key]:
+            copied[tensor] = len(found) + 1
+            found += [ir.Wait(ir.Lane.OUT, len(found) - 1), ir.Offload(*tensor)]
+    return ir.Part(tuple(found), ())
+
+
+def run(part: ir.Part, profiles: Sequence[ir.Profile]) -> ir.Timeline:
+    """Run the three lanes, each as soon as it may; nothing but swaps gives memory back."""
+    clock, ends, spans, points = dict.fromkeys(ir.Lane, 0.0), [0.0] * len(part.instructions), [], []
+    sizes: dict[ByteClass, int] = {
+        kind: sum(one.size_bytes for profile in profiles for one in profile.tensors if one.byte_class is kind)
+        for kind in (ByteClass.PARAMETER, ByteClass.OPTIMIZER_STATE)
+    }
+    seconds = {ir.Compute: 0.0, ir.Recompute: 0.0, ir.Offload: 0.0, ir.Prefetch: 0.0}
+    for position, one in enumerate(part.instructions):
+        lane, scratch = ir.lane_of(one), 0
+        match one:
+            case ir.Wait(_, on):
+                clock[lane] = max(clock[lane], ends[on])
+            case ir.Compute(sub_array, item) | ir.Recompute(sub_array, item):
+                node = profiles[sub_array].nodes[item]
+                taken, scratch = node.seconds, node.workspace_bytes
+            case ir.Offload(sub_array, item) | ir.Prefetch(sub_array, item) | ir.Free(sub_array, item):
+                tensor = profiles[sub_array].tensors[item]
+                sign = {ir.Prefetch: 1, ir.Free: -1}.get(type(one), 0)
+                sizes[tensor.byte_class] = sizes.get(tensor.byte_class, 2 * GIB) + sign * tensor.size_bytes
+                taken = tensor.swap_out_seconds
+        if type(one) in seconds:
+            spans.append(ir.Span(lane, position, clock[lane], clock[lane] + taken))
+            clock[lane] += taken
+            seconds[type(one)] += taken
+        ends[position] = clock[lane]
+        points.append(ir.MemoryPoint(position, tuple(sizes.items()), scratch))
+    length = max(clock.values())
+    nodes, copies = seconds[ir.Compute] + seconds[ir.Recompute], seconds[ir.Offload] + seconds[ir.Prefetch]
+    totals = (length, nodes, seconds[ir.Recompute], length - nodes, copies, 0.9 * copies)
+    return ir.Timeline("predicted", *totals, tuple(spans), tuple(points))

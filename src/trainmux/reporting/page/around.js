@@ -19,12 +19,8 @@ class AroundPanel extends Panel {
     canvas.addEventListener("pointermove", (event) => this.hover(event));
     canvas.addEventListener("pointerleave", hideTooltip);
     canvas.addEventListener("blur", hideTooltip);
-    canvas.addEventListener("keydown", (event) => {
-      const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      const count = this.lanes[0].instructions.length;
-      if (!direction || !count) return;
-      event.preventDefault();
-      this.chosen = clamp((this.chosen ?? (direction > 0 ? -1 : count)) + direction, 0, count - 1);
+    walkWithArrows(this, this.lanes[0].instructions.length, (at) => {
+      this.chosen = at;
       this.tellChosen();
     });
   }

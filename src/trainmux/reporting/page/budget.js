@@ -13,11 +13,7 @@ class BudgetPanel extends Panel {
     canvas.addEventListener("pointermove", (event) => this.hover(event));
     canvas.addEventListener("pointerleave", () => this.choose(null));
     canvas.addEventListener("blur", () => this.choose(null));
-    canvas.addEventListener("keydown", (event) => {
-      const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (!direction || !this.points.length) return;
-      event.preventDefault();
-      const at = clamp((this.chosen ?? (direction > 0 ? -1 : this.points.length)) + direction, 0, this.points.length - 1);
+    walkWithArrows(this, this.points.length, (at) => {
       const box = canvas.getBoundingClientRect();
       const [budget, time] = this.points[at];
       this.choose(at, box.left + this.bx(budget), box.top + this.by(time));
@@ -55,20 +51,9 @@ class BudgetPanel extends Panel {
   }
 
   drawAxes(pen) {
-    pen.strokeStyle = colors.line;
-    pen.fillStyle = colors.muted;
     pen.lineWidth = 1;
-    pen.textAlign = "right";
-    pen.textBaseline = "middle";
     const rows = ticks(this.least.time, this.most.time, 1e6, 5);
-    for (const value of rows.values) {
-      const y = Math.round(this.by(value)) + 0.5;
-      pen.beginPath();
-      pen.moveTo(margins.left, y);
-      pen.lineTo(margins.left + this.plotWidth, y);
-      pen.stroke();
-      pen.fillText(`${grouped(value / 1e6, rows.places)} ms`, margins.left - 8, y);
-    }
+    this.drawRows(pen, rows.values, (value) => this.by(value), (value) => `${grouped(value / 1e6, rows.places)} ms`);
     const unit = this.most.budget >= GIB ? GIB : MIB;
     const columns = ticks(this.least.budget, this.most.budget, unit, Math.max(2, this.plotWidth / 90));
     pen.textAlign = "center";
@@ -87,13 +72,7 @@ class BudgetPanel extends Panel {
     pen.fillStyle = colors.stall;
     pen.fillRect(margins.left, 12, right - margins.left, this.bottom - 12);
     pen.globalAlpha = 1;
-    pen.fillStyle = colors.bad;
-    pen.textBaseline = "middle";
-    pen.textAlign = "left";
-    pen.lineWidth = 4;
-    pen.strokeStyle = colors.card;
-    pen.strokeText("nothing fits", margins.left + 6, this.bottom - 12);
-    pen.fillText("nothing fits", margins.left + 6, this.bottom - 12);
+    this.label(pen, "nothing fits", margins.left + 6, this.bottom - 12, { color: colors.bad, weight: "" });
   }
 
   drawThisPlan(pen) {
@@ -104,17 +83,10 @@ class BudgetPanel extends Panel {
     pen.beginPath();
     pen.arc(x, y, 8, 0, 2 * Math.PI);
     pen.stroke();
-    pen.font = "600 11px system-ui, sans-serif";
-    pen.textBaseline = "bottom";
     const text = "this plan";
-    const fits = x + 12 + pen.measureText(text).width < this.width - margins.right;
-    pen.textAlign = fits ? "left" : "right";
-    pen.lineWidth = 4;
-    pen.strokeStyle = colors.card;
-    pen.strokeText(text, fits ? x + 11 : x - 11, y - 6);
-    pen.fillStyle = colors.bad;
-    pen.fillText(text, fits ? x + 11 : x - 11, y - 6);
-    pen.font = "11px system-ui, sans-serif";
+    const fits = x + 16 + pen.measureText(text).width < this.width - margins.right;
+    const how = { color: colors.bad, align: fits ? "left" : "right", baseline: "bottom" };
+    this.label(pen, text, fits ? x + 11 : x - 11, y - 6, how);
   }
 
   hover(event) {

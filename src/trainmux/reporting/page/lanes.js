@@ -89,18 +89,11 @@ class LanesPanel extends Panel {
 
   drawRow(pen, row) {
     const timeline = timelines[row.timeline];
-    pen.textBaseline = "middle";
     if (row.title !== null) {
-      pen.font = "600 11px system-ui, sans-serif";
-      pen.textAlign = "left";
-      pen.lineWidth = 4;
-      pen.strokeStyle = colors.card;
       const text = `${timeline.source}, ${formatTime(timeline.duration)}`;
-      pen.strokeText(text, margins.left, row.title);
-      pen.fillStyle = colors.ink;
-      pen.fillText(text, margins.left, row.title);
-      pen.font = "11px system-ui, sans-serif";
+      this.label(pen, text, margins.left, row.title, { color: colors.ink });
     }
+    pen.textBaseline = "middle";
     pen.fillStyle = colors.muted;
     pen.textAlign = "right";
     pen.fillText(LANE_LABELS[row.lane], margins.left - 8, row.y + row.height / 2);

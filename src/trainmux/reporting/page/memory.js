@@ -44,18 +44,8 @@ class MemoryPanel extends Panel {
   drawByteAxis(pen) {
     const unit = topBytes >= GIB ? GIB : MIB;
     const { values, places } = ticks(0, topBytes, unit, 6);
-    pen.strokeStyle = colors.line;
-    pen.fillStyle = colors.muted;
-    pen.textAlign = "right";
-    pen.textBaseline = "middle";
-    for (const value of values) {
-      const y = Math.round(this.y(value)) + 0.5;
-      pen.beginPath();
-      pen.moveTo(margins.left, y);
-      pen.lineTo(margins.left + this.plotWidth, y);
-      pen.stroke();
-      pen.fillText(`${grouped(value / unit, places)} ${unit === GIB ? "GiB" : "MiB"}`, margins.left - 8, y);
-    }
+    const text = (value) => `${grouped(value / unit, places)} ${unit === GIB ? "GiB" : "MiB"}`;
+    this.drawRows(pen, values, (value) => this.y(value), text);
   }
 
   // In every column of pixels the step with the most bytes is drawn, so that no peak is lost between two.
@@ -102,10 +92,7 @@ class MemoryPanel extends Panel {
       pen.strokeStyle = color;
       pen.lineWidth = width;
       pen.setLineDash(dash);
-      pen.beginPath();
-      pen.moveTo(margins.left, y);
-      pen.lineTo(right, y);
-      pen.stroke();
+      drawLine(pen, margins.left, y, right, y);
       pen.setLineDash([]);
       return y;
     };
@@ -114,12 +101,12 @@ class MemoryPanel extends Panel {
     const { memory } = this.timeline;
     const isPeakLeft = memory.peak >= 0 && memory.times[memory.peak] < (view.from + view.to) / 2;
     const [x, align] = isPeakLeft ? [right - 4, "right"] : [margins.left + 6, "left"];
-    this.label(pen, `reserved ${formatBytes(data.reserved)}`, x, reserved + 9, colors.ink, align);
+    this.mark(pen, `reserved ${formatBytes(data.reserved)}`, x, reserved + 9, colors.ink, align);
     if (budgetIsFar) {
-      this.label(pen, `budget ${formatBytes(data.budget)}, above this chart`, right - 4, 16, colors.bad, "right");
+      this.mark(pen, `budget ${formatBytes(data.budget)}, above this chart`, right - 4, 16, colors.bad, "right");
     } else {
       const budget = line(data.budget, colors.bad, [7, 4], 1.75);
-      this.label(pen, `budget ${formatBytes(data.budget)}`, right - 4, budget - 9, colors.bad, "right");
+      this.mark(pen, `budget ${formatBytes(data.budget)}`, right - 4, budget - 9, colors.bad, "right");
     }
   }
 
@@ -140,20 +127,11 @@ class MemoryPanel extends Panel {
     const text = `peak ${formatBytes(memory.totals[memory.peak])}`;
     const half = pen.measureText(text).width / 2;
     const middle = clamp(x, margins.left + half + 4, margins.left + this.plotWidth - half - 4);
-    this.label(pen, text, middle, y + 16, colors.ink, "center");
+    this.mark(pen, text, middle, y + 16, colors.ink, "center");
   }
 
-  label(pen, text, x, y, color, align) {
-    pen.font = "600 11px system-ui, sans-serif";
-    pen.textAlign = align;
-    pen.textBaseline = "middle";
-    pen.lineJoin = "round";
-    pen.lineWidth = 4;
-    pen.strokeStyle = colors.halo;
-    pen.strokeText(text, x, y);
-    pen.fillStyle = color;
-    pen.fillText(text, x, y);
-    pen.font = "11px system-ui, sans-serif";
+  mark(pen, text, x, y, color, align) {
+    this.label(pen, text, x, y, { color, align, halo: colors.halo });
   }
 
   hover(at, event) {

@@ -28,12 +28,7 @@ function hatch(color) {
   const pen = tile.getContext("2d");
   pen.strokeStyle = color;
   pen.lineWidth = 1.6;
-  for (const shift of [-size, 0, size]) {
-    pen.beginPath();
-    pen.moveTo(shift, size);
-    pen.lineTo(shift + size, 0);
-    pen.stroke();
-  }
+  for (const shift of [-size, 0, size]) drawLine(pen, shift, size, shift + size, 0);
   return pen.createPattern(tile, "repeat");
 }
 
@@ -48,7 +43,15 @@ function inkOn(phase) {
   return phase === "f" ? "#0d1218" : "#ffffff";
 }
 
+function drawLine(pen, x1, y1, x2, y2) {
+  pen.beginPath();
+  pen.moveTo(x1, y1);
+  pen.lineTo(x2, y2);
+  pen.stroke();
+}
+
 const margins = { left: 64, right: 14 };
+const FONT = "11px system-ui, sans-serif";
 
 class Panel {
   constructor(canvas, height) {
@@ -82,7 +85,7 @@ class Panel {
     }
     this.pen.setTransform(scale, 0, 0, scale, 0, 0);
     this.pen.clearRect(0, 0, width, this.height);
-    this.pen.font = "11px system-ui, sans-serif";
+    this.pen.font = FONT;
     this.draw(this.pen);
   }
 
@@ -95,6 +98,33 @@ class Panel {
     pen.restore();
   }
 
+  // Text with a halo, which can be read on whatever lies below it.
+  label(pen, text, x, y, { color, align = "left", baseline = "middle", halo = colors.card, weight = "600 " }) {
+    pen.font = weight + FONT;
+    pen.textAlign = align;
+    pen.textBaseline = baseline;
+    pen.lineJoin = "round";
+    pen.lineWidth = 4;
+    pen.strokeStyle = halo;
+    pen.strokeText(text, x, y);
+    pen.fillStyle = color;
+    pen.fillText(text, x, y);
+    pen.font = FONT;
+  }
+
+  // Horizontal lines across the plot, each with its label in the margin.
+  drawRows(pen, values, y, text) {
+    pen.strokeStyle = colors.line;
+    pen.fillStyle = colors.muted;
+    pen.textAlign = "right";
+    pen.textBaseline = "middle";
+    for (const value of values) {
+      const at = Math.round(y(value)) + 0.5;
+      drawLine(pen, margins.left, at, margins.left + this.plotWidth, at);
+      pen.fillText(text(value), margins.left - 8, at);
+    }
+  }
+
   drawTimeAxis(pen, top, bottom) {
     const { values, places } = ticks(view.from, view.to, 1e6, Math.max(2, this.plotWidth / 80));
     pen.strokeStyle = colors.line;
@@ -103,10 +133,7 @@ class Panel {
     pen.textBaseline = "top";
     for (const value of values) {
       const x = Math.round(this.x(value)) + 0.5;
-      pen.beginPath();
-      pen.moveTo(x, top);
-      pen.lineTo(x, bottom + 4);
-      pen.stroke();
+      drawLine(pen, x, top, x, bottom + 4);
       const label = `${grouped(value / 1e6, places)} ms`;
       const half = pen.measureText(label).width / 2;
       pen.textAlign = "left";
@@ -120,12 +147,19 @@ class Panel {
     pen.strokeStyle = colors.ink;
     pen.globalAlpha = 0.55;
     pen.lineWidth = 1;
-    pen.beginPath();
-    pen.moveTo(x, top);
-    pen.lineTo(x, bottom);
-    pen.stroke();
+    drawLine(pen, x, top, x, bottom);
     pen.globalAlpha = 1;
   }
+}
+
+// Left and right arrows choose the previous or the next of `count` things on a panel.
+function walkWithArrows(panel, count, choose) {
+  panel.canvas.addEventListener("keydown", (event) => {
+    const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!direction || !count) return;
+    event.preventDefault();
+    choose(clamp((panel.chosen ?? (direction > 0 ? -1 : count)) + direction, 0, count - 1));
+  });
 }
 
 function drawSoon() {

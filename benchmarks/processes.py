@@ -1,0 +1,178 @@
+"""Work in processes of its own: one by one, so that each fails alone, or all at once, also under MPS."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import BrokenBarrierError
+from typing import Any
+
+MAX_DETAIL_CHARACTERS = 2000
+_MPS_CONTROL = "nvidia-cuda-mps-control"
+_MPS_STOP_SECONDS = 20
+_starting = threading.Lock()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Add variables for processes that are started meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# ---- one process -----------------------------------------------------------------------------------------
+
+
+def isolated(
+    function: Callable[..., dict[str, Any]],
+    *arguments: Any,
+    limit_s: float = 600.0,
+    variables: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Give what ``function`` returns, or ``error`` and ``detail`` where it raised, died or took too long.
+
+    ``function`` belongs to a module; ``variables`` are added to the environment of its process. On a CPU,
+    which has no state to leave behind, call `guarded` instead: that saves starting processes.
+    """
+    context = get_context("spawn")
+    answers, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(theirs, function, arguments))
+    with _starting, _environment(variables or {}):
+        process.start()
+    theirs.close()
+    try:
+        if not answers.poll(limit_s):
+            return {"error": f"no result within {limit_s:g} s"}
+        result: dict[str, Any] = answers.recv()
+        return result
+    except EOFError:
+        process.join()
+        return {"error": f"the process ended with status {process.exitcode} and no result"}
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def guarded(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Give what ``function`` returns, or the error that it raised, and the warnings of trainmux."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        try:
+            result = function(*arguments)
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            detail = traceback.format_exc()[-MAX_DETAIL_CHARACTERS:]
+            result = {"error": f"{type(error).__name__}: {lines[0][:300]}", "detail": detail}
+    told = dict.fromkeys(str(each.message).splitlines()[0] for each in caught if "trainmux" in each.filename)
+    return {**result, "warnings": list(told)} if told else result
+
+
+def _call(answers: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+    os.setpgid(0, 0)  # what it starts in turn is ended with it
+    answers.send(guarded(function, *arguments))
+
+
+# ---- several at once -------------------------------------------------------------------------------------
+
+
+class Together:
+    """What processes that work at the same time share: a barrier, and a number of each."""
+
+    def __init__(self, barrier: Any, numbers: Any, limit_s: float | None) -> None:
+        self.numbers = numbers
+        self._barrier, self._limit_s = barrier, limit_s
+
+    def wait(self) -> None:
+        """Wait until all have come here; ``BrokenBarrierError`` where another one failed."""
+        self._barrier.wait(self._limit_s)
+
+    def give_up(self) -> None:
+        self._barrier.abort()
+
+
+def run_together(
+    work: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], limit_s: float | None = None
+) -> list[Any]:
+    """Call ``work(together, *job)`` for every job at once, in a process each; what they return.
+
+    Raises what one of them raised. A process waits for the others for at most ``limit_s``.
+    """
+    context = get_context("spawn")
+    shared = context.Barrier(len(jobs)), context.Array("d", len(jobs)), limit_s
+    with ProcessPoolExecutor(len(jobs), mp_context=context, initializer=_share, initargs=shared) as pool:
+        futures = [pool.submit(_work, work, job) for job in jobs]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        # A process that failed has the reason; the others found the barrier broken.
+        for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
+            raise error
+        return [future.result() for future in futures]
+
+
+# A barrier can only be handed over when a process starts.
+_together: Together | None = None
+
+
+def _share(barrier: Any, numbers: Any, limit_s: float | None) -> None:
+    global _together
+    _together = Together(barrier, numbers, limit_s)
+
+
+def _work(work: Callable[..., Any], job: tuple[Any, ...]) -> Any:
+    assert _together is not None
+    try:
+        return work(_together, *job)
+    except BaseException:
+        _together.give_up()  # the others would wait for ever
+        raise
+
+
+@contextmanager
+def mps_daemon() -> Iterator[None]:
+    """Have processes that are started meanwhile share the device by MPS (the Multi-Process Service).
+
+    ``RuntimeError`` on a machine without it.
+    """
+    if shutil.which(_MPS_CONTROL) is None:
+        raise RuntimeError(f"no MPS daemon: {_MPS_CONTROL} is not on the PATH")
+    # The daemon keeps the streams that it is given: a pipe would never close.
+    streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    # A short path: that of a socket may not be long.
+    with TemporaryDirectory(prefix="tmb-", ignore_cleanup_errors=True) as folder:
+        variables = {
+            "CUDA_MPS_PIPE_DIRECTORY": f"{folder}/mps",
+            "CUDA_MPS_LOG_DIRECTORY": f"{folder}/mps_log",
+        }
+        for path in variables.values():
+            Path(path).mkdir()
+        with _environment(variables):
+            try:
+                started = subprocess.run([_MPS_CONTROL, "-d"], timeout=_MPS_STOP_SECONDS, **streams)
+                if started.returncode != 0:
+                    raise RuntimeError(
+                        f"no MPS daemon: {_MPS_CONTROL} ended with status {started.returncode}"
+                    )
+                yield
+            finally:
+                with suppress(subprocess.TimeoutExpired, OSError):
+                    subprocess.run(
+                        [_MPS_CONTROL], input="quit -t 5\n", text=True, timeout=_MPS_STOP_SECONDS, **streams
+                    )
