@@ -63,28 +63,17 @@ def rebuilt(part: Part, rows: Sequence[Row], extra: Sequence[Tenancy] = ()) -> P
     instead: dict[int, int | None] = {}
     last: dict[Lane, int | None] = dict.fromkeys(Lane)
     for old, instruction in enumerate(part.instructions):
-        if old in kept and not isinstance(instruction, Wait):
-            last[lane_of(instruction)] = old
-        instead[old] = old if old in kept else last[lane_of(instruction)]
-    final = list(rows)
-    while True:  # a wait may be for a wait that goes because there is nothing left that it could be for
-        left = {old for old, _ in final if old is not None}
-        fewer = [
-            (old, instruction)
-            for old, instruction in final
-            if not isinstance(instruction, Wait) or instead[instruction.on] in left
-        ]
-        if len(fewer) == len(final):
-            break
-        final = fewer
-    new = {old: position for position, (old, _) in enumerate(final) if old is not None}
-    instructions: list[Instruction] = []
-    for _, instruction in final:
-        if isinstance(instruction, Wait):
-            on = instead[instruction.on]
-            assert on is not None
-            instruction = replace(instruction, on=new[on])
-        instructions.append(instruction)
+        if not isinstance(instruction, Wait):
+            last[lane_of(instruction)] = old if old in kept else last[lane_of(instruction)]
+        instead[old] = last[lane_of(instruction)]
+    final = [row for row in rows if not isinstance(row[1], Wait) or instead[row[1].on] is not None]
+    new: dict[int | None, int] = {old: at for at, (old, _) in enumerate(final) if old is not None}
+    instructions = [
+        replace(instruction, on=new[instead[instruction.on]])
+        if isinstance(instruction, Wait)
+        else instruction
+        for _, instruction in final
+    ]
     new[-1] = -1
     new[len(part.instructions)] = len(final)
     tenancies = [
@@ -124,12 +113,6 @@ def _with(part: Part, position: int, instruction: Instruction, extra: Sequence[T
     return rebuilt(part, rows, extra)
 
 
-def _without_waits(part: Part, lane: Lane, first: int, last: int) -> Part:
-    between = range(first, last)
-    waits = {at for at in between if isinstance(part.instructions[at], Wait)}
-    return _without(part, {at for at in waits if lane_of(part.instructions[at]) is lane})
-
-
 def _needs(profiles: Sequence[Profile], instruction: Compute | Recompute) -> tuple[int, ...]:
     node = profiles[instruction.sub_array].nodes[instruction.node]
     return (*node.reads, *node.changes)
@@ -160,18 +143,6 @@ def double_frees(program: Program, profiles: Sequence[Profile]) -> Iterator[Muta
         yield _mutant(f"[{at}] {free} twice", program, name, _with(part, at + 1, free), Kind.FREE)
 
 
-def prefetches_before_their_offload_ended(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """Lane IN waits for nothing between a tensor's copy out and its copy back."""
-    offloads: dict[tuple[str, int, int], int] = {}
-    for name, part, at, copy in places(program, (Offload, Prefetch)):
-        key = (name, copy.sub_array, copy.tensor)
-        if isinstance(copy, Offload):
-            offloads[key] = at
-        elif key in offloads:
-            changed = _without_waits(part, Lane.IN, offloads[key], at)
-            yield _mutant(f"[{at}] {copy} without waiting", program, name, changed, Kind.MISSING_WAIT)
-
-
 def uses_after_free(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
     """A tensor is freed just before its last use instead of after it."""
     last_use: dict[tuple[str, int, int], int] = {}
@@ -186,29 +157,6 @@ def uses_after_free(program: Program, profiles: Sequence[Profile]) -> Iterator[M
             rows.insert(use, (at, instruction))
             what = f"[{at}] {instruction} moved before the use at {use}"
             yield _mutant(what, program, name, rebuilt(part, rows), Kind.NOT_RESIDENT)
-
-
-def recomputes_without_a_source(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """A source of a recompute is freed just before it."""
-    for name, part, at, again in places(program, Recompute):
-        for number in _needs(profiles, again):
-            changed = _with(part, at, Free(again.sub_array, number))
-            yield _mutant(f"[{at}] {again} without {number}", program, name, changed, Kind.NOT_RESIDENT)
-
-
-def recomputes_that_wait_for_no_source(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """The compute lane waits for nothing between the prefetch of a source and the recompute."""
-    prefetches: dict[tuple[str, int, int], int] = {}
-    for name, part, at, instruction in places(program, (Prefetch, Compute, Recompute)):
-        if isinstance(instruction, Prefetch):
-            prefetches[name, instruction.sub_array, instruction.tensor] = at
-            continue
-        for number in _needs(profiles, instruction):
-            prefetch = prefetches.pop((name, instruction.sub_array, number), None)
-            if prefetch is not None and isinstance(instruction, Recompute):
-                changed = _without_waits(part, Lane.COMPUTE, prefetch, at)
-                what = f"[{at}] {instruction} does not wait for {number}"
-                yield _mutant(what, program, name, changed, Kind.MISSING_WAIT)
 
 
 def _run_again(
@@ -325,10 +273,7 @@ def wrong_offsets_across_the_boundary(program: Program, profiles: Sequence[Profi
 
 ALWAYS_WRONG: tuple[Mutator, ...] = (
     missing_prefetches,
-    prefetches_before_their_offload_ended,
     uses_after_free,
-    recomputes_without_a_source,
-    recomputes_that_wait_for_no_source,
     parameters_read_after_their_update,
     buffers_updated_twice,
     a_byte_over_budget,
