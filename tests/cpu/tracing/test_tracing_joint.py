@@ -70,7 +70,6 @@ def test_inputs_and_outputs_are_described_in_order() -> None:
         + [(OutputKind.BUFFER, name) for name in buffers]
         + [(OutputKind.GRADIENT, name) for name in names]
     )
-    assert traced.num_forward_outputs == 6
 
 
 class Counts(nn.Module):
