@@ -17,7 +17,6 @@ from ir_programs import (
     pair_with_swap,
     pair_with_swapped_state,
     placed,
-    recompute_from_swapped,
     statics,
     tape,
     tensor,
@@ -86,6 +85,19 @@ FETCHED = {"compute 0 up_w1": "prefetch 0 m1 after compute; compute 0 up_w1 afte
         ({"compute 0 fw_stats": "...; recompute 0 fw_h"}, READS_STATS, [], {Kind.WRONG_VERSION}),
         ({"free 0 mask": "...; recompute 0 fw_h"}, UNREPEATABLE, [], {Kind.NOT_REPEATABLE}),
         ({"compute 0 fw_h": "recompute 0 fw_h; ..."}, OF, [], {Kind.ORDER}),
+        # A node that changes something runs once.
+        (
+            {"compute 0 fw_stats": "...; recompute 0 fw_stats"},
+            OF,
+            [],
+            {Kind.NOT_REPEATABLE, Kind.WRONG_VERSION},
+        ),
+        (
+            {"compute 0 up_w1": "...; compute 0 up_w1"},
+            OF,
+            [],
+            {Kind.ORDER, Kind.WRONG_VERSION},
+        ),
         # A copy made before the update is old after it; what it reads may not change meanwhile.
         (
             {
@@ -193,7 +205,7 @@ def test_a_result_may_keep_its_bytes_for_good() -> None:
 
 
 def test_tenancies_are_those_that_the_instructions_imply() -> None:
-    """What a node's workspace and a recompute's discarded outputs take included."""
+    """Including those of a node's workspace and of outputs that a recompute discards."""
     case = in_turns(edited(STEP, {"free 0 mask": "...; recompute 0 fw_a"}))
     tenancies = case.program.body.tenancies
     h = named(OF, "h")
@@ -220,18 +232,6 @@ def test_tensors_without_bytes_need_no_place() -> None:
     kept = tuple(each for each in case.program.body.tenancies if each.size_bytes)
     assert len(kept) < len(case.program.body.tenancies)
     assert found_in(with_body(case, tenancies=kept), case.profiles) == ()
-
-
-def test_a_prefetch_waits_for_whoever_had_any_of_its_bytes() -> None:
-    # x comes back to bytes that several tensors had before; each of their last uses has to be over.
-    case = recompute_from_swapped()
-    instructions = list(case.program.body.instructions)
-    last = max(at for at, each in enumerate(instructions) if each == Prefetch(0, 0))
-    for at, each in enumerate(instructions):
-        if isinstance(each, Wait) and each.lane is Lane.IN:
-            instructions[at] = Wait(Lane.IN, 0)
-    found = found_in(with_body(case, instructions=tuple(instructions)), case.profiles)
-    assert {each.kind for each in found if each.position == last} == {Kind.MISSING_WAIT}
 
 
 def test_parts_without_instructions_need_no_tenancies() -> None:

@@ -17,7 +17,7 @@ from tests.symbolic_machine import fault
 from trainmux.ir import ViolationKind, find_violations
 
 STRICTER = {ViolationKind.LEAK, ViolationKind.OVERLAP, ViolationKind.BOUNDARY, ViolationKind.PLACEMENT}
-"""What the verifier refuses although a program, placed so, may come to no harm: bytes that are never given
+"""Refused by the verifier although a program, placed so, may come to no harm: bytes that are never given
 back, bytes shared with a tensor that is not read again, and tenancies that then say something else."""
 
 SEEDS = st.integers(0, 2**32)
