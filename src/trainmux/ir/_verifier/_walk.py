@@ -33,19 +33,15 @@ class Held:
 
 @dataclass(frozen=True)
 class MachineState:
-    """Tensors on the device and, by version, on the host between two parts."""
+    """Tensors on the device and, by version, on the host between two parts.
+
+    After a part, also the earlier host copies that it relies on, and the tensors that it offloaded.
+    """
 
     device: Mapping[Key, Held]
     host: Mapping[Key, int | None]
-
-
-@dataclass(frozen=True)
-class Walked:
-    """The state a part leaves, the earlier host copies that it relies on, and the tensors it offloads."""
-
-    memory: MachineState
-    host_reads: frozenset[Key]
-    offloaded: frozenset[Key]
+    host_reads: frozenset[Key] = frozenset()
+    offloaded: frozenset[Key] = frozenset()
 
 
 class PartWalk:
@@ -76,7 +72,7 @@ class PartWalk:
         self._clocks = [[0, 0, 0] for _ in _LANES]
         self._clock_after: list[tuple[int, int, int]] = []
 
-    def run(self, entry: MachineState) -> Walked:
+    def run(self, entry: MachineState) -> MachineState:
         """Walk from ``entry`` to the end of the part, where all lanes join."""
         self._begin(entry)
         for position, instruction in enumerate(self._instructions):
@@ -92,9 +88,7 @@ class PartWalk:
             self._slab.check_end(len(self._instructions), resident)
             device[key] = Held(resident.tenancy.offset if resident.tenancy else None, resident.version)
         self._slab.finish()
-        return Walked(
-            MachineState(device, self._host), frozenset(self._host_reads), frozenset(self._offloaded_at)
-        )
+        return MachineState(device, self._host, frozenset(self._host_reads), frozenset(self._offloaded_at))
 
     def _begin(self, entry: MachineState) -> None:
         self._host = dict(entry.host)
