@@ -119,12 +119,6 @@ def test_attention_without_dropout_is_torchs(mask: str, options: dict[str, Any])
     assert_equals_torch(Attention(**options), attention_loss, attention_batch(mask))
 
 
-def test_multihead_attention_module_with_dropout_off_is_torchs() -> None:
-    torch.manual_seed(0)
-    model = nn.MultiheadAttention(8, 2, batch_first=True).double()
-    assert_equals_torch(model, lambda m, x: weighted_sum(m(x, x, x, need_weights=False)[0]), doubles(2, 5, 8))
-
-
 def test_attention_with_dropout_under_autocast_multiplies_in_bf16() -> None:
     traced = joint(Attention(dropout_p=0.5).float(), attention_loss, attention_batch("none"), AUTOCAST)
     products = traced.module.graph.find_nodes(op="call_function", target=aten.bmm.default)
