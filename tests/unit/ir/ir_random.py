@@ -28,7 +28,7 @@ from trainmux.planning import rewrite
 Node = tuple[int, int]
 
 
-def random_case(random: Random, max_layers: int, num_decisions: int = 6) -> Case:
+def random_case(random: Random, max_layers: int, num_decisions: int = 4) -> Case:
     """One to three sub-arrays in turns or in a ring, with those decisions that make sense."""
     shape = {"skip": 0.4, "buffer": 0.3, "second_output": 0.4, "unrepeatable": 0.2, "workspace": 0.5}
     profiles = tuple(

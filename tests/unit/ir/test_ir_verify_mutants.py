@@ -57,13 +57,13 @@ def test_every_mutant_is_found(mutator: Mutator) -> None:
     assert sum(check_mutants(make(), mutator) for make in HANDMADE) > 0
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=SEEDS)
 def test_random_programs_are_right(seed: int) -> None:
     assert_right(random_case(Random(seed), max_layers=4))
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=SEEDS)
 def test_mutants_of_random_programs_are_found(seed: int) -> None:
     case = random_case(Random(seed), max_layers=2)
@@ -71,7 +71,7 @@ def test_mutants_of_random_programs_are_found(seed: int) -> None:
         check_mutants(case, mutator)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(seed=SEEDS)
 def test_what_is_accepted_is_right_and_what_is_refused_is_wrong(seed: int) -> None:
     """Random edits: the verifier and the machine that tries everything agree on each."""
