@@ -20,7 +20,6 @@ from trainmux.ir._graph import (
     OutputKind,
     Phase,
 )
-from trainmux.ir._lanes import lane_of
 from trainmux.ir._plan import Attempt, Multiplexing, PlanRecord, Recomputation, Schedule, SubArray, Swap
 from trainmux.ir._profile import ByteClass, DeviceFacts, Profile, ProfiledNode, ProfiledTensor
 from trainmux.ir._program import (
@@ -37,7 +36,7 @@ from trainmux.ir._program import (
     Tenancy,
     Wait,
 )
-from trainmux.ir._timeline import MemoryPoint, Span, Timeline
+from trainmux.ir._timeline import MemoryPoint, Span, Timeline, lane_of
 from trainmux.ir._verifier import Violation, ViolationKind, find_violations, verify
 
 __all__ = [

@@ -1,11 +1,24 @@
-"""A program on the clock: when each instruction runs on its lane, and what is in use meanwhile."""
+"""A program on the clock: when each instruction runs on which lane, and what is in use meanwhile."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from trainmux.ir._profile import ByteClass
-from trainmux.ir._program import Lane
+from trainmux.ir._program import Compute, Free, Instruction, Lane, Offload, Prefetch, Recompute, Wait
+
+
+def lane_of(instruction: Instruction) -> Lane:
+    """The lane that an instruction runs on; the verifier decides this for itself."""
+    match instruction:
+        case Compute() | Recompute() | Free():
+            return Lane.COMPUTE
+        case Offload():
+            return Lane.OUT
+        case Prefetch():
+            return Lane.IN
+        case Wait():
+            return instruction.lane
 
 
 @dataclass(frozen=True)

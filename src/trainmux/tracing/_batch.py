@@ -38,7 +38,7 @@ class Text:
 
         def note(*args: Any, **kwargs: Any) -> Any:
             self.was_noted = True
-            raise _TextReadError
+            raise TypeError("expected code that does not read this text")  # noted, and traced again
 
         self._stand_in: Any = type("UnreadText", (), dict.fromkeys(_USES, note))()
 
@@ -48,10 +48,6 @@ class Text:
             return value
         self.was_hidden = True
         return self._stand_in
-
-
-class _TextReadError(Exception):
-    """Raised by the stand-in for text that is read; never seen by users."""
 
 
 def _is_text(value: Any) -> bool:

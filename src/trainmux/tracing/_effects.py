@@ -8,6 +8,7 @@ tensor that is stored but never read again by the next call.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from trainmux.errors import TraceError
@@ -23,7 +23,6 @@ from trainmux.tracing._passes import graph_constant, output_nodes, source_of
 from trainmux.tracing._reach import (
     PLAIN,
     GeneratorState,
-    Identity,
     Items,
     Reach,
     is_same,
@@ -169,17 +168,16 @@ def random_error(location: str | None) -> TraceError:
 
 def state_error(path: str, location: str | None, *, is_first_call: bool = False) -> TraceError:
     """Refuse code that changes Python state with every call, or computes something else the first time."""
+    reason = (
+        " by every call of the loss function; expected code without side effects: a fleet runs a graph, "
+        "not this code: keep the value in a registered buffer of the model, return it as a metric, or "
+        "compute it in the data loader"
+    )
     if is_first_call:
         reason = (
             " by the first call of the loss function, and the next call computes something else; expected "
             "every call to compute alike: call the loss function once before the member is made, or keep "
             f"{path} in a registered buffer"
-        )
-    else:
-        reason = (
-            " by every call of the loss function; expected code without side effects: a fleet runs a graph, "
-            "not this code: keep the value in a registered buffer of the model, return it as a metric, or "
-            "compute it in the data loader"
         )
     return refusal(f"{path} is changed", reason, location)
 
@@ -220,29 +218,19 @@ def same_results(once: fx.GraphModule, twice: fx.GraphModule) -> bool:
     return _numbered(once, 0, numbers) == _numbered(twice, num_inputs, numbers)
 
 
-def _numbered(module: fx.GraphModule, first: int, numbers: dict[Any, int]) -> list[int]:
+def _numbered(module: fx.GraphModule, num_skipped: int, numbers: dict[Any, int]) -> list[int]:
+    """Numbers of the outputs; inputs are counted on from ``-num_skipped``."""
     found: dict[fx.Node, int] = {}
-    num_inputs = 0
+    inputs = itertools.count(-num_skipped)
     for node in module.graph.nodes:
-        if node.op == "output":
-            continue
-        if node.op == "placeholder":
-            key: Any = ("input", num_inputs - first)
-            num_inputs += 1
-        elif node.op == "get_attr":
-            key = ("constant", tensor_digest(graph_constant(module, node)))
-        elif source_of(node) is not node:
-            found[node] = found[source_of(node)]
-            continue
-        else:
-            flat, spec = pytree.tree_flatten((node.args, node.kwargs))
-            parts = tuple(
-                ("value", found[part]) if isinstance(part, fx.Node) else _literal(part) for part in flat
-            )
-            key = (node.target, parts, str(spec))
-        found[node] = numbers.setdefault(key, len(numbers))
+        source = source_of(node)
+        if source is not node:
+            found[node] = found[source]
+        elif node.op != "output":
+            key: Any = ("input", next(inputs))
+            if node.op == "get_attr":
+                key = ("constant", tensor_digest(graph_constant(module, node)))
+            elif node.op == "call_function":
+                key = (node.target, str(fx.map_arg((node.args, node.kwargs), lambda n: f"value {found[n]}")))
+            found[node] = numbers.setdefault(key, len(numbers))
     return [found[node] for node in output_nodes(module)]
-
-
-def _literal(part: Any) -> Any:
-    return (type(part), repr(part)) if not isinstance(part, Tensor) else Identity(part)

@@ -37,13 +37,17 @@ from trainmux.tracing._effects import (
 )
 from trainmux.tracing._passes import (
     drop_constant_masks,
-    failures_make_nan,
     graph_constant,
     output_nodes,
     simplify,
     source_of,
 )
-from trainmux.tracing._randomness import draw_from_counters, own_generator_error
+from trainmux.tracing._randomness import (
+    Draws,
+    own_generator_error,
+    random_decompositions,
+    refuse_random_nodes,
+)
 from trainmux.tracing._reach import GeneratorState, Items, Reach
 from trainmux.tracing._source import innermost_user_frame, is_user_file, node_location, refusal
 from trainmux.tracing._torch_private import (
@@ -58,6 +62,7 @@ from trainmux.tracing._torch_private import (
     make_fx,
     refuses_generators,
     traced_operator,
+    traced_tensor,
     tracing_thread,
 )
 
@@ -101,17 +106,13 @@ class TraceSettings:
 class TracedGraph:
     """A member's graph with the meaning of its placeholders and outputs, in order.
 
-    ``num_forward_outputs`` of the outputs come from the forward pass; gradients follow. A forward-only
-    trace has no gradients and no tangent.
+    Outputs of the forward pass come first, then gradients. A forward-only trace has no gradients and no use
+    for the tangent.
     """
 
     module: fx.GraphModule
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
-
-    @property
-    def num_forward_outputs(self) -> int:
-        return sum(output.kind is not OutputKind.GRADIENT for output in self.outputs)
 
 
 def trace_joint(
@@ -181,12 +182,11 @@ def _trace(
         module = call.traced(call.once, fakes, mode)
         _refuse_effects(call, module, fakes, mode)
     _refuse_mixed_products(module, settings)
-    failures_make_nan(module, mode)
-    draw_from_counters(module, len(originals), mode)
+    refuse_random_nodes(module)
     _refuse_own_constants(module, call)
     drop_constant_masks(module)
 
-    kinds = (
+    names = (
         [(InputKind.PARAMETER, named.name) for named in call.parameters]
         + [(InputKind.BUFFER, named.name) for named in call.buffers]
         + [(InputKind.BATCH, leaf.path) for leaf in batch.spec.leaves]
@@ -194,17 +194,20 @@ def _trace(
     )
     inputs = tuple(
         GraphInput(kind, name, tuple(fake.shape), str(fake.dtype))
-        for (kind, name), fake in zip(kinds, fakes, strict=True)
+        for (kind, name), fake in zip(names, fakes, strict=True)
     )
-    metric_outputs = [GraphOutput(OutputKind.METRIC, name) for name in call.metrics]
-    buffer_outputs = [GraphOutput(OutputKind.BUFFER, named.name) for named in call.buffers]
-    if not training:
-        simplify(module, range(len(metric_outputs)))
-        return TracedGraph(module, inputs, tuple(metric_outputs))
-    gradient_outputs = [GraphOutput(OutputKind.GRADIENT, name) for name in call.used_parameters]
-    outputs = [GraphOutput(OutputKind.LOSS, "loss"), *metric_outputs, *buffer_outputs, *gradient_outputs]
-    _refuse_changed_parameters(module, [named.name for named in call.parameters])
-    kept = _without_unchanged_buffers(module, outputs)
+    outputs = [GraphOutput(OutputKind.METRIC, name) for name in call.metrics]
+    if training:
+        _refuse_changed_parameters(module, [named.name for named in call.parameters])
+        outputs.insert(0, GraphOutput(OutputKind.LOSS, "loss"))
+        outputs += [GraphOutput(OutputKind.BUFFER, named.name) for named in call.buffers]
+        outputs += [GraphOutput(OutputKind.GRADIENT, name) for name in call.used_parameters]
+    kept = [
+        position
+        for position, (output, node) in enumerate(zip(outputs, output_nodes(module), strict=False))
+        # A buffer that comes back as it went in has not changed.
+        if output.kind is not OutputKind.BUFFER or source_of(node).op != "placeholder"
+    ]
     simplify(module, kept)
     return TracedGraph(module, inputs, tuple(outputs[position] for position in kept))
 
@@ -224,6 +227,9 @@ class _Call:
         """Contents of the holders after each call."""
         self.metrics: list[str] = []
         self.used_parameters: list[str] = []
+        self._draws: Draws
+        self._checks: list[Tensor] = []
+        self._num_forward_checks = 0
         self._num_regions = 0
         self._learns = [named.tensor.requires_grad and training for named in self.parameters]
 
@@ -238,9 +244,13 @@ class _Call:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                 node.meta["ac_graph_id"] = self._num_regions
 
-        table: Any = torch._decomp.get_decompositions(_DECOMPOSE)
-        frames = frames_of(is_user_file)
-        tracer = make_fx(functionalized(step), decomposition_table=table, user_frames=frames)
+        def run(*flat: Tensor) -> list[Any]:
+            return self._with_failures(functionalized(step)(*flat))
+
+        table: dict[Any, Callable[..., Any]] = torch._decomp.get_decompositions(_DECOMPOSE)
+        table |= random_decompositions(lambda: self._draws)
+        table[torch.ops.aten._linalg_check_errors.default] = self._note_check
+        tracer = make_fx(run, decomposition_table=table, user_frames=frames_of(is_user_file))
         # What torch says about its own fake kernels is not news to the user.
         with ignored_warnings(), mode, tracing_thread(), own_composites(), checkpoint_regions(mark):
             return tracer(*fakes)
@@ -257,7 +267,26 @@ class _Call:
         self._run(flat[:half])
         return self._run(flat[half:], self.after[0])
 
-    def _run(self, flat: Sequence[Tensor], contents: Sequence[Items] | None = None) -> list[Any]:
+    def _note_check(self, info: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Note the error code of a factorization, which torch would read on the host and raise."""
+        self._checks.append(info)
+
+    def _with_failures(self, results: list[Any]) -> list[Any]:
+        """Results with NaN as loss, or as gradients, where a factorization of that pass failed.
+
+        A graph cannot raise, and one member's failure must not stop the others: a loss of NaN freezes its
+        member. Where the backward pass factorizes (``linalg.eig`` solves a system), gradients are NaN.
+        """
+        forward, backward = self._checks[: self._num_forward_checks], self._checks[self._num_forward_checks :]
+        results[0] = _nan_if(forward, results[0])
+        end = len(results) - len(self.parameters)
+        begin = end - len(self.used_parameters)
+        results[begin:end] = [_nan_if(backward, gradient) for gradient in results[begin:end]]
+        return results
+
+    def _run(self, flat: Sequence[Any], contents: Sequence[Items] | None = None) -> list[Any]:
+        self._draws = Draws(*map(traced_tensor, flat[-3:-1]))
+        self._checks = []
         num_parameters, num_own = len(self.parameters), len(self.reach.own)
         used = [
             tensor.detach().requires_grad_(True) if learns else tensor
@@ -272,6 +301,7 @@ class _Call:
                         tensor.register_hook(hook)
                 with _surroundings(self._settings, self._training):
                     result = self._fn(self._model, self._batch.rebuild(leaves))
+                self._num_forward_checks = len(self._checks)
                 if not self._training:
                     return self._named(_as_metrics(result))
                 # Hooks run now, and may look at the model, too.
@@ -285,18 +315,12 @@ class _Call:
         return [loss.detach().reshape(()), *values, *new_buffers, *gradients, *used]
 
     def _gradients(self, loss: Tensor, used: Sequence[Tensor], tangent: Tensor) -> list[Tensor]:
-        learning = [
-            (named.name, tensor)
-            for named, tensor, learns in zip(self.parameters, used, self._learns, strict=True)
-            if learns
-        ]
+        learning = [tensor for tensor, learns in zip(used, self._learns, strict=True) if learns]
+        names = [named.name for named, learns in zip(self.parameters, self._learns, strict=True) if learns]
         found = torch.autograd.grad(
-            loss,
-            [tensor for _, tensor in learning],
-            tangent.to(loss.dtype).reshape(loss.shape),
-            allow_unused=True,
+            loss, learning, tangent.to(loss.dtype).reshape(loss.shape), allow_unused=True
         )
-        kept = {name: grad for (name, _), grad in zip(learning, found, strict=True) if grad is not None}
+        kept = {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
         if not kept:
             raise LossError(_INDEPENDENT)
         self.used_parameters = list(kept)
@@ -375,6 +399,14 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, settings: TraceSettings) -> Tens
         return torch.empty(tensor.shape, dtype=dtype, device=settings.device)
 
 
+def _nan_if(checks: list[Tensor], value: Tensor) -> Tensor:
+    """NaN where one of the error codes is not zero."""
+    if not checks:
+        return value
+    failed = torch.stack([(info != 0).any() for info in checks]).any()
+    return torch.where(failed, torch.full_like(value, float("nan")), value)
+
+
 @contextmanager
 def _surroundings(settings: TraceSettings, training: bool) -> Iterator[None]:
     """Autocast, gradients and default device as a step has them."""
@@ -432,43 +464,38 @@ def _as_metrics(result: Any) -> dict[str, Any]:
 
 
 def _trace_error(error: Exception) -> TraceError:
+    """A typed error for one that stopped a trace."""
     location = innermost_user_frame(error.__traceback__)
-    op = getattr(error, "func", None)
-    if isinstance(error, ConstantChangedError):
-        return refusal(
-            str(error),
-            " changes a tensor in place that is not part of the model; expected only buffers of the model to "
-            "be changed: register the tensor as a buffer of the model, or make a new one",
-            location,
-            error,
-        )
     if refuses_generators(error):
         return own_generator_error(str(traced_operator(error)), location)
-    if isinstance(error, DATA_DEPENDENT_ERRORS):
-        remedy = next((text for part, text in _REMEDIES.items() if part in str(op)), _REMEDY)
-        return refusal(
-            str(op),
-            ": the result or its shape depends on the values in a tensor, which a graph cannot express; "
-            f"{remedy}",
-            location,
-            str(op),
-        )
+    op = getattr(error, "func", None)
     outer = higher_order_operator(error)
-    if outer is not None:
-        return refusal(
-            outer,
-            ": expected operators on tensors, got one that takes functions; compute both branches and choose "
-            "with torch.where, or write the loop in Python",
-            location,
-            outer,
+    if isinstance(error, ConstantChangedError):
+        what = op = str(error)
+        reason = (
+            " changes a tensor in place that is not part of the model; expected only buffers of the model to "
+            "be changed: register the tensor as a buffer of the model, or make a new one"
         )
-    return refusal(
-        "tracing stopped",
-        f": {type(error).__name__}: {error}; the model must run on fake tensors: no NumPy, no Python values "
-        "read from tensors, constants registered as buffers",
-        location,
-        op,
-    )
+    elif isinstance(error, DATA_DEPENDENT_ERRORS):
+        what = str(op)
+        remedy = next((text for part, text in _REMEDIES.items() if part in what), _REMEDY)
+        reason = (
+            ": the result or its shape depends on the values in a tensor, which a graph cannot express; "
+            f"{remedy}"
+        )
+    elif outer is not None:
+        what = op = outer
+        reason = (
+            ": expected operators on tensors, got one that takes functions; compute both branches and choose "
+            "with torch.where, or write the loop in Python"
+        )
+    else:
+        what = "tracing stopped"
+        reason = (
+            f": {type(error).__name__}: {error}; the model must run on fake tensors: no NumPy, no Python "
+            "values read from tensors, constants registered as buffers"
+        )
+    return refusal(what, reason, location, op)
 
 
 def _refuse_mixed_products(module: fx.GraphModule, settings: TraceSettings) -> None:
@@ -502,12 +529,3 @@ def _refuse_changed_parameters(module: fx.GraphModule, names: list[str]) -> None
                 node_location(changed),
                 changed.target,
             )
-
-
-def _without_unchanged_buffers(module: fx.GraphModule, outputs: list[GraphOutput]) -> list[int]:
-    """Positions of the outputs to keep: all but buffers that come back as they went in."""
-    return [
-        position
-        for position, (output, node) in enumerate(zip(outputs, output_nodes(module), strict=False))
-        if output.kind is not OutputKind.BUFFER or source_of(node).op != "placeholder"
-    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
-from trainmux.tracing._torch_private import FakeTensorMode, copy_node, make_fx, min_cut
+from trainmux.tracing._torch_private import min_cut
 
 aten = torch.ops.aten
 
@@ -98,88 +98,6 @@ def inherit_meta(new: fx.Node, old: fx.Node) -> None:
             new.meta[key] = old.meta[key]
 
 
-def replace_node(node: fx.Node, fn: Callable[..., Any], args: tuple[Any, ...], mode: FakeTensorMode) -> None:
-    """Replace ``node`` by what ``fn(*args)`` computes; ``args`` may hold nodes anywhere."""
-    leaves, spec = pytree.tree_flatten(args)
-    sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-
-    def flat(*tensors: Any) -> Any:
-        values = iter(tensors)
-        filled = [next(values) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-        return fn(*pytree.tree_unflatten(filled, spec))
-
-    with mode:
-        part = make_fx(flat)(*[source.meta["val"] for source in sources])
-    graph = node.graph
-    copied: dict[fx.Node, Any] = {}
-    remaining = iter(sources)
-    with graph.inserting_before(node):
-        for inner in part.graph.nodes:
-            if inner.op == "placeholder":
-                copied[inner] = next(remaining)
-            elif inner.op == "output":
-                result = fx.map_arg(inner.args[0], lambda n: copied[n])
-            else:
-                if inner.op == "get_attr":
-                    raise RuntimeError(
-                        f"expected no constants in the replacement of {node}, got {inner.target}"
-                    )
-                new = copy_node(graph, inner, lambda n: copied[n])
-                inherit_meta(new, node)
-                copied[inner] = new
-    if isinstance(result, fx.Node):
-        node.replace_all_uses_with(result)
-    else:
-        for user in list(node.users):
-            if user.target is not operator.getitem:
-                raise RuntimeError(f"expected only getitem to use {node}, got {user.target}")
-            user.replace_all_uses_with(result[user.args[1]])
-            graph.erase_node(user)
-    graph.erase_node(node)
-
-
-def failures_make_nan(module: fx.GraphModule, mode: FakeTensorMode) -> None:
-    """Turn checks for failed factorizations into NaN, in the first output or in the gradients.
-
-    Torch looks at an error code on the host and raises. A graph cannot raise, and one member's failure must
-    not stop the others: the loss of a member whose code is not zero becomes NaN, which freezes that member.
-    Where a factorization of the backward pass fails (``linalg.eig`` solves a system), its gradients do.
-    """
-    checks = module.graph.find_nodes(op="call_function", target=aten._linalg_check_errors.default)
-    if not checks:
-        return
-    backward = {module.graph.find_nodes(op="placeholder")[-1]}  # whatever depends on the tangent
-    for node in module.graph.nodes:
-        if not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
-    outputs = output_nodes(module)
-    early = [node.args[0] for node in checks if node not in backward]
-    late = [node.args[0] for node in checks if node in backward]
-    if early:
-        _poison(module, outputs[0], early, mode)
-    if late:
-        for output in dict.fromkeys(node for node in outputs if node in backward):
-            _poison(module, output, late, mode)
-    for node in checks:
-        module.graph.erase_node(node)
-    module.recompile()
-
-
-def _poison(module: fx.GraphModule, value: fx.Node, codes: list[fx.Node], mode: FakeTensorMode) -> None:
-    """Return NaN in the place of the output ``value`` where one of ``codes`` is not zero."""
-    (output,) = module.graph.find_nodes(op="output")
-
-    def poisoned(value: Tensor, *infos: Tensor) -> Tensor:
-        failed = torch.stack([(info != 0).any() for info in infos]).any()
-        return torch.where(failed, torch.full_like(value, float("nan")), value)
-
-    with module.graph.inserting_before(output):
-        marker = module.graph.call_function(aten.alias.default, (value,))
-        marker.meta["val"] = value.meta["val"]
-    output.args = fx.map_arg(output.args, lambda node: marker if node is value else node)
-    replace_node(marker, poisoned, (value, *codes), mode)
-
-
 # ---- attention masks -----------------------------------------------------------------------------------
 
 _BIAS_NAMES = frozenset({"attn_bias", "bias", "attn_mask"})
@@ -198,10 +116,9 @@ def drop_constant_masks(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if not is_attention(node.target):
             continue
-        names = [argument.name for argument in node.target._schema.arguments]
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        bias = next((given[name] for name in names if name in _BIAS_NAMES and given.get(name)), None)
-        if not isinstance(bias, fx.Node) or given.get("is_causal"):
+        given = _arguments(node)
+        bias = next((value for name, value in given.items() if name in _BIAS_NAMES and value), None)
+        if not isinstance(bias, fx.Node) or given["is_causal"]:
             continue
         if bias not in known:
             known[bias] = _is_causal(module, bias)
@@ -220,20 +137,20 @@ def is_attention(target: Any) -> bool:
     return isinstance(target, OpOverload) and "_scaled_dot_product" in target.name()
 
 
-def _replace_mask(node: fx.Node, *, is_causal: bool) -> None:
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of an operator by name, defaults included, in the order of its schema."""
     described = node.target._schema.arguments  # type: ignore[union-attr]
-    changes: dict[str, Any] = {"is_causal": is_causal} | dict.fromkeys(_BIAS_NAMES)
-    positional, keyword = list(node.args), dict(node.kwargs)
-    for position, argument in enumerate(described):
-        if argument.kwarg_only:
-            if argument.name in changes:
-                keyword[argument.name] = changes[argument.name]
-            continue
-        # Defaults before a changed argument are written out, so that positions match.
-        if position >= len(positional):
-            positional.append(keyword.pop(argument.name, argument.default_value))
-        positional[position] = changes.get(argument.name, positional[position])
-    node.args, node.kwargs = tuple(positional), keyword
+    given = zip((argument.name for argument in described), node.args, strict=False)
+    return {argument.name: argument.default_value for argument in described} | dict(given) | node.kwargs
+
+
+def _replace_mask(node: fx.Node, *, is_causal: bool) -> None:
+    """Write positional arguments out, so that fusion rules find each of them by its place."""
+    described = node.target._schema.arguments  # type: ignore[union-attr]
+    new = _arguments(node) | {"is_causal": is_causal} | dict.fromkeys(_BIAS_NAMES)
+    by_name = {argument.name for argument in described if argument.kwarg_only}
+    node.args = tuple(new[argument.name] for argument in described if not argument.kwarg_only)
+    node.kwargs = {name: new[name] for name in node.kwargs if name in by_name}
 
 
 def _is_causal(module: fx.GraphModule, bias: fx.Node) -> bool | None:

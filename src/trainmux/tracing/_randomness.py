@@ -1,13 +1,12 @@
 """Random operators become functions of counters (D11).
 
-Each random node of a traced graph is replaced by arithmetic on ``random_words``, whose operator
-number is the node's position among the random nodes: stable, because the graph is that of one member
+While a member's code is traced, each random operator is decomposed into arithmetic on ``random_words``,
+whose operator number counts the random operators of a call: stable, because the graph is that of one member
 whatever the width.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,20 +16,23 @@ from torch import Tensor, fx
 
 from trainmux.errors import TraceError
 from trainmux.runtime import WORD_RANGE, random_words
-from trainmux.tracing._passes import is_attention, replace_node
+from trainmux.tracing._passes import is_attention
 from trainmux.tracing._source import node_location, refusal
-from trainmux.tracing._torch_private import FakeTensorMode
 
 aten = torch.ops.aten
 
 
 class Draws:
-    """Draws of one random operator: words, and what is made of them."""
+    """Draws of a member's random operators, one after another: words, and what is made of them."""
 
-    def __init__(self, seed: Tensor, counter: Tensor, operator: int) -> None:
+    def __init__(self, seed: Tensor, counter: Tensor) -> None:
         self._seed = seed
         self._counter = counter
-        self._operator = operator
+        self._operator = -1
+
+    def by_next_operator(self) -> Draws:
+        self._operator += 1
+        return self
 
     def words(self, shape: torch.Size, stream: int = 0) -> Tensor:
         # Two bits of the operator word tell apart the draws of one operator that needs several.
@@ -142,37 +144,28 @@ _RULES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def is_random(target: Any) -> bool:
-    """Whether an operator draws from torch's generator; attention has the tag for dropout, unused here."""
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and not is_attention(target)
+def random_decompositions(draws: Callable[[], Draws]) -> dict[Any, Callable[..., Any]]:
+    """Decompositions of random operators into ``draws()``, those of the call that is being traced."""
+
+    def decomposed(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("generator") is not None:
+                return NotImplemented  # becomes a node, which is refused when the trace is done
+            return rule(draws().by_next_operator(), *args, **kwargs)
+
+        return draw
+
+    return {op: decomposed(rule) for op, rule in _RULES.items()}
 
 
-def draw_from_counters(module: fx.GraphModule, seed_position: int, mode: FakeTensorMode) -> None:
-    """Replace every random node of ``module``, in place.
-
-    The placeholders at ``seed_position`` and the one after it hold the member's seed and step counter.
-    """
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    seed, counter = placeholders[seed_position : seed_position + 2]
-    random = [node for node in module.graph.nodes if node.op == "call_function" and is_random(node.target)]
-    for operator, node in enumerate(random):
-        drawn = functools.partial(_draw, _rule_for(node), operator)
-        replace_node(node, drawn, (seed, counter, node.args, node.kwargs), mode)
-    if random:
-        module.graph.lint()
-        module.recompile()
-
-
-def _draw(
-    rule: Callable[..., Any], operator: int, seed: Tensor, counter: Tensor, args: Any, kwargs: Any
-) -> Any:
-    return rule(Draws(seed, counter, operator), *args, **kwargs)
-
-
-def _rule_for(node: fx.Node) -> Callable[..., Any]:
-    if node.kwargs.get("generator") is not None:
-        raise own_generator_error(str(node.target), node_location(node))
-    if node.target not in _RULES:
+def refuse_random_nodes(module: fx.GraphModule) -> None:
+    """Refuse operators that still draw from a generator of torch's or of the user's."""
+    for node in module.graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded not in tags or is_attention(node.target):
+            continue  # attention has the tag for its dropout, which is an operator of its own here
+        if node.kwargs.get("generator") is not None:
+            raise own_generator_error(str(node.target), node_location(node))
         raise refusal(
             f"random operator {node.target}",
             " has no counter-based form; supported are dropout, bernoulli, rand, randn, uniform, normal, "
@@ -180,7 +173,6 @@ def _rule_for(node: fx.Node) -> Callable[..., Any]:
             node_location(node),
             node.target,
         )
-    return _RULES[node.target]
 
 
 def own_generator_error(op: str, location: str | None) -> TraceError:

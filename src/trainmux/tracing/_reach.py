@@ -43,7 +43,7 @@ Items = dict[Any, Any]
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OPAQUE_PACKAGES = ("trainmux.", "torch.optim.", "torch.utils.data.")
 _HIDDEN = frozenset({"_modules", "_parameters", "_buffers"})
-_BESIDE = "__dict__"
+_ATTRIBUTES = "__dict__"
 _WITHOUT_EFFECT = frozenset(
     {
         "_non_persistent_buffers_set",
@@ -61,33 +61,28 @@ _DIGESTED_BYTES = 1 << 20
 # ---- holders -------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Holder:
-    """A container that code can reach; ``replace`` fills it anew, ``None`` for one that cannot be written."""
+    """A container that code can reach; ``replace`` fills it anew, ``None`` for one that cannot be written.
 
-    def __init__(
-        self,
-        value: Any,
-        label: Hashable,
-        read: Callable[[], Items],
-        replace: Callable[[Items], None] | None = None,
-        mapping: dict[Any, Any] | None = None,
-    ) -> None:
-        self.value = value  # kept alive: an address alone is given away again
-        self.label = label
-        self.read = read
-        self.mapping = mapping
-        """The dict behind it, if its entries are exactly those of one."""
-        self._replace = replace
+    ``mapping`` is the dict behind it, if its entries are exactly those of one.
+    """
+
+    value: Any  # kept alive: an address alone is given away again
+    label: Hashable
+    read: Callable[[], Items]
+    replace: Callable[[Items], None] | None = None
+    mapping: dict[Any, Any] | None = None
 
     @property
     def can_change(self) -> bool:
         """Whether its entries may become others while it stays the same object."""
-        return self._replace is not None or isinstance(self.value, types.FunctionType)
+        return self.replace is not None or isinstance(self.value, types.FunctionType)
 
     def write(self, items: Items) -> None:
         """Make the container hold ``items``, if it can be written."""
-        if self._replace is not None:
-            self._replace(items)
+        if self.replace is not None:
+            self.replace(items)
 
 
 def _container_holder(value: Any, label: Hashable) -> Holder:
@@ -96,10 +91,10 @@ def _container_holder(value: Any, label: Hashable) -> Holder:
 
     def read() -> Items:
         entries = value if is_dict else _sorted(value) if isinstance(value, set) else dict(enumerate(value))
-        return {**entries, **_beside(value)}
+        return {**entries, **_attributes_of(value)}
 
     def replace(items: Items) -> None:
-        kept = {key: item for key, item in items.items() if key is not _BESIDE}
+        kept = {key: item for key, item in items.items() if key is not _ATTRIBUTES}
         value.clear()
         if isinstance(value, (list, deque)):
             value.extend(kept.values())
@@ -113,10 +108,10 @@ def _sorted(value: Any) -> Items:
     return dict(enumerate(sorted(value, key=repr)))
 
 
-def _beside(container: Any) -> Items:
+def _attributes_of(container: Any) -> Items:
     """Attributes that a container of a class of its own carries besides its items."""
     is_own_class = type(container).__module__ not in ("builtins", "collections")
-    return {_BESIDE: vars(container)} if is_own_class and hasattr(container, "__dict__") else {}
+    return {_ATTRIBUTES: vars(container)} if is_own_class and hasattr(container, "__dict__") else {}
 
 
 def _object_holder(value: Any) -> Holder:
@@ -231,7 +226,7 @@ def _function_holder(function: types.FunctionType) -> Holder:
             "__code__": function.__code__,
             "__defaults__": function.__defaults__,
             "__kwdefaults__": function.__kwdefaults__,
-            _BESIDE: vars(function),
+            _ATTRIBUTES: vars(function),
         }
 
     return Holder(function, "function", read)
@@ -458,19 +453,15 @@ class Reach:
                 found.append((None, self.path(*self._origins[number]) if number else "model"))
             yield from found
 
-    def restore(self) -> None:
-        """Put back what every holder held."""
-        for holder, items in zip(self.holders, self.contents, strict=True):
-            if not same_items(holder.read(), items):
-                holder.write(items)
-
     @contextmanager
     def restored(self) -> Iterator[Reach]:
-        """Put everything back afterwards."""
+        """Put back what every holder held, afterwards."""
         try:
             yield self
         finally:
-            self.restore()
+            for holder, items in zip(self.holders, self.contents, strict=True):
+                if not same_items(holder.read(), items):
+                    holder.write(items)
 
     def stand_in(self, value: Any, replace: Callable[[int], Tensor], views: dict[int, Any]) -> Any:
         """``value`` with ``replace(number)`` in the place of the model's tensors, views of them included.
@@ -505,9 +496,9 @@ class Reach:
 
     def _walk(self) -> None:
         while len(self.contents) < len(self.holders):
-            while len(self.contents) < len(self.holders):
-                self._expand(len(self.contents))
-            self._visit_mentioned()
+            self._expand(len(self.contents))
+            if len(self.contents) == len(self.holders):
+                self._visit_mentioned()
 
     def _add(self, holder: Holder, origin: tuple[int, Any]) -> int:
         self.holders.append(holder)
@@ -635,7 +626,7 @@ def _is_item_of_sequence(holder: Holder) -> bool:
 
 
 def _word(step: Any) -> str:
-    if step in _HIDDEN or step in ("", _BESIDE, "globals", "self"):
+    if step in _HIDDEN or step in ("", _ATTRIBUTES, "globals", "self"):
         return ""
     if isinstance(step, str) and step.isidentifier():
         return f".{step}"

@@ -154,14 +154,6 @@ class _InTracingThread:
     def __hash__(self) -> int:
         return hash(bool(self))
 
-    def __or__(self, other: Any) -> Any:
-        return bool(self) | other
-
-    def __and__(self, other: Any) -> Any:
-        return bool(self) & other
-
-    __ror__, __rand__ = __or__, __and__
-
 
 def while_tracing(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """``own`` in the thread that traces a user's code, ``original`` in others: they do not see a patch."""
@@ -258,14 +250,15 @@ def functionalized(fn: Callable[..., Any]) -> Callable[..., Any]:
         with _WithoutConstantsChanged():
             wrapped = pytree.tree_map_only(Tensor, FunctionalTensor.to_functional, args)
             out = fn(*wrapped)
-
-        def unwrap(value: FunctionalTensor) -> Tensor:
-            torch._sync(value)  # type: ignore[attr-defined]
-            return torch._from_functional_tensor(value.elem)
-
-        return pytree.tree_map_only(FunctionalTensor, unwrap, out)
+        return pytree.tree_map_only(FunctionalTensor, traced_tensor, out)
 
     return run
+
+
+def traced_tensor(value: FunctionalTensor) -> Tensor:
+    """The tensor that the tracer outside of a ``functionalized`` function sees, with all changes made."""
+    torch._sync(value)  # type: ignore[attr-defined]
+    return torch._from_functional_tensor(value.elem)
 
 
 def frames_of(wanted: Callable[[str], bool]) -> Callable[[], str]:
@@ -273,22 +266,19 @@ def frames_of(wanted: Callable[[str], bool]) -> Callable[[], str]:
 
     Many nodes have one line's frames, which are written once.
     """
-    is_wanted: dict[str, bool] = {}
     known: dict[tuple[tuple[str, int, str], ...], str] = {}
 
     def frames() -> str:
-        found: list[tuple[str, int, str]] = []
-        for frame, line in traceback.walk_stack(sys._getframe(1)):
-            file = frame.f_code.co_filename
-            if file not in is_wanted:
-                is_wanted[file] = wanted(file)
-            if is_wanted[file]:
-                found.append((file, line, frame.f_code.co_name))
-        key = tuple(reversed(found))
-        if key not in known:
-            summary = traceback.StackSummary.from_list([traceback.FrameSummary(*frame) for frame in key])
-            known[key] = "".join(summary.format()).strip()
-        return known[key]
+        stack = [(frame.f_code, line) for frame, line in traceback.walk_stack(sys._getframe(1))]
+        found = tuple(
+            (code.co_filename, line, code.co_name)
+            for code, line in reversed(stack)
+            if wanted(code.co_filename)
+        )
+        if found not in known:
+            summary = traceback.StackSummary.from_list([traceback.FrameSummary(*frame) for frame in found])
+            known[found] = "".join(summary.format()).strip()
+        return known[found]
 
     return frames
 
@@ -434,20 +424,19 @@ def refuses_generators(error: Exception) -> bool:
 
 def traced_operator(error: Exception) -> OpOverload | None:
     """The operator that was being traced when an error came up."""
-    found = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        operator = frame.f_locals.get("func")
-        found = operator if isinstance(operator, OpOverload) else found
-    return found
+    return next(reversed(_values_in_frames(error, "func", OpOverload)), None)
 
 
 def higher_order_operator(error: Exception) -> str | None:
     """The operator that takes functions (``torch.cond``, ``while_loop``) that was called when one came up."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        operator = frame.f_locals.get("self")
-        if isinstance(operator, HigherOrderOperator):
-            return f"torch.ops.higher_order.{operator.name()}"
-    return None
+    found = _values_in_frames(error, "self", HigherOrderOperator)
+    return f"torch.ops.higher_order.{found[0].name()}" if found else None
+
+
+def _values_in_frames(error: Exception, name: str, kind: type) -> list[Any]:
+    """Values of that kind of the local variable ``name`` in the frames of a traceback, outermost first."""
+    values = [frame.f_locals.get(name) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [value for value in values if isinstance(value, kind)]
 
 
 def has_vmap_rule(op: OpOverload) -> bool:
@@ -498,24 +487,19 @@ def checkpoint_regions(on_region: Callable[[list[fx.Node]], None]) -> Iterator[N
     forward and backward recomputes instead, by the marks that ``on_region`` sets.
     """
 
-    @contextmanager
-    def region() -> Iterator[None]:
+    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
         graph = tracer_graph()
         last = last_node(graph)
         yield
         on_region(nodes_after(graph, last))
 
-    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with region():
-            yield
-
     def apply(run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        with region():
+        with contextmanager(region)():
             return run_function(*args)
 
     module = torch.utils.checkpoint
     with (
-        replaced(module, _checkpoint_without_reentrant_generator=generator),
+        replaced(module, _checkpoint_without_reentrant_generator=region),
         replaced(module.CheckpointFunction, apply=apply),
     ):
         yield

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from trainmux.tracing._torch_private import (
 )
 
 aten = torch.ops.aten
-_NUM_QUICK, _NUM_SAMPLES = 4, 16
+_NUM_QUICK, _NUM_SAMPLES = 3, 16
 
 
 @dataclass(frozen=True)
@@ -120,43 +121,28 @@ def _layer(layer: Any, packed: bool) -> Call:
     return _call(function, x, *(parameter.detach() for parameter in layer.parameters()))
 
 
-def _one_hot(most: int) -> list[Call]:
-    labels = torch.tensor([[0, 2], [3, 1]])
-    return [_call(F.one_hot, labels), _call(lambda x: F.one_hot(x, 5), labels)]
-
-
-def _pad_sequence(most: int) -> list[Call]:
-    parts = [_normal(4, 2), _normal(2, 2), _normal(3, 2)]
-    options: list[dict[str, Any]] = [
-        {},
-        {"batch_first": True, "padding_value": 0.5},
-        {"padding_side": "left"},
-    ]
-    return [_call(lambda *x, each=each: rnn.pad_sequence(list(x), **each), *parts) for each in options]
-
-
-def _istft(most: int) -> list[Call]:
-    window = torch.hann_window(8, dtype=torch.float64) + 0.1
-    options: list[dict[str, Any]] = [{}, {"center": False}, {"normalized": True}, {"length": 30}]
-
-    def inverse(x: Tensor, w: Tensor, each: dict[str, Any]) -> Tensor:
-        return torch.istft(torch.view_as_complex(x), 8, hop_length=2, window=w, **each)
-
-    return [
-        _call(lambda x, w, each=each: inverse(x, w, each), _normal(3, 5, 12, 2), window) for each in options
-    ]
+def _each(
+    function: Callable[..., Any], options: list[dict[str, Any]], *makers: Callable[[], Tensor]
+) -> Calls:
+    """The function with each of these options, of tensors that are made for each call."""
+    return lambda most: [_call(partial(function, **each), *(make() for make in makers)) for each in options]
 
 
 def _antialiased(op: str) -> Calls:
-    def calls(most: int) -> list[Call]:
-        target = getattr(aten, op).vec
-        return [
-            _call(lambda x, size=size, corners=corners: target(x, size, corners, None), _normal(2, 3, 6, 7))
-            for size in ([3, 4], [9, 8])
-            for corners in (False, True)
-        ]
+    sizes = [
+        {"output_size": size, "align_corners": corners}
+        for size in ([3, 4], [9, 8])
+        for corners in (False, True)
+    ]
+    return _each(partial(getattr(aten, op).vec, scale_factors=None), sizes, lambda: _normal(2, 3, 6, 7))
 
-    return calls
+
+def _pad(*parts: Tensor, **options: Any) -> Tensor:
+    return rnn.pad_sequence(list(parts), **options)
+
+
+def _istft(x: Tensor, window: Tensor, **options: Any) -> Tensor:
+    return torch.istft(torch.view_as_complex(x), 8, hop_length=2, window=window, **options)
 
 
 SOURCES: dict[str, Calls] = {
@@ -170,7 +156,12 @@ SOURCES: dict[str, Calls] = {
     "aten.gru.data": _layers(nn.GRU, packed=True),
     "aten.gru.input": _layers(nn.GRU, packed=False),
     "aten.hardshrink.default": _from_database("nn.functional.hardshrink"),
-    "aten.istft.default": _istft,
+    "aten.istft.default": _each(
+        _istft,
+        [{}, {"center": False}, {"normalized": True}, {"length": 30}],
+        lambda: _normal(3, 5, 12, 2),
+        lambda: torch.hann_window(8, dtype=torch.float64) + 0.1,
+    ),
     "aten.layer_norm.default": _from_database("nn.functional.layer_norm"),
     "aten.lstm.data": _layers(nn.LSTM, packed=True),
     "aten.lstm.input": _layers(nn.LSTM, packed=False),
@@ -180,8 +171,14 @@ SOURCES: dict[str, Calls] = {
     "aten.multilabel_margin_loss_forward.default": _from_database("nn.functional.multilabel_margin_loss"),
     "aten.native_batch_norm.default": _from_database("native_batch_norm", "nn.functional.instance_norm"),
     "aten.native_dropout_backward.default": _from_database("native_dropout_backward"),
-    "aten.one_hot.default": _one_hot,
-    "aten.pad_sequence.default": _pad_sequence,
+    "aten.one_hot.default": _each(
+        F.one_hot, [{}, {"num_classes": 5}], lambda: torch.tensor([[0, 2], [3, 1]])
+    ),
+    "aten.pad_sequence.default": _each(
+        _pad,
+        [{}, {"batch_first": True, "padding_value": 0.5}, {"padding_side": "left"}],
+        *(lambda length=length: _normal(length, 2) for length in (4, 2, 3)),
+    ),
     "aten.rnn_relu.data": _layers(lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k), packed=True),
     "aten.rnn_relu.input": _layers(lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k), packed=False),
     "aten.rnn_tanh.data": _layers(nn.RNN, packed=True),

@@ -14,25 +14,20 @@ from tracing_tools import (
     AUTOCAST,
     assert_equals_torch,
     assert_outputs_close,
+    doubles,
+    forward,
     joint,
     kinds,
     run,
     run_eagerly,
     targets,
+    weighted_sum,
 )
 
 from trainmux.ir import OutputKind
 from trainmux.runtime import WORD_RANGE, random_words
 
 aten = torch.ops.aten
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def doubles(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
 # ---- attention -------------------------------------------------------------------------------------------
@@ -56,51 +51,29 @@ class Attention(nn.Module):
 
 def reference_attention(model: Attention, mask: Tensor | None, kept: Tensor) -> Tensor:
     """The definition in torch's documentation, with ``kept`` in the place of its dropout."""
-    options = model.options
     query, key, value = model.query, model.key, model.value
-    if options.get("enable_gqa"):
+    if model.options.get("enable_gqa"):
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    factor = options.get("scale") or 1 / math.sqrt(SIZE)
-    scores = query @ key.transpose(-2, -1) * factor
-    if options.get("is_causal"):
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        scores = scores.masked_fill(~visible, -math.inf)
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -math.inf)
-    elif mask is not None:
-        scores = scores + mask
+    scores = query @ key.transpose(-2, -1) * (model.options.get("scale") or 1 / math.sqrt(SIZE))
+    if model.options.get("is_causal"):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
-    return (weights * kept / (1 - options["dropout_p"])) @ value
-
-
-def weighted_sum(out: Tensor) -> Tensor:
-    return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
+    return (weights * kept / (1 - model.options["dropout_p"])) @ value
 
 
 MASKS: dict[str, Tensor | None] = {
     "none": None,
-    "bool": torch.rand(BATCH, 1, QUERIES, KEYS, generator=generator(4)) > 0.3,
-    "bool two-dimensional": torch.rand(QUERIES, KEYS, generator=generator(5)) > 0.3,
+    "bool": doubles(BATCH, 1, QUERIES, KEYS, seed=4) > -0.5,
+    "bool two-dimensional": doubles(QUERIES, KEYS, seed=5) > -0.5,
     "bool with a blind row": torch.arange(QUERIES)[:, None] > torch.arange(KEYS)[None, :],
     "float": doubles(BATCH, HEADS, QUERIES, KEYS, seed=6),
     "float three-dimensional": doubles(HEADS, QUERIES, KEYS, seed=6),
     "float with -inf": torch.where(torch.eye(QUERIES, KEYS, dtype=torch.bool), -math.inf, 0.5).double(),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "scale": {"scale": -0.7},
-    "causal": {"is_causal": True},
-    "grouped queries": {"enable_gqa": True, "key_heads": 2},
-}
-
-
-COMBINATIONS = [
-    *[(mask, "plain") for mask in MASKS],
-    ("bool", "scale"),
-    ("float", "grouped queries"),
-    ("none", "causal"),
-]
+SCALED, GROUPED = {"scale": -0.7}, {"enable_gqa": True, "key_heads": 2}
 
 
 def attention_loss(model: Attention, batch: dict[str, Tensor | None]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -108,13 +81,26 @@ def attention_loss(model: Attention, batch: dict[str, Tensor | None]) -> tuple[T
     return weighted_sum(out), {"out": out}
 
 
-def assert_attention_with_dropout(model: Attention, mask: Tensor | None) -> None:
-    batch = {"mask": mask, "unused": torch.ones(1)}
-    traced = joint(model, attention_loss, batch)
-    outputs = run(traced, model, batch, seed=7, counter=3)
-    shape = [BATCH, HEADS, model.query.shape[2], KEYS]
-    words = random_words(torch.tensor(7), torch.tensor(3), 0, shape)
-    kept = words < round((1 - model.options["dropout_p"]) * WORD_RANGE)
+def attention_batch(mask: str) -> dict[str, Tensor | None]:
+    return {"mask": MASKS[mask], "unused": torch.ones(1)}
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        *[(mask, {}) for mask in MASKS],
+        ("bool", SCALED),
+        ("float", GROUPED),
+        *[("none", {"is_causal": True, "queries": queries}) for queries in (3, 5, 9)],
+    ],
+)
+def test_attention_with_dropout_is_softmax_attention_with_an_explicit_mask(
+    mask: str, options: dict[str, Any]
+) -> None:
+    model, batch = Attention(dropout_p=0.4, **options), attention_batch(mask)
+    outputs = run(joint(model, attention_loss, batch), model, batch, seed=7, counter=3)
+    words = random_words(torch.tensor(7), torch.tensor(3), 0, [BATCH, HEADS, model.query.shape[2], KEYS])
+    kept = words < round(0.6 * WORD_RANGE)
     assert kept.any()
     assert not kept.all()
 
@@ -125,113 +111,79 @@ def assert_attention_with_dropout(model: Attention, mask: Tensor | None) -> None
     assert_outputs_close(outputs, run_eagerly(model, expected_loss, batch))
 
 
-@pytest.mark.parametrize(("mask", "options"), COMBINATIONS)
-def test_attention_with_dropout_is_softmax_attention_with_an_explicit_mask(mask: str, options: str) -> None:
-    assert_attention_with_dropout(Attention(dropout_p=0.4, **OPTIONS[options]), MASKS[mask])
-
-
-@pytest.mark.parametrize("queries", [3, 9])
-def test_causal_attention_with_dropout_where_lengths_differ(queries: int) -> None:
-    assert_attention_with_dropout(Attention(dropout_p=0.4, is_causal=True, queries=queries), None)
-
-
 @pytest.mark.parametrize(
     ("mask", "options"),
-    [("bool with a blind row", "plain"), ("float three-dimensional", "scale"), ("none", "grouped queries")],
+    [("bool with a blind row", {}), ("float three-dimensional", SCALED), ("none", GROUPED)],
 )
-def test_attention_without_dropout_is_torchs(mask: str, options: str) -> None:
-    batch = {"mask": MASKS[mask], "unused": torch.ones(1)}
-    assert_equals_torch(Attention(**OPTIONS[options]), attention_loss, batch)
-
-
-def test_multihead_attention_module_with_dropout_off_is_torchs() -> None:
-    torch.manual_seed(0)
-    model = nn.MultiheadAttention(8, 2, batch_first=True).double()
-
-    def loss(m: nn.Module, x: Tensor) -> Tensor:
-        return weighted_sum(m(x, x, x, need_weights=False)[0])
-
-    assert_equals_torch(model, loss, doubles(2, 5, 8))
+def test_attention_without_dropout_is_torchs(mask: str, options: dict[str, Any]) -> None:
+    assert_equals_torch(Attention(**options), attention_loss, attention_batch(mask))
 
 
 def test_attention_with_dropout_under_autocast_multiplies_in_bf16() -> None:
-    model = Attention(dropout_p=0.5).float()
-    traced = joint(model, attention_loss, {"mask": None, "unused": torch.ones(1)}, AUTOCAST)
-    products = [node for node in traced.module.graph.nodes if node.target == aten.bmm.default]
+    traced = joint(Attention(dropout_p=0.5).float(), attention_loss, attention_batch("none"), AUTOCAST)
+    products = traced.module.graph.find_nodes(op="call_function", target=aten.bmm.default)
     assert {node.meta["val"].dtype for node in products} == {torch.bfloat16}
 
 
-# ---- embedding bags --------------------------------------------------------------------------------------
+# ---- embeddings and embedding bags -----------------------------------------------------------------------
 
 NUM_ROWS, ROW_SIZE = 6, 3
 RECTANGLE = torch.tensor([[0, 1, 1], [2, 5, 0], [5, 5, 5], [3, 4, 1]])
 FLAT = torch.tensor([0, 1, 1, 2, 5, 0, 5, 5, 3])
 OFFSETS = torch.tensor([0, 3, 3, 6])  # the second bag is empty
-
-
-class Bags(nn.Module):
-    def __init__(self, weighted: bool, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.bag = nn.EmbeddingBag(NUM_ROWS, ROW_SIZE, dtype=torch.float64, **options)
-        with torch.no_grad():
-            self.bag.weight.copy_(doubles(NUM_ROWS, ROW_SIZE, seed=8))
-        self.scales = nn.Parameter(doubles(FLAT.numel(), seed=9)) if weighted else None
-
-    def forward(self, indices: Tensor, offsets: Tensor | None) -> Tensor:
-        scales = self.scales
-        if scales is not None and indices.dim() == 2:
-            scales = scales.repeat(2)[: indices.numel()].view(indices.shape)
-        return self.bag(indices, offsets, per_sample_weights=scales)
-
-
-def bag_loss(model: Bags, batch: dict[str, Tensor | None]) -> tuple[Tensor, dict[str, Tensor]]:
-    out = model(batch["indices"], batch["offsets"])
-    return weighted_sum(out), {"out": out}
-
-
-LAYOUTS: dict[str, tuple[dict[str, Tensor | None], dict[str, Any]]] = {
-    "rectangle": ({"indices": RECTANGLE, "offsets": None}, {}),
-    "offsets": ({"indices": FLAT, "offsets": OFFSETS}, {}),
-    "last offset": (
-        {"indices": FLAT, "offsets": torch.cat([OFFSETS, torch.tensor([FLAT.numel()])])},
-        {"include_last_offset": True},
-    ),
-    "last offset before the end": (
-        {"indices": FLAT, "offsets": torch.tensor([0, 3, 3, 6, 8])},
-        {"include_last_offset": True},
-    ),
-    "one bag": ({"indices": FLAT, "offsets": torch.tensor([0])}, {}),
-    "int32": ({"indices": FLAT.int(), "offsets": OFFSETS.int()}, {}),
+LAYOUTS: dict[str, tuple[Tensor, Tensor | None]] = {
+    "rectangle": (RECTANGLE, None),
+    "offsets": (FLAT, OFFSETS),
+    "last offset": (FLAT, torch.tensor([0, 3, 3, 6, 9])),
+    "last offset before the end": (FLAT, torch.tensor([0, 3, 3, 6, 8])),
+    "one bag": (FLAT, torch.tensor([0])),
+    "int32": (FLAT.int(), OFFSETS.int()),
 }
 
 
+class Bags(nn.Module):
+    def __init__(self, layout: str, *, weighted: bool = False, **options: Any) -> None:
+        super().__init__()
+        includes_last = layout.startswith("last")
+        weight = doubles(NUM_ROWS, ROW_SIZE, seed=8)
+        self.bag = nn.EmbeddingBag(
+            NUM_ROWS, ROW_SIZE, _weight=weight, include_last_offset=includes_last, **options
+        )
+        indices = LAYOUTS[layout][0]
+        self.scales = nn.Parameter(doubles(*indices.shape, seed=9)) if weighted else None
+
+    def forward(self, indices: Tensor, offsets: Tensor | None) -> Tensor:
+        return self.bag(indices, offsets, per_sample_weights=self.scales)
+
+
+def bag_loss(model: Bags, batch: tuple[Tensor, Tensor | None]) -> tuple[Tensor, dict[str, Tensor]]:
+    out = model(*batch)
+    return weighted_sum(out), {"out": out}
+
+
 @pytest.mark.parametrize(
-    ("mode", "layout", "padding", "extra"),
+    ("mode", "layout", "options"),
     [
-        *[("mean", layout, None, "") for layout in LAYOUTS],
-        *[("max", layout, 5, "") for layout in ("rectangle", "offsets")],
-        ("sum", "rectangle", -1, "weighted"),
-        ("sum", "offsets", 5, "weighted"),
-        ("sum", "offsets", None, "sparse"),
+        *[("mean", layout, {}) for layout in LAYOUTS],
+        *[("max", layout, {"padding_idx": 5}) for layout in ("rectangle", "offsets")],
+        ("sum", "rectangle", {"padding_idx": -1, "weighted": True}),
+        ("sum", "offsets", {"padding_idx": 5, "weighted": True}),
+        ("sum", "offsets", {"sparse": True}),
     ],
 )
-def test_embedding_bags_are_torchs(mode: str, layout: str, padding: int | None, extra: str) -> None:
-    batch, options = LAYOUTS[layout]
-    settings = {"mode": mode, "padding_idx": padding, "sparse": extra == "sparse"}
-    model = Bags(extra == "weighted", **settings, **options)
-    traced = assert_equals_torch(model, bag_loss, batch)
+def test_embedding_bags_are_torchs(mode: str, layout: str, options: dict[str, Any]) -> None:
+    traced = assert_equals_torch(Bags(layout, mode=mode, **options), bag_loss, LAYOUTS[layout])
     assert not any("embedding_bag" in str(target) for target in targets(traced))
 
 
 @pytest.mark.parametrize(("mode", "layout"), [("sum", "rectangle"), ("mean", "offsets")])
 def test_embedding_bags_scale_gradients_by_frequency(mode: str, layout: str) -> None:
     """Held to the documentation: torch's own kernel on a CPU looks up the frequency of another row."""
-    batch, options = LAYOUTS[layout]
-    model = Bags(False, mode=mode, scale_grad_by_freq=True, **options)
-    got = run(joint(model, bag_loss, batch), model, batch)[OutputKind.GRADIENT, "bag.weight"]
-    plain = run_eagerly(Bags(False, mode=mode, **options), bag_loss, batch)[OutputKind.GRADIENT, "bag.weight"]
-    frequency = torch.bincount(batch["indices"].flatten(), minlength=NUM_ROWS).clamp(min=1)
+    batch, key = LAYOUTS[layout], (OutputKind.GRADIENT, "bag.weight")
+    model = Bags(layout, mode=mode, scale_grad_by_freq=True)
+    got = run(joint(model, bag_loss, batch), model, batch)[key]
+    plain = run_eagerly(Bags(layout, mode=mode), bag_loss, batch)[key]
+    frequency = torch.bincount(batch[0].flatten(), minlength=NUM_ROWS).clamp(min=1)
     torch.testing.assert_close(got, plain / frequency.unsqueeze(1), rtol=1e-12, atol=1e-12)
 
 
@@ -241,42 +193,35 @@ def test_embeddings_are_torchs(padding: int | None, option: str) -> None:
     assert_equals_torch(model, lambda m, x: weighted_sum(m(x)), RECTANGLE)
 
 
-# ---- batch norm ------------------------------------------------------------------------------------------
+# ---- norms -----------------------------------------------------------------------------------------------
+
+NORMS: list[tuple[type[nn.Module], dict[str, Any], bool]] = [
+    (nn.BatchNorm1d, {}, False),
+    (nn.BatchNorm3d, {}, True),
+    (nn.BatchNorm2d, {"affine": False, "track_running_stats": False}, False),
+    (nn.BatchNorm2d, {}, True),
+    (nn.BatchNorm2d, {"momentum": 0.3}, True),
+    (nn.BatchNorm2d, {"momentum": None}, True),  # a cumulative average
+    (nn.BatchNorm2d, {"track_running_stats": False}, True),
+    (nn.BatchNorm2d, {"affine": False, "eps": 0.1}, True),
+    (nn.BatchNorm2d, {"affine": False, "track_running_stats": False}, True),
+]
 
 
-NORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "momentum": {"momentum": 0.3},
-    "cumulative": {"momentum": None},
-    "no statistics": {"track_running_stats": False},
-    "no affine": {"affine": False},
-    "neither": {"affine": False, "track_running_stats": False},
-    "eps": {"eps": 0.1},
-}
-
-
-@pytest.mark.parametrize(
-    ("dimensions", "name", "training"),
-    [
-        (1, "plain", False),
-        (3, "plain", True),
-        (2, "neither", False),
-        *[(2, name, True) for name in NORMS],
-    ],
-)
-def test_batch_norm_is_torchs(dimensions: int, name: str, training: bool) -> None:
-    norm = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dimensions]
+@pytest.mark.parametrize(("norm", "options", "training"), NORMS)
+def test_batch_norm_is_torchs(norm: type[nn.Module], options: dict[str, Any], training: bool) -> None:
+    dims = int(norm.__name__[-2])
     torch.manual_seed(0)
-    conv = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dimensions](2, 3, 1, bias=False)
-    model = nn.Sequential(conv, norm(3, **NORMS[name])).double()
+    conv = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims](2, 3, 1, bias=False)
+    model = nn.Sequential(conv, norm(3, **options)).double()
     for parameter in model[1].parameters():
         nn.init.normal_(parameter)
-    x = doubles(4, 2, *[3] * dimensions)
+    x = doubles(4, 2, *[3] * dims)
     model(x * 2 + 1)  # the statistics are not those of a new module, nor those of this batch
     model.train(training)
     traced = assert_equals_torch(model, lambda m, v: weighted_sum(m(v)), x)
     changed = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    tracks = training and NORMS[name].get("track_running_stats", True)
+    tracks = training and options.get("track_running_stats", True)
     assert set(kinds(traced, OutputKind.BUFFER)) == (changed if tracks else set())
 
 
@@ -287,8 +232,7 @@ def test_cumulative_batch_norm_over_several_steps() -> None:
     traced = joint(model, lambda m, v: weighted_sum(m(v)), batches[0])
     for x in batches:
         plain(x)
-        outputs = run(traced, model, x)
-        for (kind, name), value in outputs.items():
+        for (kind, name), value in run(traced, model, x).items():
             if kind is OutputKind.BUFFER:
                 model.get_buffer(name).copy_(value)
     for name, value in plain.named_buffers():
@@ -299,3 +243,48 @@ def test_cumulative_batch_norm_over_several_steps() -> None:
 def test_other_norms_are_torchs(norm: nn.Module) -> None:
     model = nn.Sequential(nn.Conv1d(2, 4, 1), norm).double()
     assert_equals_torch(model, lambda m, v: weighted_sum(m(v)), doubles(3, 2, 5))
+
+
+# ---- recurrent layers, unrolled into cell steps; further options are compared in ``operators`` ------------
+
+
+def states_of(state: Any) -> list[Tensor]:
+    return list(state) if isinstance(state, tuple) else [state]
+
+
+def recurrent_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    out, state = model(batch["x"], batch["state"])
+    return sum(map(weighted_sum, [out, *states_of(state)])), {"out": out}
+
+
+LAYERS: dict[type[nn.Module], dict[str, Any]] = {
+    nn.LSTM: {"bidirectional": True, "batch_first": True},
+    nn.GRU: {},
+    nn.RNN: {"batch_first": True},
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_recurrent_layers_are_torchs_and_no_vendor_kernel_is_in_the_graph(layer: type[nn.Module]) -> None:
+    """Vendor kernels lurk where the input needs no gradient, in single precision and in evaluation."""
+    torch.manual_seed(0)
+    model = layer(3, 4, **LAYERS[layer]).double()
+    state = torch.ones(2 if layer is nn.LSTM else 1, 2, 4, dtype=torch.float64)
+    batch = {"x": doubles(2, 2, 3), "state": (state, 2 * state) if layer is nn.LSTM else state}
+    assert_equals_torch(model, recurrent_loss, batch)
+    single = {"x": batch["x"].float(), "state": None}
+    for trace in (joint, forward):
+        names = map(str, targets(trace(model.float(), recurrent_loss, single)))
+        assert [name for name in names if "_rnn" in name or "mkldnn" in name] == []
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_cells_are_torchs(cell: type[nn.Module]) -> None:
+    def unrolled(m: nn.Module, x: Tensor) -> Tensor:
+        state = None
+        for step in x.unbind(1):
+            state = m(step, state)
+        return sum(part.square().sum() for part in states_of(state))
+
+    torch.manual_seed(0)
+    assert_equals_torch(cell(3, 4).double(), unrolled, doubles(2, 2, 3))

@@ -8,84 +8,49 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tracing_tools import assert_equals_torch
+from tracing_tools import assert_equals_torch, square_loss
 
 LENGTH = 6
-Mask = Callable[[Tensor], Tensor]
 
 
-def _positions() -> tuple[Tensor, Tensor]:
-    places = torch.arange(LENGTH)
-    return places[:, None], places[None, :]
+def mask_of(rule: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A mask made in the forward pass from the positions of queries and keys, in the dtype of the input."""
+
+    def make(x: Tensor) -> Tensor:
+        places = torch.arange(LENGTH)
+        mask = rule(places[:, None], places[None, :])[None, None]
+        return mask.to(x.dtype) if mask.is_floating_point() else mask
+
+    return make
 
 
-def all_visible(x: Tensor) -> Tensor:
-    """As BERT's models build it from no attention mask at all."""
+def as_bert_makes_it(x: Tensor) -> Tensor:
+    """From no attention mask at all."""
     given = torch.ones(x.shape[0], LENGTH)[:, None, None, :]
     return ((1.0 - given) * torch.finfo(x.dtype).min).expand(-1, 1, LENGTH, -1).to(x.dtype)
 
 
-def all_visible_boolean(x: Tensor) -> Tensor:
-    return torch.ones(x.shape[0], 1, LENGTH, LENGTH, dtype=torch.bool)
-
-
-def causal(x: Tensor) -> Tensor:
-    """As GPT-2's models build it."""
-    query, key = _positions()
-    return torch.where(key <= query, 0.0, torch.finfo(x.dtype).min).to(x.dtype)[None, None]
-
-
-def causal_infinite(x: Tensor) -> Tensor:
-    query, key = _positions()
-    return torch.where(key <= query, 0.0, -torch.inf).to(x.dtype)[None, None]
-
-
-def causal_boolean(x: Tensor) -> Tensor:
-    query, key = _positions()
-    return (key <= query)[None, None]
-
-
-def sliding_window(x: Tensor) -> Tensor:
-    query, key = _positions()
-    return ((key <= query) & (key > query - 3))[None, None]
-
-
-def first_key_hidden(x: Tensor) -> Tensor:
-    _, key = _positions()
-    return (key > 0)[None, None].expand(1, 1, LENGTH, LENGTH)
-
-
-def relative_bias(x: Tensor) -> Tensor:
-    """Hides nothing, but weighs."""
-    query, key = _positions()
-    return (-0.1 * (query - key).abs()).to(x.dtype)[None, None]
-
-
-def causal_and_weighed(x: Tensor) -> Tensor:
-    return causal_infinite(x) + relative_bias(x)
-
-
-def from_the_input(x: Tensor) -> Tensor:
-    return (x[:, :1, :, :1] > -10.0).expand(-1, -1, -1, LENGTH)
-
-
-# Whether the kernel hides the future by itself; ``None`` for a mask that stays.
-MASKS: dict[Mask, bool | None] = {
-    all_visible: False,
-    all_visible_boolean: False,
-    causal: True,
-    causal_infinite: True,
-    causal_boolean: True,
-    sliding_window: None,
-    first_key_hidden: None,
-    relative_bias: None,
-    causal_and_weighed: None,
-    from_the_input: None,
+LOWEST = torch.finfo(torch.float32).min
+# With whether the kernel hides the future by itself; ``None`` for a mask that stays.
+MASKS: dict[str, tuple[Callable[[Tensor], Tensor], bool | None]] = {
+    "all visible": (as_bert_makes_it, False),
+    "all visible, boolean": (mask_of(lambda query, key: query + key >= 0), False),
+    "causal": (mask_of(lambda query, key: torch.where(key <= query, 0.0, LOWEST)), True),
+    "causal, infinite": (mask_of(lambda query, key: torch.where(key <= query, 0.0, -torch.inf)), True),
+    "causal, boolean": (mask_of(lambda query, key: key <= query), True),
+    "sliding window": (mask_of(lambda query, key: (key <= query) & (key > query - 3)), None),
+    "first key hidden": (mask_of(lambda query, key: (key > 0).expand(LENGTH, LENGTH)), None),
+    "weighed": (mask_of(lambda query, key: -0.1 * (query - key).abs()), None),
+    "causal and weighed": (
+        mask_of(lambda query, key: torch.where(key <= query, 0.1 * (key - query), -torch.inf)),
+        None,
+    ),
+    "from the input": (lambda x: (x[:, :1, :, :1] > -10.0).expand(-1, -1, -1, LENGTH), None),
 }
 
 
 class Attention(nn.Module):
-    def __init__(self, mask: Mask) -> None:
+    def __init__(self, mask: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
         self.mask = mask
@@ -95,12 +60,9 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(x, x * 2, x + 1, attn_mask=self.mask(x))
 
 
-def square_loss(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.__name__)
-def test_a_mask_is_dropped_from_forward_and_backward_if_the_kernel_has_it_built_in(mask: Mask) -> None:
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_dropped_from_forward_and_backward_if_the_kernel_has_it_built_in(name: str) -> None:
+    mask, is_causal = MASKS[name]
     traced = assert_equals_torch(Attention(mask), square_loss, torch.randn(2, 2, LENGTH, 4), 1e-5)
     calls = [node for node in traced.module.graph.nodes if "_scaled_dot_product" in str(node.target)]
     assert len(calls) == 2
@@ -111,6 +73,6 @@ def test_a_mask_is_dropped_from_forward_and_backward_if_the_kernel_has_it_built_
         given = {argument.name: argument.default_value for argument in described}
         given |= {argument.name: value for argument, value in zip(described, call.args, strict=False)}
         given |= call.kwargs
-        assert (given["attn_mask"] is None) == (MASKS[mask] is not None)
-        assert given["is_causal"] is bool(MASKS[mask])
+        assert (given["attn_mask"] is None) == (is_causal is not None)
+        assert given["is_causal"] is bool(is_causal)
         assert given["dropout_p"] == 0.0

@@ -1,4 +1,4 @@
-"""Trace a small model, run the graph on real tensors, and hold it against plain torch."""
+"""Trace a small model, run the graph on real tensors, and compare it with plain torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from trainmux.tracing import (
     flatten_batch,
     trace_forward,
     trace_joint,
-    unique_buffers,
-    unique_parameters,
 )
 
 CPU = torch.device("cpu")
@@ -32,31 +30,39 @@ def joint(model: nn.Module, loss: LossFunction, batch: Any, settings: TraceSetti
     return trace_joint(model, loss, flatten_batch(batch), settings)
 
 
-def forward(
-    model: nn.Module, metric: LossFunction, batch: Any, settings: TraceSettings = AS_IS
-) -> TracedGraph:
-    return trace_forward(model, metric, flatten_batch(batch), settings)
+def forward(model: nn.Module, metric: LossFunction, batch: Any) -> TracedGraph:
+    return trace_forward(model, metric, flatten_batch(batch), AS_IS)
+
+
+def square_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def weighted_sum(out: Tensor) -> Tensor:
+    """A scalar that depends on every number of ``out`` in its own way."""
+    return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
+
+
+def doubles(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def arguments(
     traced: TracedGraph, model: nn.Module, batch: Any, *, seed: int = 0, counter: int = 0
 ) -> list[Tensor]:
-    """What the graph's placeholders stand for, in order; the tangent is one."""
-    values = {(InputKind.PARAMETER, named.name): named.tensor.detach() for named in unique_parameters(model)}
-    values |= {(InputKind.BUFFER, named.name): named.tensor for named in unique_buffers(model)}
+    """The values of the graph's placeholders, in order; the tangent is one."""
     flat = flatten_batch(batch)
-    values |= {
-        (InputKind.BATCH, leaf.path): tensor
-        for leaf, tensor in zip(flat.spec.leaves, flat.tensors, strict=True)
-    }
+    values = {(InputKind.PARAMETER, name): value.detach() for name, value in model.named_parameters()}
+    values |= {(InputKind.BUFFER, name): value for name, value in model.named_buffers()}
+    paths = [leaf.path for leaf in flat.spec.leaves]
+    values |= {(InputKind.BATCH, path): value for path, value in zip(paths, flat.tensors, strict=True)}
     values[InputKind.SEED, "seed"] = torch.tensor(seed)
     values[InputKind.COUNTER, "counter"] = torch.tensor(counter)
-    tensors = []
-    for described in traced.inputs:
-        dtype = getattr(torch, described.dtype.removeprefix("torch."))
-        value = values.get((described.kind, described.name), torch.tensor(1.0))
-        tensors.append(value.to(dtype))
-    return tensors
+    values[InputKind.TANGENT, "tangent"] = torch.tensor(1.0)
+    return [
+        values[item.kind, item.name].to(getattr(torch, item.dtype.removeprefix("torch.")))
+        for item in traced.inputs
+    ]
 
 
 def run(traced: TracedGraph, model: nn.Module, batch: Any, *, seed: int = 0, counter: int = 0) -> Outputs:
@@ -71,21 +77,20 @@ def run(traced: TracedGraph, model: nn.Module, batch: Any, *, seed: int = 0, cou
 
 
 def run_eagerly(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Outputs:
-    """The same outputs from a copy of the model in plain torch."""
+    """The outputs that a copy of the model has in plain torch."""
     model = copy.deepcopy(model)
-    before = {named.name: named.tensor.clone() for named in unique_buffers(model)}
+    before = {name: value.clone() for name, value in model.named_buffers()}
     result = loss_fn(model, batch)
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     loss.backward()
     outputs: Outputs = {(OutputKind.LOSS, "loss"): loss.detach()}
     outputs |= {(OutputKind.METRIC, name): value.detach() for name, value in metrics.items()}
-    for named in unique_buffers(model):
-        if not torch.equal(named.tensor, before[named.name]):
-            outputs[OutputKind.BUFFER, named.name] = named.tensor
-    for named in unique_parameters(model):
-        if named.tensor.grad is not None:
-            grad = named.tensor.grad
-            outputs[OutputKind.GRADIENT, named.name] = grad.to_dense() if grad.is_sparse else grad
+    for name, value in model.named_buffers():
+        if not torch.equal(value, before[name]):
+            outputs[OutputKind.BUFFER, name] = value
+    for name, parameter in model.named_parameters():
+        if (grad := parameter.grad) is not None:
+            outputs[OutputKind.GRADIENT, name] = grad.to_dense() if grad.is_sparse else grad
     return outputs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from trainmux.ir import (
@@ -43,48 +43,43 @@ def tensor(name: str, byte_class: ByteClass, size_bytes: int) -> ProfiledTensor:
 
 def two_layers() -> Profile:
     """Two layers with batch statistics, updated as soon as their gradients exist; momentum for the first."""
-    static = [
-        ("x", ByteClass.BATCH, 40),
-        ("w1", ByteClass.PARAMETER, 64),
-        ("w2", ByteClass.PARAMETER, 32),
-        ("m1", ByteClass.OPTIMIZER_STATE, 64),
-        ("stats", ByteClass.BUFFER, 16),
+    kind = ByteClass
+    tensors = [
+        tensor("x", kind.BATCH, 40),
+        tensor("w1", kind.PARAMETER, 64),
+        tensor("w2", kind.PARAMETER, 32),
+        tensor("m1", kind.OPTIMIZER_STATE, 64),
+        tensor("stats", kind.BUFFER, 16),
+        tensor("h", kind.FEATURE_MAP, 100),
+        tensor("a", kind.FEATURE_MAP, 100),
+        tensor("mask", kind.FEATURE_MAP, 20),
+        tensor("t", kind.TEMPORARY, 90),
+        tensor("loss", kind.RESULT, 4),
+        tensor("g_a", kind.GRADIENT_MAP, 100),
+        tensor("g_w2", kind.GRADIENT, 32),
+        tensor("g_h", kind.GRADIENT_MAP, 100),
+        tensor("g_w1", kind.GRADIENT, 64),
     ]
-    made = [
-        ("h", ByteClass.FEATURE_MAP, 100),
-        ("a", ByteClass.FEATURE_MAP, 100),
-        ("mask", ByteClass.FEATURE_MAP, 20),
-        ("t", ByteClass.TEMPORARY, 90),
-        ("loss", ByteClass.RESULT, 4),
-        ("g_a", ByteClass.GRADIENT_MAP, 100),
-        ("g_w2", ByteClass.GRADIENT, 32),
-        ("g_h", ByteClass.GRADIENT_MAP, 100),
-        ("g_w1", ByteClass.GRADIENT, 64),
-    ]
-    tensors = [tensor(*row) for row in (*static, *made)]
     number = {each.name: position for position, each in enumerate(tensors)}
-    forward, backward, update = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE
-    rows = [
-        ("fw_h", forward, "x w1", "h", "", 30),
-        ("fw_stats", forward, "h", "t", "stats", 0),
-        ("fw_a", forward, "h", "a mask", "", 0),
-        ("fw_loss", forward, "a w2 t", "loss", "", 10),
-        ("bw_loss", backward, "a w2", "g_a g_w2", "", 50),
-        ("up_w2", update, "g_w2", "", "w2", 0),
-        ("bw_a", backward, "h mask g_a", "g_h", "", 0),
-        ("bw_h", backward, "x h g_h", "g_w1", "", 25),
-        ("up_w1", update, "g_w1", "", "w1 m1", 8),
-    ]
 
-    def numbers(names: str) -> tuple[int, ...]:
-        return tuple(number[name] for name in names.split())
+    def node(name: str, reads: str, creates: str, changes: str, workspace_bytes: int) -> ProfiledNode:
+        phase = {"fw": Phase.FORWARD, "bw": Phase.BACKWARD, "up": Phase.UPDATE}[name[:2]]
+        touched = [tuple(number[each] for each in names.split()) for names in (reads, creates, changes)]
+        return ProfiledNode(name, phase, *touched, 1e-3, workspace_bytes)
 
-    nodes = [
-        ProfiledNode(name, phase, numbers(reads), numbers(creates), numbers(changes), 1e-3, workspace)
-        for name, phase, reads, creates, changes, workspace in rows
-    ]
+    nodes = (
+        node("fw_h", "x w1", "h", "", 30),
+        node("fw_stats", "h", "t", "stats", 0),
+        node("fw_a", "h", "a mask", "", 0),
+        node("fw_loss", "a w2 t", "loss", "", 10),
+        node("bw_loss", "a w2", "g_a g_w2", "", 50),
+        node("up_w2", "g_w2", "", "w2", 0),
+        node("bw_a", "h mask g_a", "g_h", "", 0),
+        node("bw_h", "x h g_h", "g_w1", "", 25),
+        node("up_w1", "g_w1", "", "w1 m1", 8),
+    )
     device = DeviceFacts("none", memory_bytes=1 << 30, host_bytes=1 << 30)
-    return Profile("hand-written", "analytic", 1, device, tuple(tensors), tuple(nodes))
+    return Profile("hand-written", "analytic", 1, device, tuple(tensors), nodes)
 
 
 def named(of: Profile, name: str) -> int:
@@ -94,30 +89,7 @@ def named(of: Profile, name: str) -> int:
     return position if position < len(of.tensors) else position - len(of.tensors)
 
 
-@dataclass
-class Tape:
-    """Instructions in issue order, with the positions that waits need."""
-
-    instructions: list[Instruction] = field(default_factory=list)
-    last_compute: int = -1
-    last_copy: dict[tuple[type, Key], int] = field(default_factory=dict)
-
-    def do(self, instruction: Instruction) -> int:
-        position = len(self.instructions)
-        self.instructions.append(instruction)
-        if isinstance(instruction, Compute | Recompute | Free):
-            self.last_compute = position
-        elif isinstance(instruction, Offload | Prefetch):
-            self.last_copy[type(instruction), (instruction.sub_array, instruction.tensor)] = position
-        return position
-
-    def wait_for_compute(self, lane: Lane) -> None:
-        if self.last_compute >= 0:
-            self.do(Wait(lane, self.last_compute))
-
-    def wait_for_copy(self, lane: Lane, copy: type, key: Key) -> None:
-        if (copy, key) in self.last_copy:
-            self.do(Wait(lane, self.last_copy[copy, key]))
+VERBS = {"compute": Compute, "free": Free, "offload": Offload, "prefetch": Prefetch}
 
 
 def tape(profiles: Sequence[Profile], text: str) -> list[Instruction]:
@@ -126,26 +98,22 @@ def tape(profiles: Sequence[Profile], text: str) -> list[Instruction]:
     ``after compute`` waits for the last instruction before it on the compute lane, ``after offload:h`` and
     ``after prefetch:h`` for the last copy of that tensor. Only what is written is waited for.
     """
-    made = Tape()
+    made: list[Instruction] = []
+    last: dict[str, int] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         head, _, after = line.partition(" after ")
-        verb, number, name, *keeps = head.split()
-        sub_array = int(number)
-        of = profiles[sub_array]
+        verb, sub_array, name, *keeps = head.split()
+        of = profiles[int(sub_array)]
         lane = {"offload": Lane.OUT, "prefetch": Lane.IN}.get(verb, Lane.COMPUTE)
-        for edge in after.split():
-            if edge == "compute":
-                made.wait_for_compute(lane)
-            else:
-                copy, _, copied = edge.partition(":")
-                key = (sub_array, named(of, copied))
-                made.wait_for_copy(lane, {"offload": Offload, "prefetch": Prefetch}[copy], key)
+        edges = ["compute" if edge == "compute" else f"{edge} {sub_array}" for edge in after.split()]
+        made += [Wait(lane, last[edge]) for edge in edges if edge in last]
+        last["compute" if lane is Lane.COMPUTE else f"{verb}:{name} {sub_array}"] = len(made)
         if verb == "recompute":
-            made.do(Recompute(sub_array, named(of, name), tuple(named(of, kept) for kept in keeps)))
+            kept = tuple(named(of, each) for each in keeps)
+            made.append(Recompute(int(sub_array), named(of, name), kept))
         else:
-            verbs = {"compute": Compute, "offload": Offload, "prefetch": Prefetch, "free": Free}
-            made.do(verbs[verb](sub_array, named(of, name)))
-    return made.instructions
+            made.append(VERBS[verb](int(sub_array), named(of, name)))
+    return made
 
 
 def statics(profiles: Sequence[Profile], except_for: Sequence[Key] = ()) -> list[Key]:
@@ -159,43 +127,45 @@ def statics(profiles: Sequence[Profile], except_for: Sequence[Key] = ()) -> list
 
 def _tenancies(
     profiles: Sequence[Profile], instructions: Sequence[Instruction], there: Sequence[Key]
-) -> Iterator[Tenancy]:
+) -> list[Tenancy]:
     """The bytes that the instructions of a part take, in this order, before they have a place."""
-    found = [(key, -1, len(instructions)) for key in there]
-    is_open: dict[Key, int] = {key: number for number, key in enumerate(there)}
-    for position, instruction in enumerate(instructions):
+    end = len(instructions)
+    found: list[Tenancy] = []
+    is_open: dict[Key, int] = {}
+
+    def take(key: Key, begin: int, until: int, size_bytes: int | None = None) -> None:
+        size = profiles[key[0]].tensors[key[1]].size_bytes if size_bytes is None else size_bytes
+        if until == end:
+            is_open[key] = len(found)
+        found.append(Tenancy(*key, begin, until, -1, size))
+
+    for key in there:
+        take(key, -1, end)
+    for at, instruction in enumerate(instructions):
         match instruction:
             case Compute(sub_array, rank) | Recompute(sub_array, rank):
                 node = profiles[sub_array].nodes[rank]
                 keeps = instruction.keeps if isinstance(instruction, Recompute) else node.creates
                 for number in node.creates:
-                    key = (sub_array, number)
                     if number not in keeps:
-                        found.append((key, position, position))
-                    elif key not in is_open:
-                        is_open[key] = len(found)
-                        found.append((key, position, len(instructions)))
+                        take((sub_array, number), at, at)
+                    elif (sub_array, number) not in is_open:
+                        take((sub_array, number), at, end)
                 if node.workspace_bytes:
-                    found.append(((sub_array, -1), position, position))
+                    take((sub_array, -1), at, at, node.workspace_bytes)
             case Prefetch(sub_array, number):
-                is_open[sub_array, number] = len(found)
-                found.append(((sub_array, number), position, len(instructions)))
+                take((sub_array, number), at, end)
             case Free(sub_array, number):
                 index = is_open.pop((sub_array, number))
-                found[index] = (*found[index][:2], position)
-    for (sub_array, number), begin, end in found:
-        of = profiles[sub_array]
-        ran = instructions[begin] if number == -1 else None
-        assert ran is None or isinstance(ran, Compute | Recompute)
-        size = of.nodes[ran.node].workspace_bytes if ran else of.tensors[number].size_bytes
-        yield Tenancy(sub_array, number, begin, end, -1, size)
+                found[index] = replace(found[index], end=at)
+    return found
 
 
 def placed(
     profiles: Sequence[Profile], parts: Sequence[Sequence[Instruction]], resident: Sequence[Key]
 ) -> Program:
     """A program with offsets: what outlives a part has a place of its own, the rest lies first-fit above."""
-    prologue = list(_tenancies(profiles, parts[0], resident))
+    prologue = _tenancies(profiles, parts[0], resident)
     begun = [(each.sub_array, each.tensor) for each in prologue if each.end == len(parts[0]) > each.begin]
     offsets: dict[Key, int] = {}
     base = 0
@@ -206,8 +176,10 @@ def placed(
     def place(tenancies: Sequence[Tenancy]) -> Iterator[Tenancy]:
         live: list[tuple[int, int, int]] = []  # offset, end of the bytes, end of the tenancy
         for each in sorted(tenancies, key=lambda each: each.begin):
-            is_for_now = each.begin == each.end  # beside the tensor's own place, should it be there
-            offset = None if is_for_now else offsets.get((each.sub_array, each.tensor))
+            is_brief = (
+                each.begin == each.end
+            )  # lies elsewhere than the tensor's own place, which may be taken
+            offset = None if is_brief else offsets.get((each.sub_array, each.tensor))
             if offset is None:
                 live = [entry for entry in live if entry[2] > each.begin]
                 offset = base
@@ -215,16 +187,13 @@ def placed(
                     if start >= offset + each.size_bytes:
                         break
                     offset = max(offset, top)
-                # What only the instruction itself needs is gone when the next one begins.
-                until = each.begin + 1 if is_for_now else each.end
-                insort(live, (offset, offset + each.size_bytes, until))
+                insort(live, (offset, offset + each.size_bytes, each.end + is_brief))
             yield replace(each, offset=offset)
 
-    wanted = [prologue, *(list(_tenancies(profiles, part, begun)) for part in parts[1:])]
+    wanted = [prologue, *(_tenancies(profiles, part, begun) for part in parts[1:])]
     made = [Part(tuple(part), tuple(place(each))) for part, each in zip(parts, wanted, strict=True)]
     on_host = {key for key in statics(profiles) if key not in resident}
-    for part in parts:
-        on_host |= {(each.sub_array, each.tensor) for each in part if isinstance(each, Offload)}
+    on_host |= {(each.sub_array, each.tensor) for part in parts for each in part if isinstance(each, Offload)}
     ends = [tenancy.offset + tenancy.size_bytes for part in made for tenancy in part.tenancies]
     host_bytes = sum(profiles[key[0]].tensors[key[1]].size_bytes for key in on_host)
     return Program(*made, tuple(resident), max(ends, default=0), host_bytes)

@@ -52,39 +52,27 @@ def rows_of(part: Part) -> list[Row]:
     return list(enumerate(part.instructions))
 
 
-def rebuilt(part: Part, rows: Sequence[Row], extra: Sequence[Tenancy] = ()) -> Part:
+def rebuilt(part: Part, rows: Sequence[Row]) -> Part:
     """The part with these rows instead of its own; waits and tenancies still speak of the old positions.
 
     A wait for a row that is gone becomes one for what came before that on its lane, if there is anything. A
     tenancy whose first row is gone goes with it; one whose last row is gone lasts to the part's end.
-    ``extra`` are tenancies in new positions.
     """
     kept = {old for old, _ in rows if old is not None}
     instead: dict[int, int | None] = {}
     last: dict[Lane, int | None] = dict.fromkeys(Lane)
     for old, instruction in enumerate(part.instructions):
-        if old in kept and not isinstance(instruction, Wait):
-            last[lane_of(instruction)] = old
-        instead[old] = old if old in kept else last[lane_of(instruction)]
-    final = list(rows)
-    while True:  # a wait may be for a wait that goes because there is nothing left that it could be for
-        left = {old for old, _ in final if old is not None}
-        fewer = [
-            (old, instruction)
-            for old, instruction in final
-            if not isinstance(instruction, Wait) or instead[instruction.on] in left
-        ]
-        if len(fewer) == len(final):
-            break
-        final = fewer
-    new = {old: position for position, (old, _) in enumerate(final) if old is not None}
-    instructions: list[Instruction] = []
-    for _, instruction in final:
-        if isinstance(instruction, Wait):
-            on = instead[instruction.on]
-            assert on is not None
-            instruction = replace(instruction, on=new[on])
-        instructions.append(instruction)
+        if not isinstance(instruction, Wait):
+            last[lane_of(instruction)] = old if old in kept else last[lane_of(instruction)]
+        instead[old] = last[lane_of(instruction)]
+    final = [row for row in rows if not isinstance(row[1], Wait) or instead[row[1].on] is not None]
+    new: dict[int | None, int] = {old: at for at, (old, _) in enumerate(final) if old is not None}
+    instructions = [
+        replace(instruction, on=new[instead[instruction.on]])
+        if isinstance(instruction, Wait)
+        else instruction
+        for _, instruction in final
+    ]
     new[-1] = -1
     new[len(part.instructions)] = len(final)
     tenancies = [
@@ -92,7 +80,7 @@ def rebuilt(part: Part, rows: Sequence[Row], extra: Sequence[Tenancy] = ()) -> P
         for tenancy in part.tenancies
         if tenancy.begin in new
     ]
-    return Part(tuple(instructions), (*tenancies, *extra))
+    return Part(tuple(instructions), tuple(tenancies))
 
 
 def with_part(program: Program, name: str, part: Part) -> Program:
@@ -116,18 +104,6 @@ def _mutant(what: str, program: Program, name: str, part: Part, *kinds: Kind) ->
 
 def _without(part: Part, positions: set[int]) -> Part:
     return rebuilt(part, [row for row in rows_of(part) if row[0] not in positions])
-
-
-def _with(part: Part, position: int, instruction: Instruction, extra: Sequence[Tenancy] = ()) -> Part:
-    rows = rows_of(part)
-    rows.insert(position, (None, instruction))
-    return rebuilt(part, rows, extra)
-
-
-def _without_waits(part: Part, lane: Lane, first: int, last: int) -> Part:
-    between = range(first, last)
-    waits = {at for at in between if isinstance(part.instructions[at], Wait)}
-    return _without(part, {at for at in waits if lane_of(part.instructions[at]) is lane})
 
 
 def _needs(profiles: Sequence[Profile], instruction: Compute | Recompute) -> tuple[int, ...]:
@@ -157,19 +133,9 @@ leaks = _dropping("leaks", Free, Kind.LEAK, Kind.BOUNDARY)
 
 def double_frees(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
     for name, part, at, free in places(program, Free):
-        yield _mutant(f"[{at}] {free} twice", program, name, _with(part, at + 1, free), Kind.FREE)
-
-
-def prefetches_before_their_offload_ended(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """Lane IN waits for nothing between a tensor's copy out and its copy back."""
-    offloads: dict[tuple[str, int, int], int] = {}
-    for name, part, at, copy in places(program, (Offload, Prefetch)):
-        key = (name, copy.sub_array, copy.tensor)
-        if isinstance(copy, Offload):
-            offloads[key] = at
-        elif key in offloads:
-            changed = _without_waits(part, Lane.IN, offloads[key], at)
-            yield _mutant(f"[{at}] {copy} without waiting", program, name, changed, Kind.MISSING_WAIT)
+        rows = rows_of(part)
+        rows.insert(at + 1, (None, free))
+        yield _mutant(f"[{at}] {free} twice", program, name, rebuilt(part, rows), Kind.FREE)
 
 
 def uses_after_free(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
@@ -186,70 +152,6 @@ def uses_after_free(program: Program, profiles: Sequence[Profile]) -> Iterator[M
             rows.insert(use, (at, instruction))
             what = f"[{at}] {instruction} moved before the use at {use}"
             yield _mutant(what, program, name, rebuilt(part, rows), Kind.NOT_RESIDENT)
-
-
-def recomputes_without_a_source(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """A source of a recompute is freed just before it."""
-    for name, part, at, again in places(program, Recompute):
-        for number in _needs(profiles, again):
-            changed = _with(part, at, Free(again.sub_array, number))
-            yield _mutant(f"[{at}] {again} without {number}", program, name, changed, Kind.NOT_RESIDENT)
-
-
-def recomputes_that_wait_for_no_source(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """The compute lane waits for nothing between the prefetch of a source and the recompute."""
-    prefetches: dict[tuple[str, int, int], int] = {}
-    for name, part, at, instruction in places(program, (Prefetch, Compute, Recompute)):
-        if isinstance(instruction, Prefetch):
-            prefetches[name, instruction.sub_array, instruction.tensor] = at
-            continue
-        for number in _needs(profiles, instruction):
-            prefetch = prefetches.pop((name, instruction.sub_array, number), None)
-            if prefetch is not None and isinstance(instruction, Recompute):
-                changed = _without_waits(part, Lane.COMPUTE, prefetch, at)
-                what = f"[{at}] {instruction} does not wait for {number}"
-                yield _mutant(what, program, name, changed, Kind.MISSING_WAIT)
-
-
-def _run_again(
-    program: Program, profiles: Sequence[Profile], part: Part, position: int, again: Recompute
-) -> Part:
-    """The part with ``again`` behind ``position``, its outputs and workspace above everything else."""
-    of = profiles[again.sub_array]
-    node = of.nodes[again.node]
-    takers = [(number, of.tensors[number].size_bytes) for number in node.creates]
-    takers += [(-1, node.workspace_bytes)] if node.workspace_bytes else []
-    offset = program.slab_bytes
-    extra = []
-    for number, size in takers:
-        extra.append(Tenancy(again.sub_array, number, position + 1, position + 1, offset, size))
-        offset += size
-    return _with(part, position + 1, again, extra)
-
-
-def parameters_read_after_their_update(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """A node that reads a tensor before it is updated is run again after the update."""
-    for name, part, at, compute in places(program, Compute):
-        nodes = profiles[compute.sub_array].nodes
-        for number in nodes[compute.node].changes:
-            for rank, node in enumerate(nodes[: compute.node]):
-                if number in node.reads and not node.changes and node.is_repeatable:
-                    again = Recompute(compute.sub_array, rank, ())
-                    changed = _run_again(program, profiles, part, at, again)
-                    what = f"[{at}] {again} after the change of {number}"
-                    yield _mutant(what, program, name, changed, Kind.WRONG_VERSION)
-                    break
-
-
-def buffers_updated_twice(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """A node that changes something in place runs twice: as a recompute, and as a second compute."""
-    for name, part, at, compute in places(program, Compute):
-        if profiles[compute.sub_array].nodes[compute.node].changes:
-            again = Recompute(compute.sub_array, compute.node, ())
-            changed = _run_again(program, profiles, part, at, again)
-            yield _mutant(f"[{at}] {again}", program, name, changed, Kind.NOT_REPEATABLE)
-            changed = _with(part, at + 1, compute)
-            yield _mutant(f"[{at}] {compute} twice", program, name, changed, Kind.ORDER)
 
 
 def exchanged_nodes(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
@@ -314,7 +216,7 @@ def wrong_sizes(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutan
 
 
 def wrong_offsets_across_the_boundary(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
-    """What outlives a part lies elsewhere in one of two parts that follow each other."""
+    """A tensor that outlives a part lies elsewhere in the part that follows."""
 
     def elsewhere(part: Part, tenancy: Tenancy) -> Tenancy | None:
         crosses = tenancy.begin == -1 or tenancy.end == len(part.instructions)
@@ -325,12 +227,7 @@ def wrong_offsets_across_the_boundary(program: Program, profiles: Sequence[Profi
 
 ALWAYS_WRONG: tuple[Mutator, ...] = (
     missing_prefetches,
-    prefetches_before_their_offload_ended,
     uses_after_free,
-    recomputes_without_a_source,
-    recomputes_that_wait_for_no_source,
-    parameters_read_after_their_update,
-    buffers_updated_twice,
     a_byte_over_budget,
     overlapping_tensors,
     exchanged_nodes,
@@ -343,4 +240,4 @@ ALWAYS_WRONG: tuple[Mutator, ...] = (
 """Every mutator whose mutants are wrong without exception."""
 
 WRONG_UNLESS_REDUNDANT: tuple[Mutator, ...] = (dropped_waits, missing_offloads)
-"""What these drop may have been redundant: another wait implied it, a copy was never read."""
+"""Mutators that may drop something redundant: another wait implied it, a copy was never read."""

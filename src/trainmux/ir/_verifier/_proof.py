@@ -19,7 +19,7 @@ from trainmux.ir._verifier._facts import StepFacts, read_profile
 from trainmux.ir._verifier._order import PartOrder, expected_shares
 from trainmux.ir._verifier._report import Report, Violation, ViolationKind
 from trainmux.ir._verifier._slab import AT_BEGINNING, Key
-from trainmux.ir._verifier._walk import Held, MachineState, PartWalk, Walked
+from trainmux.ir._verifier._walk import Held, MachineState, PartWalk
 
 _MAX_SHOWN = 20
 """Violations in the error's text: one fault breaks much of what follows it, and the first ones explain it."""
@@ -109,19 +109,18 @@ class _Proof:
         """Check everything; returns the tensors that have a place on the host."""
         program, shares = self._program, self._shares
         start = self._before_any_step()
-        prologue = self._walk("prologue", program.prologue, shares.prologue, start)
-        begun = prologue.memory
+        begun = self._walk("prologue", program.prologue, shares.prologue, start)
         body = self._walk("body", program.body, shares.body, begun)
         on_host = {key for key in start.host if key not in begun.device}
-        after_body = self._later(body.memory, [1] * len(self._facts))
+        after_body = self._later(body, [1] * len(self._facts))
         epilogue = self._walk("epilogue", program.epilogue, shares.epilogue, begun)
         num_ended = [
             share.stop // max(1, len(facts.nodes))
             for share, facts in zip(shares.epilogue, self._facts, strict=True)
         ]
         self._compare("body", begun, after_body, on_host | body.host_reads | epilogue.host_reads)
-        self._compare("epilogue", start, self._later(epilogue.memory, num_ended), start.host)
-        return {*start.host, *prologue.offloaded, *body.offloaded, *epilogue.offloaded}
+        self._compare("epilogue", start, self._later(epilogue, num_ended), start.host)
+        return {*start.host, *begun.offloaded, *body.offloaded, *epilogue.offloaded}
 
     def _read_resident(self) -> list[Key]:
         found: dict[Key, None] = {}
@@ -161,7 +160,7 @@ class _Proof:
         }
         return MachineState(device, host)
 
-    def _walk(self, name: str, part: Part, shares: Sequence[range], entry: MachineState) -> Walked:
+    def _walk(self, name: str, part: Part, shares: Sequence[range], entry: MachineState) -> MachineState:
         self._report.part = name
         if _is_empty(part):  # nothing moves, and nothing needs to be said about it
             stay = [

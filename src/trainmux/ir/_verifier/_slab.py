@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainmux.ir._program import Part, Tenancy
@@ -101,16 +100,8 @@ class PartSlab:
         self.check_end(position, resident)
         resident.is_live = False
 
-    def take_for_now(self, position: int, takers: Sequence[tuple[Key, int]]) -> None:
-        """Bytes, by owner and size, that only the instruction at ``position`` of the compute lane uses."""
-        residents = [Resident(key, None, last_compute=position) for key, _ in takers]
-        for resident, (_, size_bytes) in zip(residents, takers, strict=True):
-            self.take(position, resident, size_bytes)
-        for resident in residents:
-            self.give_back(position, resident)
-
     def begins_with(self) -> set[Key]:
-        """Whose bytes are in use when the part begins, apart from those taken so far."""
+        """Tensors with bytes in use when the part begins, apart from those taken so far."""
         return {(sub_array, tensor) for sub_array, tensor, begin in self._tenancies if begin == AT_BEGINNING}
 
     def check_end(self, position: int, resident: Resident) -> None:

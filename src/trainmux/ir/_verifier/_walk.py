@@ -33,19 +33,15 @@ class Held:
 
 @dataclass(frozen=True)
 class MachineState:
-    """Tensors on the device and, by version, on the host between two parts."""
+    """Tensors on the device and, by version, on the host between two parts.
+
+    After a part, also the earlier host copies that it relies on, and the tensors that it offloaded.
+    """
 
     device: Mapping[Key, Held]
     host: Mapping[Key, int | None]
-
-
-@dataclass(frozen=True)
-class Walked:
-    """The state a part leaves, the earlier host copies that it relies on, and the tensors it offloads."""
-
-    memory: MachineState
-    host_reads: frozenset[Key]
-    offloaded: frozenset[Key]
+    host_reads: frozenset[Key] = frozenset()
+    offloaded: frozenset[Key] = frozenset()
 
 
 class PartWalk:
@@ -76,7 +72,7 @@ class PartWalk:
         self._clocks = [[0, 0, 0] for _ in _LANES]
         self._clock_after: list[tuple[int, int, int]] = []
 
-    def run(self, entry: MachineState) -> Walked:
+    def run(self, entry: MachineState) -> MachineState:
         """Walk from ``entry`` to the end of the part, where all lanes join."""
         self._begin(entry)
         for position, instruction in enumerate(self._instructions):
@@ -92,9 +88,7 @@ class PartWalk:
             self._slab.check_end(len(self._instructions), resident)
             device[key] = Held(resident.tenancy.offset if resident.tenancy else None, resident.version)
         self._slab.finish()
-        return Walked(
-            MachineState(device, self._host), frozenset(self._host_reads), frozenset(self._offloaded_at)
-        )
+        return MachineState(device, self._host, frozenset(self._host_reads), frozenset(self._offloaded_at))
 
     def _begin(self, entry: MachineState) -> None:
         self._host = dict(entry.host)
@@ -123,11 +117,10 @@ class PartWalk:
             return self._wait(instruction)
         is_copy = isinstance(instruction, Offload | Prefetch)
         lane = (_OUT if isinstance(instruction, Offload) else _IN) if is_copy else _COMPUTE
-        if not self._names_something(instruction):
-            text = f"{self._report.instruction(instruction)}, which does not exist"
-            self._report.add(ViolationKind.MALFORMED, text)
-            return lane
         match instruction:
+            case _ if not self._names_something(instruction):
+                text = f"{self._report.instruction(instruction)}, which does not exist"
+                self._report.add(ViolationKind.MALFORMED, text)
             case Compute():
                 self._compute(instruction)
             case Recompute():
@@ -150,14 +143,11 @@ class PartWalk:
 
     def _wait(self, wait: Wait) -> int:
         lane = _LANES[wait.lane]
-        if not 0 <= wait.on < self._position:
+        if 0 <= wait.on < self._position:
+            self._clocks[lane] = list(map(max, self._clocks[lane], self._clock_after[wait.on]))
+        else:
             text = f"a Wait must name an instruction that was issued before it, but names [{wait.on}]"
             self._report.add(ViolationKind.MALFORMED, text)
-            return lane
-        clock, other = self._clocks[lane], self._clock_after[wait.on]
-        for i, ended in enumerate(other):
-            if ended > clock[i]:
-                clock[i] = ended
         return lane
 
     def _compute(self, instruction: Compute) -> None:
@@ -177,7 +167,7 @@ class PartWalk:
                 self._overwrite(resident, version)
             else:
                 self._take(key, version, _COMPUTE)
-        self._take_for_now(sub_array, node, ())
+        self._take_briefly(sub_array, node, ())
 
     def _recompute(self, instruction: Recompute) -> None:
         sub_array, node = instruction.sub_array, instruction.node
@@ -196,7 +186,7 @@ class PartWalk:
         for tensor in creates:
             if tensor in keeps:
                 self._take((sub_array, tensor), step * facts.periods[tensor], _COMPUTE)
-        self._take_for_now(sub_array, node, [tensor for tensor in creates if tensor not in keeps])
+        self._take_briefly(sub_array, node, [tensor for tensor in creates if tensor not in keeps])
 
     def _use_inputs(self, instruction: Compute | Recompute, step: int) -> None:
         facts = self._facts[instruction.sub_array]
@@ -282,13 +272,17 @@ class PartWalk:
             resident.last_compute = self._position
         return self._slab.take(self._position, resident, self._facts[key[0]].sizes[key[1]])
 
-    def _take_for_now(self, sub_array: int, node: int, discarded: Sequence[int]) -> None:
-        """Bytes for the present instruction alone: its workspace, and outputs that it does not keep."""
+    def _take_briefly(self, sub_array: int, node: int, discarded: Sequence[int]) -> None:
+        """Take bytes for the present instruction alone: its workspace, and outputs that it does not keep."""
         facts = self._facts[sub_array]
-        takers = [((sub_array, tensor), facts.sizes[tensor]) for tensor in discarded]
+        sizes = {tensor: facts.sizes[tensor] for tensor in discarded}
         if facts.nodes[node].workspace_bytes:
-            takers.append(((sub_array, WORKSPACE), facts.nodes[node].workspace_bytes))
-        self._slab.take_for_now(self._position, takers)
+            sizes[WORKSPACE] = facts.nodes[node].workspace_bytes
+        takers = [Resident((sub_array, tensor), None, last_compute=self._position) for tensor in sizes]
+        for taker in takers:
+            self._slab.take(self._position, taker, sizes[taker.key[1]])
+        for taker in takers:
+            self._slab.give_back(self._position, taker)
 
     def _need_ended(self, lane: int, other: int, position: int, tenant: Key | None = None) -> None:
         """The present instruction, on ``lane``, must know that the one at ``position`` has ended.
