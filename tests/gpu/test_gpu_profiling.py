@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_fleets import batch_of, make_fleet
 
-from trainmux.profiling import KernelStep, _measured, probe_link
+from trainmux.profiling import _measured, probe_link
 from trainmux.profiling._clocks import enqueue_replays, replays
 from trainmux.profiling._link import probe_link_under_load
 from trainmux.profiling._pass import Pass
@@ -27,11 +27,12 @@ def test_a_step_that_does_not_fit_is_measured_with_feature_maps_away(monkeypatch
     most_away, most_made = 0, 0
     release = Pass.release
 
-    def counted(run: Pass, rank: int, step: KernelStep) -> None:
+    def counted(run: Pass, rank: int) -> None:
         nonlocal most_away, most_made
-        release(run, rank, step)
+        release(run, rank)
         away = sum(host.nbytes for host in run._host.values())
-        there = sum(storage.nbytes() for storage in run._storages.values())
+        created = {number for step in run._graph.steps for number in step.creates}
+        there = sum(memory.nbytes for number, memory in run._memory.items() if number in created)
         most_away, most_made = max(most_away, away), max(most_made, away + there)
 
     monkeypatch.setattr(Pass, "release", counted)

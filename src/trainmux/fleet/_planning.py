@@ -33,6 +33,7 @@ from trainmux.profiling import (
     MEASUREMENT_VERSION,
     Device,
     KernelGraph,
+    Measurements,
     ProfileCache,
     WidthProfiles,
     analytic_profile,
@@ -98,6 +99,7 @@ class FleetPlanner:
         self._config = config
         self._device = find_device(device) if isinstance(device, str) else device
         self._cache = ProfileCache()
+        self._measurements = Measurements(config.device)
         self._plans = PlanCache()
         self._by_width: dict[int, WidthProfiles] = {}
         self._profiles: dict[tuple[int, int], Profile] = {}
@@ -371,6 +373,7 @@ class FleetPlanner:
                     facts=facts,
                     into=run_into,
                     handed_over=handed_over(graph),
+                    known=self._measurements,
                     branches=branches,
                     tell=lambda done, total: self._tell(
                         "measuring", done, total, f"width {width}, node by node"

@@ -12,16 +12,11 @@ from trainmux.profiling._branches import (
 )
 from trainmux.profiling._cache import ProfileCache
 from trainmux.profiling._devices import DEVICES, Device, device_present, find_device
-from trainmux.profiling._kernels import (
-    KernelGraph,
-    KernelStep,
-    Location,
-    locations_of,
-    read_kernels,
-)
+from trainmux.profiling._kernels import KernelGraph, KernelStep, Location, locations_of
 from trainmux.profiling._link import LinkRates, probe_link
-from trainmux.profiling._measured import MEASUREMENT_VERSION, fits, measure_profile
+from trainmux.profiling._measured import MEASUREMENT_VERSION, Measurements, fits, measure_profile
 from trainmux.profiling._pass import PassingPlace
+from trainmux.profiling._reading import read_kernels
 
 __all__ = [
     "DEVICES",
@@ -31,6 +26,7 @@ __all__ = [
     "KernelStep",
     "LinkRates",
     "Location",
+    "Measurements",
     "PassingPlace",
     "ProfileCache",
     "WidthProfiles",

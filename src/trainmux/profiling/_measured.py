@@ -3,12 +3,9 @@
 Where a step is larger than what a CUDA device has free, and always on a CPU, feature maps leave the device
 after their last forward use and come back before their first use in the backward pass: so a step can be
 measured as long as each node with its inputs and outputs fits. One pass warms up, three are measured, medians
-are kept; of nodes that do the same work one is measured in each pass, another one each time. Nodes write to
-memory that is there before they run, as they will under a plan; what one needs besides is its workspace,
-results that it cannot write to their place among it.
-
-A node is enqueued behind a wait of the device, so that the host's time to launch its kernels is not measured.
-One with so many kernels that the wait was too short is measured behind a longer one in the next pass.
+are kept; of nodes that do the same work one is measured in each pass, another one each time, and none that
+another width has measured. Nodes write to memory that is there before they run, as they will under a plan;
+what one needs besides is its workspace, results that it cannot write to their place among it.
 
 A node alone takes a little longer than among others in a CUDA graph: it begins late, and finds caches cold.
 Where the whole step fits on the device it is captured and replayed too, and nodes are shortened by what they
@@ -22,9 +19,8 @@ changes nothing (no member active).
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,15 +28,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trainmux.ir import DeviceFacts, Profile, ProfiledNode, ProfiledTensor
-from trainmux.profiling._clocks import enqueue_replays, median_of, replays, wall_seconds
-from trainmux.profiling._kernels import KernelGraph, alike
+from trainmux.ir import DeviceFacts, Profile
+from trainmux.profiling._clocks import (
+    CudaClock,
+    HostClock,
+    NodeSamples,
+    enqueue_replays,
+    median_of,
+    replays,
+)
+from trainmux.profiling._kernels import KernelGraph
 from trainmux.profiling._link import LinkRates, LinkUnderLoad, probe_link, probe_link_under_load
 from trainmux.profiling._pass import Into, Pass, last_uses_of_created
 from trainmux.profiling._sync_cost import TinyCopies
-from trainmux.runtime import CudaTimer, borrowed_stream, capturing, warm_matrix_libraries
+from trainmux.runtime import borrowed_stream, capturing, warm_matrix_libraries
 
-MEASUREMENT_VERSION = 7
+MEASUREMENT_VERSION = 8
 """Raised when what is measured, or how, is no longer what kept profiles have."""
 
 NUM_PASSES = 3
@@ -49,14 +52,24 @@ _ROOM = 1.25
 _LARGEST_CUT = 0.7
 """The share of its time alone that a node may lose to the step it is part of."""
 _SUSTAINED_SECONDS = 0.3
-"""A step is replayed for so long at a time: a device that has just begun to work is faster than it stays."""
-_LOAD_SECONDS = 0.1
+"""A step is replayed for so long before it counts: a device that has just begun to work is faster than it
+stays."""
+_WINDOW_SECONDS = 0.1
+"""Seconds of replays that are timed together, behind those."""
+_LOAD_SECONDS = 0.05
 """Seconds of replays while copies are measured."""
-_HEAD_START_SECONDS = 1e-3
-"""The device waits so long before each node that the host, which launches kernels one by one, is ahead."""
-_IN_TIME = 0.8
-"""The share of a head start that the host may have used up."""
-_CALIBRATION_CYCLES = 2_000_000
+
+
+class Measurements:
+    """What profiles of several widths share: the idle link, and nodes by what decides their time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.samples: dict[Hashable, NodeSamples] = {}
+
+    @functools.cached_property
+    def link(self) -> LinkRates:
+        return probe_link(self.device)
 
 
 def measure_profile(
@@ -68,53 +81,35 @@ def measure_profile(
     facts: DeviceFacts,
     into: Into,
     handed_over: Mapping[int, frozenset[int]],
+    known: Measurements,
     branches: Sequence[int] = (),
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
     """Run the graph node by node with ``arguments``; ``tell`` hears of each node that is done.
 
     ``into`` calls a node's operator with memory for its results; those in ``handed_over``, by rank, need not
-    come to lie there. On a CUDA device concurrent steps are measured too, as many at a time as each of
-    ``branches`` says, where there is room.
+    come to lie there. Nodes that are ``known`` are not measured, others become known. On a CUDA device
+    concurrent steps are measured too, as many at a time as each of ``branches`` says, where there is room.
     """
-    device = arguments[0].device
-    link = probe_link(device)
-    swaps = device.type != "cuda" or not fits(graph, device)
+    device = known.device
     begin = partial(Pass, graph, arguments, into, handed_over)
+    swaps = device.type != "cuda" or not fits(graph, device)
+    loaded, sync_seconds = LinkUnderLoad(known.link), 0.0
+    concurrent: tuple[tuple[int, float], ...] = ()
     with _own_stream(device):
-        samples = _measured_nodes(graph, partial(begin, swaps=swaps), device, tell)
-        alone = [sample.seconds for sample in samples]
-        replayed = None if swaps else _replayed(graph, begin, device, link)
-        concurrent = () if replayed is None else _side_by_side(graph, begin, device, branches)
-    slowdown, sync_seconds = 1.0, 0.0
-    if replayed is not None:
-        link, slowdown = replayed.loaded.link, replayed.loaded.slowdown
-        sync_seconds = replayed.sync_seconds
-        alone = in_step_seconds(alone, replayed.seconds)
-    nodes = tuple(
-        ProfiledNode(
-            step.node.name,
-            step.phase,
-            step.reads,
-            step.creates,
-            step.changes,
-            taken,
-            sample.workspace_bytes,
-            is_repeatable=not step.changes,
-        )
-        for step, taken, sample in zip(graph.steps, alone, samples, strict=True)
-    )
-    tensors = tuple(
-        ProfiledTensor(
-            tensor.name,
-            tensor.byte_class,
-            tensor.size_bytes,
-            *(
-                link.handover_seconds + tensor.size_bytes / rate
-                for rate in (link.out, link.into, link.out_duplex, link.into_duplex)
-            ),
-        )
-        for tensor in graph.tensors
+        samples = _measured_nodes(graph, handed_over, partial(begin, swaps=swaps), known, tell)
+        seconds = [sample.seconds for sample in samples]
+        replayed = None if swaps else _replayed(graph, begin, known)
+        if replayed is not None:
+            seconds = in_step_seconds(seconds, replayed.seconds)
+            loaded, sync_seconds = replayed.loaded, replayed.sync_seconds
+            concurrent = _side_by_side(graph, begin, device, branches)
+    link = loaded.link
+    tensors, nodes = graph.profiled(
+        seconds,
+        (link.out, link.into, link.out_duplex, link.into_duplex),
+        copy_seconds=link.handover_seconds,
+        workspaces=[sample.workspace_bytes for sample in samples],
     )
     return Profile(
         fingerprint,
@@ -123,7 +118,7 @@ def measure_profile(
         facts,
         tensors,
         nodes,
-        slowdown,
+        loaded.slowdown,
         concurrent,
         meeting_seconds=sync_seconds,
     )
@@ -147,76 +142,41 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 
 
 def _measured_nodes(
-    graph: KernelGraph, begin: Callable[[], Pass], device: torch.device, tell: Callable[[int, int], None]
+    graph: KernelGraph,
+    handed_over: Mapping[int, frozenset[int]],
+    begin: Callable[[], Pass],
+    known: Measurements,
+    tell: Callable[[int, int], None],
 ) -> list[NodeSamples]:
-    """Samples of each node alone, from one pass to warm up and several that count."""
-    clock: _CudaClock | _HostClock = _CudaClock(device) if device.type == "cuda" else _HostClock()
-    samples: dict[int, NodeSamples] = {}
-    groups = alike(graph)
-    for ranks in groups:
-        samples.update(dict.fromkeys(ranks, NodeSamples()))
+    """Samples of each node alone. Those not known yet come from a pass to warm up and several that count."""
+    # A result that is handed over is not copied to its place, which takes time.
+    handed = [
+        tuple(number in handed_over.get(rank, ()) for number in step.results)
+        for rank, step in enumerate(graph.steps)
+    ]
+    keys = list(zip(graph.signatures(), handed, strict=True))
+    alike: dict[Hashable, list[int]] = {}
+    for rank, key in enumerate(keys):
+        if key not in known.samples:
+            alike.setdefault(key, []).append(rank)
+    samples = {key: NodeSamples() for key in alike}
+    clock = CudaClock(known.device) if known.device.type == "cuda" else HostClock()
     total = (1 + NUM_PASSES) * len(graph.steps)
-    for number in range(1 + NUM_PASSES):
-        chosen = {ranks[number % len(ranks)] for ranks in groups} if number > 0 else set()
+    for number in range(1 + NUM_PASSES if alike else 0):
+        chosen = {ranks[number % len(ranks)] for ranks in alike.values()} if number > 0 else set()
         run = begin()
         for rank, step in enumerate(graph.steps):
             run.prepare(rank, step)
             if rank in chosen:
-                taken = clock.measure(partial(run.run, step), samples[rank].head_start_seconds)
-                samples[rank].add(taken)
+                mine = samples[keys[rank]]
+                mine.add(clock.measure(partial(run.run, step), mine.head_start_seconds))
             else:
                 run.run(step)
-            run.release(rank, step)
+            run.release(rank)
             tell(number * len(graph.steps) + rank + 1, total)
         run.close()
-    return [samples[rank] for rank in range(len(graph.steps))]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One measurement of a node: its time, its bytes beyond its results', and whether the host was ahead.
-
-    ``host_seconds`` is what the host took to enqueue it, ``head_start_seconds`` what it had for that.
-    """
-
-    seconds: float
-    workspace_bytes: int = 0
-    host_seconds: float = 0.0
-    head_start_seconds: float = _HEAD_START_SECONDS
-
-    @property
-    def is_clean(self) -> bool:
-        return self.host_seconds <= _IN_TIME * self.head_start_seconds
-
-
-class NodeSamples:
-    """The measurements of one node, or of some that are alike. Those in which the device waited for the host
-    count only where there are no others."""
-
-    def __init__(self) -> None:
-        self._all: list[Sample] = []
-
-    def add(self, sample: Sample) -> None:
-        self._all.append(sample)
-
-    @property
-    def head_start_seconds(self) -> float:
-        """The head start for the next time: longer where it was too short."""
-        if not self._all:
-            return _HEAD_START_SECONDS
-        if self._all[-1].is_clean:
-            return self._all[-1].head_start_seconds
-        return _HEAD_START_SECONDS + 2 * min(sample.host_seconds for sample in self._all)
-
-    @property
-    def seconds(self) -> float:
-        """The median."""
-        clean = [sample.seconds for sample in self._all if sample.is_clean]
-        return statistics.median(clean or [sample.seconds for sample in self._all])
-
-    @property
-    def workspace_bytes(self) -> int:
-        return max(sample.workspace_bytes for sample in self._all)
+    known.samples.update(samples)
+    return [known.samples[key] for key in keys]
 
 
 def in_step_seconds(alone: Sequence[float], together: float) -> list[float]:
@@ -263,10 +223,9 @@ def _captured(device: torch.device, work: Callable[[], None]) -> torch.cuda.CUDA
     return graph
 
 
-def _replayed(
-    graph: KernelGraph, begin: Callable[[], Pass], device: torch.device, idle: LinkRates
-) -> _Replayed | None:
+def _replayed(graph: KernelGraph, begin: Callable[[], Pass], known: Measurements) -> _Replayed | None:
     """The whole step, replayed; ``None`` where it cannot be captured or there is no room."""
+    device = known.device
     torch.cuda.empty_cache()
     if not fits(graph, device):
         return None
@@ -275,8 +234,9 @@ def _replayed(
         return None
     taken = _sustained_seconds(captured)
     count = max(1, int(_LOAD_SECONDS / taken))
-    loaded = probe_link_under_load(partial(enqueue_replays, captured, count), count * taken, idle, device)
-    del captured
+    load = partial(enqueue_replays, captured, count)
+    loaded = probe_link_under_load(load, count * taken, known.link, device)
+    del captured, load
     torch.cuda.empty_cache()
     return _Replayed(taken, loaded, _sync_seconds(graph, begin, device, taken))
 
@@ -308,9 +268,9 @@ def _sync_seconds(
 def _sustained_seconds(captured: torch.cuda.CUDAGraph) -> float:
     """Seconds of a replay once the device's clock is what it is under load."""
     replays(captured, 1)
-    count = max(1, int(_SUSTAINED_SECONDS / replays(captured, 1)))
-    replays(captured, count)
-    return median_of(partial(replays, captured, count))
+    once = replays(captured, 1)
+    replays(captured, max(1, int(_SUSTAINED_SECONDS / once)))
+    return median_of(partial(replays, captured, max(2, int(_WINDOW_SECONDS / once))))
 
 
 def _side_by_side(
@@ -362,40 +322,3 @@ def fits(graph: KernelGraph, device: torch.device, num_passes: int = 1) -> bool:
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return num_passes * most * _ROOM < free + cached
-
-
-class _HostClock:
-    """On a CPU: wall-clock time; workspaces are not seen."""
-
-    def measure(self, work: Callable[[], None], head_start_seconds: float) -> Sample:
-        return Sample(wall_seconds(work))
-
-
-class _CudaClock:
-    """On CUDA: device time of a node, the host ahead; the allocator's peak meanwhile."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._timer = CudaTimer()
-        waits = [self._wait(_CALIBRATION_CYCLES) for _ in range(3)]
-        self._cycles_per_second = _CALIBRATION_CYCLES / statistics.median(waits)
-
-    def _wait(self, cycles: int) -> float:
-        self._timer.start()
-        torch.cuda._sleep(cycles)
-        self._timer.stop()
-        return self._timer.seconds()
-
-    def measure(self, work: Callable[[], None], head_start_seconds: float) -> Sample:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda._sleep(int(head_start_seconds * self._cycles_per_second))
-        begin = time.perf_counter()
-        self._timer.start()
-        work()
-        self._timer.stop()
-        host_seconds = time.perf_counter() - begin
-        torch.cuda.synchronize(self._device)
-        workspace = max(0, torch.cuda.max_memory_allocated(self._device) - before)
-        return Sample(self._timer.seconds(), workspace, host_seconds, head_start_seconds)

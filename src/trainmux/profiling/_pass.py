@@ -57,135 +57,97 @@ class Pass:
         self._graph = graph
         self._into = into
         self._handed_over = handed_over
-        self._swaps = swaps
-        self._values: dict[fx.Node, Any] = {}
-        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._device = arguments[0].device
         self._places: list[Place | None] = []
         self._host: dict[int, Tensor] = {}
-        self._device = arguments[0].device
-        given = iter(arguments)
-        for node in graph.module.graph.nodes:
-            if node.op == "placeholder":
-                self._values[node] = next(given)
-            elif node.op == "get_attr":
-                value: Any = graph.module
-                for part in str(node.target).split("."):
-                    value = getattr(value, part)
-                self._values[node] = value
-        computing = {step.node for step in graph.steps}
-        self._last_use = self._last_uses(computing)
-        self._last_forward = _last_forward_uses(graph.steps)
+        self._memory = {
+            at.tensor: _bytes_from(argument) for at, argument in zip(graph.inputs, arguments, strict=True)
+        }
+        for name, at in graph.constants.items():
+            constant: Tensor = graph.module.get_buffer(name)
+            self._memory[at.tensor] = storage_bytes(constant.untyped_storage())
         self._ending = last_uses_of_created(graph.steps)
+        self._leaving = _last_forward_uses(graph) if swaps else {}
 
     def run_all(self, behind: Callable[[int], None] = lambda rank: None) -> None:
         """Every node, one after another; ``behind`` is called with the rank of each that was enqueued."""
         for rank, step in enumerate(self._graph.steps):
             self.prepare(rank, step)
             self.run(step)
-            self.release(rank, step)
+            self.release(rank)
             behind(rank)
         self.close()
 
     def prepare(self, rank: int, step: KernelStep) -> None:
         """Bring back what a node reads, and make room for what it creates."""
         for number in (*step.reads, *step.changes):
-            host = self._host.pop(number, None)
-            if host is not None:
-                storage = self._storages[number]
-                storage.resize_(host.numel())
-                storage_bytes(storage).copy_(host)
-        rooms: dict[int, Tensor] = {}
-        self._places = []
-        for location in locations_of(self._graph.values[step.node]):
-            number = location.tensor
-            if number not in step.creates or location.device != self._device:
-                self._places.append(None)
-                continue
-            if number not in rooms:
-                size = self._graph.tensors[number].size_bytes
-                rooms[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
-                self._storages[number] = rooms[number].untyped_storage()
-            kind = PassingPlace if number in self._handed_over.get(rank, ()) else Place
-            self._places.append(kind(rooms[number], location.look(rooms[number])))
+            if number in self._host:
+                self._memory[number] = self._host.pop(number).to(self._device, copy=True)
+        for number in step.creates:
+            size = self._graph.tensors[number].size_bytes
+            self._memory[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        handed = self._handed_over.get(rank, frozenset())
+        self._places = [
+            (PassingPlace if at.tensor in handed else Place)(self._memory[at.tensor], self._look(at))
+            if at.tensor in step.creates and at.device == self._device
+            else None
+            for at in locations_of(self._graph.values[step.node])
+        ]
 
     def run(self, step: KernelStep) -> None:
         """A node that was prepared."""
-        args, kwargs = fx.map_arg((step.node.args, dict(step.node.kwargs)), self._value)
+        node = step.node
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._value)
+        target: Any = node.target
+        if node.op == "call_module":
+            target = self._graph.module.get_submodule(str(node.target))
         with torch.no_grad():
-            results = self._into(self._target(step.node), args, kwargs, self._places)
+            results = self._into(target, args, kwargs, self._places)
         self._places = []
         if len(results) != len(step.results):
             raise PlanError(
-                f"node {step.node.name}: expected {len(step.results)} results as traced, got {len(results)}; "
+                f"node {node.name}: expected {len(step.results)} results as traced, got {len(results)}; "
                 "profile the program that was traced"
             )
         for number, result in zip(step.results, results, strict=True):
-            if number in step.creates:
-                self._storages[number] = result.untyped_storage()
-        left = iter(results)
-        self._values[step.node] = pytree.tree_map(
-            lambda item: next(left) if isinstance(item, Location) else item, self._graph.values[step.node]
-        )
+            storage = result.untyped_storage()
+            if number in step.creates and storage.data_ptr() != self._memory[number].data_ptr():
+                size = self._graph.tensors[number].size_bytes  # handed over, or on another device
+                self._memory[number] = storage_bytes(storage)[:size]
 
-    def release(self, rank: int, step: KernelStep) -> None:
+    def release(self, rank: int) -> None:
         """Let go of what no later node reads, and send away feature maps that the backward pass will read."""
-        for node in self._last_use.get(rank, ()):
-            self._values.pop(node, None)
         for number in self._ending.get(rank, ()):
-            self._storages.pop(number, None)
-        for number in self._last_forward.get(rank, ()) if self._swaps else ():
-            storage = self._storages.get(number)
-            is_kept = self._graph.tensors[number].byte_class is ByteClass.FEATURE_MAP
-            if is_kept and storage is not None and storage.nbytes() and storage.device == self._device:
-                self._host[number] = storage_bytes(storage).to("cpu", copy=True)
-                storage.resize_(0)
+            del self._memory[number]
+        for number in self._leaving.get(rank, ()):
+            if self._memory[number].device == self._device:
+                self._host[number] = self._memory.pop(number).to("cpu", copy=True)
 
     def close(self) -> None:
         """Let go of everything."""
-        self._values.clear()
-        self._storages.clear()
+        self._memory.clear()
         self._host.clear()
 
+    def _look(self, at: Location) -> Tensor:
+        return at.look(self._memory[at.tensor])
+
     def _value(self, node: fx.Node) -> Any:
-        """The value of a node; views and parts of tuples are made when they are read."""
-        if node not in self._values:
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._value)
-            with torch.no_grad():
-                self._values[node] = self._target(node)(*args, **kwargs)
-        return self._values[node]
+        """The value of a node, as it lies in memory."""
+        return pytree.tree_map(
+            lambda item: self._look(item) if isinstance(item, Location) else item, self._graph.values[node]
+        )
 
-    def _target(self, node: fx.Node) -> Any:
-        """The function or module that a node calls."""
-        if node.op == "call_module":
-            return self._graph.module.get_submodule(str(node.target))
-        return node.target
 
-    def _last_uses(self, computing: set[fx.Node]) -> dict[int, list[fx.Node]]:
-        """Nodes by rank whose values, views of them included, are read for the last time."""
-        last: dict[fx.Node, int] = {}
-
-        def note(node: fx.Node, rank: int) -> None:
-            last[node] = max(rank, last.get(node, -1))
-            if node not in computing:
-                for source in node.all_input_nodes:
-                    note(source, rank)
-
-        for rank, step in enumerate(self._graph.steps):
-            last.setdefault(step.node, rank)
-            for source in step.node.all_input_nodes:
-                note(source, rank)
-        found: dict[int, list[fx.Node]] = {}
-        for node, rank in last.items():
-            if node.op not in ("placeholder", "get_attr"):
-                found.setdefault(rank, []).append(node)
-        return found
+def _bytes_from(argument: Tensor) -> Tensor:
+    """The bytes of an argument's storage, from where it begins."""
+    return storage_bytes(argument.untyped_storage())[argument.storage_offset() * argument.element_size() :]
 
 
 def last_uses_of_created(steps: Sequence[KernelStep]) -> dict[int, list[int]]:
     """Storages made in the pass, by the rank of the last node that touches them."""
     last: dict[int, int] = {}
     for rank, step in enumerate(steps):
-        last.update(dict.fromkeys((*step.reads, *step.creates, *step.changes), rank))
+        last.update(dict.fromkeys(step.touched, rank))
     ending: dict[int, list[int]] = {}
     for step in steps:
         for number in step.creates:
@@ -193,13 +155,14 @@ def last_uses_of_created(steps: Sequence[KernelStep]) -> dict[int, list[int]]:
     return ending
 
 
-def _last_forward_uses(steps: Sequence[KernelStep]) -> dict[int, list[int]]:
-    """Storages by the rank of their last use in the forward pass."""
+def _last_forward_uses(graph: KernelGraph) -> dict[int, list[int]]:
+    """Feature maps by the rank of their last use in the forward pass."""
     last: dict[int, int] = {}
-    for rank, step in enumerate(steps):
+    for rank, step in enumerate(graph.steps):
         if step.phase is Phase.FORWARD:
             last.update(dict.fromkeys((*step.reads, *step.creates), rank))
     found: dict[int, list[int]] = {}
     for number, rank in last.items():
-        found.setdefault(rank, []).append(number)
+        if graph.tensors[number].byte_class is ByteClass.FEATURE_MAP:
+            found.setdefault(rank, []).append(number)
     return found

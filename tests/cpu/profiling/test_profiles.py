@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,21 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 from profiled import kernels_of, leave_uncompiled, program_of
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from trainmux.engine import handed_over, run_into
 from trainmux.errors import ConfigError
 from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile
+from trainmux.lowering import Place
 from trainmux.profiling import (
     DEVICES,
     Device,
     KernelGraph,
     LinkRates,
+    Measurements,
     ProfileCache,
     _measured,
     analytic_profile,
@@ -35,14 +36,15 @@ from trainmux.profiling import (
     find_device,
     measure_profile,
     probe_link,
+    read_kernels,
 )
 from trainmux.profiling._analytic import idleness
+from trainmux.profiling._clocks import HostClock, NodeSamples, Sample
 from trainmux.profiling._devices import BANDWIDTH_SHARE, FLOPS_SHARE, NODE_SECONDS
-from trainmux.profiling._kernels import KernelStep, alike, read_kernels
 from trainmux.profiling._link import slowdown_of
-from trainmux.profiling._measured import NUM_PASSES, NodeSamples, Sample, _HostClock, in_step_seconds
-from trainmux.profiling._pass import Pass
+from trainmux.profiling._measured import NUM_PASSES, in_step_seconds
 from trainmux.profiling._sync_cost import sync_points
+from trainmux.runtime import storage_bytes
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
@@ -63,9 +65,12 @@ def measured(graph: KernelGraph, arguments: list[Tensor], **options: Any) -> Pro
         width=2,
         fingerprint="f",
         facts=FACTS,
-        into=run_into,
-        handed_over=handed_over(graph),
-        **options,
+        **{
+            "into": run_into,
+            "handed_over": handed_over(graph),
+            "known": Measurements(torch.device("cpu")),
+            **options,
+        },
     )
 
 
@@ -92,54 +97,39 @@ def test_measuring_runs_every_node_and_changes_nothing(
 
 
 @pytest.mark.parametrize(("name", "lowering"), [("cnn_with_dropout", "inductor"), (DEEP, "aten")])
-def test_the_values_are_those_of_the_program(name: str, lowering: str) -> None:
-    """Swapped out and back on the way, and yet the same losses, bit for bit."""
+def test_a_step_larger_than_the_device_can_be_measured(name: str, lowering: str) -> None:
+    """With feature maps away between the passes, far fewer bytes are there at a time; results are those of
+    the program, bit for bit."""
     program, arguments = program_of(name, lowering)
     with torch.no_grad():
         expected = program.module(*arguments)
     graph = kernels_of(program)
-    run = Pass(graph, arguments, run_into, handed_over(graph), swaps=True)
-    (output,) = graph.module.graph.find_nodes(op="output")
-    kept = set(output.all_input_nodes)
-    run._last_use = {
-        rank: [node for node in nodes if node not in kept] for rank, nodes in run._last_use.items()
+    made: list[tuple[weakref.ref[Tensor], int]] = []
+    memory = {
+        at.tensor: storage_bytes(a.untyped_storage()) for at, a in zip(graph.inputs, arguments, strict=True)
     }
-    num_away = 0
-    for rank, step in enumerate(graph.steps):
-        run.prepare(rank, step)
-        run.run(step)
-        run.release(rank, step)
-        num_away = max(num_away, len(run._host))
-    got = [run._value(node) for node in output.args[0]]
+    results = {at.tensor for at in graph.outputs}
+    most = count = 0
+
+    def watched(target: Any, args: Any, kwargs: Any, places: Sequence[Place | None]) -> list[Tensor]:
+        nonlocal most, count
+        step = graph.steps[count % len(graph.steps)]
+        count += 1
+        for number, place in zip(step.results, places, strict=True):
+            if place is not None:
+                made.append((weakref.ref(place.memory), place.memory.nbytes))
+                memory.update({number: place.memory} if number in results else {})
+        most = max(most, sum(size for held, size in made if held() is not None))
+        return run_into(target, args, kwargs, places)
+
+    measured(graph, arguments, into=watched)
+    assert count == (1 + NUM_PASSES) * len(graph.steps)
+    got = [at.look(memory[at.tensor]) for at in graph.outputs]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert num_away > 1
-    assert not run._host  # everything that was sent away was needed again
-
-
-def test_a_step_larger_than_the_device_can_be_measured() -> None:
-    """With feature maps away between the passes, far fewer bytes are there at a time."""
-    program, arguments = program_of(DEEP, "aten")
-    graph = kernels_of(program)
-
-    def peak(*, swaps: bool) -> int:
-        run, most = Pass(graph, arguments, run_into, handed_over(graph), swaps=swaps), 0
-        for rank, step in enumerate(graph.steps):
-            run.prepare(rank, step)
-            run.run(step)
-            held = {storage._cdata: storage.nbytes() for storage in run._storages.values()}
-            given = {argument.untyped_storage()._cdata for argument in arguments}
-            for value in _tensors(run._values.values()):
-                storage = value.untyped_storage()
-                if storage._cdata not in given:
-                    held[storage._cdata] = storage.nbytes()
-            most = max(most, sum(held.values()))
-            run.release(rank, step)
-        assert not run._storages  # nothing that is no longer needed is held
-        return most
-
-    whole = peak(swaps=False)
-    assert whole <= 1.1 * most_live(graph)
-    assert peak(swaps=True) < 0.8 * whole
+    assert most < (0.8 if name == DEEP else 1.1) * most_live(graph)
+    memory.clear()
+    del got
+    assert all(held() is None for held, _ in made)  # nothing that is no longer needed is held
 
 
 def most_live(graph: KernelGraph) -> int:
@@ -151,10 +141,6 @@ def most_live(graph: KernelGraph) -> int:
         sum(tensors[number].size_bytes for number, begin in made.items() if begin <= rank <= last[number])
         for rank in range(len(steps))
     )
-
-
-def _tensors(values: Iterable[object]) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, Tensor)]
 
 
 def test_an_analytic_node_takes_the_slower_of_arithmetic_and_traffic() -> None:
@@ -188,51 +174,67 @@ def test_a_product_with_few_tiles_leaves_the_device_idle() -> None:
     assert idleness(109, 108) == pytest.approx(216 / 109)
 
 
-def test_of_nodes_that_are_alike_another_one_is_measured_in_each_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    program, arguments = program_of(DEEP, "aten")
-    graph = kernels_of(program)
-    groups = alike(graph)
-    assert sorted(rank for ranks in groups for rank in ranks) == list(range(len(graph.steps)))
-    assert max(map(len, groups)) >= NUM_PASSES
-    ran: list[fx.Node] = []
-    original = Pass.run
+def layers(width: int) -> tuple[KernelGraph, list[Tensor]]:
+    """Four equal layers over each member's own tensor, and four over one that all share."""
 
-    def run(self: Pass, step: KernelStep) -> None:
-        ran.append(step.node)
-        original(self, step)
+    def work(own: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(4):
+            own, shared = own * 2.0, shared * 2.0
+        return own, shared
 
-    monkeypatch.setattr(Pass, "run", run)
-    count = 0
-
-    def measure(self: object, work: Callable[[], None], head_start_seconds: float) -> Sample:
-        nonlocal count
-        work()
-        count += 1
-        return Sample(float(graph_rank[ran[-1]] + 1))
-
-    graph_rank = {step.node: rank for rank, step in enumerate(graph.steps)}
-    monkeypatch.setattr(_HostClock, "measure", measure)
-    profile = measured(graph, arguments)
-    assert len(ran) == (1 + NUM_PASSES) * len(graph.steps)  # all run, or the next ones had nothing to read
-    assert count == NUM_PASSES * len(groups)
-    for ranks in groups:
-        expected = statistics.median(ranks[number % len(ranks)] + 1.0 for number in range(1, 1 + NUM_PASSES))
-        assert {profile.nodes[rank].seconds for rank in ranks} == {expected}
+    given = [torch.ones(width, 8), torch.ones(64)]
+    return traced_kernels(work, *given), given
 
 
-def test_what_two_operands_share_and_where_they_begin_sets_nodes_apart() -> None:
-    def calls(x: Tensor, y: Tensor) -> list[Tensor]:
-        halves = [x[:4] + y[:4], x[4:] + y[4:], x[1:5] + y[1:5]]
-        return [x + y, y + x, x + x, y + y, *halves, x * 2.0, y * 3.0]
-
-    module = make_fx(calls, tracing_mode="fake")(torch.zeros(8), torch.zeros(8))
+def traced_kernels(work: Callable[..., Any], *given: Tensor) -> KernelGraph:
+    module = make_fx(work, tracing_mode="fake")(*given)
     for node in module.graph.nodes:
         node.meta["phase"] = Phase.FORWARD
-    graph = read_kernels(module, [ByteClass.BATCH, ByteClass.BATCH])
-    assert len(graph.steps) == 9
-    assert alike(graph) == [[0, 1], [2], [3, 4], [5, 6], [7], [8]]
+    return read_kernels(module, [ByteClass.BATCH] * len(given))
+
+
+def test_kernels_that_are_alike_are_measured_once_for_all_layers_and_widths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In each pass another one of them, or all but the first layer would go unnoticed."""
+    ran: list[int] = []
+    took: list[float] = []
+
+    def into(*call: Any) -> list[Tensor]:
+        ran.append(len(ran))
+        return run_into(*call)
+
+    def measure(self: object, work: Callable[[], None], head_start_seconds: float) -> Sample:
+        work()
+        took.append(1.0 + ran[-1] % 8)  # eight nodes a pass
+        return Sample(took[-1])
+
+    monkeypatch.setattr(HostClock, "measure", measure)
+    known = Measurements(torch.device("cpu"))
+    two = measured(*layers(2), into=into, handed_over={}, known=known)
+    assert len(ran) == 8 * (1 + NUM_PASSES)  # all run, or the next ones had nothing to read
+    assert len(took) == 2 * NUM_PASSES == len(set(took))
+    assert [node.seconds for node in two.nodes] == [5.0, 6.0] * 4  # the third layer's: the median
+    three = measured(*layers(3), into=into, handed_over={}, known=known)
+    assert len(took) == 3 * NUM_PASSES
+    assert [node.seconds for node in three.nodes] == [5.0, 6.0] * 4
+    assert measured(*layers(3), into=into, handed_over={}, known=known).nodes == three.nodes
+    assert len(took) == 3 * NUM_PASSES
+    # One whose result is copied to its place is not like one whose result is handed over.
+    measured(*layers(3), into=into, handed_over={0: frozenset({2})}, known=known)
+    assert len(took) == 4 * NUM_PASSES
+
+
+def test_nodes_with_other_types_strides_numbers_or_operands_are_not_alike() -> None:
+    def calls(x: Tensor, y: Tensor) -> list[Tensor]:
+        halves = [x[:4] + y[:4], x[4:] + y[4:], x[1:5] + y[1:5], x[::2] + y[::2]]
+        return [*halves, x[:4].half() + y[:4].half(), x + y, y + x, x + x, y + y, x * 2.0, y * 3.0]
+
+    graph = traced_kernels(calls, torch.zeros(8), torch.zeros(8))
+    by_signature: dict[Any, list[int]] = {}
+    for rank, signature in enumerate(graph.signatures()):
+        by_signature.setdefault(signature, []).append(rank)
+    assert list(by_signature.values()) == [[0, 1], [2], [3], [4, 5], [6], [7, 8], [9, 10], [11], [12]]
 
 
 def test_a_node_that_the_host_was_late_for_is_measured_again() -> None:

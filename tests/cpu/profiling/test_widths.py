@@ -18,12 +18,10 @@ from trainmux.ir import ByteClass, Phase, Profile
 from trainmux.profiling import (
     KernelGraph,
     WidthProfiles,
-    _analytic,
     find_device,
     read_kernels,
     same_but_for_origin,
 )
-from trainmux.profiling._analytic import outline_between, outline_of
 from trainmux.tracing import make_fx, static_fake_mode
 
 A100 = find_device("a100")
@@ -75,15 +73,6 @@ def test_widths_between_two_of_the_same_kernels_are_worked_out_exactly() -> None
     assert not same_but_for_origin(profiles.profile(4), real)
 
 
-def test_kernels_that_differ_between_widths_are_lowered_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_analytic, "outline_between", lambda *args: None)
-    read = Reader()
-    profiles = WidthProfiles(read, A100, half=True)
-    for width in (5, 1, 3):
-        profiles.profile(width)
-    assert read.widths == [5, 1, 2, 3]
-
-
 def graph_of(width: int, *, size: int = 64, function: str = "relu") -> KernelGraph:
     """A product of each member's own rows with a matrix that all share."""
 
@@ -97,24 +86,28 @@ def graph_of(width: int, *, size: int = 64, function: str = "relu") -> KernelGra
     return read_kernels(module, [ByteClass.BATCH, ByteClass.PARAMETER])
 
 
-def test_every_size_lies_on_the_line_through_both_ends() -> None:
-    low, high = outline_of(graph_of(2)), outline_of(graph_of(8))
-    assert outline_between(low, 2, high, 8, 5) == outline_of(graph_of(5))
+def test_widths_whose_kernels_differ_are_lowered_each() -> None:
+    def changed(high: KernelGraph, **values: object) -> KernelGraph:
+        return replace(high, steps=(replace(high.steps[0], **values), *high.steps[1:]))
 
-
-def test_what_is_not_the_same_at_both_ends_is_not_worked_out() -> None:
-    low, high = outline_of(graph_of(2)), outline_of(graph_of(8))
+    high = graph_of(8)
+    first = high.tensors[0]
     others = [
-        outline_of(graph_of(8, function="tanh")),
-        outline_of(graph_of(8, size=65)),  # no whole number for each member
-        replace(high, tensors=((high.tensors[0][0], ByteClass.CONSTANT), *high.tensors[1:])),
-        replace(high, numbers=(0, *high.numbers[1:])),  # shrinks
+        graph_of(8, function="tanh"),
+        graph_of(8, size=65),  # no whole number for each member
+        replace(high, tensors=(replace(first, byte_class=ByteClass.CONSTANT), *high.tensors[1:])),
+        replace(high, tensors=(replace(first, size_bytes=0), *high.tensors[1:])),  # shrinks
+        changed(high, reads=(1,)),
+        changed(high, phase=Phase.BACKWARD),
+        changed(high, work=replace(high.steps[0].work, passes=2.0)),
     ]
-    others += [
-        replace(high, steps=(replace(high.steps[0], **{name: value}), *high.steps[1:]))
-        for name, value in {"name": "x", "reads": (1,), "phase": Phase.BACKWARD, "passes": 2.0}.items()
-    ]
-    assert [outline_between(low, 2, other, 8, 5) for other in others] == [None] * len(others)
+    for other, expected in [(high, {2, 8}), *((other, {2, 5, 8}) for other in others)]:
+        graphs = {2: graph_of(2), 5: graph_of(5), 8: other}
+        profiles = WidthProfiles(graphs.__getitem__, A100, half=True)
+        for width in (8, 2, 5):
+            profiles.profile(width)
+        assert profiles.lowered == expected
+        assert same_but_for_origin(profiles.profile(5), profiles.confirmed(5))
 
 
 def test_a_plan_is_over_real_kernels_even_where_what_was_worked_out_is_wrong(
