@@ -139,7 +139,7 @@ class Fleet:
         A step that fails changes no member; where it has, ``FleetError`` says whom, until ``restore``.
         """
         self._require_members()
-        self._watch.at_step(self._groups)
+        self._watch.at_step(self._places())
         self._arrange_groups()
         applies = (self._num_steps + 1) % self._config.accumulate == 0
         ready, batches = self._begin_step(self._plans.runner, batch, overrides or {}, applies)
@@ -185,7 +185,7 @@ class Fleet:
         """Check everything that ``step`` would and return the groups' pieces of a step."""
         runner.check_slots(self._groups)
         self._require_members()
-        self._watch.at_step(self._groups)
+        self._watch.at_step(self._places())
         pieces, batches = self._begin_step(runner, batch, {}, applies)
         return pieces(batches)
 
