@@ -64,7 +64,7 @@ def test_a_step_that_breaks_off_leaves_static_tensors_where_they_are_between_ste
             for group in planned.groups:
                 group.variant()
             with pytest.raises(BudgetError, match="beside its slab"):
-                planned.step("own", {id(group): batch for group in planned.groups})
+                planned.step("own", [batch] * len(planned.groups))
         assert differences(state_of(planned.groups), before) == [], stop
     found = train_planned(case, planned, 3)
     assert differences(found, expected_of("mlp", (2, 1), 3)) == []
