@@ -194,7 +194,7 @@ class Fleet:
         self._num_steps += 1
         if applies:
             end_update(self._groups)
-        losses: Tensor = self._ordered("loss")
+        losses: Tensor = self._gather("loss", self._names, self._groups)
         return losses
 
     def _in_segments(self) -> SegmentRunner:
@@ -231,9 +231,9 @@ class Fleet:
         A metric that only some members have is NaN for the others; one whose shape differs between members
         comes as a list.
         """
-        self._plans.finish()
+        self._plans.runner.finish()
         keys = dict.fromkeys(key for group in self._groups for key in group.last if key != "loss")
-        return {key: self._ordered(key) for key in keys}
+        return {key: self._gather(key, self._names, self._groups) for key in keys}
 
     def fit(
         self,
@@ -290,7 +290,7 @@ class Fleet:
             self._require_members()
             self._watch.check(self._places(), ignores_mode=True)
             self._groups = self._plans.at_step(self._groups)
-            self._plans.finish()
+            self._plans.runner.finish()
         groups = [group for group in self._groups if group.members]
 
         def trace_of(slot: Slot, example: FlatBatch) -> Trace:
@@ -309,7 +309,7 @@ class Fleet:
     @door
     def stopped(self) -> dict[str, str]:
         """Members that train no more and why; waits for the device."""
-        self._plans.finish()
+        self._plans.runner.finish()
         found = {name: why for group in self._groups for name, why in group.stopped().items()}
         return {name: found[name] for name in self._names if name in found}
 
@@ -319,7 +319,7 @@ class Fleet:
 
         Gradients accumulated for it since the last update are lost.
         """
-        self._plans.finish()
+        self._plans.runner.finish()
         member = self._take_out(*self._find(name))
         self._names.remove(name)
         return member
@@ -330,7 +330,7 @@ class Fleet:
 
         No retracing where the new member fits the old one's group. It starts as one that comes by ``add``.
         """
-        self._plans.finish()
+        self._plans.runner.finish()
         position = self._names.index(name) if name in self._names else -1
         group, row = self._find(name)
         (new_name,) = names_of([member], dict(zip(self._names, self.members, strict=True)), name)
@@ -356,7 +356,7 @@ class Fleet:
 
         With ``accumulate=n``, one that comes between two updates starts with the next n batches.
         """
-        self._plans.finish()
+        self._plans.runner.finish()
         (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)))
         plan = self._describe(member, name, len(self._names))
         self._place(plan)
@@ -371,7 +371,7 @@ class Fleet:
         something else now moves to a group where it fits. What cannot be trained is refused, and the fleet
         goes on as before. Afterwards the members' own objects are as after ``sync``.
         """
-        self._plans.finish()
+        self._plans.runner.finish()
         names = self._names if name is None else [name]
         for one in names:
             group, row = self._find(one)
@@ -409,7 +409,7 @@ class Fleet:
     @door
     def sync(self) -> None:
         """Write weights, buffers and optimizer state back into the members' own objects."""
-        self._plans.finish()
+        self._plans.runner.finish()
         for group in self._groups:
             for row, _ in group.members:
                 group.check_export(row)
@@ -472,7 +472,7 @@ class Fleet:
         To compare with what the plan predicts: ``plan.report(path, measured=fleet.watch(batch))``.
         """
         self._arrange_groups()
-        return self._plans.watch(lambda: self.step(batch, overrides))
+        return self._plans.runner.watch(lambda: self.step(batch, overrides))
 
     def explain(self) -> str:
         """Per group: each operator and how it was fused, what fell back and why."""
@@ -480,7 +480,7 @@ class Fleet:
 
     def summary(self) -> tuple[GroupSummary, ...]:
         """Return what ``explain`` says as records."""
-        return tuple(group.summary(self._plans.memory) for group in self._groups)
+        return tuple(group.summary(self._plans.runner.memory) for group in self._groups)
 
     @door
     def end_epoch(self, monitored: Mapping[str, Mapping[str, float]]) -> None:
@@ -500,7 +500,7 @@ class Fleet:
     @door
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write all members' weights, optimizer and schedule state and counters to a directory."""
-        self._plans.finish()
+        self._plans.runner.finish()
         self._watch.warn(self._places(), "what is saved was trained without it")
         tensors, document = fleet_document(self._groups, self._names, self._num_steps, self._config)
         write_checkpoint(path, tensors, {**document, "extra": dict(extra or {})})
@@ -512,7 +512,7 @@ class Fleet:
             saved.check(self._groups, self._names, self._config)
             if self._broken:
                 self._groups = self._plans.start_over(self._groups)
-            self._plans.finish()
+            self._plans.runner.finish()
             if self._plans.is_active and saved.has_other_constants(self._groups):
                 self._leave_plan()
             self._num_steps = saved.load(self._groups)
@@ -524,9 +524,6 @@ class Fleet:
     def _require_members(self) -> None:
         if not self._names:
             raise MemberError("expected at least one member in the fleet, got none; add() one first")
-
-    def _ordered(self, key: str) -> Any:
-        return self._gather(key, self._names, self._groups)
 
     def _loss_of(self, member: Member) -> LossFunction:
         """A member's own loss function, or else the fleet's; refuses what is none."""

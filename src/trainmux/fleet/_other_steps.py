@@ -87,17 +87,15 @@ def other_programs(
         program = fit_program(profiles, available_bytes, host_bytes, plainly=plainly)
         return PlannedPrograms(tuple(steps), tuple(graphs), program, used_branches(widths, num_branches))
 
-    try:
-        return fit(carries_state=True)
-    except BudgetError:
-        if applies:
-            raise
-    try:
-        return fit(carries_state=False)
-    except BudgetError as error:
-        if applies is not None:
-            raise
-        raise BudgetError(
-            f"expected an evaluation to fit into the plan's {plan.budget_bytes} bytes, but it does not; "
-            "evaluate on smaller batches, or plan for a larger budget"
-        ) from error
+    refusal: BudgetError
+    for carries_state in (True,) if applies else (True, False):
+        try:
+            return fit(carries_state=carries_state)
+        except BudgetError as error:
+            refusal = error
+    if applies is not None:
+        raise refusal
+    raise BudgetError(
+        f"expected an evaluation to fit into the plan's {plan.budget_bytes} bytes, but it does not; "
+        "evaluate on smaller batches, or plan for a larger budget"
+    ) from refusal

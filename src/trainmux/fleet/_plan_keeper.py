@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from trainmux.fleet._planned_runner import PlannedRunner
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._runner import PlainRunner
 from trainmux.fleet._slots import Slot
-from trainmux.ir import MemoryUse, Timeline
 from trainmux.runtime import deferred_interrupts
 from trainmux.sizes import exact_bytes
 
@@ -60,11 +58,6 @@ class PlanKeeper:
     def is_active(self) -> bool:
         return self._active is not None
 
-    @property
-    def memory(self) -> MemoryUse | None:
-        """Memory on the device under the plan in use, once a step was captured."""
-        return None if self._active is None else self._active.memory
-
     def want(self, plan: Plan, request: PlanRequest) -> None:
         """Use ``plan`` from the next step on, and plans like it after that."""
         self._wanted, self._request = plan, request
@@ -87,10 +80,6 @@ class PlanKeeper:
         """Runs the fleet's steps as things are now; ``at_step`` may change it."""
         return self._plain if self._active is None else self._active
 
-    def finish(self) -> None:
-        """Run what is in flight to its end."""
-        self.runner.finish()
-
     def leave(self, groups: Sequence[Group]) -> list[Group]:
         """Stop using the plan, which has no room for members that will come; returns joined groups."""
         if self._active is None:
@@ -111,14 +100,6 @@ class PlanKeeper:
     def whole(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups as they would be without a plan; copies where one is in use."""
         return list(groups) if self._active is None else join_groups(groups)
-
-    def watch(self, step: Callable[[], Any]) -> Timeline:
-        """Run ``step``, a step of the fleet by its plan, and return when each instruction ran."""
-        if self._active is None:
-            raise PlanError(
-                "expected a fleet that trains by a plan, got one without; call plan() or use(), and step once"
-            )
-        return self._active.watch(step)
 
     def hold_budget(self) -> None:
         """After a step that holds more than the budget, plan again with that much less.
@@ -148,16 +129,16 @@ class PlanKeeper:
         if self._is_left or self._wanted is not None:
             groups = [group for group in self.leave(groups) if group.members]
             if self._request is not None:
-                planner = self._make_planner(groups)
-                groups = self._apply(planner, self._plan_for(planner, self._request, groups), groups)
+                groups = self._apply(self._plan_for(self._request, groups), groups)
                 self._wanted = None
             else:
                 self._back_to_device(groups)
         self._is_left = False
         return list(groups)
 
-    def _plan_for(self, planner: FleetPlanner, request: PlanRequest, groups: Sequence[Group]) -> Plan:
+    def _plan_for(self, request: PlanRequest, groups: Sequence[Group]) -> Plan:
         """The plan to switch to: the wanted one, or one like it if members came, left or changed since."""
+        planner = self._make_planner(groups)
         if self._wanted is not None:
             names = [slot.name for group in groups for _, slot in group.members]
             with suppress(PlanError):
@@ -165,7 +146,8 @@ class PlanKeeper:
                 return self._wanted
         return planner.plan(request)
 
-    def _apply(self, planner: FleetPlanner, plan: Plan, groups: Sequence[Group]) -> list[Group]:
+    def _apply(self, plan: Plan, groups: Sequence[Group]) -> list[Group]:
+        planner = self._make_planner(groups)  # another one: that which searched holds steps of all widths
         own = planner.steps_of(plan)
         specs = [planner.example_spec(sub_array) for sub_array in plan.partition]
         split = split_groups(groups, plan)

@@ -24,7 +24,7 @@ from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
 from trainmux.fleet._config import FleetConfig, whole_number
 from trainmux.fleet._group import Group
 from trainmux.fleet._other_steps import PlannedPrograms, Wanted, other_programs, read_step
-from trainmux.fleet._plan import Plan, require_plan
+from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
 from trainmux.fleet._programs import with_batch
 from trainmux.ir import DeviceFacts, Profile, SubArray
@@ -209,9 +209,12 @@ class FleetPlanner:
         self._scratch[found.fingerprint] = num_members * scratch + workspaces
         return found
 
-    def check(self, plan: Plan, names: Sequence[str]) -> None:
+    def check(self, plan: object, names: Sequence[str]) -> None:
         """Refuse a plan of another fleet, or one that has become stale."""
-        require_plan(plan)
+        if not isinstance(plan, Plan):
+            raise PlanError(
+                f"expected a plan of fleet.plan() or Plan.load(), got {type(plan).__name__}; make or load one"
+            )
         members = [name for sub_array in plan.partition for name in sub_array.members]
         if sorted(members) != sorted(names):
             raise PlanError(

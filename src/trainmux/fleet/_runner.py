@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from trainmux.engine import StepProgram
-from trainmux.errors import BatchError, FleetError, LossError, first_line
+from trainmux.errors import BatchError, FleetError, LossError, PlanError, first_line
 from trainmux.fleet._feed import BatchFeed, GroupFeed
 from trainmux.fleet._group import Group
 from trainmux.fleet._slots import Slot
 from trainmux.fleet._traces import Trace
+from trainmux.ir import MemoryUse, Timeline
 from trainmux.tracing import BatchSpec, FlatBatch, plain_torch
 
 Batches = Sequence[Sequence[Tensor]]
@@ -94,6 +95,9 @@ def half_step(
 class PlainRunner:
     """Runs every group's own program. Nothing is ever left in flight."""
 
+    memory: MemoryUse | None = None
+    """Each group has its own."""
+
     def prepare(self, parts: Sequence[GroupPart]) -> Callable[[Batches], None]:
         """Build or find the program of each group."""
         groups = [part.group for part in parts]
@@ -105,6 +109,12 @@ class PlainRunner:
 
     def finish(self) -> None:
         """Return at once."""
+
+    def watch(self, step: Callable[[], object]) -> Timeline:
+        """Refuse: only a plan has instructions to watch."""
+        raise PlanError(
+            "expected a fleet that trains by a plan, got one without; call plan() or use(), and step once"
+        )
 
     def forward(self, parts: Sequence[GroupPart], batches: Batches) -> list[dict[str, Tensor]]:
         """Compute the metrics of each group on its batch, ``[width]`` each."""

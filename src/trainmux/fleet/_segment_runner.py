@@ -100,6 +100,10 @@ class SegmentRunner:
     ) -> None:
         self.fleet = fleet
         self.groups = tuple(groups)
+        self.device = config.device
+        self.is_deterministic = config.deterministic
+        self.uses_half = config.precision == "bf16"
+        """Whether matrix products are of 16-bit numbers."""
         self._config = config
         self._stay_on_host = stay_on_host
         self._widths = [group.width for group in self.groups]
@@ -110,24 +114,11 @@ class SegmentRunner:
             )
 
     @property
-    def device(self) -> torch.device:
-        return self._config.device
-
-    @property
-    def is_deterministic(self) -> bool:
-        return self._config.deterministic
-
-    @property
     def compiles_usual_only(self) -> bool:
         """Whether steps on other batches than the usual ones may run through ATen, unlike those."""
         lowering = self._config.lowering
         is_wide = any(group.width > 1 for group in self.groups)
         return lowering == "auto" or (lowering == "inductor" and is_wide)
-
-    @property
-    def uses_half(self) -> bool:
-        """Whether matrix products are of 16-bit numbers."""
-        return self._config.precision == "bf16"
 
     def begin(self, batch: Any, *, applies: bool | None = None) -> tuple[GroupPiece, ...]:
         """Check a batch and read the members' settings as they are now; refuses what `Fleet.step` would.
