@@ -183,15 +183,12 @@ class Recorder:
         self.stopped: dict[str, str] = stopped()
         self.current_losses: dict[str, float] = {}
         self._rows: list[dict[str, torch.Tensor]] = []
-        self._sums: dict[str, FloatArray] = {}
-        self._counts: dict[str, FloatArray] = {}
-        self._was_active: set[str] = set()
         self.start_epoch()
 
     def start_epoch(self) -> None:
         """Forget the sums. Members that are not stopped now count as active in this epoch."""
-        self._sums = {}
-        self._counts = {}
+        self._sums: dict[str, FloatArray] = {}
+        self._counts: dict[str, FloatArray] = {}
         self._was_active = {name for name in self.names if name not in self.stopped}
 
     def add(self, names: tuple[str, ...], losses: torch.Tensor, metrics: Mapping[str, Any]) -> None:
