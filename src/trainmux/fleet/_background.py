@@ -26,16 +26,12 @@ class Upgrade(Generic[T]):
         self._thread: threading.Thread | None = None
 
     @property
-    def is_started(self) -> bool:
-        return self._thread is not None or self._error is not None
-
-    @property
     def is_ready(self) -> bool:
         return self._error is not None or (self._thread is not None and not self._thread.is_alive())
 
     def start(self) -> None:
         """Prepare now and start working in the background."""
-        if self.is_started:
+        if self._thread is not None or self._error is not None:
             return
         try:
             work, self._finish = self._prepare()

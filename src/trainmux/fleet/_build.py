@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -95,34 +95,29 @@ class ProgramBuilder:
     ) -> BuiltStep:
         """The step of ``width`` members."""
         array, branches = choose_partition(traced, width, self._config)
+        lowering = self._config.lowering
+        lowered = functools.partial(self.lowered_step, traced, array, settings, stacked_batch=stacked_batch)
 
         def whole(program: StepProgram, how: str) -> StepProgram:
-            partition = _partition_text(width, array, branches)
-            notes = (partition, how, _precision_text(self._config))
+            notes = (_partition_text(width, array, branches), how, _precision_text(self._config))
             return replace(in_sub_arrays(program, width // array, branches), notes=notes)
 
-        def lowered() -> StoredStep:
-            return self.lowered_step(traced, array, settings, stacked_batch=stacked_batch)
-
-        def finished(step: StoredStep) -> StepProgram:
+        def compiled(step: StoredStep) -> StepProgram:
             self.compile(step)
             return whole(step.program(settings), step.lowered.text())
 
-        if self._config.lowering == "inductor":
-            step = lowered()
-            return BuiltStep(finished(step), step.records, step.num_nodes)
-
-        fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
-        program = self._build(fused, settings, compiles=False)
-        if self._config.lowering == "aten":
-            return _built(whole(program, "runs through ATen"), fused)
-
         def prepare() -> tuple[Callable[[], None], Callable[[], StepProgram]]:
-            better = lowered()
-            return self._cache().fill(better.lowered.kernels), lambda: finished(better)
+            step = lowered()
+            return self._cache().fill(step.lowered.kernels), lambda: compiled(step)
 
-        built = _built(whole(program, "runs through ATen until its kernels are compiled"), fused)
-        return replace(built, upgrade=Upgrade(prepare))
+        if lowering == "inductor":
+            step = lowered()
+            return BuiltStep(compiled(step), step.records, step.num_nodes)
+        fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
+        how = "runs through ATen" + ("" if lowering == "aten" else " until its kernels are compiled")
+        program = whole(self._build(fused, settings, compiles=False), how)
+        upgrade = None if lowering == "aten" else Upgrade(prepare)
+        return BuiltStep(program, fused.records, len(fused.module.graph.nodes), upgrade)
 
     @_typed
     def lowered_step(
@@ -176,7 +171,7 @@ class ProgramBuilder:
     def forward(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> ForwardProgram:
         """Metrics of ``width`` members."""
         array, branches = choose_partition(traced, width, self._config)
-        program = self._finished(build_forward(self._fuse_forward(traced, array, stacked_batch)))
+        program = self._forward(traced, array, stacked_batch, build_forward)
         return in_sub_arrays(program, width // array, branches)
 
     @_typed
@@ -184,30 +179,25 @@ class ProgramBuilder:
         self, traced: TracedGraph, width: int, carried: UpdateSettings | None, *, stacked_batch: bool
     ) -> ForwardProgram:
         """Metrics of one array of ``width`` members, to be run by a plan."""
-        return self._finished(
-            build_planned_forward(self._fuse_forward(traced, width, stacked_batch), carried)
+        return self._forward(
+            traced, width, stacked_batch, lambda fused: build_planned_forward(fused, carried)
         )
 
-    def _fuse_forward(self, traced: TracedGraph, width: int, stacked_batch: bool) -> FusedGraph:
+    def _forward(
+        self,
+        traced: TracedGraph,
+        width: int,
+        stacked_batch: bool,
+        build: Callable[[FusedGraph], ForwardProgram],
+    ) -> ForwardProgram:
+        """Build a forward pass, compiled where the fleet waits for compiled kernels."""
         compiles = self._config.lowering == "inductor"
-        return self._fuse(traced, width, stacked_batch=stacked_batch, compiles=compiles)
-
-    def _finished(self, program: ForwardProgram) -> ForwardProgram:
-        """Compiled where the fleet waits for compiled kernels."""
-        if self._config.lowering != "inductor":
+        program = build(self._fuse(traced, width, stacked_batch=stacked_batch, compiles=compiles))
+        if not compiles:
             return program
         low = self._lower(program.module)
         self._cache().compile(low.kernels)
         return replace(program, module=low.module)
-
-    def _batched(self, traced: TracedGraph, *, stacked_batch: bool) -> list[bool]:
-        """For each input, whether it differs between members."""
-        return [
-            stacked_batch
-            if item.kind is InputKind.BATCH
-            else item.kind is not InputKind.TANGENT and item.name not in self._shared
-            for item in traced.inputs
-        ]
 
     def _cache(self) -> KernelCache:
         return _kernels(self._config.deterministic)
@@ -217,22 +207,15 @@ class ProgramBuilder:
         return lower(module, self._cache(), keeps_results=keeps_results)
 
     def _fuse(self, traced: TracedGraph, width: int, *, stacked_batch: bool, compiles: bool) -> FusedGraph:
-        strides = {
-            position: stacked_strides(item.shape, _dtype(item.dtype), self._config.device)
-            for position, item in enumerate(traced.inputs)
-            if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
-        }
-        return fuse(
-            traced,
-            width,
-            self._batched(traced, stacked_batch=stacked_batch),
-            strides=strides,
-            decompositions=decompositions() if compiles else None,
-        )
-
-
-def _built(program: StepProgram, fused: FusedGraph) -> BuiltStep:
-    return BuiltStep(program, fused.records, len(fused.module.graph.nodes))
+        batched, strides = [], {}
+        for position, item in enumerate(traced.inputs):
+            is_own = item.kind is not InputKind.TANGENT and item.name not in self._shared
+            batched.append(stacked_batch if item.kind is InputKind.BATCH else is_own)
+            if item.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                dtype = getattr(torch, item.dtype.removeprefix("torch."))
+                strides[position] = stacked_strides(item.shape, dtype, self._config.device)
+        patterns = decompositions() if compiles else None
+        return fuse(traced, width, batched, strides=strides, decompositions=patterns)
 
 
 def _partition_text(width: int, array: int, branches: int) -> str:
@@ -251,12 +234,6 @@ def _precision_text(config: FleetConfig) -> str:
     return f"fp32 products in {products}, fp32 convolutions in {convolutions} (torch's settings)"
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def choose_partition(traced: TracedGraph, width: int, config: FleetConfig) -> tuple[int, int]:
     """The width of each sub-array and the number of parallel branches for ``width`` members."""
     separate = config.device.type == "cuda" and convolution_flops(traced) >= _LARGE_CONVOLUTIONS_FLOPS
@@ -268,17 +245,14 @@ def choose_partition(traced: TracedGraph, width: int, config: FleetConfig) -> tu
 
 def convolution_flops(traced: TracedGraph) -> float:
     """Floating-point operations of one member's convolutions in a step, backward included."""
-    return sum(_flops(node) for node in traced.module.graph.nodes if node.op == "call_function")
-
-
-def _flops(node: fx.Node) -> float:
-    if node.target is aten.convolution.default:
-        return _products(node.meta["val"], node.args[1].meta["val"])  # type: ignore[union-attr]
-    if node.target is aten.convolution_backward.default:
-        out, weight = node.args[0].meta["val"], node.args[2].meta["val"]  # type: ignore[union-attr]
-        wanted: Any = node.args[-1]
-        return _products(out, weight) * sum(map(bool, wanted[:2]))
-    return 0.0
+    total = 0.0
+    for node in traced.module.graph.nodes:
+        if node.target is aten.convolution.default:
+            total += _products(node.meta["val"], node.args[1].meta["val"])
+        elif node.target is aten.convolution_backward.default:
+            num_wanted = sum(map(bool, node.args[-1][:2]))
+            total += num_wanted * _products(node.args[0].meta["val"], node.args[2].meta["val"])
+    return total
 
 
 def _products(out: Tensor, weight: Tensor) -> float:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainmux.errors import ConfigError
+from trainmux.fleet._config import whole_number
 from trainmux.fleet._history import ROW_COLUMNS, History, Mode, check_mode
 from trainmux.ir import replace_file
 
@@ -104,12 +105,10 @@ class EarlyStopping(Callback):
 
     def __init__(self, monitor: str, patience: int, mode: Mode = "min", min_delta: float = 0.0) -> None:
         check_mode(mode)
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ConfigError(f"patience must be a whole number of epochs, at least 1, but got {patience!r}")
         if not min_delta >= 0 or math.isinf(min_delta):
             raise ConfigError(f"min_delta must be a finite number not below 0, but got {min_delta!r}")
         self.monitor = monitor
-        self.patience = patience
+        self.patience = whole_number("patience", patience)
         self.mode = mode
         self.min_delta = min_delta
         self._best: dict[str, float] = {}

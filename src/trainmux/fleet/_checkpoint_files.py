@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from trainmux.errors import CheckpointError
-from trainmux.fleet._codec import TENSOR_PREFIX, decode, dtype_name, dtype_named, encode
 from trainmux.ir import failure_reason, failure_remedy, file_format, load, replace_file, to_bytes
 
 JSON_NAME = "checkpoint.json"
@@ -94,7 +96,7 @@ def write_checkpoint(
     """
     folder = Path(path)
     inside: dict[str, torch.Tensor] = {}
-    encoded = encode(dict(document), inside)
+    encoded = _encode(dict(document), inside)
     everything = {**tensors, **inside}
     _check_storable(everything)
     name = f"tensors-{secrets.token_hex(8)}.safetensors"
@@ -141,8 +143,8 @@ def read_checkpoint(path: PathLike) -> tuple[dict[str, torch.Tensor], dict[str, 
             continue  # a writer may have committed a newer checkpoint since, and removed this one's tensors
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {failure_reason(error)}") from error
-        inside = {name: tensors.pop(name) for name in list(tensors) if name.startswith(TENSOR_PREFIX)}
-        document = decode(checkpoint.document, inside)
+        inside = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_TENSOR_PREFIX)}
+        document = _decode(checkpoint.document, inside)
         if not isinstance(document, dict):
             raise CheckpointError(f"{folder / JSON_NAME}: expected the document to be a dict. {_REPLACE}")
         return tensors, document
@@ -192,7 +194,7 @@ def _write_tensors(
         tensor = tensors[name]
         code, shape = _CODES.get(tensor.dtype), list(tensor.shape)
         if code is None:
-            raw[name] = (dtype_name(tensor.dtype), tuple(shape))
+            raw[name] = (_DTYPE_NAMES[tensor.dtype], tuple(shape))
             code, shape = "U8", [tensor.nbytes]
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, offset + tensor.nbytes]}
         offset += tensor.nbytes
@@ -227,7 +229,7 @@ def _read_tensors(file: Path, checkpoint: _Checkpoint) -> dict[str, torch.Tensor
                 # A copy: the library maps the file, which a later save removes.
                 tensors[name] = opened.get_tensor(name).clone()
         for name, (dtype, shape) in checkpoint.raw_tensors.items():
-            tensors[name] = tensors[name].view(dtype_named(dtype)).reshape(shape)
+            tensors[name] = tensors[name].view(_DTYPES[dtype]).reshape(shape)
     except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read as a safetensors file: {error}") from error
     return tensors
@@ -248,3 +250,129 @@ def _remove_unless_committed(folder: Path, tensors_name: str) -> bool:
         with suppress(OSError):
             os.unlink(folder / tensors_name)
     return is_committed
+
+
+# ---- documents ---------------------------------------------------------------------------------------------
+#
+# Plain JSON types stand for themselves. Everything else is an object with one key that starts with ``$``
+# (``{"$tuple": [...]}``); a dict whose own keys could be mistaken for that is written as a list of pairs.
+# Reading looks tags up in a closed table: nothing in a file can name code to run.
+
+_TENSOR_PREFIX = "__document__."
+"""Begins the names of tensors that were found inside a document."""
+
+_MAX_DEPTH = 100
+"""Levels: deep enough for any state dict, far below the recursion limits of Python and its JSON parser."""
+
+_MAX_INT_BITS = 8192
+"""Python refuses to read decimal texts of more than 4300 digits."""
+
+_DTYPES = {
+    str(item).removeprefix("torch."): item for item in vars(torch).values() if isinstance(item, torch.dtype)
+}
+"""By name, so that a file's text is looked up in a closed table and never as an attribute of a module."""
+
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_CONTAINERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "$tuple": (tuple, tuple),
+    "$dict": (dict, dict),
+    "$ordered": (OrderedDict, OrderedDict),
+    "$counter": (Counter, lambda pairs: Counter(dict(pairs))),  # Counter(pairs) would count the pairs
+}
+_TAGS = {kind: tag for tag, (kind, _) in _CONTAINERS.items()}
+
+
+def _encode(value: Any, tensors: dict[str, torch.Tensor], path: str = "", depth: int = 0) -> Any:
+    """Turn a document into a JSON value and add the tensors inside to ``tensors``.
+
+    Refuses, naming the path to it, what a checkpoint cannot hold.
+    """
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(
+            f"the checkpoint document is nested deeper than {_MAX_DEPTH} levels at {path[:80]!r}…; "
+            "does a list or dict contain itself?"
+        )
+    if isinstance(value, np.generic):
+        value = value.item()  # extended precision has no Python counterpart, stays as it is and is refused
+    kind = type(value)
+    if kind is int and value.bit_length() > _MAX_INT_BITS:
+        raise CheckpointError(f"a checkpoint cannot hold {path}: an int of more than {_MAX_INT_BITS} bits")
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, torch.Tensor):
+        name = f"{_TENSOR_PREFIX}{len(tensors)}"
+        tensors[name] = value
+        return {"$tensor": name}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": _DTYPE_NAMES[value]}
+
+    def items(values: Iterable[Any]) -> list[Any]:
+        return [_encode(item, tensors, f"{path}[{index}]", depth + 1) for index, item in enumerate(values)]
+
+    if kind is list:
+        return items(value)
+    if kind is tuple:
+        return {"$tuple": items(value)}
+    if kind is deque:
+        return {"$deque": [value.maxlen, items(value)]}
+    if kind not in _TAGS:
+        raise CheckpointError(
+            f"a checkpoint cannot hold {path or 'the document'}, a {kind.__module__}.{kind.__qualname__}: "
+            "expected None, bool, int, float, str, list, tuple, dict, Counter, deque, torch dtype or tensor. "
+            "Convert it to one of these, or leave it out of the state"
+        )
+    pairs = []
+    for key, item in value.items():
+        # A tensor is hashable only by identity, so as a key it would not be found again after reading.
+        if isinstance(key, torch.Tensor):
+            raise CheckpointError(f"a checkpoint cannot hold a tensor as a key of {path or 'the document'}")
+        found = _encode(item, tensors, _child(path, key), depth + 1)
+        pairs.append([_encode(key, tensors, f"{path}.<key>", depth + 1), found])
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return dict(pairs)
+    return {_TAGS[kind]: pairs}
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Undo `_encode`; ``tensors`` holds those it took out.
+
+    Raises ``CheckpointError`` for a value that `_encode` never writes.
+    """
+    try:
+        return _decoded(value, tensors)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"the checkpoint's document is malformed, or of a torch with other dtypes: {error!r}"
+        ) from error
+
+
+def _decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: _decoded(item, tensors) for key, item in value.items()}
+    if len(value) != 1:
+        raise ValueError(f"{tag} stands beside other keys")
+    content = value[tag]
+    if tag == "$tensor":
+        return tensors[content]
+    if tag == "$float":
+        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
+    if tag == "$dtype":
+        return _DTYPES[content]
+    if tag == "$deque":
+        maxlen, items = content
+        return deque(_decoded(items, tensors), maxlen)
+    return _CONTAINERS[tag][1](_decoded(content, tensors))
+
+
+def _child(path: str, key: Any) -> str:
+    if isinstance(key, str) and key.isidentifier():
+        return f"{path}.{key}" if path else key
+    return f"{path}[{key!r}]"

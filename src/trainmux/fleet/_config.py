@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +20,12 @@ _PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "bf16": (torch.bfloat16, None),
     "fp64": (None, torch.float64),
 }
-_ENGINES = ("auto", "reference", "cuda_graphs")
-_LOWERINGS = ("auto", "aten", "inductor")
-_DATA = ("shared", "per_member")
+_CHOICES = {
+    "precision": tuple(_PRECISIONS),
+    "data": ("shared", "per_member"),
+    "engine": ("auto", "reference", "cuda_graphs"),
+    "lowering": ("auto", "aten", "inductor"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,57 +63,49 @@ class FleetConfig:
         return held if held is not None and dtype.is_floating_point else dtype
 
 
-def make_config(
-    device: Any,
-    precision: Any,
-    data: Any,
-    accumulate: Any,
-    deterministic: Any,
-    engine: Any,
-    lowering: Any,
-    width: Any,
-    branches: Any,
-) -> FleetConfig:
+def make_config(device: Any, **settings: Any) -> FleetConfig:
     """Check the settings; ``ConfigError`` names the one that is off."""
-    _require("precision", precision, tuple(_PRECISIONS))
-    _require("data", data, _DATA)
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(f"accumulate: expected a whole number of at least 1, got {accumulate!r}")
-    if not isinstance(deterministic, bool):
-        raise ConfigError(f"deterministic: expected True or False, got {deterministic!r}")
-    _require("engine", engine, _ENGINES)
-    for name, number in (("width", width), ("branches", branches)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise ConfigError(f"{name}: expected None or a whole number of at least 1, got {number!r}")
+    for name, allowed in _CHOICES.items():
+        require_choice(name, settings[name], allowed)
+    for name in ("accumulate", "width", "branches"):
+        if name == "accumulate" or settings[name] is not None:
+            settings[name] = whole_number(name, settings[name])
+    if not isinstance(settings["deterministic"], bool):
+        raise ConfigError(f"deterministic: expected True or False, got {settings['deterministic']!r}")
     found = _device(device)
-    if engine == "cuda_graphs" and found.type != "cuda":
+    if settings["engine"] == "cuda_graphs" and found.type != "cuda":
         raise ConfigError(
             f"engine: expected 'auto' or 'reference' on device {str(found)!r}, got 'cuda_graphs'; it needs "
             "device='cuda'"
         )
+    settings["lowering"] = _lowering(found, settings)
+    dtype, default_device = torch.get_default_dtype(), torch.get_default_device()
+    is_own = default_device.type == found.type != "cpu"
     return FleetConfig(
-        found,
-        precision,
-        data,
-        accumulate,
-        deterministic,
-        engine,
-        _lowering(lowering, found, engine=engine, deterministic=deterministic),
-        width,
-        branches,
-        torch.get_default_dtype(),
-        _default_device(found),
+        found, default_dtype=dtype, default_device=default_device if is_own else None, **settings
     )
 
 
-def _default_device(own: torch.device) -> torch.device | None:
-    found = torch.get_default_device()
-    return found if found.type == own.type != "cpu" else None
+def require_choice(setting: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Refuse a setting that is none of the texts allowed."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"{setting}: expected one of {allowed}, got {value!r}")
 
 
-def _lowering(wanted: Any, device: torch.device, *, engine: str, deterministic: bool) -> str:
+def whole_number(setting: str, value: Any) -> int:
+    """Return a count of at least 1; refuses anything else."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise ConfigError(f"{setting}: expected a whole number of at least 1, got {value!r}")
+    return number
+
+
+def _lowering(device: torch.device, settings: Mapping[str, Any]) -> str:
     """Resolve "auto": "aten" without a compiler or as an oracle, "inductor" where runs must repeat."""
-    _require("lowering", wanted, _LOWERINGS)
+    wanted = settings["lowering"]
     missing = compiler_missing(device) if wanted != "aten" else ""
     if wanted == "inductor" and missing:
         raise ConfigError(
@@ -116,15 +113,10 @@ def _lowering(wanted: Any, device: torch.device, *, engine: str, deterministic: 
         )
     if wanted != "auto":
         return str(wanted)
-    if device.type != "cuda" or missing or engine == "reference":
+    if device.type != "cuda" or missing or settings["engine"] == "reference":
         return "aten"
     # When compiled kernels take over depends on the clock, and with it the last bits.
-    return "inductor" if deterministic else "auto"
-
-
-def _require(setting: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise ConfigError(f"{setting}: expected one of {allowed}, got {value!r}")
+    return "inductor" if settings["deterministic"] else "auto"
 
 
 def _device(device: Any) -> torch.device:
@@ -134,17 +126,14 @@ def _device(device: Any) -> torch.device:
         raise ConfigError(f"device: expected 'cpu' or 'cuda[:index]', got {device!r}") from error
     if found.type not in ("cpu", "cuda"):
         raise ConfigError(f"device: expected 'cpu' or 'cuda[:index]', got {device!r}")
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"device: expected one that this machine has, got {device!r} without a CUDA device; use 'cpu'"
-            )
-        index: int | None = found.index  # torch's stubs leave the None out
-        if index is None:
-            index = torch.cuda.current_device()
-        found = torch.device("cuda", index)
-        if index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {device!r}"
-            )
+    if found.type == "cpu":
+        return found
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device: expected one that this machine has, got {device!r} without a CUDA device; use 'cpu'"
+        )
+    index: int | None = found.index  # torch's stubs leave the None out
+    found = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    if found.index >= torch.cuda.device_count():
+        raise ConfigError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {device!r}")
     return found

@@ -29,7 +29,7 @@ class GroupFeed:
     example: FlatBatch
     leaves: tuple[HostLeaf, ...]
     stacked: bool
-    rows_are_slots: bool
+    rows_are_slots: bool = False
 
     def leaves_for(self, group: Group, names: Sequence[str]) -> tuple[HostLeaf, ...]:
         """The leaves with one row per slot where they are stacked."""
@@ -90,52 +90,40 @@ class BatchFeed:
 
     def for_groups(
         self, batch: Any, overrides: Mapping[str, Any], groups: Sequence[Group], names: Sequence[str]
-    ) -> dict[int, GroupFeed]:
-        """Feeds by ``id(group)``; refuses a batch that does not look like the example."""
+    ) -> list[GroupFeed]:
+        """Make the feed of each group; refuses a batch that does not look like the example."""
         if overrides:
             _check_overrides(overrides, groups)
-        common: GroupFeed | None = None
-        feeds: dict[int, GroupFeed] = {}
-        for group in groups:
-            if not group.members:
-                continue
-            if group.key.own_batch:
-                feeds[id(group)] = self._own(group, overrides)
-                continue
-            if common is None:
-                common = self._common(batch, len(names))
-            feeds[id(group)] = common
-        return feeds
+        is_common = any(not group.key.own_batch for group in groups)
+        common = [self._common(batch, len(names))] if is_common else []
+        return [self._own(group, overrides) if group.key.own_batch else common[0] for group in groups]
 
     def tensors(
-        self, feeds: Mapping[int, GroupFeed], groups: Sequence[Group], names: Sequence[str]
-    ) -> dict[int, list[Tensor]]:
-        """The leaves of each group on the device, by ``id(group)``; those of several groups are moved once.
+        self, feeds: Sequence[GroupFeed], groups: Sequence[Group], names: Sequence[str]
+    ) -> list[list[Tensor]]:
+        """Move the leaves of each group to the device; those of several groups are moved once.
 
         They may be read by work that is enqueued before the next call.
         """
-        wanted = {id(group): feeds[id(group)].leaves_for(group, names) for group in groups}
-        distinct = list({id(leaf): leaf for leaves in wanted.values() for leaf in leaves}.values())
+        wanted = [feed.leaves_for(group, names) for feed, group in zip(feeds, groups, strict=True)]
+        distinct = {id(leaf): leaf for leaves in wanted for leaf in leaves}
         if self._landing is None:
-            moved = [leaf.to(self._config.device) for leaf in distinct]
+            moved = [leaf.to(self._config.device) for leaf in distinct.values()]
         else:
-            moved = self._landing.land(distinct)
-        found = {id(leaf): tensor for leaf, tensor in zip(distinct, moved, strict=True)}
-        return {key: [found[id(leaf)] for leaf in leaves] for key, leaves in wanted.items()}
+            moved = self._landing.land(list(distinct.values()))
+        found = dict(zip(distinct, moved, strict=True))
+        return [[found[id(leaf)] for leaf in leaves] for leaves in wanted]
 
-    def for_evaluation(
-        self, batch: Any, groups: Sequence[Group], names: Sequence[str]
-    ) -> dict[int, GroupFeed]:
-        """Feeds for a batch that every member is evaluated on.
+    def for_evaluation(self, batch: Any, groups: Sequence[Group], names: Sequence[str]) -> list[GroupFeed]:
+        """Make the feed of each group for a batch that every member is evaluated on.
 
         In a fleet with ``data="per_member"`` the leaves may come with or without the member axis.
         """
         flat = self._flat(batch)
         leaves = self._leaves(flat)
-        feeds: dict[int, GroupFeed] = {}
+        feeds = []
         for group in groups:
-            _, slot = group.members[0]
-            own = slot.member.example_batch
+            own = group.members[0][1].member.example_batch
             expected = self._flat(own) if own is not None else self._example
             assert expected is not None
             stacked = self._config.data == "per_member" and own is None
@@ -144,8 +132,7 @@ class BatchFeed:
             check_batch(expected.spec, flat.spec)
             if stacked:
                 _check_rows(flat, len(names))
-            example = _member_rows(flat, 0) if stacked else flat
-            feeds[id(group)] = GroupFeed(example, leaves, stacked, False)
+            feeds.append(GroupFeed(_member_rows(flat, 0) if stacked else flat, leaves, stacked))
         return feeds
 
     def _common(self, batch: Any, num_members: int) -> GroupFeed:
@@ -155,9 +142,9 @@ class BatchFeed:
         flat = self._flat(batch)
         check_batch(self._example.spec, flat.spec)
         if self._config.data == "shared":
-            return GroupFeed(flat, self._leaves(flat), False, False)
+            return GroupFeed(flat, self._leaves(flat), stacked=False)
         _check_rows(flat, num_members)
-        return GroupFeed(_member_rows(flat, 0), self._leaves(flat), True, False)
+        return GroupFeed(_member_rows(flat, 0), self._leaves(flat), stacked=True)
 
     def _leaves(self, flat: FlatBatch) -> tuple[HostLeaf, ...]:
         return tuple(HostLeaf((tensor,), self._config.held_dtype(tensor.dtype)) for tensor in flat.tensors)
@@ -184,7 +171,7 @@ class BatchFeed:
             HostLeaf(parts, self._config.held_dtype(parts[0].dtype), stacked=True)
             for parts in zip(*(flat.tensors for flat in rows), strict=True)
         )
-        return GroupFeed(first, leaves, True, True)
+        return GroupFeed(first, leaves, stacked=True, rows_are_slots=True)
 
 
 def _check_overrides(overrides: Mapping[str, Any], groups: Sequence[Group]) -> None:

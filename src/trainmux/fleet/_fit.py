@@ -7,7 +7,6 @@ lies between two validations, or one pass over the loader.
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,10 +18,10 @@ import torch
 from trainmux.errors import CheckpointError, ConfigError, warn_user
 from trainmux.fleet._callbacks import Callback, FitState, callback_states, load_callback_states
 from trainmux.fleet._checkpoint_files import checkpoint_exists
+from trainmux.fleet._config import require_choice, whole_number
 from trainmux.fleet._cursor import END_OF_PASS, Batch, BatchCursor, random_state, restore_random_state
-from trainmux.fleet._history import EpochRecord, History
+from trainmux.fleet._history import STOPPED_ON_REQUEST, EpochRecord, History, Recorder
 from trainmux.fleet._progress import Display, Snapshot, open_display, printable
-from trainmux.fleet._recorder import STOPPED_ON_REQUEST, Recorder
 
 if TYPE_CHECKING:
     from trainmux.fleet._fleet import Fleet
@@ -34,15 +33,14 @@ _NEW_SHARE = 0.3
 """Weight of the latest interval in the smoothed speed."""
 
 
-def fit(fleet: Fleet, loader: Iterable[Batch], **options: Any) -> History:
+def fit(fleet: Fleet, options: FitOptions) -> History:
     """Run the loop behind `Fleet.fit`, which describes the options."""
-    checked = FitOptions(loader, **options)
-    unknown = [name for name in checked.member_loaders or () if name not in fleet.names]
+    unknown = [name for name in options.member_loaders or () if name not in fleet.names]
     if unknown:
         raise ConfigError(f"member_loaders names {unknown}, but the members are {list(fleet.names[:20])}")
     # Opened before a checkpoint is restored: what it refuses leaves the fleet as it was.
-    display = open_display(str(checked.progress), every_update=checked.log_every is not None)
-    return _FitRun(fleet, checked, display).run()
+    display = open_display(str(options.progress), every_update=options.log_every is not None)
+    return _FitRun(fleet, options, display).run()
 
 
 @dataclass
@@ -50,17 +48,17 @@ class FitOptions:
     """Arguments of ``fit``, checked: ``ConfigError`` says which one is wrong. No loader is iterated."""
 
     loader: Iterable[Batch]
-    epochs: int | None = None
-    steps: int | None = None
-    validation: Iterable[Batch] | None = None
-    validate_every: int | None = None
-    metric_fn: Callable[..., Any] | None = None
-    callbacks: Iterable[Any] = ()
-    checkpoint: str | os.PathLike[str] | None = None
-    resume: str | bool = "auto"
-    progress: str | bool = "auto"
-    log_every: int | None = None
-    member_loaders: Mapping[str, Iterable[Batch]] | None = None
+    epochs: int | None
+    steps: int | None
+    validation: Iterable[Batch] | None
+    validate_every: int | None
+    metric_fn: Callable[..., Any] | None
+    callbacks: Iterable[Any]
+    checkpoint: str | os.PathLike[str] | None
+    resume: str | bool
+    progress: str | bool
+    log_every: int | None
+    member_loaders: Mapping[str, Iterable[Batch]] | None
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
@@ -69,7 +67,8 @@ class FitOptions:
                 f"steps={self.steps!r}"
             )
         for setting in ("epochs", "steps", "validate_every", "log_every"):
-            setattr(self, setting, _count(setting, getattr(self, setting)))
+            if getattr(self, setting) is not None:
+                setattr(self, setting, whole_number(setting, getattr(self, setting)))
         if self.validate_every is not None and self.epochs is not None:
             raise ConfigError(
                 "validate_every= goes with steps=; with epochs= an epoch is what is validated. Leave it out"
@@ -93,57 +92,19 @@ class FitOptions:
                 raise ConfigError(
                     f"expected callbacks derived from trainmux's Callback, got {callback!r}{hint}"
                 )
-        self.resume = _choice(
-            "resume", self.resume, ("auto", "must", "never"), {True: "must", False: "never"}
-        )
+        if isinstance(self.resume, bool):
+            self.resume = "must" if self.resume else "never"
+        require_choice("resume", self.resume, ("auto", "must", "never"))
         if self.resume == "must" and self.checkpoint is None:
             raise ConfigError("resume='must' needs checkpoint=, the directory to resume from")
-        shown = {True: "auto", False: "off"}
-        self.progress = _choice("progress", self.progress, ("auto", "rich", "plain"), shown)
+        if isinstance(self.progress, bool):
+            self.progress = "auto" if self.progress else "off"
+        require_choice("progress", self.progress, ("auto", "rich", "plain", "off"))
 
     @property
     def unit(self) -> str:
         """Whether the fit is counted in epochs or in steps."""
         return "epochs" if self.epochs is not None else "steps"
-
-
-def _choice(setting: str, value: Any, allowed: tuple[str, ...], by_switch: Mapping[bool, str]) -> str:
-    if isinstance(value, bool):
-        return by_switch[value]
-    if not isinstance(value, str) or value not in allowed:
-        raise ConfigError(f"{setting} must be one of {allowed}, True or False, but got {value!r}")
-    return value
-
-
-def _count(what: str, value: int | None) -> int | None:
-    if value is None:
-        return None
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise ConfigError(f"{what} must be a whole number, at least 1, but got {value!r}")
-    return number
-
-
-class Speed:
-    """Steps per second, smoothed; updated whenever the device has caught up with the host."""
-
-    def __init__(self, step: int, time_s: Callable[[], float] = time.monotonic) -> None:
-        self._time_s = time_s
-        self._step = step
-        self.last_s = time_s()
-        self.steps_per_s: float | None = None
-
-    def update(self, step: int) -> None:
-        """Take in that the device has finished ``step`` steps by now."""
-        now_s = self._time_s()
-        if step > self._step and now_s > self.last_s:
-            rate = (step - self._step) / (now_s - self.last_s)
-            old = self.steps_per_s
-            self.steps_per_s = rate if old is None else old + _NEW_SHARE * (rate - old)
-        self._step, self.last_s = step, now_s
 
 
 class _FitRun:
@@ -166,7 +127,8 @@ class _FitRun:
         self._resumed: Mapping[str, Any] | None = self._restore()
         self._recorder = Recorder(fleet.names, fleet.stopped)
         self._reported = set(self._recorder.stopped)
-        self._speed = Speed(self._step)
+        self._timed_step, self._timed_s = self._step, time.monotonic()
+        self._steps_per_s: float | None = None
 
     def run(self) -> History:
         with self._display:
@@ -239,19 +201,19 @@ class _FitRun:
         self._recorder.add(names, self._losses, self._fleet.metrics)
         if self._refresh_is_due():
             self._recorder.flush()
-            self._display.update(self._snapshot(self._epoch + 1))
+            self._display.show(self._snapshot(self._epoch + 1))
         for callback in self._options.callbacks:
             callback.on_step_end(self._state(self._epoch + 1))
 
     def _refresh_is_due(self) -> bool:
         if self._options.log_every is not None:
             return self._step % self._options.log_every == 0
-        return self._display.wants_updates and time.monotonic() - self._speed.last_s >= _REFRESH_S
+        return self._display.wants_updates and time.monotonic() - self._timed_s >= _REFRESH_S
 
     def _end_epoch(self) -> None:
         options, fleet, recorder = self._options, self._fleet, self._recorder
         recorder.flush()
-        self._speed.update(self._step)  # now, so that validation does not count as training time
+        self._time_steps()  # now, so that validation does not count as training time
         self._epoch += 1
         means = recorder.means()
         if options.validation is not None:
@@ -270,7 +232,7 @@ class _FitRun:
         self._history.mark_stopped(recorder.stopped)
         if options.checkpoint is not None:
             fleet.save(options.checkpoint, {_STATE_KEY: self._checkpoint_state()})
-        self._display.end_epoch(self._snapshot(self._epoch))
+        self._display.show(self._snapshot(self._epoch), ends_epoch=True)
         self._report_frozen()
 
     def _report_frozen(self) -> None:
@@ -315,17 +277,17 @@ class _FitRun:
 
     def _snapshot(self, epoch: int) -> Snapshot:
         """``epoch`` as shown; call right after a flush, when the device has caught up."""
-        self._speed.update(self._step)
-        return Snapshot(
-            epoch=epoch,
-            num_epochs=self._options.epochs,
-            step=self._step,
-            num_steps=self._options.steps,
-            remaining_steps=self._remaining_steps(),
-            steps_per_s=self._speed.steps_per_s,
-            losses=dict(self._recorder.current_losses),
-            stopped=dict(self._recorder.stopped),
-        )
+        self._time_steps()
+        losses, rate = self._recorder.current_losses, self._steps_per_s
+        return Snapshot(self._state(epoch), losses, rate, self._remaining_steps())
+
+    def _time_steps(self) -> None:
+        """Update the smoothed speed, now that the device has caught up with the host."""
+        now_s = time.monotonic()
+        if self._step > self._timed_step and now_s > self._timed_s:
+            rate, old = (self._step - self._timed_step) / (now_s - self._timed_s), self._steps_per_s
+            self._steps_per_s = rate if old is None else old + _NEW_SHARE * (rate - old)
+        self._timed_step, self._timed_s = self._step, now_s
 
     def _remaining_steps(self) -> int | None:
         if self._options.steps is not None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainmux.errors import ConfigError, FleetError, FusionError, MemberError, warn_user
 from trainmux.fleet._callbacks import Callback
-from trainmux.fleet._checkpoint import fleet_document, has_other_constants, restore_fleet
-from trainmux.fleet._checkpoint_files import read_checkpoint, write_checkpoint
+from trainmux.fleet._checkpoint import SavedFleet, fleet_document
+from trainmux.fleet._checkpoint_files import write_checkpoint
 from trainmux.fleet._config import make_config
-from trainmux.fleet._doors import door, whole
-from trainmux.fleet._evaluate import evaluate_fleet
 from trainmux.fleet._feed import BatchFeed
-from trainmux.fleet._fit import fit
+from trainmux.fleet._fit import FitOptions, fit
 from trainmux.fleet._group import Group, GroupKey
 from trainmux.fleet._history import History
 from trainmux.fleet._member import Member
@@ -26,16 +25,12 @@ from trainmux.fleet._newcomer import (
     carry_over,
     describe_newcomer,
     kept_edits,
-    loss_of,
     names_of,
-    take_edits,
-    unknown_member,
 )
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_keeper import PlanKeeper, request_like, without_empty
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
-from trainmux.fleet._results import Gather, reasons_stopped, summarise
-from trainmux.fleet._runner import Batches, GroupPart, StepRunner
+from trainmux.fleet._runner import Batches, Gather, GroupPart, HalfStepError, StepRunner, evaluate_fleet
 from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
 from trainmux.fleet._slots import Slot
@@ -46,9 +41,40 @@ from trainmux.planning import PlanProgress
 from trainmux.profiling import Device
 from trainmux.reporting import format_fusion
 from trainmux.runtime import deferred_interrupts
-from trainmux.tracing import FlatBatch, LossFunction, plain_torch
+from trainmux.tracing import FlatBatch, LossFunction, is_plain, plain_torch
 
+P = ParamSpec("P")
 T = TypeVar("T")
+Call = Callable[Concatenate["Fleet", P], T]
+
+
+def whole(method: Call[P, T]) -> Call[P, T]:
+    """Refuse the call where a step has failed half-way before; a step that does so now is remembered."""
+
+    @functools.wraps(method)
+    def call(fleet: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if fleet._broken:
+            raise FleetError(fleet._broken)
+        try:
+            return method(fleet, *args, **kwargs)
+        except HalfStepError as error:
+            fleet._broken = str(error)
+            raise
+
+    return call
+
+
+def door(method: Call[P, T]) -> Call[P, T]:
+    """As `whole`, and with torch's ambient switches put aside: autocast, a default device and the like."""
+
+    @functools.wraps(method)
+    def call(fleet: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if is_plain(fleet._config.default_dtype):
+            return method(fleet, *args, **kwargs)
+        with plain_torch(fleet._config.default_dtype):
+            return method(fleet, *args, **kwargs)
+
+    return whole(call)
 
 
 class Fleet:
@@ -87,12 +113,13 @@ class Fleet:
         width: int | None = None,
         branches: int | None = None,
     ) -> None:
-        given = (device, precision, data, accumulate, deterministic, engine, lowering)
-        self._config = make_config(*given, width, branches)
+        kinds = {"precision": precision, "data": data, "engine": engine, "lowering": lowering}
+        sizes = {"accumulate": accumulate, "width": width, "branches": branches}
+        self._config = make_config(device, **kinds, **sizes, deterministic=deterministic)
         self._loss = loss
         self._traces = TraceCache(self._config.trace_settings)
         self._groups: list[Group] = []
-        self._gather: Gather | None = None
+        self._gather = Gather()
         self._num_steps = 0
         self._broken = ""  # why no more calls are taken: a step failed half-way
         self._plans = PlanKeeper(self._config, self._planner)
@@ -139,16 +166,15 @@ class Fleet:
         A step that fails changes no member; where it has, ``FleetError`` says whom, until ``restore``.
         """
         self._require_members()
-        self._watch.at_step(self._groups)
+        self._watch.at_step(self._places())
         self._arrange_groups()
         applies = (self._num_steps + 1) % self._config.accumulate == 0
         ready, batches = self._begin_step(self._plans.runner, batch, overrides or {}, applies)
         # Only now, when nothing is left to be refused, does any group change; and then all of them do.
         with deferred_interrupts():
             ready(batches)
-            self._end_step(applies)
+            losses = self._end_step(applies)
         self._plans.hold_budget()
-        losses: Tensor = self._ordered("loss")
         return losses
 
     def _begin_step(
@@ -157,17 +183,19 @@ class Fleet:
         """Check a batch and have ``runner`` prepare a step on it; groups without members have no part."""
         groups = [group for group in self._groups if group.members]
         feeds = self._feed.for_groups(batch, overrides, groups, self._names)
-        parts = []
-        for group in groups:
-            feed = feeds[id(group)]
-            parts.append(GroupPart(group, self._trace_for(group, feed.example), feed, applies))
+        parts = [
+            GroupPart(group, self._trace_for(group, feed.example), feed, applies)
+            for group, feed in zip(groups, feeds, strict=True)
+        ]
         return runner.prepare(parts), self._feed.tensors(feeds, groups, self._names)
 
-    def _end_step(self, applies: bool) -> None:
-        """Count a step that all groups have done."""
+    def _end_step(self, applies: bool) -> Tensor:
+        """Count a step that all groups have done; returns losses in the order of ``names``."""
         self._num_steps += 1
         if applies:
             end_update(self._groups)
+        losses: Tensor = self._gather("loss", self._names, self._groups)
+        return losses
 
     def _in_segments(self) -> SegmentRunner:
         """Let somebody else run the steps, segment by segment; see `SegmentRunner` for what is refused."""
@@ -178,27 +206,16 @@ class Fleet:
             )
         self._require_members()
         self._arrange_groups()
-        return SegmentRunner(self, self._groups, self._config)
+        return SegmentRunner(self, self._groups, self._config, self._plans.stay_on_host)
 
     @door
     def _begin_segments(self, runner: SegmentRunner, batch: Any, applies: bool) -> tuple[GroupPiece, ...]:
         """Check everything that ``step`` would and return the groups' pieces of a step."""
         runner.check_slots(self._groups)
         self._require_members()
-        self._watch.at_step(self._groups)
+        self._watch.at_step(self._places())
         pieces, batches = self._begin_step(runner, batch, {}, applies)
         return pieces(batches)
-
-    def _end_segments(self, applies: bool) -> Tensor:
-        self._end_step(applies)
-        losses: Tensor = self._ordered("loss")
-        return losses
-
-    def _has_groups(self, groups: Sequence[Group]) -> bool:
-        return list(groups) == self._groups
-
-    def _stay_on_host(self) -> None:
-        self._plans.stay_on_host()
 
     def wait_until_compiled(self) -> None:
         """With ``lowering="auto"``: return when the next step, if like one seen before, will run compiled."""
@@ -214,9 +231,9 @@ class Fleet:
         A metric that only some members have is NaN for the others; one whose shape differs between members
         comes as a list.
         """
-        self._plans.finish()
+        self._plans.runner.finish()
         keys = dict.fromkeys(key for group in self._groups for key in group.last if key != "loss")
-        return {key: self._ordered(key) for key in keys}
+        return {key: self._gather(key, self._names, self._groups) for key in keys}
 
     def fit(
         self,
@@ -255,21 +272,8 @@ class Fleet:
         (``CheckpointError``). However it ends, also on an exception or Ctrl-C, ``sync()`` comes first, so
         that the members hold consistent weights.
         """
-        return fit(
-            self,
-            loader,
-            epochs=epochs,
-            steps=steps,
-            validation=validation,
-            validate_every=validate_every,
-            metric_fn=metric_fn,
-            callbacks=callbacks,
-            checkpoint=checkpoint,
-            resume=resume,
-            progress=progress,
-            log_every=log_every,
-            member_loaders=member_loaders,
-        )
+        what = (loader, epochs, steps, validation, validate_every, metric_fn, callbacks)
+        return fit(self, FitOptions(*what, checkpoint, resume, progress, log_every, member_loaders))
 
     @whole
     def evaluate(
@@ -285,19 +289,15 @@ class Fleet:
         with plain_torch(self._config.default_dtype):  # without the loader, which is the user's
             self._require_members()
             self._watch.check(self._places(), ignores_mode=True)
-            self._groups, self._gather = self._plans.at_step(self._groups), None
-            self._plans.finish()
-        runner = self._plans.runner
-        return evaluate_fleet(
-            runner.evaluate,
-            self._groups,
-            self._names,
-            self._traces,
-            self._feed,
-            loader,
-            metric_fn,
-            self._loss_of,
-        )
+            self._groups = self._plans.at_step(self._groups)
+            self._plans.runner.finish()
+        groups = [group for group in self._groups if group.members]
+
+        def trace_of(slot: Slot, example: FlatBatch) -> Trace:
+            metric = metric_fn if metric_fn is not None else self._loss_of(slot.member)
+            return self._traces.forward(slot.name, slot.member.model, metric, example)
+
+        return evaluate_fleet(self._plans.runner.forward, groups, self._names, self._feed, loader, trace_of)
 
     # ---- members -----------------------------------------------------------------------------------
 
@@ -309,8 +309,8 @@ class Fleet:
     @door
     def stopped(self) -> dict[str, str]:
         """Members that train no more and why; waits for the device."""
-        self._plans.finish()
-        found = reasons_stopped(self._groups)
+        self._plans.runner.finish()
+        found = {name: why for group in self._groups for name, why in group.stopped().items()}
         return {name: found[name] for name in self._names if name in found}
 
     @door
@@ -319,10 +319,9 @@ class Fleet:
 
         Gradients accumulated for it since the last update are lost.
         """
-        self._plans.finish()
+        self._plans.runner.finish()
         member = self._take_out(*self._find(name))
         self._names.remove(name)
-        self._gather = None
         return member
 
     @door
@@ -331,7 +330,7 @@ class Fleet:
 
         No retracing where the new member fits the old one's group. It starts as one that comes by ``add``.
         """
-        self._plans.finish()
+        self._plans.runner.finish()
         position = self._names.index(name) if name in self._names else -1
         group, row = self._find(name)
         (new_name,) = names_of([member], dict(zip(self._names, self.members, strict=True)), name)
@@ -342,14 +341,13 @@ class Fleet:
                 self._leave_plan()
                 group, row = self._find(name)
             old = self._take_out(group, row)
-            self._put(group, plan)
+            self._put(group, row, plan)
         else:
             watch = group.slot(row).watch
             self._place(plan)
             old = self._take_out(*self._find(name, watch))  # it moved if that left the plan in use
         await_update(self._groups, new_name, self._num_steps)
         self._names[position] = new_name
-        self._gather = None
         return old
 
     @door
@@ -358,13 +356,12 @@ class Fleet:
 
         With ``accumulate=n``, one that comes between two updates starts with the next n batches.
         """
-        self._plans.finish()
+        self._plans.runner.finish()
         (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)))
         plan = self._describe(member, name, len(self._names))
         self._place(plan)
         await_update(self._groups, name, self._num_steps)
         self._names.append(name)
-        self._gather = None
 
     @door
     def refresh(self, name: str | None = None) -> None:
@@ -374,26 +371,30 @@ class Fleet:
         something else now moves to a group where it fits. What cannot be trained is refused, and the fleet
         goes on as before. Afterwards the members' own objects are as after ``sync``.
         """
-        self._plans.finish()
+        self._plans.runner.finish()
         names = self._names if name is None else [name]
         for one in names:
             group, row = self._find(one)
             self._describe(group.slot(row).member, one, self._names.index(one))  # refused before any changes
-        moving: dict[GroupKey, list[tuple[Newcomer, Edits]]] = {}
+        changed: list[tuple[Newcomer, Edits]] = []
         for one in names:
             group, row = self._find(one)
-            slot = group.slot(row)
-            edits = slot.watch.edits()
+            member, edits = group.slot(row).member, group.slot(row).watch.edits()
             group.check_export(row)
-            with kept_edits(slot.member, edits):
+            with kept_edits(member, edits):
                 group.export(row)
-            plan = self._describe(slot.member, one, self._names.index(one))
+            changed.append((self._describe(member, one, self._names.index(one)), edits))
+        if self._plans.is_active and not all(self._stays(plan) for plan, _ in changed):
+            self._leave_plan()
+        moving: dict[GroupKey, list[tuple[Newcomer, Edits]]] = {}
+        for plan, edits in changed:
+            group, row = self._find(plan.name)
             if plan.key == group.key:
-                take_edits(group, row, plan, edits)
+                before = group.taken([row])
+                self._put(group, row, plan)
+                carry_over(before, 0, group, row, edits)
             else:
                 moving.setdefault(plan.key, []).append((plan, edits))
-        if moving and self._plans.is_active:
-            self._leave_plan()
         for together in moving.values():
             places = [self._find(plan.name) for plan, _ in together]
             if len(together) == 1:
@@ -403,13 +404,12 @@ class Fleet:
             for (plan, edits), (group, row) in zip(together, places, strict=True):
                 carry_over(group, row, *self._find(plan.name, plan.watch), edits)
                 group.clear(row)
-        self._gather = None
         self._watch.handed_out()
 
     @door
     def sync(self) -> None:
         """Write weights, buffers and optimizer state back into the members' own objects."""
-        self._plans.finish()
+        self._plans.runner.finish()
         for group in self._groups:
             for row, _ in group.members:
                 group.check_export(row)
@@ -440,7 +440,7 @@ class Fleet:
         planning and changes nothing. ``BudgetError`` says which budget would work where this one does not.
         """
         self._require_members()
-        request = PlanRequest(budget, policy, device, num_members, num_budgets, max_partitions, progress)
+        request = PlanRequest(budget, policy, num_members, num_budgets, max_partitions, progress)
         if device is not None or num_members is not None:
             return self._planner(self._plans.whole(self._groups), device).plan(request)
         self._leave_plan()
@@ -455,7 +455,7 @@ class Fleet:
         ``PlanError`` where it is another fleet's, or stale.
         """
         if plan is None:
-            self._groups, self._gather = self._plans.renounce(self._groups), None
+            self._groups = self._plans.renounce(self._groups)
             return
         self._planner(self._plans.whole(self._groups)).check(plan, self.names)
         self._plans.want(plan, request_like(plan))
@@ -472,7 +472,7 @@ class Fleet:
         To compare with what the plan predicts: ``plan.report(path, measured=fleet.watch(batch))``.
         """
         self._arrange_groups()
-        return self._plans.watch(lambda: self.step(batch, overrides))
+        return self._plans.runner.watch(lambda: self.step(batch, overrides))
 
     def explain(self) -> str:
         """Per group: each operator and how it was fused, what fell back and why."""
@@ -480,7 +480,7 @@ class Fleet:
 
     def summary(self) -> tuple[GroupSummary, ...]:
         """Return what ``explain`` says as records."""
-        return summarise(self._groups, self._plans.memory)
+        return tuple(group.summary(self._plans.runner.memory) for group in self._groups)
 
     @door
     def end_epoch(self, monitored: Mapping[str, Mapping[str, float]]) -> None:
@@ -500,7 +500,7 @@ class Fleet:
     @door
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write all members' weights, optimizer and schedule state and counters to a directory."""
-        self._plans.finish()
+        self._plans.runner.finish()
         self._watch.warn(self._places(), "what is saved was trained without it")
         tensors, document = fleet_document(self._groups, self._names, self._num_steps, self._config)
         write_checkpoint(path, tensors, {**document, "extra": dict(extra or {})})
@@ -508,15 +508,16 @@ class Fleet:
     def restore(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
         """Go back to a saved state; the fleet must have the same members. Returns what ``extra`` was."""
         with plain_torch(self._config.default_dtype):
-            tensors, document = read_checkpoint(path)
+            saved = SavedFleet(path)
+            saved.check(self._groups, self._names, self._config)
             if self._broken:
-                self._groups, self._gather = self._plans.start_over(self._groups), None
-            self._plans.finish()
-            if self._plans.is_active and has_other_constants(self._groups, tensors, document):
+                self._groups = self._plans.start_over(self._groups)
+            self._plans.runner.finish()
+            if self._plans.is_active and saved.has_other_constants(self._groups):
                 self._leave_plan()
-            self._num_steps = restore_fleet(self._groups, self._names, self._config, tensors, document, path)
+            self._num_steps = saved.load(self._groups)
         self._broken = ""
-        return dict(document["extra"])
+        return dict(saved.document["extra"])
 
     # ---- inside ------------------------------------------------------------------------------------
 
@@ -524,13 +525,15 @@ class Fleet:
         if not self._names:
             raise MemberError("expected at least one member in the fleet, got none; add() one first")
 
-    def _ordered(self, key: str) -> Any:
-        if self._gather is None:
-            self._gather = Gather(self._names, self._groups)
-        return self._gather([group.last.get(key) for group in self._groups], self._groups)
-
     def _loss_of(self, member: Member) -> LossFunction:
-        return loss_of(member, self._loss)
+        """A member's own loss function, or else the fleet's; refuses what is none."""
+        loss = member.loss if member.loss is not None else self._loss
+        if not callable(loss):
+            raise ConfigError(
+                f"expected a callable loss(model, batch) for member {member.name!r}, got "
+                f"{type(loss).__name__}; give Fleet(loss=...) or Member(loss=...)"
+            )
+        return loss
 
     def _trace_for(self, group: Group, example: FlatBatch) -> Trace:
         trace = group.traces.get(example.spec)
@@ -555,7 +558,10 @@ class Fleet:
             for row, slot in group.members:
                 if slot.name == name and watch in (None, slot.watch):
                     return group, row
-        raise unknown_member(name, self._names)
+        raise MemberError(
+            f"expected the name of a member, got {name!r}; it was dropped or never there (members: "
+            f"{', '.join(self._names) or 'none'})"
+        )
 
     def _describe(self, member: Member, name: str, position: int) -> Newcomer:
         return describe_newcomer(member, name, position, self._loss_of(member), self._feed, self._traces)
@@ -581,7 +587,7 @@ class Fleet:
         group.traces[plans[0].example.spec] = plans[0].trace
         group.allocate([plan.member for plan in plans])
         for row, plan in enumerate(plans):
-            group.load(row, plan.member, plan.name, plan.optimizer, plan.watch)
+            group.load(row, plan)
         return group
 
     def _prepare(self, group: Group, plan: Newcomer) -> None:
@@ -594,9 +600,9 @@ class Fleet:
             self._leave_plan()
             self._place(plan)
         elif with_room:
-            self._put(with_room[0], plan)
+            self._put(with_room[0], with_room[0].free_row(), plan)
         elif same and not same[0].unfused_because and self._grow(same[0], plan):
-            self._put(same[0], plan)
+            self._put(same[0], same[0].free_row(), plan)
         else:
             self._groups += self._make_groups([plan])
             if same:
@@ -604,15 +610,19 @@ class Fleet:
 
     def _leave_plan(self) -> None:
         """The plan in use has no room for what comes; another one is made at the next step."""
-        self._groups, self._gather = self._plans.leave(self._groups), None
+        self._groups = self._plans.leave(self._groups)
 
-    def _put(self, group: Group, plan: Newcomer) -> None:
-        """Load a member into a free row of its group."""
+    def _stays(self, plan: Newcomer) -> bool:
+        """Whether a member that was described anew still fits its row, constants included."""
+        group, _ = self._find(plan.name)
+        return plan.key == group.key and group.accepts_constants(plan.member)
+
+    def _put(self, group: Group, row: int | None, plan: Newcomer) -> None:
+        """Load a member into a row of its group."""
+        assert row is not None
         if not group.accepts_constants(plan.member):
             group.unshare()
-        row = group.free_row()
-        assert row is not None
-        group.load(row, plan.member, plan.name, plan.optimizer, plan.watch)
+        group.load(row, plan)
 
     def _grow(self, group: Group, plan: Newcomer) -> bool:
         """One slot more; false, with a warning, where the group cannot be fused at that width."""
@@ -637,8 +647,5 @@ class Fleet:
 
     def _arrange_groups(self) -> None:
         """At a step's beginning: the plan's groups, or without one fewer slots where most are empty."""
-        before = [(id(group), group.width) for group in self._groups]
         groups = self._plans.at_step(self._groups)
         self._groups = groups if self._plans.is_active else without_empty(groups)
-        if before != [(id(group), group.width) for group in self._groups]:
-            self._gather = None

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trainmux.engine import ForwardProgram, StepProgram, Transfers, UpdateSettings
+from trainmux.errors import MemberError
 from trainmux.fleet._build import ProgramBuilder
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._member import Member
 from trainmux.fleet._numbers import GroupNumbers
 from trainmux.fleet._programs import Program, ProgramCache, groups_of, held_arguments, with_batch
-from trainmux.fleet._slots import (
-    OptimizerSnapshot,
-    Slot,
-    StackedState,
-    check_shapes,
-    named_tensors,
-    same_values,
-)
+from trainmux.fleet._slots import Slot, StackedState, named_tensors, same_values
 from trainmux.fleet._traces import Trace
-from trainmux.fleet._watch import MemberWatch
 from trainmux.fusion.optimizers import OptimizerStructure, state_names, write_state
-from trainmux.ir import FusionRecord, InputKind, OutputKind
+from trainmux.ir import FusionRecord, GroupSummary, InputKind, MemoryUse, OutputKind
 from trainmux.runtime import stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
+
+if TYPE_CHECKING:
+    from trainmux.fleet._newcomer import Newcomer
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -59,15 +58,26 @@ class Group:
         self.notes: tuple[str, ...] = ()
         """How the last prepared step runs, in words."""
         self.stacked_batch = False
-        self._gradients = tuple(o.name for o in traced.outputs if o.kind is OutputKind.GRADIENT)
-        self._changing = frozenset(o.name for o in traced.outputs if o.kind is OutputKind.BUFFER)
         self.traces: dict[BatchSpec, Trace] = {}
-        self._tangent = torch.full((), 1.0 / config.accumulate, dtype=torch.float64, device=config.device)
-        self.state = StackedState()
+        self.state = StackedState.blank(width, config.device)
+        own = (InputKind.PARAMETER, InputKind.BUFFER)
+        self._kinds = {item.name: item.kind.value for item in traced.inputs if item.kind in own}
+        self._gradients = tuple(o.name for o in traced.outputs if o.kind is OutputKind.GRADIENT)
         self._transfers = Transfers(config.device)
-        self._make_numbers()
-        neutral = [[value] for value in self._settings().neutral_scalars()]
+        self.usual = UpdateSettings(  # with all optimizer state, and no clipping
+            structure=key.structure,
+            idle=(),
+            parameters=self._gradients,
+            group_of=groups_of(self._gradients, traced, key.structure),
+            clips_norm=False,
+            clips_value=False,
+            accumulates=config.accumulate > 1,
+            applies=True,
+        )
+        self._tangent = torch.full((), 1.0 / config.accumulate, dtype=torch.float64, device=config.device)
+        neutral = [[value] for value in self.usual.neutral_scalars()]
         self._neutral = torch.tensor(neutral, dtype=torch.float64, device=config.device).reshape(-1, 1)
+        self._make_numbers()
 
     def _make_numbers(self) -> None:
         """Make what the host feeds, and the counters of an evaluation's draws, for the current width."""
@@ -78,36 +88,28 @@ class Group:
 
     def allocate(self, members: Sequence[Member]) -> None:
         """Make storage for ``width`` members shaped like ``members``, whose common constants are shared."""
-        first = members[0]
-        tensors = [named_tensors(member) for member in members]
-        parameters = [item.name for item in unique_parameters(first.model)]
-        learning = set(self._gradients)
-        for name, example in tensors[0].items():
+        state, device = self.state, self.config.device
+        kinds = (OutputKind.GRADIENT, OutputKind.BUFFER)
+        changing = {output.name for output in self.traced.outputs if output.kind in kinds}
+        first, *others = (named_tensors(member) for member in members)
+        for name, example in first.items():
             dtype = self.config.held_dtype(example.dtype)
-            constant = name not in learning and name not in self._changing
-            if constant and all(same_values(example, other[name]) for other in tensors[1:]):
-                self.state.shared[name] = example.detach().to(self.config.device, dtype, copy=True)
-                continue
-            rows = stacked_zeros(self.width, example.shape, dtype, self.config.device)
-            (self.state.parameters if name in parameters else self.state.buffers)[name] = rows
-        for key in self._settings().state_keys():
-            like = self.state.parameters[key[0]]
-            self.state.states[key] = self._zeros_like(like)
+            if name not in changing and all(same_values(example, other[name]) for other in others):
+                state.shared[name] = example.detach().to(device, dtype, copy=True)
+            else:
+                state.tensors[name] = stacked_zeros(self.width, example.shape, dtype, device)
+        for key in self.usual.state_keys():
+            state.states[key] = self._zeros_like(key[0])
         if self.config.accumulate > 1:
-            for name in self._gradients:
-                self.state.totals[name] = self._zeros_like(self.state.parameters[name])
-        device = self.config.device
-        self.state.alive = torch.ones(self.width, dtype=torch.bool, device=device)
-        self.state.updates = torch.zeros(self.width, dtype=torch.int64, device=device)
-        self.state.seeds = torch.zeros(self.width, dtype=torch.int64, device=device)
+            state.totals = {name: self._zeros_like(name) for name in self._gradients}
 
-    def _zeros_like(self, rows: Tensor) -> Tensor:
+    def _zeros_like(self, parameter: str) -> Tensor:
+        rows = self.state.tensors[parameter]
         return stacked_zeros(rows.shape[0], rows.shape[1:], rows.dtype, rows.device)
 
     def kind_of(self, name: str) -> str:
-        """Whether a name is a parameter's or a buffer's."""
-        inputs = {item.name: item.kind for item in self.traced.inputs}
-        return inputs[name].value
+        """Whether a name is a "parameter"'s or a "buffer"'s."""
+        return self._kinds[name]
 
     def accepts_constants(self, member: Member) -> bool:
         """Whether the tensors that this group shares have the same values in ``member``."""
@@ -119,36 +121,43 @@ class Group:
 
     def unshare(self) -> None:
         """Give every member its own copy of what was shared, because a newcomer differs."""
-        parameters = {item.name for item in self.traced.inputs if item.kind is InputKind.PARAMETER}
         for name, value in self.state.shared.items():
             rows = stacked_zeros(self.width, value.shape, value.dtype, value.device)
-            rows.copy_(value.unsqueeze(0).expand_as(rows))
-            (self.state.parameters if name in parameters else self.state.buffers)[name] = rows
+            self.state.tensors[name] = rows.copy_(value.unsqueeze(0).expand_as(rows))
         self.state.shared.clear()
         self.programs.clear()
 
     def resize(self, width: int) -> None:
         """Change the number of slots, keeping the members (moved together) and their state."""
-        kept = [row for row, slot in enumerate(self.slots) if slot is not None]
-        self.state = self.state.resized(width, kept, self.state.alive.device)
+        kept = [row for row, _ in self.members]
+        self._restack(kept, width, self.state.alive.device)
         self.slots = [self.slots[row] for row in kept] + [None] * (width - len(kept))
         self.width = width
         self.last = {}
-        self.programs.clear()
         self._make_numbers()
         self.forget_fed()
 
+    def restack(self, device: torch.device) -> None:
+        """Put the state into storage of its own on ``device``."""
+        self._restack(range(self.width), self.width, device)
+
+    def _restack(self, rows: Sequence[int], width: int, device: torch.device) -> None:
+        sources = [(self.state, row) for row in rows]
+        self.state = self.state.with_rows(sources, width, device, self._transfers)
+        self.programs.clear()
+
     def taken(self, rows: Sequence[int]) -> Group:
         """Make a group of these rows' members alone, with copies of their state in host memory."""
-        other = Group(self.key, self.traced, self.config, len(rows))
-        other.slots = [self.slots[row] for row in rows]
-        host = torch.device("cpu")
-        other.state = self.state.resized(len(rows), list(rows), host, self._transfers.copy)
-        other.state.shared = {name: value.cpu() for name, value in self.state.shared.items()}
-        other.traces = self.traces
-        other.records, other.num_nodes, other.notes = self.records, self.num_nodes, self.notes
-        other.unfused_because = self.unfused_because
-        other.stacked_batch = self.stacked_batch
+        return self.gathered([(self, row) for row in rows])
+
+    def gathered(self, places: Sequence[tuple[Group, int]]) -> Group:
+        """Make a group like this one of members of several, with copies of their state in host memory."""
+        other = Group(self.key, self.traced, self.config, len(places))
+        other.slots = [group.slots[row] for group, row in places]
+        sources = [(group.state, row) for group, row in places]
+        other.state = self.state.with_rows(sources, len(places), _HOST, self._transfers)
+        for name in ("traces", "records", "num_nodes", "notes", "unfused_because", "stacked_batch"):
+            setattr(other, name, getattr(self, name))
         return other
 
     def vacate(self) -> None:
@@ -157,13 +166,6 @@ class Group:
         self.programs = ProgramCache(self.config)  # the old one's graphs hold memory
         self.slots = [None] * self.width
         self._members = None
-
-    def restack(self, device: torch.device) -> None:
-        """Put the state into storage of its own on ``device``."""
-        shared = {name: value.to(device) for name, value in self.state.shared.items()}
-        self.state = self.state.resized(self.width, list(range(self.width)), device, self._transfers.copy)
-        self.state.shared = shared
-        self.programs.clear()
 
     def rebase(self, change: Callable[[Tensor], Tensor]) -> None:
         """Put every tensor of the state where ``change`` says; programs made before are forgotten."""
@@ -189,30 +191,26 @@ class Group:
         """A row without a member, if there is one."""
         return next((row for row, slot in enumerate(self.slots) if slot is None), None)
 
-    def load(
-        self, row: int, member: Member, name: str, optimizer: OptimizerSnapshot, watch: MemberWatch
-    ) -> None:
+    def load(self, row: int, newcomer: Newcomer) -> None:
         """Copy a member's weights, buffers and optimizer state into a row."""
-        member.name = name
+        member, state = newcomer.member, self.state
+        member.name = newcomer.name
         tensors = named_tensors(member)
-        kinds = (self.state.parameters, self.state.buffers)
-        pairs = [(rows[row], tensors[key]) for kind in kinds for key, rows in kind.items()]
+        pairs = [(rows[row], tensors[name]) for name, rows in state.tensors.items()]
         with torch.no_grad():
-            for place, value in optimizer.states.items():
-                target = self.state.states[place][row]
+            for key, value in newcomer.states.items():
                 if isinstance(value, Tensor):
-                    pairs.append((target, value))
+                    pairs.append((state.states[key][row], value))
                 else:
-                    target.fill_(value)
+                    state.states[key][row].fill_(value)
             self._transfers.copy(pairs)
-            for total in self.state.totals.values():
+            for total in state.totals.values():
                 total[row].zero_()
-            self.state.alive[row].fill_(True)
-            self.state.updates[row].fill_(0)
-            self.state.seeds[row].fill_(member.random_key)
-        self.slots[row] = Slot(
-            member, name, optimizer.structure, watch, optimizer.steps, counter=member.num_draws
-        )
+            state.alive[row].fill_(True)
+            state.updates[row].fill_(0)
+            state.seeds[row].fill_(member.random_key)
+        slot = Slot(member, newcomer.name, newcomer.watch, newcomer.steps, counter=member.num_draws)
+        self.slots[row] = slot
         self.last = {}
         self.forget_fed()
 
@@ -224,38 +222,33 @@ class Group:
     def check_export(self, row: int) -> None:
         """Refuse, before anything is written, an export into a model that changed its shape."""
         slot = self.slot(row)
-        expected = {
-            name: rows.shape[1:]
-            for kind in (self.state.parameters, self.state.buffers)
-            for name, rows in kind.items()
-        }
-        check_shapes(slot.name, slot.member, expected)
+        found = named_tensors(slot.member)
+        for name, rows in self.state.tensors.items():
+            shape = tuple(rows.shape[1:])
+            if name not in found or found[name].shape != shape:
+                got = tuple(found[name].shape) if name in found else "none"
+                raise MemberError(
+                    f"member {slot.name!r}: expected a tensor {name} of shape {shape} in its model, got "
+                    f"{got}; do not change a model while it is in the fleet (drop it first)"
+                )
 
     def export(self, row: int) -> None:
         """Write a row back into the member's own model and optimizer."""
-        slot = self.slot(row)
+        slot, state = self.slot(row), self.state
         tensors = named_tensors(slot.member)
         parameters = unique_parameters(slot.member.model)
-        done = int(self.state.updates[row])
+        done = int(state.updates[row])
         slot.member.num_draws = slot.counter
-        kinds = (self.state.parameters, self.state.buffers)
-        pairs = [(tensors[name], rows[row]) for kind in kinds for name, rows in kind.items()]
+        pairs = [(tensors[name], rows[row]) for name, rows in state.tensors.items()]
         # Constants too: a restored checkpoint may have brought others.
-        pairs += [(tensors[name], value) for name, value in self.state.shared.items()]
-        for index, group in enumerate(slot.structure.groups):
-            for position in group.params:
-                name = parameters[position].name
-                if name not in self._gradients:
+        pairs += [(tensors[name], value) for name, value in state.shared.items()]
+        for index, group in enumerate(self.key.structure.groups):
+            for item in (parameters[position] for position in group.params):
+                if item.name not in self._gradients:
                     continue
-                values = {state: self.state.states[name, state][row] for state in state_names(group)}
-                pairs += write_state(
-                    slot.member.optimizer,
-                    index,
-                    group,
-                    parameters[position].tensor,
-                    values,
-                    slot.base_steps[index] + done,
-                )
+                values = {name: state.states[item.name, name][row] for name in state_names(group)}
+                steps = slot.base_steps[index] + done
+                pairs += write_state(slot.member.optimizer, index, group, item.tensor, values, steps)
         self._transfers.copy(pairs)
         slot.watch.settle()
 
@@ -265,50 +258,62 @@ class Group:
         slot.active, slot.waits, slot.reason = False, False, reason
         self.forget_fed()
 
-    # ---- programs ----------------------------------------------------------------------------------
+    def stopped(self) -> dict[str, str]:
+        """Members that train no more and why; waits for the device."""
+        alive, updates = self.state.alive.tolist(), self.state.updates.tolist()
+        for row, slot in self.members:
+            if not alive[row]:
+                slot.reason = f"not finite at step {max(slot.base_steps, default=0) + updates[row] + 1}"
+        return {slot.name: slot.reason for _, slot in self.members if slot.reason is not None}
 
-    def _settings(
-        self,
-        idle: tuple[frozenset[str], ...] = (),
-        clips: tuple[bool, bool] = (False, False),
-        *,
-        applies: bool = True,
-    ) -> UpdateSettings:
-        clips_norm, clips_value = clips
-        return UpdateSettings(
-            structure=self.key.structure,
-            idle=idle,
-            parameters=self._gradients,
-            group_of=groups_of(self._gradients, self.traced, self.key.structure),
-            clips_norm=clips_norm,
-            clips_value=clips_value,
-            accumulates=self.config.accumulate > 1,
-            applies=applies,
+    def summary(self, planned: MemoryUse | None) -> GroupSummary:
+        """Record how the group trains; ``planned`` is the memory of all groups together, under a plan."""
+        return GroupSummary(
+            tuple(slot.name for _, slot in self.members),
+            self.width,
+            ", ".join(dict.fromkeys(part.kind for part in self.key.structure.groups)),
+            self.num_nodes,
+            self.records,
+            self.unfused_because,
+            self.notes,
+            planned or self.programs.engine.memory,
         )
 
-    def _builder(self) -> ProgramBuilder:
+    # ---- programs ----------------------------------------------------------------------------------
+
+    def settings(self, *, applies: bool = True, carries_state: bool = True) -> UpdateSettings:
+        """Read the members' settings as they are now; refuses settings that are not numbers."""
+        self._numbers.read(self.members)
+        clips_norm, clips_value = self._numbers.clips
+        return replace(
+            self.usual,
+            idle=self._numbers.idle,
+            clips_norm=clips_norm,
+            clips_value=clips_value,
+            applies=applies,
+            carries_state=carries_state,
+        )
+
+    def builder(self) -> ProgramBuilder:
+        """Builds the group's programs."""
         return ProgramBuilder(self.config, self.state.shared)
 
     def prepare(self, trace: Trace, *, stacked_batch: bool, applies: bool = True) -> StepProgram:
         """Find or build the program for a batch like the one that was traced.
 
-        Reads the members' settings as they are now, for the program and for the step that comes next;
-        refuses settings that are not numbers.
+        Reads the members' settings as they are now, for the program and for the step that comes next.
         """
-        self._numbers.read(self.members)
         self.stacked_batch = stacked_batch
-        idle, clips = self._numbers.idle, self._numbers.clips
-        key = ("step", trace.key, idle, applies, clips, stacked_batch)
+        key = ("step", trace.key, self.variant(applies=applies), stacked_batch)
 
         def build() -> StepProgram:
-            settings = self._settings(idle, clips, applies=applies)
-            built = self._builder().step(trace.graph, self.width, settings, stacked_batch=stacked_batch)
+            settings = self.settings(applies=applies)
+            built = self.builder().step(trace.graph, self.width, settings, stacked_batch=stacked_batch)
             self.records, self.num_nodes = built.records, built.num_nodes
             if built.upgrade is not None:
                 self.programs.expect(key, built.upgrade)
             return built.program
 
-        self.programs.upgrade(key)
         program = self.programs.get(key, build)
         self.notes = program.notes
         return program
@@ -317,24 +322,13 @@ class Group:
         """Find or build the program that computes metrics of all members, ``[width]`` each."""
         return self.programs.get(
             ("evaluate", trace.key, spec, stacked_batch),
-            lambda: self._builder().forward(trace.graph, self.width, stacked_batch=stacked_batch),
+            lambda: self.builder().forward(trace.graph, self.width, stacked_batch=stacked_batch),
         )
 
     def variant(self, *, applies: bool = True) -> Hashable:
         """Read the members' settings and return what a step's program depends on."""
         self._numbers.read(self.members)
         return (self._numbers.idle, self._numbers.clips, applies)
-
-    def compile_widths(self, widths: Sequence[int]) -> None:
-        """Compile the steps of arrays of these widths, all kernels in parallel."""
-        self._numbers.read(self.members)
-        settings = self._settings(self._numbers.idle, self._numbers.clips)
-        builder, stacked = self._builder(), self.stacked_batch
-        steps = [
-            builder.lowered_step(self.traced, width, settings, stacked_batch=stacked, for_plan=True)
-            for width in widths
-        ]
-        builder.compile(*steps)
 
     def sub_array_program(
         self,
@@ -350,27 +344,15 @@ class Group:
 
         ``kernels`` is "aten", "lowered" (regions, not compiled) or "compiled".
         """
-        self._numbers.read(self.members)
-        settings = self._settings(self._numbers.idle, self._numbers.clips, applies=applies)
-        settings = replace(settings, carries_state=carries_state)
+        settings = self.settings(applies=applies, carries_state=carries_state)
         stacked = self.stacked_batch if stacked_batch is None else stacked_batch
-        graph, builder = self.traced if traced is None else traced, self._builder()
+        graph, builder = self.traced if traced is None else traced, self.builder()
         if kernels == "aten":
             return builder.aten_step(graph, width, settings, stacked_batch=stacked)
         step = builder.lowered_step(graph, width, settings, stacked_batch=stacked, for_plan=True)
         if kernels == "compiled":
             builder.compile(step)
         return step.program(settings)
-
-    def planned_forward(
-        self, traced: TracedGraph, width: int, *, stacked_batch: bool, carries_state: bool
-    ) -> ForwardProgram:
-        """Metrics of ``width`` members as one array, to be run by a plan.
-
-        With ``carries_state`` its arguments are all of the group's state, what it does not touch included.
-        """
-        carried = self._settings() if carries_state else None
-        return self._builder().planned_forward(traced, width, carried, stacked_batch=stacked_batch)
 
     # ---- running -----------------------------------------------------------------------------------
 
@@ -393,9 +375,7 @@ class Group:
 
     def note(self, program: StepProgram, results: Sequence[Tensor]) -> None:
         """Keep what a step returned as ``last``."""
-        loss, norm, finite, *metrics = results
-        self.last = {"loss": loss, "grad_norm": norm, "finite": finite}
-        self.last.update(zip(program.metrics, metrics, strict=True))
+        self.last = dict(zip(("loss", "grad_norm", "finite", *program.metrics), results, strict=True))
 
     def number_evaluation(self, index: int) -> None:
         """Draws for the batch ``index`` of an evaluation: below those of training, which count from 0."""

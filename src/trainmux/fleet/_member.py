@@ -53,10 +53,9 @@ class Member:
             )
         if self.name is not None and (not isinstance(self.name, str) or not self.name):
             raise MemberError(f"{label}: expected name to be a non-empty string, got {self.name!r}")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise MemberError(f"{label}: expected seed to be an integer, got {self.seed!r}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise MemberError(f"{label}: expected seed to fit in 64 bits, got {self.seed}")
+        is_seed = _is_number(self.seed) and isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63
+        if self.seed is not None and not is_seed:
+            raise MemberError(f"{label}: expected seed to be an integer of 64 bits, got {self.seed!r}")
         for setting in ("clip_norm", "clip_value"):
             value = getattr(self, setting)
             if value is not None and not (_is_number(value) and value > 0 and not math.isnan(value)):

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainmux.errors import ConfigError, MemberError
+from trainmux.errors import MemberError
 from trainmux.fleet._feed import BatchFeed
 from trainmux.fleet._group import Group, GroupKey
 from trainmux.fleet._member import Member
-from trainmux.fleet._slots import OptimizerSnapshot, named_tensors, snapshot_optimizer
+from trainmux.fleet._slots import named_tensors
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.fleet._watch import Edits, MemberWatch
-from trainmux.fusion.optimizers import describe
-from trainmux.tracing import FlatBatch, LossFunction, Reach, unique_buffers, unique_parameters
+from trainmux.fusion.optimizers import OptimizerStructure, describe, read_state, read_steps
+from trainmux.ir import OutputKind
+from trainmux.tracing import FlatBatch, LossFunction, Reach, TracedGraph, unique_buffers, unique_parameters
 
 
 def names_of(
@@ -65,14 +66,6 @@ def names_of(
     return names
 
 
-def unknown_member(name: object, names: Sequence[str]) -> MemberError:
-    """The error for a name that no member has."""
-    return MemberError(
-        f"expected the name of a member, got {name!r}; it was dropped or never there (members: "
-        f"{', '.join(names) or 'none'})"
-    )
-
-
 _UNFIT: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((torch.jit.ScriptModule,), "pass the module that it was made from"),
     ((nn.DataParallel, nn.parallel.DistributedDataParallel), "pass what it wraps, model.module"),
@@ -81,28 +74,20 @@ _UNFIT: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A member that was found fit to join, and where."""
+    """A member that was found fit to join, and where.
+
+    ``steps`` has the updates done, one number per parameter group. ``states`` maps (parameter, state name) to
+    a tensor, or to the number that fills a state torch has not made yet.
+    """
 
     member: Member
     name: str
-    optimizer: OptimizerSnapshot
     key: GroupKey
     trace: Trace
     example: FlatBatch
     watch: MemberWatch
-
-
-def loss_of(member: Member, of_fleet: LossFunction | None) -> LossFunction:
-    """A member's own loss function, or else its fleet's; refuses what is none."""
-    loss = member.loss if member.loss is not None else of_fleet
-    if loss is None:
-        raise ConfigError(
-            f"expected a loss function for member {member.name!r}, got none; give Fleet(loss=...) or "
-            "Member(loss=...)"
-        )
-    if not callable(loss):
-        raise ConfigError(f"loss: expected a callable loss(model, batch), got {type(loss).__name__}")
-    return loss
+    steps: tuple[int, ...]
+    states: dict[tuple[str, str], Tensor | float]
 
 
 def describe_newcomer(
@@ -128,9 +113,26 @@ def describe_newcomer(
     reach = Reach(member.model, loss)
     _refuse_shared_memory(name, reach, trace)
     key = GroupKey(trace.key, structure, member.example_batch is not None)
-    snapshot = snapshot_optimizer(member, name, structure, trace.graph)
+    steps, states = _optimizer_state(member, name, structure, trace.graph)
     watch = MemberWatch(member, name, loss, structure, reach)
-    return Newcomer(member, name, snapshot, key, trace, example, watch)
+    return Newcomer(member, name, key, trace, example, watch, steps, states)
+
+
+def _optimizer_state(
+    member: Member, name: str, structure: OptimizerStructure, traced: TracedGraph
+) -> tuple[tuple[int, ...], dict[tuple[str, str], Tensor | float]]:
+    """Read the state of every parameter that gets a gradient; ``OptimizerError`` if it cannot be used."""
+    parameters = unique_parameters(member.model)
+    learning = {output.name for output in traced.outputs if output.kind is OutputKind.GRADIENT}
+    used = {position for position, item in enumerate(parameters) if item.name in learning}
+    tensors = [item.tensor for item in parameters]
+    steps = read_steps(member.optimizer, structure, tensors, used, member=name)
+    states: dict[tuple[str, str], Tensor | float] = {}
+    for index, group in enumerate(structure.groups):
+        for position in used.intersection(group.params):
+            values, _ = read_state(member.optimizer, index, tensors[position])
+            states |= {(parameters[position].name, state): value for state, value in values.items()}
+    return steps, states
 
 
 def _refuse_shared_memory(name: str, reach: Reach, trace: Trace) -> None:
@@ -189,45 +191,21 @@ def kept_edits(member: Member, edits: Edits) -> Iterator[None]:
                 state[tensors[name]] = entry
 
 
-def take_edits(group: Group, row: int, plan: Newcomer, edits: Edits) -> None:
-    """Load a member's edited values into the row that it has."""
-    slot = group.slot(row)
-    tensors, state = named_tensors(plan.member), group.state
-    with torch.no_grad():
-        for name in edits.tensors:
-            if name in state.shared:
-                group.unshare()
-            place = state.parameters.get(name, state.buffers.get(name))
-            assert place is not None
-            place[row].copy_(tensors[name])
-        for key, value in plan.optimizer.states.items():
-            if key[0] in edits.states:
-                place = state.states[key][row]
-                place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
-    done = int(state.updates[row])
-    slot.base_steps = tuple(steps - done for steps in plan.optimizer.steps)
-    slot.num_updates = done
-    slot.watch = plan.watch
-    group.forget_fed()
-
-
 def carry_over(old: Group, old_row: int, new: Group, new_row: int, edits: Edits) -> None:
-    """Copy what was trained from the row that a member leaves to the one it was just loaded into.
+    """Copy what was trained, and not edited, from a member's old row to the one it was just loaded into.
 
     Its own objects have it too, but perhaps in another precision, and without the gradients of an update that
     is not complete.
     """
     before, after = old.state, new.state
-    rows: dict[str, Tensor] = {
-        name: rows[old_row] for name, rows in {**before.parameters, **before.buffers}.items()
-    }
-    places = {
-        name: rows[new_row] for name, rows in {**after.parameters, **after.buffers}.items()
-    } | after.shared
     with torch.no_grad():
-        for name, place in places.items():
-            if name in rows and name not in edits.tensors:
-                place.copy_(rows[name])
+        for name, rows in before.tensors.items():
+            if name in edits.tensors:
+                continue
+            if name in after.tensors:
+                after.tensors[name][new_row].copy_(rows[old_row])
+            elif name in after.shared:
+                after.shared[name].copy_(rows[old_row])
         for key, states in after.states.items():
             if key in before.states and key[0] not in edits.states:
                 states[new_row].copy_(before.states[key][old_row])
@@ -235,6 +213,7 @@ def carry_over(old: Group, old_row: int, new: Group, new_row: int, edits: Edits)
             if name in before.totals:
                 total[new_row].copy_(before.totals[name][old_row])
         after.alive[new_row].copy_(before.alive[old_row])
+        after.seeds[new_row].copy_(before.seeds[old_row])
     was, now = old.slot(old_row), new.slot(new_row)
     now.active, now.waits, now.reason = was.active, was.waits, was.reason
     new.forget_fed()

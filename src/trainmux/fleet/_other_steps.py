@@ -15,7 +15,7 @@ from trainmux.engine import ForwardProgram, StepProgram
 from trainmux.errors import BudgetError
 from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
-from trainmux.ir import Profile, Program
+from trainmux.ir import Program
 from trainmux.planning import fit_program
 from trainmux.profiling import (
     KernelGraph,
@@ -28,8 +28,6 @@ from trainmux.profiling import (
 )
 from trainmux.tracing import TracedGraph
 
-_AnyProgram = StepProgram | ForwardProgram
-
 
 @dataclass(frozen=True)
 class PlannedPrograms:
@@ -39,7 +37,7 @@ class PlannedPrograms:
     the branches of each sub-array.
     """
 
-    steps: tuple[_AnyProgram, ...]
+    steps: tuple[StepProgram | ForwardProgram, ...]
     graphs: tuple[KernelGraph, ...]
     program: Program
     branches: tuple[int, ...]
@@ -49,14 +47,14 @@ Wanted = tuple[Group, TracedGraph, bool]
 """A group that is one of the plan's sub-arrays, its graph, and whether each member has its own batch."""
 
 
-def read_step(step: _AnyProgram) -> KernelGraph:
+def read_step(step: StepProgram | ForwardProgram) -> KernelGraph:
     """Read the kernels of a step or of a forward pass."""
     assert isinstance(step.module, torch.fx.GraphModule)
     return read_kernels(step.module, step.byte_classes())
 
 
 def other_programs(
-    plan: Plan, wanted: Sequence[Wanted], kernels: str, host_bytes: int, *, applies: bool | None
+    plan: Plan, kernels: str, host_bytes: int, wanted: Sequence[Wanted], applies: bool | None
 ) -> PlannedPrograms:
     """Build other steps of all groups, or with ``applies=None`` forward passes, within the plan's budget.
 
@@ -65,50 +63,39 @@ def other_programs(
     costs a copy there and back for each of them, offloading anything else some for each batch.
     """
     num_branches = plan.record.num_branches
-    groups = [group for group, _, _ in wanted]
-
-    def build(group: Group, traced: TracedGraph, stacked: bool, carries_state: bool) -> _AnyProgram:
-        width = branch_width(group.width, num_branches)
-        if applies is None:
-            return group.planned_forward(traced, width, stacked_batch=stacked, carries_state=carries_state)
-        return group.sub_array_program(
-            width,
-            kernels=kernels if traced is group.traced else "aten",
-            traced=traced,
-            stacked_batch=stacked,
-            applies=applies,
-            carries_state=carries_state,
-        )
+    widths = [group.width for group, _, _ in wanted]
 
     def fit(*, carries_state: bool) -> PlannedPrograms:
-        steps = tuple(build(*each, carries_state) for each in wanted)
-        graphs = tuple(map(read_step, steps))
-        profiles = [_roughly(graph, group, num_branches) for graph, group in zip(graphs, groups, strict=True)]
+        steps: list[StepProgram | ForwardProgram] = []
+        graphs, profiles = [], []
+        for group, traced, stacked in wanted:
+            width = branch_width(group.width, num_branches)
+            if applies is None:
+                # What it does not touch is among its arguments, too, where it carries the optimizers' state.
+                carried, builder = group.usual if carries_state else None, group.builder()
+                steps.append(builder.planned_forward(traced, width, carried, stacked_batch=stacked))
+            else:
+                made_of = kernels if traced is group.traced else "aten"
+                options = {"stacked_batch": stacked, "applies": applies, "carries_state": carries_state}
+                steps.append(group.sub_array_program(width, kernels=made_of, traced=traced, **options))
+            graphs.append(read_step(steps[-1]))
+            device, half = device_present(group.config.device), group.config.precision == "bf16"
+            alone = analytic_profile(graphs[-1], width, device, half=half)
+            profiles.append(side_by_side(alone, num_branches, group.width))
         available_bytes = plan.budget_bytes - plan.record.fixed_bytes
         plainly = applies is None and carries_state
         program = fit_program(profiles, available_bytes, host_bytes, plainly=plainly)
-        branches = used_branches([group.width for group in groups], num_branches)
-        return PlannedPrograms(steps, graphs, program, branches)
+        return PlannedPrograms(tuple(steps), tuple(graphs), program, used_branches(widths, num_branches))
 
-    try:
-        return fit(carries_state=True)
-    except BudgetError:
-        if applies:
-            raise
-    try:
-        return fit(carries_state=False)
-    except BudgetError as error:
-        if applies is not None:
-            raise
-        raise BudgetError(
-            f"expected an evaluation to fit into the plan's {plan.budget_bytes} bytes, but it does not; "
-            "evaluate on smaller batches, or plan for a larger budget"
-        ) from error
-
-
-def _roughly(graph: KernelGraph, group: Group, num_branches: int) -> Profile:
-    """Estimate the profile of a group on its branches."""
-    half = group.config.precision == "bf16"
-    width = branch_width(group.width, num_branches)
-    profile = analytic_profile(graph, width, device_present(group.config.device), half=half)
-    return side_by_side(profile, num_branches, group.width)
+    refusal: BudgetError
+    for carries_state in (True,) if applies else (True, False):
+        try:
+            return fit(carries_state=carries_state)
+        except BudgetError as error:
+            refusal = error
+    if applies is not None:
+        raise refusal
+    raise BudgetError(
+        f"expected an evaluation to fit into the plan's {plan.budget_bytes} bytes, but it does not; "
+        "evaluate on smaller batches, or plan for a larger budget"
+    ) from refusal

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainmux.errors import PlanError
 from trainmux.ir import (
     Attempt,
     PlanRecord,
@@ -165,11 +164,3 @@ class _SavedPlan:
 def plan_bytes(plan: Plan) -> bytes:
     """The contents of the file that ``plan.save`` writes."""
     return to_bytes(_SavedPlan(plan.record, plan.profiles, plan.curve))
-
-
-def require_plan(plan: object) -> None:
-    """Refuse what is no plan."""
-    if not isinstance(plan, Plan):
-        raise PlanError(
-            f"expected a plan of fleet.plan() or Plan.load(), got {type(plan).__name__}; make or load one"
-        )

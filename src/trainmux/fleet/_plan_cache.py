@@ -46,12 +46,7 @@ class PlanCache:
     """A folder of plans: ``TRAINMUX_PLAN_DIR``, else in the user's cache folder."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self._folder = Path(folder) if folder is not None else user_cache_folder("plans", _VARIABLE)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the plans."""
-        return self._folder
+        self.folder = Path(folder) if folder is not None else user_cache_folder("plans", _VARIABLE)
 
     def get(self, key: str, profiles: ProfileCache) -> Plan | None:
         """The plan with this key, proved again; ``None`` where there is none that can be used.
@@ -74,7 +69,7 @@ class PlanCache:
         """Keep a plan. Where it cannot be written, the next start plans again."""
         with suppress(OSError, TrainmuxError):
             plan.save(self._path(key))
-            kept = [(path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{_ENDING}")]
+            kept = [(path.stat().st_mtime_ns, path) for path in self.folder.glob(f"*{_ENDING}")]
             for _, path in sorted(kept)[:-MAX_PLANS]:
                 path.unlink(missing_ok=True)
 
@@ -82,12 +77,12 @@ class PlanCache:
         """Remove a plan that has turned out to be stale, if it is kept."""
         with suppress(OSError):
             content = plan_bytes(plan)
-            for path in self._folder.glob(f"*{_ENDING}"):
+            for path in self.folder.glob(f"*{_ENDING}"):
                 if path.stat().st_size == len(content) and path.read_bytes() == content:
                     path.unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
-        return self._folder / f"{key}{_ENDING}"
+        return self.folder / f"{key}{_ENDING}"
 
 
 def _is_kept(profile: Profile, profiles: ProfileCache) -> bool:
@@ -97,9 +92,8 @@ def _is_kept(profile: Profile, profiles: ProfileCache) -> bool:
     kept = profiles.get(fingerprint_of_one(profile))
     if kept is None:
         return False
-    nodes = tuple(replace(node, workspace_bytes=0) for node in kept.nodes)
-    ways = (kept, replace(kept, nodes=nodes))
-    return any(profile == side_by_side(way, profile.num_branches, profile.width) for way in ways)
+    planned = replace(kept, nodes=tuple(replace(node, workspace_bytes=0) for node in kept.nodes))
+    return profile == side_by_side(planned, profile.num_branches, profile.width)
 
 
 def _source_version() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +14,10 @@ from trainmux.errors import PlanError, warn_user
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
 from trainmux.fleet._plan import Plan
-from trainmux.fleet._planned_runner import MakePlanner, PlannedRunner
-from trainmux.fleet._planning import PlanRequest
+from trainmux.fleet._planned_runner import PlannedRunner
+from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._runner import PlainRunner
-from trainmux.fleet._slots import Slot, StackedState
-from trainmux.ir import MemoryUse, Timeline
+from trainmux.fleet._slots import Slot
 from trainmux.runtime import deferred_interrupts
 from trainmux.sizes import exact_bytes
 
@@ -38,7 +36,7 @@ class PlanKeeper:
     of them have gone, it is left, and one for the same budget by the same policy is made at the next step.
     """
 
-    def __init__(self, config: FleetConfig, make_planner: MakePlanner) -> None:
+    def __init__(self, config: FleetConfig, make_planner: Callable[[Sequence[Group]], FleetPlanner]) -> None:
         self._config = config
         self._make_planner = make_planner
         self._wanted: Plan | None = None
@@ -59,11 +57,6 @@ class PlanKeeper:
     @property
     def is_active(self) -> bool:
         return self._active is not None
-
-    @property
-    def memory(self) -> MemoryUse | None:
-        """Memory on the device under the plan in use, once a step was captured."""
-        return None if self._active is None else self._active.memory
 
     def want(self, plan: Plan, request: PlanRequest) -> None:
         """Use ``plan`` from the next step on, and plans like it after that."""
@@ -87,10 +80,6 @@ class PlanKeeper:
         """Runs the fleet's steps as things are now; ``at_step`` may change it."""
         return self._plain if self._active is None else self._active
 
-    def finish(self) -> None:
-        """Run what is in flight to its end."""
-        self.runner.finish()
-
     def leave(self, groups: Sequence[Group]) -> list[Group]:
         """Stop using the plan, which has no room for members that will come; returns joined groups."""
         if self._active is None:
@@ -111,14 +100,6 @@ class PlanKeeper:
     def whole(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups as they would be without a plan; copies where one is in use."""
         return list(groups) if self._active is None else join_groups(groups)
-
-    def watch(self, step: Callable[[], Any]) -> Timeline:
-        """Run ``step``, a step of the fleet by its plan, and return when each instruction ran."""
-        if self._active is None:
-            raise PlanError(
-                "expected a fleet that trains by a plan, got one without; call plan() or use(), and step once"
-            )
-        return self._active.watch(step)
 
     def hold_budget(self) -> None:
         """After a step that holds more than the budget, plan again with that much less.
@@ -147,20 +128,16 @@ class PlanKeeper:
         self._is_over = False
         if self._is_left or self._wanted is not None:
             groups = [group for group in self.leave(groups) if group.members]
-        plan = self._plan_for(groups)
-        if plan is not None:
-            groups = self._apply(plan, groups)
-            self._wanted = None
-        elif self._is_left:
-            self._back_to_device(groups)
+            if self._request is not None:
+                groups = self._apply(self._plan_for(self._request, groups), groups)
+                self._wanted = None
+            else:
+                self._back_to_device(groups)
         self._is_left = False
         return list(groups)
 
-    def _plan_for(self, groups: Sequence[Group]) -> Plan | None:
+    def _plan_for(self, request: PlanRequest, groups: Sequence[Group]) -> Plan:
         """The plan to switch to: the wanted one, or one like it if members came, left or changed since."""
-        request = self._request
-        if request is None or not (self._is_left or self._wanted is not None):
-            return None
         planner = self._make_planner(groups)
         if self._wanted is not None:
             names = [slot.name for group in groups for _, slot in group.members]
@@ -170,7 +147,7 @@ class PlanKeeper:
         return planner.plan(request)
 
     def _apply(self, plan: Plan, groups: Sequence[Group]) -> list[Group]:
-        planner = self._make_planner(groups)
+        planner = self._make_planner(groups)  # another one: that which searched holds steps of all widths
         own = planner.steps_of(plan)
         specs = [planner.example_spec(sub_array) for sub_array in plan.partition]
         split = split_groups(groups, plan)
@@ -184,7 +161,8 @@ class PlanKeeper:
                 for group in groups:
                     group.vacate()
                 release_cached(self._config.device)
-                self._active = PlannedRunner(plan, split, variant, own, self._config, self._make_planner)
+                fit_others = planner.fit_others(plan)
+                self._active = PlannedRunner(plan, split, variant, own, self._config, fit_others)
         except BaseException:
             with deferred_interrupts():
                 if self._active is not None:
@@ -211,23 +189,20 @@ def without_empty(groups: Sequence[Group]) -> list[Group]:
     """The groups that have members; one whose slots are mostly empty has fewer of them now."""
     found = [group for group in groups if group.members]
     for group in found:
-        if group.width - len(group.members) > _MAX_EMPTY_SHARE * group.width:
+        if _mostly_empty([group]):
             group.resize(len(group.members))
     return found
 
 
 def request_like(plan: Plan) -> PlanRequest:
     """Make a request for a plan like this one."""
-    blank = PlanRequest(None, "auto", None, None, 0, None, None)
-    return replace(blank, budget=plan.budget_bytes, policy=plan.policy)
+    return PlanRequest(plan.budget_bytes, plan.policy)
 
 
 def _mostly_empty(groups: Sequence[Group]) -> bool:
     num_slots = sum(group.width for group in groups)
-    num_members = sum(len(group.members) for group in groups)
-    return (
-        any(not group.members for group in groups) or num_slots - num_members > _MAX_EMPTY_SHARE * num_slots
-    )
+    num_empty = num_slots - sum(len(group.members) for group in groups)
+    return any(not group.members for group in groups) or num_empty > _MAX_EMPTY_SHARE * num_slots
 
 
 def join_groups(groups: Sequence[Group]) -> list[Group]:
@@ -245,15 +220,7 @@ def _joined(groups: Sequence[Group]) -> Group:
     if not all(_same_constants(group.state.shared, first) for group in groups[1:]):
         for group in groups:
             group.unshare()
-    parts = [group.taken([row for row, _ in group.members]) for group in groups if group.members]
-    if len(parts) < 2:
-        return parts[0] if parts else groups[0].taken([])
-    whole = Group(parts[0].key, parts[0].traced, parts[0].config, sum(part.width for part in parts))
-    whole.slots = [slot for part in parts for slot in part.slots]
-    whole.state = StackedState.joined([part.state for part in parts])
-    whole.traces, whole.stacked_batch = parts[0].traces, parts[0].stacked_batch
-    whole.notes = parts[0].notes
-    return whole
+    return groups[0].gathered([(group, row) for group in groups for row, _ in group.members])
 
 
 def _same_constants(shared: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
@@ -273,23 +240,18 @@ def split_groups(groups: Sequence[Group], plan: Plan) -> list[Group]:
     places = {slot.name: (group, row) for group in groups for row, slot in group.members}
     found = []
     for sub_array in plan.partition:
-        owner, _ = places[sub_array.members[0]]
-        found.append(owner.taken([places[name][1] for name in sub_array.members]))
+        rows = [places[name] for name in sub_array.members]
+        found.append(rows[0][0].gathered(rows))
     return found
 
 
 def put_back(groups: Sequence[Group], slots: Sequence[list[Slot | None]], split: Sequence[Group]) -> None:
     """Undo a split: give the groups the slots that they had, with their state in host memory."""
+    places = {id(slot): (part, row) for part in split for row, slot in part.members}
     for group, held in zip(groups, slots, strict=True):
-        own = {id(slot) for slot in held if slot is not None}
-        parts = [part for part in split if any(id(slot) in own for slot in part.slots)]
-        if not parts:
-            continue
-        found = [id(slot) for part in parts for slot in part.slots]
+        found = [places[id(slot)] for slot in held if slot is not None]
         # An empty slot may hold any numbers: a member that comes into it brings its own.
-        rows = [0 if slot is None else found.index(id(slot)) for slot in held]
-        group.state = StackedState.joined([part.state for part in parts]).resized(
-            len(held), rows, torch.device("cpu")
-        )
+        rows = [found[0] if slot is None else places[id(slot)] for slot in held]
+        group.state = found[0][0].gathered(rows).state
         group.slots = list(held)
         group.forget_fed()

@@ -22,13 +22,10 @@ from trainmux.engine import (
 )
 from trainmux.errors import BudgetError, PlanError
 from trainmux.fleet._config import FleetConfig
-from trainmux.fleet._feed import GroupFeed
 from trainmux.fleet._group import Group
-from trainmux.fleet._other_steps import PlannedPrograms
+from trainmux.fleet._other_steps import PlannedPrograms, Wanted
 from trainmux.fleet._plan import Plan
-from trainmux.fleet._planning import FleetPlanner
-from trainmux.fleet._runner import Batches, GroupPart, RowTraces, half_step, merge_rows
-from trainmux.fleet._state_moves import copy_into_places, host_copies
+from trainmux.fleet._runner import Batches, GroupPart, half_step
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.planning import measured_timeline
 from trainmux.runtime import deferred_interrupts, workspaces_bytes
@@ -38,16 +35,15 @@ _MAX_VARIANTS = 4
 _MAX_GRAPHS = 24
 """A capture room keeps graphs that are no longer wanted; with more than this, all are captured anew."""
 
-MakePlanner = Callable[[Sequence[Group]], FleetPlanner]
-
-
-def _reserved_bytes(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+FitOthers = Callable[[Sequence[Wanted], bool | None], PlannedPrograms]
+"""Fits other steps, or with ``None`` forward passes, of the groups into the plan's budget."""
 
 
 def _others_bytes(device: torch.device) -> int:
     """Return what is reserved for others; workspaces of shared streams do not count."""
-    return _reserved_bytes(device) - (sum(workspaces_bytes(device)) if device.type == "cuda" else 0)
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_reserved(device) - sum(workspaces_bytes(device))
 
 
 def _new_slab(slab_bytes: int, device: torch.device) -> Tensor:
@@ -78,11 +74,11 @@ class PlannedRunner:
         variant: Hashable,
         own: PlannedPrograms,
         config: FleetConfig,
-        make_planner: MakePlanner,
+        fit_others: FitOthers,
         *,
         poisons: bool = False,
     ) -> None:
-        self._make_planner = make_planner
+        self._fit_others = fit_others
         self.plan = plan
         self.groups = tuple(groups)
         self._config = config
@@ -120,34 +116,35 @@ class PlannedRunner:
     def _held_bytes(self) -> int:
         if self._config.device.type != "cuda":
             return self.slab_bytes
-        return _reserved_bytes(self._config.device) - self._others_bytes
+        return torch.cuda.memory_reserved(self._config.device) - self._others_bytes
 
     def prepare(self, parts: Sequence[GroupPart]) -> Callable[[Batches], None]:
         """Find the program for a step, or fit another one into the budget."""
         variant = tuple(part.variant() for part in parts)
-        if variant not in self._engines:
-            planner = self._make_planner([part.group for part in parts])
-            graphs, stacked = [part.trace.graph for part in parts], [part.feed.stacked for part in parts]
-            steps = planner.other_programs(self.plan, graphs, stacked, applies=parts[0].applies)
-            with deferred_interrupts():
-                self.learn(variant, steps)
+        self._learn(variant, parts, parts[0].applies)
         return partial(self.step, variant)
 
-    def learn(self, variant: Hashable, steps: PlannedPrograms) -> None:
-        """Add a program; the least recently used one of too many goes."""
-        if steps.program.slab_bytes > self.slab_bytes:
-            self.finish()
-            self._grow(steps.program.slab_bytes)
-        self._engines[variant] = (steps, self._new_engine(steps))
-        self._is_weighed = False
-        while len(self._engines) > _MAX_VARIANTS:
-            needed = (self._own, self._in_use, variant)
-            del self._engines[next(key for key in self._engines if key not in needed)]
-        if self._room is not None and self._room.num_kept > _MAX_GRAPHS:
-            self.finish()
-            for _, engine in self._engines.values():
-                engine.forget_graphs()
-            self._room.drop_kept()
+    def _learn(self, variant: Hashable, parts: Sequence[GroupPart], applies: bool | None) -> None:
+        """Fit another program into the budget; the least recently used one of too many goes."""
+        if variant in self._engines:
+            return
+        steps = self._fit_others(
+            [(part.group, part.trace.graph, part.feed.stacked) for part in parts], applies
+        )
+        with deferred_interrupts():
+            if steps.program.slab_bytes > self.slab_bytes:
+                self.finish()
+                self._grow(steps.program.slab_bytes)
+            self._engines[variant] = (steps, self._new_engine(steps))
+            self._is_weighed = False
+            while len(self._engines) > _MAX_VARIANTS:
+                needed = (self._own, self._in_use, variant)
+                del self._engines[next(key for key in self._engines if key not in needed)]
+            if self._room is not None and self._room.num_kept > _MAX_GRAPHS:
+                self.finish()
+                for _, engine in self._engines.values():
+                    engine.forget_graphs()
+                self._room.drop_kept()
 
     def watch(self, step: Callable[[], object]) -> Timeline:
         """Run ``step``, a step of the fleet, and return when each instruction of the plan's program ran."""
@@ -170,53 +167,31 @@ class PlannedRunner:
         if variant != self._own:
             self._watching = None
         steps, engine = self._turn_to(variant)
-        programs = zip(self.groups, steps.steps, strict=True)
-        pairs = [(group, step) for group, step in programs if isinstance(step, StepProgram)]
         for group in self.groups:
             group.push_numbers()
-        fed = [group.fed(step, batches[id(group)]) for group, step in pairs]
+        fed = self._fed(steps, batches)
         with self._told_if_torn(engine):
             results = engine.step(fed, self._watching)
-        for (group, step), found in zip(pairs, results, strict=True):
+        for group, step, found in zip(self.groups, steps.steps, results, strict=True):
+            assert isinstance(step, StepProgram)
             group.count(step)
             group.note(step, found)
 
-    def evaluate(
-        self,
-        groups: Sequence[Group],
-        traces: Sequence[RowTraces],
-        feeds: Sequence[GroupFeed],
-        batches: Batches,
-    ) -> list[dict[str, Tensor]]:
-        """Compute the metrics of all groups on one batch, within the plan's budget.
-
-        A planned program has one forward pass of each group. Where members of a group differ in evaluation,
-        there are as many programs as the group with the most traces needs; others run their last one again.
-        """
-        merged: list[dict[str, Tensor]] = [{} for _ in groups]
-        for number in range(max(len(found) for found in traces)):
-            chosen = [found[min(number, len(found) - 1)] for found in traces]
-            pairs = zip(chosen, feeds, strict=True)
-            variant = ("evaluate", *((trace.key, f.example.spec, f.stacked) for (trace, _), f in pairs))
-            if variant not in self._engines:
-                graphs, stacked = [trace.graph for trace, _ in chosen], [feed.stacked for feed in feeds]
-                forwards = self._make_planner(groups).other_programs(self.plan, graphs, stacked)
-                with deferred_interrupts():
-                    self.learn(variant, forwards)
-            with deferred_interrupts():  # state may move, and must not stop half-way
-                values = self._forward(variant, batches)
-            for known, (_, rows), new in zip(merged, chosen, values, strict=True):
-                merge_rows(known, new, rows)
-        return merged
-
-    def _forward(self, variant: Hashable, batches: Batches) -> list[dict[str, Tensor]]:
-        forwards, engine = self._turn_to(variant)
-        pairs = list(zip(self.groups, forwards.steps, strict=True))
-        results = engine.step([group.fed(forward, batches[id(group)]) for group, forward in pairs])
+    def forward(self, parts: Sequence[GroupPart], batches: Batches) -> list[dict[str, Tensor]]:
+        """Compute the metrics of each group on its batch, within the plan's budget."""
+        variant = ("evaluate", *((part.trace.key, part.spec, part.feed.stacked) for part in parts))
+        self._learn(variant, parts, None)
+        with deferred_interrupts():  # state may move, and must not stop half-way
+            forwards, engine = self._turn_to(variant)
+            results = engine.step(self._fed(forwards, batches))
         return [
             dict(zip(forward.metrics, found, strict=True))
             for forward, found in zip(forwards.steps, results, strict=True)
         ]
+
+    def _fed(self, steps: PlannedPrograms, batches: Batches) -> list[dict[int, Tensor]]:
+        together = zip(self.groups, steps.steps, batches, strict=True)
+        return [group.fed(step, batch) for group, step, batch in together]
 
     def _turn_to(self, variant: Hashable) -> tuple[PlannedPrograms, PlannedEngine]:
         """Switch to the program of a variant, and move the groups' state to where it has it."""
@@ -275,8 +250,8 @@ class PlannedRunner:
     def _to_host(self) -> None:
         """Move the groups' state to host memory."""
         for group in self.groups:
-            tensors = [*group.state.stacked(), *group.state.shared.values()]
-            copies = dict(zip(map(id, tensors), host_copies(tensors, self._transfers), strict=True))
+            tensors = group.state.everything()
+            copies = dict(zip(map(id, tensors), _host_copies(tensors, self._transfers), strict=True))
             group.rebase(lambda tensor, copies=copies: copies[id(tensor)])  # type: ignore[misc]
 
     def _let_go(self) -> None:
@@ -327,15 +302,14 @@ class PlannedRunner:
                     waiting.append((place, argument))
                     if argument.device == self._slab.device:
                         inside.append(argument)
-        copies = dict(zip(map(id, inside), host_copies(inside, self._transfers), strict=True))
+        copies = dict(zip(map(id, inside), _host_copies(inside, self._transfers), strict=True))
         for group, places in zip(self.groups, moved, strict=True):
-            for tensor in (*group.state.stacked(), *group.state.shared.values()):
+            for tensor in group.state.everything():
                 if id(tensor) not in places:
                     places[id(tensor)] = self._outside(tensor)
         engine.load_constants()
-        copy_into_places(
-            [(place, copies.get(id(argument), argument)) for place, argument in waiting], self._transfers
-        )
+        values = [(place, copies.get(id(argument), argument)) for place, argument in waiting]
+        self._transfers.copy([pair for both in values for pair in _dense_pairs(*both)])
         for group, places in zip(self.groups, moved, strict=True):
             group.rebase(lambda tensor, places=places: places[id(tensor)])  # type: ignore[misc]
 
@@ -343,3 +317,33 @@ class PlannedRunner:
         """Copy a tensor to the host if it lies in the slab."""
         in_slab = tensor.untyped_storage().data_ptr() == self._slab.untyped_storage().data_ptr()
         return tensor.to("cpu", copy=True) if in_slab else tensor
+
+
+def _host_copies(tensors: Sequence[Tensor], transfers: Transfers) -> list[Tensor]:
+    """Copy tensors to the host."""
+    copies = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+    transfers.copy([pair for both in zip(copies, tensors, strict=True) for pair in _dense_pairs(*both)])
+    return copies
+
+
+def _dense_pairs(place: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Split the copy of a value into its place into copies of dense rows of bytes, as far as there are any.
+
+    Rows of a stacked tensor lie some bytes apart where their length is odd, and far apart where members train
+    on parallel branches. Torch would put such rows together first, in memory that no budget has.
+    """
+    if place.dim() > value.dim():  # one value for all branches
+        return [pair for row in place for pair in _dense_pairs(row, value)]
+    if _is_dense(place) and _is_dense(value):
+        if place.stride() != value.stride():
+            return [(place, value)]
+        return [(place.as_strided((place.numel(),), (1,)), value.as_strided((value.numel(),), (1,)))]
+    if place.dim() and _is_dense(place[0]) and _is_dense(value[0]):
+        return [pair for rows in zip(place, value, strict=True) for pair in _dense_pairs(*rows)]
+    return [(place, value)]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory, in whatever order."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not tensor.numel() or span == tensor.numel()

@@ -21,10 +21,10 @@ from trainmux.engine import (
     run_into,
 )
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
-from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._config import FleetConfig, whole_number
 from trainmux.fleet._group import Group
-from trainmux.fleet._other_steps import PlannedPrograms, other_programs, read_step
-from trainmux.fleet._plan import Plan, require_plan
+from trainmux.fleet._other_steps import PlannedPrograms, Wanted, other_programs, read_step
+from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
 from trainmux.fleet._programs import with_batch
 from trainmux.ir import DeviceFacts, Profile, SubArray
@@ -50,7 +50,7 @@ from trainmux.profiling import (
 )
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES, no_collections, workspaces_bytes
 from trainmux.sizes import parse_budget
-from trainmux.tracing import BatchSpec, FlatBatch, TracedGraph
+from trainmux.tracing import BatchSpec, FlatBatch
 
 FIXED_BYTES = 128 << 20
 """On a CUDA device, besides tensors: the matrix libraries' workspaces for one stream (about 40 MiB), and
@@ -69,18 +69,17 @@ Progress = Callable[[PlanProgress], None]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Arguments of ``Fleet.plan``; ``device`` ``None`` is the fleet's own, measured.
+    """Arguments of ``Fleet.plan``.
 
     ``reserve_bytes`` of the budget are left free: a plan like it needed that much more than predicted.
     """
 
     budget: int | str | None
     policy: str
-    device: str | Device | None
-    num_members: int | None
-    num_budgets: int
-    max_partitions: int | None
-    progress: Progress | None
+    num_members: int | None = None
+    num_budgets: int = 0
+    max_partitions: int | None = None
+    progress: Progress | None = None
     reserve_bytes: int = 0
 
 
@@ -102,8 +101,7 @@ class FleetPlanner:
         self._measurements = Measurements(config.device)
         self._plans = PlanCache()
         self._by_width: dict[int, WidthProfiles] = {}
-        self._profiles: dict[tuple[int, int], Profile] = {}
-        self._branched: dict[tuple[int, int, int], Profile] = {}
+        self._profiles: dict[tuple[int, int, int], Profile] = {}  # by group, members and branches
         self._scratch: dict[str, int] = {}
         self._read: dict[tuple[int, int, str], tuple[KernelGraph, StepProgram]] = {}
         self._progress: Progress | None = None
@@ -111,27 +109,20 @@ class FleetPlanner:
     def plan(self, request: PlanRequest) -> Plan:
         """The quickest plan within the budget; see ``Fleet.plan``."""
         self._progress = request.progress
-        facts = self._facts
-        budget = self._budget(request.budget, facts)
+        budget = self._budget(request.budget)
         planned = self._planned_groups(request.num_members)
         num_partitions = request.max_partitions
         num_nodes = max(len(group.traced.module.graph.nodes) for group in self._groups)
         if num_partitions is None and (self.kernels == "compiled" or num_nodes >= _LARGE_GRAPH):
             num_partitions = _FEW_PARTITIONS
         bound = {} if num_partitions is None else {"max_partitions": num_partitions}
-        asked = (
-            request.policy,
-            request.num_budgets,
-            budget,
-            tuple(planned),
-            bound,
-            request.reserve_bytes + self._fixed_bytes(),
-        )
-        key = plan_key(self._groups, asked, facts, self._device, self.kernels, self._switches())
-        kept = self._plans.get(key, self._cache)
-        if kept is not None:
+        reserved = request.reserve_bytes + self._fixed_bytes()
+        asked = (request.policy, request.num_budgets, budget, tuple(planned), bound, reserved)
+        key = plan_key(self._groups, asked, self._facts, self._device, self.kernels, self._switches())
+        plan = self._plans.get(key, self._cache)
+        if plan is not None:
             self._tell(f"scheduling by {request.policy}", 1, 1, "a plan that was kept")
-            return kept
+            return plan
         if self.kernels == "compiled":
             self._compile_ahead(planned, bound)
         plan = self._search(request, budget, planned, bound)
@@ -170,7 +161,7 @@ class FleetPlanner:
         planner = Planner(
             planned,
             profile_of=lambda group, width: self.profile(int(group.name), width),
-            branched_of=lambda group, *numbers: self.branched(int(group.name), *numbers),
+            branched_of=lambda group, *numbers: self._side_by_side(int(group.name), *numbers),
             policy=request.policy,
             fixed_bytes=request.reserve_bytes + self._fixed_bytes(),
             beside_of=lambda profile: self._scratch.get(profile.fingerprint, 0) if on_gpu else 0,
@@ -179,8 +170,7 @@ class FleetPlanner:
             **bound,
         )
         record = planner.plan(budget)
-        everything = (*self._profiles.values(), *self._branched.values())
-        by_name = {profile.fingerprint: profile for profile in everything}
+        by_name = {profile.fingerprint: profile for profile in self._profiles.values()}
         lowered = self._lowered({fingerprint: by_name[fingerprint] for fingerprint in record.profiles})
         if not all(same_but_for_origin(by_name[name], profile) for name, profile in lowered.items()):
             return self._search(request, budget, planned, bound)
@@ -190,31 +180,30 @@ class FleetPlanner:
 
     def _lowered(self, used: Mapping[str, Profile]) -> dict[str, Profile]:
         """The profiles that a plan uses, of real kernels each."""
-        found = {profile.fingerprint: profile for profile in self._branched.values()}
-        for (index, width), profile in list(self._profiles.items()):
-            if profile.fingerprint in used and index in self._by_width:
-                self._profiles[index, width] = self._by_width[index].confirmed(width)
-            found[profile.fingerprint] = self._profiles[index, width]
+        found = {}
+        for key, profile in list(self._profiles.items()):
+            index, width, num_branches = key
+            if num_branches == 1 and profile.fingerprint in used and index in self._by_width:
+                self._profiles[key] = self._by_width[index].confirmed(width)
+            found[profile.fingerprint] = self._profiles[key]
         return {name: found[name] for name in used}
 
     def profile(self, index: int, width: int) -> Profile:
         """The profile of a group's members at a width: worked out, from disk, or measured now."""
-        known = self._profiles.get((index, width))
-        if known is None:
-            known = self._profiles[index, width] = self._make_profile(index, width)
-        return known
+        key = (index, width, 1)
+        if key not in self._profiles:
+            self._profiles[key] = self._make_profile(index, width)
+        return self._profiles[key]
 
-    def branched(self, index: int, num_members: int, num_branches: int) -> Profile | None:
+    def _side_by_side(self, index: int, num_members: int, num_branches: int) -> Profile | None:
         """The profile of so many of a group's members side by side, where one alone was measured beside
         others; each branch needs its own scratch, and workspaces of the matrix libraries."""
-        key = (index, num_members, num_branches)
-        known = self._branched.get(key)
-        if known is not None:
-            return known
-        alone = self.profile(index, 1)
+        key, alone = (index, num_members, num_branches), self.profile(index, 1)
+        if key in self._profiles:
+            return self._profiles[key]
         if num_members not in (1, *known_branches(alone)):
             return None
-        found = self._branched[key] = side_by_side(alone, num_branches, num_members)
+        found = self._profiles[key] = side_by_side(alone, num_branches, num_members)
         device = self._config.device
         counted = sum(workspaces_bytes(device)[1:]) if device.type == "cuda" else 0
         workspaces = max(0, (num_branches - 1) * MATRIX_LIBRARIES_BYTES - counted)
@@ -222,24 +211,31 @@ class FleetPlanner:
         self._scratch[found.fingerprint] = num_members * scratch + workspaces
         return found
 
-    def check(self, plan: Plan, names: Sequence[str]) -> None:
+    def check(self, plan: object, names: Sequence[str]) -> None:
         """Refuse a plan of another fleet, or one that has become stale."""
-        require_plan(plan)
+        if not isinstance(plan, Plan):
+            raise PlanError(
+                f"expected a plan of fleet.plan() or Plan.load(), got {type(plan).__name__}; make or load one"
+            )
         members = [name for sub_array in plan.partition for name in sub_array.members]
         if sorted(members) != sorted(names):
             raise PlanError(
                 f"expected a plan for the members {', '.join(names)}, got one for {', '.join(members)}; "
                 "plan for this fleet"
             )
-        self._check_kernels(plan)
+        self.steps_of(plan)
 
-    def _check_kernels(self, plan: Plan) -> None:
-        """Refuse a plan over other kernels than those that the fleet has now."""
-        for sub_array in plan.partition:
+    def steps_of(self, plan: Plan) -> PlannedPrograms:
+        """The steps of the plan's sub-arrays and their kernels, ready to run.
+
+        Refuses a plan over other kernels than those that the fleet has now.
+        """
+        found, widths = [], [len(sub_array.members) for sub_array in plan.partition]
+        for sub_array, num_members in zip(plan.partition, widths, strict=True):
             profile = plan.profiles[sub_array.profile]
-            _check_branches(plan, sub_array, profile)
-            width = branch_width(len(sub_array.members), profile.num_branches)
-            graph, _ = self._kernels(self._owner_of(sub_array), width, self._kernels_of(plan))
+            _check_branches(plan, num_members, profile)
+            width = branch_width(num_members, profile.num_branches)
+            graph, step = self._kernels(self._owner_of(sub_array), width, self._kernels_of(plan))
             expected = self._fingerprint(graph, width, profile.device)
             expected = beside_fingerprint(expected, profile.num_branches, profile.width)
             if profile.fingerprint not in (expected, self._analytic_fingerprint(graph, profile)):
@@ -248,6 +244,9 @@ class FleetPlanner:
                     f"expected a plan made for this fleet's step (sub-array {', '.join(sub_array.members)}), "
                     "got one of another model, batch, device or version; plan again"
                 )
+            found.append((step, graph))
+        steps, graphs = zip(*found, strict=True)
+        return PlannedPrograms(steps, graphs, plan.program, used_branches(widths, plan.record.num_branches))
 
     @property
     def kernels(self) -> str:
@@ -256,38 +255,13 @@ class FleetPlanner:
             return "lowered"
         return "aten" if self._config.lowering == "aten" else "compiled"
 
-    def steps_of(self, plan: Plan) -> PlannedPrograms:
-        """The steps of the plan's sub-arrays and their kernels, ready to run; a stale plan is refused."""
-        self._check_kernels(plan)
-        num_branches = plan.record.num_branches
-        widths = [len(sub_array.members) for sub_array in plan.partition]
-        found = [
-            self._kernels(
-                self._owner_of(sub_array), branch_width(width, num_branches), self._kernels_of(plan)
-            )
-            for sub_array, width in zip(plan.partition, widths, strict=True)
-        ]
-        steps, graphs = tuple(step for _, step in found), tuple(graph for graph, _ in found)
-        return PlannedPrograms(steps, graphs, plan.program, used_branches(widths, num_branches))
-
     def example_spec(self, sub_array: SubArray) -> BatchSpec:
         """Of the batch that a sub-array's members were planned with."""
         return self._examples[self._owner_of(sub_array)].spec
 
-    def other_programs(
-        self,
-        plan: Plan,
-        traced: Sequence[TracedGraph],
-        stacked: Sequence[bool],
-        *,
-        applies: bool | None = None,
-    ) -> PlannedPrograms:
-        """Fit other steps, or forward passes, of the groups into the budget; see `other_programs`.
-
-        The groups are the plan's sub-arrays.
-        """
-        wanted = list(zip(self._groups, traced, stacked, strict=True))
-        return other_programs(plan, wanted, self._kernels_of(plan), self._facts.host_bytes, applies=applies)
+    def fit_others(self, plan: Plan) -> Callable[[Sequence[Wanted], bool | None], PlannedPrograms]:
+        """Return what fits other steps of the plan's sub-arrays into its budget; see `other_programs`."""
+        return functools.partial(other_programs, plan, self._kernels_of(plan), self._facts.host_bytes)
 
     def _kernels_of(self, plan: Plan) -> str:
         """Of what the plan's steps are made: analytic ones are made for regions."""
@@ -310,7 +284,12 @@ class FleetPlanner:
         for index, group in enumerate(self._groups):
             widths = {width for partition in search.partitions for width in partition.widths[index]}
             self._tell("compiling", index, len(self._groups), f"{len(widths)} widths side by side")
-            group.compile_widths(sorted(widths, reverse=True))
+            settings, builder, stacked = group.settings(), group.builder(), group.stacked_batch
+            steps = [
+                builder.lowered_step(group.traced, width, settings, stacked_batch=stacked, for_plan=True)
+                for width in sorted(widths, reverse=True)
+            ]
+            builder.compile(*steps)
         self._tell("compiling", len(self._groups), len(self._groups), "all kernels")
 
     # ---- profiles ----------------------------------------------------------------------------------
@@ -330,19 +309,17 @@ class FleetPlanner:
                 f"num_members: expected at most the {group.width} members that the fleet has where steps are "
                 f"measured, got sub-arrays of {width}; name a device to plan for"
             )
-        facts = self._facts
-        fingerprint = self._fingerprint(graph, width, facts)
+        fingerprint = self._fingerprint(graph, width, self._facts)
         found = self._cache.get(fingerprint)
         branches = branches_to_measure(group.width) if width == 1 else ()
         if found is None or self._lacks_branches(found, branches, graph):
             arguments = self._arguments(index, program, width)
-            found = self._measured(graph, arguments, width, fingerprint, facts, branches)
+            found = self._measured(graph, arguments, width, fingerprint, branches)
             self._cache.put(found)
         workspaces = [node.workspace_bytes for node in found.nodes]
         self._scratch[found.fingerprint] = measured_scratch_bytes(graph, workspaces)
         # Workspaces are not in the slab: one scratch pool serves them all in turn.
-        nodes = tuple(replace(node, workspace_bytes=0) for node in found.nodes)
-        return replace(found, nodes=nodes)
+        return replace(found, nodes=tuple(replace(node, workspace_bytes=0) for node in found.nodes))
 
     def _lacks_branches(self, found: Profile, branches: Sequence[int], graph: KernelGraph) -> bool:
         """Whether there was no room to measure so many members side by side, and there is now."""
@@ -356,13 +333,13 @@ class FleetPlanner:
         arguments: Sequence[Tensor],
         width: int,
         fingerprint: str,
-        facts: DeviceFacts,
         branches: Sequence[int],
     ) -> Profile:
         """Measure a step; where the device has too little for one node of it, that is refused in words.
 
         The refusal is raised when the error is gone, whose traceback would hold the step's tensors.
         """
+        what = f"width {width}, node by node"
         try:
             with kernel_settings(deterministic=self._config.deterministic):
                 return measure_profile(
@@ -370,14 +347,12 @@ class FleetPlanner:
                     arguments,
                     width=width,
                     fingerprint=fingerprint,
-                    facts=facts,
+                    facts=self._facts,
                     into=run_into,
                     handed_over=handed_over(graph),
                     known=self._measurements,
                     branches=branches,
-                    tell=lambda done, total: self._tell(
-                        "measuring", done, total, f"width {width}, node by node"
-                    ),
+                    tell=lambda done, total: self._tell("measuring", done, total, what),
                 )
         except torch.OutOfMemoryError as error:
             reason = first_line(error)
@@ -450,14 +425,14 @@ class FleetPlanner:
             return DeviceFacts(torch.cuda.get_device_name(device), total, _host_bytes() // count)
         return DeviceFacts("cpu", _host_bytes(), _host_bytes())
 
-    def _budget(self, budget: int | str | None, facts: DeviceFacts) -> int:
+    def _budget(self, budget: int | str | None) -> int:
         if budget is not None:
-            return parse_budget(budget, device_bytes=facts.memory_bytes)
+            return parse_budget(budget, device_bytes=self._facts.memory_bytes)
         device = self._config.device
         if self._device is None and device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             return free + torch.cuda.memory_reserved(device)
-        return facts.memory_bytes
+        return self._facts.memory_bytes
 
     def _planned_groups(self, num_members: int | None) -> list[PlannedGroup]:
         """The groups by number; with ``num_members``, as if the only group had so many."""
@@ -467,8 +442,7 @@ class FleetPlanner:
         ]
         if num_members is None:
             return groups
-        if isinstance(num_members, bool) or not isinstance(num_members, int) or num_members < 1:
-            raise ConfigError(f"num_members: expected a whole number of at least 1, got {num_members!r}")
+        num_members = whole_number("num_members", num_members)
         if len(groups) != 1:
             raise ConfigError(
                 f"num_members: expected a fleet of one architecture, got {len(groups)}; leave it out"
@@ -478,9 +452,9 @@ class FleetPlanner:
         return [PlannedGroup("0", tuple(names))]
 
 
-def _check_branches(plan: Plan, sub_array: SubArray, profile: Profile) -> None:
+def _check_branches(plan: Plan, width: int, profile: Profile) -> None:
     """Refuse a plan whose records do not agree on which members train side by side."""
-    number, width = plan.record.num_branches, len(sub_array.members)
+    number = plan.record.num_branches
     if profile.num_branches != number or profile.width != width or 1 < number < width:
         raise PlanError(
             f"expected {number} branches with one member each, or members that are fused, got a profile of "

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from trainmux.engine import StepProgram, UpdateSettings
+from trainmux.fleet._traces import graph_key
 from trainmux.ir import FusionRecord, GraphInput, replace_file
 from trainmux.lowering import KernelCache, Lowered, cache_folder, from_bytes, to_bytes
 from trainmux.runtime import device_name, private_folder, source_version
-from trainmux.tracing import TracedGraph, graph_constant
+from trainmux.tracing import TracedGraph
 
 _ROOMS = ("engine", "fusion", "lowering", "runtime", "tracing", "fleet", "ir")
 
@@ -44,19 +45,14 @@ class StoredStep:
 
 def step_key(traced: TracedGraph, *decisive: Any) -> str:
     """The key of a stored step; ``decisive`` are further values that decide it."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(graph_key(traced).encode())
     for node in traced.module.graph.nodes:
         marks = [str(node.meta[mark]) for mark in ("recompute", "ac_graph_id") if mark in node.meta]
         value = node.meta.get("val") if node.op == "placeholder" else None
         shape = "" if value is None else f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
-        line = f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {marks} {shape}\n"
-        digest.update(line.encode())
-        if node.op == "get_attr":
-            constant = graph_constant(traced.module, node).detach().cpu().contiguous()
-            digest.update(f"{tuple(constant.shape)} {constant.dtype}".encode())
-            digest.update(constant.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(f"{node.name} {marks} {shape}\n".encode())
     named = [device_name(torch.device("cuda"))] if torch.cuda.is_available() else []
-    everything = (traced.inputs, traced.outputs, *decisive, torch.__version__, named, _source_version())
+    everything = (*decisive, torch.__version__, named, _source_version())
     digest.update(_canonical(everything).encode())
     return digest.hexdigest()
 

@@ -33,7 +33,7 @@ def held_arguments(
         InputKind.COUNTER: numbers["counters" if program.counts_draws else "evaluation"],
         InputKind.TANGENT: numbers["tangent"],
     }
-    by_name = {**state.shared, **state.buffers, **state.parameters}
+    by_name = {**state.shared, **state.tensors}
     given = {**numbers, "alive": state.alive, "updates": state.updates}
     return [
         *(own[item.kind] if item.kind in own else by_name[item.name] for item in program.inputs),
@@ -78,6 +78,7 @@ class ProgramCache:
 
     def get(self, key: Hashable, build: Callable[[], P]) -> P:
         """Find a program or build it; the least recently used one of too many goes."""
+        self._upgrade(key)
         known = self.kept.get(key)
         if known is not None:
             self.kept.move_to_end(key)
@@ -101,7 +102,7 @@ class ProgramCache:
         """Have ``upgrade`` replace a program once it is ready."""
         self._upgrades[key] = upgrade
 
-    def upgrade(self, key: Hashable) -> None:
+    def _upgrade(self, key: Hashable) -> None:
         """Replace the program that training began with by the compiled one, once it is ready.
 
         Compilation starts at a program's second use: what runs once, such as a short last batch, is never
@@ -111,13 +112,12 @@ class ProgramCache:
         if upgrade is None:
             return
         upgrade.start()
-        if not upgrade.is_ready:
-            return
-        del self._upgrades[key]
-        better = upgrade.result()
-        if better is not None and key in self.kept:
-            self._forget(self.kept[key])
-            self.kept[key] = better
+        if upgrade.is_ready:
+            del self._upgrades[key]
+            better = upgrade.result()
+            if better is not None and key in self.kept:
+                self._forget(self.kept[key])
+                self.kept[key] = better
 
     def wait_until_compiled(self) -> None:
         """Wait for every compilation that is under way or due."""

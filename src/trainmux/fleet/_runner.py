@@ -1,4 +1,4 @@
-"""Running a step of a fleet: one protocol, three implementations.
+"""Running a step of a fleet: one protocol, three implementations; and evaluating it.
 
 `Fleet` checks a batch, cuts it into one part per group and asks a runner to prepare them. Everything that may
 be refused is refused by then; only the prepared step changes members. The runners are
@@ -11,38 +11,43 @@ be refused is refused by then; only the prepared step changes members. The runne
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainmux.engine import StepProgram
-from trainmux.errors import FleetError, first_line
-from trainmux.fleet._feed import GroupFeed
+from trainmux.errors import BatchError, FleetError, LossError, PlanError, first_line
+from trainmux.fleet._feed import BatchFeed, GroupFeed
 from trainmux.fleet._group import Group
+from trainmux.fleet._slots import Slot
 from trainmux.fleet._traces import Trace
-from trainmux.tracing import BatchSpec
+from trainmux.ir import MemoryUse, Timeline
+from trainmux.tracing import BatchSpec, FlatBatch, plain_torch
 
-Batches = Mapping[int, Sequence[Tensor]]
-"""Leaves of each group's batch on the device, by ``id(group)``."""
-
-RowTraces = list[tuple[Trace, list[int]]]
-"""The distinct traces of a group with the rows they are for: members that train alike may differ here."""
+Batches = Sequence[Sequence[Tensor]]
+"""Leaves of each part's batch on the device."""
 
 Result_co = TypeVar("Result_co", covariant=True)
 
 
 @dataclass(frozen=True)
 class GroupPart:
-    """One group's part of a step: the graph for its batch, how it is fed, and whether the step updates."""
+    """One group's part of a step: the graph for its batch, how it is fed, and whether the step updates.
+
+    Also of an evaluation, by the graph of a forward pass.
+    """
 
     group: Group
     trace: Trace
     feed: GroupFeed
-    applies: bool
+    applies: bool = False
 
     @property
     def spec(self) -> BatchSpec:
@@ -90,36 +95,35 @@ def half_step(
 class PlainRunner:
     """Runs every group's own program. Nothing is ever left in flight."""
 
+    memory: MemoryUse | None = None
+    """Each group has its own."""
+
     def prepare(self, parts: Sequence[GroupPart]) -> Callable[[Batches], None]:
         """Build or find the program of each group."""
-        jobs = [
-            (
-                part.group,
-                part.group.prepare(part.trace, stacked_batch=part.feed.stacked, applies=part.applies),
-            )
+        groups = [part.group for part in parts]
+        programs = [
+            part.group.prepare(part.trace, stacked_batch=part.feed.stacked, applies=part.applies)
             for part in parts
         ]
-        return partial(_run, jobs)
+        return partial(_run, list(zip(groups, programs, strict=True)))
 
     def finish(self) -> None:
         """Return at once."""
 
-    def evaluate(
-        self,
-        groups: Sequence[Group],
-        traces: Sequence[RowTraces],
-        feeds: Sequence[GroupFeed],
-        batches: Batches,
-    ) -> list[dict[str, Tensor]]:
-        """Compute the metrics of all groups on one batch."""
+    def watch(self, step: Callable[[], object]) -> Timeline:
+        """Refuse: only a plan has instructions to watch."""
+        raise PlanError(
+            "expected a fleet that trains by a plan, got one without; call plan() or use(), and step once"
+        )
+
+    def forward(self, parts: Sequence[GroupPart], batches: Batches) -> list[dict[str, Tensor]]:
+        """Compute the metrics of each group on its batch, ``[width]`` each."""
         results = []
-        for group, found, feed in zip(groups, traces, feeds, strict=True):
-            merged: dict[str, Tensor] = {}
-            for trace, rows in found:
-                program = group.forward_program(trace, feed.example.spec, stacked_batch=feed.stacked)
-                values = group.programs.engine.run(program, group.arguments(program, batches[id(group)]))
-                merge_rows(merged, dict(zip(program.metrics, values, strict=True)), rows)
-            results.append(merged)
+        for part, batch in zip(parts, batches, strict=True):
+            group = part.group
+            program = group.forward_program(part.trace, part.spec, stacked_batch=part.feed.stacked)
+            values = group.programs.engine.run(program, group.arguments(program, batch))
+            results.append(dict(zip(program.metrics, values, strict=True)))
         return results
 
 
@@ -132,10 +136,9 @@ def _run(jobs: Sequence[tuple[Group, StepProgram]], batches: Batches) -> None:
     try:
         with torch.no_grad():
             begun = []
-            for group, program in jobs:
+            for (group, program), batch in zip(jobs, batches, strict=True):
                 group.push_numbers()
-                arguments = group.arguments(program, batches[id(group)])
-                begun.append(group.programs.engine.begin(program, arguments))
+                begun.append(group.programs.engine.begin(program, group.arguments(program, batch)))
             for group, program in jobs:
                 num_begun += 1
                 # Popped, so that what a group holds half-way is free before the next one applies.
@@ -152,7 +155,126 @@ def _run(jobs: Sequence[tuple[Group, StepProgram]], batches: Batches) -> None:
         ) from error
 
 
-def merge_rows(known: dict[str, Tensor], new: Mapping[str, Tensor], rows: Sequence[int]) -> None:
+class Gather:
+    """Puts values that the groups' last steps returned into the order of names."""
+
+    def __init__(self) -> None:
+        self._order: list[int] = []
+        self._index = torch.empty(0)
+
+    def __call__(self, key: str, names: Sequence[str], groups: Sequence[Group]) -> Any:
+        """Return one tensor with a row per member.
+
+        Where some members have no such number, theirs is NaN. Where shapes differ between groups, it is a
+        list, with ``None`` for members that have no such value.
+        """
+        values = [group.last.get(key) for group in groups]
+        offsets = itertools.accumulate((group.width for group in groups), initial=0)
+        places = {
+            slot.name: (number, row, offset + row)
+            for number, (group, offset) in enumerate(zip(groups, offsets, strict=False))
+            for row, slot in group.members
+        }
+        present = [value for value in values if value is not None]
+        shapes = {value.shape[1:] for value in present}
+        if len(shapes) == 1 and present[0].dim() == 1:
+            floating = [value.dtype for value in present if value.dtype.is_floating_point]
+            filler = functools.reduce(torch.promote_types, floating) if floating else torch.float32
+            present = [
+                present[0].new_full((group.width,), math.nan, dtype=filler) if value is None else value
+                for value, group in zip(values, groups, strict=True)
+            ]
+        if len(shapes) != 1 or len(present) < len(values):
+            found = ((values[number], row) for number, row, _ in (places[name] for name in names))
+            return [None if value is None else value[row] for value, row in found]
+        joined = present[0] if len(present) == 1 else torch.cat(present)
+        order = [places[name][2] for name in names]
+        if order == list(range(joined.shape[0])):
+            return joined
+        if order != self._order:
+            self._order, self._index = order, torch.tensor(order, device=joined.device)
+        return joined.index_select(0, self._index)
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------
+
+
+def evaluate_fleet(
+    forward: Callable[[Sequence[GroupPart], Batches], list[dict[str, Tensor]]],
+    groups: Sequence[Group],
+    names: Sequence[str],
+    feed: BatchFeed,
+    loader: Iterable[Any],
+    trace_of: Callable[[Slot, FlatBatch], Trace],
+) -> dict[str, dict[str, float]]:
+    """Means over samples, by member and metric. Sums stay on the device until the loader is exhausted.
+
+    ``trace_of`` traces a member's metrics. Members that train alike may differ there: then there are as many
+    passes as the group with the most traces needs, and the others repeat their last one.
+    """
+    sums: list[dict[str, Tensor]] = [{} for _ in groups]
+    known: dict[tuple[int, BatchSpec], list[tuple[Trace, list[int]]]] = {}
+    num_samples = 0
+    for index, batch in enumerate(loader):
+        with plain_torch(groups[0].config.default_dtype):
+            feeds = feed.for_evaluation(batch, groups, names)
+            tensors = feed.tensors(feeds, groups, names)
+            found = []
+            for number, (group, part) in enumerate(zip(groups, feeds, strict=True)):
+                group.number_evaluation(index)
+                place = (number, part.example.spec)
+                if place not in known:
+                    known[place] = _row_traces(group, part.example, trace_of)
+                found.append(known[place])
+            values: list[dict[str, Tensor]] = [{} for _ in groups]
+            for number in range(max(map(len, found))):
+                chosen = [traces[min(number, len(traces) - 1)] for traces in found]
+                parts = [
+                    GroupPart(group, trace, part)
+                    for group, (trace, _), part in zip(groups, chosen, feeds, strict=True)
+                ]
+                for total, (_, rows), new in zip(values, chosen, forward(parts, tensors), strict=True):
+                    _merge_rows(total, new, rows)
+            size = 1
+            for total, new, part in zip(sums, values, feeds, strict=True):
+                first = part.example.tensors[0]
+                size = first.shape[0] if first.dim() else 1
+                for name, value in new.items():
+                    weighted = _checked(name, value).to(torch.float64) * size
+                    total[name] = total[name] + weighted if name in total else weighted
+            num_samples += size
+    if num_samples == 0:
+        raise BatchError("expected at least one batch to evaluate on, got an empty loader")
+    results: dict[str, dict[str, float]] = {name: {} for name in names}
+    for group, totals in zip(groups, sums, strict=True):
+        for metric, values_sum in totals.items():
+            means = (values_sum / num_samples).tolist()
+            for row, slot in group.members:
+                results[slot.name][metric] = means[row]
+    return results
+
+
+def _checked(name: str, value: Tensor) -> Tensor:
+    if value.dim() != 1:
+        raise LossError(
+            f"metric {name!r}: expected a scalar per member, got shape {tuple(value.shape[1:])}; reduce it "
+            "with .mean()"
+        )
+    return value
+
+
+def _row_traces(
+    group: Group, example: FlatBatch, trace_of: Callable[[Slot, FlatBatch], Trace]
+) -> list[tuple[Trace, list[int]]]:
+    """Find the distinct traces of a group, with the rows that each is for."""
+    found: dict[str, tuple[Trace, list[int]]] = {}
+    for row, slot in group.members:
+        trace = trace_of(slot, example)
+        found.setdefault(trace.key, (trace, []))[1].append(row)
+    return list(found.values())
+
+
+def _merge_rows(known: dict[str, Tensor], new: Mapping[str, Tensor], rows: Sequence[int]) -> None:
     """Put the rows that ``new`` values are for among the known ones."""
     for name, value in new.items():
         if name not in known:

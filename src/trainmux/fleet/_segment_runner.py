@@ -8,7 +8,6 @@ between. Nothing changes before a piece is fed; a step that was fed must be ende
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,12 +26,6 @@ from trainmux.tracing import plain_torch
 
 if TYPE_CHECKING:
     from trainmux.fleet._fleet import Fleet
-
-_MAX_KNOWN = 8
-_KNOWN: weakref.WeakKeyDictionary[Group, dict[Hashable, tuple[StepProgram, KernelGraph]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Steps that were read before, by group: a fleet may share a device more than once."""
 
 
 @dataclass(frozen=True)
@@ -57,40 +50,28 @@ class GroupPiece:
         return self.part.applies
 
     def kernels(self) -> tuple[StepProgram, KernelGraph]:
-        """Return the step of the whole group as one array, and its kernels.
+        """Build the step of the whole group as one array, and read its kernels.
 
-        It is the step that `Fleet.step` runs, where that is one array of kernels that do not change.
+        It is the step that `Fleet.step` runs, where that is one array of kernels that do not change. Where a
+        fleet starts on ATen's kernels and switches to compiled ones later, the usual step is compiled now,
+        because its memory is placed once. So is one that the fleet would run in several arrays.
         """
-        known = _KNOWN.setdefault(self.group, {})
-        key = (self.variant, self.group.width, frozenset(self.group.state.shared))
-        if key not in known:
-            with plain_torch(self.group.config.default_dtype):
-                step = self._step()
-            known[key] = (step, read_step(step))
-            while len(known) > _MAX_KNOWN:
-                del known[next(iter(known))]
-        return known[key]
-
-    def _step(self) -> StepProgram:
-        """Build the group's step as one array.
-
-        Where a fleet starts on ATen's kernels and switches to compiled ones later, the usual step is compiled
-        now, because its memory is placed once. So is one that the fleet would run in several arrays.
-        """
-        group, traced, stacked = self.group, self.part.trace.graph, self.part.feed.stacked
-        if group.config.lowering != "auto":
-            step = group.prepare(self.part.trace, stacked_batch=stacked, applies=self.applies)
-            if isinstance(step.module, torch.fx.GraphModule):
-                return step
-        group.stacked_batch = stacked
-        is_compiled = group.config.lowering != "aten" and traced is group.traced
-        return group.sub_array_program(
-            group.width,
-            kernels="compiled" if is_compiled else "aten",
-            traced=traced,
-            stacked_batch=stacked,
-            applies=self.applies,
-        )
+        group, trace, stacked = self.group, self.part.trace, self.part.feed.stacked
+        step: StepProgram | None = None
+        with plain_torch(group.config.default_dtype):
+            if group.config.lowering != "auto":
+                step = group.prepare(trace, stacked_batch=stacked, applies=self.applies)
+            if step is None or not isinstance(step.module, torch.fx.GraphModule):
+                group.stacked_batch = stacked
+                is_compiled = group.config.lowering != "aten" and trace.graph is group.traced
+                step = group.sub_array_program(
+                    group.width,
+                    kernels="compiled" if is_compiled else "aten",
+                    traced=trace.graph,
+                    stacked_batch=stacked,
+                    applies=self.applies,
+                )
+        return step, read_step(step)
 
     def feed(self, program: StepProgram) -> dict[int, Tensor]:
         """Return what is new for this step, by position among the program's arguments."""
@@ -110,25 +91,27 @@ class SegmentRunner:
     groups are cut into narrower arrays. Groups may not change their number of slots meanwhile.
     """
 
-    def __init__(self, fleet: Fleet, groups: Sequence[Group], config: FleetConfig) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        groups: Sequence[Group],
+        config: FleetConfig,
+        stay_on_host: Callable[[], None],
+    ) -> None:
         self.fleet = fleet
         self.groups = tuple(groups)
+        self.device = config.device
+        self.is_deterministic = config.deterministic
+        self.uses_half = config.precision == "bf16"
+        """Whether matrix products are of 16-bit numbers."""
         self._config = config
-        for group in self.groups:
-            if config.width is not None and config.width < group.width:
-                raise ConfigError(
-                    f"expected groups that train as one array, got width={config.width} for a group "
-                    f"of {group.width}; leave out the fleet's width"
-                )
+        self._stay_on_host = stay_on_host
         self._widths = [group.width for group in self.groups]
-
-    @property
-    def device(self) -> torch.device:
-        return self._config.device
-
-    @property
-    def is_deterministic(self) -> bool:
-        return self._config.deterministic
+        if config.width is not None and config.width < max(self._widths):
+            raise ConfigError(
+                f"expected groups that train as one array, got width={config.width} for a group of "
+                f"{max(self._widths)}; leave out the fleet's width"
+            )
 
     @property
     def compiles_usual_only(self) -> bool:
@@ -136,11 +119,6 @@ class SegmentRunner:
         lowering = self._config.lowering
         is_wide = any(group.width > 1 for group in self.groups)
         return lowering == "auto" or (lowering == "inductor" and is_wide)
-
-    @property
-    def uses_half(self) -> bool:
-        """Whether matrix products are of 16-bit numbers."""
-        return self._config.precision == "bf16"
 
     def begin(self, batch: Any, *, applies: bool | None = None) -> tuple[GroupPiece, ...]:
         """Check a batch and read the members' settings as they are now; refuses what `Fleet.step` would.
@@ -166,8 +144,8 @@ class SegmentRunner:
 
         def pieces(batches: Batches) -> tuple[GroupPiece, ...]:
             return tuple(
-                GroupPiece(self.groups.index(part.group), part, variant, tuple(batches[id(part.group)]))
-                for part, variant in zip(parts, variants, strict=True)
+                GroupPiece(self.groups.index(part.group), part, variant, tuple(batch))
+                for part, variant, batch in zip(parts, variants, batches, strict=True)
             )
 
         return pieces
@@ -177,12 +155,11 @@ class SegmentRunner:
 
         Whoever feeds a step ahead of time sees by this whether it has to be fed again.
         """
-        told = tuple(group.told(applies=applies) for group in self.groups)
-        return (self.fleet._has_groups(self.groups), self.fleet.names, told)
+        return (self.fleet.names, *(group.told(applies=applies) for group in self.groups))
 
     def end(self, pieces: Sequence[GroupPiece]) -> Tensor:
         """Count a step that all groups have ended. Returns losses in the order of the fleet's names."""
-        return self.fleet._end_segments(pieces[0].applies)
+        return self.fleet._end_step(pieces[0].applies)
 
     def rest(self) -> None:
         """Free what the fleet's own steps have left on the device: graphs, their pool, workspaces."""
@@ -199,7 +176,7 @@ class SegmentRunner:
             self._restack(self.device)
         except torch.OutOfMemoryError:
             self._restack(torch.device("cpu"))
-            self.fleet._stay_on_host()
+            self._stay_on_host()
 
     def _restack(self, device: torch.device) -> None:
         for group in self.groups:

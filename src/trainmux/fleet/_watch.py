@@ -5,28 +5,28 @@ numbers of optimizers, clipping limits, schedules) may change at any time. A cha
 decides the graph or the optimizer's structure, and an edit of weights or optimizer state, would be ignored:
 it is found here and reported, and ``Fleet.refresh`` takes it over.
 
-A thorough look takes longer than a step. A quick one compares the objects that containers hold with those
-they held before, in one pass over flat lists. Only where these differ, signatures are compared, and only
+A thorough look takes longer than a step. A quick one compares the objects that containers hold, and marks of
+tensors and optimizers, with those they had before. Only where these differ, signatures are compared, and only
 where those differ, graphs.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from trainmux.errors import MemberChangedError, OptimizerError, TrainmuxError, warn_user
 from trainmux.fleet._member import Member
 from trainmux.fleet._slots import Slot, named_tensors
 from trainmux.fusion.optimizers import OptimizerStructure, describe
-from trainmux.tracing import Holder, Items, LossFunction, Reach, same_items, unique_parameters
+from trainmux.tracing import Holder, Identity, Items, LossFunction, Reach, same_items, unique_parameters
 
 if TYPE_CHECKING:
     from trainmux.fleet._group import Group
@@ -37,151 +37,14 @@ EVERY_STEPS = 100
 FIRST_STEPS = 16
 """Every step is looked at, this many after the members were in the user's hands: then people edit."""
 
-_REGISTRIES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every module that stay the same objects: what they hold is looked at by itself."""
-
-_MARKS = (attrgetter("_version"), attrgetter("requires_grad"))
-"""Version of a tensor's data, and whether it learns."""
-
-_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
-"""Empty or ``None`` for a tensor without hooks."""
-
-_STEP_HOOKS = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _PARTS = ("model", "optimizer", "loss", "example_batch")
 _parts = attrgetter(*_PARTS)
 _containers = attrgetter("state", "param_groups")
+_tensor_marks = attrgetter("_version", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_step_hooks = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 Places = Iterable[tuple["Group", Slot]]
 """Members with the groups that they are in."""
-
-
-@dataclass(eq=False)
-class _Snapshot:
-    """Objects found in places where a change would matter, and those places; of one member, or of many."""
-
-    alike: dict[tuple[Any, ...], tuple[list[dict[Any, Any]], list[Any]]] = field(default_factory=dict)
-    """Dicts with the same keys, by those that matter, and what each has under them."""
-    sizes: tuple[list[Any], list[int]] = field(default_factory=lambda: ([], []))
-    empty: list[dict[Any, Any]] = field(default_factory=list)
-    sets: list[set[Any]] = field(default_factory=list)
-    elements: list[set[Any]] = field(default_factory=list)
-    others: dict[Any, tuple[Holder, Items]] = field(default_factory=dict)
-    tensors: list[Tensor] = field(default_factory=list)
-    unhooked: list[Tensor] = field(default_factory=list)
-    marks: tuple[list[Any], ...] = field(default_factory=lambda: tuple([] for _ in _MARKS))
-    members: tuple[list[Member], list[Any]] = field(default_factory=lambda: ([], []))
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    containers: list[tuple[Any, Any]] = field(default_factory=list)
-    """State and param groups of each optimizer: two may be equal and yet not the same."""
-    next_hook: int = field(default_factory=lambda: RemovableHandle.next_id)
-    """Torch numbers hooks: as long as no more were made, none needs to be looked for."""
-
-    def add_containers(self, reach: Reach) -> None:
-        """Remember what the containers of a walk hold."""
-        for holder, items in zip(reach.holders, reach.contents, strict=True):
-            if not holder.can_change:
-                continue
-            if holder.mapping is not None:
-                self._add_dict(holder.mapping, is_module=isinstance(holder.value, nn.Module))
-            elif type(holder.value) is set:
-                self.sets.append(holder.value)
-                self.elements.append(set(holder.value))
-            else:
-                # Names of a class or module are held one by one: each is looked at.
-                self.others[id(holder.value), holder.label, tuple(items)] = (holder, items)
-        own = {id(tensor) for tensor in reach.own}
-        held = (value for items in reach.contents for value in items.values() if isinstance(value, Tensor))
-        self.add_tensors({id(value): value for value in held if id(value) not in own}.values())
-
-    def _add_dict(self, entries: dict[Any, Any], *, is_module: bool) -> None:
-        if not entries:
-            self.empty.append(entries)
-            return
-        self._add_size(entries)
-        self._add_entries(entries, tuple(key for key in entries if not (is_module and key in _REGISTRIES)))
-
-    def _add_size(self, container: Any) -> None:
-        self.sizes[0].append(container)
-        self.sizes[1].append(len(container))
-
-    def _add_entries(self, entries: dict[Any, Any], keys: tuple[Any, ...]) -> None:
-        if keys:
-            dicts, values = self.alike.setdefault(keys, ([], []))
-            dicts.append(entries)
-            values.append(itemgetter(*keys)(entries))
-
-    def add_member(self, member: Member) -> None:
-        """Remember a member's objects, and its optimizer's groups: all settings that are no numbers."""
-        optimizer = member.optimizer
-        self.members[0].append(member)
-        self.members[1].append(_parts(member))
-        self.optimizers.append(optimizer)
-        self.containers.append(_containers(optimizer))
-        self._add_size(optimizer.state)
-        self._add_size(optimizer.param_groups)
-        for group in optimizer.param_groups:
-            self._add_size(group["params"])
-            switches = [key for key, value in group.items() if value is None or isinstance(value, bool)]
-            self._add_entries(group, ("params", *switches))
-
-    def add_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Remember how tensors are marked."""
-        found = list(tensors)
-        self.tensors += found
-        self.unhooked += [tensor for tensor in found if not any(hooks(tensor) for hooks in _HOOKS)]
-        for known, mark in zip(self.marks, _MARKS, strict=True):
-            known += map(mark, found)
-
-    def is_current(self) -> bool:
-        """Whether all of it is as it was; false where that cannot be told at once."""
-        try:
-            return (
-                list(map(len, self.sizes[0])) == self.sizes[1]
-                and all(
-                    list(map(itemgetter(*keys), dicts)) == values
-                    for keys, (dicts, values) in self.alike.items()
-                )
-                and not any(self.empty)
-                and self.sets == self.elements
-                and all(
-                    list(map(mark, self.tensors)) == known
-                    for known, mark in zip(self.marks, _MARKS, strict=True)
-                )
-                and list(map(_parts, self.members[0])) == self.members[1]
-                and all(
-                    found[0] is kept[0] and found[1] is kept[1]
-                    for found, kept in zip(map(_containers, self.optimizers), self.containers, strict=True)
-                )
-                and (self.next_hook == RemovableHandle.next_id or self._has_no_more_hooks())
-                and all(same_items(holder.read(), items) for holder, items in self.others.values())
-            )
-        except Exception:  # arrays and tensors have no plain answer: signatures have
-            return False
-
-    def _has_no_more_hooks(self) -> bool:
-        on_tensors = any(any(map(hooks, self.unhooked)) for hooks in _HOOKS)
-        if on_tensors or any(any(hooks) for hooks in map(_STEP_HOOKS, self.optimizers)):
-            return False
-        self.next_hook = RemovableHandle.next_id
-        return True
-
-    @staticmethod
-    def merged(parts: Sequence[_Snapshot]) -> _Snapshot:
-        """One snapshot of all parts; what members share is in it once."""
-        whole = _Snapshot()
-        for part in parts:
-            for name in ("empty", "sets", "elements", "tensors", "unhooked", "optimizers", "containers"):
-                getattr(whole, name).extend(getattr(part, name))
-            for keys, (dicts, values) in part.alike.items():
-                known_dicts, known_values = whole.alike.setdefault(keys, ([], []))
-                known_dicts += dicts
-                known_values += values
-            for name in ("sizes", "members", "marks"):
-                for known, more in zip(getattr(whole, name), getattr(part, name), strict=True):
-                    known += more
-            whole.next_hook = min(whole.next_hook, part.next_hook)
-            whole.others.update(part.others)
-        return whole
 
 
 @dataclass(frozen=True)
@@ -195,9 +58,6 @@ class Edits:
 class MemberWatch:
     """One member as it was when the fleet last took over, or wrote back, its state."""
 
-    snapshot: _Snapshot
-    """For a quick look."""
-
     def __init__(
         self, member: Member, name: str, loss: LossFunction, structure: OptimizerStructure, reach: Reach
     ) -> None:
@@ -207,9 +67,15 @@ class MemberWatch:
         self.settle()
 
     def _take(self, reach: Reach) -> None:
+        """Remember what code can reach, and the tensors among it that are not the model's own."""
         self._signature = reach.signature
-        self._containers = _Snapshot()
-        self._containers.add_containers(reach)
+        found = zip(reach.holders, reach.contents, strict=True)
+        self._held = [(holder, items) for holder, items in found if holder.can_change]
+        own = {id(tensor) for tensor in reach.own}
+        values = {id(value): value for items in reach.contents for value in items.values()}
+        self._constants = [
+            value for key, value in values.items() if isinstance(value, Tensor) and key not in own
+        ]
 
     def settle(self) -> None:
         """Take the member's own tensors and optimizer state for unedited, as they are now."""
@@ -219,10 +85,36 @@ class MemberWatch:
         self._mark()
 
     def _mark(self) -> None:
-        marked = _Snapshot()
-        marked.add_member(self._member)
-        marked.add_tensors(self._own.values())
-        self.snapshot = _Snapshot.merged([self._containers, marked])
+        self._containers = _containers(self._member.optimizer)
+        self._marks = self._read_marks()
+
+    def _read_marks(self) -> tuple[Any, ...]:
+        """Marks of tensors, and of the optimizer: its size, hooks, and settings that are no numbers."""
+        optimizer = self._member.optimizer
+        switches = [
+            [(key, value) for key, value in group.items() if value is None or isinstance(value, bool)]
+            for group in optimizer.param_groups
+        ]
+        return (
+            [_tensor_marks(tensor) for tensor in (*self._own.values(), *self._constants)],
+            len(optimizer.state),
+            [len(hooks) for hooks in _step_hooks(optimizer)],
+            switches,
+            [list(group["params"]) for group in optimizer.param_groups],
+        )
+
+    def is_current(self) -> bool:
+        """Whether all is as it was, by a quick look; false where that cannot be told at once."""
+        member = self._member
+        try:
+            return (
+                all(map(operator.is_, _parts(member), self._parts))
+                and all(map(operator.is_, _containers(member.optimizer), self._containers))
+                and self._read_marks() == self._marks
+                and all(_is_unchanged(holder, items) for holder, items in self._held)
+            )
+        except Exception:  # arrays and tensors have no plain answer: signatures have
+            return False
 
     def changes(self, computes_alike: Callable[[], bool], *, ignores_mode: bool = False) -> Iterator[str]:
         """Describe changes that the fleet does not follow; nothing where they make no difference.
@@ -280,7 +172,7 @@ class MemberWatch:
                 for name, tensor in tensors.items()
                 if not torch.equal(self._sums[name], _checksum(tensor))
             ),
-            tuple(name for name, state in states.items() if not _same_state(state, self._states[name])),
+            tuple(name for name, state in states.items() if state != self._states[name]),
         )
 
 
@@ -311,21 +203,15 @@ def _checksum(tensor: Tensor) -> Tensor:
         return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
 
 
-_State = list[tuple[str, Any, int]]
-
-
-def _state_of(member: Member, tensor: Tensor) -> _State:
+def _state_of(member: Member, tensor: Tensor) -> list[tuple[str, Identity, int]]:
     """Entries of a parameter's optimizer state, with the number of times each was written to."""
     entries = member.optimizer.state.get(tensor, {})
-    return [
-        (name, value, value._version if isinstance(value, Tensor) else 0) for name, value in entries.items()
-    ]
+    return [(name, Identity(value), getattr(value, "_version", 0)) for name, value in entries.items()]
 
 
-def _same_state(one: _State, other: _State) -> bool:
-    return len(one) == len(other) and all(
-        a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in zip(one, other, strict=True)
-    )
+def _is_unchanged(holder: Holder, items: Items) -> bool:
+    """Whether a container holds what it held; a dict is compared without copying it first."""
+    return holder.mapping == items if holder.mapping is not None else same_items(holder.read(), items)
 
 
 class FleetWatch:
@@ -337,24 +223,16 @@ class FleetWatch:
     def __init__(self, computes_alike: Callable[[Group, Slot], bool]) -> None:
         self._computes_alike = computes_alike
         self._num_steps = 0
-        self._parts: list[_Snapshot] = []
-        self._whole = _Snapshot()
 
     def handed_out(self) -> None:
         """Expect changes: members are in the user's hands now."""
         self._num_steps = 0
 
-    def at_step(self, groups: Sequence[Group]) -> None:
+    def at_step(self, places: Places) -> None:
         """Refuse a step of members that have changed, where it is time to look."""
         self._num_steps += 1
-        if self._num_steps > FIRST_STEPS and self._num_steps % EVERY_STEPS:
-            return
-        places = [(group, slot) for group in groups for _, slot in group.members]
-        parts = [slot.watch.snapshot for _, slot in places]
-        if parts != self._parts:
-            self._parts, self._whole = parts, _Snapshot.merged(parts)
-        if not self._whole.is_current():
-            self._refuse((place for place in places if not place[1].watch.snapshot.is_current()), False)
+        if self._num_steps <= FIRST_STEPS or self._num_steps % EVERY_STEPS == 0:
+            self._refuse([place for place in places if not place[1].watch.is_current()])
 
     def check(self, places: Places, *, ignores_mode: bool = False) -> None:
         """Refuse to go on with members that have changed, edits of values included."""
@@ -363,24 +241,24 @@ class FleetWatch:
 
     def warn(self, places: Places, what: str) -> None:
         """Say of members that have changed that ``what`` happens all the same."""
-        for name, text in self._changes(places, ignores_mode=False):
+        for name, text in self._changes(places):
             warn_user(
                 f"member {name!r}: a change of {text}; {what}. Call fleet.refresh({name!r}) to take a change "
                 "over"
             )
         self.handed_out()
 
-    def _refuse(self, places: Places, ignores_mode: bool) -> None:
-        for name, text in self._changes(places, ignores_mode=ignores_mode):
+    def _refuse(self, places: Places, ignores_mode: bool = False) -> None:
+        for name, text in self._changes(places, ignores_mode):
             raise MemberChangedError(
                 f"member {name!r}: expected it as the fleet took it over, got a change of {text}; the fleet "
                 "follows numbers of the optimizer, clipping and schedules by itself: call "
                 f"fleet.refresh({name!r}) to take anything else over, or undo it"
             )
 
-    def _changes(self, places: Places, *, ignores_mode: bool) -> Iterator[tuple[str, str]]:
+    def _changes(self, places: Places, ignores_mode: bool = False) -> Iterator[tuple[str, str]]:
         for group, slot in places:
-            if slot.watch.snapshot.is_current():
+            if slot.watch.is_current():
                 found = slot.watch.edited_texts()
             else:
                 alike = functools.partial(self._computes_alike, group, slot)

@@ -77,7 +77,7 @@ class Case:
     def batch(self, number: int) -> list[Tensor]:
         flat = self._fleet._feed.for_groups(
             self._workload.batch(number, torch.float32), {}, self._fleet._groups, self._fleet.names
-        )[id(self._group)]
+        )[0]
         return [leaf.to(self._fleet._config.device) for leaf in flat.leaves]
 
     def planned(self, program: Program, *, captured: bool = False, poisons: bool = False) -> PlannedRunner:
@@ -115,7 +115,7 @@ def state_of(groups: Sequence[Group]) -> list[State]:
     found = []
     for group in groups:
         state: State = {}
-        for kind in (group.state.parameters, group.state.buffers, group.state.states):
+        for kind in (group.state.tensors, group.state.states):
             state.update({str(key): rows.detach().cpu().clone() for key, rows in kind.items()})
         state["alive"], state["updates"] = group.state.alive.cpu(), group.state.updates.cpu()
         state.update({f"last {key}": value.cpu() for key, value in group.last.items()})
@@ -136,7 +136,7 @@ def train_planned(case: Case, planned: PlannedRunner, num_steps: int) -> list[St
         for group in planned.groups:
             group.variant()
         batch = case.batch(number)
-        planned.step("own", {id(group): batch for group in planned.groups})
+        planned.step("own", [batch] * len(planned.groups))
         losses.append([group.last["loss"].cpu() for group in planned.groups])
     planned.finish()
     return _with_losses(state_of(planned.groups), losses)

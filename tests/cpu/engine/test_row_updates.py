@@ -70,7 +70,7 @@ def make_fleet(optimizer: str = "adamw", fleet: dict[str, Any] | None = None, **
 
 def state_of(fleet: tm.Fleet) -> dict[str, Tensor]:
     (group,) = fleet._groups
-    kinds = (group.state.parameters, group.state.states)
+    kinds = (group.state.tensors, group.state.states)
     return {str(key): rows.clone() for kind in kinds for key, rows in kind.items()}
 
 
@@ -117,7 +117,7 @@ def test_members_that_stop_or_are_not_finite_keep_every_bit_and_others_train_on(
     fleet.step(first)
     fleet.stop("m1")
     with torch.no_grad():
-        fleet._groups[0].state.parameters["table.weight"][2, int(second[0][0, 0])] = math.nan
+        fleet._groups[0].state.tensors["table.weight"][2, int(second[0][0, 0])] = math.nan
     before = state_of(fleet)
     fleet.step(second)
     for name, after in state_of(fleet).items():

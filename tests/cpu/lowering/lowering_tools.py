@@ -166,7 +166,7 @@ def example_of(workload: Workload, precision: str = "fp32", **options: Any) -> E
     (group,) = fleet._groups
     program = group.sub_array_program(2, kernels="aten")
     group.push_numbers()
-    fed = fleet._feed.for_groups(workload.batch(0, torch.float32), {}, [group], fleet.names)[id(group)]
+    fed = fleet._feed.for_groups(workload.batch(0, torch.float32), {}, [group], fleet.names)[0]
     arguments = group.arguments(program, [leaf.to(torch.device("cpu")) for leaf in fed.leaves])
     with pytest.MonkeyPatch.context() as patch:
         leave_uncompiled(patch)
