@@ -132,8 +132,8 @@ class Overlap:
         self.deadlines: Ints = np.asarray([swap.deadline for swap in swaps], dtype=np.int64)
         is_source: Bools = np.asarray([swap.is_source for swap in swaps], dtype=np.bool_)
         waits = np.zeros(body.length)
-        for number, seconds in decided.stalls.items():
-            waits[self.deadlines[self.index[number]]] += seconds
+        for number, stall in decided.stalls.items():
+            waits[self.deadlines[self.index[number]]] += stall
         self.turns: Floats = body.starts.copy()
         self.turns[1:] += np.cumsum(needs.recompute_seconds + waits)
         self.tolerance = _ROUNDING * float(body.starts[-1])

@@ -287,10 +287,23 @@ class _Greedy:
                 recompute_seconds = again.get((gap.sub_array, gap.tensor), 0.0)
                 by_cost.append((-recompute_seconds, -stalls.get(number, 0.0), -gap.size_bytes, number))
         for *_, number in sorted(by_cost):
+            if not self._has_room(number):
+                continue
             found = self.multiplexer.look(self.now.decided.choose(number, Choice.KEEP))
             if found is not None and found.is_hidden.all() and int(found.needed.max()) <= limit:
                 self.now = found
                 del self.reasons[number]
+
+    def _has_room(self, number: int) -> bool:
+        """Whether a tensor that was given up could lie where it does all the time it is not there."""
+        now, size = self.now, self.gaps[number].size_bytes
+        begin, end = now.decided.body.gap_places(self.gaps[number])
+        if number in now.index:
+            end = int(now.prompts[now.index[number]])
+        absent = now.needed[begin + 1 : end]
+        if end <= begin:
+            absent = np.concatenate([now.needed[begin + 1 :], now.needed[:end]])
+        return int(absent.max(initial=0)) + size <= self.task.limit_bytes
 
     def schedule(self) -> Schedule:
         """What is decided, with every copy back at its prompt."""
