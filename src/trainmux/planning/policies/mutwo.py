@@ -92,7 +92,10 @@ def _schedule(task: Task, policy: str) -> _Greedy:
         part = Task(profiles, task.multiplexing, limit, num_together * task.host_bytes // count)
         key = tuple(map(id, profiles))
         if key not in known:
-            known[key] = _with_fewer_recomputes(part, policy)
+            try:
+                known[key] = _with_fewer_recomputes(part, policy)
+            except Infeasible:  # the others' results are not there all the time
+                return _with_fewer_recomputes(task, policy)
         shares += [known[key].share(role) for role in range(num_together)]
     whole = _Greedy(task, policy, shares[:count])
     whole.run()
