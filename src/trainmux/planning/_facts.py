@@ -3,7 +3,7 @@
 A node's position in its profile is its ``rank``. *Access* means reading, creating or changing. Forward is
 what carries ``Phase.FORWARD``; the update counts as part of the backward pass, as in the paper, where it
 hangs on the gradients. Attributes that depend on what has been decided so far, those for recomputation, are
-in `_recompute`.
+in `policies._gaps`.
 """
 
 from __future__ import annotations

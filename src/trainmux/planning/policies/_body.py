@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,10 @@ Bools = npt.NDArray[np.bool_]
 class FixedBody:
     """The nodes of a body by position, with nothing decided yet.
 
-    ``place`` has the position of each rank by sub-array, ``seconds`` the time of each position's node and
-    ``starts`` when it begins if nothing holds it up (one entry more than there are nodes). ``tensors`` are
-    the bytes of all tensors at each position, what the node creates included; ``workspace`` and ``created``
-    those of the node's workspace and of what it creates.
+    ``place`` has the position of each rank by sub-array, ``places`` those of all ranks in one row. Of each
+    position's node ``seconds`` is the time and ``starts`` when it begins if nothing holds it up (one entry
+    more than there are nodes). ``tensors`` are the bytes of all tensors at each position, what the node
+    creates included; ``workspace`` and ``created`` those of the node's workspace and of what it creates.
     """
 
     def __init__(
@@ -40,22 +41,18 @@ class FixedBody:
         self.all_facts = tuple(all_facts) if all_facts is not None else known_facts(task)
         self.derivations = derivations if derivations is not None else Derivations()
         self.length = len(self.order)
-        self.place = [[0] * len(facts.nodes) for facts in self.all_facts]
-        for position, (sub_array, rank) in enumerate(self.order):
-            self.place[sub_array][rank] = position
-        nodes = [task.profiles[sub_array].nodes[rank] for sub_array, rank in self.order]
-        self.seconds: Floats = np.asarray([node.seconds for node in nodes], dtype=np.float64)
+        ends = list(accumulate(len(facts.nodes) for facts in self.all_facts))
+        begins = [0, *ends[:-1]]
+        numbers = [begins[sub_array] + rank for sub_array, rank in self.order]
+        self.places: Ints = np.empty(self.length, dtype=np.int64)
+        self.places[numbers] = np.arange(self.length)
+        self.place = [self.places[begin:end].tolist() for begin, end in zip(begins, ends, strict=True)]
+        rows = [_node_rows(facts) for facts in self.all_facts]
+        self.seconds: Floats = np.concatenate([row.seconds for row in rows])[numbers]
         self.starts: Floats = np.zeros(self.length + 1)
         np.cumsum(self.seconds, out=self.starts[1:])
-        self.workspace: Ints = np.asarray([node.workspace_bytes for node in nodes], dtype=np.int64)
-        sizes = [[tensor.size_bytes for tensor in profile.tensors] for profile in task.profiles]
-        self.created: Ints = np.asarray(
-            [
-                sum(sizes[sub_array][tensor] for tensor in node.creates)
-                for (sub_array, _), node in zip(self.order, nodes, strict=True)
-            ],
-            dtype=np.int64,
-        )
+        self.workspace: Ints = np.concatenate([row.workspace for row in rows])[numbers]
+        self.created: Ints = np.concatenate([row.created for row in rows])[numbers]
         self.tensors = self._tensors()
 
     def needed(self) -> Ints:
@@ -78,12 +75,13 @@ class FixedBody:
 
     def _tensors(self) -> Ints:
         steps: Ints = np.zeros(self.length + 1, dtype=np.int64)
-        base = 0
+        base = first = 0
         ring = self.task.multiplexing is Multiplexing.RING
         for sub_array, facts in enumerate(self.all_facts):
             spans = _spans(facts)
             base += spans.static_bytes
-            places: Ints = np.asarray(self.place[sub_array], dtype=np.int64)
+            places = self.places[first : first + len(facts.nodes)]
+            first += len(facts.nodes)
             begins, ends = places[spans.begins], places[spans.ends] + 1
             # A result stays to the end of the body, unless its step ends within it.
             within = ring and sub_array == 0
@@ -94,6 +92,24 @@ class FixedBody:
             base += int(spans.sizes[ends <= begins].sum())
         tensors: Ints = np.cumsum(steps[:-1]) + base
         return tensors
+
+
+@dataclass(frozen=True)
+class _NodeRows:
+    """Times and bytes of a sub-array's nodes, by rank."""
+
+    seconds: Floats
+    workspace: Ints
+    created: Ints
+
+
+@remembered
+def _node_rows(facts: Facts) -> _NodeRows:
+    return _NodeRows(
+        np.asarray([node.seconds for node in facts.nodes], dtype=np.float64),
+        np.asarray([node.workspace_bytes for node in facts.nodes], dtype=np.int64),
+        np.asarray([node.created_bytes for node in facts.nodes], dtype=np.int64),
+    )
 
 
 @dataclass(frozen=True)

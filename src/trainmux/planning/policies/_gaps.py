@@ -5,23 +5,21 @@ from ``last_fw_access`` to ``first_bw_access``. Static tensors have them too: op
 update to that of the next step, a parameter from its update to the next forward pass and from there to the
 backward pass; with several sub-arrays these are long.
 
-`_recompute.Lineage` follows decisions as they fall, one after another. Here all decisions are given at once
-and may be changed in any direction, which is what a search needs; and a dropped tensor may be made again
-early, for others to read, and stay until its own use (``RECOMPUTE_EARLY``): a row of layers that is dropped
-is then run again once instead of once per layer.
+All decisions are given at once and may be changed in any direction, which is what a search needs. A dropped
+tensor may be made again early, for others to read, and stay until its own use (``RECOMPUTE_EARLY``): a row of
+layers that is dropped is then run again once instead of once per layer.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import IntEnum
 
 from trainmux.ir import ByteClass
 from trainmux.planning._facts import Facts, TensorFacts
-from trainmux.planning._recompute import recomp_memory
 from trainmux.planning._remember import remembered
 
 _SWAPPABLE_STATIC = frozenset(
@@ -258,6 +256,32 @@ class RecomputePrices:
         return sum(self._step.seconds[rank] for rank in sorted(found[0])), found[1]
 
 
+def recompute_bytes(facts: Facts, tensor: int, nodes: Iterable[int]) -> int:
+    """The most bytes needed at once while ``nodes`` run again to make ``tensor``, its own included.
+
+    Outputs are dropped when no later one of the nodes reads them; sources are not counted.
+    """
+    ranks = sorted(nodes)
+    records = facts.profile.nodes
+    last_read = {made: rank for rank in ranks for made in records[rank].creates}
+    for rank in ranks:
+        for read in records[rank].reads:
+            if read in last_read:
+                last_read[read] = rank
+    dropped_after = dict.fromkeys(ranks, 0)
+    for made, rank in last_read.items():
+        if made != tensor:
+            dropped_after[rank] += facts.tensors[made].memory_size
+    live = peak = 0
+    for rank in ranks:
+        node = facts.nodes[rank]
+        live += node.created_bytes
+        if live + node.workspace_bytes > peak:
+            peak = live + node.workspace_bytes
+        live -= dropped_after[rank]
+    return peak
+
+
 class _Step:
     """What deriving asks of a sub-array's facts, in flat lists by tensor and by rank."""
 
@@ -364,7 +388,7 @@ class _Deriving:
                 ranks,
                 anchor,
                 sum(self.step.seconds[rank] for rank in ranks),
-                recomp_memory(facts, tensor, ranks) - facts.tensors[tensor].memory_size,
+                recompute_bytes(facts, tensor, ranks) - facts.tensors[tensor].memory_size,
                 tuple(sorted(found[1])),
             )
         )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,13 +29,15 @@ from trainmux.planning.policies._gaps import Choice, Derivation, Derived, Gap
 class WantedSwap:
     """A swap of which the two uses are known: offloaded after position ``out``, back before ``deadline``.
 
-    ``copies_out`` is false where the host has a true copy already.
+    ``copies_out`` is false where the host has a true copy already, ``is_source`` true where a recomputation
+    just before the deadline reads the tensor.
     """
 
     gap: int
     out: int
     deadline: int
     copies_out: bool
+    is_source: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +128,8 @@ def demand(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]) -> D
     derivations = _derive_all(body, gaps, choices)
     if derivations is None:
         return None
-    beyond = body.workspace.copy()
-    seconds = np.zeros(body.length)
+    beyond, created = body.workspace.tolist(), body.created
+    seconds = [0.0] * body.length
     recomputes: list[PlacedRecompute] = []
     made_before: dict[tuple[int, int], int] = {}
     for sub_array, derivation in derivations.items():
@@ -136,7 +138,8 @@ def demand(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]) -> D
             recomputes.append(PlacedRecompute(sub_array, derived, before))
             made_before[sub_array, derived.tensor] = before
             seconds[before] += derived.seconds
-            beyond[before] = max(beyond[before], derived.beyond_bytes - body.created[before])
+            if derived.beyond_bytes > beyond[before]:
+                beyond[before] = max(beyond[before], derived.beyond_bytes - int(created[before]))
     swaps = []
     host_bytes = {}
     changes = [0] * (body.length + 1)  # of the bytes on the device, from one position to the next
@@ -146,8 +149,9 @@ def demand(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]) -> D
         gap = gaps[number]
         last, back = body.gap_places(gap)
         if choice is Choice.SWAP:
-            back = body.place[gap.sub_array][_deadline(gap, derivations.get(gap.sub_array))]
-            swaps.append(WantedSwap(number, last, back, _copies_out(body, gaps, choices, number)))
+            rank, is_source = _deadline(gap, derivations.get(gap.sub_array))
+            back = body.place[gap.sub_array][rank]
+            swaps.append(WantedSwap(number, last, back, _copies_out(body, gaps, choices, number), is_source))
             host_bytes[gap.sub_array, gap.tensor] = gap.size_bytes
         else:
             back = made_before[gap.sub_array, gap.tensor]
@@ -156,16 +160,32 @@ def demand(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]) -> D
         if back < last + 1:  # around the body's end
             changes[0] -= gap.size_bytes
     tensors: Ints = body.tensors + np.cumsum(np.asarray(changes[:-1], dtype=np.int64))
-    return Demand(tensors, beyond, seconds, tuple(swaps), tuple(recomputes), sum(host_bytes.values()))
+    return Demand(
+        tensors,
+        np.asarray(beyond, dtype=np.int64),
+        np.asarray(seconds),
+        tuple(swaps),
+        tuple(recomputes),
+        sum(host_bytes.values()),
+    )
 
 
 def lay_out(
-    body: FixedBody, gaps: tuple[Gap, ...], needs: Demand, limit_bytes: int, *, late: bool = False
+    body: FixedBody,
+    gaps: tuple[Gap, ...],
+    needs: Demand,
+    limit_bytes: int,
+    *,
+    late: bool = False,
+    prompts: Mapping[int, int] | None = None,
 ) -> Layout | None:
     """Place the copies of ``needs`` within the limit; ``None`` where that is not possible.
 
-    With ``late`` prefetches are issued as late as they can be without holding up compute, not as early.
+    With ``late`` prefetches are issued as late as they can be without holding up compute, not as early. With
+    ``prompts`` each is issued just before the position given for its gap.
     """
+    if prompts is not None:
+        needs = _back_by(prompts, gaps, needs)
     if needs.peak_bytes > limit_bytes or needs.host_bytes > body.task.host_bytes:
         return None
     curve = needs.tensors + needs.beyond
@@ -173,8 +193,24 @@ def lay_out(
     turns[1:] += np.cumsum(needs.recompute_seconds)  # a turn begins with what is recomputed before its node
     placing = _Placing(body, gaps, curve, turns, needs.recompute_seconds, limit_bytes)
     released = placing.releases(needs.swaps)
-    swaps = placing.prefetches(needs.swaps, released, late)
+    if prompts is None:
+        swaps = placing.prefetches(needs.swaps, released, late)
+    else:
+        by_deadline = sorted(needs.swaps, key=lambda swap: (swap.deadline, swap.gap))
+        swaps = tuple(
+            PlacedSwap(swap.gap, swap.out, released[swap.gap], swap.deadline, swap.copies_out)
+            for swap in by_deadline
+        )
     return Layout(body, gaps, swaps, needs.recomputes, int(curve.max()), needs.host_bytes)
+
+
+def _back_by(prompts: Mapping[int, int], gaps: Sequence[Gap], needs: Demand) -> Demand:
+    """The demand of the same decisions with each swapped tensor back at its prompt."""
+    tensors = needs.tensors.copy()
+    for swap in needs.swaps:
+        tensors[prompts[swap.gap] : swap.deadline] += gaps[swap.gap].size_bytes
+    swaps = tuple(replace(swap, deadline=prompts[swap.gap]) for swap in needs.swaps)
+    return replace(needs, tensors=tensors, swaps=swaps)
 
 
 class _Placing:
@@ -339,9 +375,12 @@ def _copies_out(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice],
     return not came_from_host or any(rank <= gap.last for rank in changed_at)
 
 
-def _deadline(gap: Gap, derivation: Derivation | None) -> int:
-    """The rank before which a swapped tensor must be back: its next use, or a recomputation before that."""
-    if derivation is None:
-        return gap.first
-    due = derivation.first_reads.get(gap.tensor, gap.first)
-    return due if gap.last < due < gap.first else gap.first
+def _deadline(gap: Gap, derivation: Derivation | None) -> tuple[int, bool]:
+    """The rank before which a swapped tensor must be back, and whether a recomputation reads it there.
+
+    That rank is its next use, or a recomputation before that.
+    """
+    due = derivation.first_reads.get(gap.tensor) if derivation is not None else None
+    if due is None or not (due == gap.first or gap.last < due < gap.first):
+        return gap.first, False
+    return due, True

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from trainmux.ir import Schedule
 from trainmux.planning._policy import Task, plain_order
 from trainmux.planning.policies._body import FixedBody, infeasible
-from trainmux.planning.policies._gaps import RECOMPUTED, Choice, Gap, find_gaps
+from trainmux.planning.policies._gaps import Choice, Gap, RecomputePrices, find_gaps
 from trainmux.planning.policies._layout import Demand, demand, lay_out
-from trainmux.planning.policies._relieve import LinkPrice, Relief, Reliever, Shortfall
 
 
 @dataclass(frozen=True)
@@ -27,23 +26,58 @@ class RecomputeOnly:
 
     def schedule(self, task: Task) -> Schedule:
         body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
-        gaps = find_gaps(body.all_facts, with_static=False)
-        usable = [gap.can_recompute for gap in gaps]
-        reliever = Reliever(gaps, usable, may_swap=False)
-        relief = reliever.relieve(body, task.limit_bytes, LinkPrice(float("inf")))
-        if isinstance(relief, Shortfall):
-            raise infeasible(task, self.name, relief.excess_bytes)
-        needs = _look_through(body, gaps, relief)
+        gaps = tuple(gap for gap in find_gaps(body.all_facts, with_static=False) if gap.can_recompute)
+        choices = [Choice.KEEP] * len(gaps)
+        prices = [RecomputePrices(facts, {}) for facts in body.all_facts]
+        cannot: set[int] = set()
+        needs = demand(body, gaps, choices)
+        assert needs is not None
+        lowest = needs.peak_bytes - task.limit_bytes
+        while needs.peak_bytes > task.limit_bytes:
+            lowest = min(lowest, needs.peak_bytes - task.limit_bytes)
+            peak = int((needs.tensors + needs.beyond).argmax())
+            number = _cheapest(body, gaps, choices, prices, cannot, peak)
+            if number is None:
+                raise infeasible(task, self.name, lowest)
+            choices[number] = Choice.RECOMPUTE
+            after = demand(body, gaps, choices)
+            if after is None:  # another recomputation cannot do without it
+                choices[number] = Choice.KEEP
+                cannot.add(number)
+            else:
+                needs = after
+                prices[gaps[number].sub_array].add(gaps[number].tensor, Choice.RECOMPUTE)
+        needs = _look_through(body, gaps, choices, needs)
         layout = lay_out(body, gaps, needs, task.limit_bytes)
         assert layout is not None
         return layout.schedule("highest recompute_ratio")
 
 
-def _look_through(body: FixedBody, gaps: tuple[Gap, ...], relief: Relief) -> Demand:
+def _cheapest(
+    body: FixedBody,
+    gaps: tuple[Gap, ...],
+    choices: list[Choice],
+    prices: list[RecomputePrices],
+    cannot: set[int],
+    peak: int,
+) -> int | None:
+    """The gap around the peak with the highest ratio, of those nothing is decided about."""
+    best: tuple[float, int] | None = None
+    for number, gap in enumerate(gaps):
+        last, first = body.gap_places(gap)
+        is_idle = last < peak < first if last < first else peak > last or peak < first
+        if choices[number] is not Choice.KEEP or number in cannot or not is_idle:
+            continue
+        seconds = prices[gap.sub_array].seconds(gap.tensor)
+        if seconds is not None and (best is None or seconds / gap.size_bytes < best[0]):
+            best = (seconds / gap.size_bytes, number)
+    return best[1] if best is not None else None
+
+
+def _look_through(body: FixedBody, gaps: tuple[Gap, ...], choices: list[Choice], needs: Demand) -> Demand:
     """Keep what need not be dropped, and share what is made several times."""
-    choices, needs = list(relief.choices), relief.needs
     seconds = {(each.sub_array, each.derived.tensor): each.derived.seconds for each in needs.recomputes}
-    dropped = [number for number, choice in enumerate(choices) if choice in RECOMPUTED]
+    dropped = [number for number, choice in enumerate(choices) if choice is Choice.RECOMPUTE]
     by_cost = sorted(dropped, key=lambda n: (-seconds[gaps[n].sub_array, gaps[n].tensor], n))
     for other in (Choice.KEEP, Choice.RECOMPUTE_EARLY):
         for number in by_cost:

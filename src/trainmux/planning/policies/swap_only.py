@@ -13,7 +13,7 @@ that need none.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from trainmux.ir import Schedule
 from trainmux.planning._policy import Task, plain_order
 from trainmux.planning.policies._body import FixedBody, infeasible
 from trainmux.planning.policies._gaps import Choice, Gap, find_gaps
-from trainmux.planning.policies._layout import Demand, Layout, PlacedSwap
-from trainmux.planning.policies._relieve import LinkPrice, Reliever, Shortfall
+from trainmux.planning.policies._layout import Demand, Layout, PlacedSwap, demand
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,35 @@ class SwapOnly:
     def schedule(self, task: Task) -> Schedule:
         body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
         gaps = find_gaps(body.all_facts, with_static=False)
-        relief = Reliever(gaps, [True] * len(gaps)).relieve(body, task.limit_bytes, LinkPrice(0.0))
-        if isinstance(relief, Shortfall):
-            raise infeasible(task, self.name, relief.excess_bytes)
-        assert all(choice in (Choice.KEEP, Choice.SWAP) for choice in relief.choices)
-        return _a_layer_ahead(body, gaps, relief.needs).schedule("fetched back one layer ahead")
+        spans = [body.gap_places(gap) for gap in gaps]
+        choices = [Choice.KEEP] * len(gaps)
+        while True:
+            needs = demand(body, gaps, choices)
+            assert needs is not None
+            excess = needs.peak_bytes - task.limit_bytes
+            if excess <= 0:
+                return _a_layer_ahead(body, gaps, needs).schedule("fetched back one layer ahead")
+            peak = int((needs.tensors + needs.beyond).argmax())
+            room = task.host_bytes - needs.host_bytes
+            idle = [
+                (_idle_seconds(body, *spans[number]), -number)
+                for number, gap in enumerate(gaps)
+                if choices[number] is Choice.KEEP
+                and gap.size_bytes <= room
+                and _is_idle(*spans[number], peak)
+            ]
+            if not idle:
+                raise infeasible(task, self.name, excess)
+            choices[-max(idle)[1]] = Choice.SWAP
+
+
+def _is_idle(last: int, first: int, position: int) -> bool:
+    return last < position < first if last < first else position > last or position < first
+
+
+def _idle_seconds(body: FixedBody, last: int, first: int) -> float:
+    seconds = float(body.starts[first] - body.starts[last + 1])
+    return seconds if last < first else seconds + float(body.starts[-1])
 
 
 def _a_layer_ahead(body: FixedBody, gaps: tuple[Gap, ...], needs: Demand) -> Layout:
@@ -63,5 +86,5 @@ def _a_layer_ahead(body: FixedBody, gaps: tuple[Gap, ...], needs: Demand) -> Lay
         else:
             back = wanted.deadline
         swaps.append(PlacedSwap(wanted.gap, wanted.out, release, back, wanted.copies_out))
-    layout = Layout(body, gaps, tuple(swaps), (), int(curve.max()), needs.host_bytes)
-    return replace(layout, swaps=tuple(sorted(swaps, key=lambda swap: (swap.back, swap.gap))))
+    swaps.sort(key=lambda swap: (swap.back, swap.gap))
+    return Layout(body, gaps, tuple(swaps), (), int(curve.max()), needs.host_bytes)
