@@ -42,7 +42,7 @@ def program_by(policy: str) -> Program:
     while True:
         try:
             task = Task(profiles, multiplexing, limit, host_bytes=1 << 34)
-            return rewrite(profiles, policy_named(policy).policy.schedule(task))
+            return rewrite(profiles, next(policy_named(policy).policy.schedules(task)))
         except Infeasible as reason:
             limit += reason.excess_bytes
 

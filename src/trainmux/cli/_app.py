@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 from platform import python_version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -74,6 +74,9 @@ def plan(
         int | None,
         typer.Option(min=1, help="Plan as if the fleet had so many members.", show_default="as it has"),
     ] = None,
+    time_limit: Annotated[
+        float, typer.Option(min=0, help="Seconds after profiling in which a plan is improved.")
+    ] = 60.0,
     curve: Annotated[
         int, typer.Option(min=0, help="Also show the step times of so many other budgets (0, or 2 and more).")
     ] = 0,
@@ -85,7 +88,8 @@ def plan(
     from trainmux.cli.plan import run_plan
 
     files = {"save": save, "report": report, "trace": trace}
-    run_plan(fleet, device, files, budget=budget, policy=policy, num_members=members, num_budgets=curve)
+    how: dict[str, Any] = {"num_members": members, "num_budgets": curve, "time_limit": time_limit}
+    run_plan(fleet, device, files, budget=budget, policy=policy, **how)
 
 
 @app.command()

@@ -32,6 +32,9 @@ def run_plan(name: str, device: str | None, files: Mapping[str, Path | None], **
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=progress.total)
             told = f"{stage}: {progress.current}"
+            if progress.best_seconds < float("inf"):
+                above = progress.best_seconds / progress.bound_seconds - 1 if progress.bound_seconds else 0.0
+                told += f" (best {progress.best_seconds * 1e3:.4g} ms, {above:.1%} above the bound)"
             bars.update(tasks[stage], completed=progress.done, total=progress.total, description=told)
 
         plan = fleet.plan(device=facts, progress=show, **how)

@@ -37,7 +37,7 @@ from trainmux.fleet._slots import Slot
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.fleet._watch import Edits, FleetWatch, MemberWatch
 from trainmux.ir import GroupSummary, Timeline
-from trainmux.planning import PlanProgress
+from trainmux.planning import TIME_LIMIT_SECONDS, PlanProgress
 from trainmux.profiling import Device
 from trainmux.reporting import format_fusion
 from trainmux.runtime import deferred_interrupts
@@ -428,6 +428,7 @@ class Fleet:
         num_members: int | None = None,
         num_budgets: int = 0,
         max_partitions: int | None = None,
+        time_limit: float = TIME_LIMIT_SECONDS,
         progress: Callable[[PlanProgress], None] | None = None,
     ) -> Plan:
         """The quickest schedule that provably stays within ``budget`` on the device.
@@ -436,11 +437,13 @@ class Fleet:
         on the fleet's own device, or worked out for another one by name ("a100-40gb"), which need not be
         here. A plan for the fleet as it is, on its own device, is used from the next step on.
         ``num_members`` plans as if the fleet had so many members like its own, ``num_budgets`` adds what
-        other budgets would cost. ``progress`` is told how far each stage is; what it raises, or Ctrl-C, ends
-        planning and changes nothing. ``BudgetError`` says which budget would work where this one does not.
+        other budgets would cost. A first plan is improved until it is close to ``plan.bound_seconds``, or for
+        ``time_limit`` seconds after profiling; Ctrl-C ends that with the best plan so far, and before there
+        is one ends planning and changes nothing. ``progress`` is told how far each stage is.
+        ``BudgetError`` says which budget would work where this one does not.
         """
         self._require_members()
-        request = PlanRequest(budget, policy, num_members, num_budgets, max_partitions, progress)
+        request = PlanRequest(budget, policy, num_members, num_budgets, max_partitions, time_limit, progress)
         if device is not None or num_members is not None:
             return self._planner(self._plans.whole(self._groups), device).plan(request)
         self._leave_plan()

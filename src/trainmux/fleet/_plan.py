@@ -22,7 +22,7 @@ from trainmux.ir import (
     verify,
     write_file,
 )
-from trainmux.planning import BudgetCost, bound_seconds, rewrite, timeline
+from trainmux.planning import BudgetCost, rewrite, timeline
 from trainmux.reporting import chrome_trace, plan_page, plan_text
 from trainmux.sizes import exact_bytes
 
@@ -60,11 +60,15 @@ class Plan:
     def step_seconds(self) -> float:
         return self.record.step_seconds
 
-    @cached_property
+    @property
     def bound_seconds(self) -> float:
-        """No schedule of these sub-arrays within the budget takes less: compute, needed recompute, link."""
-        available = self.record.budget_bytes - self.record.fixed_bytes
-        return bound_seconds(self._profile_of_each(), self.record.schedule.multiplexing, available)
+        """A step time that no plan of the partitions tried goes below, by a linear relaxation (``auto``)."""
+        return self.record.bound_seconds
+
+    @property
+    def gap(self) -> float:
+        """By how much the predicted step time is above the bound: 0.03 is 3%."""
+        return self.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
 
     @property
     def partition(self) -> tuple[SubArray, ...]:

@@ -28,7 +28,14 @@ from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_cache import PlanCache, plan_key
 from trainmux.fleet._programs import with_batch
 from trainmux.ir import DeviceFacts, Profile, SubArray
-from trainmux.planning import BudgetCost, PlannedGroup, Planner, PlanProgress, find_partitions
+from trainmux.planning import (
+    TIME_LIMIT_SECONDS,
+    BudgetCost,
+    PlannedGroup,
+    Planner,
+    PlanProgress,
+    find_partitions,
+)
 from trainmux.profiling import (
     MEASUREMENT_VERSION,
     Device,
@@ -79,6 +86,7 @@ class PlanRequest:
     num_members: int | None = None
     num_budgets: int = 0
     max_partitions: int | None = None
+    time_limit: float = TIME_LIMIT_SECONDS
     progress: Progress | None = None
     reserve_bytes: int = 0
 
@@ -117,7 +125,15 @@ class FleetPlanner:
             num_partitions = _FEW_PARTITIONS
         bound = {} if num_partitions is None else {"max_partitions": num_partitions}
         reserved = request.reserve_bytes + self._fixed_bytes()
-        asked = (request.policy, request.num_budgets, budget, tuple(planned), bound, reserved)
+        asked = (
+            request.policy,
+            request.num_budgets,
+            budget,
+            tuple(planned),
+            bound,
+            reserved,
+            request.time_limit,
+        )
         key = plan_key(self._groups, asked, self._facts, self._device, self.kernels, self._switches())
         plan = self._plans.get(key, self._cache)
         if plan is not None:
@@ -164,8 +180,9 @@ class FleetPlanner:
             branched_of=lambda group, *numbers: self._side_by_side(int(group.name), *numbers),
             policy=request.policy,
             fixed_bytes=request.reserve_bytes + self._fixed_bytes(),
-            beside_of=lambda profile: self._scratch.get(profile.fingerprint, 0) if on_gpu else 0,
+            scratch_of=lambda profile: self._scratch.get(profile.fingerprint, 0) if on_gpu else 0,
             host_bytes=self._facts.host_bytes,
+            time_limit=request.time_limit,
             progress=request.progress,
             **bound,
         )

@@ -102,7 +102,8 @@ class PlanRecord:
     a share of compute time (§5.3). ``plain_peak_bytes`` are what the same sub-arrays would have in use at
     their peak, fixed bytes included, with nothing swapped and nothing recomputed. ``num_left_out`` counts the
     partitions that the limit on attempts left untried. With ``num_branches`` above
-    1 the members of a sub-array are not fused but train concurrently, on that many branches.
+    1 the members of a sub-array are not fused but train concurrently, on that many branches. No schedule of
+    the arrangements that were tried takes less than ``bound_seconds``, sync costs aside.
     """
 
     policy: str
@@ -122,6 +123,7 @@ class PlanRecord:
     plain_peak_bytes: int = 0
     num_left_out: int = 0
     num_branches: int = 1
+    bound_seconds: float = 0.0
 
     @property
     def peak_over_limit(self) -> float:

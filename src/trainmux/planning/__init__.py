@@ -1,12 +1,12 @@
 """Profiles and a byte budget → a plan: partitions, policies, simulation, and the program that is proved."""
 
-from trainmux.planning._bound import bound_seconds
 from trainmux.planning._fewer_waits import fewer_waits
 from trainmux.planning._fixed import fit_program
 from trainmux.planning._measured_timeline import measured_timeline
 from trainmux.planning._memory import peak_live_bytes
-from trainmux.planning._plan import BudgetCost, Planner, PlanProgress
+from trainmux.planning._plan import TIME_LIMIT_SECONDS, BudgetCost, Planner, PlanProgress
 from trainmux.planning._policy import Infeasible, Task
+from trainmux.planning._relax import bound_seconds
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._slab import Slab, Tenant, pack
 from trainmux.planning._timeline import lane_times, timeline
@@ -15,6 +15,7 @@ from trainmux.planning.policies import POLICY_NAMES, policy_named
 
 __all__ = [
     "POLICY_NAMES",
+    "TIME_LIMIT_SECONDS",
     "BudgetCost",
     "Infeasible",
     "PlanProgress",

@@ -19,6 +19,7 @@ is held up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
@@ -108,6 +109,51 @@ class _Old:
         self.tenants = _Tenants(part)
 
 
+class _Held:
+    """Copies of one lane that are held back, in order, for ``share`` of their slack.
+
+    They begin together, once all of compute that is issued before them has ended, and run one after another.
+    So the first that would be late says how late compute may be.
+    """
+
+    def __init__(self, old: _Old, share: float) -> None:
+        self._old = old
+        self._share = share
+        self.copies: list[int] = []
+        self.take()
+
+    def take(self) -> list[int]:
+        """The copies that are held back, which are not any more."""
+        copies, self.copies = self.copies, []
+        self._first_need = len(self._old.part.instructions)
+        num = len(self._old.times)
+        self._seconds, self._ends, self._latest = [0.0] * num, [-math.inf] * num, [math.inf] * num
+        return copies
+
+    def add(self, copy: int) -> None:
+        """Hold back the copy at a position of the old part."""
+        self.copies.append(copy)
+        need = self._old.needed_at[copy]
+        self._first_need = min(self._first_need, need)
+        for number, times in enumerate(self._old.times):
+            start, end = times.starts[copy], times.ends[copy]
+            until = times.starts[need] if need < len(times.starts) else times.seconds
+            slack = max(0.0, until - end)
+            allowed = end + min(self._share * slack, _MOST_HELD * times.seconds)
+            self._seconds[number] += end - start
+            self._ends[number] = max(self._ends[number], start) + end - start
+            latest = -math.inf if self._ends[number] > allowed else allowed - self._seconds[number]
+            self._latest[number] = min(self._latest[number], latest)
+
+    def are_due(self, position: int) -> bool:
+        """Whether they must begin before the old part's instruction at ``position``."""
+        if self._first_need <= position:
+            return True
+        return any(
+            times.ends[position] > latest for times, latest in zip(self._old.times, self._latest, strict=True)
+        )
+
+
 class _Waits(LaneWriter):
     """The instructions of a part once more with waits found anew, copies held back for ``shares`` of their
     slack.
@@ -120,7 +166,7 @@ class _Waits(LaneWriter):
         super().__init__()
         self._old = old
         self._shares = shares
-        self._held: dict[int, list[int]] = {OUT: [], IN: []}
+        self._held = {lane: _Held(old, 0.0 if shares is None else shares[lane]) for lane in (OUT, IN)}
         self._moved = {-1: -1}
         self._copies: dict[int, list[tuple[int, int]]] = {OUT: [], IN: []}
         self._written: dict[Key, int] = {}
@@ -134,11 +180,12 @@ class _Waits(LaneWriter):
             if isinstance(item, Wait):
                 continue
             for lane in self._held:
-                if self._are_due(lane, position):
+                held = self._held[lane]
+                if held.copies and (self._shares is None or held.are_due(position)):
                     self._begin_held(lane)
             lane = LANES.index(lane_of(item))
             if lane in self._held:
-                self._held[lane].append(position)
+                self._held[lane].add(position)
             else:
                 self._put(position)
         for lane in self._held:
@@ -160,31 +207,10 @@ class _Waits(LaneWriter):
             ),
         )
 
-    def _are_due(self, lane: int, position: int) -> bool:
-        """Whether copies that are held back must begin before the old part's instruction at ``position``.
-
-        They will wait for all of compute that is issued before them, and then for each other.
-        """
-        held, needed_at = self._held[lane], self._old.needed_at
-        if not held:
-            return False
-        if self._shares is None or any(needed_at[copy] <= position for copy in held):
-            return True
-        for times in self._old.times:
-            end = times.ends[position]
-            for copy in held:
-                end = max(end, times.starts[copy]) + times.ends[copy] - times.starts[copy]
-                need = needed_at[copy]
-                until = times.starts[need] if need < len(times.starts) else times.seconds
-                slack = max(0.0, until - times.ends[copy])
-                if end > times.ends[copy] + min(self._shares[lane] * slack, _MOST_HELD * times.seconds):
-                    return True
-        return False
-
     def _begin_held(self, lane: int) -> None:
-        for position in self._held[lane]:
+        copies = self._held[lane].take()
+        for position in copies:
             self._put(position)
-        self._held[lane].clear()
 
     def _put(self, position: int) -> None:
         """An instruction of the old part, with the waits that it takes."""

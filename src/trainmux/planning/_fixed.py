@@ -8,18 +8,18 @@ the cheapest to the most able, is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from trainmux.errors import BudgetError
 from trainmux.ir import Multiplexing, Profile, Program, verify
-from trainmux.planning._arrangement import Arrangement
-from trainmux.planning._candidates import Candidates
+from trainmux.planning._candidate import Arrangement, Candidate, Search, place_plainly, place_schedule
 from trainmux.planning._fewer_waits import fewer_waits
-from trainmux.planning.policies import policy_named
+from trainmux.planning._policy import Infeasible, Task
+from trainmux.planning.policies import Auto, policy_named
 from trainmux.sizes import exact_bytes
 
-_POLICIES = ("none", "recompute_only", "capuchin", "auto")
+_POLICIES = ("recompute_only", "capuchin", "auto")
 
 
 def fit_program(
@@ -32,19 +32,31 @@ def fit_program(
     names = tuple((str(number),) * profile.width for number, profile in enumerate(profiles))
     arrangement = Arrangement(names, tuple(profiles), Multiplexing.TURNS)
     least = math.inf
-    for name in ("none",) if plainly else _POLICIES:
-        candidates = Candidates(arrangement, policy_named(name), host_bytes)
-        found = candidates.best(available_bytes, math.inf)
-        if found is None and name == "auto":
-            found = candidates.smallest()
-        if found is not None:
-            least = min(least, found.slab_bytes)
-            if found.slab_bytes <= available_bytes:
-                program = replace(found.program, body=fewer_waits(found.program.body, profiles))
-                verify(program, profiles, budget_bytes=available_bytes, host_bytes=host_bytes)
-                return program
-    more = f"; {exact_bytes(int(least))} would do" if least < math.inf else ""
+    for found in _in_order(arrangement, available_bytes, host_bytes, plainly):
+        least = min(least, found.slab_bytes)
+        if found.slab_bytes <= available_bytes:
+            program = replace(found.program, body=fewer_waits(found.program.body, profiles))
+            verify(program, profiles, budget_bytes=available_bytes, host_bytes=host_bytes)
+            return program
     raise BudgetError(
-        f"expected another step to fit into {exact_bytes(available_bytes)}, but it does not"
-        f"{more}; plan for a larger budget, or drop batches of other shapes"
+        f"expected another step to fit into {exact_bytes(available_bytes)}, but it needs "
+        f"{exact_bytes(int(least))}; plan for a larger budget, or drop batches of other shapes"
     )
+
+
+def _in_order(
+    arrangement: Arrangement, available_bytes: int, host_bytes: int, plainly: bool
+) -> Iterator[Candidate]:
+    yield place_plainly(arrangement)
+    if plainly:
+        return
+    for name in _POLICIES:
+        policy = policy_named(name).policy
+        found = Search(arrangement, policy, available_bytes, host_bytes).next(math.inf)
+        if found is not None:
+            yield found
+    task = Task(arrangement.profiles, arrangement.multiplexing, available_bytes, host_bytes)
+    try:
+        yield place_schedule(arrangement, Auto().smallest(task))
+    except Infeasible:
+        return

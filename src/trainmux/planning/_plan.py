@@ -1,36 +1,48 @@
-"""Members and a byte budget → the plan with the least predicted step time that fits, proved.
+"""Members and a byte budget → the plan with the least predicted step time that is found in time, proved.
 
-Every partition is tried in every way that the policy knows, beginning with the quickest that fits with
-nothing decided. An arrangement is left out only where it is certain that it cannot be quicker than what was
-found: by the time of its nodes, or by what its limit forces it to copy and recompute (`_bound`). Whatever is
-left out so would not have been chosen, so the guarantee of `_candidates` holds: time never rises as the
-budget rises (by more than the rounding of sums, one part in 10⁹). That is the time by which drafts are
-compared; what it costs to meet copies is in a plan's predictions only. Of arrangements that take the same, as
-all do that hide their copies, the one is chosen that loses the least if copies are slower than predicted.
+Each partition is an arrangement of sub-arrays for each way that the policy lets them share the device. What
+fits with nothing decided comes first. The rest is looked at in the order of a lower bound (`_relax`), as long
+as that is below the best plan; then the best ones are improved in turn. The search ends when nothing is left
+to try, when the best plan is within 2% of the bound, or when its time is up.
+
+A planner keeps what it finds, and a plan for one budget serves every larger one: asked for one budget after
+another, predicted time does not rise with the budget. What cross-stream dependencies cost is in a plan's
+predictions only, not in the times by which schedules are compared.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from time import monotonic
 
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.ir import Attempt, Multiplexing, PlanRecord, Profile, verify
-from trainmux.planning._arrangement import ROUNDING, Arrangement, Candidate
-from trainmux.planning._candidates import SAME, Candidates
+from trainmux.planning._candidate import (
+    ROUNDING,
+    Arrangement,
+    Candidate,
+    Search,
+    place_plainly,
+    place_schedule,
+)
+from trainmux.planning._policy import Infeasible, Task
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._timeline import timeline
 from trainmux.planning.partition import MAX_PARTITIONS, Partition, PlannedGroup, find_partitions
-from trainmux.planning.policies import policy_named
+from trainmux.planning.policies import Auto, policy_named
 from trainmux.sizes import exact_bytes
 
-BESIDE_AUTO = ("mutwo", "capuchin", "recompute_only", "swap_only")
-"""Policies whose plans `auto` has to beat, or takes."""
-
-_PROFILING = "profiling"
-"""Stage name while profiles are collected."""
+TIME_LIMIT_SECONDS = 60.0
+_CLOSE = 1.02
+"""A plan that takes no longer than this many times the bound is not improved any more."""
+_HOPELESS = 1.1
+"""An arrangement whose schedule takes so many times the best plan's time is not improved."""
+_NUM_BISECTIONS = 8
+_MOST_UNUSED = 1 / 4
+"""Places on branches that have no member, for each member: fewer than that, for they take memory."""
+_PROFILING, _SCHEDULING, _IMPROVING = "profiling", "scheduling by {}", "improving"
 
 ProfileOf = Callable[[PlannedGroup, int], Profile]
 """The profile of a group's members fused to a width."""
@@ -38,22 +50,23 @@ ProfileOf = Callable[[PlannedGroup, int], Profile]
 BranchedOf = Callable[[PlannedGroup, int, int], Profile | None]
 """The profile of so many of a group's members side by side, on so many branches, where that is known."""
 
-_MOST_UNUSED = 1 / 4
-"""Places on branches that have no member, for each member: fewer than that, for they take memory."""
-
 
 @dataclass(frozen=True)
 class PlanProgress:
     """How far a stage of planning is: ``done`` of ``total``, and what comes next in words.
 
     Stages are ``compiling``, ``profiling`` (a profile for each width), ``measuring`` (the nodes of one of
-    them) and ``scheduling by`` a policy (arrangements). Each ends with ``done`` equal to ``total``.
+    them), ``scheduling by`` a policy (arrangements) and ``improving`` (schedules of the best ones). Each ends
+    with ``done`` equal to ``total``. Once a plan is found, ``best_seconds`` is its step time; no plan of the
+    arrangements takes less than ``bound_seconds``.
     """
 
     stage: str
     done: int
     total: int
     current: str
+    best_seconds: float = math.inf
+    bound_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,13 +82,14 @@ Progress = Callable[[PlanProgress], None]
 
 
 class Planner:
-    """Plans for several budgets, sharing profiles and everything that does not depend on the budget.
+    """Plans for several budgets, sharing profiles, bounds and the plans that were found.
 
     ``profile_of`` is called once for each group and width; sub-arrays of about one width, all of which
-    ``branched_of`` has a profile for, are tried that way too. ``fixed_bytes`` are reserved beside the slab,
-    and what ``beside_of`` says for the profile that needs the most: nodes of all sub-arrays run one by one.
-    ``host_bytes`` bound copies on the host (``None``: what the profiles' device allows). ``evaluations`` and
-    ``seed`` are for policies that search. The same arguments give the same plans.
+    ``branched_of`` has a profile for, are tried that way too. ``fixed_bytes`` are reserved in addition to the
+    slab, and what ``scratch_of`` says for the profile that needs the most: nodes of all sub-arrays run one by
+    one. ``host_bytes`` bound copies on the host (``None``: what the profiles' device allows). ``time_limit``
+    are seconds for one budget; the first plan that is found is returned in any case, and Ctrl-C returns the
+    best so far. ``evaluations`` bounds and ``seed`` varies the improvement by ``auto``.
 
     Refused: an unknown policy or group (`ConfigError`), a budget that nothing fits (`BudgetError`, with one
     that works in ``smallest_bytes``).
@@ -89,9 +103,10 @@ class Planner:
         branched_of: BranchedOf = lambda group, num_members, num_branches: None,
         policy: str = "auto",
         fixed_bytes: int = 0,
-        beside_of: Callable[[Profile], int] = lambda profile: 0,
+        scratch_of: Callable[[Profile], int] = lambda profile: 0,
         host_bytes: int | None = None,
         max_partitions: int = MAX_PARTITIONS,
+        time_limit: float = TIME_LIMIT_SECONDS,
         evaluations: int | None = None,
         seed: int = 0,
         progress: Progress | None = None,
@@ -99,118 +114,60 @@ class Planner:
         known = policy_named(policy, seed=seed, evaluations=evaluations)
         if fixed_bytes < 0:
             raise ConfigError(f"fixed_bytes must be 0 or more, but got {fixed_bytes}; leave it out")
+        if not time_limit >= 0:
+            raise ConfigError(f"time_limit must be 0 seconds or more, but got {time_limit}; leave it out")
         names = [member for group in groups for member in group.members]
         if len(set(names)) < len(names):
             raise ConfigError("members must have names of their own, but one is used twice; rename it")
         self.policy = policy
         self.fixed_bytes = fixed_bytes
-        self._progress = progress
+        self.time_limit = time_limit
+        self.by = known.policy
+        self.progress = progress
         search = find_partitions([len(group.members) for group in groups], max_partitions=max_partitions)
         self._num_left_out = search.num_left_out
         profiles = self._profiles(groups, search.partitions, profile_of)
         if host_bytes is None:
             host_bytes = min(profile.device.host_bytes for profile in profiles.values())
-        self._host_bytes = host_bytes
-        arrangements = [
+        self.host_bytes = host_bytes
+        self.arrangements = [
             arrangement
             for partition in search.partitions
             for ways in (profiles, _branched(groups, partition, branched_of))
             if ways
             for arrangement in _arrangements(
-                groups, partition, ways, known.multiplexings(partition), beside_of
+                groups, partition, ways, known.multiplexings(partition), scratch_of
             )
         ]
-        self._all: list[Candidates] = []
-        self._all += [
-            Candidates(each, known, self._host_bytes, partial(self._worth, each.beside_bytes))
-            for each in arrangements
-        ]
-        if not self._all:
+        if not self.arrangements:
             raise ConfigError(
                 f"expected partitions that policy {policy!r} knows how to share the device between, got none "
                 f"among {len(search.partitions)}; raise max_partitions"
             )
-        beside = [name for name in BESIDE_AUTO if policy == "auto" and _knows_one(name, search.partitions)]
-        self._others = [
-            Planner(
-                groups,
-                profile_of=lambda group, width: profiles[list(groups).index(group), width],
-                branched_of=branched_of,
-                policy=other,
-                fixed_bytes=fixed_bytes,
-                beside_of=beside_of,
-                host_bytes=self._host_bytes,
-                max_partitions=max_partitions,
-                progress=None if progress is None else partial(_tell_unless_profiling, progress),
-            )
-            for other in beside
-        ]
-        narrowest = min(range(len(self._all)), key=lambda n: (max(arrangements[n].widths), n))
-        self._narrowest = self._all[narrowest]
+        self.found: list[Candidate] = []
+        """Plans for any budget."""
+        self._smallest: Candidate | None = None
 
     def plan(self, budget_bytes: int) -> PlanRecord:
         """The quickest plan within ``budget_bytes``, which count ``fixed_bytes`` too."""
-        found = self._quickest(budget_bytes, _Mark())
-        if found is None:
-            raise self._no_plan(budget_bytes)
-        return found[0]
-
-    def _quickest(self, budget_bytes: int, to_beat: _Mark) -> tuple[PlanRecord, _Mark] | None:
-        """The best plan, if it beats ``to_beat``, and what there is to beat then."""
-        available = budget_bytes - self.fixed_bytes
-        search = _Search(self._all, available, to_beat)
-        for done, number in enumerate(search.in_order):
-            self._report(self._stage, done, len(self._all), self._all[number].arrangement.in_words)
-            search.look_at(number)
-        self._report(self._stage, len(self._all), len(self._all), "all looked at")
-        smallest = self._smallest_if_quicker(search.to_beat.seconds, available)
-        if smallest is not None and search.to_beat.is_beaten_by(smallest):
-            search.take(self._all.index(self._narrowest), smallest)
-        beside: PlanRecord | None = None
-        for planner in self._others:
-            found = planner._quickest(budget_bytes, search.to_beat)
-            if found is not None:
-                beside, search.to_beat = found
-        if beside is not None:
-            attempts = self._attempts(search.notes, search.to_beat.seconds, None)
-            plan = replace(beside, policy=self.policy, attempts=(*beside.attempts, *attempts))
-            return plan, search.to_beat
+        search = _BudgetSearch(self, budget_bytes - self.fixed_bytes)
+        try:
+            search.run()
+        except KeyboardInterrupt:
+            if search.best is None:
+                raise
         if search.best is None:
-            return None
-        attempts = self._attempts(search.notes, search.best.seconds, search.chosen)
-        chosen = self._all[search.chosen]
-        best = chosen.with_slack(search.best, available - chosen.arrangement.beside_bytes)
-        plan = self._emit(chosen, best, budget_bytes, attempts)
-        return plan, search.to_beat
-
-    def _worth(self, beside_bytes: int, limit_bytes: int) -> float:
-        """Seconds of the quickest arrangement that needs no decision where another one has these bytes."""
-        available = beside_bytes + limit_bytes
-        fitting = (each.least_seconds for each in self._all if _plain_need(each) <= available)
-        return min(fitting, default=math.inf)
-
-    def _attempts(
-        self, notes: dict[int, tuple[Candidate | None, str]], seconds: float, chosen: int | None
-    ) -> tuple[Attempt, ...]:
-        return tuple(self._attempt(number, note, seconds, number == chosen) for number, note in notes.items())
+            smallest = self.smallest()
+            if smallest.reserved_bytes > search.available:
+                raise self._no_plan(budget_bytes)
+            search.take(smallest)
+        assert search.best is not None
+        best = search.best.with_slack(search.available - search.best.arrangement.scratch_bytes)
+        return self._record(best, budget_bytes, search)
 
     def smallest_bytes(self) -> int:
         """A budget that works, as small as this search knows."""
-        smallest = self._narrowest.smallest()
-        if smallest is not None:
-            return smallest.slab_bytes + self._fixed_bytes_of(self._narrowest.arrangement)
-        lowest: int | None = None
-        for candidates in self._all:
-            beside = candidates.arrangement.beside_bytes
-            plain = candidates.plain().slab_bytes + beside
-            lowest = plain if lowest is None else min(lowest, plain)
-            for limit in candidates.limits():
-                if limit + beside >= lowest:
-                    break
-                if candidates.best(limit, math.inf) is not None:
-                    lowest = limit + beside
-        assert lowest is not None
-        return lowest + self.fixed_bytes
+        return self.smallest().reserved_bytes + self.fixed_bytes
 
     def curve(self, num_budgets: int) -> tuple[BudgetCost, ...]:
         """Step time at ``num_budgets`` budgets, evenly from the smallest to one that constrains nothing."""
@@ -225,23 +182,53 @@ class Planner:
             costs.append(BudgetCost(budget, plan.step_seconds, plan.peak_bytes))
         return tuple(costs)
 
-    def _smallest_if_quicker(self, to_beat: float, available: int) -> Candidate | None:
-        """The plan with the fewest bytes, where it fits and nothing quicker was found."""
-        narrowest = self._narrowest
-        available -= narrowest.arrangement.beside_bytes
-        bound = narrowest.bound(available) if narrowest.has_decisions else narrowest.least_seconds
-        if to_beat <= bound * (1 + ROUNDING):
-            return None
-        smallest = narrowest.smallest(to_beat)
-        if smallest is None or smallest.slab_bytes > available:
-            return None
-        return smallest if smallest.seconds < to_beat else None
+    def task(self, arrangement: Arrangement, limit_bytes: int) -> Task:
+        return Task(arrangement.profiles, arrangement.multiplexing, limit_bytes, self.host_bytes)
+
+    def bound_seconds(self, arrangement: Arrangement, limit_bytes: int) -> float:
+        """A time that the policy's schedules do not go below; infinite where nothing fits."""
+        if isinstance(self.by, Auto) and arrangement.plain_bytes > limit_bytes:
+            return self.by.bound_seconds(self.task(arrangement, limit_bytes))
+        return arrangement.compute_seconds
+
+    def smallest(self) -> Candidate:
+        """The candidate that reserves the fewest bytes, of the arrangement with the narrowest sub-arrays."""
+        if self._smallest is None:
+            narrowest = min(self.arrangements, key=lambda each: max(each.widths))
+            found = min(
+                (place_plainly(each) for each in self.arrangements), key=lambda each: each.reserved_bytes
+            )
+            if isinstance(self.by, Auto):
+                try:
+                    schedule = self.by.smallest(self.task(narrowest, 0))
+                    found = min(found, place_schedule(narrowest, schedule), key=lambda c: c.reserved_bytes)
+                except Infeasible:
+                    found = min(found, self._bisected(narrowest), key=lambda c: c.reserved_bytes)
+            else:
+                found = min(found, self._bisected(narrowest), key=lambda c: c.reserved_bytes)
+            self._smallest = found
+            self.found.append(found)
+        return self._smallest
+
+    def _bisected(self, arrangement: Arrangement) -> Candidate:
+        """What a policy without a schedule for the fewest bytes finds at lower and lower limits."""
+        best = place_plainly(arrangement)
+        low, high = 0, best.slab_bytes
+        for _ in range(_NUM_BISECTIONS):
+            limit = (low + high) // 2
+            found = Search(arrangement, self.by, limit, self.host_bytes).next(math.inf)
+            if found is None:
+                low = limit
+            else:
+                best, high = found, min(limit, found.slab_bytes)
+        return best
 
     def _no_plan(self, budget_bytes: int) -> BudgetError:
         smallest = self.smallest_bytes()
         hint = "" if self.policy == "auto" else ", or use policy 'auto'"
-        if self._swappable_bytes() > self._host_bytes:
-            hint += f"; swaps are held down by the host, which has {exact_bytes(self._host_bytes)} for them"
+        profiles = self.smallest().arrangement.profiles
+        if sum(tensor.size_bytes for each in profiles for tensor in each.tensors) > self.host_bytes:
+            hint += f"; swaps are held down by the host, which has {exact_bytes(self.host_bytes)} for them"
         return BudgetError(
             f"expected a budget that policy {self.policy!r} can keep to, but got "
             f"{exact_bytes(budget_bytes)}, "
@@ -249,56 +236,16 @@ class Planner:
             smallest_bytes=smallest,
         )
 
-    def _swappable_bytes(self) -> int:
-        """All that a policy could ever have on the host at once."""
-        profiles = self._narrowest.arrangement.profiles
-        return sum(tensor.size_bytes for profile in profiles for tensor in profile.tensors)
-
-    def _attempt(
-        self, number: int, note: tuple[Candidate | None, str], best_seconds: float, is_chosen: bool
-    ) -> Attempt:
-        arrangement = self._all[number].arrangement
-        candidate, why = note
-        if candidate is None:
-            seconds = self._all[number].least_seconds if why.startswith("its nodes") else math.inf
-            return Attempt(
-                self.policy,
-                arrangement.widths,
-                arrangement.multiplexing,
-                seconds,
-                0,
-                0.0,
-                0.0,
-                why,
-                arrangement.num_branches,
-            )
-        times = timeline(candidate.program.body, arrangement.profiles, counts_meetings=False)
-        if not is_chosen:
-            why = f"takes {candidate.seconds / best_seconds:.3f} times as long"
-        return Attempt(
-            self.policy,
-            arrangement.widths,
-            arrangement.multiplexing,
-            candidate.seconds,
-            candidate.slab_bytes + self._fixed_bytes_of(arrangement),
-            times.stall_seconds,
-            times.recompute_seconds,
-            why,
-            arrangement.num_branches,
-        )
-
-    def _emit(
-        self, candidates: Candidates, best: Candidate, budget_bytes: int, attempts: tuple[Attempt, ...]
-    ) -> PlanRecord:
-        arrangement = candidates.arrangement
-        fixed_bytes = self._fixed_bytes_of(arrangement)
+    def _record(self, best: Candidate, budget_bytes: int, search: _BudgetSearch) -> PlanRecord:
+        arrangement = best.arrangement
+        fixed_bytes = self.fixed_bytes + arrangement.scratch_bytes
         program = rewrite(arrangement.profiles, best.schedule)
         verify(
             program,
             arrangement.profiles,
             budget_bytes=budget_bytes,
             fixed_bytes=fixed_bytes,
-            host_bytes=self._host_bytes,
+            host_bytes=self.host_bytes,
         )
         times = timeline(program.body, arrangement.profiles)
         return PlanRecord(
@@ -315,18 +262,39 @@ class Planner:
             recompute_seconds=times.recompute_seconds,
             swap_overlap=times.hidden_copy_seconds / times.copy_seconds if times.copy_seconds else 1.0,
             recompute_share=times.recompute_seconds / times.compute_seconds if times.compute_seconds else 0.0,
-            attempts=attempts,
-            plain_peak_bytes=candidates.plain_bytes + fixed_bytes,
+            attempts=tuple(self._attempt(option, best) for option in search.options),
+            plain_peak_bytes=arrangement.plain_bytes + fixed_bytes,
             num_left_out=self._num_left_out,
             num_branches=arrangement.num_branches,
+            bound_seconds=search.bound_seconds,
         )
 
-    @property
-    def _stage(self) -> str:
-        return f"scheduling by {self.policy}"
-
-    def _fixed_bytes_of(self, arrangement: Arrangement) -> int:
-        return self.fixed_bytes + arrangement.beside_bytes
+    def _attempt(self, option: _Option, best: Candidate) -> Attempt:
+        arrangement, found, why = option.arrangement, option.best, ""
+        seconds = stall = recompute = 0.0
+        peak = 0
+        if arrangement is best.arrangement:
+            found = best
+        elif found is None:
+            why = option.why(best.seconds)
+            seconds = option.bound_seconds
+        else:
+            why = f"takes {found.seconds / best.seconds:.3f} times as long"
+        if found is not None:
+            times = timeline(found.program.body, arrangement.profiles, counts_meetings=False)
+            seconds, stall, recompute = found.seconds, times.stall_seconds, times.recompute_seconds
+            peak = found.reserved_bytes + self.fixed_bytes
+        return Attempt(
+            self.policy,
+            arrangement.widths,
+            arrangement.multiplexing,
+            seconds,
+            peak,
+            stall,
+            recompute,
+            why,
+            arrangement.num_branches,
+        )
 
     def _profiles(
         self, groups: Sequence[PlannedGroup], partitions: Sequence[Partition], profile_of: ProfileOf
@@ -340,7 +308,7 @@ class Planner:
         )
         profiles = {}
         for done, (number, width) in enumerate(wanted):
-            self._report(_PROFILING, done, len(wanted), f"{groups[number].name} ×{width}")
+            self.report(_PROFILING, done, len(wanted), f"{groups[number].name} ×{width}")
             profile = profile_of(groups[number], width)
             if profile.width != width:
                 raise PlanError(
@@ -348,98 +316,139 @@ class Planner:
                     f"{profile.width}; fuse the group to that width and profile it"
                 )
             profiles[number, width] = profile
-        self._report(_PROFILING, len(wanted), len(wanted), "all widths")
+        self.report(_PROFILING, len(wanted), len(wanted), "all widths")
         return profiles
 
-    def _report(self, stage: str, done: int, total: int, current: str) -> None:
-        if self._progress is not None:
-            self._progress(PlanProgress(stage, done, total, current))
+    def report(
+        self, stage: str, done: int, total: int, current: str, best: float = math.inf, bound: float = 0.0
+    ) -> None:
+        if self.progress is not None:
+            self.progress(PlanProgress(stage, done, total, current, best, bound))
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """What is to be beaten: seconds of a step, and what they are with slower copies."""
+@dataclass
+class _Option:
+    """An arrangement within a limit: the best of it so far, a bound, and the search that goes on."""
 
-    seconds: float = math.inf
-    strained_seconds: float = math.inf
+    arrangement: Arrangement
+    limit_bytes: int
+    bound_seconds: float = 0.0
+    best: Candidate | None = None
+    search: Search | None = None
 
     @property
-    def seconds_to_be_under(self) -> float:
-        """What takes as long or longer can beat nothing; as long is good enough where copies count."""
-        is_calm = self.strained_seconds <= self.seconds * (1 + ROUNDING)
-        return self.seconds if is_calm else self.seconds * (1 + 2 * ROUNDING)
+    def fits_plainly(self) -> bool:
+        return self.arrangement.plain_bytes <= self.limit_bytes
 
-    def is_beaten_by(self, candidate: Candidate) -> bool:
-        if candidate.seconds < self.seconds * (1 - SAME):
-            return True
-        is_calmer = candidate.strained_seconds < self.strained_seconds * (1 - ROUNDING)
-        return is_calmer and candidate.seconds <= self.seconds * (1 + SAME)
+    def why(self, best_seconds: float) -> str:
+        """Why it has no plan, in words."""
+        if self.bound_seconds < math.inf and self.search is None:
+            return f"within the budget it takes at least {self.bound_seconds:.6g} s"
+        if self.search is not None and self.search.lacking_bytes:
+            return f"needs {self.search.lacking_bytes} bytes more"
+        if self.search is not None and self.search.seconds < math.inf:
+            return f"takes {self.search.seconds / best_seconds:.3f} times as long"
+        return "does not fit"
 
-    def lowered_to(self, candidate: Candidate) -> _Mark:
-        return _Mark(min(self.seconds, candidate.seconds), candidate.strained_seconds)
 
+class _BudgetSearch:
+    """The search within ``available`` bytes, fixed ones aside."""
 
-class _Search:
-    """What was found so far within ``available`` bytes; ``to_beat`` is what counts from now on.
-
-    What fits with nothing decided comes first, the quickest of it: that costs no search and spares others.
-    The rest follows by the least time that it can take. The order decides how soon others can be ruled out,
-    not what is found.
-    """
-
-    def __init__(self, everything: Sequence[Candidates], available: int, to_beat: _Mark) -> None:
-        self.to_beat = to_beat
+    def __init__(self, planner: Planner, available: int) -> None:
+        self.available = available
         self.best: Candidate | None = None
-        self.chosen = -1
-        self.notes: dict[int, tuple[Candidate | None, str]] = {}
-        self._all = everything
-        self._available = [available - candidates.arrangement.beside_bytes for candidates in everything]
-        self._bounds = [
-            candidates.bound(limit) for candidates, limit in zip(everything, self._available, strict=True)
-        ]
-        numbers = range(len(everything))
-        fits = [_plain_need(candidates) <= available for candidates in everything]
-        self.in_order = sorted(numbers, key=lambda n: (not fits[n], self._bounds[n], n))
+        self._planner = planner
+        self._ends_at = monotonic() + planner.time_limit
+        self.options = [_Option(each, available - each.scratch_bytes) for each in planner.arrangements]
 
-    def look_at(self, number: int) -> None:
-        """Take what an arrangement offers if it is quicker, or note why it is not taken."""
-        candidates = self._all[number]
-        to_be_under = self.to_beat.seconds_to_be_under
-        for seconds, why in (
-            (candidates.least_seconds, "its nodes alone take {:.6g} s"),
-            (self._bounds[number], "within the budget it takes at least {:.6g} s"),
-        ):
-            if to_be_under <= seconds * (1 + ROUNDING) and seconds < math.inf:
-                self.notes[number] = (None, why.format(seconds))
-                return
-        available = self._available[number]
-        found = candidates.best(available, to_be_under)
-        self.notes[number] = (found, "" if found is not None else _why_not(candidates, available))
-        if found is not None and self.to_beat.is_beaten_by(found):
-            self.take(number, found)
+    @property
+    def seconds(self) -> float:
+        """The time to beat."""
+        return math.inf if self.best is None else self.best.seconds
 
-    def take(self, number: int, found: Candidate) -> None:
-        """Make a candidate the one to beat."""
-        self.best, self.chosen = found, number
-        self.to_beat = self.to_beat.lowered_to(found)
-        self.notes[number] = (found, "")
+    @property
+    def bound_seconds(self) -> float:
+        """A time that no arrangement that was tried goes below."""
+        return min(self.seconds, *(option.bound_seconds for option in self.options))
 
+    def run(self) -> None:
+        planner = self._planner
+        for found in planner.found:
+            if found.reserved_bytes <= self.available:
+                self.take(found)
+        self._take_plain()
+        for option in self.options:
+            # What cannot win by its nodes alone needs no better bound.
+            option.bound_seconds = option.arrangement.compute_seconds
+            if not self._is_beaten(option):
+                option.bound_seconds = planner.bound_seconds(option.arrangement, option.limit_bytes)
+        in_order = sorted(self.options, key=lambda option: option.bound_seconds)
+        for done, option in enumerate(in_order):
+            self._report(_SCHEDULING.format(planner.policy), done, len(in_order), option)
+            if self.best is not None and self._is_late():
+                break
+            if not self._is_beaten(option):
+                option.search = Search(option.arrangement, planner.by, option.limit_bytes, planner.host_bytes)
+                self._draw(option)
+        self._report(_SCHEDULING.format(planner.policy), len(in_order), len(in_order))
+        self._improve()
 
-def _tell_unless_profiling(progress: Progress, step: PlanProgress) -> None:
-    """Pass progress on; profiles that are there already are not worth a word."""
-    if step.stage != _PROFILING:
-        progress(step)
+    def take(self, found: Candidate) -> None:
+        """Note a plan, and make it the best if it is."""
+        for option in self.options:
+            if option.arrangement is found.arrangement and found.is_better_than(option.best):
+                option.best = found
+        if found.is_better_than(self.best):
+            self.best = found
 
+    def _take_plain(self) -> None:
+        """Take what fits with nothing decided, the quickest first; the rest of it cannot be quicker."""
+        fitting = [option for option in self.options if option.fits_plainly]
+        for option in sorted(fitting, key=lambda option: option.arrangement.compute_seconds):
+            if option.arrangement.compute_seconds < self.seconds * (1 - ROUNDING):
+                found = place_plainly(option.arrangement)
+                if found.slab_bytes <= option.limit_bytes:
+                    self.take(found)
 
-def _plain_need(candidates: Candidates) -> int:
-    """What an arrangement needs with nothing decided, in the slab and beside it."""
-    return candidates.plain_bytes + candidates.arrangement.beside_bytes
+    def _improve(self) -> None:
+        """Draw further schedules of the best arrangements in turn, until nothing is left or time is up."""
+        num_drawn = 0
+        while self.seconds > self.bound_seconds * _CLOSE and not self._is_late():
+            open_ones = [
+                option
+                for option in self.options
+                if option.search is not None
+                and not option.search.is_over
+                and option.search.seconds <= _HOPELESS * self.seconds
+                and not self._is_beaten(option)
+            ]
+            if not open_ones:
+                break
+            for option in open_ones:
+                self._report(_IMPROVING, num_drawn, num_drawn + 1, option)
+                num_drawn += 1
+                self._draw(option)
+                if self._is_late():
+                    break
+        if num_drawn:
+            self._report(_IMPROVING, num_drawn, num_drawn)
 
+    def _draw(self, option: _Option) -> None:
+        assert option.search is not None
+        found = option.search.next(self.seconds)
+        if found is not None:
+            self._planner.found.append(found)
+            self.take(found)
 
-def _knows_one(policy: str, partitions: Sequence[Partition]) -> bool:
-    """Whether a policy has something to say about any of the partitions."""
-    known = policy_named(policy)
-    return any(known.multiplexings(partition) for partition in partitions)
+    def _is_beaten(self, option: _Option) -> bool:
+        return option.bound_seconds * (1 + ROUNDING) >= self.seconds or option.bound_seconds == math.inf
+
+    def _is_late(self) -> bool:
+        return monotonic() >= self._ends_at
+
+    def _report(self, stage: str, done: int, total: int, option: _Option | None = None) -> None:
+        current = option.arrangement.in_words if option is not None else "all looked at"
+        self._planner.report(stage, done, total, current, self.seconds, self.bound_seconds)
 
 
 def _branched(
@@ -472,7 +481,7 @@ def _arrangements(
     partition: Partition,
     profiles: dict[tuple[int, int], Profile],
     multiplexings: Sequence[Multiplexing],
-    beside_of: Callable[[Profile], int],
+    scratch_of: Callable[[Profile], int],
 ) -> list[Arrangement]:
     """A partition in each way its sub-arrays can share the device, closest iteration times side by side."""
     sub_arrays = [(members, profiles[number, len(members)]) for number, members in partition.members(groups)]
@@ -482,17 +491,7 @@ def _arrangements(
             tuple(members for members, _ in sub_arrays),
             tuple(profile for _, profile in sub_arrays),
             multiplexing,
-            max((beside_of(profile) for _, profile in sub_arrays), default=0),
+            max((scratch_of(profile) for _, profile in sub_arrays), default=0),
         )
         for multiplexing in multiplexings
     ]
-
-
-def _why_not(candidates: Candidates, available: int) -> str:
-    """Why an arrangement has nothing that fits, in words."""
-    if not candidates.has_decisions:
-        return f"needs {candidates.plain_bytes - available} bytes more"
-    need = candidates.least_need or candidates.least_bytes
-    if need > available:
-        return f"needs {need - available} bytes more"
-    return "cannot be quicker within its limit, or does not fit"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
 
 from trainmux.errors import TrainmuxError
@@ -21,15 +19,13 @@ class Task:
     """A scheduling problem: one profile per sub-array, and how they share the device.
 
     ``limit_bytes`` is for all tensors and workspaces of all sub-arrays on the device (the budget less what
-    is fixed), ``host_bytes`` for swapped tensors on the host. ``worth_seconds`` is what is to be had within
-    the same limit without any decision: a policy that searches need not work on what stays far above it.
+    is fixed), ``host_bytes`` for swapped tensors on the host.
     """
 
     profiles: tuple[Profile, ...]
     multiplexing: Multiplexing
     limit_bytes: int
     host_bytes: int
-    worth_seconds: float = math.inf
 
 
 class Policy(Protocol):
@@ -40,8 +36,11 @@ class Policy(Protocol):
         """The name that plans record."""
         ...
 
-    def schedule(self, task: Task) -> Schedule:
-        """A schedule within the task's bytes; raises `Infeasible` where it finds none."""
+    def schedules(self, task: Task) -> Iterator[Schedule]:
+        """Schedules within the task's bytes, each quicker than the one before.
+
+        Raises `Infeasible` in place of the first where none is found.
+        """
         ...
 
 
@@ -53,14 +52,11 @@ class Infeasible(TrainmuxError):  # noqa: N818 - an outcome that a search expect
         self.excess_bytes = excess_bytes
 
 
-def plain_order(
-    profiles: Sequence[Profile], multiplexing: Multiplexing, *, interleaved: bool = False
-) -> tuple[Node, ...]:
+def plain_order(profiles: Sequence[Profile], multiplexing: Multiplexing) -> tuple[Node, ...]:
     """The body without any decision.
 
     In turns each sub-array runs from its first to its last rank. In a ring stage ``i`` is the backward pass
-    and update of sub-array ``i`` followed by the forward pass of the next one (Figure 6c); ``interleaved``
-    spreads that forward pass evenly, by time, over the backward pass instead.
+    and update of sub-array ``i`` followed by the forward pass of the next one (Figure 6c).
     """
     forward_counts = [num_forward(profile) for profile in profiles]
     if multiplexing is Multiplexing.TURNS:
@@ -72,31 +68,6 @@ def plain_order(
     order: list[Node] = []
     for sub_array, profile in enumerate(profiles):
         following = (sub_array + 1) % len(profiles)
-        backward = [(sub_array, rank) for rank in range(forward_counts[sub_array], len(profile.nodes))]
-        forward = [(following, rank) for rank in range(forward_counts[following])]
-        if interleaved and following != sub_array:
-            order += _spread(profiles, backward, forward)
-        else:
-            order += backward + forward
+        order += [(sub_array, rank) for rank in range(forward_counts[sub_array], len(profile.nodes))]
+        order += [(following, rank) for rank in range(forward_counts[following])]
     return tuple(order)
-
-
-def _spread(profiles: Sequence[Profile], backward: Sequence[Node], forward: Sequence[Node]) -> list[Node]:
-    """Both rows in one, each node where its middle lies as a share of its own row's time."""
-
-    def middles(row: Sequence[Node]) -> list[float]:
-        seconds = [profiles[sub_array].nodes[rank].seconds for sub_array, rank in row]
-        total = sum(seconds)
-        if total <= 0:
-            return [(position + 0.5) / len(row) for position in range(len(row))]
-        return [
-            (start + own / 2) / total
-            for start, own in zip(accumulate(seconds, initial=0.0), seconds, strict=False)
-        ]
-
-    keyed = [
-        (middle, which, position, node)
-        for which, row in enumerate((backward, forward))
-        for position, (middle, node) in enumerate(zip(middles(row), row, strict=True))
-    ]
-    return [node for *_, node in sorted(keyed)]

@@ -47,7 +47,7 @@ def _summary(facts: PlanFacts) -> list[str]:
     fixed, plain = format_bytes(plan.fixed_bytes), format_bytes(plan.plain_peak_bytes)
     swaps, recomputes = counted(len(plan.swaps), "tensor"), counted(len(plan.recomputes), "tensor")
     rows = {
-        "step": f"{format_seconds(plan.step_seconds)}, {facts.per_member}",
+        "step": f"{format_seconds(plan.step_seconds)}, {facts.per_member}{_gap(plan)}",
         "peak": f"{format_bytes(plan.peak_bytes)} {facts.of_budget}; {fixed} of it for library workspaces "
         "and graphs",
         "undecided": f"{plain} with nothing swapped or recomputed, {facts.over_limit}",
@@ -59,6 +59,14 @@ def _summary(facts: PlanFacts) -> list[str]:
     width = max(map(len, rows))
     title = f"plan by {one_line(plan.policy)}: {facts.how_it_trains}"
     return [title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
+
+
+def _gap(plan: PlanRecord) -> str:
+    """How far the step is from the bound, where one is known."""
+    if not plan.bound_seconds:
+        return ""
+    above = plan.step_seconds / plan.bound_seconds - 1
+    return f"; {above:.1%} above the lower bound of {format_seconds(plan.bound_seconds)}"
 
 
 def _partition(plan: PlanRecord) -> list[str]:

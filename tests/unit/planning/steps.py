@@ -143,7 +143,7 @@ def decide(
     """A policy's own schedule for one arrangement within a limit; ``None`` where it finds none."""
     task = Task(tuple(profiles), multiplexing, limit_bytes, host_bytes)
     try:
-        return policy_named(policy, evaluations=evaluations).policy.schedule(task)
+        return list(policy_named(policy, evaluations=evaluations).policy.schedules(task))[-1]
     except Infeasible:
         return None
 

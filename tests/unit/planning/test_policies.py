@@ -136,7 +136,7 @@ def test_an_impossible_limit_is_infeasible_by_so_many_bytes(policy: str) -> None
     profiles, multiplexing = random_steps(3)
     task = Task(profiles, multiplexing, 1, PLENTY)
     with pytest.raises(Infeasible) as refused:
-        policy_named(policy, evaluations=2).policy.schedule(task)
+        next(policy_named(policy, evaluations=2).policy.schedules(task))
     assert 0 < refused.value.excess_bytes <= plain_peak(profiles, multiplexing)
 
 

@@ -40,29 +40,9 @@ class _Copy:
     copies_out: bool
 
 
-@dataclass(frozen=True)
-class _Run:
-    """``waits`` has, for each position that waits for copies back, the last wait and the operation before."""
-
-    times: LaneTimes
-    waits: dict[int, tuple[int, int]]
-
-
 def seconds_of(layout: Layout) -> float:
     """How long one pass takes."""
-    return _run(layout.body, *_parts(layout)).times.seconds
-
-
-def stalls_of(layout: Layout) -> dict[int, float]:
-    """The positions before which compute waits for a copy back, and for how long."""
-    run = _run(layout.body, *_parts(layout))
-    stalls = {}
-    for position, (first_wait, node_before) in run.waits.items():
-        before = run.times.ends[node_before] if node_before >= 0 else 0.0
-        waited = run.times.ends[first_wait] - before
-        if waited > 0:
-            stalls[position] = waited
-    return stalls
+    return _Clocking(layout.body, *_parts(layout)).run().seconds
 
 
 def _parts(layout: Layout) -> tuple[list[_Copy], list[tuple[int, tuple[int, ...], int]]]:
@@ -76,10 +56,6 @@ def _parts(layout: Layout) -> tuple[list[_Copy], list[tuple[int, tuple[int, ...]
         )
     again = [(each.sub_array, each.derived.ranks, each.before) for each in layout.recomputes]
     return copies, again
-
-
-def _run(body: FixedBody, copies: Sequence[_Copy], again: Sequence[tuple[int, tuple[int, ...], int]]) -> _Run:
-    return _Clocking(body, copies, again).run()
 
 
 def _mean_slowdown(profiles: Sequence[Profile]) -> float:
@@ -107,9 +83,8 @@ class _Clocking:
         self._fetched: dict[tuple[int, int], int] = {}
         self._last_on_compute = -1
         self._knows_out = self._knows_in = -1  # what compute has waited for on the two copy lanes
-        self._waits: dict[int, tuple[int, int]] = {}
 
-    def run(self) -> _Run:
+    def run(self) -> LaneTimes:
         starts, length, clock = self._body.starts, self._body.length, self._clock
         events = self._events()
         done = 0
@@ -127,12 +102,9 @@ class _Clocking:
             for number in sorted(here.recomputes, key=lambda n: (self._again[n][0], self._again[n][1][-1])):
                 self._recompute(*self._again[number][:2])
             for number in here.uses:
-                before = self._last_on_compute
-                waited = self._wait_for_prefetch(self._prefetch_at[number])
-                if waited is not None:
-                    self._waits[position] = (waited, before)
+                self._wait_for_prefetch(self._prefetch_at[number])
         self._node(float(starts[length] - starts[done]))
-        return _Run(clock.run(), self._waits)
+        return clock.run()
 
     def _events(self) -> dict[int, _At]:
         events: dict[int, _At] = {}
@@ -195,11 +167,10 @@ class _Clocking:
     def _node(self, seconds: float) -> int:
         return self._clock.node(seconds, seconds * self._slowdown)
 
-    def _wait_for_prefetch(self, at: int) -> int | None:
-        if at <= self._knows_in:
-            return None
-        self._knows_in = at
-        return self._clock.wait(Lane.COMPUTE, at)
+    def _wait_for_prefetch(self, at: int) -> None:
+        if at > self._knows_in:
+            self._knows_in = at
+            self._clock.wait(Lane.COMPUTE, at)
 
     def _record(self, number: int) -> ProfiledTensor:
         copy = self._copies[number]

@@ -42,9 +42,6 @@ LINK_PRICES = (
 )
 """From swapping everything to recomputing all that can be, the more different ones first."""
 
-_PARTS = 20
-"""Gaps whose length differs by less than one of so many parts of a step are alike."""
-
 _NUM_ROUNDS = 40
 """Rounds a relief should take; in larger bodies each gives up more tensors at once."""
 
@@ -55,38 +52,6 @@ class Relief:
 
     choices: tuple[Choice, ...]
     needs: Demand
-
-
-@dataclass(frozen=True)
-class Step:
-    """Choices on the way to fewer bytes, and what they need on the device and on the host."""
-
-    choices: tuple[Choice, ...]
-    peak_bytes: int
-    host_bytes: int
-
-
-class Path:
-    """Steps down to fewer and fewer bytes, walked only as far as it was asked for: one serves every limit."""
-
-    def __init__(self, walk: Iterator[Relief]) -> None:
-        self._walk = walk
-        self._steps: list[Step] = []
-
-    def first_within(self, limit_bytes: int, host_bytes: int) -> Step | None:
-        """What `Reliever.relieve` would stop at; ``None`` where the path does not lead there."""
-        for step in self._all():
-            if step.peak_bytes <= limit_bytes and step.host_bytes <= host_bytes:
-                return step
-        return None
-
-    def _all(self) -> Iterator[Step]:
-        yield from self._steps
-        for relief in self._walk:
-            peak = relief.needs.peak_bytes
-            if not self._steps or peak < self._steps[-1].peak_bytes:
-                self._steps.append(Step(relief.choices, peak, relief.needs.host_bytes))
-                yield self._steps[-1]
 
 
 @dataclass(frozen=True)
@@ -161,10 +126,6 @@ class Reliever:
             if not closest.excess_bytes or excess < closest.excess_bytes:
                 closest = Shortfall(relief.choices, max(1, excess))
         return closest
-
-    def path(self, body: FixedBody, link_price: LinkPrice) -> Path:
-        """All choices on the way from nothing decided to as few bytes as can be."""
-        return Path(self._walk(body, 0, link_price, None, None))
 
     def _walk(
         self,
@@ -300,42 +261,6 @@ class Reliever:
                     choices[number] = Choice.SWAP
                     return True
         return False
-
-
-def kept_again(
-    body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice], limits: Iterable[int]
-) -> Iterator[tuple[Choice, ...]]:
-    """For each of ``limits``, ``choices`` without the swaps that it does not ask for; nothing where it asks
-    for all of them.
-
-    Relief comes in large pieces where bodies are large, and lowers one sub-array's peak after another: in the
-    end it is more than was wanted. Short gaps are kept first, for they take memory for less long, and the
-    sub-arrays take turns: what one of them has on the device makes no room for its own peak.
-    """
-    needs = demand(body, gaps, choices)
-    if needs is None:
-        return
-    idle = _Covers(body, gaps).idle_seconds / max(float(body.starts[-1]), 1e-12)
-    swaps = sorted(needs.swaps, key=lambda swap: (round(_PARTS * idle[swap.gap]), -gaps[swap.gap].size_bytes))
-    seen = [0] * len(body.all_facts)
-    turns = []
-    for swap in swaps:
-        sub_array = gaps[swap.gap].sub_array
-        turns.append((seen[sub_array], sub_array, swap))
-        seen[sub_array] += 1
-    turns.sort(key=lambda turn: turn[:2])
-    for limit in limits:
-        room: Ints = limit - needs.tensors - needs.beyond
-        found = list(choices)
-        for _, _, swap in turns:
-            size, first, last = gaps[swap.gap].size_bytes, swap.out + 1, swap.deadline
-            away = (slice(first, last),) if first <= last else (slice(first, None), slice(0, last))
-            if all((room[part] >= size).all() for part in away):
-                found[swap.gap] = Choice.KEEP
-                for part in away:
-                    room[part] -= size
-        if found != list(choices):
-            yield tuple(found)
 
 
 class _Prices:

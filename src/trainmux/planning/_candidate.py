@@ -1,0 +1,244 @@
+"""Schedules of one arrangement, placed on a slab and timed.
+
+A policy counts live bytes. Placed on a real slab they may need more: then the policy is asked again for that
+much less, a few times. A schedule that is not quicker than the best there is stays unplaced, as placing takes
+the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from trainmux.errors import PlanError
+from trainmux.ir import Multiplexing, Part, Profile, Program, Schedule, SubArray
+from trainmux.planning._policy import Infeasible, Policy, Task, plain_order
+from trainmux.planning._rewrite import Draft, draft, place
+from trainmux.planning._slack import with_slack
+from trainmux.planning._timeline import lane_times
+from trainmux.planning.policies._body import FixedBody
+
+ROUNDING = 1e-9
+"""Times that differ by less than this share differ by the rounding of sums alone."""
+_TIGHTENINGS = (1, 2, 4, 8)
+"""On each retry, lower the policy's limit by this multiple of the slab's overshoot."""
+_SLOW_COPIES = 1.3
+"""How much longer copies take where it is asked what a schedule would take if they did."""
+_SLACK = 1.5
+"""How much longer copies may take before compute waits for one, if there is room."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Members in sub-arrays, one profile each, and how these share the device.
+
+    ``scratch_bytes`` are reserved in addition to the slab for what nodes need while they run.
+    """
+
+    sub_arrays: tuple[tuple[str, ...], ...]
+    profiles: tuple[Profile, ...]
+    multiplexing: Multiplexing
+    scratch_bytes: int = 0
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(len(members) for members in self.sub_arrays)
+
+    @property
+    def in_words(self) -> str:
+        widths = "+".join(str(width) for width in self.widths[:8])
+        more = f"+... ({len(self.widths)} sub-arrays)" if len(self.widths) > 8 else ""
+        branches = " side by side" if self.num_branches > 1 else ""
+        return f"{widths}{more}{branches} {self.multiplexing.value}"
+
+    @property
+    def num_branches(self) -> int:
+        """On how many branches the members of each sub-array train; 1 where they are fused."""
+        return self.profiles[0].num_branches
+
+    def fingerprints(self) -> tuple[str, ...]:
+        """The fingerprints of the distinct profiles."""
+        return tuple(dict.fromkeys(profile.fingerprint for profile in self.profiles))
+
+    def partition(self) -> tuple[SubArray, ...]:
+        """The sub-arrays as a plan names them."""
+        known = self.fingerprints()
+        return tuple(
+            SubArray(members, known.index(profile.fingerprint))
+            for members, profile in zip(self.sub_arrays, self.profiles, strict=True)
+        )
+
+    @cached_property
+    def body(self) -> FixedBody:
+        """The nodes in plain order."""
+        task = Task(self.profiles, self.multiplexing, 0, 0)
+        return FixedBody(task, plain_order(self.profiles, self.multiplexing))
+
+    @property
+    def plain_bytes(self) -> int:
+        """The live bytes at the peak with nothing swapped and nothing recomputed."""
+        return int(self.body.needed().max())
+
+    @property
+    def compute_seconds(self) -> float:
+        """The time of the nodes alone, which no schedule goes below."""
+        return float(self.body.starts[-1])
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule of an arrangement, placed and timed; ``slow_copy_seconds`` if copies were slower."""
+
+    arrangement: Arrangement
+    schedule: Schedule
+    program: Program
+    seconds: float
+    slow_copy_seconds: float
+
+    @property
+    def slab_bytes(self) -> int:
+        return self.program.slab_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.slab_bytes + self.arrangement.scratch_bytes
+
+    @property
+    def is_robust(self) -> bool:
+        """Whether slower copies cost nothing."""
+        return self.slow_copy_seconds <= self.seconds * (1 + ROUNDING)
+
+    def is_better_than(self, other: Candidate | None) -> bool:
+        """Whether it is quicker, or as quick and less of it depends on the speed of copies."""
+        if other is None or self.seconds < other.seconds * (1 - ROUNDING):
+            return True
+        is_as_quick = self.seconds <= other.seconds * (1 + ROUNDING)
+        return is_as_quick and self.slow_copy_seconds < other.slow_copy_seconds * (1 - ROUNDING)
+
+    def with_slack(self, limit_bytes: int) -> Candidate:
+        """Begin copies earlier and wait for them later, as far as that fits and costs no time."""
+        if self.is_robust:
+            return self
+        for fetches in (True, False):
+            timed = _slackened(
+                self.arrangement, self.schedule, self.program.body, limit_bytes, fetches=fetches
+            )
+            if timed is not None and timed.seconds <= self.seconds * (1 + ROUNDING):
+                found = timed.placed(limit_bytes)
+                if found.slab_bytes <= limit_bytes and found.is_better_than(self):
+                    return found
+        return self
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A schedule of which only the offsets are missing."""
+
+    arrangement: Arrangement
+    schedule: Schedule
+    draft: Draft
+    seconds: float
+
+    def placed(self, enough_bytes: int = 0) -> Candidate:
+        """Find offsets; the search for a smaller slab ends at ``enough_bytes``."""
+        profiles = self.arrangement.profiles
+        program = place(profiles, self.draft, enough_bytes=enough_bytes)
+        slow = self.seconds
+        if self.schedule.swaps:
+            slow = lane_times(program.body, profiles, _SLOW_COPIES, counts_meetings=False).seconds
+        return Candidate(self.arrangement, self.schedule, program, self.seconds, slow)
+
+
+def place_plainly(arrangement: Arrangement) -> Candidate:
+    """The arrangement with nothing swapped and nothing recomputed."""
+    return _timed(arrangement, arrangement.body.plain_schedule()).placed()
+
+
+def place_schedule(arrangement: Arrangement, schedule: Schedule) -> Candidate:
+    """A schedule on the smallest slab that is found."""
+    return _timed(arrangement, schedule).placed()
+
+
+class Search:
+    """What a policy makes of one arrangement within ``limit_bytes`` of slab, one schedule after another.
+
+    ``seconds`` is the time of the last schedule, ``lacking_bytes`` what the policy said it lacks.
+    """
+
+    def __init__(self, arrangement: Arrangement, policy: Policy, limit_bytes: int, host_bytes: int) -> None:
+        self.arrangement = arrangement
+        self.limit_bytes = limit_bytes
+        self.seconds = float("inf")
+        self.lacking_bytes = 0
+        self.is_over = False
+        self._policy = policy
+        self._host_bytes = host_bytes
+        self._tightened = limit_bytes
+        self._retries = iter(_TIGHTENINGS)
+        self._schedules = self._ask()
+
+    def next(self, to_beat: float) -> Candidate | None:
+        """Place the policy's next schedule if that takes less than ``to_beat`` seconds and fits."""
+        timed = self._next_timed()
+        if timed is None:
+            return None
+        self.seconds = min(self.seconds, timed.seconds)
+        if timed.seconds >= to_beat:
+            return None
+        found = timed.placed(self.limit_bytes)
+        if found.slab_bytes <= self.limit_bytes:
+            return found
+        times = next(self._retries, None)
+        if times is None:
+            self.is_over = True
+            return None
+        self._tightened -= times * (found.slab_bytes - self.limit_bytes)
+        self._schedules = self._ask()
+        return self.next(to_beat)
+
+    def _ask(self) -> Iterator[Schedule]:
+        arrangement = self.arrangement
+        task = Task(arrangement.profiles, arrangement.multiplexing, self._tightened, self._host_bytes)
+        return self._policy.schedules(task)
+
+    def _next_timed(self) -> _Timed | None:
+        try:
+            timed = _timed(self.arrangement, next(self._schedules))
+        except StopIteration:
+            self.is_over = True
+            return None
+        except Infeasible as reason:
+            self.is_over = True
+            self.lacking_bytes = reason.excess_bytes + self.limit_bytes - self._tightened
+            return None
+        except PlanError:  # decisions that no program can carry out
+            return None
+        if timed.seconds <= self.arrangement.compute_seconds * (1 + ROUNDING) or not timed.schedule.swaps:
+            return timed
+        hurried = _slackened(self.arrangement, timed.schedule, timed.draft.body, self._tightened)
+        return hurried if hurried is not None and hurried.seconds < timed.seconds else timed
+
+
+def _timed(arrangement: Arrangement, schedule: Schedule) -> _Timed:
+    made = draft(arrangement.profiles, schedule)
+    seconds = lane_times(made.body, arrangement.profiles, counts_meetings=False).seconds
+    return _Timed(arrangement, schedule, made, seconds)
+
+
+def _slackened(
+    arrangement: Arrangement,
+    schedule: Schedule,
+    body: Part,
+    limit_bytes: int,
+    *,
+    fetches: bool = True,
+) -> _Timed | None:
+    """A schedule with slack; ``None`` where that is none, or nothing changes."""
+    found = with_slack(schedule, body, arrangement.profiles, limit_bytes, _SLACK, fetches=fetches)
+    if found == schedule:
+        return None
+    try:
+        return _timed(arrangement, found)
+    except PlanError:
+        return None

@@ -1,0 +1,349 @@
+"""The relaxation of a body: a linear program in which bytes flow, and a time that no decisions go below.
+
+The step's time is cut into bins. A tensor may be offloaded in part and recomputed in part, its copies may be
+cut into pieces, and all copies of a direction are one stream: so far as much may have left as tensors were
+given up, as much must have come back as was due. In each bin either direction of the link has the seconds
+that compute takes there, waits and recomputations included; both at once are slower, and compute is slower
+while copies run. At the node of each bin that needs the most, what is on the device is within the limit.
+
+Whatever a schedule in this order does, the relaxation may do too, so its time is a lower bound for the order.
+Its solution says what to offload and what to recompute: few tensors are divided.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from trainmux.ir import Multiplexing, Profile
+from trainmux.planning._policy import Task, plain_order
+from trainmux.planning.policies._body import FixedBody, Floats, Ints
+from trainmux.planning.policies._gaps import Gap, RecomputePrices, find_gaps
+
+NUM_BINS = 160
+_MOST_CLASSES = 2000
+"""Gaps of bodies with more of them share a variable where they are alike."""
+_ALIKE = 0.02
+"""Relative difference in seconds per byte up to which recomputations count as alike."""
+
+_Terms = Iterable[tuple[float, int]]
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """A lower bound in ``seconds``, and the share of each gap's bytes that is swapped and recomputed."""
+
+    seconds: float
+    swapped: Floats
+    recomputed: Floats
+
+
+def bound_seconds(profiles: Sequence[Profile], multiplexing: Multiplexing, limit_bytes: int) -> float:
+    """A time that no schedule in the plain order goes below; infinite where nothing fits."""
+    task = Task(tuple(profiles), multiplexing, limit_bytes, sys.maxsize)
+    body = FixedBody(task, plain_order(profiles, multiplexing))
+    found = Relaxation(body, find_gaps(body.all_facts, with_static=True)).solve(limit_bytes)
+    return float("inf") if found is None else found.seconds
+
+
+class Relaxation:
+    """The relaxation of one body, for any limit.
+
+    Gaps in the same bins that are alike in everything share one variable: many alike sub-arrays cost no more
+    than a few.
+    """
+
+    def __init__(self, body: FixedBody, gaps: Sequence[Gap], num_bins: int = NUM_BINS) -> None:
+        self._total = float(body.starts[-1])
+        self._gaps = gaps
+        self._needed = body.needed()
+        self._host_bytes = body.task.host_bytes
+        self._byte = 1.0 / max(1.0, float(self._needed.max()))
+        self._second = num_bins / self._total if self._total > 0 else 0.0
+        self._slowdown = min(profile.slowdown_by_copies for profile in body.task.profiles)
+        cuts = np.searchsorted(body.starts[:-1], np.linspace(0, self._total, num_bins + 1)[1:-1])
+        edges = [0, *dict.fromkeys(int(cut) for cut in cuts if 0 < cut < body.length), body.length]
+        self._bins = _Bins(
+            np.repeat(np.arange(len(edges) - 1), np.diff(edges)),
+            np.asarray([begin + int(self._needed[begin:end].argmax()) for begin, end in pairwise(edges)]),
+            np.add.reduceat(body.seconds, edges[:-1]) * self._second,
+        )
+        self._classes, self._class_of = self._find_classes(body)
+        self._program = self._write() if self._total > 0 and gaps else None
+
+    def solve(self, limit_bytes: int) -> Relaxed | None:
+        """Return the least time within a limit and the shares that lead to it; ``None`` if nothing fits."""
+        nothing = np.zeros(len(self._gaps))
+        if int(self._needed.max()) <= limit_bytes:
+            return Relaxed(self._total, nothing, nothing)
+        if self._program is None:
+            return None
+        program = self._program
+        room = np.asarray((limit_bytes - self._needed[self._bins.probes]) * self._byte, dtype=np.float64)
+        program.set_bounds("room", room)
+        found = program.solve()
+        if found is None:
+            return None
+        value, x = found
+        num = len(self._classes)
+        swapped, recomputed = self._shares(x[:num]), self._shares(x[num : 2 * num])
+        return Relaxed(self._total + value / self._second, swapped, np.minimum(recomputed, 1 - swapped))
+
+    def _shares(self, of_classes: Floats) -> Floats:
+        """Shares of gaps: those of a class are given up one after another, the last one in part."""
+        shares = np.zeros(len(self._gaps))
+        left = [each.size * share for each, share in zip(self._classes, of_classes, strict=True)]
+        for number, which in enumerate(self._class_of):
+            size = self._gaps[number].size_bytes * self._byte
+            shares[number] = min(1.0, max(0.0, left[which] / size))
+            left[which] -= size
+        return shares
+
+    def _find_classes(self, body: FixedBody) -> tuple[list[_Class], list[int]]:
+        prices: dict[int, RecomputePrices] = {}
+        known: dict[tuple[object, ...], int] = {}
+        classes: list[_Class] = []
+        class_of = []
+        are_merged = len(self._gaps) > _MOST_CLASSES
+        for number, gap in enumerate(self._gaps):
+            record = body.task.profiles[gap.sub_array].tensors[gap.tensor]
+            again: float | None = None
+            if gap.can_recompute:
+                facts = body.all_facts[gap.sub_array]
+                own = prices.setdefault(id(facts), RecomputePrices(facts, {}))
+                again = own.seconds(gap.tensor)
+            size = gap.size_bytes * self._byte
+            last, back = body.gap_places(gap)
+            made = _Class(
+                size,
+                record.swap_out_seconds * self._second if gap.copies_out else 0.0,
+                record.swap_in_seconds * self._second,
+                record.swap_out_duplex_seconds * self._second,
+                record.swap_in_duplex_seconds * self._second,
+                None if again is None else again * self._second,
+                gap.copies_out,
+                back <= last,
+                int(self._bins.of[last]),
+                int(self._bins.of[back]),
+                int(np.searchsorted(self._bins.probes, last, side="right")),
+                int(np.searchsorted(self._bins.probes, back, side="left")),
+            )
+            key = made.key() if are_merged else (number,)
+            if key in known:
+                classes[known[key]] = classes[known[key]].joined(made)
+            else:
+                known[key] = len(classes)
+                classes.append(made)
+            class_of.append(known[key])
+        return classes, class_of
+
+    def _write(self) -> _LinearProgram:
+        classes, num_bins = self._classes, len(self._bins.probes)
+        lp = _LinearProgram()
+        swap = lp.variables(len(classes), upper=1.0)
+        again = lp.variables(len(classes), uppers=[1.0 if c.again is not None else 0.0 for c in classes])
+        out, free, back, away = (lp.variables(num_bins) for _ in range(4))
+        wait, recompute, slow = (lp.variables(num_bins, cost=1.0) for _ in range(3))
+        # Given up and not copied yet (with and without a copy), fetched and not due yet; per bin.
+        to_copy, to_free, early = (lp.variables(num_bins) for _ in range(3))
+        swap_open, again_open, relief = (lp.variables(num_bins) for _ in range(3))
+        released, dropped, due, opens, repeats, reopens = (_per_bin(num_bins) for _ in range(6))
+        around, around_again = [], []
+        for number, each in enumerate(classes):
+            of_swap, of_again = (each.size, swap[number]), (each.size, again[number])
+            (released if each.copies_out else dropped)[each.first].append(of_swap)
+            due[each.due].append(of_swap)
+            if each.wraps:
+                around.append(of_swap)
+            if each.again is not None:
+                repeats[each.due].append((each.again, again[number]))
+            # Probes from `opens` up to, not including, `closes` lie inside of the gap.
+            opens[each.opens].append(of_swap)
+            opens[each.closes].append((-each.size, swap[number]))
+            if each.again is not None:
+                if each.wraps:
+                    around_again.append(of_again)
+                reopens[each.opens].append(of_again)
+                reopens[each.closes].append((-each.size, again[number]))
+                lp.at_most([(1.0, swap[number]), (1.0, again[number])], 1.0)
+        rate_out = min((c.out / c.size for c in classes if c.copies_out), default=0.0)
+        rate_in = min(c.back / c.size for c in classes)
+        quick = max(min(1.0, _ratio(c.out, c.out_duplex), _ratio(c.back, c.back_duplex)) for c in classes)
+        lost = (1 - quick) / quick
+        slowed = 1 - 1 / self._slowdown
+        for b in range(num_bins):
+            before = b - 1
+            lp.equal([*released[b], (-1, out[b]), (-1, to_copy[b]), *_then(to_copy, before)], 0)
+            lp.equal([*dropped[b], (-1, free[b]), (-1, to_free[b]), *_then(to_free, before)], 0)
+            lp.equal([*_negative(due[b]), (1, back[b]), (-1, early[b]), *_then(early, before)], 0)
+            moved = [(1.0, out[b]), (1.0, free[b])]
+            gone = _then(away, before) if b else around
+            lp.equal([(-1, away[b]), *gone, *moved, (-1, back[b])], 0)
+            opened = _then(swap_open, before) if b else around
+            reopened = _then(again_open, before) if b else around_again
+            lp.equal([(-1, swap_open[b]), *opens[b], *opened], 0)
+            lp.equal([(-1, again_open[b]), *reopens[b], *reopened], 0)
+            lp.at_most([(1, relief[b]), *_negative(gone), *_negative(moved)], 0)
+            lp.at_most([(1, relief[b]), (-1, swap_open[b])], 0)
+            lp.at_most([(-1, relief[b]), (-1, again_open[b])], 0, name="room")
+            lp.at_most([*repeats[b], (-1, recompute[b])], 0)
+            lasts = [(-1.0, wait[b]), (-1.0, recompute[b]), (-1.0, slow[b])]
+            for own, rate, other, other_rate in (
+                (out[b], rate_out, back[b], rate_in),
+                (back[b], rate_in, out[b], rate_out),
+            ):
+                copies = [(rate, own), (lost * other_rate, other)]
+                lp.at_most([*copies, *lasts], float(self._bins.seconds[b]))
+                if slowed > 0:
+                    slowing = [(slowed * seconds, variable) for seconds, variable in copies]
+                    lp.at_most([*slowing, (-slowed, wait[b]), (-1.0, slow[b])], 0)
+        lp.equal([(1, away[-1]), *_negative(around)], 0)
+        everything = [(-1.0, variable) for row in (wait, recompute, slow) for variable in row]
+        total = float(self._bins.seconds.sum())
+        lp.at_most([*((c.out, s) for c, s in zip(classes, swap, strict=True)), *everything], total)
+        lp.at_most([*((c.back, s) for c, s in zip(classes, swap, strict=True)), *everything], total)
+        lp.at_most([(c.size, s) for c, s in zip(classes, swap, strict=True)], self._host_bytes * self._byte)
+        return lp
+
+
+@dataclass(frozen=True)
+class _Bins:
+    """The bin of each position, the position of each bin that needs the most bytes, the time of each bin."""
+
+    of: Ints
+    probes: Ints
+    seconds: Floats
+
+
+@dataclass(frozen=True)
+class _Class:
+    """Gaps that share a variable: bytes and seconds of all of them; bins and probes are the same for each."""
+
+    size: float
+    out: float
+    back: float
+    out_duplex: float
+    back_duplex: float
+    again: float | None
+    copies_out: bool
+    wraps: bool
+    first: int
+    due: int
+    opens: int
+    closes: int
+
+    def key(self) -> tuple[object, ...]:
+        """What gaps have in common that share a variable."""
+        price = None
+        if self.again is not None:
+            price = round(np.log(max(self.again / self.size, 1e-12)) / _ALIKE)
+        return self.copies_out, self.wraps, self.first, self.due, self.opens, self.closes, price
+
+    def joined(self, other: _Class) -> _Class:
+        size = self.size + other.size
+        again = None
+        if self.again is not None and other.again is not None:
+            again = size * min(self.again / self.size, other.again / other.size)
+        return _Class(
+            size,
+            self.out + other.out,
+            self.back + other.back,
+            self.out_duplex + other.out_duplex,
+            self.back_duplex + other.back_duplex,
+            again,
+            self.copies_out,
+            self.wraps,
+            self.first,
+            self.due,
+            self.opens,
+            self.closes,
+        )
+
+
+class _LinearProgram:
+    """Rows of terms over non-negative variables, for SciPy."""
+
+    def __init__(self) -> None:
+        self._costs: list[float] = []
+        self._uppers: list[float] = []
+        self._rows: dict[bool, _Rows] = {True: _Rows(), False: _Rows()}
+        self._named: dict[str, list[int]] = {}
+
+    def variables(
+        self, count: int, *, cost: float = 0.0, upper: float = np.inf, uppers: Sequence[float] | None = None
+    ) -> range:
+        begin = len(self._costs)
+        self._costs += [cost] * count
+        self._uppers += uppers if uppers is not None else [upper] * count
+        return range(begin, begin + count)
+
+    def at_most(self, terms: _Terms, bound: float, *, name: str = "") -> None:
+        if name:
+            self._named.setdefault(name, []).append(len(self._rows[False].bounds))
+        self._rows[False].add(terms, bound)
+
+    def equal(self, terms: _Terms, bound: float) -> None:
+        self._rows[True].add(terms, bound)
+
+    def set_bounds(self, name: str, bounds: Floats) -> None:
+        for row, bound in zip(self._named[name], bounds.tolist(), strict=True):
+            self._rows[False].bounds[row] = bound
+
+    def solve(self) -> tuple[float, Floats] | None:
+        from scipy.optimize import linprog  # takes longer to import than the rest of the package's planning
+
+        num = len(self._costs)
+        found = linprog(
+            self._costs,
+            self._rows[False].matrix(num),
+            self._rows[False].bounds,
+            self._rows[True].matrix(num),
+            self._rows[True].bounds,
+            bounds=np.column_stack([np.zeros(num), self._uppers]),
+            method="highs",
+        )
+        return (float(found.fun), found.x) if found.status == 0 else None
+
+
+class _Rows:
+    def __init__(self) -> None:
+        self.bounds: list[float] = []
+        self._numbers: list[int] = []
+        self._variables: list[int] = []
+        self._factors: list[float] = []
+
+    def add(self, terms: _Terms, bound: float) -> None:
+        for factor, variable in terms:
+            self._numbers.append(len(self.bounds))
+            self._variables.append(variable)
+            self._factors.append(factor)
+        self.bounds.append(bound)
+
+    def matrix(self, num_variables: int) -> Any:
+        from scipy.sparse import csr_matrix
+
+        shape = (len(self.bounds), num_variables)
+        return csr_matrix((self._factors, (self._numbers, self._variables)), shape=shape)
+
+
+def _per_bin(num_bins: int) -> list[list[tuple[float, int]]]:
+    """Terms for each bin, and for what lies behind the last."""
+    return [[] for _ in range(num_bins + 1)]
+
+
+def _then(row: Sequence[int], bin_before: int) -> list[tuple[float, int]]:
+    """The term of a running total's value one bin before; none in the first."""
+    return [(1.0, row[bin_before])] if bin_before >= 0 else []
+
+
+def _negative(terms: _Terms) -> list[tuple[float, int]]:
+    return [(-factor, variable) for factor, variable in terms]
+
+
+def _ratio(alone: float, both: float) -> float:
+    return alone / both if both > 0 else 1.0
