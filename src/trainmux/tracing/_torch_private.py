@@ -154,6 +154,14 @@ class _InTracingThread:
     def __hash__(self) -> int:
         return hash(bool(self))
 
+    def __or__(self, other: Any) -> Any:  # Transformers asks ``flag |= torch.compiler.is_compiling()``
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    __ror__, __rand__ = __or__, __and__
+
 
 def while_tracing(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """``own`` in the thread that traces a user's code, ``original`` in others: they do not see a patch."""

@@ -111,7 +111,6 @@ def rows(model: nn.Module, batch: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "error"),
     [({"precision": "fp64"}, ConfigError), ({"accumulate": 2}, ConfigError), ({"loss": rows}, LossError)],
-    ids=str,
 )
 def test_eager_jobs_that_cannot_be_honoured_are_refused(
     options: dict[str, Any], error: type[Exception]

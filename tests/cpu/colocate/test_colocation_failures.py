@@ -155,7 +155,6 @@ def test_jobs_that_cannot_be_co_located_are_refused() -> None:
         {"fleet": object()},
         {"name": ""},
     ],
-    ids=str,
 )
 def test_settings_that_are_no_use_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

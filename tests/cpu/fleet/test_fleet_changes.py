@@ -482,7 +482,7 @@ PLACES: list[tuple[str, int, Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} {place[3]!r}"[:40])
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} {place[1]}")
 def test_values_of_attributes_and_what_functions_carry(
     read: tm.Fleet, monkeypatch: pytest.MonkeyPatch, place: Any
 ) -> None:

@@ -648,14 +648,14 @@ BAD_CALLS: dict[str, tuple[type[TrainmuxError], Callable[[Fleet], object]]] = {
     "use no plan": (PlanError, lambda f: f.use("x")),  # type: ignore[arg-type]
     "restore nothing": (CheckpointError, lambda f: f.restore("nowhere")),
     **{
-        f"fit {name} {value}": (
+        f"fit {name} {number}": (
             ConfigError,
             lambda f, name=name, value=value: f.fit(
                 **{**FIT, "epochs": {"steps": None, "loader": 2}.get(name, 1), name: value}
             ),
         )
         for name, values in BAD_FITS.items()
-        for value in values
+        for number, value in enumerate(values)
     },
     **{
         f"plan {arguments}": (error, lambda f, arguments=arguments: f.plan(**arguments))

@@ -262,6 +262,8 @@ def test_in_place_code_is_plain_torchs_and_every_mutation_becomes_a_new_value() 
 def test_control_flow_on_python_values_is_taken_as_it_is() -> None:
     def loss(model: nn.Module, given: dict[str, Any]) -> Tensor:
         assert torch.compiler.is_compiling()  # some libraries ask
+        assert torch.compiler.is_compiling() | False
+        assert not (False | (torch.compiler.is_compiling() & False))
         out = model(given["x"])
         return (out * 2 if given["twice"] else out).square().mean()
 
