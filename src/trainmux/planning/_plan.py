@@ -114,8 +114,8 @@ class Planner:
         known = policy_named(policy, seed=seed, evaluations=evaluations)
         if fixed_bytes < 0:
             raise ConfigError(f"fixed_bytes must be 0 or more, but got {fixed_bytes}; leave it out")
-        if not time_limit >= 0:
-            raise ConfigError(f"time_limit must be 0 seconds or more, but got {time_limit}; leave it out")
+        if isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not time_limit >= 0:
+            raise ConfigError(f"time_limit must be 0 seconds or more, but got {time_limit!r}; leave it out")
         names = [member for group in groups for member in group.members]
         if len(set(names)) < len(names):
             raise ConfigError("members must have names of their own, but one is used twice; rename it")

@@ -607,6 +607,7 @@ BAD_PLANS: list[tuple[type[TrainmuxError], dict[str, Any]]] = [
     (ConfigError, {"budget": "1GiB", "device": "b300"}),
     *((ConfigError, {"budget": "1GiB", "device": TOY, "num_members": wrong}) for wrong in (0, True, 1.5)),
     (ConfigError, {"budget": "1GiB", "num_members": 5}),
+    *((ConfigError, {"budget": "1GiB", "device": TOY, "time_limit": wrong}) for wrong in (-1, "long")),
 ]
 
 
