@@ -401,7 +401,10 @@ class FleetPlanner:
         active = program.position_of("active")
         arguments[active] = torch.zeros_like(arguments[active])
         for position in program.accumulator_positions():  # they change even where nobody is active
-            arguments[position] = arguments[position].clone()
+            own = arguments[position]  # whose rows may be padded: a clone would lie otherwise
+            arguments[position] = torch.empty_strided(
+                own.shape, own.stride(), dtype=own.dtype, device=own.device
+            ).copy_(own)
         return [
             argument.contiguous() if position in program.fed_positions else argument
             for position, argument in enumerate(arguments)

@@ -85,15 +85,20 @@ class MemberWatch:
         self._mark()
 
     def _mark(self) -> None:
-        self._containers = _containers(self._member.optimizer)
+        optimizer = self._member.optimizer
+        self._containers = _containers(optimizer)
+        self._switches = [
+            [key for key, value in group.items() if value is None or isinstance(value, bool)]
+            for group in optimizer.param_groups
+        ]
         self._marks = self._read_marks()
 
     def _read_marks(self) -> tuple[Any, ...]:
-        """Marks of tensors, and of the optimizer: its size, hooks, and settings that are no numbers."""
+        """Marks of tensors, and of the optimizer: its size, hooks, and settings that were no numbers."""
         optimizer = self._member.optimizer
         switches = [
-            [(key, value) for key, value in group.items() if value is None or isinstance(value, bool)]
-            for group in optimizer.param_groups
+            [group[key] for key in keys]
+            for group, keys in zip(optimizer.param_groups, self._switches, strict=True)
         ]
         return (
             [_tensor_marks(tensor) for tensor in (*self._own.values(), *self._constants)],

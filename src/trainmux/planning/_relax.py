@@ -173,8 +173,9 @@ class Relaxation:
                 lp.at_most([(1.0, swap[number]), (1.0, again[number])], 1.0)
         rate_out = min((c.out / c.size for c in classes if c.copies_out), default=0.0)
         rate_in = min(c.back / c.size for c in classes)
-        quick = max(min(1.0, _ratio(c.out, c.out_duplex), _ratio(c.back, c.back_duplex)) for c in classes)
-        lost = (1 - quick) / quick
+        out_ratios = [_ratio(c.out, c.out_duplex) for c in classes if c.copies_out]
+        quick = min(1.0, max([*out_ratios, *(_ratio(c.back, c.back_duplex) for c in classes)]))
+        lost = (1 - quick) / quick if quick > 0 else 0.0
         slowed = 1 - 1 / self._slowdown
         for b in range(num_bins):
             before = b - 1
