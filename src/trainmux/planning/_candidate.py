@@ -21,7 +21,7 @@ from trainmux.planning.policies._body import FixedBody
 
 ROUNDING = 1e-9
 """Times that differ by less than this share differ by the rounding of sums alone."""
-_TIGHTENINGS = (1, 2, 4, 8)
+_TIGHTENINGS = (1, 1, 1, 2, 4)
 """On each retry, lower the policy's limit by this multiple of the slab's overshoot."""
 _SLOW_COPIES = 1.3
 """How much longer copies take where it is asked what a schedule would take if they did."""

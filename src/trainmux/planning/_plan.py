@@ -7,7 +7,7 @@ to try, when the best plan is within 2% of the bound, or when its time is up.
 
 A planner keeps what it finds, and a plan for one budget serves every larger one: asked for one budget after
 another, predicted time does not rise with the budget. What cross-stream dependencies cost is in a plan's
-predictions only, not in the times by which schedules are compared.
+predictions and in the price of copies to `auto`, not in the times by which schedules are compared.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _CLOSE = 1.02
 """A plan that takes no longer than this many times the bound is not improved any more."""
 _HOPELESS = 1.1
 """An arrangement whose schedule takes so many times the best plan's time is not improved."""
+_SEARCH_SHARE = 0.7
+"""The part of the time limit in which new plans are sought; the rest is to place and prove the best."""
 _NUM_BISECTIONS = 8
 _MOST_UNUSED = 1 / 4
 """Places on branches that have no member, for each member: fewer than that, for they take memory."""
@@ -358,7 +360,7 @@ class _BudgetSearch:
         self.available = available
         self.best: Candidate | None = None
         self._planner = planner
-        self._ends_at = monotonic() + planner.time_limit
+        self._ends_at = monotonic() + _SEARCH_SHARE * planner.time_limit
         self.options = [_Option(each, available - each.scratch_bytes) for each in planner.arrangements]
 
     @property

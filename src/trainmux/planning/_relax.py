@@ -28,6 +28,8 @@ from trainmux.planning.policies._gaps import Gap, RecomputePrices, find_gaps
 NUM_BINS = 160
 _MOST_CLASSES = 2000
 """Gaps of bodies with more of them share a variable where they are alike."""
+_SPARED = 0.01
+"""The price of a second of copies that compute hides, in seconds of compute, where they are spared."""
 _ALIKE = 0.02
 """Relative difference in seconds per byte up to which recomputations count as alike."""
 
@@ -74,10 +76,18 @@ class Relaxation:
             np.add.reduceat(body.seconds, edges[:-1]) * self._second,
         )
         self._classes, self._class_of = self._find_classes(body)
+        sync = max(profile.meeting_seconds for profile in body.task.profiles) * self._second
+        counts = np.bincount(self._class_of, minlength=len(self._classes)) if gaps else np.zeros(0)
+        copies = np.asarray([each.out + each.back for each in self._classes])
+        self._prices = (counts * sync + copies * _SPARED).tolist()
         self._program = self._write() if self._total > 0 and gaps else None
 
-    def solve(self, limit_bytes: int) -> Relaxed | None:
-        """Return the least time within a limit and the shares that lead to it; ``None`` if nothing fits."""
+    def solve(self, limit_bytes: int, *, sparing: bool = False) -> Relaxed | None:
+        """Return the least time within a limit and the shares that lead to it; ``None`` if nothing fits.
+
+        With ``sparing``, copies that would be hidden cost a little, too, so that there are no more of them
+        than it takes; ``seconds`` is no bound then.
+        """
         nothing = np.zeros(len(self._gaps))
         if int(self._needed.max()) <= limit_bytes:
             return Relaxed(self._total, nothing, nothing)
@@ -86,7 +96,7 @@ class Relaxation:
         program = self._program
         room = np.asarray((limit_bytes - self._needed[self._bins.probes]) * self._byte, dtype=np.float64)
         program.set_bounds("room", room)
-        found = program.solve()
+        found = program.solve(self._prices if sparing else None)
         if found is None:
             return None
         value, x = found
@@ -295,12 +305,14 @@ class _LinearProgram:
         for row, bound in zip(self._named[name], bounds.tolist(), strict=True):
             self._rows[False].bounds[row] = bound
 
-    def solve(self) -> tuple[float, Floats] | None:
+    def solve(self, first_costs: Sequence[float] | None = None) -> tuple[float, Floats] | None:
+        """Minimize; ``first_costs`` are those of the first variables, in place of their own."""
         from scipy.optimize import linprog  # takes longer to import than the rest of the package's planning
 
         num = len(self._costs)
+        costs = self._costs if first_costs is None else [*first_costs, *self._costs[len(first_costs) :]]
         found = linprog(
-            self._costs,
+            costs,
             self._rows[False].matrix(num),
             self._rows[False].bounds,
             self._rows[True].matrix(num),

@@ -328,11 +328,11 @@ def test_eight_members_near_static_memory_take_hardly_longer_than_their_nodes() 
     assert ByteClass.OPTIMIZER_STATE in kinds
 
 
-def test_what_waits_between_lanes_cost_is_predicted_and_decides_nothing() -> None:
+def test_what_waits_between_lanes_cost_is_predicted_and_spares_copies() -> None:
     profile = member(4)
     costly = replace(profile, meeting_seconds=min(node.seconds for node in profile.nodes) / 2)
     without, plan = (near_static_memory(each, 3) for each in (profile, costly))
-    assert without.schedule == plan.schedule
+    assert len(plan.swaps) <= len(without.swaps)
     assert without.step_seconds < plan.step_seconds < 2 * without.step_seconds
 
 

@@ -150,7 +150,7 @@ class _Search:
         way = int(self.body.needed().max()) - self.known.all_swapped.peak_bytes
         seen = set()
         for room in _ROOMS:
-            relaxed = self.known.relaxation.solve(limit - int(room * way))
+            relaxed = self.known.relaxation.solve(limit - int(room * way), sparing=True)
             if relaxed is None:
                 break
             for threshold in _THRESHOLDS:
