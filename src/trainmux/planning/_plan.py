@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 
@@ -197,23 +198,17 @@ class Planner:
         """The candidate that reserves the fewest bytes, of the arrangement with the narrowest sub-arrays."""
         if self._smallest is None:
             narrowest = min(self.arrangements, key=lambda each: max(each.widths))
-            found = min(
-                (place_plainly(each) for each in self.arrangements), key=lambda each: each.reserved_bytes
-            )
-            if isinstance(self.by, Auto):
-                try:
-                    schedule = self.by.smallest(self.task(narrowest, 0))
-                    found = min(found, place_schedule(narrowest, schedule), key=lambda c: c.reserved_bytes)
-                except Infeasible:
-                    found = min(found, self._bisected(narrowest), key=lambda c: c.reserved_bytes)
-            else:
-                found = min(found, self._bisected(narrowest), key=lambda c: c.reserved_bytes)
-            self._smallest = found
-            self.found.append(found)
+            plain = min(self.arrangements, key=lambda each: each.plain_bytes + each.scratch_bytes)
+            found = (place_plainly(plain), self._smallest_of(narrowest))
+            self._smallest = min(found, key=lambda each: each.reserved_bytes)
+            self.found.append(self._smallest)
         return self._smallest
 
-    def _bisected(self, arrangement: Arrangement) -> Candidate:
-        """What a policy without a schedule for the fewest bytes finds at lower and lower limits."""
+    def _smallest_of(self, arrangement: Arrangement) -> Candidate:
+        """What the policy's schedule for the fewest bytes reserves, or what it finds at lower limits."""
+        if isinstance(self.by, Auto):
+            with suppress(Infeasible):
+                return place_schedule(arrangement, self.by.smallest(self.task(arrangement, 0)))
         best = place_plainly(arrangement)
         low, high = 0, best.slab_bytes
         for _ in range(_NUM_BISECTIONS):

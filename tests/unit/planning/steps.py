@@ -138,7 +138,7 @@ def decide(
     multiplexing: Multiplexing,
     limit_bytes: int,
     host_bytes: int = PLENTY,
-    evaluations: int = 4,
+    evaluations: int | None = 4,
 ) -> Schedule | None:
     """A policy's own schedule for one arrangement within a limit; ``None`` where it finds none."""
     task = Task(tuple(profiles), multiplexing, limit_bytes, host_bytes)

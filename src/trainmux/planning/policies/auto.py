@@ -3,7 +3,7 @@
 The linear program of `_relax` says which share of each tensor to offload and to recompute within the limit.
 Nearly all shares are 0 or 1; the rest are rounded at several thresholds. The relaxation knows nothing of
 whole tensors, whose copies take memory before they are needed, so limits that leave some room for that are
-solved for, too. What then does not fit is repaired greedily (`_relieve`); copies are placed (`_layout`) and
+solved for, too. What then does not fit is repaired greedily (`_evict`); copies are placed (`_layout`) and
 the clock decides (`_clock`). The best is improved by a seeded number of small changes.
 
 Idle static tensors may be offloaded like any other, so that budgets near or below static memory work; a
@@ -21,9 +21,9 @@ from trainmux.planning._policy import Task, plain_order
 from trainmux.planning._relax import Relaxation
 from trainmux.planning.policies._body import FixedBody, infeasible
 from trainmux.planning.policies._clock import seconds_of
+from trainmux.planning.policies._evict import LINK_PRICES, LinkPrice, evict
 from trainmux.planning.policies._gaps import RECOMPUTED, Choice, find_gaps
 from trainmux.planning.policies._layout import Demand, Layout, demand, lay_out
-from trainmux.planning.policies._relieve import LINK_PRICES, LinkPrice, Reliever, Shortfall
 
 _ROOMS = (0.0, 0.01, 0.02, 0.04, 0.08, 0.16)
 """Shares of the bytes that can be given up: so much below the limit the relaxation is solved."""
@@ -109,7 +109,6 @@ class _Search:
         self.body = known.body_for(task)
         self.gaps = known.gaps
         self.least_seconds = float(self.body.starts[-1])
-        self.reliever = Reliever(self.gaps, [True] * len(self.gaps))
         self.rng = random.Random(policy.seed)
         self.best: _Found | None = None
         evaluations = policy.evaluations
@@ -167,17 +166,16 @@ class _Search:
                     yield choices
         if self.body.length <= _SMALL_BODY:
             for price in LINK_PRICES:
-                relief = self.reliever.relieve(self.body, limit, price)
-                if not isinstance(relief, Shortfall):
-                    yield relief.choices
+                greedy = evict(self.body, self.gaps, price)
+                if greedy is not None:
+                    yield greedy
 
     def _repaired(self, choices: Sequence[Choice]) -> Sequence[Choice] | None:
         """Decisions that fit, from these on; ``None`` where none are found."""
         needs = demand(self.body, self.gaps, choices)
         if needs is not None and self._fits(needs):
             return choices
-        relief = self.reliever.relieve(self.body, self.task.limit_bytes, _REPAIR_PRICE, begin=choices)
-        return None if isinstance(relief, Shortfall) else relief.choices
+        return evict(self.body, self.gaps, _REPAIR_PRICE, begin=choices)
 
     def _fits(self, needs: Demand) -> bool:
         return needs.peak_bytes <= self.task.limit_bytes and needs.host_bytes <= self.task.host_bytes
@@ -200,9 +198,7 @@ class _Search:
         needs = demand(self.body, self.gaps, choices)
         if needs is not None and self._fits(needs):
             return choices
-        price = rng.choice(LINK_PRICES)
-        relief = self.reliever.relieve(self.body, self.task.limit_bytes, price, begin=choices, noise=rng)
-        return None if isinstance(relief, Shortfall) else relief.choices
+        return evict(self.body, self.gaps, rng.choice(LINK_PRICES), begin=choices, noise=rng)
 
     def _ways(self, number: int) -> list[Choice]:
         return [Choice.KEEP, Choice.SWAP, *(RECOMPUTED if self.gaps[number].can_recompute else ())]
