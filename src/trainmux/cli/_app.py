@@ -60,7 +60,7 @@ def plan(
     fleet: Annotated[str, typer.Argument(help="FILE:NAME, a trainmux.Fleet or a function that makes one.")],
     budget: Budget = None,
     policy: Annotated[
-        str, typer.Option(help="auto, mutwo, capuchin, swap_only, recompute_only or none.")
+        str, typer.Option(help="auto, mutwo, mutwo_turns, capuchin, swap_only, recompute_only or none.")
     ] = "auto",
     device: Annotated[
         str | None,

@@ -114,18 +114,17 @@ def test_what_fits_with_everything_swapped_is_not_refused(policy: str, seed: int
         assert made.swaps or made.recomputes
 
 
-@pytest.mark.parametrize("multiplexes", [True, False])
+@pytest.mark.parametrize("multiplexing", [RING, TURNS])
 @pytest.mark.parametrize("widths", [(4, 4), (3, 3, 1, 1), (2, 2, 2, 2), (1,) * 8, (2, 2, 1)])
 def test_mutwo_schedules_pairs_and_leaves_multiplexing_out_where_asked(
-    widths: tuple[int, ...], multiplexes: bool
+    widths: tuple[int, ...], multiplexing: Multiplexing
 ) -> None:
     """All of the paper's partitions of eight, and one whose last sub-array has no partner."""
     by_width = {width: random_profile(5, width, Shape(num_layers=3)) for width in widths}
     profiles = tuple(by_width[width] for width in widths)
-    multiplexing = RING if multiplexes else TURNS
     low = peak_live_bytes(rewrite(profiles, all_swapped(profiles, multiplexing)).body)
     limit = low + (plain_peak(profiles, multiplexing) - low) // 3
-    made = MuTwo(multiplexes=multiplexes).schedule(Task(profiles, RING, limit, PLENTY))
+    made = MuTwo().schedule(Task(profiles, multiplexing, limit, PLENTY))
     assert made.multiplexing is multiplexing
     assert made.swaps or made.recomputes
     prove(profiles, made, limit)

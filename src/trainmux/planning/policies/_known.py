@@ -108,6 +108,11 @@ def _pairs(partition: Partition) -> tuple[Multiplexing, ...]:
     return _TURNS if partition.num_sub_arrays == 1 else _RING
 
 
+def _pairs_in_turns(partition: Partition) -> tuple[Multiplexing, ...]:
+    """The partitions of pairs without multiplexing, for ablations."""
+    return _TURNS if partition.is_in_pairs else ()
+
+
 def _all(partition: Partition) -> tuple[Multiplexing, ...]:
     """Turns always; a ring where neighbours take about the same time: one hides the other's copies."""
     if partition.num_sub_arrays == 1:
@@ -124,6 +129,7 @@ def policy_named(name: str, *, seed: int = 0, evaluations: int | None = None) ->
     known = {
         "auto": KnownPolicy(Auto(seed=seed, evaluations=evaluations), _all),
         "mutwo": KnownPolicy(_OneSchedule(MuTwo()), _pairs),
+        "mutwo_turns": KnownPolicy(_OneSchedule(MuTwo("mutwo_turns")), _pairs_in_turns),
         "capuchin": KnownPolicy(_OneSchedule(Capuchin()), _complete_fusion),
         "swap_only": KnownPolicy(_OneSchedule(SwapOnly()), _turns),
         "recompute_only": KnownPolicy(_OneSchedule(RecomputeOnly()), _turns),
@@ -135,5 +141,5 @@ def policy_named(name: str, *, seed: int = 0, evaluations: int | None = None) ->
     return known[name]
 
 
-POLICY_NAMES = ("auto", "mutwo", "capuchin", "swap_only", "recompute_only", "none")
+POLICY_NAMES = ("auto", "mutwo", "mutwo_turns", "capuchin", "swap_only", "recompute_only", "none")
 """Every policy, the default first."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -55,14 +55,11 @@ _MAX_SECOND_LOOKS = 4
 
 @dataclass(frozen=True)
 class MuTwo:
-    """The policy. Without ``multiplexes`` it decides for sub-arrays that run in turns, whatever is asked."""
+    """The policy; for sub-arrays that run in turns it decides without multiplexing."""
 
     name: str = "mutwo"
-    multiplexes: bool = True
 
     def schedule(self, task: Task) -> Schedule:
-        if not self.multiplexes:
-            task = replace(task, multiplexing=Multiplexing.TURNS)
         return _schedule(task, self.name).schedule()
 
 
