@@ -48,6 +48,18 @@ class Shape:
 
 USUAL = Shape()
 
+Node = tuple[int, int]
+
+
+def split_passes(profiles: Sequence[Profile]) -> list[tuple[list[Node], list[Node]]]:
+    """The nodes of each sub-array: its forward pass, and its backward pass with the update."""
+    passes = []
+    for sub_array, profile in enumerate(profiles):
+        nodes = [(sub_array, rank) for rank in range(len(profile.nodes))]
+        num_forward = sum(node.phase is Phase.FORWARD for node in profile.nodes)
+        passes.append((nodes[:num_forward], nodes[num_forward:]))
+    return passes
+
 
 @dataclass
 class _Draft:

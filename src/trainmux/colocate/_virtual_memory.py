@@ -26,7 +26,7 @@ _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
-class _Location(ctypes.Structure):
+class _MemoryLocation(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
@@ -43,14 +43,14 @@ class _AllocationProperties(ctypes.Structure):
     _fields_ = (
         ("type", ctypes.c_int),
         ("handle_types", ctypes.c_int),
-        ("location", _Location),
+        ("location", _MemoryLocation),
         ("windows", ctypes.c_void_p),
         ("flags", _AllocationFlags),
     )
 
 
 class _Access(ctypes.Structure):
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+    _fields_ = (("location", _MemoryLocation), ("flags", ctypes.c_int))
 
 
 _SIZE, _ADDRESS, _HANDLE, _FLAGS = ctypes.c_size_t, ctypes.c_ulonglong, ctypes.c_ulonglong, ctypes.c_ulonglong
@@ -105,7 +105,7 @@ def _call(name: str, *arguments: Any) -> None:
 def _properties(index: int) -> _AllocationProperties:
     found = _AllocationProperties()
     found.type = _PINNED
-    found.location = _Location(_ON_DEVICE, index)
+    found.location = _MemoryLocation(_ON_DEVICE, index)
     return found
 
 
@@ -180,7 +180,7 @@ class VirtualRange:
         for offset, block in rows:
             _call("cuMemMap", self.address + offset, block.size_bytes, 0, block.handle, 0)
             self._mapped[offset] = block
-            access = _Access(_Location(_ON_DEVICE, self.device.index), _READ_AND_WRITE)
+            access = _Access(_MemoryLocation(_ON_DEVICE, self.device.index), _READ_AND_WRITE)
             _call("cuMemSetAccess", self.address + offset, block.size_bytes, ctypes.byref(access), 1)
 
     def unmap(self, offset: int) -> None:

@@ -68,7 +68,7 @@ class Plan:
     @property
     def gap(self) -> float:
         """By how much the predicted step time is above the bound: 0.03 is 3%."""
-        return self.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
+        return self.record.gap
 
     @property
     def partition(self) -> tuple[SubArray, ...]:

@@ -126,6 +126,11 @@ class PlanRecord:
     bound_seconds: float = 0.0
 
     @property
+    def gap(self) -> float:
+        """By how much the step time is above the bound: 0.03 is 3%; 0 where no bound is known."""
+        return self.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
+
+    @property
     def peak_over_limit(self) -> float:
         """By how much that plain peak passes the budget, as a share of the budget; 0 where it does not."""
         return max(0.0, self.plain_peak_bytes / self.budget_bytes - 1) if self.budget_bytes else 0.0

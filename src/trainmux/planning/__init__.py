@@ -6,7 +6,6 @@ from trainmux.planning._measured_timeline import measured_timeline
 from trainmux.planning._memory import peak_live_bytes
 from trainmux.planning._plan import TIME_LIMIT_SECONDS, BudgetCost, Planner, PlanProgress
 from trainmux.planning._policy import Infeasible, Task
-from trainmux.planning._relax import bound_seconds
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._slab import Slab, Tenant, pack
 from trainmux.planning._timeline import lane_times, timeline
@@ -24,7 +23,6 @@ __all__ = [
     "Slab",
     "Task",
     "Tenant",
-    "bound_seconds",
     "fewer_waits",
     "find_partitions",
     "fit_program",

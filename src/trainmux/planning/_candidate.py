@@ -69,11 +69,14 @@ class Arrangement:
             for members, profile in zip(self.sub_arrays, self.profiles, strict=True)
         )
 
+    def task(self, limit_bytes: int, host_bytes: int) -> Task:
+        """The problem of scheduling it within so many bytes."""
+        return Task(self.profiles, self.multiplexing, limit_bytes, host_bytes)
+
     @cached_property
     def body(self) -> FixedBody:
         """The nodes in plain order."""
-        task = Task(self.profiles, self.multiplexing, 0, 0)
-        return FixedBody(task, plain_order(self.profiles, self.multiplexing))
+        return FixedBody(self.task(0, 0), plain_order(self.profiles, self.multiplexing))
 
     @property
     def plain_bytes(self) -> int:
@@ -160,10 +163,10 @@ def place_schedule(arrangement: Arrangement, schedule: Schedule) -> Candidate:
     return _timed(arrangement, schedule).placed()
 
 
-class Search:
-    """What a policy makes of one arrangement within ``limit_bytes`` of slab, one schedule after another.
+class ScheduleSearch:
+    """A policy's schedules of one arrangement, one after another, each placed within ``limit_bytes``.
 
-    ``seconds`` is the time of the last schedule, ``lacking_bytes`` what the policy said it lacks.
+    ``seconds`` is the time of the quickest schedule, ``lacking_bytes`` what the policy said it lacks.
     """
 
     def __init__(self, arrangement: Arrangement, policy: Policy, limit_bytes: int, host_bytes: int) -> None:
@@ -198,9 +201,7 @@ class Search:
         return self.next(to_beat)
 
     def _ask(self) -> Iterator[Schedule]:
-        arrangement = self.arrangement
-        task = Task(arrangement.profiles, arrangement.multiplexing, self._tightened, self._host_bytes)
-        return self._policy.schedules(task)
+        return self._policy.schedules(self.arrangement.task(self._tightened, self._host_bytes))
 
     def _next_timed(self) -> _Timed | None:
         try:

@@ -109,7 +109,7 @@ class _Old:
         self.tenants = _Tenants(part)
 
 
-class _Held:
+class _HeldCopies:
     """Copies of one lane that are held back, in order, for ``share`` of their slack.
 
     They begin together, once all of compute that is issued before them has ended, and run one after another.
@@ -166,7 +166,7 @@ class _Waits(LaneWriter):
         super().__init__()
         self._old = old
         self._shares = shares
-        self._held = {lane: _Held(old, 0.0 if shares is None else shares[lane]) for lane in (OUT, IN)}
+        self._held = {lane: _HeldCopies(old, 0.0 if shares is None else shares[lane]) for lane in (OUT, IN)}
         self._moved = {-1: -1}
         self._copies: dict[int, list[tuple[int, int]]] = {OUT: [], IN: []}
         self._written: dict[Key, int] = {}

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from trainmux.errors import BudgetError
 from trainmux.ir import Multiplexing, Profile, Program, verify
-from trainmux.planning._candidate import Arrangement, Candidate, Search, place_plainly, place_schedule
+from trainmux.planning._candidate import Arrangement, Candidate, ScheduleSearch, place_plainly, place_schedule
 from trainmux.planning._fewer_waits import fewer_waits
-from trainmux.planning._policy import Infeasible, Task
+from trainmux.planning._policy import Infeasible
 from trainmux.planning.policies import Auto, policy_named
 from trainmux.sizes import exact_bytes
 
@@ -52,11 +52,11 @@ def _in_order(
         return
     for name in _POLICIES:
         policy = policy_named(name).policy
-        found = Search(arrangement, policy, available_bytes, host_bytes).next(math.inf)
+        found = ScheduleSearch(arrangement, policy, available_bytes, host_bytes).next(math.inf)
         if found is not None:
             yield found
-    task = Task(arrangement.profiles, arrangement.multiplexing, available_bytes, host_bytes)
     try:
+        task = arrangement.task(available_bytes, host_bytes)
         yield place_schedule(arrangement, Auto().smallest(task))
     except Infeasible:
         return

@@ -24,11 +24,11 @@ from trainmux.planning._candidate import (
     ROUNDING,
     Arrangement,
     Candidate,
-    Search,
+    ScheduleSearch,
     place_plainly,
     place_schedule,
 )
-from trainmux.planning._policy import Infeasible, Task
+from trainmux.planning._policy import Infeasible
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._timeline import timeline
 from trainmux.planning.partition import MAX_PARTITIONS, Partition, PlannedGroup, find_partitions
@@ -185,13 +185,10 @@ class Planner:
             costs.append(BudgetCost(budget, plan.step_seconds, plan.peak_bytes))
         return tuple(costs)
 
-    def task(self, arrangement: Arrangement, limit_bytes: int) -> Task:
-        return Task(arrangement.profiles, arrangement.multiplexing, limit_bytes, self.host_bytes)
-
     def bound_seconds(self, arrangement: Arrangement, limit_bytes: int) -> float:
         """A time that the policy's schedules do not go below; infinite where nothing fits."""
         if isinstance(self.by, Auto) and arrangement.plain_bytes > limit_bytes:
-            return self.by.bound_seconds(self.task(arrangement, limit_bytes))
+            return self.by.bound_seconds(arrangement.task(limit_bytes, self.host_bytes))
         return arrangement.compute_seconds
 
     def smallest(self) -> Candidate:
@@ -205,15 +202,16 @@ class Planner:
         return self._smallest
 
     def _smallest_of(self, arrangement: Arrangement) -> Candidate:
-        """What the policy's schedule for the fewest bytes reserves, or what it finds at lower limits."""
+        """The policy's schedule for the fewest bytes, or the last that it finds at lower and lower limits."""
         if isinstance(self.by, Auto):
             with suppress(Infeasible):
-                return place_schedule(arrangement, self.by.smallest(self.task(arrangement, 0)))
+                task = arrangement.task(0, self.host_bytes)
+                return place_schedule(arrangement, self.by.smallest(task))
         best = place_plainly(arrangement)
         low, high = 0, best.slab_bytes
         for _ in range(_NUM_BISECTIONS):
             limit = (low + high) // 2
-            found = Search(arrangement, self.by, limit, self.host_bytes).next(math.inf)
+            found = ScheduleSearch(arrangement, self.by, limit, self.host_bytes).next(math.inf)
             if found is None:
                 low = limit
             else:
@@ -331,7 +329,7 @@ class _Option:
     limit_bytes: int
     bound_seconds: float = 0.0
     best: Candidate | None = None
-    search: Search | None = None
+    search: ScheduleSearch | None = None
 
     @property
     def fits_plainly(self) -> bool:
@@ -385,7 +383,9 @@ class _BudgetSearch:
             if self.best is not None and self._is_late():
                 break
             if not self._is_beaten(option):
-                option.search = Search(option.arrangement, planner.by, option.limit_bytes, planner.host_bytes)
+                option.search = ScheduleSearch(
+                    option.arrangement, planner.by, option.limit_bytes, planner.host_bytes
+                )
                 self._draw(option)
         self._report(_SCHEDULING.format(planner.policy), len(in_order), len(in_order))
         self._improve()

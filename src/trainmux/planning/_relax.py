@@ -12,20 +12,17 @@ Its solution says what to offload and what to recompute: few tensors are divided
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from trainmux.ir import Multiplexing, Profile
-from trainmux.planning._policy import Task, plain_order
 from trainmux.planning.policies._body import FixedBody, Floats, Ints
-from trainmux.planning.policies._gaps import Gap, RecomputePrices, find_gaps
+from trainmux.planning.policies._gaps import Gap, RecomputePrices
 
-NUM_BINS = 160
+_NUM_BINS = 160
 _MOST_CLASSES = 2000
 """Gaps of bodies with more of them share a variable where they are alike."""
 _SPARED = 0.01
@@ -45,14 +42,6 @@ class Relaxed:
     recomputed: Floats
 
 
-def bound_seconds(profiles: Sequence[Profile], multiplexing: Multiplexing, limit_bytes: int) -> float:
-    """A time that no schedule in the plain order goes below; infinite where nothing fits."""
-    task = Task(tuple(profiles), multiplexing, limit_bytes, sys.maxsize)
-    body = FixedBody(task, plain_order(profiles, multiplexing))
-    found = Relaxation(body, find_gaps(body.all_facts, with_static=True)).solve(limit_bytes)
-    return float("inf") if found is None else found.seconds
-
-
 class Relaxation:
     """The relaxation of one body, for any limit.
 
@@ -60,15 +49,15 @@ class Relaxation:
     than a few.
     """
 
-    def __init__(self, body: FixedBody, gaps: Sequence[Gap], num_bins: int = NUM_BINS) -> None:
+    def __init__(self, body: FixedBody, gaps: Sequence[Gap]) -> None:
         self._total = float(body.starts[-1])
         self._gaps = gaps
         self._needed = body.needed()
         self._host_bytes = body.task.host_bytes
         self._byte = 1.0 / max(1.0, float(self._needed.max()))
-        self._second = num_bins / self._total if self._total > 0 else 0.0
+        self._second = _NUM_BINS / self._total if self._total > 0 else 0.0
         self._slowdown = min(profile.slowdown_by_copies for profile in body.task.profiles)
-        cuts = np.searchsorted(body.starts[:-1], np.linspace(0, self._total, num_bins + 1)[1:-1])
+        cuts = np.searchsorted(body.starts[:-1], np.linspace(0, self._total, _NUM_BINS + 1)[1:-1])
         edges = [0, *dict.fromkeys(int(cut) for cut in cuts if 0 < cut < body.length), body.length]
         self._bins = _Bins(
             np.repeat(np.arange(len(edges) - 1), np.diff(edges)),
@@ -249,30 +238,24 @@ class _Class:
     closes: int
 
     def key(self) -> tuple[object, ...]:
-        """What gaps have in common that share a variable."""
+        """Return the properties that gaps must have in common to share a variable."""
         price = None
         if self.again is not None:
             price = round(np.log(max(self.again / self.size, 1e-12)) / _ALIKE)
         return self.copies_out, self.wraps, self.first, self.due, self.opens, self.closes, price
 
     def joined(self, other: _Class) -> _Class:
-        size = self.size + other.size
-        again = None
+        size, again = self.size + other.size, None
         if self.again is not None and other.again is not None:
             again = size * min(self.again / self.size, other.again / other.size)
-        return _Class(
-            size,
-            self.out + other.out,
-            self.back + other.back,
-            self.out_duplex + other.out_duplex,
-            self.back_duplex + other.back_duplex,
-            again,
-            self.copies_out,
-            self.wraps,
-            self.first,
-            self.due,
-            self.opens,
-            self.closes,
+        return replace(
+            self,
+            size=size,
+            out=self.out + other.out,
+            back=self.back + other.back,
+            out_duplex=self.out_duplex + other.out_duplex,
+            back_duplex=self.back_duplex + other.back_duplex,
+            again=again,
         )
 
 
@@ -282,7 +265,7 @@ class _LinearProgram:
     def __init__(self) -> None:
         self._costs: list[float] = []
         self._uppers: list[float] = []
-        self._rows: dict[bool, _Rows] = {True: _Rows(), False: _Rows()}
+        self._rows: dict[bool, _TermRows] = {True: _TermRows(), False: _TermRows()}
         self._named: dict[str, list[int]] = {}
 
     def variables(
@@ -323,7 +306,7 @@ class _LinearProgram:
         return (float(found.fun), found.x) if found.status == 0 else None
 
 
-class _Rows:
+class _TermRows:
     def __init__(self) -> None:
         self.bounds: list[float] = []
         self._numbers: list[int] = []

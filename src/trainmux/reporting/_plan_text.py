@@ -65,8 +65,7 @@ def _gap(plan: PlanRecord) -> str:
     """How far the step is from the bound, where one is known."""
     if not plan.bound_seconds:
         return ""
-    above = plan.step_seconds / plan.bound_seconds - 1
-    return f"; {above:.1%} above the lower bound of {format_seconds(plan.bound_seconds)}"
+    return f"; {plan.gap:.1%} above the lower bound of {format_seconds(plan.bound_seconds)}"
 
 
 def _partition(plan: PlanRecord) -> list[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from tests.random_steps import split_passes
+
 from trainmux.ir import (
     ByteClass,
     Multiplexing,
@@ -66,11 +68,7 @@ def decided(
 
 def _plain_order(profiles: Sequence[Profile], multiplexing: Multiplexing) -> tuple[Node, ...]:
     """Whole steps one after another; in a ring each backward pass before the next forward pass."""
-    halves = []
-    for sub_array, profile in enumerate(profiles):
-        nodes = [(sub_array, rank) for rank in range(len(profile.nodes))]
-        cut = sum(node.phase is Phase.FORWARD for node in profile.nodes)
-        halves.append((nodes[:cut], nodes[cut:]))
+    halves = split_passes(profiles)
     if multiplexing is Multiplexing.TURNS:
         return tuple(node for forward, backward in halves for node in (*forward, *backward))
     following = [*halves[1:], halves[0]]

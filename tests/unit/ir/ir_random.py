@@ -8,14 +8,13 @@ from random import Random
 
 from ir_programs import Case
 from mutants import PARTS, rebuilt, rows_of, with_part
-from tests.random_steps import Shape, random_profile
+from tests.random_steps import Shape, random_profile, split_passes
 
 from trainmux.errors import PlanError
 from trainmux.ir import (
     ByteClass,
     Multiplexing,
     Part,
-    Phase,
     Profile,
     Program,
     Recomputation,
@@ -50,11 +49,7 @@ def random_case(random: Random, max_layers: int, num_decisions: int = 4) -> Case
 
 def _order(random: Random, profiles: Sequence[Profile], multiplexing: Multiplexing) -> tuple[Node, ...]:
     """Sub-array after sub-array, or the two passes of each stage of a ring mixed at random."""
-    passes: list[tuple[list[Node], list[Node]]] = []
-    for number, profile in enumerate(profiles):
-        nodes = [(number, rank) for rank in range(len(profile.nodes))]
-        num_forward = sum(node.phase is Phase.FORWARD for node in profile.nodes)
-        passes.append((nodes[:num_forward], nodes[num_forward:]))
+    passes = split_passes(profiles)
     if multiplexing is Multiplexing.TURNS:
         return tuple(node for forward, backward in passes for node in (*forward, *backward))
     order: list[Node] = []

@@ -148,6 +148,12 @@ def decide(
         return None
 
 
+def bound_seconds(profiles: Sequence[Profile], multiplexing: Multiplexing, limit_bytes: int) -> float:
+    """A time that no schedule in the plain order goes below; infinite where nothing fits."""
+    auto = policy_named("auto").policy
+    return auto.bound_seconds(Task(tuple(profiles), multiplexing, limit_bytes, PLENTY))  # type: ignore[attr-defined]
+
+
 def prove(profiles: Sequence[Profile], schedule: Schedule, limit_bytes: int = PLENTY) -> Program:
     """The schedule's program, proved, run on symbolic values, and within the limit of live bytes."""
     program = rewrite(profiles, schedule)

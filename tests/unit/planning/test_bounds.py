@@ -8,11 +8,22 @@ from itertools import pairwise
 
 import pytest
 from exact import solve
-from steps import PLENTY, RING, TURNS, Builder, decide, plain_order, plain_peak, prove, static_bytes
+from steps import (
+    PLENTY,
+    RING,
+    TURNS,
+    Builder,
+    bound_seconds,
+    decide,
+    plain_order,
+    plain_peak,
+    prove,
+    static_bytes,
+)
 from tests.random_steps import Shape, random_profile
 
 from trainmux.ir import ByteClass, Multiplexing, Phase, Profile
-from trainmux.planning import bound_seconds, lane_times, rewrite
+from trainmux.planning import lane_times, rewrite
 
 TIGHT = 1 + 1e-6
 

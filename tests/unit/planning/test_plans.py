@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from steps import PLENTY, Builder, static_bytes
+from steps import PLENTY, Builder, bound_seconds, static_bytes
 from tests.random_steps import KIB, Shape, random_profile
 from tests.symbolic_machine import fault
 
@@ -23,7 +23,6 @@ from trainmux.planning import (
     PlannedGroup,
     Planner,
     PlanProgress,
-    bound_seconds,
     fit_program,
     lane_times,
     rewrite,

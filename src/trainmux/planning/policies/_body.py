@@ -112,6 +112,23 @@ def _node_rows(facts: Facts) -> _NodeRows:
     )
 
 
+class GapSpans:
+    """The positions of the uses around gaps, as arrays, and how long each tensor is idle between them."""
+
+    def __init__(self, body: FixedBody, gaps: Sequence[Gap]) -> None:
+        places = [body.gap_places(gap) for gap in gaps]
+        self._lasts: Ints = np.asarray([last for last, _ in places], dtype=np.int64)
+        self._firsts: Ints = np.asarray([first for _, first in places], dtype=np.int64)
+        idle = body.starts[self._firsts] - body.starts[self._lasts + 1]
+        self.idle_seconds: Floats = np.where(self._lasts < self._firsts, idle, idle + body.starts[-1])
+
+    def around(self, position: int) -> Bools:
+        """For each gap, whether its tensor is idle at a position."""
+        after, before = position > self._lasts, position < self._firsts
+        found: Bools = np.where(self._lasts < self._firsts, after & before, after | before)
+        return found
+
+
 @dataclass(frozen=True)
 class _Spans:
     """The lifetimes of all tensors of a sub-array that are made in the step, by ranks."""

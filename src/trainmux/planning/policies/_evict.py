@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainmux.planning.policies._body import Bools, FixedBody, Floats, Ints
+from trainmux.planning.policies._body import FixedBody, GapSpans, Ints
 from trainmux.planning.policies._gaps import RECOMPUTED, Choice, Gap, RecomputePrices
 from trainmux.planning.policies._layout import Demand, demand
 
@@ -52,10 +52,10 @@ def evict(
     link_price: LinkPrice,
     begin: Sequence[Choice] | None = None,
     noise: random.Random | None = None,
-) -> tuple[Choice, ...] | None:
-    """Find choices that fit the body's task, from those of ``begin`` on; ``None`` where it finds none.
+) -> tuple[tuple[Choice, ...], Demand] | None:
+    """Find choices that fit the body's task, from those of ``begin`` on, and what they demand.
 
-    With ``noise`` prices are shaken, for searches that want to see other choices.
+    ``None`` where it finds none. With ``noise`` prices are shaken, for searches that want other choices.
     """
     return _Eviction(body, gaps, link_price, begin, noise).run()
 
@@ -76,10 +76,10 @@ class _Eviction:
         self._choices = list(begin) if begin is not None else [Choice.KEEP] * len(gaps)
         self._cannot: set[int] = set()
         self._batch = max(1, len(gaps) // _NUM_ROUNDS)
-        self._covers = _Covers(body, gaps)
+        self._spans = GapSpans(body, gaps)
         self._prices = self._price_all()
 
-    def run(self) -> tuple[Choice, ...] | None:
+    def run(self) -> tuple[tuple[Choice, ...], Demand] | None:
         task, added = self._body.task, list[int]()
         for _ in range(3 * len(self._gaps) + 3):
             needs = demand(self._body, self._gaps, self._choices)
@@ -95,7 +95,7 @@ class _Eviction:
                 continue
             excess = needs.peak_bytes - task.limit_bytes
             if excess <= 0 and needs.host_bytes <= task.host_bytes:
-                return tuple(self._choices)
+                return tuple(self._choices), needs
             peak = int((needs.tensors + needs.beyond).argmax())
             added = self._take(peak, excess, needs.host_bytes)
             if not added:
@@ -108,7 +108,7 @@ class _Eviction:
         """Give up the cheapest at the peak, one in small bodies and several in large ones; returns which."""
         taken: list[int] = []
         given_up = 0
-        for number, choice in self._cheapest(np.nonzero(self._covers.at(peak))[0]):
+        for number, choice in self._cheapest(np.nonzero(self._spans.around(peak))[0]):
             if taken and (given_up >= excess or len(taken) >= self._batch):
                 break
             gap = self._gaps[number]
@@ -148,7 +148,7 @@ class _Eviction:
             if gap.can_recompute and number not in self._cannot and link_price > 0:
                 again = self._prices[gap.sub_array].at_least(gap.tensor)
             seconds = swapping if again is None else min(swapping, again)
-            rank = (seconds * per_byte, -float(self._covers.idle_seconds[number]), number)
+            rank = (seconds * per_byte, -float(self._spans.idle_seconds[number]), number)
             heap.append((rank, swapping, again, per_byte))
         heapq.heapify(heap)
         while heap:
@@ -177,7 +177,7 @@ class _Eviction:
         return 0.0 if is_free else self._link_price.price
 
     def _swap_instead(self, needs: Demand, peak: int) -> bool:
-        """Where recomputations themselves need too much: swap the one that needs the most at the peak."""
+        """Swap the recomputation that needs the most at the peak, if it can be; false where none can."""
         here = [each for each in needs.recomputes if each.before == peak]
         for each in sorted(here, key=lambda each: -each.derived.beyond_bytes):
             for number, gap in enumerate(self._gaps):
@@ -197,19 +197,3 @@ class _Eviction:
         return [
             RecomputePrices(facts, own) for facts, own in zip(self._body.all_facts, recomputed, strict=True)
         ]
-
-
-class _Covers:
-    """Which gaps lie around a position of a body, and how long each is."""
-
-    def __init__(self, body: FixedBody, gaps: Sequence[Gap]) -> None:
-        places = [body.gap_places(gap) for gap in gaps]
-        self._lasts: Ints = np.asarray([last for last, _ in places], dtype=np.int64)
-        self._firsts: Ints = np.asarray([first for _, first in places], dtype=np.int64)
-        idle = body.starts[self._firsts] - body.starts[self._lasts + 1]
-        self.idle_seconds: Floats = np.where(self._lasts < self._firsts, idle, idle + body.starts[-1])
-
-    def at(self, position: int) -> Bools:
-        after, before = position > self._lasts, position < self._firsts
-        inside: Bools = np.where(self._lasts < self._firsts, after & before, after | before)
-        return inside

@@ -54,19 +54,19 @@ class Decided:
     stalls: Mapping[int, float]
 
     def choose(self, number: int, choice: Choice) -> Decided:
-        """The same with another choice for one gap, which nothing waits for yet."""
+        """Change the choice for one gap, which nothing waits for yet."""
         choices = (*self.choices[:number], choice, *self.choices[number + 1 :])
         return replace(self, choices=choices).stall(number, 0.0)
 
     def stall(self, number: int, seconds: float) -> Decided:
-        """The same with compute waiting so long for the copy back of a gap."""
+        """Let compute wait so long for the copy back of a gap."""
         stalls = {**self.stalls, number: seconds}
         if not seconds:
             del stalls[number]
         return replace(self, stalls=stalls)
 
     def multiplex(self, node: Node, seconds: float) -> Decided:
-        """The same with so many seconds of forward nodes in front of a node; later ones follow suit."""
+        """Put so many seconds of forward nodes in front of a node; later ones follow suit."""
         wants = {**self.wants, node: seconds * (1 - _ROUNDING)}
         body = self.body.reordered(multiplexed(self.body.task, self.body.all_facts, wants))
         return replace(self, body=body, wants=wants)
@@ -116,7 +116,7 @@ class GapTable:
 
 
 class Overlap:
-    """What decisions come to: when each position has its turn, which copies run then, the bytes needed.
+    """The simulation of decisions: when each position has its turn, which copies run then, the bytes needed.
 
     ``turns`` has one entry more than there are positions. Copies back are in the order they run: ``numbers``
     are their gaps, ``starts`` the latest times to start, ``prompts`` the positions by then.
@@ -230,7 +230,7 @@ class Multiplexer:
         self.limit = limit_bytes
 
     def look(self, decided: Decided) -> Overlap | None:
-        """What decisions come to; ``None`` where a recomputation is not possible."""
+        """Simulate decisions; ``None`` where a recomputation is not possible."""
         needs = demand(decided.body, self.table.gaps, decided.choices)
         return Overlap(self.table, decided, needs) if needs is not None else None
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from trainmux.ir import Multiplexing, Schedule
 from trainmux.planning._policy import Task, plain_order
 from trainmux.planning._relax import Relaxation
-from trainmux.planning.policies._body import FixedBody, infeasible
+from trainmux.planning.policies._body import FixedBody, GapSpans, infeasible
 from trainmux.planning.policies._clock import seconds_of
 from trainmux.planning.policies._evict import LINK_PRICES, LinkPrice, evict
 from trainmux.planning.policies._gaps import RECOMPUTED, Choice, find_gaps
@@ -50,7 +50,7 @@ class Auto:
 
     def schedules(self, task: Task) -> Iterator[Schedule]:
         """Better and better schedules; one that takes no longer than its nodes is the last."""
-        return _Search(task, self._of(task), self).run()
+        return _AutoSearch(task, self._of(task), self).run()
 
     def bound_seconds(self, task: Task) -> float:
         """A time that no schedule of the task in the plain order goes below; infinite where none fits."""
@@ -92,14 +92,19 @@ class _Known:
         return FixedBody(task, self.body.order, self.body.all_facts, self.body.derivations)
 
 
+_Fitting = tuple[tuple[Choice, ...], Demand]
+"""Choices that fit, and what they demand."""
+
+
 @dataclass(frozen=True)
 class _Found:
     choices: tuple[Choice, ...]
+    needs: Demand
     layout: Layout
     seconds: float
 
 
-class _Search:
+class _AutoSearch:
     """The search for one limit."""
 
     def __init__(self, task: Task, known: _Known, policy: Auto) -> None:
@@ -125,11 +130,11 @@ class _Search:
         if least > limit:
             raise infeasible(self.task, self.policy.name, least - limit)
         for choices in self._roundings():
-            self._look_at(self._repaired(choices))
+            self._look_at(self._made_to_fit(choices))
             if self._is_done():
                 break
         if self.best is None:
-            self._look_at(self._repaired([Choice.SWAP] * len(self.gaps)))
+            self._look_at(self._made_to_fit([Choice.SWAP] * len(self.gaps)))
         if self.best is None:
             raise infeasible(self.task, self.policy.name, 1)
         yield self._emit(self.best)
@@ -168,19 +173,18 @@ class _Search:
             for price in LINK_PRICES:
                 greedy = evict(self.body, self.gaps, price)
                 if greedy is not None:
-                    yield greedy
+                    yield greedy[0]
 
-    def _repaired(self, choices: Sequence[Choice]) -> Sequence[Choice] | None:
+    def _made_to_fit(self, choices: Sequence[Choice], noise: random.Random | None = None) -> _Fitting | None:
         """Decisions that fit, from these on; ``None`` where none are found."""
         needs = demand(self.body, self.gaps, choices)
-        if needs is not None and self._fits(needs):
-            return choices
-        return evict(self.body, self.gaps, _REPAIR_PRICE, begin=choices)
+        task = self.task
+        if needs and needs.peak_bytes <= task.limit_bytes and needs.host_bytes <= task.host_bytes:
+            return tuple(choices), needs
+        price = _REPAIR_PRICE if noise is None else noise.choice(LINK_PRICES)
+        return evict(self.body, self.gaps, price, begin=choices, noise=noise)
 
-    def _fits(self, needs: Demand) -> bool:
-        return needs.peak_bytes <= self.task.limit_bytes and needs.host_bytes <= self.task.host_bytes
-
-    def _changed(self, best: _Found) -> Sequence[Choice] | None:
+    def _changed(self, best: _Found) -> _Fitting | None:
         """Other decisions close to the best: one taken the other way, or some made anew."""
         rng, choices = self.rng, list(best.choices)
         decided = [number for number, choice in enumerate(choices) if choice is not Choice.KEEP]
@@ -195,25 +199,22 @@ class _Search:
             if rng.random() < 0.3:
                 number = rng.randrange(len(self.gaps))
                 choices[number] = rng.choice(self._ways(number)[1:])
-        needs = demand(self.body, self.gaps, choices)
-        if needs is not None and self._fits(needs):
-            return choices
-        return evict(self.body, self.gaps, rng.choice(LINK_PRICES), begin=choices, noise=rng)
+        return self._made_to_fit(choices, rng)
 
     def _ways(self, number: int) -> list[Choice]:
         return [Choice.KEEP, Choice.SWAP, *(RECOMPUTED if self.gaps[number].can_recompute else ())]
 
-    def _look_at(self, choices: Sequence[Choice] | None) -> None:
+    def _look_at(self, fitting: _Fitting | None) -> None:
         """Take decisions that fit if they are quicker."""
-        needs = None if choices is None else demand(self.body, self.gaps, choices)
-        if choices is None or needs is None:
+        if fitting is None:
             return
+        choices, needs = fitting
         if self.best is not None and self._least(needs) > self.best.seconds:
             return
         layout = lay_out(self.body, self.gaps, needs, self.task.limit_bytes)
         if layout is None:
             return
-        found = _Found(tuple(choices), layout, seconds_of(layout))
+        found = _Found(choices, needs, layout, seconds_of(layout))
         if self.best is None or found.seconds < self.best.seconds * (1 - 1e-9):
             self.best = found
 
@@ -232,28 +233,23 @@ class _Search:
     def _emit(self, found: _Found) -> Schedule:
         """As records. Copies back that can wait do so, as long as nothing takes longer: it saves bytes."""
         layout = found.layout
-        needs = demand(self.body, self.gaps, found.choices)
-        assert needs is not None
-        late = lay_out(self.body, self.gaps, needs, self.task.limit_bytes, late=True)
+        late = lay_out(self.body, self.gaps, found.needs, self.task.limit_bytes, late=True)
         if late is not None and seconds_of(late) <= found.seconds:
             layout = late
         return layout.schedule(self._reasons(found))
 
     def _reasons(self, found: _Found) -> dict[tuple[int, int], str]:
         """Why each tensor was given up as it was, in words."""
-        body = self.body
+        idle_seconds = GapSpans(self.body, self.gaps).idle_seconds.tolist()
         seconds = {
             (each.sub_array, each.derived.tensor): each.derived.seconds for each in found.layout.recomputes
         }
         reasons = {}
-        for gap, choice in zip(self.gaps, found.choices, strict=True):
+        for gap, choice, idle in zip(self.gaps, found.choices, idle_seconds, strict=True):
             if choice is Choice.KEEP:
                 continue
             key = (gap.sub_array, gap.tensor)
             record = self.task.profiles[gap.sub_array].tensors[gap.tensor]
-            last, first = body.gap_places(gap)
-            idle = float(body.starts[first] - body.starts[last + 1])
-            idle += self.least_seconds if first <= last else 0.0
             if choice is Choice.SWAP:
                 reasons[key] = f"idle for {idle:.3g} s, copied back in {record.swap_in_seconds:.3g} s"
             else:

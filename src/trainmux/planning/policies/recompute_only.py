@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from trainmux.ir import Schedule
 from trainmux.planning._policy import Task, plain_order
-from trainmux.planning.policies._body import FixedBody, infeasible
+from trainmux.planning.policies._body import FixedBody, GapSpans, Ints, infeasible
 from trainmux.planning.policies._gaps import Choice, Gap, RecomputePrices, find_gaps
 from trainmux.planning.policies._layout import Demand, demand, lay_out
 
@@ -27,6 +29,7 @@ class RecomputeOnly:
     def schedule(self, task: Task) -> Schedule:
         body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
         gaps = tuple(gap for gap in find_gaps(body.all_facts, with_static=False) if gap.can_recompute)
+        spans = GapSpans(body, gaps)
         choices = [Choice.KEEP] * len(gaps)
         prices = [RecomputePrices(facts, {}) for facts in body.all_facts]
         cannot: set[int] = set()
@@ -36,7 +39,7 @@ class RecomputeOnly:
         while needs.peak_bytes > task.limit_bytes:
             lowest = min(lowest, needs.peak_bytes - task.limit_bytes)
             peak = int((needs.tensors + needs.beyond).argmax())
-            number = _cheapest(body, gaps, choices, prices, cannot, peak)
+            number = _cheapest(gaps, np.nonzero(spans.around(peak))[0], choices, prices, cannot)
             if number is None:
                 raise infeasible(task, self.name, lowest)
             choices[number] = Choice.RECOMPUTE
@@ -54,19 +57,17 @@ class RecomputeOnly:
 
 
 def _cheapest(
-    body: FixedBody,
     gaps: tuple[Gap, ...],
+    numbers: Ints,
     choices: list[Choice],
     prices: list[RecomputePrices],
     cannot: set[int],
-    peak: int,
 ) -> int | None:
-    """The gap around the peak with the highest ratio, of those nothing is decided about."""
+    """The gap among ``numbers`` with the highest ratio, of those nothing is decided about."""
     best: tuple[float, int] | None = None
-    for number, gap in enumerate(gaps):
-        last, first = body.gap_places(gap)
-        is_idle = last < peak < first if last < first else peak > last or peak < first
-        if choices[number] is not Choice.KEEP or number in cannot or not is_idle:
+    for number in numbers.tolist():
+        gap = gaps[number]
+        if choices[number] is not Choice.KEEP or number in cannot:
             continue
         seconds = prices[gap.sub_array].seconds(gap.tensor)
         if seconds is not None and (best is None or seconds / gap.size_bytes < best[0]):

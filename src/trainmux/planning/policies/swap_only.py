@@ -19,7 +19,7 @@ import numpy as np
 
 from trainmux.ir import Schedule
 from trainmux.planning._policy import Task, plain_order
-from trainmux.planning.policies._body import FixedBody, infeasible
+from trainmux.planning.policies._body import FixedBody, GapSpans, infeasible
 from trainmux.planning.policies._gaps import Choice, Gap, find_gaps
 from trainmux.planning.policies._layout import Demand, Layout, PlacedSwap, demand
 
@@ -33,7 +33,7 @@ class SwapOnly:
     def schedule(self, task: Task) -> Schedule:
         body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
         gaps = find_gaps(body.all_facts, with_static=False)
-        spans = [body.gap_places(gap) for gap in gaps]
+        spans = GapSpans(body, gaps)
         choices = [Choice.KEEP] * len(gaps)
         while True:
             needs = demand(body, gaps, choices)
@@ -44,24 +44,13 @@ class SwapOnly:
             peak = int((needs.tensors + needs.beyond).argmax())
             room = task.host_bytes - needs.host_bytes
             idle = [
-                (_idle_seconds(body, *spans[number]), -number)
-                for number, gap in enumerate(gaps)
-                if choices[number] is Choice.KEEP
-                and gap.size_bytes <= room
-                and _is_idle(*spans[number], peak)
+                (float(spans.idle_seconds[number]), -number)
+                for number in np.nonzero(spans.around(peak))[0].tolist()
+                if choices[number] is Choice.KEEP and gaps[number].size_bytes <= room
             ]
             if not idle:
                 raise infeasible(task, self.name, excess)
             choices[-max(idle)[1]] = Choice.SWAP
-
-
-def _is_idle(last: int, first: int, position: int) -> bool:
-    return last < position < first if last < first else position > last or position < first
-
-
-def _idle_seconds(body: FixedBody, last: int, first: int) -> float:
-    seconds = float(body.starts[first] - body.starts[last + 1])
-    return seconds if last < first else seconds + float(body.starts[-1])
 
 
 def _a_layer_ahead(body: FixedBody, gaps: tuple[Gap, ...], needs: Demand) -> Layout:
