@@ -25,7 +25,6 @@ import trainmux as tm
 Optimizer = torch.optim.Optimizer
 
 PLAIN = tuple(name for name in SMALL if not name.endswith("_with_dropout"))
-WITH_DROPOUT = tuple(name for name in SMALL if name.endswith("_with_dropout"))
 
 # ---- tolerances --------------------------------------------------------------------------------------
 
@@ -198,13 +197,17 @@ def train_member(
     loss: Callable[..., Any],
     *,
     accumulate: int = 1,
+    first: int = 1,
     autocast: torch.dtype | None = None,
 ) -> Outcome:
-    """Train a member's own objects in plain eager torch, with its clipping and its schedule."""
+    """Train a member's own objects in plain eager torch, with its clipping and its schedule.
+
+    ``first`` is the number of the first batch: the last of every ``accumulate`` batches makes an update.
+    """
     outcome = Outcome({})
     largest, model = outcome.largest_gradients, member.model
     device, loss = next(model.parameters()).device.type, member.loss or loss
-    for number, batch in enumerate(batches, 1):
+    for number, batch in enumerate(batches, first):
         with torch.autocast(device, autocast) if autocast is not None else nullcontext():
             result = loss(model, batch)
         value, metrics = result if isinstance(result, tuple) else (result, {})
@@ -397,16 +400,12 @@ def full_precision() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
 
 
-def as_they_are(member: tm.Member, number: int) -> None:
-    """Settings of a member by number: none."""
-
-
 def check(
     workload: Workload,
     *,
     way: str = "fleet",
     optimizer: MakeOptimizer = adamw,
-    settings: Callable[[tm.Member, int], None] = as_they_are,
+    settings: Callable[[tm.Member, int], object] = lambda member, number: None,
     num_members: int = 3,
     num_steps: int = 5,
     plain_steps: int = 0,

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from equivalence import assert_same, distance, snapshot, train_member
+from short_workloads import SHORT
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import trainmux.fleet._build as build_module
 import trainmux.fleet._traces as traces_module
-from trainmux import Fleet, Member
+from trainmux import Device, Fleet, Member
 
 TOLERANCE = 1e-12
 """Largest difference, as a share of a tensor's largest value, between fused and plain training in fp64."""
@@ -46,11 +47,59 @@ def mlp(hidden: int = 4, dropout: float | None = None) -> nn.Module:
 
 
 @_seeded
-def bn_mlp(dropout: float = 0.0) -> nn.Module:
+def bn_mlp(hidden: int = 4, dropout: float = 0.0, outputs: int = 2) -> nn.Module:
     """With running statistics and, if asked for, dropout."""
     # No bias before the normalisation: its gradient would be nothing but rounding.
-    norm = nn.BatchNorm1d(4, affine=False)
-    return nn.Sequential(nn.Linear(3, 4, bias=False), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(4, 2))
+    layers = (nn.Linear(3, hidden, bias=False), nn.BatchNorm1d(hidden, affine=False), nn.Tanh())
+    return nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(hidden, outputs))
+
+
+class Net(nn.Module):
+    """Two layers around a batch norm, a number, and a constant that members may share."""
+
+    def __init__(self, hidden: int, shift: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, hidden, bias=False), nn.Linear(hidden, 2)
+        self.norm, self.act = nn.BatchNorm1d(hidden), nn.Tanh()
+        self.register_buffer("shift", torch.tensor(shift))
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.norm(self.first(x))) + self.shift) * self.scale
+
+
+@_seeded
+def net(hidden: int = 4, shift: float = 0.0) -> nn.Module:
+    return Net(hidden, shift)
+
+
+class Coded(nn.Module):
+    """An MLP whose forward pass is a function, with attributes for it to use; tensors are buffers."""
+
+    def __init__(self, code: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.layer, self.code = mlp(), code
+        for name, value in attributes.items():
+            if type(value) is Tensor:
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code(self, x)
+
+
+class Projected(nn.Module):
+    """A fixed projection and a frozen weight: part of the model, shared by members where they are equal."""
+
+    def __init__(self, seed: int, constant: float) -> None:
+        super().__init__()
+        self.body = mlp(seed)
+        self.register_buffer("projection", torch.full((3,), constant, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.full((2,), constant, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x * self.projection) * self.frozen
 
 
 def mse(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -58,9 +107,10 @@ def mse(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return (model(inputs) - targets).square().mean()
 
 
-def l1(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    inputs, targets = batch
-    return (model(inputs) - targets).abs().mean()
+def mse_any(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """In the model's own dtype."""
+    dtype = next(model.parameters()).dtype
+    return mse(model, [leaf.to(dtype) for leaf in batch])
 
 
 def mse_with_metrics(model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -74,6 +124,11 @@ def vectors(seed: int = 0, size: int = 5, dtype: torch.dtype = torch.float64) ->
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, 3, generator=generator, dtype=torch.float64)
     return inputs.to(dtype), torch.randn(size, 2, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def stacked(*seeds: int, size: int = 5) -> tuple[Tensor, ...]:
+    """A batch with one of its own for each member."""
+    return tuple(torch.stack(leaves) for leaves in zip(*(vectors(seed, size) for seed in seeds), strict=True))
 
 
 BATCHES = [vectors(seed) for seed in range(12)]
@@ -112,39 +167,33 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, int], torch.optim.Optimizer]] = {
     "param-groups": _split,
     "last-layer": _last_layer,
 }
-ONE_OF_EACH = (
-    "sgd-momentum",
-    "adam-amsgrad",
-    "adamw",
-    "rmsprop-centered",
-    "adagrad",
-    "adadelta",
-    "param-groups",
-)
+ONE_OF_EACH = tuple(name for name in OPTIMIZERS if name not in ("sgd", "adam", "last-layer"))
 """Every class once, with all the state it can have."""
+
+
+def sgd(model: nn.Module, name: str = "a", lr: float = 0.1, momentum: float = 0.0, **options: Any) -> Member:
+    """The model under SGD."""
+    return Member(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum), name, **options)
+
+
+def adam(model: nn.Module, name: str = "a", lr: float = 0.02, **options: Any) -> Member:
+    """The model under Adam, which counts its steps."""
+    return Member(model, torch.optim.Adam(model.parameters(), lr=lr), name, **options)
 
 
 def sgd_member(i: int, name: str | None = None, **options: Any) -> Member:
     """Member ``i`` of the plainest kind: an MLP under SGD with momentum."""
-    model = mlp(i)
-    return Member(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1 / (i + 1), momentum=0.9),
-        name or f"m{i}",
-        **options,
-    )
+    return sgd(mlp(i), name or f"m{i}", 0.1 / (i + 1), 0.9, **options)
 
 
 def adam_member(i: int, name: str | None = None, **options: Any) -> Member:
-    """Member ``i`` of another plain kind: an MLP under Adam, which counts its steps."""
-    model = mlp(i)
-    return Member(model, torch.optim.Adam(model.parameters(), lr=0.02 * (i + 1)), name or f"m{i}", **options)
+    """Member ``i`` of another plain kind: an MLP under Adam."""
+    return adam(mlp(i), name or f"m{i}", 0.02 * (i + 1), **options)
 
 
 def dropout_member(i: int, name: str | None = None, **options: Any) -> Member:
     """Member ``i`` with running statistics and dropout, under Adam."""
-    model = bn_mlp(i, dropout=0.4)
-    return Member(model, torch.optim.Adam(model.parameters(), lr=0.02 * (i + 1)), name or f"m{i}", **options)
+    return adam(bn_mlp(i, dropout=0.4), name or f"m{i}", 0.02 * (i + 1), **options)
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -167,15 +216,39 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+def scheduled(
+    member: Member, make: Callable[[Any], Any] = SCHEDULERS["step"], interval: str = "step", **settings: Any
+) -> Member:
+    """The member with a schedule of its optimizer."""
+    member.scheduler, member.scheduler_interval = make(member.optimizer), interval
+    for name, value in settings.items():
+        setattr(member, name, value)
+    return member
+
+
+# ---- fleets of the registry's models -------------------------------------------------------------------
+
+TOY = Device("toy", 1 << 30, 1 << 32, 8, 1e12, 1e12, 1e11, 1e10, 1e10)
+
+
+def short_fleet(name: str = "mlp", num_members: int = 2, *, lr: float = 1e-3, **options: Any) -> Fleet:
+    """Members of a workload under AdamW."""
+    workload = SHORT[name]
+    models = [workload.build(number).train() for number in range(num_members)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=lr) for model in models]
+    members = [Member(*pair, f"m{i}", seed=i) for i, pair in enumerate(zip(models, optimizers, strict=True))]
+    options = {"lowering": "aten", **options}
+    return Fleet(members, workload.loss, workload.batch(0, torch.float32), **options)
+
+
 # ---- plain torch ---------------------------------------------------------------------------------------
 
 
 def train_alone(
-    member: Member, batches: Iterable[Any], loss: Callable[..., Any] = mse, *, accumulate: int = 1
+    member: Member, batches: Iterable[Any], loss: Callable[..., Any] = mse, **options: Any
 ) -> list[float]:
     """Train the member's own objects as anyone would without a fleet; returns the losses."""
-    found = train_member(member, batches, loss, accumulate=accumulate)
-    return [value.item() for value in found.losses]
+    return [value.item() for value in train_member(member, batches, loss, **options).losses]
 
 
 # ---- comparing -----------------------------------------------------------------------------------------
@@ -222,29 +295,24 @@ def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], shar
 
 
 def assert_alone(
-    fleet: Fleet, *expected: tuple[Member, Iterable[Any]], loss: Callable[..., Any] = mse, accumulate: int = 1
+    fleet: Fleet, *expected: tuple[Member, Iterable[Any]], loss: Callable[..., Any] = mse, **options: Any
 ) -> None:
     """Members of the fleet are as new ones of their names that plain torch trains on these batches."""
     states = states_of(fleet)
     for member, batches in expected:
-        train_alone(member, batches, loss, accumulate=accumulate)
+        train_alone(member, batches, loss, **options)
         assert_close(states[member.name or ""], state_of(member))
 
 
 def assert_trains_alone(
-    fleet: Fleet,
-    make: Callable[[int], Member],
-    batches: Sequence[Any],
-    loss: Callable[..., Any] = mse,
-    *,
-    accumulate: int = 1,
+    fleet: Fleet, make: Callable[[int], Member], batches: Sequence[Any], loss: Callable[..., Any] = mse
 ) -> None:
     """Steps the fleet over ``batches`` and compares member ``i`` with ``make(i)`` trained by itself."""
     got = torch.stack([fleet.step(batch) for batch in batches])
     states = states_of(fleet)
     for i, name in enumerate(fleet.names):
         alone = make(i)
-        losses = torch.tensor(train_alone(alone, batches, loss, accumulate=accumulate), dtype=torch.float64)
+        losses = torch.tensor(train_alone(alone, batches, loss), dtype=torch.float64)
         torch.testing.assert_close(got[:, i], losses, rtol=TOLERANCE, atol=TOLERANCE)
         assert_close(states[name], state_of(alone))
 

@@ -94,7 +94,7 @@ class Aliases(nn.Module):
 
 
 class Convolutions2d(nn.Module):
-    """3×3, 1×1, depthwise, grouped, strided, dilated, uneven and transposed, with and without bias.
+    """3×3, 1×1, depthwise, grouped, strided, dilated (and frozen), uneven, transposed; with and without bias.
 
     Between them the norms of images, activations with and without parameters, pooling and upsampling.
     """
@@ -110,7 +110,7 @@ class Convolutions2d(nn.Module):
             nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),  # depthwise
             nn.Conv2d(8, 4, 1, bias=False),
             nn.InstanceNorm2d(4, affine=True),
-            nn.Conv2d(4, 4, 3, padding=2, dilation=2),
+            nn.Conv2d(4, 4, 3, padding=2, dilation=2).requires_grad_(False),
             nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2),
             nn.Hardswish(),
             nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1, output_padding=1, bias=False),
@@ -127,27 +127,6 @@ class Convolutions2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(x).mean((2, 3)))
-
-
-class Convolutions1d(nn.Module):
-    """The same in one dimension, and a convolution whose weights do not learn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 4, 1)),
-            nn.BatchNorm1d(4, affine=False),
-            nn.Conv1d(4, 4, 3, padding=2, dilation=2, groups=4),
-            nn.Tanh(),
-            nn.Conv1d(4, 4, 3, padding=1).requires_grad_(False),
-            nn.ConvTranspose1d(4, 8, 4, stride=2, padding=1),
-            nn.Tanh(),
-            nn.Conv1d(8, 4, 3, stride=3),
-        )
-        self.head = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x.flatten(2)).mean(2))
 
 
 class Recurrent(nn.Module):
@@ -332,7 +311,6 @@ ODD: dict[str, Workload] = {
         odd("in_place", InPlace, classify, VECTORS),
         odd("aliases", Aliases, classify, VECTORS),
         odd("convolutions_2d", Convolutions2d, classify, IMAGES),
-        odd("convolutions_1d", Convolutions1d, classify, IMAGES),
         odd("recurrent", Recurrent, classify, SERIES),
         odd("many_operators", ManyOperators, classify, VECTORS),
         odd("bags_with_equal_rows", Bag, itself, VECTORS),

@@ -10,24 +10,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.workloads import SMALL
-from equivalence import PLAIN, adamw, assert_equivalent, check, in_two_groups, members_of, train_alone
-from equivalence import train_fused as fused
+from equivalence import PLAIN, check, in_two_groups
 from fleet_cases import (
     BATCHES,
     EXAMPLE,
     OPTIMIZERS,
     SCHEDULERS,
     TOLERANCE,
+    adam,
+    assert_alone,
     assert_close,
     assert_trains_alone,
     mlp,
     mse,
+    mse_any,
+    sgd,
     sgd_member,
     state_of,
+    train_alone,
     vectors,
 )
-from fleet_cases import train_alone as train_member_alone
-from odd_models import ODD, VECTORS, classify
+from odd_models import ODD
 from short_workloads import SHORT
 from torch import Tensor, distributions, nn
 
@@ -142,33 +145,22 @@ def test_accumulation_of_a_double_model_in_a_fleet_of_singles() -> None:
     """``precision="fp32"`` leaves a model its own dtype: a third must then be a third in fp64."""
 
     def make(i: int) -> tm.Member:
-        model = mlp(i, dtype=(torch.float32, torch.float64)[i])
-        return tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1), f"m{i}")
+        return sgd(mlp(i, dtype=(torch.float32, torch.float64)[i]), f"m{i}")
 
-    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = batch
-        return (model(x.to(model[0].weight.dtype)) - y).square().mean()
-
-    fleet = tm.Fleet([make(i) for i in range(2)], loss, EXAMPLE, accumulate=3)
+    fleet = tm.Fleet([make(i) for i in range(2)], mse_any, EXAMPLE, accumulate=3)
     for batch in BATCHES[:3]:
         fleet.step(batch)
-    fleet.sync()
-    alone = make(1)
-    train_member_alone(alone, BATCHES[:3], loss, accumulate=3)
-    assert_close(state_of(fleet.members[1]), state_of(alone))
+    assert_alone(fleet, (make(1), BATCHES[:3]), loss=mse_any, accumulate=3)
 
 
 def test_a_model_in_single_precision_held_in_double() -> None:
     """``precision="fp64"`` trains in doubles; what comes back has the model's own dtype."""
-    single, double = (
-        tm.Member(model, torch.optim.Adam(model.parameters(), lr=0.01))
-        for model in (mlp(0, torch.float32), mlp(0, torch.float32).double())
-    )
+    single, double = adam(mlp(0, torch.float32), "single"), adam(mlp(0, torch.float32).double(), "double")
     batches = [vectors(seed, dtype=torch.float32) for seed in range(3)]
     fleet = tm.Fleet([single], mse, batches[0], precision="fp64")
     losses = torch.cat([fleet.step(batch) for batch in batches])
     assert losses.dtype == torch.float64
-    expected = train_member_alone(double, [(x.double(), y.double()) for x, y in batches])
+    expected = train_alone(double, [(x.double(), y.double()) for x, y in batches])
     assert losses.tolist() == pytest.approx(expected, rel=1e-12)
     fleet.sync()
     got = state_of(single)
@@ -310,7 +302,7 @@ def test_compiled_models_train_as_what_they_were_made_of() -> None:
     fleet.sync()
     for i, member in enumerate(members):
         alone = sgd_member(i)
-        train_member_alone(alone, BATCHES[:2])
+        train_alone(alone, BATCHES[:2])
         assert_close(state_of(member), state_of(alone))
 
 
@@ -351,12 +343,12 @@ def test_text_that_only_a_metric_reads() -> None:
 
 
 def test_a_weight_in_the_closure_of_a_loss_is_the_one_that_trains() -> None:
-    (member,), (plain,) = (members_of(ODD["many_terms"], [0], optimizer=adamw) for _ in range(2))
+    member, plain = sgd_member(0), sgd_member(0)
 
     def with_penalty(weight: Tensor) -> Any:
-        return lambda m, b: classify(m, b) + weight.square().sum()
+        return lambda model, batch: mse(model, batch) + weight.square().sum()
 
-    batches = [VECTORS(step, torch.float64) for step in range(4)]
-    fleet = tm.Fleet([member], with_penalty(member.model[0].weight), batches[0], precision="fp64")
-    alone = train_alone(plain.model, plain.optimizer, with_penalty(plain.model[0].weight), batches)
-    assert_equivalent(fused(fleet, batches), [alone])
+    fleet = tm.Fleet([member], with_penalty(member.model[0].weight), EXAMPLE)
+    for batch in BATCHES[:4]:
+        fleet.step(batch)
+    assert_alone(fleet, (plain, BATCHES[:4]), loss=with_penalty(plain.model[0].weight))

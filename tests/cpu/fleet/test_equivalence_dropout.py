@@ -10,9 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence import (
-    CLOSE,
     Outcome,
-    adamw,
     assert_equivalent,
     check_dropout,
     drawn_masks,
@@ -21,7 +19,8 @@ from equivalence import (
     snapshot,
     train_fused,
 )
-from odd_models import SERIES, Checkpointed, classify, odd
+from fleet_cases import sgd
+from odd_models import SERIES, odd
 from short_workloads import SHORT
 from torch import Tensor, nn
 
@@ -73,39 +72,24 @@ def _behind_a_layer(dropout: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), dropout)
 
 
-def _recurrent(cell: type[nn.RNNBase]) -> nn.Module:
-    return First(cell(4, 4, num_layers=2, dropout=0.5, batch_first=True))
-
-
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: _behind_a_layer(nn.Dropout(0.5)),
     "dropout-in-place": lambda: _behind_a_layer(nn.Dropout(0.5, inplace=True)),
-    "dropout1d": lambda: _behind_a_layer(nn.Dropout1d(0.5)),
     "alpha-dropout": lambda: _behind_a_layer(nn.AlphaDropout(0.5)),
-    "lstm": lambda: _recurrent(nn.LSTM),
-    "gru": lambda: _recurrent(nn.GRU),
-    "rnn": lambda: _recurrent(nn.RNN),
+    "lstm": lambda: First(nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True)),
     "attention": Attention,
     "multihead-attention": lambda: First(nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True), 3),
 }
 
 
-RELATIVES = ("dropout1d", "gru", "rnn")
-"""Kinds that are traced as another one is."""
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.extensive] if k in RELATIVES else []) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_dropout_draws_by_seed_and_step(kind: str) -> None:
     """Equal weights that do not change: losses differ by the draws alone."""
     batch = torch.randn(3, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     original = KINDS[kind]().double()
-    members = []
-    for name, seed in {"a": 5, "b": 6, "c": None, "twin of a": 5}.items():
-        model = copy.deepcopy(original)
-        members.append(tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.0), name=name, seed=seed))
+    seeds = {"a": 5, "b": 6, "c": None, "twin of a": 5}
+    members = [sgd(copy.deepcopy(original), name, lr=0.0, seed=seed) for name, seed in seeds.items()]
     fleet = tm.Fleet(members, lambda m, x: m(x).square().mean(), batch, precision="fp64", lowering="aten")
     steps = [fleet.step(batch) for _ in range(3)]
     for losses in steps:
@@ -170,18 +154,6 @@ def test_forward_and_backward_use_the_mask_that_was_drawn() -> None:
             losses.append(loss.detach())
         alone.append(Outcome(snapshot(member.model, member.optimizer), losses))
     assert_equivalent(fused, alone)
-
-
-@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.extensive)])
-def test_the_recomputation_of_a_checkpointed_block_draws_the_same_dropout(reentrant: bool) -> None:
-    batches = [SERIES(step, torch.float64) for step in range(3)]
-
-    def train(reentrant: bool | None) -> list[Outcome]:
-        workload = odd("checkpointed", lambda: Checkpointed(reentrant, 0.3), classify, SERIES)
-        members = members_of(workload, range(2), optimizer=adamw)
-        return train_fused(tm.Fleet(members, classify, batches[0], precision="fp64"), batches)
-
-    assert_equivalent(train(reentrant), train(None), CLOSE)
 
 
 def test_restored_draws_outlast_a_second_save(tmp_path: Path) -> None:
