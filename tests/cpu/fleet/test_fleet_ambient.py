@@ -9,8 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_cases import EXAMPLE, assert_same, assert_same_states, mlp, state_of, states_of, vectors
-from torch import Tensor, nn
+from fleet_cases import (
+    EXAMPLE,
+    Coded,
+    adam,
+    assert_same_states,
+    mlp,
+    mse,
+    state_of,
+    states_of,
+    vectors,
+)
+from torch import Tensor
 
 from trainmux import Fleet, Member
 
@@ -36,35 +46,30 @@ def within(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
         yield
 
 
-SURROUNDINGS: dict[str, Surroundings] = {
-    "autocast and no_grad": lambda: within(torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad()),
-    "inference mode, anomaly mode and another device": lambda: within(
-        torch.inference_mode(), torch.autograd.set_detect_anomaly(True), torch.device("meta")
-    ),
+SURROUNDINGS: dict[str, tuple[Surroundings, Surroundings]] = {
+    # Those in which a fleet is made, and those in which it is used.
+    **{
+        name: (inside, inside)
+        for name, inside in {
+            "autocast and no_grad": lambda: within(torch.autocast("cpu", torch.bfloat16), torch.no_grad()),
+            "inference mode, anomaly mode and another device": lambda: within(
+                torch.inference_mode(), torch.autograd.set_detect_anomaly(True), torch.device("meta")
+            ),
+        }.items()
+    },
+    # For steps, and for a batch of another size, which is traced later, the dtype at the start holds.
+    "another default dtype later": (contextlib.nullcontext, lambda: default_dtype(torch.float64)),
 }
 
 
-class Shifted(nn.Module):
+def shifted(model: Any, x: Tensor) -> Any:
     """Makes tensors as it goes: of the default device, and of the default dtype."""
-
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.inner = mlp(seed, dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        signs = (x[:, :2] > 0).long() * 0.1  # numbers that are not whole: of the default dtype
-        shift = torch.ones(2) / 3
-        found: Tensor = self.inner(x) * (1 + signs) + shift
-        return found
+    signs = (x[:, :2] > 0).long() * 0.1  # numbers that are not whole: of the default dtype
+    return model.layer(x) * (1 + signs) + torch.ones(2) / 3
 
 
 def member(i: int, dtype: torch.dtype = torch.float64) -> Member:
-    model = Shifted(i, dtype)
-    return Member(model, torch.optim.AdamW(model.parameters(), lr=0.02 * (i + 1)), f"m{i}")
-
-
-def loss(model: nn.Module, batch: Any) -> Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
+    return adam(Coded(shifted, layer=mlp(i, dtype)), f"m{i}", 0.02 * (i + 1))
 
 
 def switches() -> tuple[Any, ...]:
@@ -79,7 +84,7 @@ def trained(making: Surroundings, using: Surroundings) -> tuple[list[Tensor], An
     members = [member(i, dtype) for i in range(3)]  # before: on the meta device a model has no values
     batches = [vectors(1, dtype=dtype), vectors(2, size=3, dtype=dtype)]
     with making():
-        fleet = Fleet(members[:2], loss, batches[0])
+        fleet = Fleet(members[:2], mse, batches[0])
     with using():
         before = switches()
         losses = [fleet.step(batch) for batch in batches]
@@ -92,15 +97,6 @@ def trained(making: Surroundings, using: Surroundings) -> tuple[list[Tensor], An
     return losses, evaluated, {str(each.name): state_of(each) for each in fleet.members}
 
 
-def assert_same_training(got: Any, expected: Any) -> None:
-    for a, b in zip(got[0], expected[0], strict=True):
-        assert torch.equal(a, b)
-        assert not a.is_inference()
-    assert got[1] == expected[1]
-    for name, state in expected[2].items():
-        assert_same(got[2][name], state)
-
-
 @pytest.fixture(scope="module")
 def outside() -> Any:
     return trained(contextlib.nullcontext, contextlib.nullcontext)
@@ -108,18 +104,17 @@ def outside() -> Any:
 
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_a_fleet_made_and_used_inside_gives_the_bits_of_one_outside(name: str, outside: Any) -> None:
-    assert_same_training(trained(SURROUNDINGS[name], SURROUNDINGS[name]), outside)
-
-
-def test_the_default_dtype_when_it_was_made_holds(outside: Any) -> None:
-    """For steps, and for a batch of another size, which is traced later."""
-    got = trained(contextlib.nullcontext, lambda: default_dtype(torch.float64))
-    assert_same_training(got, outside)
+    losses, evaluated, states = trained(*SURROUNDINGS[name])
+    for got, expected in zip(losses, outside[0], strict=True):
+        assert torch.equal(got, expected)
+        assert not got.is_inference()
+    assert evaluated == outside[1]
+    assert_same_states(states, outside[2])
 
 
 def test_a_loader_keeps_its_surroundings() -> None:
     """It is the user's code: only what the fleet does between two batches is shielded."""
-    fleet = Fleet([member(0)], loss, EXAMPLE)
+    fleet = Fleet([member(0)], mse, EXAMPLE)
     seen = []
 
     def loader() -> Iterator[Any]:
@@ -134,9 +129,9 @@ def test_a_loader_keeps_its_surroundings() -> None:
 
 def test_a_plan_made_and_used_inside_trains_as_one_outside() -> None:
     states = []
-    for surroundings in (contextlib.nullcontext, SURROUNDINGS["autocast and no_grad"]):
+    for surroundings in (contextlib.nullcontext, SURROUNDINGS["autocast and no_grad"][0]):
         batch = vectors(1, dtype=torch.float32)
-        fleet = Fleet([member(i, torch.float32) for i in range(2)], loss, batch)
+        fleet = Fleet([member(i, torch.float32) for i in range(2)], mse, batch)
         with surroundings():
             fleet.use(fleet.plan(policy="none", device="a100-40gb"))
             fleet.step(batch)

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import functools
 import types
 import zlib
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from fleet_cases import BATCHES, EXAMPLE, assert_close, count_work, state_of, train_alone
+from fit_cases import At
+from fleet_cases import (
+    BATCHES,
+    EXAMPLE,
+    assert_close,
+    assert_same,
+    count_work,
+    mse,
+    net,
+    sgd,
+    state_of,
+    states_of,
+    train_alone,
+)
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -29,43 +39,17 @@ pytestmark = pytest.mark.usefixtures("built_once")
 WEIGHT = {"penalty": 0.0}
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 4, bias=False)
-        self.norm = nn.BatchNorm1d(4)
-        self.act = nn.Tanh()
-        self.last = nn.Linear(4, 2)
-        self.scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.norm(self.first(x)))) * self.scale
-
-
-def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
 def penalized(model: nn.Module, batch: Any) -> Tensor:
-    return loss_fn(model, batch) + WEIGHT["penalty"] * model(batch[0]).square().sum()
-
-
-@pytest.fixture(autouse=True)
-def _no_penalty() -> Iterator[None]:
-    yield
-    WEIGHT["penalty"] = 0.0
+    return mse(model, batch) + WEIGHT["penalty"] * model(batch[0]).square().sum()
 
 
 class Pair:
     """Two members in a fleet, and the same two in plain torch."""
 
-    def __init__(self, loss: Callable[..., Tensor] = loss_fn, **options: Any) -> None:
-        def make(seed: int) -> tm.Member:
-            torch.manual_seed(seed)
-            model = Net().double()
-            return tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), f"m{seed}")
-
-        self.members, self.plain = ([make(seed) for seed in range(2)] for _ in range(2))
+    def __init__(self, loss: Callable[..., Tensor] = mse, **options: Any) -> None:
+        self.members, self.plain = (
+            [sgd(net(seed), f"m{seed}", momentum=0.9) for seed in range(2)] for _ in range(2)
+        )
         self.models = [member.model for member in self.members]
         self.loss, self.num_steps = loss, 0
         self.fleet = tm.Fleet(self.members, loss, EXAMPLE, precision="fp64", **options)
@@ -98,12 +82,6 @@ def patch_forward(model: Any, optimizer: Any) -> None:
     model.forward = lambda x: forward(x) * 2
 
 
-@torch.no_grad()
-def clamp(model: Any, optimizer: Any) -> None:
-    for parameter in model.parameters():
-        parameter.clamp_(-0.05, 0.05)
-
-
 def reload_state(model: Any, optimizer: Any) -> None:
     state = optimizer.state_dict()
     for entry in state["state"].values():
@@ -124,7 +102,7 @@ CHANGES: dict[str, Callable[[Any, Any], object]] = {
     "replace a layer": lambda model, optimizer: setattr(model, "act", nn.ReLU()),
     "patch forward": patch_forward,
     "hook": lambda model, optimizer: model.last.weight.register_hook(lambda gradient: gradient * 0.5),
-    "clamp": clamp,
+    "clamp": lambda model, optimizer: [p.detach().clamp_(-0.05, 0.05) for p in model.parameters()],
     "clamp data": lambda model, optimizer: [p.data.clamp_(-0.05, 0.05) for p in model.parameters()],
     "load": lambda model, optimizer: model.load_state_dict(
         {name: value * 0.5 for name, value in model.state_dict().items()}
@@ -153,11 +131,11 @@ def test_a_change_is_refused_and_taken_over_by_refresh(name: str, which: tuple[i
     pair.assert_same()
 
 
-def test_all_members_at_once_share_a_group_again() -> None:
+def test_all_members_at_once_share_a_group_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(penalized)
     pair.step(2)
     for penalty in (0.1, 0.2):
-        WEIGHT["penalty"] = penalty
+        monkeypatch.setitem(WEIGHT, "penalty", penalty)
         with pytest.raises(MemberChangedError, match=r"loss\.WEIGHT\.penalty \(was .*, is 0\.\d\)"):
             pair.fleet.step(BATCHES[0])
         pair.fleet.refresh()
@@ -218,35 +196,32 @@ def test_sync_and_save_warn(tmp_path: Path) -> None:
     pair = Pair()
     pair.step(1)
     pair.models[0].scale = 0.5
-    with pytest.warns(TrainmuxWarning, match=r"member 'm0': a change of model\.scale .*refresh"):
-        pair.fleet.save(tmp_path / "a")
-    with pytest.warns(TrainmuxWarning, match=r"member 'm0': a change of model\.scale .*refresh"):
-        pair.fleet.sync()
+    for call in (lambda: pair.fleet.save(tmp_path / "a"), pair.fleet.sync):
+        with pytest.warns(TrainmuxWarning, match=r"member 'm0': a change of model\.scale .*refresh"):
+            call()
     with torch.no_grad():
         pair.models[1].last.bias.zero_()
     with pytest.warns(TrainmuxWarning, match="member 'm1': a change of the values of last.bias"):
         pair.fleet.drop("m1")
 
 
-def test_fit_looks_at_every_epoch() -> None:
+def test_fit_looks_at_every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change in the last step of one is noticed in the first of the next."""
     pair = Pair(penalized)
-
-    class Anneal(tm.Callback):
-        def on_epoch_end(self, *arguments: Any, **named: Any) -> None:
-            WEIGHT["penalty"] += 0.1
-
+    anneal = At(24, lambda state: monkeypatch.setitem(WEIGHT, "penalty", 0.1))
     with pytest.raises(MemberChangedError, match=r"WEIGHT\.penalty"):
-        pair.fleet.fit(BATCHES * 2, epochs=2, callbacks=[Anneal()], progress=False)
+        pair.fleet.fit(BATCHES * 2, epochs=2, callbacks=[anneal], progress=False)
+    assert pair.fleet.num_steps == 24
 
 
 def test_another_model_in_a_member_and_a_member_of_two_fleets_are_noticed() -> None:
     pair = Pair()
-    other = tm.Fleet(pair.fleet.members, loss_fn, BATCHES[0], precision="fp64")
+    other = tm.Fleet(pair.fleet.members, mse, BATCHES[0], precision="fp64")
     other.step(BATCHES[0])
     other.sync()
     with pytest.raises(MemberChangedError, match="written by another fleet"):
         pair.fleet.step(BATCHES[0])
-    other.members[0].model = Net().double()
+    other.members[0].model = net()
     with pytest.raises(MemberChangedError, match="another object"):
         other.step(BATCHES[0])
 
@@ -261,7 +236,7 @@ def test_refresh_while_gradients_are_accumulated_keeps_them() -> None:
         member.optimizer.zero_grad()
         for scale, batch in zip((1.0, 1.0 if number else 0.5), BATCHES[:2], strict=True):
             member.model.scale = scale
-            (loss_fn(member.model, batch) / 2).backward()
+            (mse(member.model, batch) / 2).backward()
         member.optimizer.step()
     pair.assert_same()
 
@@ -272,11 +247,10 @@ def test_refresh_of_a_stopped_member_leaves_it_stopped() -> None:
     pair.fleet.stop("m0")
     pair.models[0].scale = 0.5
     pair.fleet.refresh("m0")
-    before = copy.deepcopy(pair.models[0].state_dict())
+    before = states_of(pair.fleet)["m0"]
     pair.fleet.step(BATCHES[0])
-    pair.fleet.sync()
     assert pair.fleet.stopped() == {"m0": "stopped"}
-    assert all(torch.equal(value, before[name]) for name, value in pair.models[0].state_dict().items())
+    assert_same(states_of(pair.fleet)["m0"], before)
 
 
 # ---- what counts as a change ---------------------------------------------------------------------------
@@ -297,12 +271,6 @@ def loop(value: int) -> Config:
     config = Config(value=value)
     config.me = config
     return config
-
-
-@dataclass
-class Record:
-    width: int
-    names: tuple[str, ...] = ()
 
 
 class Slotted:
@@ -364,7 +332,7 @@ VALUES: list[tuple[Any, Any, Any]] = [
     (torch.tensor(True), torch.tensor(True), torch.tensor(False)),
     (torch.ones(2).bfloat16(), torch.ones(2).bfloat16(), torch.ones(2).half()),
     (Config(a=1), Config(a=1), Config(a=2)),
-    (Config(a=Record(1, ("x",))), Config(a=Record(1, ("x",))), Config(a=Record(1, ("y",)))),
+    (Config(a=Config(b=("x",))), Config(a=Config(b=("x",))), Config(a=Config(b=("y",)))),
     (loop(1), loop(1), loop(2)),
     ([SHARED, SHARED], [SHARED, SHARED], [[1], [2]]),
     (NamedDict(1.0), NamedDict(1.0), NamedDict(2.0)),
@@ -436,15 +404,15 @@ class Reader(nn.Module):
 
     gain = 1.0
 
-    def __init__(self, values: list[Any], calls: list[Callable[[], float]]) -> None:
+    def __init__(self, values: dict[int, Any], calls: dict[int, Callable[[], float]]) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 2, dtype=torch.float64)
         self.values, self.calls = values, calls
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer(x)
-        shift = sum(call() for call in self.calls)
-        for value in self.values:
+        shift = sum(call() for call in self.calls.values())
+        for value in self.values.values():
             if isinstance(value, Tensor):
                 out = out * value.sum()
                 shift += digest((value.dtype, len(value.shape)))
@@ -462,64 +430,45 @@ class Reader(nn.Module):
 @pytest.fixture(scope="module")
 def read() -> tm.Fleet:
     """One fleet for all tests that undo their changes."""
-    model = Reader([one for one, _, _ in VALUES], [make(1) for make in FUNCTIONS])
-    member = tm.Member(model, torch.optim.SGD(model.parameters(), lr=1e-9), "a")
-    return tm.Fleet([member], loss_fn, EXAMPLE)
+    values = {number: value for number, (value, _, _) in enumerate(VALUES)}
+    calls = {number: make(1) for number, make in enumerate(FUNCTIONS)}
+    return tm.Fleet([sgd(Reader(values, calls), lr=1e-9)], mse, EXAMPLE)
 
 
-def assert_noticed(fleet: tm.Fleet, change: Callable[[], object], undo: Callable[[], object]) -> None:
-    fleet.sync()
-    change()
-    with pytest.raises(MemberChangedError):
-        fleet.step(EXAMPLE)
-    undo()
-    fleet.step(EXAMPLE)
-
-
-PLACES: list[tuple[str, int, Any, Any]] = [
-    *(("values", number, equal, other) for number, (_, equal, other) in enumerate(VALUES)),
-    *(("calls", number, make(1), make(2)) for number, make in enumerate(FUNCTIONS)),
+PLACES: list[tuple[Any, Any, list[Any], list[Any]]] = [
+    *(("values", number, [equal], [other]) for number, (_, equal, other) in enumerate(VALUES)),
+    *(("calls", number, [make(1)], [make(2)]) for number, make in enumerate(FUNCTIONS)),
+    (SETTINGS, "weight", [1.0], [2.0]),
+    (SETTINGS, "parts", [[1, 2]], [[1, 3]]),
+    (globals(), "FACTOR", [1.0], [2.0]),
+    (globals(), "helper", [], [lambda x: x * 3]),
+    (Reader, "gain", [1.0], [2.0]),
+    (Reader, "scaled", [], [lambda self, x: x]),
+    (Reader, "forward", [], [lambda self, x: self.layer(x)]),
+    (globals(), "UNUSED", [[2]], []),  # no code that runs mentions it
 ]
-
-
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} {place[1]}")
-def test_values_of_attributes_and_what_functions_carry(
-    read: tm.Fleet, monkeypatch: pytest.MonkeyPatch, place: Any
-) -> None:
-    attribute, number, equal, other = place
-    held = getattr(read.members[0].model, attribute)
-    work, original = count_work(monkeypatch), held[number]
-    held[number] = equal
-    read.sync()
-    read.step(EXAMPLE)
-    assert work.total == 0
-    assert_noticed(read, lambda: held.__setitem__(number, other), lambda: held.__setitem__(number, original))
+"""Where values are held or mentioned, values that are no change there, and values that are."""
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "value"),
-    [
-        (SETTINGS, "weight", 2.0),
-        (SETTINGS, "parts", [1, 3]),
-        (globals(), "FACTOR", 2.0),
-        (globals(), "helper", lambda x: x * 3),
-        (Reader, "gain", 2.0),
-        (Reader, "scaled", lambda self, x: x),
-        (Reader, "forward", lambda self, x: self.layer(x)),
-    ],
-    ids=["dict", "list", "global", "function", "class attribute", "method", "forward"],
+    "place", PLACES, ids=lambda place: f"{place[0]} {place[1]}" if isinstance(place[0], str) else place[1]
 )
-def test_what_a_method_mentions(read: tm.Fleet, owner: Any, name: str, value: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if isinstance(owner, dict):
-            assert_noticed(read, lambda: patch.setitem(owner, name, value), patch.undo)
-        else:
-            assert_noticed(read, lambda: patch.setattr(owner, name, value), patch.undo)
-
-
-def test_what_no_code_mentions(read: tm.Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_attributes_and_what_functions_carry_and_methods_mention(
+    read: tm.Fleet, monkeypatch: pytest.MonkeyPatch, place: Any
+) -> None:
+    owner, name, same, changed = place
+    owner = getattr(read.members[0].model, owner) if isinstance(owner, str) else owner
     work = count_work(monkeypatch)
-    read.sync()
-    monkeypatch.setitem(globals(), "UNUSED", [2])
+    with pytest.MonkeyPatch.context() as patch:
+        put: Callable[..., None] = patch.setitem if isinstance(owner, dict) else patch.setattr
+        for value in same:
+            put(owner, name, value)
+            read.sync()
+            read.step(EXAMPLE)
+        assert work.total == 0
+        for value in changed:
+            read.sync()
+            put(owner, name, value)
+            with pytest.raises(MemberChangedError):
+                read.step(EXAMPLE)
     read.step(EXAMPLE)
-    assert work.total == 0

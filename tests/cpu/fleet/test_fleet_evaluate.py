@@ -15,8 +15,11 @@ from fleet_cases import (
     assert_same_states,
     count_work,
     dropout_member,
+    mlp,
     mse,
+    sgd,
     sgd_member,
+    stacked,
     states_of,
     vectors,
 )
@@ -117,17 +120,14 @@ def test_groups_are_evaluated_each_with_its_own_loss() -> None:
 
 
 def test_per_member_data_is_evaluated_per_member_or_in_common() -> None:
-    stacked = [
-        tuple(torch.stack(leaves) for leaves in zip(vectors(n, size=s), vectors(50 + n, size=s), strict=True))
-        for n, s in ((0, 5), (1, 5), (2, 3))
-    ]
-    fleet = Fleet([adam_member(i) for i in range(2)], mse, stacked[0], data="per_member")
-    fleet.step(stacked[0])
+    loader = [stacked(n, 50 + n, size=size) for n, size in ((0, 5), (1, 5), (2, 3))]
+    fleet = Fleet([adam_member(i) for i in range(2)], mse, loader[0], data="per_member")
+    fleet.step(loader[0])
     check(fleet, LOADER)
-    got = fleet.evaluate(stacked)
+    got = fleet.evaluate(loader)
     fleet.sync()
     for i, member in enumerate(fleet.members):
-        alone = evaluate_alone(member, [(x[i], y[i]) for x, y in stacked], mse)
+        alone = evaluate_alone(member, [(x[i], y[i]) for x, y in loader], mse)
         assert got[f"m{i}"]["loss"] == pytest.approx(alone["loss"], rel=TOLERANCE)
 
 
@@ -146,10 +146,9 @@ def test_empty_slots_are_left_out_and_infinite_values_told_as_they_are() -> None
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_evaluation_has_the_precision_of_training(precision: str) -> None:
-    models = [adam_member(i).model.float() for i in range(2)]
-    members = [Member(m, torch.optim.SGD(m.parameters(), lr=0.1), f"m{i}") for i, m in enumerate(models)]
-    batch = tuple(leaf.float() for leaf in EXAMPLE)
-    fleet = Fleet(members, mse, batch, precision=precision)
+    models = [mlp(i, torch.float32) for i in range(2)]
+    batch = vectors(dtype=torch.float32)
+    fleet = Fleet([sgd(model, f"m{i}") for i, model in enumerate(models)], mse, batch, precision=precision)
     got = fleet.evaluate([batch])
     for name, model in zip(fleet.names, models, strict=True):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -160,25 +159,13 @@ def test_evaluation_has_the_precision_of_training(precision: str) -> None:
 # ---- random draws ---------------------------------------------------------------------------------------
 
 
-class Noisy(nn.Module):
+def noisy(model: nn.Module, batch: Any) -> Tensor:
     """Draws in evaluation, too, as a variational autoencoder does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.randn_like(x) + self.shift
-
-
-def noise(model: nn.Module, batch: Any) -> Tensor:
-    drawn: Tensor = model(batch[0])
-    return drawn.mean()
+    return torch.randn_like(batch[0]).mean() + 0.0 * model(batch[0]).sum()
 
 
 def noisy_member(i: int) -> Member:
-    model = Noisy()
-    return Member(model, torch.optim.SGD(model.parameters(), lr=0.0), f"m{i}", seed=i)
+    return sgd(mlp(), f"m{i}", lr=0.0, seed=i)
 
 
 def noise_of(fleet: Fleet, num_batches: int) -> dict[str, float]:
@@ -186,7 +173,7 @@ def noise_of(fleet: Fleet, num_batches: int) -> dict[str, float]:
 
 
 def test_noise_differs_by_batch_and_is_the_same_in_every_evaluation() -> None:
-    fleet = Fleet([noisy_member(i) for i in range(3)], noise, EXAMPLE)
+    fleet = Fleet([noisy_member(i) for i in range(3)], noisy, EXAMPLE)
     first, both, three = (noise_of(fleet, number) for number in (1, 2, 3))
     trained = [dict(zip(fleet.names, fleet.step(EXAMPLE).tolist(), strict=True)) for _ in range(4)]
     for name in fleet.names:
@@ -196,7 +183,7 @@ def test_noise_differs_by_batch_and_is_the_same_in_every_evaluation() -> None:
         assert not near, near
     assert len(set(first.values())) == 3
     assert noise_of(fleet, 3) == three  # training has drawn in between
-    alone = Fleet([noisy_member(1)], noise, EXAMPLE)
+    alone = Fleet([noisy_member(1)], noisy, EXAMPLE)
     assert noise_of(alone, 3)["m1"] == pytest.approx(three["m1"], rel=TOLERANCE)
 
 

@@ -8,33 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fleet_cases import EXAMPLE, TOLERANCE, assert_trains_alone, mse, train_alone
+from fleet_cases import EXAMPLE, TOLERANCE, Coded, assert_trains_alone, mlp, mse, sgd, train_alone
 from torch import Tensor, nn
 
 import trainmux as tm
 from trainmux.errors import TraceError, TrainmuxWarning
 
 
-class Body(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.layer = nn.Linear(3, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x)
-        return found
-
-
-def member_of(model: nn.Module) -> tm.Member:
-    return tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1), "a")
-
-
 def assert_trains(make: Callable[[], nn.Module], loss: Callable[..., Any] = mse, num_steps: int = 3) -> Any:
     """The model trains fused as it does alone; returns the fused one."""
-    fleet = tm.Fleet([member_of(make())], loss, EXAMPLE)
-    assert_trains_alone(fleet, lambda _: member_of(make()), [EXAMPLE] * num_steps, loss)
+    fleet = tm.Fleet([sgd(make())], loss, EXAMPLE)
+    assert_trains_alone(fleet, lambda _: sgd(make()), [EXAMPLE] * num_steps, loss)
     return fleet.members[0].model
 
 
@@ -60,97 +44,75 @@ def test_a_criterion_that_changes_its_buffer(in_place: bool) -> None:
     """Refused beside the model; as a part of it, it trains."""
     criterion = Centre(in_place)
     with pytest.raises(TraceError):
-        tm.Fleet([member_of(Body())], lambda model, batch: criterion(model(batch[0]), batch[1]), EXAMPLE)
+        tm.Fleet([sgd(mlp())], lambda model, batch: criterion(model(batch[0]), batch[1]), EXAMPLE)
     assert type(criterion.centre) is Tensor
     assert criterion.centre.tolist() == [0.0, 0.0]
-    criterion(Body()(EXAMPLE[0]), EXAMPLE[1]).backward()
-
-    def with_criterion() -> nn.Module:
-        model = Body()
-        model.criterion = Centre(in_place)
-        return model
-
-    assert_trains(with_criterion, lambda model, batch: model.criterion(model(batch[0]), batch[1]))
+    criterion(mlp()(EXAMPLE[0]), EXAMPLE[1]).backward()
+    assert_trains(
+        lambda: Coded(lambda model, x: model.layer(x), criterion=Centre(in_place)),
+        lambda model, batch: model.criterion(model(batch[0]), batch[1]),
+    )
 
 
-class CachesAMask(Body):
+def caches_a_mask(model: Any, x: Tensor) -> Any:
     """Makes a constant at the first call and keeps it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask: Tensor | None = None
-        self.by_size: dict[int, Tensor] = {}
-        self.was_called = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mask is None:
-            self.mask = torch.ones(2, dtype=x.dtype).cumsum(0)
-        if len(x) not in self.by_size:
-            self.by_size[len(x)] = torch.full((2,), float(len(x)), dtype=x.dtype)
-        self.was_called = True
-        return self.layer(x) * self.mask + self.by_size[len(x)]
+    if model.mask is None:
+        model.mask = torch.ones(2, dtype=x.dtype).cumsum(0)
+    if len(x) not in model.by_size:
+        model.by_size[len(x)] = torch.full((2,), float(len(x)), dtype=x.dtype)
+    model.was_called = True
+    return model.layer(x) * model.mask + model.by_size[len(x)]
 
 
-class CountsInABuffer(Body):
+def counts_in_a_buffer(model: Any, x: Tensor) -> Any:
     """The remedy for a model that counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.layer(x) * (self.calls / 5).clamp(max=1.0)
+    model.calls += 1
+    return model.layer(x) * (model.calls / 5).clamp(max=1.0)
 
 
-class StoresAnAuxiliaryLoss(Body):
-    penalty: Tensor | float = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        self.penalty = y.square().mean()
-        return y
+def stores_an_auxiliary_loss(model: Any, x: Tensor) -> Any:
+    y = model.layer(x)
+    model.penalty = y.square().mean()
+    return y
 
 
 def test_code_without_consequences_for_the_next_call() -> None:
-    cached = assert_trains(CachesAMask)
+    cached = assert_trains(lambda: Coded(caches_a_mask, mask=None, by_size={}, was_called=False))
     assert (cached.mask, cached.by_size, cached.was_called) == (None, {}, False)
-    assert_trains(CountsInABuffer, num_steps=7)
+    calls = torch.zeros((), dtype=torch.float64)
+    assert_trains(lambda: Coded(counts_in_a_buffer, calls=calls.clone()), num_steps=7)
     with pytest.warns(TrainmuxWarning, match=r"model\.penalty"):
-        stored = assert_trains(StoresAnAuxiliaryLoss, lambda m, batch: mse(m, batch) + 0.1 * m.penalty)
+        stored = assert_trains(
+            lambda: Coded(stores_an_auxiliary_loss, penalty=0.0),
+            lambda model, batch: mse(model, batch) + 0.1 * model.penalty,
+        )
     assert stored.penalty == 0.0
 
 
-class Prepares(Body):
-    """Gets ready for evaluation."""
+class Prepares(nn.Module):
+    """Gets ready for evaluation: with another factor, and where ``folds`` is set with other parameters."""
 
-    factor = 1.0
+    def __init__(self, *, folds: bool) -> None:
+        super().__init__()
+        self.layer, self.folds, self.factor = mlp(), folds, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) if self.training else self.layer(x) * self.factor
 
-    def train(self, mode: bool = True) -> nn.Module:
+    def train(self, mode: bool = True) -> Any:
         self.factor = 1.0 if mode else 2.0
-        return super().train(mode)
-
-
-class Folds(Body):
-    """Evaluates with other parameters."""
-
-    def train(self, mode: bool = True) -> nn.Module:
-        if not mode:
-            self.folded = self.layer.weight
+        if self.folds and not mode:
+            self.folded = self.layer[0].weight
         return super().train(mode)
 
 
 def test_evaluation_has_no_side_effects_either() -> None:
-    model = Prepares()
-    found = tm.Fleet([member_of(model)], mse, EXAMPLE).evaluate([EXAMPLE])["a"]["loss"]
+    model = Prepares(folds=False)
+    found = tm.Fleet([sgd(model)], mse, EXAMPLE).evaluate([EXAMPLE])["a"]["loss"]
     assert (model.training, model.factor) == (True, 1.0)
     assert found == pytest.approx(mse(model.eval(), EXAMPLE).item(), rel=TOLERANCE)
-    folds = Folds()
-    fleet = tm.Fleet([member_of(folds)], mse, EXAMPLE)
+    folds = Prepares(folds=True)
     with pytest.raises(TraceError):
-        fleet.evaluate([EXAMPLE])
+        tm.Fleet([sgd(folds)], mse, EXAMPLE).evaluate([EXAMPLE])
     assert not hasattr(folds, "folded")
-    train_alone(member_of(folds), [EXAMPLE])
+    train_alone(sgd(folds), [EXAMPLE])

@@ -13,6 +13,8 @@ from fleet_cases import (
     BATCHES,
     EXAMPLE,
     TOLERANCE,
+    Coded,
+    adam,
     adam_member,
     assert_alone,
     assert_close,
@@ -22,7 +24,9 @@ from fleet_cases import (
     dropout_member,
     mse,
     mse_with_metrics,
+    sgd,
     sgd_member,
+    stacked,
     state_of,
     states_of,
     train_alone,
@@ -53,13 +57,10 @@ def test_names_of_newcomers() -> None:
     for member in unnamed:
         member.name = None
     fleet = Fleet([adam_member(3, "member-1"), *unnamed[:2]], mse, EXAMPLE)
-    assert fleet.names[0] == "member-1"
-    assert len(set(fleet.names)) == 3
-    fleet.drop("member-1")
     fleet.add(unnamed[2])
-    assert len(set(fleet.names)) == 3
-    for name in set(fleet.names) & {"member-1"}:
-        fleet.drop(name)
+    assert fleet.names[0] == "member-1"
+    assert len(set(fleet.names)) == 4
+    fleet.drop("member-1")
     fleet.add(adam_member(5, "member-1"))
     run(fleet, 0, 2)
     assert_alone(fleet, (adam_member(5, "member-1"), BATCHES[:2]))
@@ -97,9 +98,6 @@ def test_free_slots_are_refilled_for_nothing_and_groups_grow_and_shrink_without_
 
 
 def test_per_member_data_follows_the_names() -> None:
-    def stacked(*seeds: int) -> tuple[Tensor, ...]:
-        return tuple(torch.stack(leaves) for leaves in zip(*map(vectors, seeds), strict=True))
-
     fleet = Fleet([adam_member(i) for i in range(3)], mse, stacked(0, 1, 2), data="per_member")
     fleet.step(stacked(0, 1, 2))
     fleet.drop("m0")
@@ -200,21 +198,11 @@ def test_a_stopped_member_keeps_everything(width: int | None, monkeypatch: pytes
     assert work.total == 0
 
 
-class Root(nn.Module):
-    """The root of a weight that is zero: a finite value with an infinite derivative."""
-
-    def __init__(self, seed: int, start: float) -> None:
-        super().__init__()
-        self.body = bn_mlp(seed, dropout=0.4)
-        self.root = nn.Parameter(torch.full((1,), start, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x) + self.root.sqrt()
-
-
 def rooted(i: int, start: float = 1.0) -> Member:
-    model = Root(i, start)
-    return Member(model, torch.optim.Adam(model.parameters(), lr=0.01), f"m{i}")
+    """The root of a weight that may be zero: a finite value with an infinite derivative."""
+    root = nn.Parameter(torch.full((1,), start, dtype=torch.float64))
+    body = bn_mlp(i, dropout=0.4)
+    return adam(Coded(lambda model, x: model.layer(x) + model.root.sqrt(), layer=body, root=root), f"m{i}")
 
 
 def infinite(i: int) -> Member:
@@ -256,27 +244,20 @@ def test_numbers_left_behind_in_a_slot_and_newcomers_touch_nobody() -> None:
     assert torch.isfinite(watched.fleet.step(BATCHES[6])).all()
 
 
-class Diagonal(nn.Module):
-    """Factorizes a diagonal matrix, which fails where an entry is negative."""
-
-    def __init__(self, entry: float) -> None:
-        super().__init__()
-        self.entries = nn.Parameter(torch.tensor([1.0, entry], dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (torch.linalg.cholesky(torch.diag(self.entries)) ** 2).sum() + x.sum() * 0
+def factorizes(model: Any, x: Tensor) -> Any:
+    """A diagonal matrix, which fails where an entry is negative."""
+    return (torch.linalg.cholesky(torch.diag(model.entries)) ** 2).sum() + model.layer(x).sum() * 0
 
 
 def test_a_factorization_that_fails_freezes_only_its_member() -> None:
-    models = [Diagonal(1.0), Diagonal(-1.0), Diagonal(2.0)]
-    members = [Member(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
-    batch = torch.zeros(2, dtype=torch.float64)
-    fleet = Fleet(members, lambda model, x: model(x), batch)
-    fleet.step(batch)
-    assert list(fleet.stopped()) == ["member-1"]
+    entries = [nn.Parameter(torch.tensor([1.0, entry], dtype=torch.float64)) for entry in (1.0, -1.0, 2.0)]
+    members = [sgd(Coded(factorizes, entries=each), f"m{i}") for i, each in enumerate(entries)]
+    fleet = Fleet(members, lambda model, batch: model(batch[0]), EXAMPLE)
+    fleet.step(EXAMPLE)
+    assert list(fleet.stopped()) == ["m1"]
     fleet.sync()
-    assert models[1].entries.tolist() == [1.0, -1.0]
-    torch.testing.assert_close(models[2].entries, torch.tensor([0.9, 1.9], dtype=torch.float64))
+    assert entries[1].tolist() == [1.0, -1.0]
+    torch.testing.assert_close(entries[2].data, torch.tensor([0.9, 1.9], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])

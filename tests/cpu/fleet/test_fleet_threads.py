@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.eval_frame
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from fleet_cases import mse, sgd
 from torch import Tensor, fx, nn
 
 import trainmux as tm
@@ -43,23 +44,19 @@ def inputs(kind: Callable[[], nn.Module]) -> Tensor:
     return torch.randn((6, 3), generator=generator, dtype=torch.float64)
 
 
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
 def members(kind: Callable[[], nn.Module]) -> list[tm.Member]:
     found = []
     for seed in range(2):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = kind().double()
-        found.append(tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1), name=f"m{seed}"))
+        found.append(sgd(model, f"m{seed}"))
     return found
 
 
 def trained(group: list[tm.Member], x: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
     batch = (x, torch.ones(len(x), 2, dtype=torch.float64))
-    fleet = tm.Fleet(group, loss=loss, example_batch=batch)
+    fleet = tm.Fleet(group, loss=mse, example_batch=batch)
     losses = [fleet.step(batch).clone() for _ in range(2)]
     scores = fleet.evaluate([batch])
     fleet.sync()
@@ -168,7 +165,7 @@ def test_plain_code_in_another_thread_does_not_notice_a_trace(monkeypatch: pytes
         if told.empty():
             in_threads([plain])
         assert torch.compiler.is_compiling()
-        return loss(model, batch)
+        return mse(model, batch)
 
     batch = (inputs(Bags), torch.ones(6, 2, dtype=torch.float64))
     before = patched_by_tracing()
@@ -177,19 +174,3 @@ def test_plain_code_in_another_thread_does_not_notice_a_trace(monkeypatch: pytes
     assert all(seen.values()), seen
     assert len(seen) == 7
     assert patched_by_tracing() == before
-
-
-def test_a_deterministic_fleet_and_another_train_at_the_same_time() -> None:
-    batch = (inputs(normed), torch.ones(6, 2, dtype=torch.float64))
-    fleets = [
-        tm.Fleet(members(normed), loss=loss, example_batch=batch, deterministic=deterministic)
-        for deterministic in (True, False, True)
-    ]
-
-    def steps(fleet: tm.Fleet) -> list[Tensor]:
-        return [fleet.step(batch).clone() for _ in range(15)]
-
-    first, *others = in_threads([lambda fleet=fleet: steps(fleet) for fleet in fleets])  # type: ignore[misc]
-    for other in others:
-        assert all(map(torch.equal, first, other))
-    assert not torch.are_deterministic_algorithms_enabled()

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from fleet_cases import assert_close, state_of
-from torch import Tensor, nn
+from fleet_cases import assert_close, mse, net, state_of, train_alone, vectors
+from torch import Tensor
 
 import trainmux as tm
 from trainmux.errors import CheckpointError, MemberChangedError
@@ -37,30 +36,11 @@ WEIGHTS = {
 }
 
 
-class Net(nn.Module):
-    """Two layers around a batch norm, and a constant that members may share."""
-
-    def __init__(self, width: int, shift: float) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, width, bias=False), nn.Linear(width, 2)
-        self.norm = nn.BatchNorm1d(width)
-        self.register_buffer("shift", torch.tensor(shift))
-        self.scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x)).tanh() + self.shift) * self.scale
-
-
-def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
 def make(name: str, seed: int) -> tm.Member:
     """Of two groups; learning rate, clipping, constant and schedule are each member's own."""
     choose = random.Random(seed)
-    torch.manual_seed(seed)
     width = choose.choice((3, 5))
-    model = Net(width, choose.choice((0.0, 0.0, 0.5))).double()
+    model = net(seed, hidden=width, shift=choose.choice((0.0, 0.0, 0.5)))
     kind: Any = {3: torch.optim.SGD, 5: torch.optim.AdamW}[width]
     settings = {"momentum": 0.9} if width == 3 else {"weight_decay": 0.1}
     optimizer = kind(model.parameters(), lr=choose.uniform(0.001, 0.05), **settings)
@@ -92,27 +72,17 @@ class Twins:
         for parameter, grad in zip(self.plain.model.parameters(), grads, strict=True):
             parameter.grad = grad
 
-    def step(self, batch: Any, num_micro: int, *, applies: bool) -> float:
-        model, plain = self.plain.model, self.plain
+    def step(self, batch: Any, number: int, accumulate: int) -> float:
         if self.is_stopped or self.waits:
-            twin = copy.deepcopy(model)  # running statistics do not move
+            twin = copy.deepcopy(self.plain.model)  # running statistics do not move
             with torch.no_grad():
-                return loss_fn(twin, batch).item()
-        loss = loss_fn(model, batch)
-        (loss / num_micro).backward()
-        if applies:
-            if plain.clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), plain.clip_norm)
-            plain.optimizer.step()
-            plain.optimizer.zero_grad()
-            if plain.scheduler is not None:
-                plain.scheduler.step()
-        return loss.item()
+                return mse(twin, batch).item()
+        return train_alone(self.plain, [batch], accumulate=accumulate, first=number)[0]
 
     def evaluate(self, batches: Any) -> float:
         twin = copy.deepcopy(self.plain.model).eval()
         with torch.no_grad():
-            return sum(loss_fn(twin, batch).item() for batch in batches) / len(batches)
+            return sum(mse(twin, batch).item() for batch in batches) / len(batches)
 
     def assert_same(self) -> None:
         assert_close(state_of(self.member), state_of(self.plain), TOLERANCE)
@@ -131,7 +101,7 @@ class Walk:
         self.log: list[str] = []
         self.twins = [self._new() for _ in range(2)]
         members = [twins.member for twins in self.twins]
-        self.fleet = tm.Fleet(members, loss_fn, self._batch(), precision="fp64", lowering="aten", **options)
+        self.fleet = tm.Fleet(members, mse, self._batch(), precision="fp64", lowering="aten", **options)
 
     def run(self, num_actions: int, weights: dict[str, float]) -> None:
         """All kinds of actions in any order, and then some by weight."""
@@ -154,9 +124,7 @@ class Walk:
         return Twins(f"m{self.num_made}", self.choose.randrange(1 << 30))
 
     def _batch(self) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(self.choose.randrange(1 << 30))
-        x = torch.randn(6, 4, dtype=torch.float64, generator=generator)
-        return x, torch.randn(6, 2, dtype=torch.float64, generator=generator)
+        return vectors(self.choose.randrange(1 << 30), size=6)
 
     def _one(self) -> Twins:
         return self.choose.choice(self.twins)
@@ -168,11 +136,10 @@ class Walk:
         batch = self._batch()
         found = self.fleet.step(batch).tolist()
         self.num_steps += 1
-        applies = not self._is_between_updates()
         for twins, loss in zip(self.twins, found, strict=True):
-            expected = twins.step(batch, self.accumulate, applies=applies)
+            expected = twins.step(batch, self.num_steps, self.accumulate)
             assert loss == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE), twins.name
-            twins.waits = twins.waits and not applies
+            twins.waits = twins.waits and self._is_between_updates()
 
     def do_add(self) -> None:
         if len(self.twins) < MAX_MEMBERS:
@@ -294,15 +261,22 @@ class Walk:
         self.fleet.use(None)
 
 
+PLANS: dict[str, float] = {"plan": 4, "unplan": 3}
+
+
 @pytest.mark.parametrize(
-    ("seed", "options"), [(0, {}), (1, {"accumulate": 3}), (2, {"accumulate": 2, "width": 2})]
+    ("seed", "num_actions", "plans", "options"),
+    [
+        (0, 45, {}, {}),
+        (1, 45, {}, {"accumulate": 3}),
+        (2, 45, {}, {"accumulate": 2, "width": 2}),
+        (100, 30, PLANS, {"accumulate": 2}),
+    ],
 )
-def test_a_short_walk(seed: int, options: dict[str, int], tmp_path: Path) -> None:
-    Walk(seed, tmp_path, **options).run(45, WEIGHTS)
-
-
-def test_a_short_walk_with_plans(tmp_path: Path) -> None:
-    Walk(100, tmp_path, accumulate=2).run(30, {**WEIGHTS, "plan": 4, "unplan": 3})
+def test_a_short_walk(
+    seed: int, num_actions: int, plans: dict[str, float], options: dict[str, int], tmp_path: Path
+) -> None:
+    Walk(seed, tmp_path, **options).run(num_actions, {**WEIGHTS, **plans})
 
 
 @pytest.mark.extensive

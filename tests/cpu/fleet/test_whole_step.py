@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 from fleet_cases import (
-    assert_close,
+    adam,
+    assert_alone,
     assert_same,
     assert_same_fleets,
     assert_same_states,
+    bn_mlp,
+    scheduled,
     state_of,
     states_of,
-    train_alone,
 )
-from torch import Tensor, nn
-from torch.optim import lr_scheduler
+from odd_models import classify
+from torch import Tensor
 
 from trainmux import Fleet, Member
 from trainmux.errors import FleetError
@@ -30,22 +32,13 @@ WIDE, NARROW = 5, 3
 
 
 def member(i: int, num_classes: int, *, dropout: float = 0.0) -> Member:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(i)
-        # No bias before the normalisation: its gradient would be nothing but rounding.
-        layers = (nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(dropout))
-        model = nn.Sequential(*layers, nn.Linear(6, num_classes)).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02 * (i + 1))
-    return Member(model, optimizer, f"m{i}", scheduler=lr_scheduler.ExponentialLR(optimizer, 0.9), seed=i)
-
-
-def loss(model: nn.Module, batch: Any) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+    model = bn_mlp(i, dropout=dropout, outputs=num_classes)
+    return scheduled(adam(model, f"m{i}", 0.02 * (i + 1), seed=i))
 
 
 def batch(number: int, *, largest: int = NARROW - 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
-    inputs = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(6, 3, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, NARROW, (6,), generator=generator)
     labels[0] = largest
     return inputs, labels
@@ -56,15 +49,13 @@ BAD = batch(9, largest=WIDE - 1)
 
 def fleet_of(classes: tuple[int, ...] = (WIDE, NARROW), *, dropout: float = 0.0, **options: Any) -> Fleet:
     members = [member(i, count, dropout=dropout) for i, count in enumerate(classes)]
-    return Fleet(members, loss, batch(0), precision="fp64", **options)
+    return Fleet(members, classify, batch(0), precision="fp64", **options)
 
 
 def assert_trained_as_alone(fleet: Fleet, classes: tuple[int, ...]) -> None:
     """Two steps, on batches 0 and 1."""
-    for i, count in enumerate(classes):
-        alone = member(i, count)
-        train_alone(alone, [batch(0), batch(1)], loss)
-        assert_close(states_of(fleet)[f"m{i}"], state_of(alone))
+    members = [member(i, count) for i, count in enumerate(classes)]
+    assert_alone(fleet, *((each, [batch(0), batch(1)]) for each in members), loss=classify)
 
 
 WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -149,7 +140,7 @@ def test_a_planned_step_that_fails_changes_nothing_or_freezes(
         return torch.stack([inputs, inputs]), torch.stack([labels, labels])
 
     members = [member(0, WIDE), member(1, NARROW)]
-    fleet = Fleet(members, loss, stacked(0), precision="fp64", data="per_member")
+    fleet = Fleet(members, classify, stacked(0), precision="fp64", data="per_member")
     plan = fleet.plan(policy="none", device="a100-40gb")
     fleet.use(plan)
     order = [sub_array.members[0] for sub_array in plan.partition]
