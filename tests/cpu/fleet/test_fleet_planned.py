@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,8 +13,9 @@ import pytest
 import torch
 from benchmarks.workloads import SMALL
 from equivalence import assert_same
-from fleet_cases import assert_same_fleets
+from fleet_cases import BATCHES, EXAMPLE, Projected, adam, assert_same_fleets, mse, scheduled, sgd
 from interrupted import train_interrupted
+from odd_models import classify, labelled
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -25,6 +27,8 @@ from trainmux.ir import Free, Profile, Wait
 pytestmark = pytest.mark.usefixtures("built_once")
 
 WORKLOAD = SMALL["mlp"]
+DEVICE = "a100-40gb"
+"""Plans are worked out for it where measuring takes longer, and may have another outcome each time."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,15 +60,7 @@ def quick_side_by_side(
 def member(number: int, **options: Any) -> tm.Member:
     model = WORKLOAD.build(number).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1))
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    return tm.Member(model, optimizer, name=f"m{number}", seed=number, scheduler=schedule, **options)
-
-
-def with_momentum(number: int) -> tm.Member:
-    """A member of another group."""
-    model = WORKLOAD.build(number).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return tm.Member(model, optimizer, name=f"m{number}", seed=number)
+    return scheduled(tm.Member(model, optimizer, f"m{number}", seed=number, **options))
 
 
 def fleet_of(num_members: int = 2, *, clips: bool = False, **options: Any) -> tm.Fleet:
@@ -83,6 +79,20 @@ def train(*fleets: tm.Fleet, steps: Sequence[int]) -> None:
     for number in steps:
         losses = [fleet.step(batch(number)).nan_to_num() for fleet in fleets]
         assert torch.equal(*losses)
+
+
+def train_and_compare(*fleets: tm.Fleet, steps: Sequence[int]) -> None:
+    """They then are the same in all they have, too."""
+    train(*fleets, steps=steps)
+    assert_same_fleets(*fleets)
+
+
+def smallest_bytes(fleet: tm.Fleet, *how: Any, **asked: Any) -> int:
+    """The smallest budget that a plan works with."""
+    with pytest.raises(BudgetError) as caught:
+        fleet.plan(1000, *how, **asked)
+    assert caught.value.smallest_bytes is not None
+    return caught.value.smallest_bytes
 
 
 WAYS: dict[str, tuple[int, str, list[int], int]] = {
@@ -175,13 +185,10 @@ def test_fits_freezes_other_shapes_and_budgets_that_cannot_work() -> None:
         torch.testing.assert_close(*[fleet.step(batch(number, size)) for fleet in (planned, plain)])
     planned, plain, _ = planned_and_plain("ring")
     train(planned, plain, steps=[0])
-    with pytest.raises(BudgetError) as caught:
-        planned.plan(1000, "none")
+    smallest = smallest_bytes(planned, "none")
     train(planned, plain, steps=[1])
-    assert caught.value.smallest_bytes is not None
-    planned.plan(caught.value.smallest_bytes, "none")
-    train(planned, plain, steps=[2])
-    assert_same_fleets(planned, plain)
+    planned.plan(smallest, "none")
+    train_and_compare(planned, plain, steps=[2])
     for fleet in (planned, plain):
         fleet.members[0].optimizer.param_groups[0]["lr"] = 1e38
     train(planned, plain, steps=range(4))
@@ -191,10 +198,7 @@ def test_fits_freezes_other_shapes_and_budgets_that_cannot_work() -> None:
 
 def test_micro_batches_train_where_optimizer_state_has_no_room_beside_them() -> None:
     planned, plain = fleet_of(accumulate=2), fleet_of(accumulate=2)
-    with pytest.raises(BudgetError) as refused:
-        planned.plan(1000, max_partitions=2)
-    assert refused.value.smallest_bytes is not None
-    planned.plan(refused.value.smallest_bytes + 2000, max_partitions=2)
+    planned.plan(smallest_bytes(planned, max_partitions=2) + 2000, max_partitions=2)
     for number in range(4):
         torch.testing.assert_close(*[fleet.step(batch(number)) for fleet in (planned, plain)])
 
@@ -216,13 +220,12 @@ def test_members_come_and_go_and_the_plan_is_made_anew_where_it_must() -> None:
     for fleet in (planned, plain):
         fleet.add(member(8))
         fleet.add(member(9))
-        fleet.replace("m8", with_momentum(8))  # of another group, and the same name
+        fleet.replace("m8", sgd(WORKLOAD.build(8), "m8"))  # of another group, and the same name
     train(planned, plain, steps=[3])
     for fleet in (planned, plain):
         for name in ("m3", "m8"):
             fleet.drop(name)
-    train(planned, plain, steps=[4])
-    assert_same_fleets(planned, plain)
+    train_and_compare(planned, plain, steps=[4])
     plan = planned.plan(1 << 20, "none")
     assert sorted(name for part in plan.partition for name in part.members) == sorted(planned.names)
 
@@ -235,68 +238,54 @@ def test_a_plan_that_holds_more_than_its_budget_is_made_anew(monkeypatch: pytest
         patched.setattr(PlannedRunner, "_held_bytes", lambda self: held(self) + plan.budget_bytes)
         with pytest.warns(TrainmuxWarning):
             train(planned, plain, steps=[0])
-    train(planned, plain, steps=[1, 2])
-    assert_same_fleets(planned, plain)
+    train_and_compare(planned, plain, steps=[1, 2])
 
 
 # ---- constants under a plan with branches ---------------------------------------------------------------
 
 
-class Scaled(nn.Module):
-    """With a constant that members may share."""
-
-    def __init__(self, seed: int, scale: float) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layer = nn.Linear(6, 4)
-        self.register_buffer("scale", torch.full((4,), scale))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale
-
-
-def mean_square(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x) - 1).square().mean()
-
-
-def scaled(number: int, scale: float = 1.0) -> tm.Member:
-    model = Scaled(number, scale)
-    return tm.Member(model, torch.optim.AdamW(model.parameters(), lr=0.01), name=f"m{number}", seed=number)
-
-
-def scaled_fleet(scales: Sequence[float], **options: Any) -> tm.Fleet:
-    members = [scaled(number, scale) for number, scale in enumerate(scales)]
-    return tm.Fleet(members, mean_square, torch.randn(5, 6), deterministic=True, **options)
+def projected(*constants: float, **options: Any) -> tm.Fleet:
+    members = [adam(Projected(number, constant), f"m{number}") for number, constant in enumerate(constants)]
+    return tm.Fleet(members, mse, EXAMPLE, deterministic=True, **options)
 
 
 @pytest.mark.usefixtures("quick_side_by_side")
 @pytest.mark.parametrize(
-    "scales",
+    "constants",
     [
         pytest.param((3.0,) * 4, marks=pytest.mark.extensive, id="shared"),
         pytest.param((1.0, 2.0, 3.0, 4.0), id="of each"),
     ],
 )
 def test_constants_of_checkpoints_and_newcomers_reach_every_branch(
-    scales: Sequence[float], tmp_path: Path
+    constants: Sequence[float], tmp_path: Path
 ) -> None:
-    scaled_fleet(scales, width=1).save(tmp_path / "saved")
-    fleets = scaled_fleet((1.0,) * 4), scaled_fleet((1.0,) * 4, width=1)
+    projected(*constants, width=1).save(tmp_path / "saved")
+    fleets = projected(*(1.0,) * 4), projected(*(1.0,) * 4, width=1)
     plan = fleets[0].plan(max_partitions=5)
     assert plan.record.num_branches == 4
     for num_branches in (1, 2, 3):
         with pytest.raises(PlanError):
             fleets[0].use(tm.Plan(replace(plan.record, num_branches=num_branches), plan.profiles))
-    batch = torch.randn(5, 6)
-    fleets[0].step(batch)
+    fleets[0].step(EXAMPLE)
     for fleet in fleets:
         fleet.restore(tmp_path / "saved")
-    for _ in range(2):
-        torch.testing.assert_close(*[fleet.step(batch) for fleet in fleets])
-    for fleet in fleets:
-        fleet.replace("m1", scaled(7, 2.0))
-    for _ in range(2):
-        torch.testing.assert_close(*[fleet.step(batch) for fleet in fleets])
+    for number in range(4):
+        if number == 2:
+            for fleet in fleets:
+                fleet.replace("m1", adam(Projected(7, 2.0), "m7"))
+        torch.testing.assert_close(*[fleet.step(EXAMPLE) for fleet in fleets])
+
+
+def test_an_edited_constant_that_members_share_is_taken_over_under_a_plan() -> None:
+    planned, plain = projected(2.0, 2.0, lowering="aten"), projected(2.0, 2.0, lowering="aten")
+    planned.plan("64MiB", "none", max_partitions=2)
+    for batch in BATCHES[:5]:
+        assert torch.equal(planned.step(batch), plain.step(batch))
+        if batch is BATCHES[1]:
+            for fleet in (planned, plain):
+                fleet.members[1].model.frozen.data.mul_(2.0)
+                fleet.refresh("m1")
 
 
 class OneSmall(nn.Module):
@@ -304,7 +293,7 @@ class OneSmall(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide = nn.Linear(130, 130, bias=False)
+        self.wide = nn.Linear(3, 6000, bias=False)
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -313,21 +302,16 @@ class OneSmall(nn.Module):
 
 def test_a_parameter_of_one_element_is_updated_under_a_plan() -> None:
     """Its update wrote through a view that looked like a copy, and was left out of planned steps."""
-
-    def fleet() -> tm.Fleet:
-        members = []
-        for seed in range(2):
-            torch.manual_seed(seed)
-            model = OneSmall()
-            members.append(tm.Member(model, torch.optim.AdamW(model.parameters(), lr=0.1), seed=seed))
-        return tm.Fleet(members, mean_square, example, deterministic=True)
-
-    example = torch.randn(4, 130, generator=torch.Generator().manual_seed(0))
-    plain, planned = fleet(), fleet()
-    planned.use(planned.plan(policy="mutwo", device="a100-40gb", max_partitions=3))
-    for _ in range(2):
-        plain.step(example)
-        planned.step(example)
+    torch.manual_seed(0)
+    model = OneSmall().double()
+    plain, planned = (
+        tm.Fleet([adam(copy.deepcopy(model), name) for name in "ab"], mse, EXAMPLE, deterministic=True)
+        for _ in range(2)
+    )
+    planned.use(planned.plan(policy="mutwo", device=DEVICE, max_partitions=3))
+    for fleet in (plain, planned):
+        fleet.step(EXAMPLE)
+        fleet.step(EXAMPLE)
     assert_same_fleets(plain, planned)
 
 
@@ -343,34 +327,45 @@ def is_host_memory(*_: Any, **options: Any) -> bool:
     return "pin_memory" in options
 
 
-@pytest.mark.parametrize(
-    ("is_refused", "error"),
-    [
-        (is_slab, torch.OutOfMemoryError("no memory")),
-        (is_host_memory, RuntimeError("can't allocate memory")),
-    ],
-)
-def test_a_plan_that_finds_no_memory_is_refused_and_nothing_is_lost(
-    is_refused: Callable[..., bool], error: Exception
-) -> None:
-    planned, plain, first = planned_and_plain("ring")
-    train(planned, plain, steps=[0])
-    planned.plan(policy="none")
-    zeros = torch.zeros
+def no_memory() -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
 
-    def refusing(*size: Any, **options: Any) -> Tensor:
-        if is_refused(*size, **options):
-            raise error
+
+@pytest.mark.parametrize(
+    ("is_hit", "failure", "was_planned"),
+    [
+        (is_slab, torch.OutOfMemoryError("no memory"), True),
+        (is_host_memory, RuntimeError("can't allocate memory"), True),
+        (is_slab, None, False),
+        (is_slab, None, True),
+    ],
+    ids=["no memory", "no host memory", "interrupt before any plan", "interrupt between plans"],
+)
+def test_a_plan_that_is_not_put_into_use_leaves_the_step_not_begun_and_nothing_is_lost(
+    is_hit: Callable[..., bool], failure: Exception | None, was_planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds no memory, or is interrupted."""
+    planned, plain, first = planned_and_plain("ring")
+    if was_planned:
+        train(planned, plain, steps=[0])
+    planned.plan(policy="none")
+    zeros, interrupts = torch.zeros, []
+
+    def failing(*size: Any, **options: Any) -> Tensor:
+        if is_hit(*size, **options) and failure is not None:
+            raise failure
+        if is_hit(*size, **options) and not interrupts:
+            interrupts.append(signal.raise_signal(signal.SIGINT))
         return zeros(*size, **options)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch, "zeros", refusing)
-        with pytest.raises(BudgetError):
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "zeros", failing)
+        with pytest.raises(BudgetError if failure else KeyboardInterrupt):
             planned.step(batch(2))
     assert_same_fleets(planned, plain)
-    planned.use(first if is_refused is is_slab else None)
-    train(planned, plain, steps=[2])
-    assert_same_fleets(planned, plain)
+    if failure is not None:
+        planned.use(first if is_hit is is_slab else None)
+    train_and_compare(planned, plain, steps=[2])
 
 
 class OutOfMemory(torch.utils._python_dispatch.TorchDispatchMode):
@@ -382,9 +377,7 @@ class OutOfMemory(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.left -= "mm" in func.__name__
-        if self.left < 0:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
-        return func(*args, **(kwargs or {}))
+        return no_memory() if self.left < 0 else func(*args, **(kwargs or {}))
 
 
 def test_no_memory_in_the_middle_of_a_step() -> None:
@@ -396,51 +389,20 @@ def test_no_memory_in_the_middle_of_a_step() -> None:
             planned.step(batch(2))
         assert caught.value.__context__ is None, "expected nothing that holds on to the step's tensors"
         assert_same_fleets(planned, plain)
-    train(planned, plain, steps=[2])
-    assert_same_fleets(planned, plain)
+    train_and_compare(planned, plain, steps=[2])
 
 
 def test_no_memory_while_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     planned, plain = fleet_of(), fleet_of()
     monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path))
-
-    def no_memory(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
-
     with monkeypatch.context() as patched:
-        patched.setattr(_planning, "measure_profile", no_memory)
+        patched.setattr(_planning, "measure_profile", lambda *_, **__: no_memory())
         with pytest.raises(BudgetError) as caught:
             planned.plan(policy="none")
         assert caught.value.__context__ is None
     train(planned, plain, steps=[0])
     planned.plan(policy="none")
-    train(planned, plain, steps=[1])
-    assert_same_fleets(planned, plain)
-
-
-@pytest.mark.parametrize("was_planned", [False, True])
-def test_an_interrupt_while_a_plan_is_put_into_use_leaves_the_step_not_begun(was_planned: bool) -> None:
-    planned, plain, first = planned_and_plain("ring")
-    second = planned.plan(policy="none")
-    if was_planned:
-        planned.use(first)
-        train(planned, plain, steps=[9])
-        planned.use(second)
-    zeros, interrupts = torch.zeros, []
-
-    def interrupted(*size: Any, **options: Any) -> Tensor:
-        if is_slab(*size, **options) and not interrupts:
-            interrupts.append(signal.raise_signal(signal.SIGINT))
-        return zeros(*size, **options)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch, "zeros", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            planned.step(batch(1))
-    assert interrupts
-    assert_same_fleets(planned, plain)
-    train(planned, plain, steps=[5])
-    assert_same_fleets(planned, plain)
+    train_and_compare(planned, plain, steps=[1])
 
 
 def test_interrupts_at_any_time_change_nothing() -> None:
@@ -454,9 +416,6 @@ def test_interrupts_at_any_time_change_nothing() -> None:
 
 
 # ---- evaluation by a plan -------------------------------------------------------------------------------
-
-DEVICE = "a100-40gb"
-"""Plans are worked out for it: measuring takes longer, and may have another outcome each time."""
 
 WIDTH = 64
 
@@ -479,21 +438,8 @@ def deep() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, WIDTH))
-
-
-def classify(model: nn.Module, batch: Any) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def labelled(number: int, size: int = 4) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    labels = torch.randint(0, WIDTH, (size,), generator=generator)
-    return torch.randn(size, WIDTH, generator=generator), labels
-
-
-LOADER = [labelled(number, size) for number, size in enumerate((4, 3))]
+LABELLED = labelled(4, WIDTH)
+LOADER = [LABELLED(0, torch.float32), labelled(3, WIDTH)(1, torch.float32)]
 
 
 def evaluated_fleet(builders: list[Any], make_optimizer: Any = torch.optim.AdamW, **options: Any) -> tm.Fleet:
@@ -503,15 +449,7 @@ def evaluated_fleet(builders: list[Any], make_optimizer: Any = torch.optim.AdamW
         model = build().train()
         optimizer = make_optimizer(model.parameters(), lr=1e-2 * (number + 1))
         members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
-    return tm.Fleet(members, classify, labelled(0), deterministic=True, **options)
-
-
-def tight(fleet: tm.Fleet, more_bytes: int) -> tm.Plan:
-    """By a budget that is so much larger than the smallest."""
-    with pytest.raises(BudgetError) as caught:
-        fleet.plan(1000, "auto", device=DEVICE, max_partitions=2)
-    assert caught.value.smallest_bytes is not None
-    return fleet.plan(caught.value.smallest_bytes + more_bytes, "auto", device=DEVICE, max_partitions=2)
+    return tm.Fleet(members, classify, LOADER[0], deterministic=True, **options)
 
 
 def first_weight(model: nn.Module, _: Any) -> dict[str, Tensor]:
@@ -531,7 +469,9 @@ EVALUATED: dict[str, tuple[list[Any], Any, int | None]] = {
 def test_a_planned_evaluation_has_the_same_bits_and_disturbs_nothing(kind: str, tmp_path: Path) -> None:
     builders, optimizer, more_bytes = EVALUATED[kind]
     fleet, control = (evaluated_fleet(builders, optimizer, width=1) for _ in range(2))
-    plan = fleet.plan("1GiB", "none", device=DEVICE) if more_bytes is None else tight(fleet, more_bytes)
+    asked: dict[str, Any] = {"device": DEVICE, "max_partitions": 2}
+    budget = 1 << 30 if more_bytes is None else smallest_bytes(fleet, **asked) + more_bytes
+    plan = fleet.plan(budget, "none" if more_bytes is None else "auto", **asked)
 
     def evaluate() -> list[Any]:
         return [fleet.evaluate(LOADER), fleet.evaluate(LOADER[:1], first_weight)]
@@ -540,15 +480,15 @@ def test_a_planned_evaluation_has_the_same_bits_and_disturbs_nothing(kind: str, 
         each.use(plan)
     for number in range(2):
         for each in (fleet, control):
-            each.step(labelled(10 + number))
+            each.step(LABELLED(10 + number, torch.float32))
         norms = fleet.metrics["grad_norm"]
         if more_bytes is not None:
             with pytest.raises(BudgetError):
-                fleet.evaluate([labelled(0, 4096)])
+                fleet.evaluate([labelled(4096, WIDTH)(0, torch.float32)])
         found = evaluate()
         assert torch.equal(fleet.metrics["grad_norm"], norms)
     for each in (fleet, control):
-        each.step(labelled(20))
+        each.step(LABELLED(20, torch.float32))
     assert_same_fleets(fleet, control)
     found = evaluate()
     fleet.use(None)
@@ -557,7 +497,7 @@ def test_a_planned_evaluation_has_the_same_bits_and_disturbs_nothing(kind: str, 
 
 def test_members_that_differ_in_evaluation_run_their_own_graphs_by_a_plan() -> None:
     """Before the first step, beside a group with one graph; and where a sub-array has lost its member."""
-    fleet = evaluated_fleet([Normed, lambda: Normed(doubles=True), mlp])
+    fleet = evaluated_fleet([Normed, lambda: Normed(doubles=True), deep])
     expected = fleet.evaluate(LOADER)
     fleet.use(fleet.plan("1GiB", "none", device=DEVICE))
     assert fleet.evaluate(LOADER[:1]) != expected

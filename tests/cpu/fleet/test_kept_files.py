@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -12,17 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from fleet_cases import EXAMPLE, TOY, Coded, mse, sgd, short_fleet
 from short_workloads import SHORT
 from tests.record_files import edit
-from torch import Tensor, nn
+from torch import Tensor
 
 import trainmux as tm
 from trainmux.fleet import _program_store
 from trainmux.lowering import KernelCache
 
 pytestmark = pytest.mark.usefixtures("traced_once")
-
-DEVICE = tm.Device("toy", 1 << 30, 1 << 32, 8, 1e12, 1e12, 1e11, 1e10, 1e10)
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +35,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def fleet_of(name: str = "mlp", num_members: int = 2, **options: Any) -> tm.Fleet:
-    workload = SHORT[name]
-    members = []
-    for number in range(num_members):
-        model = workload.build(number).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
-    options = {"lowering": "inductor", **options}
-    return tm.Fleet(members, workload.loss, workload.batch(0, torch.float32), **options)
+fleet_of = functools.partial(short_fleet, lowering="inductor")
 
 
 # ---- steps ---------------------------------------------------------------------------------------------
@@ -88,24 +80,10 @@ def test_everything_that_decides_a_step_is_part_of_its_name(
     assert len(steps_in(folder)) == 2 + len(others)
 
 
-class Scaled(nn.Module):
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x) * torch.tensor([self.scale, 1.0, 1.0])
-        return out
-
-
 def test_constants_are_part_of_the_name(folder: Path) -> None:
     def loss_with(scale: float) -> float:
-        torch.manual_seed(0)
-        model = Scaled(scale)
-        member = tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        x = torch.ones(2, 3)
-        return float(tm.Fleet([member], lambda m, b: m(b).sum(), x, lowering="inductor").step(x))
+        model = Coded(lambda model, x: model.layer(x) * torch.tensor([model.scale, 1.0]), scale=scale)
+        return float(tm.Fleet([sgd(model)], mse, EXAMPLE, lowering="inductor").step(EXAMPLE))
 
     assert loss_with(1.0) != loss_with(5.0)
     assert len(steps_in(folder)) == 2
@@ -152,7 +130,7 @@ def test_another_process_finds_the_step(folder: Path) -> None:
 
 # ---- plans ---------------------------------------------------------------------------------------------
 
-ASKED: dict[str, Any] = {"budget": "1GiB", "policy": "none", "device": DEVICE, "num_budgets": 2}
+ASKED: dict[str, Any] = {"budget": "1GiB", "policy": "none", "device": TOY, "num_budgets": 2}
 
 
 def planned(fleet: tm.Fleet, **asked: Any) -> tuple[tm.Plan, bool]:
@@ -164,10 +142,10 @@ def planned(fleet: tm.Fleet, **asked: Any) -> tuple[tm.Plan, bool]:
 
 def test_what_was_planned_once_is_not_planned_again(folder: Path) -> None:
     """By the same fleet or one like it, and for whatever was asked."""
-    fleet = fleet_of(lowering="aten")
+    fleet = short_fleet()
     first, was_kept = planned(fleet)
     assert not was_kept
-    again, was_kept = planned(fleet_of(lowering="aten"))
+    again, was_kept = planned(short_fleet())
     assert was_kept
     assert (again.record, again.profiles, again.curve) == (first.record, first.profiles, first.curve)
     others: list[dict[str, Any]] = [
@@ -176,18 +154,18 @@ def test_what_was_planned_once_is_not_planned_again(folder: Path) -> None:
         {"num_members": 3},
         {"num_budgets": 3},
         {"max_partitions": 3},
-        {"device": replace(DEVICE, link=2e10)},
+        {"device": replace(TOY, link=2e10)},
     ]
     for number, other in enumerate(others, 2):
         assert not planned(fleet, **other)[1], other
         assert len(list((folder / "plans").iterdir())) == number
     fleets: list[dict[str, Any]] = [{"num_members": 1}, {"precision": "fp64"}, {"deterministic": True}]
     for options in fleets:
-        assert not planned(fleet_of(lowering="aten", **options))[1], options
+        assert not planned(short_fleet(**options))[1], options
 
 
 def test_a_plan_that_is_damaged_or_stale_is_not_taken_and_is_replaced(folder: Path) -> None:
-    fleet = fleet_of(lowering="aten")
+    fleet = short_fleet()
     first, _ = planned(fleet)
     (path,) = (folder / "plans").iterdir()
     text = path.read_text()
@@ -207,7 +185,7 @@ def test_a_plan_that_is_damaged_or_stale_is_not_taken_and_is_replaced(folder: Pa
 def test_the_oldest_plans_go_and_a_folder_that_cannot_be_written_only_costs_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fleet = fleet_of(lowering="aten")
+    fleet = short_fleet()
     planned(fleet)
     (path,) = (folder / "plans").iterdir()
     for number in range(70):
