@@ -36,7 +36,9 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return stream
 
 
-def test_plain_lines_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_in_a_pipe_or_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    points().fit(BATCHES, epochs=2, progress=False)
+    assert capsys.readouterr().out == ""
     points({"a": 0.1, "b\x1b[2J\n": 0.2}).fit(BATCHES, epochs=2)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
@@ -45,11 +47,6 @@ def test_plain_lines_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     )
     for number, line in enumerate(lines, 1):
         assert re.fullmatch(pattern.format(number, 3 * number), line), line
-
-
-def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    points().fit(BATCHES, epochs=2, progress=False)
-    assert capsys.readouterr().out == ""
 
 
 def test_frozen_members_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,12 +22,15 @@ from fleet_cases import (
     ONE_OF_EACH,
     OPTIMIZERS,
     SCHEDULERS,
+    Projected,
+    adam,
     adam_member,
     assert_same,
     assert_same_fleets,
     dropout_member,
     mlp,
     mse,
+    scheduled,
     states_of,
 )
 from hypothesis import HealthCheck, given, settings
@@ -50,25 +53,8 @@ def nothing(fleet: Fleet) -> None:
     pass
 
 
-class Projected(nn.Module):
-    """A fixed random projection and a frozen weight: part of the model, though never trained."""
-
-    def __init__(self, seed: int, constant: float) -> None:
-        super().__init__()
-        self.body = mlp(seed)
-        self.register_buffer("projection", torch.full((3,), constant, dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.full((2,), constant, dtype=torch.float64), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x * self.projection) * self.frozen
-
-
 def projected(*constants: float) -> Make:
-    def make(i: int, elsewhere: bool) -> Member:
-        model = Projected(i, constants[i + 2 * elsewhere])
-        return Member(model, torch.optim.Adam(model.parameters(), lr=0.05), f"m{i}")
-
-    return make
+    return lambda i, elsewhere: adam(Projected(i, constants[i + 2 * elsewhere]), f"m{i}")
 
 
 def optimized(kind: str) -> Make:
@@ -84,11 +70,9 @@ def optimized(kind: str) -> Make:
     return make
 
 
-def scheduled(i: int, elsewhere: bool) -> Member:
-    member = adam_member(i)
+def with_schedule(i: int, elsewhere: bool) -> Member:
     schedules = [*SCHEDULERS.values(), lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0)]
-    member.scheduler = schedules[i](member.optimizer)
-    return member
+    return scheduled(adam_member(i), schedules[i])
 
 
 def poisoned(i: int, elsewhere: bool) -> Member:
@@ -106,7 +90,7 @@ def two_epochs(fleet: Fleet) -> None:
 ROWS: dict[str, tuple[Make, int, dict[str, Any], Callable[[Fleet], object]]] = {
     # By name: what makes members (there, and where they are restored), how many, settings, and what happens.
     **{kind: (optimized(kind), 2, {}, nothing) for kind in ONE_OF_EACH},
-    "schedules": (scheduled, len(SCHEDULERS) + 1, {}, two_epochs),
+    "schedules": (with_schedule, len(SCHEDULERS) + 1, {}, two_epochs),
     "amid accumulation": (lambda i, elsewhere: adam_member(i), 2, {"accumulate": 3}, nothing),
     "stopped and frozen members": (poisoned, 3, {}, lambda fleet: fleet.stop("m1")),
     # Another process draws other constants: without the saved ones the weights are worth nothing.
@@ -133,30 +117,12 @@ def test_a_restored_fleet_goes_on_bit_for_bit(row: str, tmp_path: Path) -> None:
     assert (row == "stopped and frozen members") == bool(saved.stopped())
     expected = [control.step(batch) for batch in BATCHES[4:8]]
     for fleet, is_again in ((saved, False), (restored, False), (saved, True)):
-        if is_again:
+        if is_again:  # which starts a member again that was stopped since
+            fleet.stop("m0")
             fleet.restore(tmp_path)
         assert all(map(same_bits, [fleet.step(batch) for batch in BATCHES[4:8]], expected))
         assert_same_fleets(fleet, control)
         assert_same(fleet.metrics, control.metrics)
-
-
-def test_into_a_fleet_that_has_trained_and_lost_members(tmp_path: Path) -> None:
-    """What the fleet did before, and in which slots its members sit, is of no consequence."""
-    whole = Fleet([dropout_member(i) for i in range(2)], mse, EXAMPLE)
-    for batch in BATCHES[:2]:
-        whole.step(batch)
-    whole.save(tmp_path)
-    restored = Fleet([dropout_member(i) for i in (5, 1, 6)], mse, EXAMPLE)
-    restored.step(BATCHES[9])
-    restored.stop("m1")
-    restored.drop("m5")
-    restored.replace("m6", dropout_member(0))
-    assert restored.names == ("m1", "m0")
-    restored.restore(tmp_path)
-    assert restored.stopped() == {}
-    for batch in BATCHES[2:4]:
-        got, expected = restored.step(batch), whole.step(batch)
-        torch.testing.assert_close(got[[1, 0]], expected, rtol=1e-12, atol=1e-12)
 
 
 # ---- values --------------------------------------------------------------------------------------------
@@ -216,11 +182,6 @@ TENSORS = [
 ]
 
 
-def as_bytes(tensor: Tensor) -> list[int]:
-    found = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
-    return found.tolist()  # type: ignore[no-any-return]
-
-
 def test_tensors_and_special_values_round_trip(saves: Saves, tmp_path: Path) -> None:
     """Every dtype and layout comes back by value, from a plain safetensors file, in memory of its own."""
     document = {
@@ -239,8 +200,7 @@ def test_tensors_and_special_values_round_trip(saves: Saves, tmp_path: Path) -> 
         assert len(opened.keys()) > len(TENSORS)
     file.write_bytes(b"\0" * file.stat().st_size)
     for got, expected in zip(found, TENSORS, strict=True):
-        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-        assert as_bytes(got) == as_bytes(expected)
+        assert same_bits(got, expected.resolve_conj())
         assert got.is_contiguous()
         assert not got.requires_grad
 
@@ -262,26 +222,13 @@ values = st.recursive(
 )
 
 
-def same_types(left: Any, right: Any) -> bool:
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, dict):
-        pairs = zip(left.items(), right.items(), strict=True)
-        return all(same_types(a, b) for one, two in pairs for a, b in zip(one, two, strict=True))
-    if isinstance(left, list | tuple | deque):
-        return len(left) == len(right) and all(same_types(a, b) for a, b in zip(left, right, strict=True))
-    return True
-
-
 SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 
 @settings(deadline=None, max_examples=15, suppress_health_check=SLOW)
 @given(document=st.dictionaries(st.text(), values))
 def test_documents_round_trip(saves: Saves, tmp_path: Path, document: dict[str, Any]) -> None:
-    found = round_trip(saves.fleet, tmp_path, document)
-    assert found == document
-    assert same_types(found, document)
+    assert repr(round_trip(saves.fleet, tmp_path, document)) == repr(document)  # types and order included
 
 
 class Color(IntEnum):
@@ -463,7 +410,7 @@ def test_a_save_that_fails_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
     saves: Saves, tmp_path: Path, failing: Callable[..., list[str]], error: BaseException
 ) -> None:
     raised = CheckpointError if isinstance(error, OSError) else type(error)
-    old = saves.write(tmp_path)
+    saves.write(tmp_path)
     calls = failing(1, None)
     old = saves.write(tmp_path)
     is_committed = []
@@ -485,27 +432,12 @@ def test_a_save_that_fails_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
     assert set(is_committed) == {False, True}
 
 
-def test_failures_without_harm(
-    saves: Saves, tmp_path: Path, failing: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder that cannot be flushed, old tensors that stay, an interrupt right after the commit."""
+def test_failures_without_harm(saves: Saves, tmp_path: Path, failing: Callable[..., list[str]]) -> None:
+    """A folder that cannot be flushed, and old tensors that stay."""
     saves.write(tmp_path)
     for when, number in ((3, errno.EINVAL), (7, errno.EPERM)):
         failing(when, OSError(number, "no"))
         assert saves.write(tmp_path) == saves.read(tmp_path)
-    failing(0, None)
-    original = os.replace
-
-    def replace_then_interrupt(source: Any, target: Any) -> None:
-        original(source, target)
-        if str(target).endswith("checkpoint.json"):
-            raise KeyboardInterrupt
-
-    last = saves.read(tmp_path)
-    monkeypatch.setattr(os, "replace", replace_then_interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        saves.write(tmp_path)
-    assert saves.read(tmp_path) == last + 1
 
 
 def test_a_first_save_that_fails_leaves_nothing(

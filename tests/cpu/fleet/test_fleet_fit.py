@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -17,10 +18,12 @@ from fleet_cases import (
     EXAMPLE,
     TOLERANCE,
     adam_member,
+    assert_alone,
     assert_close,
     assert_same_states,
     dropout_member,
     mse,
+    scheduled,
     sgd_member,
     state_of,
     states_of,
@@ -74,14 +77,10 @@ def test_epochs_with_validation_equal_plain_loops() -> None:
 
 def test_steps_and_epoch_schedules() -> None:
     def make(i: int) -> Member:
-        member = adam_member(i)
         if i == 0:
-            member.scheduler = lr_scheduler.StepLR(member.optimizer, 1, 0.5)
-            member.scheduler_interval = "epoch"
-        else:
-            member.scheduler = lr_scheduler.ReduceLROnPlateau(member.optimizer, factor=0.1, patience=0)
-            member.scheduler_monitor = "val_error"
-        return member
+            return scheduled(adam_member(0), interval="epoch")
+        plateau = functools.partial(lr_scheduler.ReduceLROnPlateau, factor=0.1, patience=0)
+        return scheduled(adam_member(1), plateau, scheduler_monitor="val_error")
 
     fleet = Fleet([make(i) for i in range(2)], mse, EXAMPLE)
     history = run(fleet, LOADER, steps=5, validate_every=2, validation=VALIDATION, metric_fn=error)
@@ -146,10 +145,7 @@ def test_members_with_loaders_of_their_own() -> None:
     own = [vectors(60, size=2), vectors(61, size=2)]
     fleet = Fleet([adam_member(0), adam_member(1, example_batch=own[0])], mse, EXAMPLE)
     run(fleet, LOADER, epochs=2, member_loaders={"m1": own}, validation=VALIDATION)
-    for i, batches in enumerate((LOADER * 2, own * 3)):
-        alone = adam_member(i)
-        train_alone(alone, batches)
-        assert_close(state_of(fleet.members[i]), state_of(alone))
+    assert_alone(fleet, (adam_member(0), LOADER * 2), (adam_member(1), own * 3))
 
 
 def test_members_that_come_and_go_during_a_fit() -> None:
@@ -217,6 +213,10 @@ def test_means_do_not_depend_on_when_losses_are_read() -> None:
     loader = [torch.randn(1, dtype=torch.float64) for _ in range(520)]  # more than are kept on the device
     expected = run(points(), loader, epochs=1)["fast"][0]
     assert run(points(), loader, epochs=1, log_every=50)["fast"][0] == expected
+    diverges = {"log_every": 2, "callbacks": [At(1, diverge("b"))]}
+    with pytest.warns(TrainmuxWarning):
+        history = run(points({"a": 0.1, "b": 0.1}), NUMBERS[:1] * 6, epochs=1, **diverges)
+    assert history["b"][0].loss == pytest.approx((1.0 + 0.9**2) / 2)  # of the steps before it was frozen
 
 
 # ---- members that stop ---------------------------------------------------------------------------------
@@ -245,19 +245,6 @@ def test_a_frozen_member_is_reported_once_and_the_rest_goes_on() -> None:
     assert history["a"] == expected["a"]
     assert history["c"] == expected["c"]
     assert weights(fleet)[::2] == weights(control)[::2]
-
-
-@pytest.mark.parametrize("log_every", [None, 2])
-def test_means_of_frozen_members_do_not_depend_on_when_losses_are_read(log_every: int | None) -> None:
-    with pytest.warns(TrainmuxWarning):
-        history = run(
-            points({"a": 0.1, "b": 0.1}),
-            NUMBERS[:1] * 6,
-            epochs=1,
-            log_every=log_every,
-            callbacks=[At(1, diverge("b"))],
-        )
-    assert history["b"][0].loss == pytest.approx((1.0 + 0.9**2) / 2)
 
 
 def test_a_fit_ends_when_nobody_trains_any_more() -> None:
@@ -368,31 +355,21 @@ def sigint_during(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], N
     signal.signal(signal.SIGINT, handler)
 
 
-def scheduled(i: int) -> Member:
-    """Member ``i``, each in a group of its own, with a schedule that counts its steps."""
-    member = (adam_member, sgd_member)[i](i)
-    member.scheduler = lr_scheduler.StepLR(member.optimizer, 1, 0.5)
-    return member
-
-
 @pytest.mark.parametrize(("call", "num_steps"), [(3, 2), (4, 2), (5, 3)])
 def test_ctrl_c_during_a_step_waits_for_its_end(
     sigint_during: Callable[[int], None], call: int, num_steps: int
 ) -> None:
     """Weights, state, schedules and the count of steps belong together, and no group is ahead of another."""
-    fleet = Fleet([scheduled(i) for i in range(2)], mse, EXAMPLE)
+    makes = (lambda: scheduled(adam_member(0)), lambda: scheduled(sgd_member(1)))  # a group of its own each
+    fleet = Fleet([make() for make in makes], mse, EXAMPLE)
     sigint_during(call)
     with pytest.raises(KeyboardInterrupt):
         run(fleet, BATCHES[:6], epochs=1)
     assert fleet.num_steps == num_steps
     for batch in BATCHES[num_steps:5]:  # and the fleet is as good as new
         fleet.step(batch)
-    states = states_of(fleet)
-    for i in range(2):
-        alone = scheduled(i)
-        train_alone(alone, BATCHES[:5])
-        assert_close(states[f"m{i}"], state_of(alone))
-        assert fleet.members[i].scheduler.last_epoch == 5
+    assert_alone(fleet, *((make(), BATCHES[:5]) for make in makes))
+    assert [member.scheduler.last_epoch for member in fleet.members] == [5, 5]
 
 
 def test_ctrl_c_amid_accumulation(sigint_during: Callable[[int], None]) -> None:
@@ -402,9 +379,7 @@ def test_ctrl_c_amid_accumulation(sigint_during: Callable[[int], None]) -> None:
     with pytest.raises(KeyboardInterrupt):
         fleet.step(BATCHES[0])
     fleet.step(BATCHES[1])
-    alone = adam_member(0)
-    train_alone(alone, BATCHES[:2], accumulate=2)
-    assert_close(states_of(fleet)["m0"], state_of(alone))
+    assert_alone(fleet, (adam_member(0), BATCHES[:2]), accumulate=2)
 
 
 def test_ctrl_c_during_evaluation_changes_nothing(sigint_during: Callable[[int], None]) -> None:

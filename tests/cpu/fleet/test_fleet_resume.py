@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fit_cases import BATCHES, At, Spy, failing_at, first_column, points, run, weights
-from fleet_cases import EXAMPLE, assert_same_states, mlp, mse, states_of, vectors
-from torch import Tensor
-from torch.optim import lr_scheduler
+from fleet_cases import EXAMPLE, SCHEDULERS, adam, assert_same_states, mlp, mse, scheduled, states_of, vectors
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainmux import Callback, CSVLog, EarlyStopping, Fleet, Member
@@ -74,13 +72,7 @@ def test_batches_are_those_of_the_whole_run(
 
 
 def resumable(i: int) -> Member:
-    model = mlp(i, dropout=0.4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02 * i)
-    return Member(model, optimizer, f"m{i}", scheduler=lr_scheduler.CosineAnnealingLR(optimizer, 20))
-
-
-def as_tuple(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-    return tuple(torch.stack(leaves) for leaves in zip(*rows, strict=True))
+    return scheduled(adam(mlp(i, dropout=0.4), f"m{i}", 0.02 * i), SCHEDULERS["cosine"])
 
 
 @pytest.mark.parametrize("how", ["killed", "ended"])
@@ -92,7 +84,7 @@ def test_members_are_those_of_the_whole_run(tmp_path: Path, how: str) -> None:
         fleet = Fleet([resumable(i) for i in range(2)], mse, EXAMPLE)
         dataset = TensorDataset(*vectors(5, size=15))
         history = fleet.fit(
-            DataLoader(dataset, batch_size=5, shuffle=True, collate_fn=as_tuple),
+            DataLoader(dataset, batch_size=5, shuffle=True),
             epochs=epochs,
             validation=[vectors(5, size=15)],
             callbacks=[EarlyStopping("val_loss", patience=1), *callbacks],
@@ -133,23 +125,17 @@ def test_ways_to_resume(tmp_path: Path) -> None:
         assert len(spy.losses) == num_steps
 
 
-def _of_another_unit(path: Path) -> None:
-    run(points(), steps=3, checkpoint=path)
+UNUSABLE: dict[str, Callable[[Path], object]] = {
+    "of another unit": lambda path: run(points(), steps=3, checkpoint=path),
+    "without a fit": lambda path: points().save(path),
+    "damaged": lambda path: (path / "checkpoint.json").write_text("{"),
+}
 
 
-def _without_a_fit(path: Path) -> None:
-    points().save(path)
-
-
-def _damaged(path: Path) -> None:
-    points().save(path)
-    (path / "checkpoint.json").write_text("{")
-
-
-@pytest.mark.parametrize("make", [_of_another_unit, _without_a_fit, _damaged])
-def test_checkpoints_that_cannot_be_gone_on_with(tmp_path: Path, make: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_checkpoints_that_cannot_be_gone_on_with(tmp_path: Path, kind: str) -> None:
     """They are refused, not overwritten."""
-    make(tmp_path)
+    UNUSABLE[kind](tmp_path)
     before = (tmp_path / "checkpoint.json").read_bytes()
     with pytest.raises(CheckpointError):
         run(points(), epochs=1, checkpoint=tmp_path)
