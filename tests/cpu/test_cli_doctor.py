@@ -16,25 +16,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import trainmux as tm
+from trainmux import runtime
 from trainmux.cli import doctor
 from trainmux.cli._app import app
-from trainmux.cli.doctor import SUPPORTED_PYTHON, SUPPORTED_TORCH, Finding, Level, check
+from trainmux.cli.doctor import Finding, Level, check
 from trainmux.fleet import CacheFacts, Rates, _machine
 from trainmux.profiling import LinkRates
-from trainmux.runtime import (
-    CudaFacts,
-    DriverFacts,
-    FolderFacts,
-    GpuFacts,
-    HostFacts,
-    ListedGpu,
-    _gpu,
-    _host,
-    ask_driver,
-    look_at_cuda,
-    look_at_folder,
-    look_at_host,
-)
+from trainmux.runtime import CudaFacts, DriverFacts, FolderFacts, GpuFacts, HostFacts, ListedGpu, _gpu, _host
 
 GIB = 1 << 30
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -67,21 +55,16 @@ HEALTHY = tm.MachineFacts(
 NO_GPU = replace(HEALTHY.cuda, gpus=(), error="No CUDA GPUs are available")
 
 
-def with_cuda(**changes: Any) -> tm.MachineFacts:
-    return replace(HEALTHY, cuda=replace(HEALTHY.cuda, **changes))
-
-
-def with_gpu(**changes: Any) -> tm.MachineFacts:
-    return with_cuda(gpus=(replace(GPU, **changes),))
-
-
-def with_host(**changes: Any) -> tm.MachineFacts:
-    return replace(HEALTHY, host=replace(HEALTHY.host, **changes))
-
-
-def with_folder(**changes: Any) -> tm.MachineFacts:
-    changed = tuple(replace(cache, folder=replace(FOLDER, **changes)) for cache in HEALTHY.caches)
-    return replace(HEALTHY, caches=changed)
+def machine(**parts: Any) -> tm.MachineFacts:
+    """The healthy one with other facts; for the host, CUDA, its GPU or the folder, only what is changed."""
+    if "gpu" in parts:
+        parts["cuda"] = {"gpus": (replace(GPU, **parts.pop("gpu")),)}
+    if "folder" in parts:
+        folder = replace(FOLDER, **parts.pop("folder"))
+        parts["caches"] = tuple(replace(cache, folder=folder) for cache in HEALTHY.caches)
+    for name in parts.keys() & {"host", "cuda"}:
+        parts[name] = replace(getattr(HEALTHY, name), **parts[name])
+    return replace(HEALTHY, **parts)
 
 
 def without_device(cuda: CudaFacts = NO_GPU, driver: DriverFacts = HEALTHY.driver) -> tm.MachineFacts:
@@ -113,41 +96,38 @@ def test_a_healthy_machine_has_nothing_to_note() -> None:
 
 
 NOTES = [
-    (replace(HEALTHY, torch="3.0.0a0"), "torch 3.0.0a0 is untested"),
-    (replace(HEALTHY, torch="unknown"), "torch unknown is untested"),
-    (replace(HEALTHY, python="3.13.0"), "Python 3.13.0 is untested"),
+    (machine(torch="3.0.0a0"), "torch 3.0.0a0 is untested"),
+    (machine(torch="unknown"), "torch unknown is untested"),
+    (machine(python="3.13.0"), "Python 3.13.0 is untested"),
     (without_device(replace(NO_GPU, built_for="")), "this torch was built without CUDA"),
     (without_device(replace(NO_GPU, visible_devices="")), "CUDA_VISIBLE_DEVICES='' hides Some GPU"),
-    (
-        without_device(driver=DriverFacts("580.1", (), "No devices were found")),
-        "(No devices were found; torch:",
-    ),
+    (without_device(driver=DriverFacts("580.1", (), "No devices")), "(No devices; torch:"),
     (without_device(driver=DriverFacts("", (), "there is no driver")), "there is no GPU"),
-    (with_gpu(others_bytes=3 * GIB), "other processes use 3.00 GiB"),
-    (with_gpu(compute_mode="Exclusive_Process"), "one process at a time"),
-    (with_host(available_bytes=16 * GIB), "16.00 GiB may be pinned"),
-    (with_host(limit_bytes=64 * GIB, limit_left_bytes=60 * GIB), "60.00 GiB may be pinned"),
-    (with_host(available_bytes=None), "may be pinned is not known"),
-    (replace(HEALTHY, region_error="Triton is not installed"), "ATen's slower kernels"),
-    (replace(HEALTHY, c_compiler=""), "needs a C compiler"),
-    (replace(HEALTHY, cpp_error="there is no C++ compiler"), "there is no C++ compiler"),
-    (replace(HEALTHY, rates=replace(RATES, link=LinkRates(20e9, 20e9, 10e9, 10e9))), "slow each other down"),
-    (replace(HEALTHY, rates=None, rates_error="out of memory"), "be measured: out of memory"),
-    (with_cuda(allocator_settings=(("PYTORCH_ALLOC_CONF", "a:True"),)), "PYTORCH_ALLOC_CONF=a:True"),
-    (with_cuda(allocator="cudaMallocAsync"), "cudaMallocAsync"),
-    (with_cuda(is_mps_running=True), "MPS is running"),
-    (with_folder(write_error="Read-only file system"), "to: Read-only file system"),
-    (with_folder(free_bytes=5 << 20), "a disk with only 5.0 MiB left"),
+    (machine(gpu={"others_bytes": 3 * GIB}), "other processes use 3.00 GiB"),
+    (machine(gpu={"compute_mode": "Exclusive_Process"}), "one process at a time"),
+    (machine(host={"available_bytes": 16 * GIB}), "16.00 GiB may be pinned"),
+    (machine(host={"limit_bytes": 64 * GIB, "limit_left_bytes": 60 * GIB}), "60.00 GiB may be pinned"),
+    (machine(host={"available_bytes": None}), "may be pinned is not known"),
+    (machine(region_error="Triton is not installed"), "ATen's slower kernels"),
+    (machine(c_compiler=""), "needs a C compiler"),
+    (machine(cpp_error="there is no C++ compiler"), "there is no C++ compiler"),
+    (machine(rates=replace(RATES, link=LinkRates(20e9, 20e9, 10e9, 10e9))), "slow each other down"),
+    (machine(rates=None, rates_error="out of memory"), "be measured: out of memory"),
+    (machine(cuda={"allocator_settings": (("ALLOC_CONF", "a:True"),)}), "ALLOC_CONF=a:True"),
+    (machine(cuda={"allocator": "cudaMallocAsync"}), "cudaMallocAsync"),
+    (machine(cuda={"is_mps_running": True}), "MPS is running"),
+    (machine(folder={"write_error": "Read-only file system"}), "to: Read-only file system"),
+    (machine(folder={"free_bytes": 5 << 20}), "a disk with only 5.0 MiB left"),
 ]
 PROBLEMS = [
-    (replace(HEALTHY, torch="2.4.1"), "torch 2.4.1 is too old: trainmux needs 2.11 to 2.13"),
-    (replace(HEALTHY, python="3.10.2"), "Python 3.10.2 is too old"),
+    (machine(torch="2.4.1"), "torch 2.4.1 is too old: trainmux needs 2.11 to 2.13"),
+    (machine(python="3.10.2"), "Python 3.10.2 is too old"),
     (without_device(), "torch cannot use it: No CUDA GPUs are available"),
     (without_device(replace(NO_GPU, error="CUDA out of memory. Tried")), "no memory is left"),
-    (with_gpu(free_bytes=100 << 20, others_bytes=79 * GIB), "too little to train"),
-    (with_cuda(graphs_error="operation not permitted"), "CUDA graphs cannot be used"),
-    (with_cuda(pool_error="no attribute MemPool"), "memory pools (MemPool) cannot be used"),
-    (with_folder(exists=False, write_error="Permission denied"), "cannot be created: Permission denied"),
+    (machine(gpu={"free_bytes": 100 << 20, "others_bytes": 79 * GIB}), "too little to train"),
+    (machine(cuda={"graphs_error": "operation not permitted"}), "CUDA graphs cannot be used"),
+    (machine(cuda={"pool_error": "no attribute MemPool"}), "memory pools (MemPool) cannot be used"),
+    (machine(folder={"exists": False, "write_error": "Denied"}), "cannot be created: Denied"),
 ]
 
 
@@ -173,16 +153,15 @@ def test_only_what_was_found_out_is_said_without_a_gpu_and_without_measurements(
 
 def test_supported_versions_are_those_of_the_package() -> None:
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
-    torch_line = next(line for line in project["dependencies"] if line.startswith("torch"))
-    wanted = (torch_line.removeprefix("torch"), project["requires-python"])
-    for text, (first, end) in zip(wanted, (SUPPORTED_TORCH, SUPPORTED_PYTHON), strict=True):
-        assert text == f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
+    for name, (first, end) in doctor.SUPPORTED.items():
+        limits = f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
+        assert f"{name}{limits}" in [*project["dependencies"], f"Python{project['requires-python']}"]
 
 
 def test_a_machine_that_cannot_train_ends_with_status_1_and_writes_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    broken = replace(HEALTHY, torch="2.4.1")
+    broken = machine(torch="2.4.1")
     monkeypatch.setattr(tm, "inspect_machine", lambda *, measures: broken if measures else None)
     file = tmp_path / "new" / "doctor.json"
     result = CliRunner().invoke(app, ["doctor", "--json", str(file)])
@@ -218,7 +197,8 @@ def test_rates_are_measured_within_what_is_free_and_a_failure_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def measure(free_bytes: int) -> tuple[Rates | None, str]:
-        return _machine._measure(torch.device("cpu"), with_host(available_bytes=free_bytes).host, NO_GPU)
+        host = machine(host={"available_bytes": free_bytes}).host
+        return _machine._measure(torch.device("cpu"), host, NO_GPU)
 
     rates, error = measure(16 << 20)
     assert rates is not None
@@ -241,7 +221,7 @@ def test_a_cache_folder_that_cannot_be_made_is_a_fact(monkeypatch: pytest.Monkey
     monkeypatch.setattr(_machine, "cache_folder", refuse)
     compiler = _machine._caches()[-1]
     assert (compiler.folder.path, compiler.folder.exists) == ("/closed/folder", False)
-    assert not doctor.can_train(check(replace(HEALTHY, caches=(compiler,))))
+    assert not doctor.can_train(check(machine(caches=(compiler,))))
 
 
 LISTS = """cat <<'END'
@@ -273,7 +253,7 @@ def test_the_driver_lists_its_devices_or_says_why_not(
         version = tmp_path / "proc/driver/nvidia/version"
         version.parent.mkdir(parents=True)
         version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Mon Jan 1\nGCC\n")
-    assert ask_driver(tmp_path) == found
+    assert runtime.ask_driver(tmp_path) == found
 
 
 def test_a_broken_cuda_is_told_without_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -286,7 +266,7 @@ def test_a_broken_cuda_is_told_without_a_warning(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     (tmp_path / "control").touch()
-    cuda = look_at_cuda(HEALTHY.driver)
+    cuda = runtime.look_at_cuda(HEALTHY.driver)
     assert (cuda.error, cuda.gpus, cuda.graphs_error) == ("No CUDA GPUs are available", (), "")
     assert cuda.allocator_settings == (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)
     assert cuda.is_mps_running
@@ -316,12 +296,12 @@ UNLIMITED = {**VERSION_1, "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372
 def test_a_control_group_limits_what_may_be_pinned(
     files: dict[str, str], limit: int | None, pinnable: int, tmp_path: Path
 ) -> None:
-    assert look_at_host(tmp_path).pinnable_bytes is None  # nothing is known
+    assert runtime.look_at_host(tmp_path).pinnable_bytes is None  # nothing is known
     meminfo = "MemTotal:       1000 kB\nMemAvailable:    900 kB\nHugePages_Total:       0\n"
     for name, text in {"proc/meminfo": meminfo, **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="ascii")
-    host = look_at_host(tmp_path)
+    host = runtime.look_at_host(tmp_path)
     assert (host.memory_bytes, host.available_bytes) == (1_024_000, 921_600)
     assert (host.limit_bytes, host.pinnable_bytes) == (limit, pinnable)
 
@@ -330,15 +310,15 @@ def test_folders_are_counted_and_tried(monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "deep").mkdir()
     for name in ("0.step", "1.step", "deep/other"):
         (tmp_path / name).write_bytes(bytes(10))
-    steps, everything = look_at_folder(tmp_path, "*.step"), look_at_folder(tmp_path)
+    steps, everything = runtime.look_at_folder(tmp_path, "*.step"), runtime.look_at_folder(tmp_path)
     assert (steps.num_files, steps.size_bytes, steps.is_whole, steps.write_error) == (2, 20, True, "")
     assert everything.num_files == 3
     assert steps.free_bytes is not None
     assert len(list(tmp_path.iterdir())) == 3, "expected that nothing is left behind"
     monkeypatch.setattr(_host, "_MAX_FILES", 1)
-    bounded = look_at_folder(tmp_path, "*.step")
+    bounded = runtime.look_at_folder(tmp_path, "*.step")
     assert (bounded.num_files, bounded.is_whole) == (1, False)
-    in_the_way = look_at_folder(tmp_path / "0.step" / "below")
+    in_the_way = runtime.look_at_folder(tmp_path / "0.step" / "below")
     assert not in_the_way.exists
     assert "is not a folder" in in_the_way.write_error
 
@@ -346,4 +326,4 @@ def test_folders_are_counted_and_tried(monkeypatch: pytest.MonkeyPatch, tmp_path
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(_host.tempfile, "TemporaryFile", full)
-    assert look_at_folder(tmp_path).write_error == "No space left on device"
+    assert runtime.look_at_folder(tmp_path).write_error == "No space left on device"

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from enum import Enum
+from enum import StrEnum
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -21,10 +23,8 @@ from rich.text import Text
 import trainmux as tm
 from trainmux.sizes import format_bytes as size
 
-SUPPORTED_PYTHON = ((3, 11), (3, 13))
-SUPPORTED_TORCH = ((2, 11), (2, 14))
-"""From the first, up to but without the second; as in pyproject.toml."""
-
+SUPPORTED = {"Python": ((3, 11), (3, 13)), "torch": ((2, 11), (2, 14))}
+"""From the first version, up to but without the second; as in pyproject.toml."""
 LEAST_FREE_DEVICE_BYTES = 256 << 20
 """Library workspaces take 32 MiB for each stream; below this a fleet has no room."""
 LEAST_FREE_DISK_BYTES = 1 << 30
@@ -34,7 +34,7 @@ SHARED_LINK = 0.75
 """A copy direction below this share of its own rate while both are busy waits for the other one."""
 
 
-class Level(Enum):
+class Level(StrEnum):
     """How good a finding is; with a problem, training does not work with its defaults."""
 
     OK = "ok"
@@ -72,7 +72,7 @@ def run_doctor(*, quick: bool, json_file: Path | None) -> bool:
             "format": 1,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "can_train": can_train(findings),
-            "findings": [asdict(finding) | {"level": finding.level.value} for finding in findings],
+            "findings": [asdict(finding) for finding in findings],
             "facts": asdict(facts),
         }
         json_file.parent.mkdir(parents=True, exist_ok=True)
@@ -87,49 +87,37 @@ def can_train(findings: Iterable[Finding]) -> bool:
 
 def show(findings: Sequence[Finding], facts: tm.MachineFacts, console: Console) -> None:
     """Print the findings by section, and one sentence about all of them."""
-    for section in dict.fromkeys(finding.section for finding in findings):
+    for section, rows in groupby(findings, lambda finding: finding.section):
         table = Table.grid(padding=(0, 1))
-        table.add_column(width=max(len(level.value) for level in Level), justify="right")
+        table.add_column(width=max(map(len, Level)), justify="right")
         table.add_column(overflow="fold")
-        for finding in findings:
-            if finding.section == section:
-                text = Text(finding.text)
-                if finding.remedy:
-                    text.append(f"\n> {finding.remedy}", style="italic")
-                table.add_row(Text(finding.level.value, style=_STYLES[finding.level]), text)
+        for row in rows:
+            remedy = (f"\n> {row.remedy}" if row.remedy else "", "italic")
+            table.add_row(Text(row.level, style=_STYLES[row.level]), Text.assemble(row.text, remedy))
         console.print(Text(section, style="bold"), table)
-    levels = [finding.level for finding in findings]
-    bad = [level for level in (Level.PROBLEM, Level.NOTE) if level in levels]
-    counts = [_counted(levels.count(level), level.value) for level in bad]
+    counted = Counter(finding.level for finding in findings)
+    counts = [_counted(counted[bad], bad) for bad in (Level.PROBLEM, Level.NOTE) if counted[bad]]
     verdict = f"Training works here, on {facts.device}" if can_train(findings) else "Training cannot work"
-    told = f"\n{verdict}: {', '.join(counts) or 'nothing to note'} ({facts.seconds:.1f} s)."
-    console.print(Text(told, "bold"))
+    told = f"{verdict}: {', '.join(counts) or 'nothing to note'} ({facts.seconds:.1f} s)."
+    console.print(Text(f"\n{told}", "bold"))
 
 
 def check_versions(facts: tm.MachineFacts) -> Iterator[Finding]:
     yield ok(f"trainmux {facts.packages.get('trainmux') or tm.__version__} on {facts.system}")
-    for name, found, (first, end) in (
-        ("Python", facts.python, SUPPORTED_PYTHON),
-        ("torch", facts.torch, SUPPORTED_TORCH),
-    ):
+    for name, found in (("Python", facts.python), ("torch", facts.torch)):
+        first, end = SUPPORTED[name]
         supported = f"{first[0]}.{first[1]} to {end[0]}.{end[1] - 1}"
-        remedy = f"use Python {supported}"
-        if name == "torch":
-            remedy = f"pip install 'torch>={first[0]}.{first[1]},<{end[0]}.{end[1]}'"
-        match = re.match(r"(\d+)\.(\d+)", found)
-        number = (int(match[1]), int(match[2])) if match else None
-        if number is not None and number < first:
+        limits = f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
+        remedy = f"pip install 'torch{limits}'" if name == "torch" else f"use Python {supported}"
+        number = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+        if number and number < first:
             yield problem(f"{name} {found} is too old: trainmux needs {supported}", remedy)
-        elif number is None or number >= end:
+        elif not number or number >= end:
             yield note(f"{name} {found} is untested: trainmux is tested with {supported}", remedy)
         else:
             yield ok(f"{name} {found}")
-    parts = {
-        "CUDA": facts.cuda.built_for,
-        "cuDNN": facts.cuda.cudnn,
-        "Triton": facts.triton,
-        "NVIDIA driver": facts.driver.version,
-    }
+    cuda, driver = facts.cuda, facts.driver.version
+    parts = {"CUDA": cuda.built_for, "cuDNN": cuda.cudnn, "Triton": facts.triton, "NVIDIA driver": driver}
     yield ok(", ".join(f"{name} {found}" if found else f"no {name}" for name, found in parts.items()))
 
 
@@ -139,12 +127,13 @@ def check_device(facts: tm.MachineFacts) -> Iterator[Finding]:
         text = f"cuda:{gpu.index} {gpu.name}, compute {gpu.capability}, {size(gpu.memory_bytes)}{free}"
         if gpu.free_bytes is not None and gpu.free_bytes < LEAST_FREE_DEVICE_BYTES:
             yield problem(f"{text}: too little to train", "end what else runs on it, or use another device")
-        elif gpu.others_bytes is not None and gpu.others_bytes > IDLE_DEVICE_BYTES:
+        elif gpu.others_bytes is None:
+            yield ok(f"{text}; unknown whether other processes use it")
+        elif gpu.others_bytes > IDLE_DEVICE_BYTES:
             remedy = "leave the device to one process, or give a budget below what is free"
             yield note(f"{text}; other processes use {size(gpu.others_bytes)}", remedy)
         else:
-            used = "unknown whether other processes use it" if gpu.others_bytes is None else "idle"
-            yield ok(f"{text}; {used}")
+            yield ok(f"{text}; idle")
         if "exclusive" in gpu.compute_mode.lower():
             text = f"cuda:{gpu.index} takes one process at a time (compute mode {gpu.compute_mode})"
             yield note(text, f"nvidia-smi -i {gpu.index} -c DEFAULT lets several processes use it")
@@ -154,34 +143,35 @@ def check_device(facts: tm.MachineFacts) -> Iterator[Finding]:
 
 def _missing_device(facts: tm.MachineFacts) -> Finding:
     """Explain why there is no GPU; training works on the CPU, so only a broken GPU is a problem."""
-    cuda, driver = facts.cuda, facts.driver
+    cuda, driver, error = facts.cuda, facts.driver, _clause(facts.cuda.error)
     listed = ", ".join(gpu.name for gpu in driver.gpus)
     has = f"the driver has {listed}, but"
-    on_cpu = "training runs on the CPU:"
-    if not listed and driver.version:
-        why = f"NVIDIA driver {driver.version} has no device here ({_clause(driver.error)}; "
-        remedy = "give this machine or container a device, for docker with --gpus all"
-        return note(f"{on_cpu} {why}torch: {_clause(cuda.error)})", remedy)
-    if not listed:
-        remedy = "to plan for a GPU without having one: trainmux plan FILE:NAME --device a100-40gb"
-        return note(f"{on_cpu} there is no GPU ({_clause(cuda.error)})", remedy)
-    if not cuda.built_for:
-        return note(f"{on_cpu} {has} this torch was built without CUDA", "install a build of torch with CUDA")
-    if cuda.visible_devices is not None and cuda.visible_devices.strip() in ("", "-1"):
-        why = f"CUDA_VISIBLE_DEVICES={cuda.visible_devices!r} hides {listed}"
-        return note(f"{on_cpu} {why}", "unset CUDA_VISIBLE_DEVICES")
-    if "out of memory" in cuda.error.lower():
+    if listed and "out of memory" in error.lower():
         return problem(f"{has} no memory is left on it", "end what else runs on it")
-    remedy = f"update the driver to one for CUDA {cuda.built_for}, or install a torch for this driver"
-    return problem(f"{has} torch cannot use it: {_clause(cuda.error)}", remedy)
+    if not listed and driver.version:
+        why = f"NVIDIA driver {driver.version} has no device here ({_clause(driver.error)}; torch: {error})"
+        remedy = "give this machine or container a device, for docker with --gpus all"
+    elif not listed:
+        why = f"there is no GPU ({error})"
+        remedy = "to plan for a GPU without having one: trainmux plan FILE:NAME --device a100-40gb"
+    elif not cuda.built_for:
+        why, remedy = f"{has} this torch was built without CUDA", "install a build of torch with CUDA"
+    elif cuda.visible_devices is not None and cuda.visible_devices.strip() in ("", "-1"):
+        why = f"CUDA_VISIBLE_DEVICES={cuda.visible_devices!r} hides {listed}"
+        remedy = "unset CUDA_VISIBLE_DEVICES"
+    else:
+        remedy = f"update the driver to one for CUDA {cuda.built_for}, or install a torch for this driver"
+        return problem(f"{has} torch cannot use it: {error}", remedy)
+    return note(f"training runs on the CPU: {why}", remedy)
 
 
 def check_host(facts: tm.MachineFacts) -> Iterator[Finding]:
     host, pinnable = facts.host, facts.host.pinnable_bytes
-    memory = "unknown memory" if host.memory_bytes is None else f"{size(host.memory_bytes)} of memory"
-    available = "" if host.available_bytes is None else f", {size(host.available_bytes)} available"
-    limit = "" if host.limit_bytes is None else f", limited to {size(host.limit_bytes)} by a control group"
-    yield ok(f"{_counted(host.num_cpus, 'core')}, {memory}{available}{limit}")
+    text = _counted(host.num_cpus, "core")
+    text += ", unknown memory" if host.memory_bytes is None else f", {size(host.memory_bytes)} of memory"
+    text += "" if host.available_bytes is None else f", {size(host.available_bytes)} available"
+    text += "" if host.limit_bytes is None else f", limited to {size(host.limit_bytes)} by a control group"
+    yield ok(text)
     if pinnable is None:
         remedy = "give plans a device of your own (tm.Device) with host_bytes to limit what they offload"
         yield note("how much memory may be pinned is not known", remedy)
@@ -201,11 +191,8 @@ def check_compilers(facts: tm.MachineFacts) -> Iterator[Finding]:
         yield note("Triton needs a C compiler to build kernel launchers", "install gcc or clang")
     elif facts.cuda.gpus:
         yield ok(f"Triton compiles for {facts.device}, with {facts.c_compiler}")
-    if facts.cpp_error:
-        text = f'lowering="inductor" does not work on the CPU: {_clause(facts.cpp_error)}'
-        yield note(text, "install g++ or clang++")
-    else:
-        yield ok("C++ compiles for the CPU")
+    broken = f'lowering="inductor" does not work on the CPU: {_clause(facts.cpp_error)}'
+    yield note(broken, "install g++ or clang++") if facts.cpp_error else ok("C++ compiles for the CPU")
 
 
 def check_rates(facts: tm.MachineFacts) -> Iterator[Finding]:
@@ -214,32 +201,27 @@ def check_rates(facts: tm.MachineFacts) -> Iterator[Finding]:
         yield note(f"nothing could be measured: {_clause(facts.rates_error)}", remedy)
     if facts.rates is None:
         return
-    kind = "device" if facts.cuda.gpus else "host"
+    kind, link = "device" if facts.cuda.gpus else "host", facts.rates.link
     yield ok(f"{kind} memory {_rate(facts.rates.memory)} (read and written by a copy)")
     if facts.cuda.gpus:
-        link = facts.rates.link
-        text = (
-            f"link to the host: out {_rate(link.out)}, in {_rate(link.into)}; both at once: "
-            f"out {_rate(link.out_duplex)}, in {_rate(link.into_duplex)}"
-        )
+        each = f"out {_rate(link.out)}, in {_rate(link.into)}"
+        both = f"out {_rate(link.out_duplex)}, in {_rate(link.into_duplex)}"
+        text = f"link to the host: {each}; both at once: {both}"
         is_shared = min(link.out_duplex / link.out, link.into_duplex / link.into) < SHARED_LINK
         remedy = "if offloading matters, give the device a slot of its own and keep other traffic off it"
         yield note(f"{text}: the directions slow each other down", remedy) if is_shared else ok(text)
 
 
 def check_capture(facts: tm.MachineFacts) -> Iterator[Finding]:
-    cuda = facts.cuda
-    if not cuda.gpus:
+    if not (cuda := facts.cuda).gpus:
         return
     for what, error in (("CUDA graphs", cuda.graphs_error), ("memory pools (MemPool)", cuda.pool_error)):
         remedy = 'update the driver and torch; until then train with engine="reference"'
         yield problem(f"{what} cannot be used: {_clause(error)}", remedy) if error else ok(f"{what} work")
     settings = ", ".join([cuda.allocator, *(f"{name}={value}" for name, value in cuda.allocator_settings)])
-    if settings != "native":
-        remedy = f"unset {' and '.join(name for name, _ in cuda.allocator_settings) or 'what changes it'}"
-        yield note(f"only the defaults of torch's allocator are tested, not {settings}", remedy)
-    else:
-        yield ok("torch's allocator has its default settings")
+    remedy = f"unset {' and '.join(name for name, _ in cuda.allocator_settings) or 'what changes it'}"
+    untested = note(f"only the defaults of torch's allocator are tested, not {settings}", remedy)
+    yield ok("torch's allocator has its default settings") if settings == "native" else untested
     if cuda.is_mps_running:
         text = "MPS is running: other processes may compute on the device at the same time"
         yield note(text, "stop it before measuring: echo quit | nvidia-cuda-mps-control")

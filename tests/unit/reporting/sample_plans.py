@@ -1,18 +1,18 @@
 """A plan to show: two fused sub-arrays in a ring, with swaps, recomputes and a measured pass.
 
-Programs and timelines are written here, by rules that are simpler than the planner's: pages, texts and traces
-are made from records alone, whoever wrote them.
+Which tensors are swapped and recomputed is decided here by a simple rule; the planner's own functions make a
+program and its timelines of that.
 """
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from trainmux import ir
+from trainmux.planning import rewrite, timeline
 from trainmux.reporting import plan_page
 
 MIB = 1024 * 1024
@@ -44,24 +44,12 @@ class Sample:
 
 @cache
 def ring_sample(num_layers: int = 12, layer_name: str = "blocks") -> Sample:
-    """A row of ``num_layers`` blocks, widths 4 and 3: a third of them swapped, another recomputed."""
+    """A row of blocks, a multiple of three, at widths 4 and 3: a third is swapped, another recomputed."""
     profiles = (_profile(4, num_layers, layer_name), _profile(3, num_layers, layer_name))
+    jittered = [_profile(width, num_layers, layer_name, jitter=0.2) for width in (4, 3)]
     schedule = _schedule(profiles, num_layers)
-    first = [(0, rank) for rank in range(len(profiles[0].nodes))]
-    parts = [
-        _part(profiles, schedule, order)
-        for order in (first[: num_layers + 1], schedule.order, first[num_layers + 1 :])
-    ]
-    program = ir.Program(*parts, (), 0, 3 * GIB)
-    predicted = run(program.body, profiles)
-    rng = random.Random(0)
-    jittered = [
-        replace(
-            one,
-            nodes=tuple(replace(node, seconds=node.seconds * rng.uniform(0.9, 1.2)) for node in one.nodes),
-        )
-        for one in profiles
-    ]
+    program = rewrite(profiles, schedule)
+    predicted = timeline(program.body, profiles)
     step, peak_bytes, budget_bytes = predicted.seconds, 5 * GIB, 5300 * MIB
     plan = ir.PlanRecord(
         policy="mutwo",
@@ -97,16 +85,16 @@ def ring_sample(num_layers: int = 12, layer_name: str = "blocks") -> Sample:
         program,
         profiles,
         predicted,
-        replace(run(program.body, jittered), source="measured"),
-        run(program.prologue, profiles),
-        run(program.epilogue, profiles),
+        replace(timeline(program.body, jittered), source="measured"),
+        timeline(program.prologue, profiles),
+        timeline(program.epilogue, profiles),
         tuple((int(budget_bytes * share), step * cost) for share, cost in costs.items()),
     )
 
 
 def large_sample() -> Sample:
     """Ten thousand instructions."""
-    return ring_sample(num_layers=900, layer_name="model.encoder.transformer.layers")
+    return ring_sample(num_layers=501, layer_name="model.encoder.transformer.layers")
 
 
 def evil_sample() -> Sample:
@@ -135,15 +123,15 @@ def turns_sample() -> Sample:
     )
     profiles = (ir.Profile("single", "analytic", 1, ir.DeviceFacts("cpu", 8 * GIB, GIB), tensors, nodes),)
     schedule = ir.Schedule(TURNS, ((0, 0), (0, 1)), (), ())
-    program = ir.Program(*(_part(profiles, schedule, order) for order in ((), schedule.order, ())), (), 0, 0)
-    predicted = run(program.body, profiles)
+    program = rewrite(profiles, schedule)
+    predicted = timeline(program.body, profiles)
     peak_bytes = 6 * MIB + 512
     plan = ir.PlanRecord(
         *("none", 8 * GIB, 0, ("single",), (ir.SubArray(("only",), 0),), schedule),
         *(peak_bytes, 0, predicted.seconds, 0.0, 0.0, 0.0, 0.0),
         plain_peak_bytes=peak_bytes,
     )
-    nothing = run(program.prologue, profiles)
+    nothing = timeline(program.prologue, profiles)
     return Sample(plan, program, profiles, predicted, replace(predicted, source="measured"), nothing, nothing)
 
 
@@ -152,25 +140,19 @@ def _tensor(name: str, byte_class: ByteClass, size_bytes: int) -> ir.ProfiledTen
     return ir.ProfiledTensor(name, byte_class, size_bytes, seconds, seconds, seconds, seconds)
 
 
-def _profile(width: int, num_layers: int, layer_name: str) -> ir.Profile:
+def _profile(width: int, num_layers: int, layer_name: str, jitter: float = 0.0) -> ir.Profile:
     tensors: list[ir.ProfiledTensor] = []
     nodes: list[ir.ProfiledNode] = []
+    rng = random.Random(0)
 
     def tensor(name: str, byte_class: ByteClass, mebibytes: float) -> int:
         tensors.append(_tensor(name, byte_class, round(mebibytes * MIB * width)))
         return len(tensors) - 1
 
-    def node(
-        name: str,
-        phase: ir.Phase,
-        reads: tuple[int, ...],
-        creates: tuple[int, ...],
-        ms: float,
-        **more: tuple[int, ...],
-    ) -> None:
-        nodes.append(
-            ir.ProfiledNode(name, phase, reads, creates, more.get("changes", ()), ms * 1e-3 * width, 8 * MIB)
-        )
+    def node(name: str, phase: ir.Phase, ms: float, *touched: tuple[int, ...]) -> None:
+        """One that reads, creates and changes what is ``touched``."""
+        seconds = ms * 1e-3 * width * rng.uniform(1 - jitter / 2, 1 + jitter)
+        nodes.append(ir.ProfiledNode(name, phase, *touched, seconds, 8 * MIB))
 
     hidden = tokens = tensor("batch.tokens", ByteClass.BATCH, 0.25)
     layers = []
@@ -180,18 +162,18 @@ def _profile(width: int, num_layers: int, layer_name: str) -> ir.Profile:
         average = tensor(f"{name}.weight.exp_avg", ByteClass.OPTIMIZER_STATE, 14)
         above = tensor(f"{name}.hidden", ByteClass.FEATURE_MAP, 42 + layer % 3)
         scores = tensor(f"{name}.scores", ByteClass.TEMPORARY, 6)
-        node(f"{name}.forward", ir.Phase.FORWARD, (hidden, weight), (above, scores), 0.55)
+        node(f"{name}.forward", ir.Phase.FORWARD, 0.55, (hidden, weight), (above, scores), ())
         layers.append((name, weight, average, above))
         hidden = above
     loss = tensor("loss", ByteClass.RESULT, 0.25)
     gradient = tensor("loss.grad", ByteClass.GRADIENT_MAP, 8)
-    node("loss", ir.Phase.FORWARD, (hidden,), (loss,), 0.12)
-    node("loss.backward", ir.Phase.BACKWARD, (loss,), (gradient,), 0.1)
+    node("loss", ir.Phase.FORWARD, 0.12, (hidden,), (loss,), ())
+    node("loss.backward", ir.Phase.BACKWARD, 0.1, (loss,), (gradient,), ())
     for name, weight, average, above in reversed(layers):
         made = tensor(f"{name}.weight.grad", ByteClass.GRADIENT, 7)
         below = tensor(f"{name}.hidden.grad", ByteClass.GRADIENT_MAP, 8)
-        node(f"{name}.backward", ir.Phase.BACKWARD, (gradient, above, weight), (made, below), 1.05)
-        node(f"{name}.adamw", ir.Phase.UPDATE, (made, tokens), (), 0.09, changes=(weight, average))
+        node(f"{name}.backward", ir.Phase.BACKWARD, 1.05, (gradient, above, weight), (made, below), ())
+        node(f"{name}.adamw", ir.Phase.UPDATE, 0.09, (made, tokens), (), (weight, average))
         gradient = below
     device = ir.DeviceFacts("NVIDIA H200", 139 * GIB, 96 * GIB)
     return ir.Profile(f"fused-{width}", "measured", width, device, tuple(tensors), tuple(nodes))
@@ -212,80 +194,12 @@ def _schedule(profiles: Sequence[ir.Profile], num_layers: int) -> ir.Schedule:
         maps = [at for at, one in enumerate(profile.tensors) if one.byte_class is ByteClass.FEATURE_MAP]
         for layer, tensor in enumerate(maps):
             use = (sub_array, num_forward + 1 + 2 * (num_layers - 1 - layer))
-            if layer < num_layers // 3:
+            if layer % 3 == 0:
                 out, back = place[sub_array, layer + 1], place[use]
                 release, prompt = order[min(out + 5, len(order) - 1)], order[max(0, back - 3)]
                 why = f"case 2b: idle for {12 + 3 * (num_layers - layer)} ms, hidden by the other sub-array"
                 swaps.append(ir.Swap(sub_array, tensor, order[out], release, prompt, why))
-            elif layer < 2 * num_layers // 3:
+            elif layer % 3 == 2:
                 why = "cheaper than the 1.9 ms stall that its swap would leave"
                 recomputes.append(ir.Recomputation(sub_array, tensor, (layer,), use, why))
     return ir.Schedule(RING, tuple(order), tuple(swaps), tuple(recomputes))
-
-
-def _part(profiles: Sequence[ir.Profile], schedule: ir.Schedule, order: Sequence[Key]) -> ir.Part:
-    """The nodes of ``order`` with what the schedule has happen before and after each."""
-    found: list[ir.Instruction] = []
-    copied: dict[Key, int] = {}
-    releases, fetches, offloads = defaultdict(list), defaultdict(list), defaultdict(list)
-    for swap in schedule.swaps:
-        for events, key in (
-            (releases, "release_before"),
-            (fetches, "prefetch_prompt"),
-            (offloads, "offload_after"),
-        ):
-            events[getattr(swap, key)].append((swap.sub_array, swap.tensor))
-    recomputes = {again.before: again for again in schedule.recomputes}
-    for key in order:
-        for tensor in releases[key]:
-            if tensor in copied:
-                found += [ir.Wait(ir.Lane.COMPUTE, copied[tensor]), ir.Free(*tensor)]
-        for tensor in fetches[key]:
-            found += [ir.Wait(ir.Lane.IN, len(found) - 1)] if found else []
-            copied[tensor] = len(found)
-            found.append(ir.Prefetch(*tensor))
-        node = profiles[key[0]].nodes[key[1]]
-        if node.phase is ir.Phase.BACKWARD:
-            swapped = [copied[key[0], tensor] for tensor in node.reads if (key[0], tensor) in copied]
-            found += [ir.Wait(ir.Lane.COMPUTE, position) for position in swapped]
-        if key in recomputes:
-            again = recomputes[key]
-            found.append(ir.Recompute(again.sub_array, again.nodes[0], (again.tensor,)))
-        found.append(ir.Compute(*key))
-        for tensor in offloads[key]:
-            copied[tensor] = len(found) + 1
-            found += [ir.Wait(ir.Lane.OUT, len(found) - 1), ir.Offload(*tensor)]
-    return ir.Part(tuple(found), ())
-
-
-def run(part: ir.Part, profiles: Sequence[ir.Profile]) -> ir.Timeline:
-    """Run the three lanes, each as soon as it may; nothing but swaps gives memory back."""
-    clock, ends, spans, points = dict.fromkeys(ir.Lane, 0.0), [0.0] * len(part.instructions), [], []
-    sizes: dict[ByteClass, int] = {
-        kind: sum(one.size_bytes for profile in profiles for one in profile.tensors if one.byte_class is kind)
-        for kind in (ByteClass.PARAMETER, ByteClass.OPTIMIZER_STATE)
-    }
-    seconds = {ir.Compute: 0.0, ir.Recompute: 0.0, ir.Offload: 0.0, ir.Prefetch: 0.0}
-    for position, one in enumerate(part.instructions):
-        lane, scratch = ir.lane_of(one), 0
-        match one:
-            case ir.Wait(_, on):
-                clock[lane] = max(clock[lane], ends[on])
-            case ir.Compute(sub_array, item) | ir.Recompute(sub_array, item):
-                node = profiles[sub_array].nodes[item]
-                taken, scratch = node.seconds, node.workspace_bytes
-            case ir.Offload(sub_array, item) | ir.Prefetch(sub_array, item) | ir.Free(sub_array, item):
-                tensor = profiles[sub_array].tensors[item]
-                sign = {ir.Prefetch: 1, ir.Free: -1}.get(type(one), 0)
-                sizes[tensor.byte_class] = sizes.get(tensor.byte_class, 2 * GIB) + sign * tensor.size_bytes
-                taken = tensor.swap_out_seconds
-        if type(one) in seconds:
-            spans.append(ir.Span(lane, position, clock[lane], clock[lane] + taken))
-            clock[lane] += taken
-            seconds[type(one)] += taken
-        ends[position] = clock[lane]
-        points.append(ir.MemoryPoint(position, tuple(sizes.items()), scratch))
-    length = max(clock.values())
-    nodes, copies = seconds[ir.Compute] + seconds[ir.Recompute], seconds[ir.Offload] + seconds[ir.Prefetch]
-    totals = (length, nodes, seconds[ir.Recompute], length - nodes, copies, 0.9 * copies)
-    return ir.Timeline("predicted", *totals, tuple(spans), tuple(points))

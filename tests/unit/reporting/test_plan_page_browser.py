@@ -58,39 +58,48 @@ def ring(browser: Browser, pages: dict[str, Path]) -> Browser:
     return opened(browser, pages["ring"])
 
 
+def of(browser: Browser, selector: str, expression: str) -> Any:
+    """The value of a JavaScript expression about ``one``, the first element that is selected."""
+    return browser.evaluate(f"(one => {expression})(document.querySelector({selector!r}))")
+
+
 def text(browser: Browser, selector: str) -> str:
-    found = browser.evaluate(f"document.querySelector({selector!r}).textContent")
-    assert isinstance(found, str)
-    return found
+    return str(of(browser, selector, "one.textContent"))
+
+
+def click(browser: Browser, selector: str) -> None:
+    of(browser, selector, "one.click()")
+
+
+def press(browser: Browser, selector: str, *keys: str) -> str:
+    """What is announced once keys were pressed on an element."""
+    of(browser, selector, "one.focus()")
+    for key in keys:
+        browser.press(key)
+    return text(browser, "#announcer")
 
 
 def box(browser: Browser, selector: str) -> dict[str, float]:
     """Where an element is in the window, scrolled into it first."""
-    browser.evaluate(
-        f"document.querySelector({selector!r}).scrollIntoView({{block: 'center', behavior: 'instant'}})"
-    )
+    of(browser, selector, "one.scrollIntoView({block: 'center', behavior: 'instant'})")
     browser.evaluate(DRAWN)
-    found: dict[str, float] = browser.evaluate(
-        "(({left, top, width, height}) => ({left, top, width, height}))"
-        f"(document.querySelector({selector!r}).getBoundingClientRect())"
-    )
+    found: dict[str, float] = of(browser, selector, "one.getBoundingClientRect().toJSON()")
     return found
 
 
 def colours(browser: Browser, selector: str) -> int:
     """How many different colours a canvas shows."""
-    found = browser.evaluate(
-        f"(() => {{ const one = document.querySelector({selector!r});"
-        "const pixels = new Uint32Array(one.getContext('2d')"
-        ".getImageData(0, 0, one.width, one.height).data.buffer);"
-        "return new Set(pixels).size; })()"
-    )
-    assert isinstance(found, int)
-    return found
+    pixels = "one.getContext('2d').getImageData(0, 0, one.width, one.height).data.buffer"
+    return int(of(browser, selector, f"new Set(new Uint32Array({pixels})).size"))
 
 
 def window(browser: Browser) -> str:
     return text(browser, "#window")
+
+
+def wait_for_tooltip(browser: Browser, *, hidden: bool = False) -> str:
+    browser.wait_for(f"document.getElementById('tooltip').hidden === {str(hidden).lower()}")
+    return text(browser, "#tooltip")
 
 
 @pytest.mark.parametrize(
@@ -112,19 +121,17 @@ def test_it_opens_without_complaint_and_fits_the_window(
 
 
 def test_charts_are_drawn_again_when_the_colour_scheme_changes(ring: Browser) -> None:
-    corner = "(() => document.querySelector('#lanes canvas').toDataURL())()"
-    before = ring.evaluate(corner)
+    before = of(ring, "#lanes canvas", "one.toDataURL()")
     ring.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     ring.evaluate(DRAWN)
-    assert ring.evaluate(corner) != before
+    assert of(ring, "#lanes canvas", "one.toDataURL()") != before
 
 
-def hovered(browser: Browser, selector: str, x: float, y: float = 45) -> str:
-    """The tooltip at a place of a chart."""
+def hovered(browser: Browser, selector: str, share: float, y: float = 45) -> str:
+    """The tooltip at a share of a chart's clock; 64 and 14 pixels beside it are for labels."""
     place = box(browser, selector)
-    browser.move_mouse(place["left"] + (x if x > 1 else x * place["width"]), place["top"] + y)
-    browser.wait_for("!document.getElementById('tooltip').hidden")
-    return text(browser, "#tooltip")
+    browser.move_mouse(place["left"] + 64 + share * (place["width"] - 78), place["top"] + y)
+    return wait_for_tooltip(browser)
 
 
 def test_charts_tell_what_lies_under_the_mouse(ring: Browser) -> None:
@@ -135,20 +142,16 @@ def test_charts_tell_what_lies_under_the_mouse(ring: Browser) -> None:
     assert any(f"in use{format_bytes(size + fixed)}" in told for size in in_use)
     for words in ("ms (predicted)", "left of the budget", "parameter", "optimizer state"):
         assert words in told
-    told = hovered(ring, "#lanes canvas", 80)
+    told = hovered(ring, "#lanes canvas", 0.01)
     assert told.startswith("blocks.")
     for words in ("sub-array", "predicted start", "measured duration", "difference"):
         assert words in told
     ring.move_mouse(5, 5)
-    ring.wait_for("document.getElementById('tooltip').hidden")
-    place, horizon = (
-        box(ring, "#lanes canvas"),
-        max(ring_sample().predicted.seconds, ring_sample().measured.seconds),
-    )
+    wait_for_tooltip(ring, hidden=True)
     data = "JSON.parse(document.getElementById('plan-data').textContent).timelines[0].stalls"
     start, duration = (ring.evaluate(f"{data}.{name}[1]") for name in ("starts", "durations"))
-    share = (start + duration / 2) / (horizon * 1e9)
-    told = hovered(ring, "#lanes canvas", 64 + share * (place["width"] - 78))
+    horizon = max(ring_sample().predicted.seconds, ring_sample().measured.seconds)
+    told = hovered(ring, "#lanes canvas", (start + duration / 2) / (horizon * 1e9))
     assert told.startswith("compute is idle")
     assert "waits forprefetch blocks." in told
 
@@ -157,55 +160,42 @@ def test_a_tap_shows_the_same_and_stays(browser: Browser, pages: dict[str, Path]
     opened(browser, pages["ring"], width=400)
     place = box(browser, "#lanes canvas")
     browser.tap(place["left"] + 100, place["top"] + 45)
-    browser.wait_for("!document.getElementById('tooltip').hidden")
-    assert "predicted start" in text(browser, "#tooltip")
+    assert "predicted start" in wait_for_tooltip(browser)
     tooltip = box(browser, "#tooltip")
     assert 0 <= tooltip["left"] <= 400 - tooltip["width"]
     browser.tap(200, place["top"] - 12)
-    browser.wait_for("document.getElementById('tooltip').hidden")
+    wait_for_tooltip(browser, hidden=True)
 
 
 def test_buttons_keys_and_mouse_move_the_window(ring: Browser) -> None:
     whole = window(ring)
     assert whole.startswith("whole step")
-    assert ring.evaluate("document.getElementById('zoom-out').disabled")
-    ring.evaluate("document.getElementById('zoom-in').click()")
-    zoomed = window(ring)
-    assert " to " in zoomed
-    ring.evaluate("document.getElementById('pan-right').click()")
-    assert window(ring) != zoomed
+    assert of(ring, "#zoom-out", "one.disabled")
     place = box(ring, "#lanes canvas")
-    middle = place["left"] + place["width"] / 2
-    before = window(ring)
-    ring.drag((middle, place["top"] + 45), (middle + 100, place["top"] + 45))
-    assert window(ring) != before
-    ring.evaluate("document.querySelector('#lanes canvas').focus()")
-    ring.press("+")
-    smaller = window(ring)
-    ring.press("-")
-    assert window(ring) != smaller
-    ring.press("ArrowLeft", shift=True)
+    middle, top = place["left"] + place["width"] / 2, place["top"] + 45
+    seen = [whole]
+    for move in (
+        lambda: click(ring, "#zoom-in"),
+        lambda: click(ring, "#pan-right"),
+        lambda: ring.drag((middle, top), (middle + 100, top)),
+        lambda: press(ring, "#lanes canvas", "+"),
+        lambda: ring.press("-"),
+        lambda: ring.press("ArrowLeft", shift=True),
+    ):
+        move()
+        assert " to " in window(ring) != seen[-1]
+        seen.append(window(ring))
     ring.press("0")
     assert window(ring) == whole
-    ring.call(
-        "Input.dispatchMouseEvent",
-        type="mouseWheel",
-        x=middle,
-        y=place["top"] + 45,
-        deltaX=0,
-        deltaY=-240,
-        modifiers=2,
-    )
+    wheel = {"deltaX": 0, "deltaY": -240, "modifiers": 2}
+    ring.call("Input.dispatchMouseEvent", type="mouseWheel", x=middle, y=top, **wheel)
     ring.wait_for("!document.getElementById('window').textContent.startsWith('whole')")
     assert ring.problems == []
 
 
 def test_arrows_walk_over_instructions_and_lanes_and_are_announced(ring: Browser) -> None:
-    ring.evaluate("document.querySelector('#lanes canvas').focus()")
-    said = []
-    for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowDown", "ArrowDown", "ArrowDown"):
-        ring.press(key)
-        said.append(text(ring, "#announcer"))
+    keys = ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowDown", "ArrowDown", "ArrowDown")
+    said = [press(ring, "#lanes canvas", key) for key in keys]
     assert said[0].startswith("predicted, compute: loss.backward, starts at 0 ms, takes ")
     assert said[1] != said[0] == said[2]
     assert said[3].startswith("predicted, device to host: offload blocks.")
@@ -214,24 +204,18 @@ def test_arrows_walk_over_instructions_and_lanes_and_are_announced(ring: Browser
     ring.press("Enter")
     assert " to " in window(ring)
     ring.press("Escape")
-    assert ring.evaluate("document.getElementById('tooltip').hidden")
-    ring.evaluate("document.querySelector('#memory-1 canvas').focus()")
-    ring.press("ArrowRight")
-    assert text(ring, "#announcer").startswith("measured, ")
-    assert " in use of " in text(ring, "#announcer")
+    assert of(ring, "#tooltip", "one.hidden")
+    announced = press(ring, "#memory-1 canvas", "ArrowRight")
+    assert announced.startswith("measured, ")
+    assert " in use of " in announced
 
 
 def test_everything_can_be_reached_by_tab(ring: Browser) -> None:
+    name = "one.id || one.dataset.filter || one.closest('figure')?.id || one.closest('section')?.id"
     seen = set()
     for _ in range(60):
         ring.press("Tab")
-        seen.add(
-            ring.evaluate(
-                "(() => { const one = document.activeElement;"
-                "return one.id || one.dataset.filter || one.closest('figure')?.id ||"
-                " one.closest('section')?.id || one.className || one.tagName; })()"
-            )
-        )
+        seen.add(ring.evaluate(f"(one => {name} || one.className || one.tagName)(document.activeElement)"))
     wanted = {"skip", "zoom-in", "memory-0", "memory-1", "lanes", "partitions", "budget-curve", "text"}
     assert wanted | {"decision", "className", "subArray", "tensors"} <= seen
 
@@ -244,10 +228,8 @@ def tensor_column(browser: Browser, column: int) -> list[str]:
 
 
 def choose(browser: Browser, name: str, value: str) -> None:
-    browser.evaluate(
-        f"(() => {{ const one = document.querySelector('[data-filter={name}]'); one.value = {value!r};"
-        "one.dispatchEvent(new Event('input')); })()"
-    )
+    change = f"(one.value = {value!r}, one.dispatchEvent(new Event('input')))"
+    of(browser, f"[data-filter={name}]", change)
 
 
 def test_tensors_are_largest_first_and_can_be_filtered_and_sorted(ring: Browser) -> None:
@@ -256,7 +238,7 @@ def test_tensors_are_largest_first_and_can_be_filtered_and_sorted(ring: Browser)
     largest = max(tensor.size_bytes for tensor in everything)
     assert tensor_column(ring, 3)[0] == f"{largest // 1024**2} MiB"
     assert text(ring, "[data-role=count]").startswith(f"25 of {len(everything)} tensors, ")
-    ring.evaluate("document.querySelector('[data-role=more]').click()")
+    click(ring, "[data-role=more]")
     assert len(tensor_column(ring, 0)) == 50
 
     choose(ring, "decision", "swapped")
@@ -277,12 +259,11 @@ def test_tensors_are_largest_first_and_can_be_filtered_and_sorted(ring: Browser)
         choose(ring, name, "")
     choose(ring, "text", ".HIDDEN")
 
-    ring.evaluate("document.querySelector('#tensors th button').click()")
-    header = "document.querySelector('#tensors th').getAttribute('aria-sort')"
-    assert ring.evaluate(header) == "ascending"
+    click(ring, "#tensors th button")
+    assert of(ring, "#tensors th", "one.getAttribute('aria-sort')") == "ascending"
     assert tensor_column(ring, 0)[:3] == ["blocks.0.hidden", "blocks.0.hidden", "blocks.0.hidden.grad"]
-    ring.evaluate("document.querySelector('#tensors th button').click()")
-    assert ring.evaluate(header) == "descending"
+    click(ring, "#tensors th button")
+    assert of(ring, "#tensors th", "one.getAttribute('aria-sort')") == "descending"
     assert tensor_column(ring, 0)[0] == "blocks.11.hidden.grad"
     assert ring.problems == []
 
@@ -290,13 +271,13 @@ def test_tensors_are_largest_first_and_can_be_filtered_and_sorted(ring: Browser)
 def test_a_tensor_can_be_shown_in_the_timeline(ring: Browser) -> None:
     before = colours(ring, "#lanes canvas")
     name = text(ring, "#tensors button.link")
-    ring.evaluate("document.querySelector('#tensors button.link').click()")
+    click(ring, "#tensors button.link")
     ring.evaluate(DRAWN)
     assert text(ring, "#clear-highlight") == f"Stop highlighting {name}"
-    assert text(ring, "#announcer") == f"{name}: 2 instructions highlighted in the timeline"
+    assert text(ring, "#announcer") == f"{name}: 1 instruction highlighted in the timeline"
     assert colours(ring, "#lanes canvas") != before
-    ring.evaluate("document.getElementById('clear-highlight').click()")
-    assert ring.evaluate("document.getElementById('clear-highlight').hidden")
+    click(ring, "#clear-highlight")
+    assert of(ring, "#clear-highlight", "one.hidden")
 
 
 def test_partitions_sort_by_their_numbers(ring: Browser) -> None:
@@ -319,23 +300,16 @@ def test_partitions_sort_by_their_numbers(ring: Browser) -> None:
 
 
 def test_the_budget_curve_and_what_runs_once_are_told(ring: Browser) -> None:
-    ring.evaluate("document.querySelector('#budget-curve canvas').focus()")
-    ring.press("ArrowRight")
-    assert text(ring, "#announcer").startswith("budget ")
+    assert press(ring, "#budget-curve canvas", "ArrowRight").startswith("budget ")
     assert "against the fastest" in text(ring, "#tooltip")
     nodes = ring_sample().profiles[0].nodes
-    for name, at, node, phase in (
-        ("prologue", 66, nodes[0], "forward"),
-        ("epilogue", 0.99, nodes[-1], "update"),
-    ):
+    rows = ("prologue", 0.001, nodes[0], "forward"), ("epilogue", 0.999, nodes[-1], "update")
+    for name, share, node, phase in rows:
         assert colours(ring, f"#{name} canvas") >= 4
-        told = hovered(ring, f"#{name} canvas", at, 10)
+        told = hovered(ring, f"#{name} canvas", share, 10)
         assert node.name in told
         assert f"what{phase}" in told
-    ring.evaluate("document.querySelector('#prologue canvas').focus()")
-    ring.press("ArrowRight")
-    ring.press("ArrowRight")
-    assert nodes[1].name in text(ring, "#announcer")
+    assert nodes[1].name in press(ring, "#prologue canvas", "ArrowRight", "ArrowRight")
     assert ring.problems == []
 
 
@@ -347,11 +321,9 @@ def test_evil_names_are_shown_and_never_run(browser: Browser, pages: dict[str, P
     assert browser.evaluate("typeof window.evil") == "undefined"
     assert browser.evaluate("document.images.length") == 0
     assert any(EVIL in name for name in tensor_column(browser, 0))
-    browser.evaluate("document.querySelector('#lanes canvas').focus()")
-    for _ in range(3):
-        browser.press("ArrowRight")
+    press(browser, "#lanes canvas", "ArrowRight", "ArrowRight", "ArrowRight")
     assert EVIL in text(browser, "#tooltip")
-    browser.evaluate("document.querySelector('#tensors button.link').click()")
+    click(browser, "#tensors button.link")
     assert browser.evaluate("document.images.length") == 0
 
 
