@@ -54,15 +54,13 @@ def gpu_of(
     return SimulatedGpu(scheduler, seconds_of or (lambda ref: seconds[ref.job][ref.segment]), demanded)
 
 
-def run_for(
-    seconds: float, demands: Sequence[JobDemand], budget: int, compute_demand: float = 0.5
-) -> tuple[ScroogeScheduler, Run]:
+def run_for(seconds: float, demands: Sequence[JobDemand], budget: int, compute_demand: float) -> Run:
     """Run jobs without an end for some time."""
     scheduler = ScroogeScheduler(demands, budget)
     gpu = gpu_of(scheduler, demands, compute_demand)
     for demand in demands:
         gpu.at(seconds, lambda name=demand.name: scheduler.remove(name))  # type: ignore[misc]
-    return scheduler, gpu.run()
+    return gpu.run()
 
 
 def random_job(rng: random.Random, name: str, steps: int, is_measured: bool) -> JobDemand:

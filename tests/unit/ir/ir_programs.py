@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -26,6 +25,7 @@ from trainmux.ir import (
     Tenancy,
     Wait,
 )
+from trainmux.planning._place import place_parts
 
 Key = tuple[int, int]
 
@@ -164,39 +164,16 @@ def _tenancies(
 def placed(
     profiles: Sequence[Profile], parts: Sequence[Sequence[Instruction]], resident: Sequence[Key]
 ) -> Program:
-    """A program with offsets: what outlives a part has a place of its own, the rest lies first-fit above."""
+    """A program with offsets. What lies on the host between steps has a copy there, and what is offloaded."""
     prologue = _tenancies(profiles, parts[0], resident)
     begun = [(each.sub_array, each.tensor) for each in prologue if each.end == len(parts[0]) > each.begin]
-    offsets: dict[Key, int] = {}
-    base = 0
-    for key in dict.fromkeys([*resident, *begun]):
-        offsets[key] = base
-        base += profiles[key[0]].tensors[key[1]].size_bytes
-
-    def place(tenancies: Sequence[Tenancy]) -> Iterator[Tenancy]:
-        live: list[tuple[int, int, int]] = []  # offset, end of the bytes, end of the tenancy
-        for each in sorted(tenancies, key=lambda each: each.begin):
-            is_brief = (
-                each.begin == each.end
-            )  # lies elsewhere than the tensor's own place, which may be taken
-            offset = None if is_brief else offsets.get((each.sub_array, each.tensor))
-            if offset is None:
-                live = [entry for entry in live if entry[2] > each.begin]
-                offset = base
-                for start, top, _ in live:
-                    if start >= offset + each.size_bytes:
-                        break
-                    offset = max(offset, top)
-                insort(live, (offset, offset + each.size_bytes, each.end + is_brief))
-            yield replace(each, offset=offset)
-
     wanted = [prologue, *(_tenancies(profiles, part, begun) for part in parts[1:])]
-    made = [Part(tuple(part), tuple(place(each))) for part, each in zip(parts, wanted, strict=True)]
+    unplaced = [Part(tuple(part), tuple(each)) for part, each in zip(parts, wanted, strict=True)]
+    made, slab_bytes = place_parts(unplaced, alignment=1)
     on_host = {key for key in statics(profiles) if key not in resident}
     on_host |= {(each.sub_array, each.tensor) for part in parts for each in part if isinstance(each, Offload)}
-    ends = [tenancy.offset + tenancy.size_bytes for part in made for tenancy in part.tenancies]
     host_bytes = sum(profiles[key[0]].tensors[key[1]].size_bytes for key in on_host)
-    return Program(*made, tuple(resident), max(ends, default=0), host_bytes)
+    return Program(*made, tuple(resident), slab_bytes, host_bytes)
 
 
 # Programs written by hand, each right, with every wait that it needs.
