@@ -7,6 +7,7 @@ import ctypes
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -139,15 +140,25 @@ def test_another_thread_gets_its_turn() -> None:
     assert_as_alone(result, late, 1, 2)
 
 
-def test_an_interrupt_leaves_every_member_between_two_steps() -> None:
+def fail() -> None:
+    raise RuntimeError("no more")
+
+
+@pytest.mark.parametrize(
+    ("stop", "error"), [(_thread.interrupt_main, KeyboardInterrupt), (fail, RuntimeError)]
+)
+def test_what_ends_a_run_leaves_every_member_between_two_steps(
+    stop: Callable[[], None], error: type[BaseException]
+) -> None:
+    """An interrupt, or a callback for all jobs that raises."""
     jobs = [tiny_job("a", 0, steps=10**6), tiny_job("b", 1, steps=10**6)]
 
-    def interrupt(event: tm.JobStep) -> None:
+    def direct(event: tm.JobStep) -> None:
         if event.job == "a" and event.step == 3:
-            _thread.interrupt_main()
+            stop()
 
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, callbacks=[interrupt])
-    with pytest.raises(KeyboardInterrupt):
+    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, callbacks=[direct])
+    with pytest.raises(error):
         colocation.run()
     result = colocation.results()
     for number, job in enumerate(jobs):
@@ -196,19 +207,6 @@ def test_a_shuffled_loader_draws_as_it_would_alone() -> None:
     others = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
     assert torch.equal(losses(tiny_job("b", 1, steps=5, loader=others)), alone)
     assert not torch.equal(alone, trained_alone(0, 5)[0])
-
-
-def test_a_callback_for_all_jobs_that_raises_ends_the_run_between_steps() -> None:
-    def refuse(event: tm.JobStep) -> None:
-        raise RuntimeError("no more")
-
-    job = tiny_job("a", 0, steps=50)
-    colocation = tm.colocate([job], "1GiB", callbacks=[refuse], tracking_bytes=0)
-    with pytest.raises(RuntimeError, match="no more"):
-        colocation.run()
-    steps = colocation.results()["a"].num_steps
-    assert 1 <= steps < 50
-    assert_as_alone(colocation.results(), job, 0, steps)
 
 
 def test_a_fleet_can_be_shared_again_after_a_loader_broke() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from ir_programs import (
@@ -68,62 +69,44 @@ def with_node(rank: int, **changes: object) -> Profile:
     return replace(OF, nodes=tuple(nodes))
 
 
-READS_STATS = with_node(0, reads=(*OF.nodes[0].reads, named(OF, "stats")))
-UNREPEATABLE = with_node(0, is_repeatable=False)
+READS_STATS = {"of": with_node(0, reads=(*OF.nodes[0].reads, named(OF, "stats")))}
+UNREPEATABLE = {"of": with_node(0, is_repeatable=False)}
+M1 = {"without": ["m1"]}
+OLD_COPY = {
+    "compute 0 bw_h": "...; offload 0 m1",
+    "compute 0 up_w1": "compute 0 up_w1 after offload:m1",
+    "free 0 loss": "...; free 0 m1 after offload:m1; prefetch 0 m1 after compute",
+}
 FETCHED = {"compute 0 up_w1": "prefetch 0 m1 after compute; compute 0 up_w1 after prefetch:m1"}
 
 
 @pytest.mark.parametrize(
-    ("edits", "of", "without", "kinds"),
+    ("edits", "kinds", "options"),
     [
-        ({}, OF, [], set()),
+        ({}, set(), {}),
         # w1 changes at the very end: a node that reads it may run again before, not after.
-        ({"free 0 mask": "...; recompute 0 fw_h"}, OF, [], set()),
-        ({"compute 0 up_w1": "...; recompute 0 fw_h"}, OF, [], {Kind.WRONG_VERSION}),
+        ({"free 0 mask": "...; recompute 0 fw_h"}, set(), {}),
+        ({"compute 0 up_w1": "...; recompute 0 fw_h"}, {Kind.WRONG_VERSION}, {}),
         # A buffer that the step changes, too.
-        ({"compute 0 fw_h": "...; recompute 0 fw_h"}, READS_STATS, [], set()),
-        ({"compute 0 fw_stats": "...; recompute 0 fw_h"}, READS_STATS, [], {Kind.WRONG_VERSION}),
-        ({"free 0 mask": "...; recompute 0 fw_h"}, UNREPEATABLE, [], {Kind.NOT_REPEATABLE}),
-        ({"compute 0 fw_h": "recompute 0 fw_h; ..."}, OF, [], {Kind.ORDER}),
+        ({"compute 0 fw_h": "...; recompute 0 fw_h"}, set(), READS_STATS),
+        ({"compute 0 fw_stats": "...; recompute 0 fw_h"}, {Kind.WRONG_VERSION}, READS_STATS),
+        ({"free 0 mask": "...; recompute 0 fw_h"}, {Kind.NOT_REPEATABLE}, UNREPEATABLE),
+        ({"compute 0 fw_h": "recompute 0 fw_h; ..."}, {Kind.ORDER}, {}),
         # A node that changes something runs once.
-        (
-            {"compute 0 fw_stats": "...; recompute 0 fw_stats"},
-            OF,
-            [],
-            {Kind.NOT_REPEATABLE, Kind.WRONG_VERSION},
-        ),
-        (
-            {"compute 0 up_w1": "...; compute 0 up_w1"},
-            OF,
-            [],
-            {Kind.ORDER, Kind.WRONG_VERSION},
-        ),
+        ({"compute 0 fw_stats": "...; recompute 0 fw_stats"}, {Kind.NOT_REPEATABLE, Kind.WRONG_VERSION}, {}),
+        ({"compute 0 up_w1": "...; compute 0 up_w1"}, {Kind.ORDER, Kind.WRONG_VERSION}, {}),
         # A copy made before the update is old after it; what it reads may not change meanwhile.
-        (
-            {
-                "compute 0 bw_h": "...; offload 0 m1",
-                "compute 0 up_w1": "compute 0 up_w1 after offload:m1",
-                "free 0 loss": "...; free 0 m1 after offload:m1; prefetch 0 m1 after compute",
-            },
-            OF,
-            [],
-            {Kind.FREE, Kind.BOUNDARY},
-        ),
-        ({"compute 0 bw_h": "...; offload 0 m1"}, OF, [], {Kind.MISSING_WAIT}),
+        (OLD_COPY, {Kind.FREE, Kind.BOUNDARY}, {}),
+        ({"compute 0 bw_h": "...; offload 0 m1"}, {Kind.MISSING_WAIT}, {}),
         # What lies on the host between steps ends there, changed.
-        (
-            {**FETCHED, "free 0 g_w1": "...; offload 0 m1 after compute; free 0 m1 after offload:m1"},
-            OF,
-            ["m1"],
-            set(),
-        ),
-        ({**FETCHED, "free 0 g_w1": "...; free 0 m1"}, OF, ["m1"], {Kind.FREE, Kind.BOUNDARY}),
+        (FETCHED | {"free 0 g_w1": "...; offload 0 m1 after compute; free 0 m1 after offload:m1"}, set(), M1),
+        (FETCHED | {"free 0 g_w1": "...; free 0 m1"}, {Kind.FREE, Kind.BOUNDARY}, M1),
         # A result lives until its step ends.
-        ({"free 0 loss": "", "compute 0 up_w1": "free 0 loss; ..."}, OF, [], {Kind.FREE}),
+        ({"free 0 loss": "", "compute 0 up_w1": "free 0 loss; ..."}, {Kind.FREE}, {}),
     ],
 )
-def test_one_step(edits: dict[str, str], of: Profile, without: list[str], kinds: set[Kind]) -> None:
-    case = in_turns(edited(STEP, edits), of, without)
+def test_one_step(edits: dict[str, str], kinds: set[Kind], options: dict[str, Any]) -> None:
+    case = in_turns(edited(STEP, edits), **options)
     assert kinds_in(case.program, case.profiles) == kinds
 
 
@@ -209,14 +192,8 @@ def test_tenancies_are_those_that_the_instructions_imply() -> None:
     case = in_turns(edited(STEP, {"free 0 mask": "...; recompute 0 fw_a"}))
     tenancies = case.program.body.tenancies
     h = named(OF, "h")
-    begins_twice = Tenancy(0, h, 0, 5, 0, 100)
-    extra = [
-        Tenancy(0, h, 3, 5, 0, 100),
-        Tenancy(0, h, -1, 5, 0, 100),
-        begins_twice,
-        Tenancy(3, 99, 2, 4, 0, 8),
-    ]
-    spoiled = [(*tenancies, each) for each in extra]
+    extra = [Tenancy(0, h, begin, 5, 0, 100) for begin in (3, -1, 0)]  # the last begins twice
+    spoiled = [(*tenancies, each) for each in (*extra, Tenancy(3, 99, 2, 4, 0, 8))]
     for at, each in enumerate(tenancies):
         others = (*tenancies[:at], *tenancies[at + 1 :])
         spoiled += [others, (*others, replace(each, end=each.end + 1))]
@@ -241,33 +218,23 @@ def test_parts_without_instructions_need_no_tenancies() -> None:
     assert find_violations(placed([], [[], [], []], []), [], budget_bytes=0) == ()
 
 
-@pytest.mark.parametrize(
-    "instruction",
-    [
-        Compute(0, 99),
-        Compute(5, 0),
-        Compute(-1, 0),
-        Recompute(0, -1, ()),
-        Offload(0, 99),
-        Prefetch(7, 0),
-        Free(0, -1),
-        Wait(Lane.OUT, 10**6),
-        Wait(Lane.OUT, -1),
-    ],
+NOWHERE = (
+    *(Compute(0, 99), Compute(5, 0), Compute(-1, 0), Recompute(0, -1, ()), Offload(0, 99)),
+    *(Prefetch(7, 0), Free(0, -1), Wait(Lane.OUT, 10**6), Wait(Lane.OUT, -1)),
 )
-def test_numbers_that_name_nothing_are_refused(instruction: Instruction) -> None:
+
+
+@pytest.mark.parametrize("extra", [*NOWHERE, (0, 99), (4, 0), (0, 0)], ids=str)
+def test_numbers_that_name_nothing_are_refused(extra: Instruction | tuple[int, int]) -> None:
+    """In an instruction, or of a resident tensor, which is named once."""
     case = in_turns(STEP)
     body = case.program.body
-    end = len(body.instructions)
-    tenancies = [replace(each, end=each.end + (each.end == end)) for each in body.tenancies]
-    program = with_body(case, instructions=(*body.instructions, instruction), tenancies=tuple(tenancies))
-    assert [each.kind for each in found_in(program, case.profiles)] == [Kind.MALFORMED]
-
-
-@pytest.mark.parametrize("extra", [(0, 99), (4, 0), (0, 0)])
-def test_unknown_residents_are_refused(extra: tuple[int, int]) -> None:
-    case = in_turns(STEP)
-    program = replace(case.program, resident=(*case.program.resident, extra))
+    if isinstance(extra, tuple):
+        program = replace(case.program, resident=(*case.program.resident, extra))
+    else:
+        end = len(body.instructions)
+        tenancies = [replace(each, end=each.end + (each.end == end)) for each in body.tenancies]
+        program = with_body(case, instructions=(*body.instructions, extra), tenancies=tuple(tenancies))
     assert [each.kind for each in found_in(program, case.profiles)] == [Kind.MALFORMED]
 
 
