@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -250,13 +250,9 @@ def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-class Breaking:
-    """A loader that raises after some batches of each pass."""
-
-    def __init__(self, batches: Iterable[Any], error: Exception) -> None:
-        self._batches = list(batches)
-        self._error = error
+class Breaking(list[Any]):
+    """Batches after which a loader raises, in each pass."""
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._batches
-        raise self._error
+        yield from super().__iter__()
+        raise OSError("the disk is gone")

@@ -211,7 +211,7 @@ def test_a_shuffled_loader_draws_as_it_would_alone() -> None:
 
 def test_a_fleet_can_be_shared_again_after_a_loader_broke() -> None:
     fleet = tiny_fleet(0, "m", 0)
-    broken = Breaking(tiny_batches(0)[:2], OSError("disk"))
+    broken = Breaking(tiny_batches(0)[:2])
     first = tm.colocate([tm.Job("a", fleet=fleet, loader=broken, steps=5)], "1GiB").run()
     assert first["a"].num_steps == 2
     second = tm.colocate([tm.Job("a", fleet=fleet, loader=tiny_batches(0)[2:], steps=1)], "1GiB").run()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from headless_browser import Browser, find_browser
@@ -17,45 +16,46 @@ from trainmux.sizes import format_bytes
 pytestmark = pytest.mark.skipif(
     find_browser() is None, reason="needs Chromium or Chrome on the PATH, or CHROMIUM naming one"
 )
-READY = "document.documentElement.dataset.ready === 'true'"
 # Two frames: what was asked for before the first one has been drawn by the second.
 DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
 
 
+class Show(Protocol):
+    """Open the page of a name in the browser, and wait for its charts."""
+
+    def __call__(self, name: str, *, width: int = 1280, dark: bool = False) -> Browser: ...
+
+
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    executable = find_browser()
+def show(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Show]:
+    """Pages are written when they are first shown."""
+    executable, folder = find_browser(), tmp_path_factory.mktemp("pages")
+    least = turns_sample()
+    texts = {
+        "ring": ring_sample().page,
+        "smallest": lambda: plan_page(least.plan, least.program, least.profiles, least.predicted),
+        "evil": lambda: evil_sample().page(EVIL),
+        "large": lambda: large_sample().page(),
+    }
     assert executable is not None
-    with closing(Browser(executable, tmp_path_factory.mktemp("browser"))) as opened:
+    with closing(Browser(executable, tmp_path_factory.mktemp("browser"))) as browser:
+
+        def opened(name: str, *, width: int = 1280, dark: bool = False) -> Browser:
+            if not (page := folder / f"{name}.html").exists():
+                page.write_text(texts[name](), encoding="utf-8")
+            browser.open(page, width=width, dark=dark)
+            browser.wait_for("document.documentElement.dataset.ready === 'true'")
+            browser.evaluate(DRAWN)
+            assert (browser.problems, browser.requested) == ([], [page.as_uri()])
+            return browser
+
         yield opened
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages by name, each written once."""
-    folder = tmp_path_factory.mktemp("pages")
-    smallest = turns_sample()
-    texts = {
-        "ring": ring_sample().page(),
-        "smallest": plan_page(smallest.plan, smallest.program, smallest.profiles, smallest.predicted),
-        "evil": evil_sample().page(EVIL),
-        "large": large_sample().page(),
-    }
-    for name, text in texts.items():
-        (folder / f"{name}.html").write_text(text, encoding="utf-8")
-    return {name: folder / f"{name}.html" for name in texts}
-
-
-def opened(browser: Browser, page: Path, *, width: int = 1280, dark: bool = False) -> Browser:
-    browser.open(page, width=width, dark=dark)
-    browser.wait_for(READY)
-    return browser
-
-
 @pytest.fixture
-def ring(browser: Browser, pages: dict[str, Path]) -> Browser:
+def ring(show: Show) -> Browser:
     """The page of an ordinary plan, opened."""
-    return opened(browser, pages["ring"])
+    return show("ring")
 
 
 def of(browser: Browser, selector: str, expression: str) -> Any:
@@ -106,12 +106,9 @@ def wait_for_tooltip(browser: Browser, *, hidden: bool = False) -> str:
     ("name", "dark", "width"), [("ring", False, 400), ("ring", True, 1280), ("smallest", False, 1280)]
 )
 def test_it_opens_without_complaint_and_fits_the_window(
-    browser: Browser, pages: dict[str, Path], name: str, dark: bool, width: int
+    show: Show, name: str, dark: bool, width: int
 ) -> None:
-    opened(browser, pages[name], width=width, dark=dark)
-    browser.evaluate(DRAWN)
-    assert browser.problems == []
-    assert browser.requested == [pages[name].as_uri()]
+    browser = show(name, width=width, dark=dark)
     assert browser.evaluate("document.documentElement.scrollWidth") == width
     assert colours(browser, "#memory-0 canvas") >= 4
     assert colours(browser, "#lanes canvas") >= 4
@@ -156,8 +153,8 @@ def test_charts_tell_what_lies_under_the_mouse(ring: Browser) -> None:
     assert "waits forprefetch blocks." in told
 
 
-def test_a_tap_shows_the_same_and_stays(browser: Browser, pages: dict[str, Path]) -> None:
-    opened(browser, pages["ring"], width=400)
+def test_a_tap_shows_the_same_and_stays(show: Show) -> None:
+    browser = show("ring", width=400)
     place = box(browser, "#lanes canvas")
     browser.tap(place["left"] + 100, place["top"] + 45)
     assert "predicted start" in wait_for_tooltip(browser)
@@ -313,10 +310,8 @@ def test_the_budget_curve_and_what_runs_once_are_told(ring: Browser) -> None:
     assert ring.problems == []
 
 
-def test_evil_names_are_shown_and_never_run(browser: Browser, pages: dict[str, Path]) -> None:
-    opened(browser, pages["evil"])
-    assert browser.problems == []
-    assert browser.requested == [pages["evil"].as_uri()]
+def test_evil_names_are_shown_and_never_run(show: Show) -> None:
+    browser = show("evil")
     assert browser.evaluate("document.title") == EVIL
     assert browser.evaluate("typeof window.evil") == "undefined"
     assert browser.evaluate("document.images.length") == 0
@@ -327,8 +322,8 @@ def test_evil_names_are_shown_and_never_run(browser: Browser, pages: dict[str, P
     assert browser.evaluate("document.images.length") == 0
 
 
-def test_ten_thousand_instructions_stay_quick(browser: Browser, pages: dict[str, Path]) -> None:
-    opened(browser, pages["large"])
+def test_ten_thousand_instructions_stay_quick(show: Show) -> None:
+    browser = show("large")
     # A generous limit for a machine that is busy with other things; it takes about a tenth of it alone.
     zoomed = browser.evaluate(
         "(async () => { const times = [];"
