@@ -119,10 +119,10 @@ class Case:
 
 
 def random_case(seed: int, *, steps: int = 3, jitter: float = JITTER) -> Case:
-    """Two or three jobs and a budget between the smallest that works and more than enough."""
+    """Two to four jobs and a budget between the smallest that works and more than enough."""
     rng = random.Random(seed)
     is_measured = rng.random() < 0.5
-    names = ["a", "b", "c"][: rng.choice((2, 2, 3))]
+    names = ["a", "b", "c", "d"][: rng.choice((2, 2, 2, 3, 3, 4))]
     demands = tuple(random_job(rng, name, rng.randint(1, 2 * steps - 1), is_measured) for name in names)
     least = smallest_budget(demands)
     most = sum(demand.local_bytes + demand.peak_bytes for demand in demands)

@@ -78,6 +78,12 @@ def run_with_changes(seed: int) -> int:
     assert run.idle_seconds == 0.0
     for demand in case.demands:
         assert num_ended(run, demand) == demand.steps or demand.name == name
+    if (newcomer := run.iterations("late")) and not late.is_measured:  # its first iteration is alone
+        assert num_ended(run, late) == late.steps
+        for other in case.demands:
+            assert not any(
+                start < newcomer[0][1] and newcomer[0][0] < end for start, end in run.iterations(other.name)
+            )
     return refused
 
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from colocate_cases import gpu_of, job_of, num_ended, over_budget, run_for, wave
+from colocate_cases import gpu_of, job_of, num_ended, run_for, wave
 from simulated_gpu import Run
 
 from trainmux.colocate import _arena, _scheduler
 from trainmux.colocate._demand import SegmentRef
 from trainmux.colocate._scheduler import Enqueue, Idle, Remap, ScroogeScheduler
-from trainmux.errors import BudgetError
 
 
 def waits(run: Run, name: str) -> list[tuple[float, float]]:
@@ -158,18 +157,6 @@ def test_the_budget_moves_from_70_to_50_and_back() -> None:
     assert run.idle_seconds == 0.0
 
 
-def test_arenas_of_several_pairs_change_at_once_and_nobody_is_idle() -> None:
-    demands = [wave(name, 20, 1.0 + 0.3 * number, steps=6) for number, name in enumerate("abcd")]
-    scheduler = ScroogeScheduler(demands, 50)
-    gpu = gpu_of(scheduler, demands)
-    for time, budget in ((2.0, 70), (9.0, 46)):
-        gpu.at(time, lambda budget=budget: scheduler.set_budget(budget))  # type: ignore[misc]
-    run = gpu.run()
-    assert capacities(run)[:3] == [50, 70, 46]
-    assert over_budget({demand.name: demand for demand in demands}, run) == []
-    assert run.idle_seconds == 0.0
-
-
 def test_a_job_that_settles_may_be_cut_anew_and_give_memory_back() -> None:
     """From then on it is as if it had been cut so from the beginning."""
     asked = [
@@ -193,24 +180,6 @@ def test_a_job_that_settles_may_be_cut_anew_and_give_memory_back() -> None:
         assert run.ended_at == pytest.approx(expected.ended_at)
 
 
-def test_a_job_joins_and_leaves_while_others_run() -> None:
-    jobs = [wave("a", 40, steps=40, local_bytes=5), wave("b", 40, steps=40, local_bytes=5)]
-    late = wave("late", 30, 0.5, is_measured=False, local_bytes=10)
-    scheduler = ScroogeScheduler(jobs, 100)
-    gpu = gpu_of(scheduler, [*jobs, late])
-    gpu.at(5.0, lambda: scheduler.add(late))
-    gpu.at(12.0, lambda: scheduler.remove("b"))
-    run = gpu.run()
-    assert num_ended(run, late) == 10
-    assert num_ended(run, jobs[0]) == 40
-    assert num_ended(run, jobs[1]) == len(run.iterations("b")) < 20
-    first = run.iterations("late")[0]
-    for name in "ab":  # the newcomer's first iteration is alone
-        assert all(end <= first[0] or start >= first[1] for start, end in run.iterations(name))
-    assert over_budget({demand.name: demand for demand in (*jobs, late)}, run) == []
-    assert run.idle_seconds == 0.0
-
-
 def test_a_job_that_fails_leaves_at_once_and_the_other_goes_on() -> None:
     jobs = [wave("a", 60), wave("b", 60)]
     scheduler = ScroogeScheduler(jobs, 90)
@@ -220,16 +189,6 @@ def test_a_job_that_fails_leaves_at_once_and_the_other_goes_on() -> None:
     assert num_ended(run, jobs[0]) == 10
     last = max(row.ended_at for row in run.executed if row.ref.job == "b")
     assert last < 2.3 + 4 * 2 / 20  # no more than what was in flight, slowed by its peer
-
-
-def test_changes_that_cannot_be_are_refused_and_change_nothing() -> None:
-    jobs = [wave("a", 40), wave("b", 40)]
-    scheduler = ScroogeScheduler(jobs, 80)
-    for change in (lambda: scheduler.set_budget(39), lambda: scheduler.add(wave("c", 81))):
-        with pytest.raises(BudgetError):
-            change()
-    assert scheduler.report("c") is None
-    assert gpu_of(scheduler, jobs).run().ended_at == pytest.approx(10.0)
 
 
 # ---- who gets the device --------------------------------------------------------------------------------
