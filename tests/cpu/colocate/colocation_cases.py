@@ -190,19 +190,22 @@ def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], wha
 
 
 def assert_members_as_alone(
-    result: tm.JobResult, fleet: tm.Fleet, alone: tm.Fleet, change: Callable[[tm.Fleet, int], None]
+    result: tm.JobResult, job: tm.Job, alone: tm.Fleet, change: Callable[[tm.Fleet, int], None] | None = None
 ) -> None:
-    """A fleet bit for bit as ``alone``, if ``change`` is called with it after each step; NaN for absent
-    members."""
+    """A job's fleet bit for bit as ``alone``, if ``change`` is called with it after each step; NaN for
+    absent members."""
+    assert isinstance(job.loader, list)
     rows = []
-    for step, batch in enumerate(cycled(tiny_batches(0), result.num_steps), start=1):
+    for step, batch in enumerate(cycled(job.loader, result.num_steps), start=1):
         rows.append(dict(zip(alone.names, alone.step(batch).tolist(), strict=True)))
-        change(alone, step)
+        if change is not None:
+            change(alone, step)
     expected = torch.tensor([[row.get(name, torch.nan) for name in result.members] for row in rows])
     assert result.error is None
     assert torch.equal(result.losses.isnan(), expected.isnan())
     assert torch.equal(result.losses.nan_to_num(), expected.nan_to_num())
-    assert_same_state(state_of(fleet), state_of(alone), "changed")
+    assert job.fleet is not None
+    assert_same_state(state_of(job.fleet), state_of(alone), job.name)
 
 
 def cut_by(monkeypatch: pytest.MonkeyPatch, tracking_bytes: Callable[[StepKernels, float], int]) -> None:

@@ -224,11 +224,12 @@ def test_members_that_change_while_a_batch_is_ahead(
     """The iteration begins with them as they are then."""
     fleet = trio()
     changed_at = once_ahead(monkeypatch, fleet, lambda: change(fleet))
-    result = beside(tm.Job("a", fleet=fleet, loader=tiny_batches(0), steps=6))["a"]
+    job = tm.Job("a", fleet=fleet, loader=tiny_batches(0), steps=6)
+    result = beside(job)["a"]
 
     def change_then(alone: tm.Fleet, step: int) -> None:
         if [step] == changed_at:
             change(alone)
 
     assert changed_at
-    assert_members_as_alone(result, fleet, trio(), change_then)
+    assert_members_as_alone(result, job, trio(), change_then)

@@ -232,4 +232,4 @@ def test_members_leave_and_are_replaced_while_their_job_runs() -> None:
     job = tm.Job("sweep", fleet=shared, loader=tiny_batches(0), steps=5, callbacks=direct)
     result = tm.colocate([job, tiny_job("b", 1, steps=5)], "1GiB", poisons=True).run()["sweep"]
     assert result.members == ("m0", "m1", "m2", "new")
-    assert_members_as_alone(result, shared, trio(), change)
+    assert_members_as_alone(result, job, trio(), change)
