@@ -161,16 +161,10 @@ def exchanged_nodes(program: Program, profiles: Sequence[Profile]) -> Iterator[M
         first = last.get((name, compute.sub_array))
         last[name, compute.sub_array] = second
         if first is not None:
-            instructions = list(part.instructions)
-            instructions[first], instructions[second] = instructions[second], instructions[first]
-            moved = {first: second, second: first}
-            tenancies = []
-            for each in part.tenancies:
-                begin = moved.get(each.begin, each.begin)
-                end = begin if each.begin == each.end else each.end
-                tenancies.append(replace(each, begin=begin, end=end))
-            changed = Part(tuple(instructions), tuple(tenancies))
-            yield _mutant(f"[{first}] and [{second}] exchanged", program, name, changed, Kind.ORDER)
+            rows = rows_of(part)
+            rows[first], rows[second] = rows[second], rows[first]
+            what = f"[{first}] and [{second}] exchanged"
+            yield _mutant(what, program, name, rebuilt(part, rows), Kind.ORDER)
 
 
 def a_byte_over_budget(program: Program, profiles: Sequence[Profile]) -> Iterator[Mutant]:
