@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,9 @@ from trainmux.colocate._feature_maps import (
 )
 from trainmux.colocate._step_layout import StepLayout
 from trainmux.errors import ConfigError
-from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile, ProfiledNode, ProfiledTensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ir"))
+from ir_programs import two_layers
 
 MIB = 1 << 20
 
@@ -38,42 +42,18 @@ def three_layers(size: int = 64 * MIB) -> Iteration:
     return Iteration("three", (1.0, 1.0, 1.0, 2.0, 2.0, 2.0), rows)
 
 
-def tensor(name: str, byte_class: ByteClass, size: int) -> ProfiledTensor:
-    return ProfiledTensor(name, byte_class, size, 1.0, 1.0, 1.0, 1.0)
-
-
-def small_profile() -> Profile:
-    tensors = (
-        tensor("weight", ByteClass.PARAMETER, 1000),
-        tensor("batch", ByteClass.BATCH, 10),
-        tensor("hidden", ByteClass.FEATURE_MAP, 100),
-        tensor("mask", ByteClass.TEMPORARY, 7),
-        tensor("loss", ByteClass.RESULT, 4),
-        tensor("hidden_gradient", ByteClass.GRADIENT_MAP, 60),
-        tensor("weight_gradient", ByteClass.GRADIENT, 50),
-    )
-    nodes = (
-        ProfiledNode("first", Phase.FORWARD, (0, 1), (2, 3), (), 1.0),
-        ProfiledNode("second", Phase.FORWARD, (2, 3), (4,), (), 2.0),
-        ProfiledNode("second_backward", Phase.BACKWARD, (4, 2), (5,), (), 3.0),
-        ProfiledNode("first_backward", Phase.BACKWARD, (5, 1), (6,), (), 4.0),
-        ProfiledNode("update", Phase.UPDATE, (6,), (), (0,), 5.0),
-    )
-    return Profile("abc", "measured", 1, DeviceFacts("device", 2**30, 2**30), tensors, nodes)
-
-
 def test_a_profile_becomes_an_iteration() -> None:
-    iteration = iteration_of_profile(small_profile())
+    iteration = iteration_of_profile(two_layers())
     rows = {row.name: row for row in iteration.allocations}
-    assert rows["hidden"] == Allocation("hidden", 100, 0, 2, TensorClass.FEATURE_MAP)
-    assert rows["mask"] == Allocation("mask", 7, 0, 1, TensorClass.TEMPORARY)
+    assert rows["h"] == Allocation("h", 100, 0, 7, TensorClass.FEATURE_MAP)
+    assert rows["t"] == Allocation("t", 90, 1, 3, TensorClass.TEMPORARY)
     # The loss is read in the backward pass, but it is the user's: it stays local, to the end.
-    assert rows["loss"] == Allocation("loss", 4, 1, 4, TensorClass.RESIDENT)
-    assert rows["hidden_gradient"].tensor_class is TensorClass.TEMPORARY
-    assert rows["weight_gradient"] == Allocation("weight_gradient", 50, 3, 4, TensorClass.TEMPORARY)
-    assert iteration.feature_maps == (rows["hidden"],)
-    assert iteration.resident_bytes == 1010
-    assert iteration.kernel_seconds == (1.0, 2.0, 3.0, 4.0, 5.0)
+    assert rows["loss"] == Allocation("loss", 4, 3, 8, TensorClass.RESIDENT)
+    assert rows["g_h"].tensor_class is TensorClass.TEMPORARY
+    assert rows["g_w1"] == Allocation("g_w1", 64, 7, 8, TensorClass.TEMPORARY)
+    assert iteration.feature_maps == (rows["h"], rows["a"], rows["mask"])
+    assert iteration.resident_bytes == 40 + 64 + 32 + 64 + 16
+    assert iteration.kernel_seconds == (1e-3,) * 9
 
 
 # ---- the stack -----------------------------------------------------------------------------------------

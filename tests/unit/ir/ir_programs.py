@@ -72,7 +72,7 @@ def two_layers() -> Profile:
         node("fw_stats", "h", "t", "stats", 0),
         node("fw_a", "h", "a mask", "", 0),
         node("fw_loss", "a w2 t", "loss", "", 10),
-        node("bw_loss", "a w2", "g_a g_w2", "", 50),
+        node("bw_loss", "loss a w2", "g_a g_w2", "", 50),
         node("up_w2", "g_w2", "", "w2", 0),
         node("bw_a", "h mask g_a", "g_h", "", 0),
         node("bw_h", "x h g_h", "g_w1", "", 25),
