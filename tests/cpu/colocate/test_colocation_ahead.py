@@ -121,15 +121,13 @@ def test_a_job_that_has_left_is_not_held_on_to() -> None:
 # ---- batches ahead -------------------------------------------------------------------------------------
 
 
-class Counting:
-    """A loader that counts the batches that were taken."""
+class Counting(list[Any]):
+    """Batches of which those that were taken are counted."""
 
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-        self.num_taken = 0
+    num_taken = 0
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._batches:
+        for batch in super().__iter__():
             self.num_taken += 1
             yield batch
 
