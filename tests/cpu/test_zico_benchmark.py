@@ -27,7 +27,6 @@ REPOSITORY = Path(__file__).parents[2]
 COMMITTED = REPOSITORY / "benchmarks" / "results" / "zico_h200.json"
 OPTIONS = ZicoOptions("cpu", "aten", "fp32", 0.05)
 PAIR = "small:mlp+small:mlp"
-SIZES = {"solo_ms": [30.0, 10.0], "local_bytes": [10, 10], "peak_bytes": [50, 50], "failed": {}}
 
 
 @pytest.fixture
@@ -130,17 +129,6 @@ def test_wrong_options_are_refused_and_nothing_is_written(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def document_of(*pairs: dict[str, Any], **run: Any) -> results.Document:
-    settings = {"precision": "bf16", "lowering": "inductor"}
-    return {
-        **results.empty(),
-        "runs": [
-            {"command": "", "date": "", "environment": {"device": "some GPU"}, "settings": settings, **run}
-        ],
-        "pairs": [{"run": 0, "is_complete": True, **SIZES, "ways": [], **row} for row in pairs],
-    }
-
-
 def test_gains_are_relative_to_turns_and_budgets_are_told_apart() -> None:
     def way(name: str, rate: float, budget: int | None = None) -> dict[str, Any]:
         record = {"way": name, "iterations_per_second": [rate, rate]}
@@ -149,7 +137,9 @@ def test_gains_are_relative_to_turns_and_budgets_are_told_apart() -> None:
     ways = [way(pair.TEMPORAL, 20.0), way(pair.UNLIMITED, 30.0), way(colocated.ALL_MEMORY, 28.0, 120)]
     ways += [way("co-located, 1.3x", 26.0, 92), way("co-located, 1.5x", 24.0, 70)]
     ways += [way("co-located, 1.8x", 22.0, 70), way(colocated.CHANGES[1], 10.0, 70)]
-    row = gains(document_of({"names": ["rhn", "gnmt"], "ways": ways})).loc["rhn+gnmt"]
+    sizes = {"solo_ms": [30.0, 10.0], "local_bytes": [10, 10], "peak_bytes": [50, 50]}
+    record = {"run": 0, "is_complete": True, "failed": {}, "names": ["rhn", "gnmt"], "ways": ways, **sizes}
+    row = gains({**results.empty(), "pairs": [record]}).loc["rhn+gnmt"]
     found = [row[name] for name in ("unlimited", "all", "middle", "lowest", "excess", "paper")]
     assert found == pytest.approx([1.5, 1.4, 1.3, 1.15, 120 / 70, 1.42])
 
@@ -186,7 +176,7 @@ def test_budgets_never_fall_below_the_smallest_that_can_work() -> None:
     assert sizes(80) == [100, 80, 80, 90, 80, 90]
 
 
-def test_the_six_models_make_21_pairs_with_those_of_figure_8_first() -> None:
+def test_the_six_models_have_their_sizes_and_make_21_pairs_with_those_of_figure_8_first() -> None:
     pairs = cases.parse_pairs("all")
     assert len({frozenset(names) for names in pairs}) == len(pairs) == 21
     assert pairs[:4] == list(cases.FIGURE_8)
@@ -194,13 +184,10 @@ def test_the_six_models_make_21_pairs_with_those_of_figure_8_first() -> None:
     larger = cases.find_zico_case("rhn@7")
     assert larger.batch(0)[0].shape == (7, 8)
     assert "7 rows" in larger.note
-    batch = cases.find_zico_case("gnmt").batch(0)
-    assert (batch["source"].shape, batch["target"].shape) == ((256, 16), (256, 17))
-
-
-def test_resnet_110_has_110_layers() -> None:
     layers = [m for m in cases.CifarResNet().modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
     assert len(layers) - 2 == 110  # besides two 1x1 convolutions on shortcuts
+    batch = cases.find_zico_case("gnmt").batch(0)
+    assert (batch["source"].shape, batch["target"].shape) == ((256, 16), (256, 17))
 
 
 @pytest.mark.usefixtures("built_once")

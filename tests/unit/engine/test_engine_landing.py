@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain, cycle, islice
 
 import pytest
 import torch
@@ -73,22 +74,14 @@ def train(lane: SimulatedLane, batches: Sequence[Sequence[Tensor]]) -> list[list
 
 
 def make_batches(num: int, *, sizes: Sequence[int] = (4,)) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        [
-            torch.randn(sizes[i % len(sizes)], 3, generator=generator),
-            torch.randint(1, 9, (sizes[i % len(sizes)],), generator=generator),
-        ]
-        for i in range(num)
-    ]
+    own = torch.Generator().manual_seed(0)
+    lengths = islice(cycle(sizes), num)
+    return [[torch.randn(n, 3, generator=own), torch.randint(1, 9, (n,), generator=own)] for n in lengths]
 
 
 def same(read: Sequence[Sequence[Tensor]], batches: Sequence[Sequence[Tensor]]) -> bool:
-    return all(
-        torch.equal(a, b)
-        for got, batch in zip(read, batches, strict=True)
-        for a, b in zip(got, batch, strict=True)
-    )
+    pairs = zip(chain(*read), chain(*batches), strict=True)
+    return all(torch.equal(found, expected) for found, expected in pairs)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 4, 4, 1), (1, 2, 3, 4, 5, 6, 7)])
@@ -156,9 +149,8 @@ def land(*leaves: HostLeaf) -> list[Tensor]:
     lane = SimulatedLane(FakeDevice(0))
     landed = Landing(CPU, lane).land(leaves)  # type: ignore[arg-type]
     lane.device.finish()
-    assert {
-        tensor.storage_offset() * tensor.itemsize % 512 for tensor in landed if tensor._base is not None
-    } <= {0}
+    views = [tensor for tensor in landed if tensor._base is not None]
+    assert not any(view.storage_offset() * view.itemsize % 512 for view in views)
     return landed
 
 

@@ -64,10 +64,8 @@ def test_groups_name_their_parameters_by_position():
 def test_nesterov_without_momentum_is_plain():
     params = parameters()
     optimizer = torch.optim.SGD([{"params": params, "momentum": 0.0}], lr=0.1, momentum=0.9, nesterov=True)
-    assert optim.describe(optimizer, params, member="a").groups[0].flags == (
-        ("momentum", False),
-        ("nesterov", False),
-    )
+    (group,) = optim.describe(optimizer, params, member="a").groups
+    assert group.flags == (("momentum", False), ("nesterov", False))
 
 
 @pytest.mark.parametrize("switch", ["foreach", "capturable", "fused"])
@@ -94,9 +92,8 @@ _REFUSED = {
 @pytest.mark.parametrize("name", _REFUSED)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_what_cannot_be_trained_is_refused(name: str):
-    params = parameters(
-        dtype={"complex": torch.complex64, "float8": torch.float8_e4m3fn}.get(name, torch.float32)
-    )
+    dtypes = {"complex": torch.complex64, "float8": torch.float8_e4m3fn}
+    params = parameters(dtype=dtypes.get(name, torch.float32))
     optimizer = _REFUSED[name](params)
     with pytest.raises(OptimizerError, match="Member 'a'"):
         optim.describe(optimizer, params, member="a")
