@@ -103,14 +103,12 @@ def test_it_is_one_document_with_every_section_and_every_file(page: str, html: E
     assert sections == ["timeline", "numbers", "partitions", "budget", "tensors"]
     for section in html.all("section"):
         assert html.by_id(section.attributes["aria-labelledby"]).tag == "h2"
-    assert [link.attributes["href"] for link in html.all("nav")[0].all("a")] == [
-        f"#{one}" for one in sections
-    ]
+    links = [link.attributes["href"] for link in html.all("nav")[0].all("a")]
+    assert links == [f"#{one}" for one in sections]
     entries = list(files("trainmux.reporting").joinpath("page").iterdir())
-    assert entries
-    assert all(
-        entry.read_text(encoding="utf-8") in page for entry in entries if not entry.name.endswith("html")
-    )
+    texts = [one.read_text(encoding="utf-8") for one in entries if not one.name.endswith("html")]
+    assert texts
+    assert all(text in page for text in texts)
 
 
 def test_nothing_comes_from_outside_and_no_script_runs_but_the_page_s_own(page: str, html: Element) -> None:
@@ -159,12 +157,11 @@ def test_the_data_is_that_of_program_and_timelines(sample: Sample, page: str, ht
     body, found = sample.program.body.instructions, data["instructions"]
     letters = {Compute: "C", Recompute: "R", Offload: "O", Prefetch: "P", Free: "F", Wait: "W"}
     assert found["kinds"] == "".join(letters[type(one)] for one in body)
-    for one, sub_array, item in zip(body, found["subArrays"], found["items"], strict=True):
-        where, what = vars(one).values() if not isinstance(one, Recompute) else (one.sub_array, one.node)
-        assert (data["lanes"][sub_array] if isinstance(one, Wait) else sub_array, item) == (
-            where.value if isinstance(one, Wait) else where,
-            what,
-        )
+    for one, where, what in zip(body, found["subArrays"], found["items"], strict=True):
+        if isinstance(one, Wait):
+            assert (data["lanes"][where], what) == (one.lane.value, one.on)
+        else:
+            assert [where, what] == list(vars(one).values())[:2]
     assert [one["source"] for one in data["timelines"]] == ["predicted", "measured"]
     for found, given in zip(data["timelines"], (sample.predicted, sample.measured), strict=True):
         assert found["duration"] == round(given.seconds * 1e9)
@@ -226,10 +223,9 @@ def test_tables_compare_times_partitions_and_budgets(sample: Sample, html: Eleme
     assert cells(numbers)[-1][1].endswith("GiB")
 
     chosen, tried = html.by_id("partitions").all("table")
-    assert [row[:3] for row in cells(chosen)] == [
-        [str(number), str(len(one.members)), ", ".join(one.members)]
-        for number, one in enumerate(sample.plan.partition)
-    ]
+    members = [one.members for one in sample.plan.partition]
+    expected = [[str(at), str(len(names)), ", ".join(names)] for at, names in enumerate(members)]
+    assert [row[:3] for row in cells(chosen)] == expected
     outcomes = sorted(attempt.lost_because or "chosen" for attempt in sample.plan.attempts)
     assert sorted(row[-1] for row in cells(tried)) == outcomes
     (marked,) = [row for row in tried.all("tr") if row.attributes.get("class") == "chosen"]
@@ -249,9 +245,8 @@ def test_without_measured_pass_curve_and_ring_their_places_are_gone(html: Elemen
     page = plan_page(sample.plan, sample.program, sample.profiles, sample.predicted)
     smallest = read(page)
     assert smallest.all("title")[0].text == "trainmux plan"
-    assert [one.attributes["id"] for one in smallest.all("section")] == [
-        *("timeline", "numbers", "partitions", "tensors")
-    ]
+    sections = [one.attributes["id"] for one in smallest.all("section")]
+    assert sections == ["timeline", "numbers", "partitions", "tensors"]
     assert [head.text for head in smallest.by_id("numbers").all("thead")[0].all("th")] == ["predicted"]
     assert [caption.text[:6] for caption in smallest.all("figcaption")] == ["Memory", "Lanes"]
     assert "Only this partition was considered." in smallest.by_id("partitions").text

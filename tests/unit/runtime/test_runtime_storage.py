@@ -38,11 +38,8 @@ def test_on_cuda_the_filters_of_convolutions_have_their_channels_innermost(
     filters = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
     member_stride, *inner = stacked_strides(shape, dtype, CUDA)
     assert member_stride == stacked_strides(shape, dtype, CPU)[0]
-    assert (
-        torch.empty(shape, dtype=dtype)
-        .as_strided(shape, inner)
-        .is_contiguous(memory_format=torch.channels_last)
-    )
+    strided = torch.empty(shape, dtype=dtype).as_strided(shape, inner)
+    assert strided.is_contiguous(memory_format=torch.channels_last)
     assert all(a == b for a, b, size in zip(inner, filters.stride(), shape, strict=True) if size > 1)
 
 
