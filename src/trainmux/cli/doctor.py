@@ -109,7 +109,8 @@ def check_versions(facts: tm.MachineFacts) -> Iterator[Finding]:
         supported = f"{first[0]}.{first[1]} to {end[0]}.{end[1] - 1}"
         limits = f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
         remedy = f"pip install 'torch{limits}'" if name == "torch" else f"use Python {supported}"
-        number = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+        match = re.match(r"(\d+)\.(\d+)", found)
+        number = tuple(map(int, match.groups())) if match else ()
         if number and number < first:
             yield problem(f"{name} {found} is too old: trainmux needs {supported}", remedy)
         elif not number or number >= end:
