@@ -24,50 +24,37 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def geometry(
+def arguments(
+    v: Values,
     size: tuple[int, ...] = (5, 4),
+    kernel: tuple[int, ...] = (3, 2),
+    channels: tuple[int, int] = (4, 6),
     stride: int = 1,
     padding: int = 0,
     dilation: int = 1,
     groups: int = 1,
     transposed: bool = False,
     output_padding: int = 0,
-    **shape: Any,
-) -> tuple[Any, ...]:
-    """The operator's arguments after its tensors."""
-    stride_, padding_, dilation_, output_ = (
-        [number] * len(size) for number in (stride, padding, dilation, output_padding)
-    )
-    return stride_, padding_, dilation_, transposed, output_, groups
-
-
-def tensors(
-    v: Values,
-    size: tuple[int, ...] = (5, 4),
-    kernel: tuple[int, ...] = (3, 2),
-    channels: tuple[int, int] = (4, 6),
-    groups: int = 1,
-    transposed: bool = False,
-    **numbers: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Images, filters and offsets."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Any, ...]]:
+    """Images, filters and offsets; and what the operator takes after its tensors."""
     first, second = channels if transposed else channels[::-1]
     weight = v.normal(first, second // groups, *kernel)
-    return v.normal(2, channels[0], *size), weight, v.normal(channels[1])
+    images, offset = v.normal(2, channels[0], *size), v.normal(channels[1])
+    each = [[number] * len(size) for number in (stride, padding, dilation, output_padding)]
+    return (images, weight, offset), (*each[:3], transposed, each[3], groups)
 
 
 def forward_sample(name: str, bias: bool = True) -> Sample:
     def make(v: Values) -> tuple[Any, ...]:
-        x, weight, offset = tensors(v, **SHAPES[name])
-        return x, weight, offset if bias else None, *geometry(**SHAPES[name])
+        (x, weight, offset), numbers = arguments(v, **SHAPES[name])
+        return x, weight, offset if bias else None, *numbers
 
     return Sample(aten.convolution.default, make, name, "grouped convolution")
 
 
 def backward_sample(name: str, *mask: bool) -> Sample:
     def make(v: Values) -> tuple[Any, ...]:
-        x, weight, offset = tensors(v, **SHAPES[name])
-        numbers = geometry(**SHAPES[name])
+        (x, weight, offset), numbers = arguments(v, **SHAPES[name])
         grad = v.normal(*aten.convolution(x, weight, offset, *numbers).shape)
         return grad, x, weight, [offset.numel()], *numbers, list(mask)
 

@@ -123,10 +123,6 @@ def test_a_random_graph_gives_what_members_compute_alone(
 # ---- workloads -------------------------------------------------------------------------------------------
 
 
-def traced_step(model: nn.Module, loss: LossFunction, batch: Any) -> TracedGraph:
-    return trace_joint(model, loss, flatten_batch(batch), TraceSettings(torch.device("cpu"), None, None))
-
-
 def inputs_of(model: nn.Module, batch: Any, seed: int) -> list[Tensor]:
     named = (*unique_parameters(model), *unique_buffers(model))
     tensors = [item.tensor.detach() for item in named]
@@ -140,9 +136,12 @@ def ways_of_inputs(traced: TracedGraph, shared_batch: bool) -> list[bool]:
 
 
 def assert_fused_is_each_members_own(
-    traced: TracedGraph, members: Sequence[list[Tensor]], shared_batch: bool
-) -> FusedGraph:
+    models: Sequence[nn.Module], loss: LossFunction, batches: Sequence[Any], shared_batch: bool
+) -> tuple[TracedGraph, FusedGraph]:
+    settings = TraceSettings(torch.device("cpu"), None, None)
+    traced = trace_joint(models[0], loss, flatten_batch(batches[0]), settings)
     batched = ways_of_inputs(traced, shared_batch)
+    members = [inputs_of(models[seed], batches[seed], seed) for seed in range(len(models))]
     stacked = [
         torch.stack(column) if own else column[0]
         for column, own in zip(zip(*members, strict=True), batched, strict=True)
@@ -153,7 +152,7 @@ def assert_fused_is_each_members_own(
         for output, result, wanted in zip(traced.outputs, results, traced.module(*member), strict=True):
             scale = max(1.0, wanted.abs().max().item()) if wanted.is_floating_point() else 1
             assert_close(result[index] / scale, wanted / scale, f"{output}, member {index}")
-    return fused
+    return traced, fused
 
 
 @pytest.mark.parametrize(
@@ -166,47 +165,30 @@ def test_a_fused_workload_gives_each_members_own_step_and_does_not_grow(
     workload = SMALL[name]
     models = [workload.build(seed).double().train() for seed in range(3)]
     batches = [workload.batch(9 if shared_batch else seed, torch.float64) for seed in range(3)]
-    traced = traced_step(models[0], workload.loss, batches[0])
-    members = [inputs_of(models[seed], batches[seed], seed) for seed in range(3)]
-    fused = assert_fused_is_each_members_own(traced, members, shared_batch)
+    traced, fused = assert_fused_is_each_members_own(models, workload.loss, batches, shared_batch)
     wide = fuse(traced, 64, ways_of_inputs(traced, shared_batch))
-    assert targets(fused) == targets(wide)
+    assert [node.target for node in fused.module.graph.nodes] == [n.target for n in wide.module.graph.nodes]
     assert fused.records == wide.records
     assert not any(record.fallback for record in fused.records)
     assert shared_batch <= any(record.how == "shared" for record in fused.records)
-
-
-def targets(fused: FusedGraph) -> list[str]:
-    return [str(node.target) for node in fused.module.graph.nodes]
 
 
 # ---- the first layer, whose input needs no gradient ------------------------------------------------------
 
 FIRST_LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch norm": (lambda: nn.BatchNorm1d(4), (5, 4)),
-    "batch norm, no affine": (
-        lambda: nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3)),
-        (5, 4),
-    ),
+    "no affine": (lambda: nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3)), (5, 4)),
     "layer norm": (lambda: nn.LayerNorm(4), (5, 4)),
     "group norm": (lambda: nn.GroupNorm(2, 4), (5, 4)),
     "instance norm": (lambda: nn.InstanceNorm1d(4, affine=True), (5, 4, 3)),
     "prelu": (lambda: nn.PReLU(4), (5, 4)),
-    "bilinear": (lambda: Squared(nn.Bilinear(4, 4, 2)), (5, 4)),
+    "bilinear": (lambda: nn.Bilinear(4, 4, 2), (5, 4)),
 }
 
 
-class Squared(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, x)
-
-
 def square_loss(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x) + 0.5).square().mean()
+    out = model(x, x) if isinstance(model, nn.Bilinear) else model(x)
+    return (out + 0.5).square().mean()
 
 
 @pytest.mark.parametrize(
@@ -218,9 +200,7 @@ def test_a_first_layer_is_fused_whatever_it_is(name: str, shared_batch: bool) ->
     torch.manual_seed(0)
     models = [build().double() for _ in range(3)]
     batches = [Values(9 if shared_batch else seed).normal(*shape) for seed in range(3)]
-    traced = traced_step(models[0], square_loss, batches[0])
-    members = [inputs_of(models[seed], batches[seed], seed) for seed in range(3)]
-    assert_fused_is_each_members_own(traced, members, shared_batch)
+    assert_fused_is_each_members_own(models, square_loss, batches, shared_batch)
 
 
 # ---- attention kernels of a GPU, by shape ----------------------------------------------------------------

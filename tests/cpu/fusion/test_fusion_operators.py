@@ -45,32 +45,26 @@ VIEWS = [
     Sample(aten.slice_scatter.default, lambda v: (v.normal(4), v.normal(4)), "defaults"),
 ]
 
+
+def matrices(v: Values, *batch: int) -> tuple[Tensor, Tensor]:
+    return v.normal(*batch, 2, 3), v.normal(*batch, 3, 4)
+
+
 MATMULS = [
-    Sample(aten.mm.default, lambda v: (v.normal(2, 3), v.normal(3, 4)), how="bmm"),
+    Sample(aten.mm.default, matrices, how="bmm"),
     Sample(aten.mm.default, lambda v: (v.normal(0, 3), v.normal(3, 2)), "empty", how="bmm"),
-    Sample(aten.addmm.default, lambda v: (v.normal(4), v.normal(2, 3), v.normal(3, 4)), how="bmm"),
-    Sample(aten.addmm.default, lambda v: (v.normal(2, 1), v.normal(2, 3), v.normal(3, 4)), "column"),
-    Sample(aten.addmm.default, lambda v: (v.normal(), v.normal(2, 3), v.normal(3, 4)), "scalar"),
+    Sample(aten.addmm.default, lambda v: (v.normal(4), *matrices(v)), how="bmm"),
+    Sample(aten.addmm.default, lambda v: (v.normal(2, 1), *matrices(v)), "column"),
+    Sample(aten.addmm.default, lambda v: (v.normal(), *matrices(v)), "scalar"),
     Sample(
-        aten.addmm.default,
-        lambda v: (v.normal(4), v.normal(2, 3), v.normal(3, 4)),
-        "factors",
-        kwargs={"beta": 0.5, "alpha": -2.0},
+        aten.addmm.default, lambda v: (v.normal(4), *matrices(v), {"beta": 0.5, "alpha": -2.0}), "factors"
     ),
+    Sample(aten.addmm.default, lambda v: (v.normal(4) * torch.nan, *matrices(v), {"beta": 0.0}), "no bias"),
+    Sample(aten.bmm.default, lambda v: matrices(v, 2)),
+    Sample(aten.bmm.default, lambda v: matrices(v, 0), "empty"),
+    Sample(aten.baddbmm.default, lambda v: (v.normal(1, 2, 1), *matrices(v, 2))),
     Sample(
-        aten.addmm.default,
-        lambda v: (v.normal(4) * torch.nan, v.normal(2, 3), v.normal(3, 4)),
-        "bias ignored",
-        kwargs={"beta": 0.0},
-    ),
-    Sample(aten.bmm.default, lambda v: (v.normal(2, 3, 4), v.normal(2, 4, 5))),
-    Sample(aten.bmm.default, lambda v: (v.normal(0, 3, 4), v.normal(0, 4, 5)), "empty"),
-    Sample(aten.baddbmm.default, lambda v: (v.normal(1, 3, 1), v.normal(2, 3, 4), v.normal(2, 4, 5))),
-    Sample(
-        aten.baddbmm.default,
-        lambda v: (v.normal(5), v.normal(2, 3, 4), v.normal(2, 4, 5)),
-        "factors",
-        kwargs={"beta": 2.0, "alpha": 0.5},
+        aten.baddbmm.default, lambda v: (v.normal(4), *matrices(v, 2), {"beta": 2.0, "alpha": 0.5}), "factors"
     ),
     Sample(aten.mv.default, lambda v: (v.normal(2, 3), v.normal(3))),
     Sample(aten.dot.default, lambda v: (v.normal(3), v.normal(3))),
@@ -297,8 +291,9 @@ def grad_and_input(v: Values) -> tuple[Any, ...]:
 
 # A member's scalar ranks below dimensioned tensors in type promotion. Stacked it has a dimension, and the
 # result must still be what it was.
+MIXED = "bf16, fp32 scalar"
 PROMOTIONS: dict[str, Make] = {
-    "bf16, fp32 scalar": lambda v: (v.normal(2, 3, dtype=BF16), v.normal(dtype=FP32)),
+    MIXED: lambda v: (v.normal(2, 3, dtype=BF16), v.normal(dtype=FP32)),
     "fp32 scalar, bf16": lambda v: (v.normal(dtype=FP32), v.normal(2, 3, dtype=BF16)),
     "fp32, fp64 scalar": lambda v: (v.normal(2, 3, dtype=FP32), v.normal(dtype=FP64)),
     "bf16, fp32": lambda v: (v.normal(2, 3, dtype=BF16), v.normal(3, dtype=FP32)),
@@ -347,21 +342,10 @@ POINTWISE = [
     Sample(aten.hardtanh_backward.default, lambda v: (*grad_and_input(v), -0.5, 0.5)),
     Sample(aten.log_sigmoid_backward.default, lambda v: (*grad_and_input(v), v.positive(2, 3))),
     *[Sample(aten.mul.Tensor, make, name) for name, make in PROMOTIONS.items()],
-    *[Sample(op, equal_in_bf16, "bf16, fp32 scalar") for op in (aten.eq.Tensor, aten.lt.Tensor)],
-    *[
-        Sample(op, PROMOTIONS["bf16, fp32 scalar"], "bf16, fp32 scalar")
-        for op in (aten.div.Tensor, aten.maximum.default)
-    ],
-    Sample(
-        aten.where.self,
-        lambda v: (v.booleans(2, 3), v.normal(2, 3, dtype=BF16), v.normal(dtype=FP32)),
-        "bf16, fp32 scalar",
-    ),
-    Sample(
-        aten.addcmul.default,
-        lambda v: (v.normal(3, dtype=BF16), v.normal(3, dtype=BF16), v.normal(dtype=FP32)),
-        "bf16, fp32 scalar",
-    ),
+    *[Sample(op, equal_in_bf16, MIXED) for op in (aten.eq.Tensor, aten.lt.Tensor)],
+    *[Sample(op, PROMOTIONS[MIXED], MIXED) for op in (aten.div.Tensor, aten.maximum.default)],
+    Sample(aten.where.self, lambda v: (v.booleans(2, 3), *PROMOTIONS[MIXED](v)), MIXED),
+    Sample(aten.addcmul.default, lambda v: (v.normal(3, dtype=BF16), *PROMOTIONS[MIXED](v)), MIXED),
 ]
 
 EVERY = VIEWS + MATMULS + EMBEDDINGS + NORMS + POOLS + CONSTANTS + ATTENTION + POINTWISE

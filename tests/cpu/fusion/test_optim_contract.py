@@ -4,63 +4,53 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim_cases import (
-    CASES,
-    NUM_MEMBERS,
-    Case,
-    Fleet,
-    bits_equal,
-    plain_step,
-    random_grads,
-    random_params,
-    schedule,
-)
+from optim_cases import CASES, Case, Fleet, Member, bits_equal, grads_of, members_of, schedule
 from torch import Tensor
 
 from trainmux.fusion import optimizers as optim
 from trainmux.fusion.optimizers import FAMILIES
 
-MEMBERS = range(NUM_MEMBERS)
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-def members_of(case: Case, dtype: torch.dtype = torch.float64, **extra: object):
-    params = [random_params(i, dtype) for i in MEMBERS]
-    return params, [case.build(i, params[i], **extra) for i in MEMBERS]
 
 
 def test_the_cases_cover_every_class_and_both_sides_of_every_flag():
     assert {case.torch_class for case in CASES} == {family.torch_class for family in FAMILIES}
     seen: dict[tuple[str, str], set[bool]] = {}
     for case in CASES:
-        params, optimizers = members_of(case)
-        group = optim.describe(optimizers[0], params[0], member="a").groups[0]
+        member = members_of(case)[0]
+        group = optim.describe(member.optimizer, member.params, member="a").groups[0]
         for name, value in group.flags:
             seen.setdefault((group.kind, name), set()).add(value)
     assert all(values == {True, False} for values in seen.values())
 
 
 @every_case
-def test_equals_plain_torch_in_double_precision(case: Case):
-    plain_params, plain = members_of(case)
-    params, optimizers = members_of(case)
-    fleet = Fleet(optimizers, params, use_idle=True)
-    for step in range(15):
-        grads = [random_grads(step, i) for i in MEMBERS]
-        for i in MEMBERS:
-            schedule(plain[i], step)
-            schedule(optimizers[i], step)
-            plain_step(plain[i], plain_params[i], grads[i])
-        fleet.step(grads)
+@pytest.mark.parametrize("num_before", [0, 7])
+def test_members_train_as_in_plain_torch_before_within_and_after_a_fleet(case: Case, num_before: int):
+    """In double precision, with all settings on the move; state goes in with the members and comes back."""
+    plain, members = members_of(case), members_of(case)
+
+    def train(first: int, last: int, fleet: Fleet | None) -> None:
+        for step in range(first, last):
+            grads = grads_of(step)
+            for member in (*plain, *members):
+                schedule(member.optimizer, step)
+            step_plainly(plain, grads)
+            if fleet is None:
+                step_plainly(members, grads)
+            else:
+                fleet.step(grads)
+
+    train(0, num_before, None)
+    fleet = Fleet(members, use_idle=num_before == 0)
+    train(num_before, 15, fleet)
     fleet.unload()
-    for i in MEMBERS:
-        for index in range(len(params[i])):
-            torch.testing.assert_close(params[i][index], plain_params[i][index], rtol=1e-14, atol=1e-15)
-            assert_states_close(
-                optimizers[i].state.get(params[i][index], {}),
-                plain[i].state.get(plain_params[i][index], {}),
-                rtol=1e-14,
-            )
+    for num_after in (0, 5):
+        train(15, 15 + num_after, None)
+        for ours, theirs in zip(members, plain, strict=True):
+            assert [list(state) for state in ours.state] == [list(state) for state in theirs.state]
+            torch.testing.assert_close(ours.params, theirs.params, rtol=1e-14, atol=1e-15)
+            torch.testing.assert_close(ours.state, theirs.state, rtol=1e-14, atol=1e-15)
 
 
 @every_case
@@ -69,22 +59,16 @@ def test_other_precisions_round_like_plain_torch(case: Case, dtype: torch.dtype)
     # An eps below the range of float16 makes plain torch divide by zero as well.
     is_single = dtype is torch.float32
     extra = {} if is_single or "sgd" in case.name else {"eps": 1e-3}
-    plain_params, plain = members_of(case, dtype, **extra)
-    params, optimizers = members_of(case, dtype, **extra)
-    fleet = Fleet(optimizers, params)
+    plain, members = (members_of(case, dtype, **extra) for _ in range(2))
+    fleet = Fleet(members)
     for step in range(5):
-        grads = [random_grads(step, i, dtype) for i in MEMBERS]
-        for i in MEMBERS:
-            plain_step(plain[i], plain_params[i], grads[i])
-        fleet.step(grads)
+        step_plainly(plain, grads_of(step, dtype))
+        fleet.step(grads_of(step, dtype))
     assert all(tensor.dtype == dtype for state in fleet.state.values() for tensor in state.values())
     fleet.unload()
-    resolution = torch.finfo(dtype).eps
-    for i in MEMBERS:
-        for ours, theirs in zip(params[i], plain_params[i], strict=True):
-            tolerance = 4 * resolution if "centered" not in case.name else 32 * resolution
-            tolerance = 1e-6 if is_single else tolerance
-            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    tolerance = 1e-6 if is_single else (32 if "centered" in case.name else 4) * torch.finfo(dtype).eps
+    for ours, theirs in zip(members, plain, strict=True):
+        torch.testing.assert_close(ours.params, theirs.params, rtol=tolerance, atol=tolerance)
 
 
 @every_case
@@ -94,70 +78,40 @@ def test_other_precisions_round_like_plain_torch(case: Case, dtype: torch.dtype)
 def test_a_frozen_row_keeps_its_bits_while_others_train(case: Case, use_idle: bool, dtype: torch.dtype):
     extra = {"weight_decay": 0.0, "maximize": False} if use_idle else {}
     frozen = 1
-    params, optimizers = members_of(case, dtype, **extra)
-    plain_params, plain = members_of(case, dtype, **extra)
-    fleet = Fleet(optimizers, params, use_idle=use_idle)
-    shadow = Fleet(plain, plain_params, use_idle=use_idle)
-    first = [random_grads(8, i, dtype) for i in MEMBERS]
+    fleet, shadow = (Fleet(members_of(case, dtype, **extra), use_idle=use_idle) for _ in range(2))
+    first = grads_of(8, dtype)
     before = rows_of(fleet, frozen)
     fleet.step(first, frozen={frozen})  # before its first step
     assert_bits(rows_of(fleet, frozen), before)
     shadow.step(first)
-    for step in range(4):
-        grads = [random_grads(step, i, dtype) for i in MEMBERS]
-        fleet.step(grads)
-        shadow.step(grads)
-    plant_negative_zeros(fleet, frozen)
-    before = rows_of(fleet, frozen)
-    for step in range(4, 8):
-        grads = [random_grads(step, i, dtype) for i in MEMBERS]
-        fleet.step(grads, frozen={frozen})
-        shadow.step(grads)
+    for step in range(8):
+        if step == 4:
+            plant_negative_zeros(fleet, frozen)
+            before = rows_of(fleet, frozen)
+        fleet.step(grads_of(step, dtype), frozen={frozen} if step >= 4 else ())
+        shadow.step(grads_of(step, dtype))
     assert_bits(rows_of(fleet, frozen), before)
     for other in (0, 2):
         assert_bits(rows_of(fleet, other), rows_of(shadow, other))
 
 
 @every_case
-def test_state_goes_from_torch_and_back_and_plain_torch_continues(case: Case):
-    plain_params, plain = members_of(case)
-    params, optimizers = members_of(case)
-    for step in range(17):
-        for i in MEMBERS:
-            plain_step(plain[i], plain_params[i], random_grads(step, i))
-            if step < 7:
-                plain_step(optimizers[i], params[i], random_grads(step, i))
-    fleet = Fleet(optimizers, params)
-    for step in range(7, 12):
-        fleet.step([random_grads(step, i) for i in MEMBERS])
-    fleet.unload()
-    for step in range(12, 17):
-        for i in MEMBERS:
-            plain_step(optimizers[i], params[i], random_grads(step, i))
-    for i in MEMBERS:
-        for ours, theirs in zip(params[i], plain_params[i], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-15)
-            assert_states_close(optimizers[i].state.get(ours, {}), plain[i].state.get(theirs, {}), rtol=1e-14)
-
-
-@every_case
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_unloading_at_once_leaves_torch_as_it_was(case: Case, num_steps: int):
-    params, optimizers = members_of(case)
+    members = members_of(case)
     for step in range(num_steps):
-        for i in MEMBERS:
-            plain_step(optimizers[i], params[i], random_grads(step, i))
-    before = [optimizer.state_dict()["state"] for optimizer in optimizers]
-    tensors = {id(t) for o in optimizers for s in o.state.values() for t in s.values()}
-    Fleet(optimizers, params).unload()
-    for i in MEMBERS:
-        after = optimizers[i].state_dict()["state"]
-        assert after.keys() == before[i].keys()
+        step_plainly(members, grads_of(step))
+    before = [each.optimizer.state_dict()["state"] for each in members]
+    tensors = {id(tensor) for each in members for state in each.state for tensor in state.values()}
+    Fleet(members).unload()
+    for each, expected in zip(members, before, strict=True):
+        after = each.optimizer.state_dict()["state"]
+        assert after.keys() == expected.keys()
         for key, state in after.items():
-            assert list(state) == list(before[i][key])
+            assert list(state) == list(expected[key])
             for name, value in state.items():
-                assert bits_equal(value, before[i][key][name])
-                assert value.dtype == before[i][key][name].dtype
+                assert bits_equal(value, expected[key][name])
+                assert value.dtype == expected[key][name].dtype
                 assert id(value) not in tensors
 
 
@@ -168,19 +122,21 @@ def test_a_row_does_not_depend_on_other_members_nor_on_settings_left_out(case: C
     extra = {"weight_decay": 0.0, "maximize": False} if is_idle else {}
     if is_idle and "momentum" in case.name and "sgd" in case.name:
         extra["dampening"] = 0.0
-    params, optimizers = members_of(case, **extra)
-    alone_params, alone_optimizers = members_of(case, **extra)
-    together = Fleet(optimizers, params)
-    alone = [Fleet([alone_optimizers[i]], [alone_params[i]], use_idle=is_idle) for i in MEMBERS]
+    together = Fleet(members_of(case, **extra))
+    alone = [Fleet([member], use_idle=is_idle) for member in members_of(case, **extra)]
     assert not is_idle or alone[0].idle(0) == {"weight_decay", "maximize", "dampening"}
     for step in range(5):
-        grads = [random_grads(step, i) for i in MEMBERS]
-        together.step(grads)
-        for i in MEMBERS:
-            alone[i].step([grads[i]])
-    for i in MEMBERS:
-        for ours, theirs in zip(rows_of(together, i), rows_of(alone[i], 0), strict=True):
+        together.step(grads_of(step))
+        for fleet, grads in zip(alone, grads_of(step), strict=True):
+            fleet.step([grads])
+    for number, fleet in enumerate(alone):
+        for ours, theirs in zip(rows_of(together, number), rows_of(fleet, 0), strict=True):
             assert torch.equal(ours, theirs) if is_idle else bits_equal(ours, theirs)
+
+
+def step_plainly(members: list[Member], grads: list[list[Tensor]]) -> None:
+    for member, own in zip(members, grads, strict=True):
+        member.step(own)
 
 
 def rows_of(fleet: Fleet, row: int) -> list[Tensor]:
@@ -210,9 +166,3 @@ def plant_negative_zeros(fleet: Fleet, row: int) -> None:
                 tensor[row][3] = -1.5
         elif name == "sum":
             tensor[row][5] = 0.0
-
-
-def assert_states_close(actual: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float) -> None:
-    assert list(actual) == list(expected)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name], tensor, rtol=rtol, atol=1e-15)

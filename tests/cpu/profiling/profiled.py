@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from benchmarks.workloads import SMALL
-from torch import Tensor
+from torch import Tensor, fx
 
 import trainmux as tm
 from trainmux.engine import StepProgram
-from trainmux.lowering import KernelCache
+from trainmux.ir import ByteClass, Phase
 from trainmux.profiling import KernelGraph, read_kernels
-from trainmux.tracing import flatten_batch
-
-
-def leave_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KernelCache, "compile", lambda self, kernels: None)
+from trainmux.tracing import flatten_batch, make_fx, static_fake_mode
 
 
 def program_of(
@@ -43,5 +39,18 @@ def program_of(
 
 def kernels_of(program: StepProgram) -> KernelGraph:
     module = program.module
-    assert isinstance(module, torch.fx.GraphModule)
+    assert isinstance(module, fx.GraphModule)
     return read_kernels(module, program.byte_classes())
+
+
+def traced(function: Callable[..., Any], *given: Tensor) -> fx.GraphModule:
+    """A function of tensors like these, as a forward pass."""
+    with static_fake_mode() as mode, mode:
+        module: fx.GraphModule = make_fx(function)(*map(mode.from_tensor, given))
+    for node in module.graph.nodes:
+        node.meta.setdefault("phase", Phase.FORWARD)
+    return module
+
+
+def traced_kernels(function: Callable[..., Any], *given: Tensor) -> KernelGraph:
+    return read_kernels(traced(function, *given), [ByteClass.BATCH] * len(given))

@@ -6,22 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from profiled import kernels_of, leave_uncompiled, program_of
-from torch import Tensor, fx, nn
+from profiled import kernels_of, program_of, traced, traced_kernels
+from torch import Tensor, nn
 
 from trainmux.ir import ByteClass, Multiplexing, Phase, Schedule, verify
 from trainmux.lowering import extended_product, lower
 from trainmux.lowering._compile import KernelCache
 from trainmux.planning import rewrite
 from trainmux.profiling import KernelGraph, _kernels, analytic_profile, find_device, read_kernels
-from trainmux.tracing import make_fx, static_fake_mode
 
 pytestmark = pytest.mark.usefixtures("built_once")
-
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_uncompiled(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +61,7 @@ def convolved(
     def function(x: Tensor, w: Tensor) -> Tensor:
         return nn.functional.conv2d(x, w, padding=dilation, dilation=dilation)
 
-    with static_fake_mode() as mode, mode:
-        module = make_fx(function)(mode.from_tensor(given), mode.from_tensor(weight))
-    for node in module.graph.nodes:
-        node.meta.setdefault("phase", Phase.FORWARD)
-    return read_kernels(module, [ByteClass.BATCH, ByteClass.PARAMETER])
+    return traced_kernels(function, given, weight)
 
 
 def test_kernels_that_only_differ_in_their_arguments_have_other_fingerprints() -> None:
@@ -88,19 +78,11 @@ def test_kernels_that_only_differ_in_their_arguments_have_other_fingerprints() -
     assert len(by_type) == 2
 
 
-def traced(function: object, *shapes: tuple[int, ...]) -> fx.GraphModule:
-    with static_fake_mode() as mode, mode:
-        module = make_fx(function)(*[torch.empty(shape) for shape in shapes])
-    for node in module.graph.nodes:
-        node.meta.setdefault("phase", Phase.FORWARD)
-    return module
-
-
 def test_views_are_no_tensors_and_no_nodes() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
         return (x.t() @ y.view(4, 3))[1:].transpose(0, 1).relu()
 
-    graph = read_kernels(traced(function, (4, 5), (12,)), [ByteClass.BATCH, ByteClass.PARAMETER])
+    graph = traced_kernels(function, torch.empty(4, 5), torch.empty(12))
     assert [str(step.node.target) for step in graph.steps] == ["aten.mm.default", "aten.relu.default"]
     assert [step.reads for step in graph.steps] == [(0, 1), (2,)]
     assert [tensor.size_bytes for tensor in graph.tensors] == [80, 48, 60, 48]
@@ -114,8 +96,7 @@ def test_what_is_changed_in_place_is_no_new_tensor() -> None:
         x[0].mul_(2)
         return x + 1
 
-    module = traced(function, (4, 5), (4, 5))
-    graph = read_kernels(module, [ByteClass.PARAMETER, ByteClass.BATCH])
+    graph = traced_kernels(function, torch.empty(4, 5), torch.empty(4, 5))
     assert [step.changes for step in graph.steps] == [(0,), (0,), ()]
     assert [step.reads for step in graph.steps] == [(1,), (), (0,)]
     assert [step.creates for step in graph.steps] == [(), (), (2,)]
@@ -125,8 +106,7 @@ def test_a_value_is_conjugated_or_negated_as_its_view_is() -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.conj() * x, torch._neg_view(x) * x
 
-    with static_fake_mode() as mode, mode:
-        module = make_fx(function)(torch.empty(3, dtype=torch.complex64))
+    module = traced(function, torch.empty(3, dtype=torch.complex64))
     graph = read_kernels(module, [ByteClass.BATCH])
     x = torch.tensor([1 + 2j, 3 - 4j, 5j])
     for target, expected in [(torch.ops.aten._conj, x.conj()), (torch.ops.aten._neg_view, -x)]:
@@ -139,27 +119,22 @@ def test_a_region_says_what_it_changes() -> None:
         x.add_(y.relu())
         return y * 2
 
-    lowered = lower(traced(function, (4, 5), (4, 5)), KernelCache())
+    lowered = lower(traced(function, torch.empty(4, 5), torch.empty(4, 5)), KernelCache())
     graph = read_kernels(lowered.module, [ByteClass.PARAMETER, ByteClass.BATCH])
     assert {number for step in graph.steps for number in step.changes} == {0}
     assert all(0 not in step.reads for step in graph.steps if 0 in step.changes)
 
 
-def unaligned_fingerprint() -> str:
-    """Of a product over 257 columns, which is extended."""
+def test_a_fingerprint_is_of_nothing_that_another_process_has_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans and profiles are kept by it: no address is part of it, even where products are extended."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         return (x.relu() @ w.relu()).sum()
 
-    module = lower(traced(function, (8, 257), (257, 16)), KernelCache()).module
+    module = lower(traced(function, torch.empty(8, 257), torch.empty(257, 16)), KernelCache()).module
     assert any(node.target is extended_product for node in module.graph.nodes)
-    return read_kernels(module, [ByteClass.BATCH, ByteClass.PARAMETER]).fingerprint(layouts=True)
-
-
-def test_a_fingerprint_is_of_nothing_that_another_process_has_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Plans and profiles are kept by it: no address is part of it."""
     hashed: list[bytes] = []
 
     class Recorded:
@@ -167,7 +142,7 @@ def test_a_fingerprint_is_of_nothing_that_another_process_has_elsewhere(
         hexdigest = staticmethod(lambda: "")
 
     monkeypatch.setattr(_kernels, "hashlib", SimpleNamespace(sha256=Recorded))
-    unaligned_fingerprint()
+    read_kernels(module, [ByteClass.BATCH, ByteClass.PARAMETER]).fingerprint(layouts=True)
     assert hashed
     assert not [line for line in hashed if b" at 0x" in line]
 
@@ -175,8 +150,6 @@ def test_a_fingerprint_is_of_nothing_that_another_process_has_elsewhere(
 def test_a_view_has_the_strides_that_it_has_when_it_is_run() -> None:
     """Filters of one channel of two members: a trace has (9, 1, 3, 1), which is channels last."""
     given = torch.empty_strided((2, 16, 1, 3, 3), (144, 9, 1, 3, 1))
-    with static_fake_mode() as mode, mode:
-        module = make_fx(lambda x: x.view(32, 1, 3, 3).relu())(mode.from_tensor(given))
-    graph = read_kernels(module, [ByteClass.PARAMETER])
+    graph = traced_kernels(lambda x: x.view(32, 1, 3, 3).relu(), given)
     (step,) = graph.steps
     assert graph.values[step.node.args[0]].strides == given.view(32, 1, 3, 3).stride() == (9, 9, 3, 1)

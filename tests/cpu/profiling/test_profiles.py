@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,13 +16,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from profiled import kernels_of, leave_uncompiled, program_of
+from profiled import kernels_of, program_of, traced_kernels
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from trainmux.engine import handed_over, run_into
 from trainmux.errors import ConfigError
-from trainmux.ir import ByteClass, DeviceFacts, Phase, Profile
+from trainmux.ir import DeviceFacts, Profile
 from trainmux.lowering import Place
 from trainmux.profiling import (
     DEVICES,
@@ -36,7 +36,6 @@ from trainmux.profiling import (
     find_device,
     measure_profile,
     probe_link,
-    read_kernels,
 )
 from trainmux.profiling._analytic import idleness
 from trainmux.profiling._clocks import HostClock, NodeSamples, Sample
@@ -52,26 +51,11 @@ FACTS = DeviceFacts("here", 1 << 30, 1 << 30)
 DEEP = "transformer_with_dropout"
 
 
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_uncompiled(monkeypatch)
-
-
 def measured(graph: KernelGraph, arguments: list[Tensor], **options: Any) -> Profile:
     """A profile of two members, nodes run as the engine runs them."""
-    return measure_profile(
-        graph,
-        arguments,
-        width=2,
-        fingerprint="f",
-        facts=FACTS,
-        **{
-            "into": run_into,
-            "handed_over": handed_over(graph),
-            "known": Measurements(torch.device("cpu")),
-            **options,
-        },
-    )
+    given = {"into": run_into, "handed_over": handed_over(graph), **options}
+    given.setdefault("known", Measurements(torch.device("cpu")))
+    return measure_profile(graph, arguments, width=2, fingerprint="f", facts=FACTS, **given)
 
 
 @pytest.mark.parametrize(("name", "lowering"), [("mlp", "inductor"), ("cnn_with_dropout", "aten")])
@@ -186,13 +170,6 @@ def layers(width: int) -> tuple[KernelGraph, list[Tensor]]:
     return traced_kernels(work, *given), given
 
 
-def traced_kernels(work: Callable[..., Any], *given: Tensor) -> KernelGraph:
-    module = make_fx(work, tracing_mode="fake")(*given)
-    for node in module.graph.nodes:
-        node.meta["phase"] = Phase.FORWARD
-    return read_kernels(module, [ByteClass.BATCH] * len(given))
-
-
 def test_kernels_that_are_alike_are_measured_once_for_all_layers_and_widths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -274,15 +251,12 @@ def test_a_device_of_one_s_own_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "written",
     [
+        None,
         "{",
         "[]",
-        json.dumps({**OWN, "price": 1}),
-        json.dumps({**OWN, "link": 0}),
-        json.dumps({**OWN, "link": "fast"}),
-        json.dumps({**OWN, "bandwidth": float("nan")}),
-        json.dumps({**OWN, "memory_bytes": 1.5}),
-        json.dumps({**OWN, "name": ""}),
-        None,
+        *(json.dumps({**OWN, name: value}) for name, value in [("price", 1), ("link", 0), ("link", "fast")]),
+        *(json.dumps({**OWN, name: value}) for name, value in [("memory_bytes", 1.5), ("name", "")]),
+        json.dumps({**OWN, "bandwidth": math.nan}),
     ],
 )
 def test_other_files_are_refused(written: str | None, tmp_path: Path) -> None:

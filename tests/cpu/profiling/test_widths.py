@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
 import torch
 from benchmarks.workloads import SMALL
-from profiled import leave_uncompiled
+from profiled import traced_kernels
 
 import trainmux as tm
-from trainmux.fleet._group import Group
 from trainmux.fleet._other_steps import read_step
 from trainmux.fleet._plan_cache import PlanCache
 from trainmux.ir import ByteClass, Phase, Profile
-from trainmux.profiling import (
-    KernelGraph,
-    WidthProfiles,
-    find_device,
-    read_kernels,
-    same_but_for_origin,
-)
-from trainmux.tracing import make_fx, static_fake_mode
+from trainmux.profiling import KernelGraph, WidthProfiles, find_device, same_but_for_origin
 
 A100 = find_device("a100")
-
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_uncompiled(monkeypatch)
 
 
 def fleet_of_one() -> tm.Fleet:
@@ -39,32 +25,16 @@ def fleet_of_one() -> tm.Fleet:
     return tm.Fleet([member], workload.loss, workload.batch(0, torch.float32), precision="bf16")
 
 
-@functools.cache
-def group_of_one() -> Group:
-    return fleet_of_one()._groups[0]
-
-
-@functools.cache
-def lowered(width: int) -> KernelGraph:
-    return read_step(group_of_one().sub_array_program(width, kernels="lowered"))
-
-
-class Reader:
-    """Lowers widths and writes down which."""
-
-    def __init__(self) -> None:
-        self.widths: list[int] = []
-
-    def __call__(self, width: int) -> KernelGraph:
-        self.widths.append(width)
-        return lowered(width)
-
-
 def test_widths_between_two_of_the_same_kernels_are_worked_out_exactly() -> None:
-    read = Reader()
-    profiles = WidthProfiles(read, A100, half=True)
+    (group,), read = fleet_of_one()._groups, []
+
+    def lowered(width: int) -> KernelGraph:
+        read.append(width)
+        return read_step(group.sub_array_program(width, kernels="lowered"))
+
+    profiles = WidthProfiles(lowered, A100, half=True)
     assert [profiles.profile(width).width for width in (5, 1, 3, 4)] == [5, 1, 3, 4]
-    assert read.widths == [5, 1, 2]
+    assert read == [5, 1, 2]
     derived, real = profiles.profile(3), profiles.confirmed(3)
     assert profiles.lowered == {1, 2, 3, 5}
     assert derived.fingerprint != real.fingerprint
@@ -79,11 +49,7 @@ def graph_of(width: int, *, size: int = 64, function: str = "relu") -> KernelGra
     def work(x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         return getattr(torch.bmm(x, shared.expand(width, size, 4)), function)()
 
-    with static_fake_mode():
-        module = make_fx(work)(torch.empty(width, 8, size), torch.empty(size, 4))
-    for node in module.graph.nodes:
-        node.meta["phase"] = Phase.FORWARD
-    return read_kernels(module, [ByteClass.BATCH, ByteClass.PARAMETER])
+    return traced_kernels(work, torch.empty(width, 8, size), torch.empty(size, 4))
 
 
 def test_widths_whose_kernels_differ_are_lowered_each() -> None:

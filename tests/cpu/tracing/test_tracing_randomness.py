@@ -37,13 +37,13 @@ def loss(model: Drawing, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return model.weight * 2, {"drawn": out}
 
 
-def drawn(draw: Callable[[Tensor], Tensor], x: Tensor, *, seed: int = 1, counter: int = 0) -> Tensor:
+def drawn(draw: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The result of a draw whose graph takes nothing from torch's own generator."""
     model = Drawing(draw)
     traced = joint(model, loss, x)
     seeded = torch.Tag.nondeterministic_seeded
-    assert not any(seeded in getattr(target, "tags", ()) for target in targets(traced))
-    return run(traced, model, x, seed=seed, counter=counter)[OutputKind.METRIC, "drawn"]
+    assert not any(seeded in getattr(target, "tags", ()) for target in targets(traced.module))
+    return run(traced, model, x, seed=1)[OutputKind.METRIC, "drawn"]
 
 
 UNIFORM, NORMAL, SHIFTED = stats.uniform(), stats.norm(), stats.norm(2, 3)
@@ -128,16 +128,6 @@ def test_a_permutation_has_every_number_once_and_is_fair() -> None:
     assert stats.chisquare(list(seen.values())).pvalue > 1e-3
 
 
-def test_a_draw_depends_on_seed_and_counter_alone() -> None:
-    first, again, other_seed, other_step = (
-        drawn(torch.rand_like, X[:100], seed=seed, counter=counter)
-        for seed, counter in ((1, 5), (1, 5), (2, 5), (1, 6))
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other_seed)
-    assert not torch.equal(first, other_step)
-
-
 @pytest.mark.parametrize(
     ("draw", "dtype"), [(torch.rand_like, torch.float32), (torch.randn_like, torch.float64)]
 )
@@ -156,15 +146,3 @@ def test_a_double_draw_uses_more_than_32_bits() -> None:
 def test_dropout_at_its_limits(p: float) -> None:
     x = torch.arange(10.0)
     assert torch.equal(drawn(lambda v: F.dropout(v, p), x), x * (1 - p))
-
-
-def test_dropout_passes_gradients_where_it_passes_values() -> None:
-    def total(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        out = model(x)
-        return out.sum(), {"out": out}
-
-    model, x = Drawing(lambda v: F.dropout(v, 0.5)).double(), torch.arange(1.0, 41.0).double()
-    outputs = run(joint(model, total, x), model, x, seed=4)
-    kept = outputs[OutputKind.METRIC, "out"] != 0
-    assert 5 < kept.sum() < 35
-    assert outputs[OutputKind.GRADIENT, "weight"] == 2 * x[kept].sum()

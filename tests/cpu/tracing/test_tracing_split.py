@@ -10,16 +10,12 @@ import torch
 from benchmarks.workloads import SMALL
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
-from tracing_tools import arguments, assert_equals_torch, doubles, joint, run, square_loss
+from tracing_tools import arguments, assert_equals_torch, doubles, joint, run, square_loss, targets
 
 from trainmux.ir import OutputKind
 from trainmux.tracing import SplitGraph, output_nodes, split_joint
 
 aten = torch.ops.aten
-
-
-def targets_of(module: fx.GraphModule) -> list[Any]:
-    return [node.target for node in module.graph.nodes if node.op == "call_function"]
 
 
 def saved(parts: SplitGraph, *shape: int) -> list[fx.Node]:
@@ -45,7 +41,7 @@ def assert_split_recomposes(model: nn.Module, loss: Callable[[Any, Any], Any], b
         torch.testing.assert_close(value, wanted, rtol=1e-13, atol=1e-14, msg=lambda m, k=key: f"{k}: {m}")
     num_gradients = sum(output.kind is OutputKind.GRADIENT for output in traced.outputs)
     assert len(output_nodes(parts.backward)) == num_gradients
-    assert not any("backward" in str(target) for target in targets_of(parts.forward))
+    assert not any("backward" in str(target) for target in targets(parts.forward))
     assert "tangents" not in "".join(str(n.target) for n in parts.forward.graph.find_nodes(op="placeholder"))
     return parts
 
@@ -93,13 +89,13 @@ def test_the_inside_of_a_region_is_recomputed_not_saved(use_reentrant: bool | No
     assert_equals_torch(model, square_loss, X)
     parts = assert_split_recomposes(model, square_loss, X)
     assert bool(saved(parts, 16, 32)) == (use_reentrant is None)
-    assert targets_of(parts.backward).count(aten.tanh.default) == 1
+    assert targets(parts.backward).count(aten.tanh.default) == 1
 
 
 def test_dropout_in_a_region_draws_the_same_when_recomputed() -> None:
     parts = assert_split_recomposes(Checkpointed(False, dropout=0.5).double(), square_loss, X)
     assert saved(parts, 16, 32) == []
-    assert sum("random_words" in str(target) for target in targets_of(parts.forward)) == 1
+    assert sum("random_words" in str(target) for target in targets(parts.forward)) == 1
 
 
 def test_every_region_has_a_number_of_its_own() -> None:

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from trainmux.ir import InputKind, OutputKind
 from trainmux.tracing import (
@@ -111,8 +111,8 @@ def assert_equals_torch(
     return traced
 
 
-def targets(traced: TracedGraph) -> list[Any]:
-    return [node.target for node in traced.module.graph.nodes if node.op == "call_function"]
+def targets(module: fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
 
 
 def kinds(traced: TracedGraph, kind: OutputKind) -> list[str]:
