@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from benchmarks.workloads import (
@@ -16,6 +17,8 @@ from benchmarks.workloads import (
     tiny_vit,
 )
 from benchmarks.workloads.seeding import seeded
+
+import trainmux as tm
 
 
 def _short_language_batch(seed: int, dtype: torch.dtype) -> TokenBatch:
@@ -40,3 +43,12 @@ SHORT: dict[str, Workload] = {
     **{name: replace(SMALL[name], batch=_short_language_batch) for name in _THREE_TOKENS},
 }
 """By the registry's names."""
+
+
+def member_of(
+    workload: Workload, number: int, dtype: torch.dtype = torch.float32, **settings: Any
+) -> tm.Member:
+    """A member whose weights, name and seed go by its number, with AdamW of these settings."""
+    model = workload.build(number).to(dtype).train()
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    return tm.Member(model, optimizer, name=f"m{number}", seed=number)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from wide_jobs import MIB, cuda
+from settled import settle
+from wide_jobs import MIB, cuda, warm_up
 
 import trainmux as tm
 
@@ -37,9 +38,11 @@ def table(held: dict[str, int], before: dict[str, int]) -> str:
 
 
 class MemoryWatch:
-    """Looks at the device now, and whenever `look` is called."""
+    """Looks at the device now, when it has all kernels of wide jobs, and whenever `look` is called."""
 
     def __init__(self) -> None:
+        warm_up()
+        settle(clears_workspaces=True)
         self.before = look_at_memory()
         self.seen: list[dict[str, int]] = []
 

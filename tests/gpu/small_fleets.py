@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from short_workloads import SHORT
+from short_workloads import SHORT, member_of
+from torch import Tensor
 
 import trainmux as tm
 
 
 def make_member(name: str, seed: int) -> tm.Member:
-    model = SHORT[name].build(seed).train()
     # A large eps: gradients that are zero but for rounding must not become whole steps.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (seed % 10 + 1), eps=1e-3)
-    return tm.Member(model, optimizer, name=f"m{seed}", seed=seed)
+    return member_of(SHORT[name], seed, lr=1e-3 * (seed % 10 + 1), eps=1e-3)
 
 
 def batch_of(name: str, number: int) -> Any:
@@ -24,3 +24,15 @@ def batch_of(name: str, number: int) -> Any:
 def make_fleet(name: str, num_members: int = 4, **options: Any) -> tm.Fleet:
     members = [make_member(name, seed) for seed in range(num_members)]
     return tm.Fleet(members, SHORT[name].loss, batch_of(name, 0), device="cuda", **options)
+
+
+def states(fleet: tm.Fleet) -> list[Tensor]:
+    """Copies of all members' parameters and buffers."""
+    fleet.sync()
+    return [value.clone() for member in fleet.members for value in member.model.state_dict().values()]
+
+
+def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Bit for bit, on whatever device."""
+    for left, right in zip(got, expected, strict=True):
+        assert torch.equal(left.cpu(), right.cpu())

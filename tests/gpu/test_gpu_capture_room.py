@@ -14,6 +14,16 @@ MIB = 1 << 20
 DEVICE = torch.device("cuda", 0)
 
 
+@pytest.fixture
+def room() -> CaptureRoom:
+    return CaptureRoom(DEVICE, deterministic=False)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.full((4,), 2.0, device=DEVICE)
+
+
 def of(mebibytes: int) -> Tensor:
     return torch.ones(mebibytes * MIB, dtype=torch.uint8, device=DEVICE)
 
@@ -53,10 +63,8 @@ def assert_within_promise(room: CaptureRoom) -> None:
     ids=["fits", "grows", "products"],
 )
 def test_reserved_bytes_stay_within_what_was_promised(
-    work: Callable[[Tensor], Tensor], num_captures: int
+    work: Callable[[Tensor], Tensor], num_captures: int, room: CaptureRoom, x: Tensor
 ) -> None:
-    room = CaptureRoom(DEVICE, deterministic=False)
-    x = torch.full((4,), 2.0, device=DEVICE)
     expected = work(x)
     graph, result = room.capture(lambda: work(x), lambda: work(x))
     assert_within_promise(room)
@@ -68,24 +76,20 @@ def test_reserved_bytes_stay_within_what_was_promised(
         assert value != 2.0 or torch.equal(result, expected)
 
 
-def test_a_capture_beside_others_leaves_them_alone() -> None:
-    room = CaptureRoom(DEVICE, deterministic=False)
-    x = torch.full((4,), 2.0, device=DEVICE)
+def test_a_capture_beside_others_leaves_them_alone(room: CaptureRoom, x: Tensor) -> None:
     first, first_result = room.capture(lambda: with_products(x), lambda: with_products(x))
     num_captures, pool_bytes = room.num_captures, room.pool_bytes
     second, second_result = room.capture(lambda: fragmenting(x), lambda: fragmenting(x))
     assert room.num_captures == num_captures + 1, "expected graphs beside it to be left alone"
     assert room.pool_bytes <= pool_bytes + 42 * MIB
     x.fill_(5.0)
-    first.replay()
-    assert torch.equal(first_result, with_products(x))
-    second.replay()
-    assert torch.equal(second_result, fragmenting(x))
+    for graph, result, work in ((first, first_result, with_products), (second, second_result, fragmenting)):
+        graph.replay()
+        assert torch.equal(result, work(x))
 
 
-def test_several_pieces_share_a_pool_and_are_made_again_together() -> None:
-    room = CaptureRoom(DEVICE, deterministic=False)
-    x, out = torch.full((4,), 2.0, device=DEVICE), torch.zeros(4, device=DEVICE)
+def test_several_pieces_share_a_pool_and_are_made_again_together(room: CaptureRoom, x: Tensor) -> None:
+    out = torch.zeros(4, device=DEVICE)
 
     def put() -> None:
         out.copy_(fitting(x))
@@ -105,9 +109,8 @@ def test_several_pieces_share_a_pool_and_are_made_again_together() -> None:
     assert torch.equal(out, fitting(x) + fragmenting(x))
 
 
-def test_a_pool_that_becomes_garbage_while_memory_comes_from_another() -> None:
+def test_a_pool_that_becomes_garbage_while_memory_comes_from_another(room: CaptureRoom) -> None:
     """Torch ends the process where a pool is destroyed then."""
-    room = CaptureRoom(DEVICE, deterministic=False)
     for _ in range(20):
         cycle: list[object] = [torch.cuda.MemPool()]
         cycle.append(cycle)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small_fleets import assert_same, states
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -66,26 +67,9 @@ def fleet_of(models: list[Net], dtype: torch.dtype = torch.float32, engine: str 
         tm.Member(model, optimizer_of(model), name=f"m{number}", seed=number)
         for number, model in enumerate(models)
     ]
-    return tm.Fleet(
-        members,
-        loss_fn,
-        batch(0, dtype),
-        device="cuda",
-        precision="fp64" if dtype is FP64 else "fp32",
-        deterministic=True,
-        lowering="aten",
-        engine=engine,
-    )
-
-
-def states(fleet: tm.Fleet) -> list[Tensor]:
-    fleet.sync()
-    return [value.clone() for member in fleet.members for value in member.model.state_dict().values()]
-
-
-def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(got) == len(expected)
-    assert all(map(torch.equal, got, expected))
+    options: dict[str, Any] = {"device": "cuda", "deterministic": True, "lowering": "aten", "engine": engine}
+    precision = "fp64" if dtype is FP64 else "fp32"
+    return tm.Fleet(members, loss_fn, batch(0, dtype), precision=precision, **options)
 
 
 # ---- changes ---------------------------------------------------------------------------------------------

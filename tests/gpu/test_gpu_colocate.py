@@ -20,7 +20,6 @@ from wide_jobs import (
     cuda,
     mean_square,
     used_bytes,
-    warm_up,
     wide_batches,
     wide_job,
 )
@@ -48,25 +47,19 @@ def demand(name: str, area_bytes: int, peak_bytes: int) -> JobDemand:
 def test_what_is_laid_out_is_what_the_device_has_less() -> None:
     device = CudaDevice(cuda(), region_bytes=REGION)
     needs = {"a": demand("a", 4 * MIB, 6 * REGION), "b": demand("b", 2 * MIB, 3 * REGION)}
-    for layout in (MemoryLayout((ArenaLayout(("a",), ("b",), 9 * REGION),)), MemoryLayout(())):
+    both = [ArenaLayout(("a",), ("b",), count * REGION) for count in (9, 6, 8)]
+    layouts = [MemoryLayout((arena,)) for arena in (*both, ArenaLayout(("b",), (), 3 * REGION))]
+    for layout in (layouts[0], MemoryLayout(())):
         device.arrange(layout, needs)  # the first time loads code
     settle()
     before = used_bytes()
-    for layout in (
-        MemoryLayout((ArenaLayout(("a",), ("b",), 9 * REGION),)),
-        MemoryLayout((ArenaLayout(("a",), ("b",), 6 * REGION),)),
-        MemoryLayout((ArenaLayout(("a",), ("b",), 8 * REGION),)),
-        MemoryLayout((ArenaLayout(("b",), (), 3 * REGION),)),
-        MemoryLayout(()),
-    ):
+    for layout in (*layouts, MemoryLayout(())):
         device.arrange(layout, needs)
         assert used_bytes() - before == device.reserved_bytes
 
 
 def two_wide_jobs() -> tuple[MemoryWatch, list[tm.Job]]:
     """Jobs of twelve steps, and a watch that began before they were made."""
-    warm_up()
-    settle(clears_workspaces=True)
     return MemoryWatch(), [wide_job("a", 0, 12), wide_job("b", 1, 12)]
 
 
@@ -98,8 +91,8 @@ def test_the_device_never_holds_more_than_the_budget(has_stepped: bool) -> None:
         assert job.fleet is not None
         job.fleet.step(wide_batches(seed)[0])
     result, _ = run_within_budget(watch, jobs, tracking_bytes=4 * MIB)
-    for seed, job in enumerate(() if has_stepped else jobs):
-        assert_wide_as_alone(result, job, seed)
+    if not has_stepped:
+        assert_wide_as_alone(result, *jobs)
 
 
 def test_jobs_that_are_cut_anew_keep_bits_and_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +101,8 @@ def test_jobs_that_are_cut_anew_keep_bits_and_budget(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_fused_work, "_MISJUDGED", 1.0)  # whatever it was, it was wrong
     watch, jobs = two_wide_jobs()
     result, before = run_within_budget(watch, jobs)
-    for seed, (job, few) in enumerate(zip(jobs, before, strict=True)):
-        assert result[job.name].num_segments > 4 * few
-        assert_wide_as_alone(result, job, seed)
+    assert all(result[job.name].num_segments > 4 * few for job, few in zip(jobs, before, strict=True))
+    assert_wide_as_alone(result, *jobs)
 
 
 def test_segments_last_as_long_as_meant() -> None:
@@ -139,8 +131,6 @@ def test_segments_last_as_long_as_meant() -> None:
 
 def test_the_budget_changes_without_a_capture() -> None:
     """Down to where jobs take turns, and up again."""
-    warm_up()
-    settle(clears_workspaces=True)
     watch = MemoryWatch()
     budgets: list[int] = []
     seen: list[tuple[int, int]] = []
@@ -169,13 +159,10 @@ def test_the_budget_changes_without_a_capture() -> None:
     assert largest[budgets[1]] - largest[budgets[0]] > 0.5 * given_back, watch.report()
     both = [row for row in captured if len(row) == 2]
     assert all(row == both[0] for row in both)
-    assert_wide_as_alone(result, jobs[0], 0)
-    assert_wide_as_alone(result, jobs[1], 1)
+    assert_wide_as_alone(result, *jobs)
 
 
 def test_memory_is_flat_while_jobs_come_and_go() -> None:
-    warm_up()
-    settle(clears_workspaces=True)
     watch = MemoryWatch()
 
     def turn_over(event: tm.JobStep) -> None:
@@ -198,4 +185,4 @@ def test_memory_is_flat_while_jobs_come_and_go() -> None:
     assert len(watch.seen) == NUM_GUESTS
     grown = watch.held[-1] - watch.held[2]
     assert grown <= 2 * MIB, watch.report(-1, since=2)
-    assert_wide_as_alone(result, stays, 2)
+    assert_wide_as_alone(result, stays)

@@ -8,23 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from colocation_cases import (
-    SMALL_CUTS,
-    assert_same_state,
-    batches_of,
-    cycled,
-    small_fleet,
-    smallest_budget,
-    state_of,
-    sum_of_peaks,
-)
+from colocation_cases import SMALL_CUTS, batches_of, small_fleet, smallest_budget, sum_of_peaks
 from torch import Tensor
 from wide_jobs import (
     BATCH_SIZE,
     MIB,
     REGION,
+    assert_as_alone,
     assert_wide_as_alone,
     captures_of,
+    trained_alone,
     wide_batches,
     wide_fleet,
     wide_job,
@@ -79,8 +72,7 @@ def test_jobs_are_as_alone(
     expected = {}
     for name, fleet in fleets.items():
         fleet.save(tmp_path / name)
-        losses = torch.stack([fleet.step(batch).cpu() for batch in cycled(batches_of(name), STEPS)])
-        expected[name] = (losses, state_of(fleet))
+        expected[name] = trained_alone(fleet, batches_of(name), STEPS)
     for tight in tightness:
         for name in names:
             fleets[name].restore(tmp_path / name)
@@ -93,9 +85,8 @@ def test_jobs_are_as_alone(
         assert [repr(job.error) for job in result.jobs.values() if job.error] == []
         if tight == 0:
             assert max(at_once) == len(names), f"{names}: one iteration after the other"
-        for name in names:
-            assert torch.equal(result[name].losses, expected[name][0]), (names, tight, name)
-            assert_same_state(state_of(fleets[name]), expected[name][1], f"{names} at {tight}: {name}")
+        for job in jobs:
+            assert_as_alone(result, job, expected[job.name])
 
 
 def test_other_batches_and_micro_batches() -> None:
@@ -108,14 +99,8 @@ def test_other_batches_and_micro_batches() -> None:
     def fleet(seed: int) -> tm.Fleet:
         return wide_fleet(seed, num_layers=3, accumulate=2)
 
-    steps = 16
-    expected = {}
-    for seed in (0, 1):
-        alone = fleet(seed)
-        losses = torch.stack([alone.step(batch).cpu() for batch in cycled(batches(seed), steps)])
-        expected[seed] = (losses, state_of(alone))
     captured: list[dict[str, int]] = []
-    jobs = [tm.Job(str(seed), fleet=fleet(seed), loader=batches(seed), steps=steps) for seed in (0, 1)]
+    jobs = [tm.Job(str(seed), fleet=fleet(seed), loader=batches(seed), steps=16) for seed in (0, 1)]
     colocation = tm.colocate(
         jobs,
         "20GiB",
@@ -127,10 +112,8 @@ def test_other_batches_and_micro_batches() -> None:
     colocation.set_budget(smallest_budget(colocation) + 4 * REGION)
     result = colocation.run()
     assert [repr(job.error) for job in result.jobs.values() if job.error] == []
-    for seed, job in zip((0, 1), jobs, strict=True):
-        assert torch.equal(result[str(seed)].losses, expected[seed][0])
-        assert job.fleet is not None
-        assert_same_state(state_of(job.fleet), expected[seed][1], str(seed))
+    for seed, job in enumerate(jobs):
+        assert_as_alone(result, job, trained_alone(fleet(seed), batches(seed), 16))
     both = [row for row in captured if len(row) == 2]
     assert both[-1]["0"] > both[0]["0"]  # further steps were captured
     assert both[-1] == both[len(both) * 3 // 4]  # and none of them twice
@@ -148,7 +131,7 @@ def test_a_job_that_runs_out_of_memory_ends_alone() -> None:
     result = tm.colocate(jobs, "20GiB", region_bytes=REGION, poisons=True).run()
     assert result.failed == ("a",)
     assert isinstance(result["a"].error, torch.OutOfMemoryError)
-    assert_wide_as_alone(result, jobs[1], 1)
+    assert_wide_as_alone(result, jobs[1])
 
 
 @pytest.mark.alone  # jobs that take another time than was measured are cut anew
@@ -166,8 +149,7 @@ def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPa
     assert result.failed == ()
     assert len(limits) == 3
     assert limits[2] > limits[0]
-    assert_wide_as_alone(result, jobs[0], 0)
-    assert_wide_as_alone(result, jobs[1], 1)
+    assert_wide_as_alone(result, *jobs)
 
 
 @pytest.mark.alone
@@ -182,7 +164,6 @@ def test_jobs_that_are_known_begin_beside_each_other(tmp_path: Path) -> None:
         colocation.set_budget(smallest_budget(colocation) + 5 * REGION)
         result = colocation.run()
         assert result.failed == ()
-        for seed, job in enumerate(jobs):
-            assert_wide_as_alone(result, job, seed)
+        assert_wide_as_alone(result, *jobs)
         segments.append([job.num_segments for job in result.jobs.values()])
     assert segments[0] == segments[1]

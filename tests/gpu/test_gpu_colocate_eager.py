@@ -18,7 +18,6 @@ from wide_jobs import (
     assert_wide_as_alone,
     cuda,
     mean_square,
-    warm_up,
     wide_batches,
     wide_job,
     wide_model,
@@ -99,14 +98,12 @@ def test_an_eager_job_and_its_neighbour_are_as_alone(place: str) -> None:
     assert result["eager"].is_eager
     assert torch.equal(result["eager"].losses[:, 0], losses)
     assert_same_weights(job, model, place)
-    assert_wide_as_alone(result, other, 1)
+    assert_wide_as_alone(result, other)
 
 
 @pytest.mark.alone
 def test_the_device_never_holds_more_than_the_budget() -> None:
-    warm_up()
     trained_plainly(0, wide_batches(0), 2)  # kernels of an eager step
-    settle(clears_workspaces=True)
     watch = MemoryWatch()
     colocation = tm.colocate(
         [eager_job(0, 12), wide_job("b", 1, 12)],
@@ -139,13 +136,12 @@ def test_a_step_beyond_what_was_seen_ends_its_job_alone(monkeypatch: pytest.Monk
     assert isinstance(result["eager"].error, BudgetError)
     assert torch.equal(result["eager"].losses[:, 0], losses)
     assert_same_weights(job, model, "cpu")
-    assert_wide_as_alone(result, other, 1)
+    assert_wide_as_alone(result, other)
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
 @pytest.mark.alone
 def test_memory_is_given_back_when_an_eager_job_goes() -> None:
-    warm_up()
     watch = MemoryWatch()
     for _ in range(3):
         tm.colocate([eager_job(0, 3)], "20GiB", region_bytes=REGION).run()

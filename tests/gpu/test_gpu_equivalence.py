@@ -30,25 +30,19 @@ import trainmux as tm
 DEVICE = "cuda"
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_every_model_trains_as_alone(name: str) -> None:
-    check(SHORT[name], num_members=4, num_steps=10, device=DEVICE)
-
-
-def test_convolutions_train_as_alone() -> None:
-    check(ODD["convolutions_2d"], device=DEVICE)
-
-
-@pytest.mark.parametrize("name", ["transformer", "dlrm"])
-def test_members_with_batches_of_their_own_train_as_alone(name: str) -> None:
-    check(SHORT[name], device=DEVICE, data="per_member")
-
-
 @pytest.mark.parametrize(
-    ("way", "name"), [("planned", "mlp"), ("planned", "cnn"), ("job", "mlp"), ("job", "transformer")]
+    ("name", "options"),
+    [
+        *[(name, {"num_members": 4, "num_steps": 10}) for name in PLAIN],
+        ("convolutions_2d", {}),
+        *[(name, {"data": "per_member"}) for name in ("transformer", "dlrm")],
+        *[(name, {"way": "planned"}) for name in ("mlp", "cnn")],
+        *[(name, {"way": "job"}) for name in ("mlp", "transformer")],
+    ],
 )
-def test_a_plan_and_a_job_beside_another_train_as_alone(way: str, name: str) -> None:
-    check(SHORT[name], way=way, device=DEVICE)
+def test_a_model_trains_as_alone(name: str, options: dict[str, Any]) -> None:
+    """Also on members' own batches, under a plan and as a job beside another."""
+    check({**SHORT, **ODD}[name], device=DEVICE, **options)
 
 
 def test_models_and_batches_may_stay_on_the_host() -> None:

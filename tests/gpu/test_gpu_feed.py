@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from small_fleets import assert_same, states
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +23,18 @@ NUM_STEPS = 40
 
 def sleep(cycles: int = SLEEP_CYCLES) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def device_asleep() -> Iterator[None]:
+    """What is enqueued inside does not wait until the device wakes up."""
+    torch.cuda.synchronize()
+    awake = torch.cuda.Event()
+    sleep(10 * SLEEP_CYCLES)
+    awake.record()
+    yield
+    assert not awake.query()
+    torch.cuda.synchronize()
 
 
 def mse(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -48,25 +62,9 @@ def make_member(seed: int) -> tm.Member:
 
 
 def make_fleet(engine: str = "cuda_graphs") -> tm.Fleet:
-    return tm.Fleet(
-        [make_member(seed) for seed in range(4)],
-        loss=mse,
-        example_batch=make_batches(1)[0],
-        device="cuda",
-        deterministic=True,
-        engine=engine,
-        lowering="aten",
-    )
-
-
-def weights(fleet: tm.Fleet) -> list[Tensor]:
-    fleet.sync()
-    return [tensor.detach().clone() for member in fleet.members for tensor in member.model.parameters()]
-
-
-def assert_same(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
-    for left, right in zip(a, b, strict=True):
-        assert torch.equal(left.cpu(), right.cpu())
+    members = [make_member(seed) for seed in range(4)]
+    options: dict[str, Any] = {"device": "cuda", "deterministic": True, "lowering": "aten"}
+    return tm.Fleet(members, mse, make_batches(1)[0], engine=engine, **options)
 
 
 def step_by_step(fleet: tm.Fleet, batches: Sequence[Any]) -> list[Tensor]:
@@ -78,11 +76,21 @@ def step_by_step(fleet: tm.Fleet, batches: Sequence[Any]) -> list[Tensor]:
     return losses
 
 
+def step_ahead(fleet: tm.Fleet, batches: Iterable[Any], asleep: Sequence[int]) -> list[Tensor]:
+    """The host goes on while the device sleeps, before the steps of these numbers."""
+    losses = []
+    for number, batch in enumerate(batches):
+        if number in asleep:
+            sleep()
+        losses.append(fleet.step(batch))
+    return losses
+
+
 @functools.cache
 def expected() -> tuple[list[Tensor], list[Tensor]]:
     """Losses and weights of the reference engine, step by step."""
     fleet = make_fleet("reference")
-    return step_by_step(fleet, make_batches(NUM_STEPS)), weights(fleet)
+    return step_by_step(fleet, make_batches(NUM_STEPS)), states(fleet)
 
 
 @pytest.mark.parametrize(
@@ -95,23 +103,24 @@ def expected() -> tuple[list[Tensor], list[Tensor]]:
 def test_a_host_that_is_far_ahead_changes_nothing(engine: str, where: str) -> None:
     """Each step has another learning rate and bias correction for every member; a batch in ordinary memory
     may be overwritten as soon as ``step`` returns."""
-    fleet, losses, batches = make_fleet(engine), [], make_batches(NUM_STEPS)
+    fleet, batches = make_fleet(engine), make_batches(NUM_STEPS)
     if where in ("pinned", "device"):
         batches = [
             tuple(leaf.pin_memory() if where == "pinned" else leaf.cuda() for leaf in batch)
             for batch in batches
         ]
-    buffer = tuple(torch.empty_like(leaf) for leaf in batches[0])
-    for number, batch in enumerate(batches):
-        if where == "one buffer":
+
+    def in_one_buffer() -> Iterator[tuple[Tensor, ...]]:
+        buffer = tuple(torch.empty_like(leaf) for leaf in batches[0])
+        for batch in batches:
             for target, source in zip(buffer, batch, strict=True):
                 target.copy_(source)
-            batch = buffer
-        if number in (2, 13, 30):  # by now, whatever has to be captured is
-            sleep()
-        losses.append(fleet.step(batch))
+            yield buffer
+
+    fed = in_one_buffer() if where == "one buffer" else batches
+    losses = step_ahead(fleet, fed, (2, 13, 30))  # by then, whatever has to be captured is
     assert_same(losses, expected()[0])
-    assert_same(weights(fleet), expected()[1])
+    assert_same(states(fleet), expected()[1])
 
 
 def test_batches_of_many_sizes_share_the_landing_places() -> None:
@@ -121,11 +130,7 @@ def test_batches_of_many_sizes_share_the_landing_places() -> None:
         tuple(leaf[:size].pin_memory() if size == 3 else leaf[:size] for leaf in batch)
         for size, batch in zip(sizes, make_batches(21, 40), strict=True)
     ]
-    ahead, losses = make_fleet(), []
-    for number, batch in enumerate(batches):
-        if number in (5, 12, 17):
-            sleep()
-        losses.append(ahead.step(batch))
+    losses = step_ahead(make_fleet(), batches, (5, 12, 17))
     assert_same(losses, step_by_step(make_fleet("reference"), batches))
 
 
@@ -137,26 +142,6 @@ def test_evaluation_between_steps_disturbs_nothing() -> None:
         metrics.append(fleet.evaluate(batches[:3]))
     assert_same(losses, expected()[0][:6])
     assert metrics[0] != metrics[-1]
-
-
-def test_members_that_stop_come_and_go_while_the_host_is_ahead() -> None:
-    def live(fleet: tm.Fleet, careful: bool) -> list[Tensor]:
-        losses = []
-        for number, batch in enumerate(make_batches(24)):
-            if number == 6:
-                fleet.stop("m1")
-            if number == 12:
-                fleet.replace("m2", make_member(7))
-            if number == 18:
-                fleet.add(make_member(8))
-            if not careful and number % 6 in (2, 5):
-                sleep()
-            losses.append(fleet.step(batch))
-            if careful:
-                torch.cuda.synchronize()
-        return losses + weights(fleet)
-
-    assert_same(live(make_fleet(), False), live(make_fleet("reference"), True))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*pin_memory.*")
@@ -176,25 +161,20 @@ def test_fit_is_the_same_with_loader_workers(pin_memory: bool) -> None:
         )
         fleet = make_fleet()
         fleet.fit(loader, epochs=2, progress=False)
-        return weights(fleet)
+        return states(fleet)
 
     assert_same(run(0), run(2))
 
 
-def test_steps_with_host_batches_do_not_wait_for_the_device() -> None:
-    """The host enqueues a few steps while the device sleeps: each returns long before the sleep is over."""
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_steps_do_not_wait_for_the_device(where: str) -> None:
     fleet = make_fleet()
-    batches = make_batches(8)
+    batches = [tuple(leaf.to(where) for leaf in batch) for batch in make_batches(8)]
     for batch in batches:
         fleet.step(batch)
-    torch.cuda.synchronize()
-    done = torch.cuda.Event()
-    sleep(10 * SLEEP_CYCLES)
-    done.record()
-    fleet.step(batches[0])
-    fleet.step(batches[1])
-    assert not done.query()
-    torch.cuda.synchronize()
+    with device_asleep():
+        fleet.step(batches[0])
+        fleet.step(batches[1])
 
 
 # ---- the parts by themselves ---------------------------------------------------------------------------
@@ -205,14 +185,9 @@ def test_a_batch_lands_while_a_step_is_running() -> None:
     leaf = HostLeaf((torch.ones(1 << 20),), torch.float32)
     for _ in range(4):
         landing.land([leaf])
-    torch.cuda.synchronize()
-    asleep = torch.cuda.Event()
-    sleep(10 * SLEEP_CYCLES)
-    asleep.record()
-    landing.land([leaf])
-    landing._buffers[landing._last].copied.synchronize()
-    assert not asleep.query()
-    torch.cuda.synchronize()
+    with device_asleep():
+        landing.land([leaf])
+        landing._buffers[landing._last].copied.synchronize()
 
 
 @pytest.mark.parametrize("buffer_bytes", [1 << 12, 1 << 20, 64 << 20])

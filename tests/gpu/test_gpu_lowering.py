@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from equivalence import MAX_ERROR_RATIO, full_precision
-from small_fleets import batch_of, make_fleet, make_member
+from small_fleets import assert_same, batch_of, make_fleet, make_member, states
 from torch import Tensor
 
 from trainmux.engine import CudaGraphEngine
@@ -28,12 +28,8 @@ def needs_a_compiler() -> None:
 def trained(name: str, **options: Any) -> list[Tensor]:
     """Losses and weights of a fleet after a few steps."""
     fleet = make_fleet(name, **options)
-    seen = [fleet.step(batch_of(name, 100 + step)).cpu() for step in range(NUM_STEPS)]
-    fleet.sync()
-    for member in fleet.members:
-        seen += [tensor.detach().cpu().clone() for tensor in member.model.parameters()]
-        seen += [b.detach().cpu().clone() for b in member.model.buffers() if b.is_floating_point()]
-    return seen
+    losses = [fleet.step(batch_of(name, 100 + step)).cpu() for step in range(NUM_STEPS)]
+    return losses + [value.cpu() for value in states(fleet) if value.is_floating_point()]
 
 
 def error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
@@ -45,21 +41,19 @@ def error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return (sum(shares) / len(shares)) ** 0.5
 
 
-@pytest.mark.parametrize("name", ["bottleneck", "transformer_with_dropout"])
-def test_compiled_kernels_are_as_exact_as_those_of_aten_and_repeat_where_deterministic(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "deterministic"), [("bottleneck", True), ("transformer_with_dropout", True), ("mlp", False)]
+)
+def test_compiled_kernels_are_as_exact_as_those_of_aten_and_repeat_where_deterministic(
+    name: str, deterministic: bool
+) -> None:
     with full_precision():
         exact = trained(name, lowering="aten", precision="fp64")
         of_aten = error(trained(name, lowering="aten"), exact)
-        runs = [trained(name, lowering="inductor", deterministic=True) for _ in range(2)]
+        runs = [trained(name, lowering="inductor", deterministic=deterministic) for _ in range(2)]
     assert error(runs[0], exact) <= MAX_ERROR_RATIO * max(of_aten, FLOOR)
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-def test_kernels_that_need_not_be_deterministic_are_as_exact() -> None:
-    with full_precision():
-        exact = trained("mlp", lowering="aten", precision="fp64")
-        of_aten = error(trained("mlp", lowering="aten"), exact)
-        assert error(trained("mlp", lowering="inductor"), exact) <= MAX_ERROR_RATIO * max(of_aten, FLOOR)
+    if deterministic:
+        assert_same(*runs)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +61,7 @@ def test_kernels_that_need_not_be_deterministic_are_as_exact() -> None:
 )
 def test_branches_compute_what_one_after_another_does(name: str, lowering: str) -> None:
     options: dict[str, Any] = {"lowering": lowering, "deterministic": True, "width": 1}
-    side_by_side, in_a_row = (trained(name, branches=branches, **options) for branches in (2, 1))
-    assert all(torch.equal(a, b) for a, b in zip(side_by_side, in_a_row, strict=True))
+    assert_same(*(trained(name, branches=branches, **options) for branches in (2, 1)))
 
 
 @pytest.mark.parametrize(("width", "lowering"), [(None, "aten"), (1, "inductor")])

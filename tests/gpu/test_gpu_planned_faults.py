@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from interrupted import train_interrupted
 from settled import settle
+from small_fleets import assert_same, states
 from wide_jobs import MIB, normed_batch, normed_fleet
 
 import trainmux as tm
@@ -33,29 +34,19 @@ def batch(number: int) -> torch.Tensor:
     return normed_batch(8192, number, features=512)
 
 
-def state(fleet: tm.Fleet) -> list[torch.Tensor]:
-    fleet.sync()
-    return [tensor.clone() for member in fleet.members for tensor in member.model.state_dict().values()]
-
-
-def assert_same(a: tm.Fleet, b: tm.Fleet) -> None:
-    """But for rounding: fused to another width, matrix products add in another order."""
-    for x, y in zip(state(a), state(b), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
-
-
 def train(planned: tm.Fleet, plain: tm.Fleet, *numbers: int) -> None:
     for number in numbers:
         losses = [fleet.step(batch(number)) for fleet in (planned, plain)]
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
-    assert_same(planned, plain)
+    # But for rounding: fused to another width, matrix products add in another order.
+    torch.testing.assert_close(states(planned), states(plain), rtol=1e-3, atol=1e-4)
 
 
 def assert_refused(fleet: tm.Fleet, words: str) -> None:
     """A step is, and changes no bit."""
-    before = state(fleet)
+    before = states(fleet)
     assert words in refusal_of(lambda: fleet.step(batch(0)))
-    assert all(torch.equal(x, y) for x, y in zip(state(fleet), before, strict=True))
+    assert_same(states(fleet), before)
 
 
 @contextmanager
@@ -77,6 +68,17 @@ def refusal_of(work: Any) -> str:
     except BudgetError as error:
         return str(error)
     return ""
+
+
+def after_enqueuing(patch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
+    """Each part of a step is followed by this work."""
+    enqueue = PlannedEngine._enqueue
+
+    def and_work(self: PlannedEngine, part: Part, lanes: Any = None) -> None:
+        enqueue(self, part, lanes)
+        work()
+
+    patch.setattr(PlannedEngine, "_enqueue", and_work)
 
 
 def test_memory_that_runs_out_while_a_step_is_measured() -> None:
@@ -104,15 +106,13 @@ def test_memory_that_runs_out_for_the_slab() -> None:
 def test_memory_that_runs_out_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     planned, plain = fleet_of(), fleet_of()
     planned.plan(policy="mutwo")
-    enqueue = PlannedEngine._enqueue
 
-    def and_fail(self: PlannedEngine, part: Part, lanes: Any = None) -> None:
-        enqueue(self, part, lanes)
+    def take_too_much() -> None:
         if torch.cuda.is_current_stream_capturing():
             torch.empty(1 << 46, dtype=torch.uint8, device="cuda")
 
     with monkeypatch.context() as patched:
-        patched.setattr(PlannedEngine, "_enqueue", and_fail)
+        after_enqueuing(patched, take_too_much)
         for _ in range(2):
             assert_refused(planned, "beside its slab")
     train(planned, plain, 0, 1)
@@ -123,13 +123,8 @@ def test_memory_that_runs_out_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_cannot_be_captured_runs_instruction_by_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     planned, plain = fleet_of(), fleet_of()
     planned.plan(policy="mutwo")
-    enqueue = PlannedEngine._enqueue
-
-    def and_wait(self: PlannedEngine, part: Part, lanes: Any = None) -> None:
-        enqueue(self, part, lanes)
-        torch.cuda.current_stream().synchronize()  # not permitted in a capture
-
-    monkeypatch.setattr(PlannedEngine, "_enqueue", and_wait)
+    # Not permitted in a capture:
+    after_enqueuing(monkeypatch, lambda: torch.cuda.current_stream().synchronize())
     with pytest.warns(TrainmuxWarning, match="instruction by instruction"):
         train(planned, plain, 0, 1, 2)
     monkeypatch.undo()
@@ -175,7 +170,7 @@ def test_interrupts_at_any_time_change_nothing() -> None:
     for number in range(num_steps):
         in_peace.step(batches[number % 4])
     assert planned.num_steps == num_steps
-    assert all(torch.equal(x, y) for x, y in zip(state(planned), state(in_peace), strict=True))
+    assert_same(states(planned), states(in_peace))
 
 
 def test_variants_of_a_step_share_the_memory_beside_the_slab() -> None:

@@ -15,11 +15,14 @@ from trainmux.ir import Offload, Prefetch, Recompute
 
 STREAMS, CAPTURED = False, True
 SWITCHES = {
-    # By name: swapped, recomputed, captured. Every pair of values of two switches occurs.
-    "resident-captured": (False, False, CAPTURED),
-    "recomputed-streams": (False, True, STREAMS),
-    "swapped-streams": (True, False, STREAMS),
-    "swapped-recomputed-captured": (True, True, CAPTURED),
+    # By name: swapped, recomputed, captured; and whether parameters and optimizer state are away too whenever
+    # they are not used, and what is given back becomes NaN. Every pair of values of two switches occurs.
+    "resident-captured": (False, False, CAPTURED, False),
+    "recomputed-streams": (False, True, STREAMS, False),
+    "swapped-streams": (True, False, STREAMS, False),
+    "swapped-recomputed-captured": (True, True, CAPTURED, False),
+    "all-away-streams": (True, True, STREAMS, True),
+    "all-away-captured": (True, True, CAPTURED, True),
 }
 CASES = [
     ("mlp", "ring"),
@@ -36,22 +39,13 @@ CASES = [
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_no_switch_changes_a_bit(name: str, way: str, switches: str) -> None:
-    swaps, recomputes, captured = SWITCHES[switches]
+    swaps, recomputes, captured, all_away = SWITCHES[switches]
     case = case_on_gpu(name, way)
-    program = case.program(WAYS[way][1], swaps=swaps, recomputes=recomputes)
+    program = case.program(WAYS[way][1], swaps=swaps, recomputes=recomputes, with_static=all_away)
     counts = num_decisions(program)
     assert (counts[Offload] > 0, counts[Prefetch] > 0, counts[Recompute] > 0) == (swaps, swaps, recomputes)
-    found = train_planned(case, case.planned(program, captured=captured), NUM_STEPS)
-    assert differences(found, case.expected(NUM_STEPS)) == []
-
-
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_with_all_state_on_the_host_and_freed_bytes_poisoned_nothing_changes(name: str, way: str) -> None:
-    """Parameters and optimizer state are away whenever they are not used; what is given back becomes NaN."""
-    case = case_on_gpu(name, way)
-    plain = case.program(WAYS[way][1], swaps=True, recomputes=True)
-    program = case.program(WAYS[way][1], swaps=True, recomputes=True, with_static=True)
-    assert num_decisions(program)[Prefetch] > num_decisions(plain)[Prefetch]
-    captured = CASES.index((name, way)) % 2 == 0
-    found = train_planned(case, case.planned(program, captured=captured, poisons=True), NUM_STEPS)
+    if all_away:
+        without = case.program(WAYS[way][1], swaps=swaps, recomputes=recomputes)
+        assert counts[Prefetch] > num_decisions(without)[Prefetch]
+    found = train_planned(case, case.planned(program, captured=captured, poisons=all_away), NUM_STEPS)
     assert differences(found, case.expected(NUM_STEPS)) == []

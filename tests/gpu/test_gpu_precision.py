@@ -26,26 +26,6 @@ def test_the_error_of_a_step_is_at_most_three_times_that_of_plain_torch(name: st
     check_precision(SHORT[name], precision, device=DEVICE)
 
 
-@pytest.mark.parametrize("name", ["cnn_with_dropout", "lstm", "transformer_with_dropout", "dlrm"])
-def test_bits_repeat_and_do_not_depend_on_the_other_members(name: str) -> None:
-    check_bits(SHORT[name], device=DEVICE, deterministic=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("residual", "fp32"),
-        ("bert_mlm_with_dropout", "fp32"),
-        ("gpt2", "fp32"),
-        ("vit", "fp32"),
-        ("cnn", "bf16"),
-        ("transformer", "bf16"),
-    ],
-)
-def test_bits_repeat(name: str, precision: str) -> None:
-    check_bits(SHORT[name], device=DEVICE, precision=precision, deterministic=True, others=False)
-
-
 class LongAttention(nn.Module):
     """Attention over sequences of several blocks, whose backward pass adds up gradients of the blocks."""
 
@@ -58,11 +38,23 @@ class LongAttention(nn.Module):
         return F.scaled_dot_product_attention(*parts)
 
 
-def _mean_square(model: nn.Module, batch: Any) -> Tensor:
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
     return model(batch[0]).float().square().mean()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_attention_over_long_sequences_repeats_bit_for_bit(precision: str) -> None:
-    workload = odd("attention", LongAttention, _mean_square, labelled(1, 2048, 64))
-    check_bits(workload, device=DEVICE, precision=precision, deterministic=True, others=False)
+WORKLOADS = {**SHORT, "long attention": odd("attention", LongAttention, mean_square, labelled(1, 2048, 64))}
+REPEATED = [
+    *[(name, "fp32") for name in ("residual", "bert_mlm_with_dropout", "gpt2", "vit", "long attention")],
+    *[(name, "bf16") for name in ("cnn", "transformer", "long attention")],
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "others"),
+    [
+        *[(name, "fp32", True) for name in ("cnn_with_dropout", "lstm", "transformer_with_dropout", "dlrm")],
+        *[(name, precision, False) for name, precision in REPEATED],
+    ],
+)
+def test_bits_repeat_and_do_not_depend_on_the_other_members(name: str, precision: str, others: bool) -> None:
+    check_bits(WORKLOADS[name], device=DEVICE, precision=precision, deterministic=True, others=others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,19 +59,33 @@ def wide_job(name: str, seed: int, steps: int | None, **options: Any) -> tm.Job:
     return tm.Job(name, steps=steps, **given)
 
 
-@functools.cache
-def wide_alone(seed: int, steps: int) -> tuple[Tensor, dict[str, Tensor]]:
-    fleet = wide_fleet(seed)
-    losses = [fleet.step(batch).cpu() for batch in cycled(wide_batches(seed), steps)]
-    return torch.stack(losses), state_of(fleet)
+Trained = tuple[Tensor, dict[str, Tensor]]
+"""Losses and state."""
 
 
-def assert_wide_as_alone(result: tm.ColocationResult, job: tm.Job, seed: int) -> None:
-    steps = result[job.name].num_steps
-    losses, state = wide_alone(seed, steps)
-    assert torch.equal(result[job.name].losses, losses), job.name
+def trained_alone(fleet: tm.Fleet, batches: Sequence[Any], steps: int) -> Trained:
+    losses = torch.stack([fleet.step(batch).cpu() for batch in cycled(batches, steps)])
+    return losses, state_of(fleet)
+
+
+def assert_as_alone(result: tm.ColocationResult, job: tm.Job, alone: Trained) -> None:
     assert job.fleet is not None
-    assert_same_state(state_of(job.fleet), state, job.name)
+    assert torch.equal(result[job.name].losses, alone[0]), job.name
+    assert_same_state(state_of(job.fleet), alone[1], job.name)
+
+
+@functools.cache
+def wide_alone(seed: int, steps: int) -> Trained:
+    return trained_alone(wide_fleet(seed), wide_batches(seed), steps)
+
+
+def assert_wide_as_alone(result: tm.ColocationResult, *jobs: tm.Job) -> None:
+    """Wide jobs have the losses and the state of their fleets alone."""
+    for job in jobs:
+        assert job.fleet is not None
+        (member,) = job.fleet.names
+        seed = int(member.removeprefix("wide "))
+        assert_as_alone(result, job, wide_alone(seed, result[job.name].num_steps))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from decided_plans import decided
-from short_workloads import SHORT
+from short_workloads import SHORT, member_of
 from torch import Tensor
 
 import trainmux as tm
@@ -36,11 +36,10 @@ class Case:
         self, name: str, widths: Sequence[int], kernels: str = "aten", num_branches: int = 1, **options: Any
     ) -> None:
         self._workload = SHORT[name]
-        members = []
-        for number in range(sum(widths)):
-            model = self._workload.build(number).train()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1), betas=(0.0, 0.999))
-            members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
+        members = [
+            member_of(self._workload, number, lr=1e-3 * (number + 1), betas=(0.0, 0.999))
+            for number in range(sum(widths))
+        ]
         example = self._workload.batch(0, torch.float32)
         self._widths = tuple(widths)
         self._branches = used_branches(widths, num_branches)

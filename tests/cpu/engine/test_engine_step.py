@@ -1,4 +1,4 @@
-"""A step program: its phases in order, and the members whose tensors share memory in the trace.
+"""A step program over tensors that share memory in the trace, and over constants.
 
 Members that stop or are not finite, and those beside them, are tested with fleets.
 """
@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import trainmux as tm
-from trainmux.ir import Phase
-from trainmux.tracing import FakeTensor
 
 WIDTH = 2
 
@@ -102,15 +100,3 @@ def test_models_train_like_torch(make: Callable[[], nn.Module], clip: float | No
         torch.testing.assert_close(
             dict(member.model.state_dict()), dict(model.state_dict()), rtol=1e-10, atol=1e-12
         )
-
-
-def test_phases_come_in_order_and_only_the_update_changes_memory() -> None:
-    module = fleet_of(WithConstant)._groups[0].sub_array_program(WIDTH, kernels="aten").module
-    assert not any(isinstance(constant, FakeTensor) for constant in module.buffers())
-    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
-    order = [Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE]
-    ranks = [order.index(node.meta["phase"]) for node in nodes]
-    assert set(ranks) == {0, 1, 2}
-    assert ranks == sorted(ranks)
-    changing = [node for node in nodes if node.op == "call_function" and node.target._schema.is_mutable]
-    assert {node.meta["phase"] for node in changing} == {Phase.UPDATE}

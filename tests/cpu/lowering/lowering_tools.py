@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.workloads import Workload
+from short_workloads import member_of
 from torch import Tensor, fx, nn
 
 import trainmux as tm
@@ -56,36 +57,22 @@ def leave_uncompiled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(build_module, "_kernels", _uncompiled)
 
 
-def compile_afresh(patch: pytest.MonkeyPatch) -> None:
-    """Kernels of this test are no other test's."""
-    made = functools.cache(lambda deterministic: KernelCache(deterministic=deterministic))
-    patch.setattr(build_module, "_kernels", made)
-
-
 def members_of(workload: Workload, num_members: int, dtype: torch.dtype = torch.float32) -> list[tm.Member]:
     """With AdamW whose settings depend on the member.
 
     A large eps: some gradients are zero but for rounding (a bias before batch norm), and the update must not
     make a whole step out of them.
     """
-    members = []
-    for number in range(num_members):
-        model = workload.build(number).to(dtype).train()
-        settings = {"lr": 1e-2 * (number + 1), "eps": 1e-2, "weight_decay": 0.1 * number}
-        optimizer = torch.optim.AdamW(model.parameters(), **settings)
-        members.append(tm.Member(model, optimizer, name=f"m{number}", seed=number))
-    return members
+    return [
+        member_of(workload, number, dtype, lr=1e-2 * (number + 1), eps=1e-2, weight_decay=0.1 * number)
+        for number in range(num_members)
+    ]
 
 
 def fleet_of(workload: Workload, lowering: str, **options: Any) -> tm.Fleet:
     dtype = torch.float64 if options.get("precision") == "fp64" else torch.float32
-    return tm.Fleet(
-        members_of(workload, 2, dtype),
-        workload.loss,
-        workload.batch(0, torch.float32),
-        lowering=lowering,
-        **options,
-    )
+    batch = workload.batch(0, torch.float32)
+    return tm.Fleet(members_of(workload, 2, dtype), workload.loss, batch, lowering=lowering, **options)
 
 
 def trained(workload: Workload, fleet: tm.Fleet, num_steps: int = 2) -> dict[str, Tensor]:

@@ -50,13 +50,6 @@ FUSABLE = [
 ]
 NOT_FUSABLE = [
     aten.mm.default,
-    aten.bmm.default,
-    aten.addmm.default,
-    aten.baddbmm.default,
-    aten.convolution.default,
-    aten.convolution_backward.default,
-    aten.sort.default,
-    aten.sort.stable,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten.mm.out,

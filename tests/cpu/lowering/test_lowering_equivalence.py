@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lowering_tools import assert_close, compile_afresh, fleet_of, trained
+from lowering_tools import assert_close, fleet_of, trained
 from short_workloads import SHORT
 from torch import Tensor, nn
 
 import trainmux as tm
+import trainmux.fleet._build as build_module
 from trainmux.engine._sub_arrays import SubArrays
+from trainmux.lowering import KernelCache
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -30,7 +32,8 @@ def test_a_compiled_fleet_trains_and_evaluates_like_one_on_aten(
 ) -> None:
     """With dropout: masks are drawn in compiled code, and a single other one would show. With sums over bags:
     the forward pass alone is lowered by a way of its own."""
-    compile_afresh(monkeypatch)
+    kernels = KernelCache()  # of no other test
+    monkeypatch.setattr(build_module, "_kernels", lambda deterministic: kernels)
     workload = SHORT[name]
     compiled, on_aten = fleet_of(workload, "inductor"), fleet_of(workload, "aten")
     assert_close(trained(workload, compiled), trained(workload, on_aten), BOUND)
@@ -83,9 +86,12 @@ def test_constants_and_batches_in_another_layout() -> None:
     strided = INPUTS.t().contiguous().t()
     assert not strided.is_contiguous()
     expected = losses(shifted_fleet("aten"), INPUTS)
-    torch.testing.assert_close(losses(shifted_fleet("aten"), strided), expected)
-    torch.testing.assert_close(losses(shifted_fleet("inductor"), strided), expected)
-    torch.testing.assert_close(losses(shifted_fleet("inductor", example=strided), INPUTS), expected)
+    for lowering, example, batch in (
+        ("aten", INPUTS, strided),
+        ("inductor", INPUTS, strided),
+        ("inductor", strided, INPUTS),
+    ):
+        torch.testing.assert_close(losses(shifted_fleet(lowering, example), batch), expected)
 
 
 def test_parts_of_a_batch_that_begin_anywhere_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:

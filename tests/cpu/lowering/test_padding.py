@@ -21,10 +21,10 @@ aten = torch.ops.aten
 VOCABULARY = 301
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def everything_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes are extended too, and small values are not kept inline."""
-    monkeypatch.setattr(_padding, "_MIN_SIZE", 4)
+    monkeypatch.setattr(_padding, "_MIN_SIZE", 2)
     monkeypatch.setattr(_kinds, "SMALL_BYTES", 0)
 
 
@@ -45,7 +45,6 @@ def extended_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if "extended" in node.meta]
 
 
-@pytest.mark.usefixtures("everything_counts")
 @pytest.mark.parametrize(("precision", "step", "bound"), [("fp32", 4, 1e-6), ("bf16", 8, 1e-2)])
 def test_the_products_of_an_odd_vocabulary_are_extended(precision: str, step: int, bound: float) -> None:
     case = example_of(Workload("language", build, loss, batch), precision)
@@ -65,24 +64,22 @@ def test_the_products_of_an_odd_vocabulary_are_extended(precision: str, step: in
 
 
 def padded_graph(function: Callable[..., Any], *tensors: Tensor) -> fx.Graph:
-    module = traced(function, *tensors)
-    pad_unaligned(module.graph)
-    return module.graph
+    graph = traced(function, *tensors).graph
+    pad_unaligned(graph)
+    return graph
 
 
-def check_same(function: Callable[..., Any], *tensors: Tensor) -> None:
+def check_same(function: Callable[..., Any], *tensors: Tensor, bound: float = 1e-5) -> None:
     """Lowered, with room or without, it gives what it gave."""
     result = lower(traced(function, *tensors), KernelCache()).module(*tensors)
     expected = function(*tensors)
-    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-    assert result.shape == expected.shape
+    torch.testing.assert_close(result, expected, rtol=bound, atol=bound)
 
 
 def product_of_relus(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.relu(), b.relu()).sin()
 
 
-@pytest.mark.usefixtures("everything_counts")
 def test_operands_lie_in_room_and_keep_their_shape() -> None:
     graph = padded_graph(product_of_relus, torch.zeros(6, 7), torch.zeros(7, 9))
     (product,) = graph.find_nodes(op="call_function", target=aten.mm.default)
@@ -93,7 +90,6 @@ def test_operands_lie_in_room_and_keep_their_shape() -> None:
     assert product.meta["extended"] == ((8, 8), (8, 12))
 
 
-@pytest.mark.usefixtures("everything_counts")
 def test_a_sum_with_a_product_is_taken_apart() -> None:
     def function(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return torch.addmm(bias, a.relu(), b.relu()) * 2
@@ -124,7 +120,6 @@ NOT_EXTENDED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.usefixtures("everything_counts")
 @pytest.mark.parametrize("why", NOT_EXTENDED)
 def test_where_it_does_not_apply(why: str) -> None:
     function, tensors = NOT_EXTENDED[why]
@@ -136,10 +131,5 @@ def test_where_it_does_not_apply(why: str) -> None:
 @given(sizes=st.tuples(*[st.integers(2, 11)] * 3), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_lowered_products_of_any_size(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows, inner, columns = sizes
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_padding, "_MIN_SIZE", 2)
-        patch.setattr(_kinds, "SMALL_BYTES", 0)
-        a, b = torch.randn(rows, inner, dtype=dtype), torch.randn(inner, columns, dtype=dtype)
-        result = lower(traced(product_of_relus, a, b), KernelCache()).module(a, b)
-    bound = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(result, product_of_relus(a, b), rtol=bound, atol=bound)
+    a, b = torch.randn(rows, inner, dtype=dtype), torch.randn(inner, columns, dtype=dtype)
+    check_same(product_of_relus, a, b, bound=1e-5 if dtype == torch.float32 else 2e-2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -37,16 +36,12 @@ _TOLERANCE = 1e-8  # of a loss or the largest number of a gradient
 Sample = Any  # torch's SampleInput
 
 
-def name_of(operator: Any) -> str:
-    return ".".join(part for part in (operator.name, operator.variant_test_name) if part)
-
-
 OPERATORS = {
-    name_of(operator): operator
+    ".".join(part for part in (operator.name, operator.variant_test_name) if part): operator
     for operator in op_db
     if operator.supports_autograd and torch.float64 in operator.supported_dtypes("cpu")
 }
-"""All that have gradients in double precision on a CPU."""
+"""All that have gradients in double precision on a CPU, by name."""
 
 
 def spread(items: Iterable[Any], count: int) -> list[Any]:
@@ -76,20 +71,16 @@ def weighted_sum(result: Any) -> Tensor | None:
     return total
 
 
-@dataclass(frozen=True)
-class Outcome:
-    state: str
-    detail: str = ""
-
-
 class _Held(nn.Module):
-    """The tensors of a sample: learned ones as parameters, other numbers as buffers."""
+    """The tensors of a sample by place: learned ones as parameters, other numbers as buffers."""
 
-    def __init__(self, learned: Sequence[Tensor], numbers: Sequence[Tensor], factor: float) -> None:
+    def __init__(self, leaves: Sequence[Any], factor: float) -> None:
         super().__init__()
-        self.learned = nn.ParameterList([nn.Parameter(value.detach() * factor) for value in learned])
-        for position, value in enumerate(numbers):
-            self.register_buffer(f"number_{position}", value.detach().clone())
+        for place, leaf in enumerate(leaves):
+            if _role(leaf) == "learned":
+                self.register_parameter(f"leaf_{place}", nn.Parameter(leaf.detach() * factor))
+            elif _role(leaf) == "number":
+                self.register_buffer(f"leaf_{place}", leaf.detach().clone())
 
 
 class _Case:
@@ -97,34 +88,25 @@ class _Case:
 
     def __init__(self, operator: Any, sample: Sample) -> None:
         leaves, spec = pytree.tree_flatten((sample.input, tuple(sample.args), sample.kwargs))
-        roles: list[tuple[str, int]] = []
-        found: dict[str, list[Any]] = {"learned": [], "number": [], "batch": [], "other": []}
-        for leaf in leaves:
-            kind = _role(leaf)
-            roles.append((kind, len(found[kind])))
-            found[kind].append(leaf)
-        self.learned, self._numbers = found["learned"], found["number"]
-        others = found["other"]
-        finish = sample.output_process_fn_grad
-        self.batch = (torch.ones(1, dtype=torch.float64), *found["batch"])
+        roles = [_role(leaf) for leaf in leaves]
+        fed = [place for place, role in enumerate(roles) if role == "batch"]
+        self.leaves, self.has_learned = leaves, "learned" in roles
+        self.batch = (torch.ones(1, dtype=torch.float64), *(leaves[place] for place in fed))
 
         def loss(model: nn.Module, batch: Any) -> Any:
-            # Times one: a leaf that needs a gradient may not be changed in place, which some operators do.
-            values = {
-                "learned": [value * 1.0 for value in model.learned],
-                "number": [getattr(model, f"number_{i}") for i in range(len(found["number"]))],
-                "batch": batch[1:],
-                "other": others,
-            }
-            filled = [values[kind][position] for kind, position in roles]
+            filled = list(leaves)
+            for place, tensor in zip(fed, batch[1:], strict=True):
+                filled[place] = tensor
+            for place, role in enumerate(roles):
+                if role in ("learned", "number"):
+                    held = getattr(model, f"leaf_{place}")
+                    # Times one: some operators change what they are given, which a parameter must not be.
+                    filled[place] = held * 1.0 if role == "learned" else held
             first, args, kwargs = pytree.tree_unflatten(filled, spec)
-            total = weighted_sum(finish(operator.op(first, *args, **kwargs)))
+            total = weighted_sum(sample.output_process_fn_grad(operator.op(first, *args, **kwargs)))
             return total if total is None else total + 0.0 * batch[0].sum()
 
         self.loss: Callable[[nn.Module, Any], Any] = loss
-
-    def models(self, width: int) -> list[_Held]:
-        return [_Held(self.learned, self._numbers, factor) for factor in _MEMBERS[:width]]
 
 
 def _role(leaf: Any) -> str:
@@ -137,23 +119,26 @@ def _role(leaf: Any) -> str:
     return "batch"
 
 
-def outcome(operator: Any, sample: Sample, width: int) -> Outcome:
-    """Train ``width`` members by one step of gradient descent, in a fleet and in plain torch, and compare."""
+def outcome(operator: Any, sample: Sample, width: int) -> tuple[str, str]:
+    """Train ``width`` members by one step of gradient descent, in a fleet and in plain torch, and compare.
+
+    Gives what came of it, and in which words.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         case = _Case(operator, sample)
-        if not case.learned:
-            return Outcome("skipped", "nothing to learn")
-        models = case.models(width)
+        if not case.has_learned:
+            return "skipped", "nothing to learn"
+        models = [_Held(case.leaves, factor) for factor in _MEMBERS[:width]]
         plain = copy.deepcopy(models)
         try:
             torch.manual_seed(1)
             before = torch.get_rng_state()
             losses = [_plain_step(model, case) for model in plain]
         except Exception as error:
-            return Outcome("skipped", f"plain torch: {type(error).__name__}: {error}")
+            return "skipped", f"plain torch: {type(error).__name__}: {error}"
         if any(loss is None for loss in losses):
-            return Outcome("skipped", "no differentiable result")
+            return "skipped", "no differentiable result"
         is_random = not torch.equal(before, torch.get_rng_state())
         members = [
             tm.Member(model, torch.optim.SGD(model.parameters(), lr=1.0), name=str(position))
@@ -164,15 +149,15 @@ def outcome(operator: Any, sample: Sample, width: int) -> Outcome:
             got = fleet.step(case.batch).tolist()
             fleet.sync()
         except TrainmuxError as error:
-            return Outcome("refused", f"{type(error).__name__}: {error}")
+            return "refused", f"{type(error).__name__}: {error}"
         except Exception as error:
-            return Outcome("untyped", f"{type(error).__name__}: {error}")
+            return "untyped", f"{type(error).__name__}: {error}"
     if is_random:
-        return Outcome("random")  # draws differ from torch's by design
+        return "random", ""  # draws differ from torch's by design
     if not all(_is_finite(loss, model) for loss, model in zip(losses, plain, strict=True)):
-        return Outcome("skipped", "not finite, which stops a member")
+        return "skipped", "not finite, which stops a member"
     wrong = _difference(losses, plain, got, models)
-    return Outcome("wrong", wrong) if wrong else Outcome("equal")
+    return ("wrong", wrong) if wrong else ("equal", "")
 
 
 def _plain_step(model: nn.Module, case: _Case) -> Tensor | None:
@@ -199,13 +184,10 @@ def _difference(losses: Any, plain: Sequence[_Held], got: Sequence[float], model
         for name, value in expected.state_dict().items():
             gradient = gradients.get(name)
             finite = value[torch.isfinite(value)]
-            scales = [tensor.abs().max().item() for tensor in (finite, gradient) if _has_numbers(tensor)]
+            sized = [tensor for tensor in (finite, gradient) if tensor is not None and tensor.numel()]
+            scales = [tensor.abs().max().item() for tensor in sized]
             atol = _TOLERANCE * max(1.0, *scales, 0.0)
             if not torch.allclose(found[name], value, rtol=0.0, atol=atol, equal_nan=True):
                 distance = (found[name] - value).abs().nan_to_num(0.0).max().item()
                 return f"member {member}: {name} off by {distance:.3g} after the step"
     return ""
-
-
-def _has_numbers(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.numel() > 0

@@ -78,23 +78,17 @@ def _from_database(*names: str) -> Calls:
 
 def _of_sample(operator: Any, sample: Any, rounds: bool) -> Call:
     leaves, spec = pytree.tree_flatten((sample.input, tuple(sample.args), sample.kwargs))
-    places = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def function(*tensors: Tensor) -> Any:
-        filled = list(leaves)
-        for position, tensor in zip(places, tensors, strict=True):
-            filled[position] = tensor
+    def function(*given: Tensor) -> Any:
+        left = iter(given)
+        filled = [next(left) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         first, args, kwargs = pytree.tree_unflatten(filled, spec)
         return operator.op(first, *args, **kwargs)
 
-    tensors = [leaves[position] for position in places]
-    if rounds:
-        tensors = [(t * 2).round() / 2 if t.dtype == torch.float64 else t for t in tensors]
-    return Call(
-        function,
-        tuple(tensor.detach().clone() for tensor in tensors),
-        tuple(leaves[position].requires_grad for position in places),
-    )
+    rounded = [(t * 2).round() / 2 if rounds and t.dtype == torch.float64 else t for t in tensors]
+    values = tuple(tensor.detach().clone() for tensor in rounded)
+    return Call(function, values, tuple(tensor.requires_grad for tensor in tensors))
 
 
 def _layers(make: Callable[..., nn.Module], packed: bool) -> Calls:
@@ -145,6 +139,12 @@ def _istft(x: Tensor, window: Tensor, **options: Any) -> Tensor:
     return torch.istft(torch.view_as_complex(x), 8, hop_length=2, window=window, **options)
 
 
+RECURRENT: dict[str, Callable[..., nn.Module]] = {
+    "gru": nn.GRU,
+    "lstm": nn.LSTM,
+    "rnn_relu": partial(nn.RNN, nonlinearity="relu"),
+    "rnn_tanh": nn.RNN,
+}
 SOURCES: dict[str, Calls] = {
     "aten._upsample_bicubic2d_aa.vec": _antialiased("_upsample_bicubic2d_aa"),
     "aten._upsample_bilinear2d_aa.vec": _from_database("_upsample_bilinear2d_aa"),
@@ -153,8 +153,6 @@ SOURCES: dict[str, Calls] = {
     "aten.broadcast_tensors.default": _from_database("broadcast_tensors", "nn.functional.mse_loss"),
     "aten.dropout.default": _from_database("nn.functional.dropout"),
     "aten.embedding_bag.padding_idx": _from_database("nn.functional.embedding_bag"),
-    "aten.gru.data": _layers(nn.GRU, packed=True),
-    "aten.gru.input": _layers(nn.GRU, packed=False),
     "aten.hardshrink.default": _from_database("nn.functional.hardshrink"),
     "aten.istft.default": _each(
         _istft,
@@ -163,8 +161,6 @@ SOURCES: dict[str, Calls] = {
         lambda: torch.hann_window(8, dtype=torch.float64) + 0.1,
     ),
     "aten.layer_norm.default": _from_database("nn.functional.layer_norm"),
-    "aten.lstm.data": _layers(nn.LSTM, packed=True),
-    "aten.lstm.input": _layers(nn.LSTM, packed=False),
     "aten.matmul.default": _from_database("matmul", "cdist"),
     "aten.matmul.out": _from_database("matrix_exp"),
     "aten.multi_margin_loss.default": _from_database("nn.functional.multi_margin_loss"),
@@ -179,10 +175,6 @@ SOURCES: dict[str, Calls] = {
         [{}, {"batch_first": True, "padding_value": 0.5}, {"padding_side": "left"}],
         *(lambda length=length: _normal(length, 2) for length in (4, 2, 3)),
     ),
-    "aten.rnn_relu.data": _layers(lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k), packed=True),
-    "aten.rnn_relu.input": _layers(lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k), packed=False),
-    "aten.rnn_tanh.data": _layers(nn.RNN, packed=True),
-    "aten.rnn_tanh.input": _layers(nn.RNN, packed=False),
     "aten.rrelu_with_noise_backward.default": _from_database("nn.functional.rrelu"),
     "aten.scaled_dot_product_attention.default": _from_database("nn.functional.scaled_dot_product_attention"),
     "aten.select_backward.default": _from_database("select", "__getitem__"),
@@ -191,6 +183,8 @@ SOURCES: dict[str, Calls] = {
     "aten.stft.center": _from_database("stft"),
     "aten.tensor_split.tensor_indices_or_sections": _from_database("tensor_split"),
     "aten.unsafe_chunk.default": _from_database("unsafe_chunk"),
+    **{f"aten.{name}.data": _layers(make, packed=True) for name, make in RECURRENT.items()},
+    **{f"aten.{name}.input": _layers(make, packed=False) for name, make in RECURRENT.items()},
 }
 WITHOUT_SAMPLE = {
     "aten.cudnn_batch_norm.default": "needs a library that only CUDA devices have",

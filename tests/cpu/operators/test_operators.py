@@ -21,10 +21,10 @@ def _check(name: str, cases: Iterable[tuple[Any, int]], record: Callable[[str, o
     counts: Counter[str] = Counter()
     failures = []
     for position, (sample, width) in enumerate(cases):
-        found = outcome(OPERATORS[name], sample, width)
-        counts[found.state] += 1
-        if found.state in FAILURES:
-            failures.append(f"case {position}, width {width}: {found.state}: {found.detail}\n  {sample}")
+        state, detail = outcome(OPERATORS[name], sample, width)
+        counts[state] += 1
+        if state in FAILURES:
+            failures.append(f"case {position}, width {width}: {state}: {detail}\n  {sample}")
     record("operator states", dict(counts))
     assert not failures, "\n".join([name, *failures])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from benchmarks.workloads import SMALL
+from short_workloads import member_of
 from torch import Tensor, fx
 
 import trainmux as tm
@@ -21,11 +22,7 @@ def program_of(
 ) -> tuple[StepProgram, list[Tensor]]:
     """A fleet's program and its arguments; no member is active, so that a step changes nothing."""
     workload = SMALL[name]
-    models = [workload.build(number).train() for number in range(num_members)]
-    members = [
-        tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-3), name=str(number), seed=number)
-        for number, model in enumerate(models)
-    ]
+    members = [member_of(workload, number, lr=1e-3) for number in range(num_members)]
     batch = workload.batch(0, torch.float32)
     fleet = tm.Fleet(members, workload.loss, batch, lowering=lowering, **options)
     (group,) = fleet._groups

@@ -27,6 +27,7 @@ def test_a_program_in_its_own_order_is_proved(name: str, lowering: str) -> None:
     phases = [step.phase for step in graph.steps]
     assert phases == sorted(phases, key=list(Phase).index)
     assert set(phases) == set(Phase)
+    assert {step.phase for step in graph.steps if step.changes} == {Phase.UPDATE}
     profile = analytic_profile(graph, 2, find_device("a100"), half=False)
     order = tuple((0, rank) for rank in range(len(profile.nodes)))
     planned = rewrite([profile], Schedule(Multiplexing.TURNS, order, (), ()))

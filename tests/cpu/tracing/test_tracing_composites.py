@@ -114,14 +114,6 @@ def test_attention_with_dropout_is_softmax_attention_with_an_explicit_mask(
     assert_outputs_close(outputs, run_eagerly(model, expected_loss, batch))
 
 
-@pytest.mark.parametrize(
-    ("mask", "options"),
-    [("bool with a blind row", {}), ("float three-dimensional", SCALED), ("none", GROUPED)],
-)
-def test_attention_without_dropout_is_torchs(mask: str, options: dict[str, Any]) -> None:
-    assert_equals_torch(Attention(**options), attention_loss, attention_batch(mask))
-
-
 def test_attention_with_dropout_under_autocast_multiplies_in_bf16() -> None:
     traced = joint(Attention(dropout_p=0.5).float(), attention_loss, attention_batch("none"), AUTOCAST)
     products = traced.module.graph.find_nodes(op="call_function", target=aten.bmm.default)
