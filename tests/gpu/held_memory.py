@@ -16,10 +16,7 @@ USUAL = "pool (0, 0)"
 def look_at_memory(colocation: tm.Colocation | None = None) -> dict[str, int]:
     """Bytes on the device by holder: pools of torch's allocator, and those of jobs."""
     free, total = torch.cuda.mem_get_info(cuda())
-    held = {
-        USED: total - free,
-        "torch allocated": torch.cuda.memory_allocated(cuda()),
-    }
+    held = {USED: total - free, "torch allocated": torch.cuda.memory_allocated(cuda())}
     for name, admitted in ({} if colocation is None else colocation._jobs).items():
         for kind in ("pool_bytes", "graph_bytes"):
             held[f"{kind} of {name}"] = getattr(admitted._work, kind, 0)
@@ -27,14 +24,6 @@ def look_at_memory(colocation: tm.Colocation | None = None) -> dict[str, int]:
         name = f"pool {tuple(segment.get('segment_pool_id', (0, 0)))}"
         held[name] = held.get(name, 0) + segment["total_size"]
     return held
-
-
-def table(held: dict[str, int], before: dict[str, int]) -> str:
-    """A line for each holder, in MiB, with the change since ``before``."""
-    return "\n".join(
-        f"{name:<40}{size / MIB:.1f} MiB ({(size - before.get(name, 0)) / MIB:+.1f})"
-        for name, size in held.items()
-    )
 
 
 class MemoryWatch:
@@ -57,8 +46,10 @@ class MemoryWatch:
         return [held[USED] - self.before[USED] for held in self.seen]
 
     def report(self, number: int | None = None, since: int | None = None) -> str:
-        """Who held what at a look, or at the one with most, against the beginning or another look."""
+        """Who held what at a look, or at the one with most, against the beginning or another look; in MiB."""
         number = self.held.index(max(self.held)) if number is None else number
-        steps = ", ".join(f"{held / MIB:.1f}" for held in self.held)
         before = self.before if since is None else self.seen[since]
-        return f"MiB at each look: {steps}\n{table(self.seen[number], before)}"
+        lines = [f"at each look: {', '.join(f'{held / MIB:.1f}' for held in self.held)}"]
+        for name, size in self.seen[number].items():
+            lines.append(f"{name:<40}{size / MIB:.1f} ({(size - before.get(name, 0)) / MIB:+.1f})")
+        return "\n".join(lines)

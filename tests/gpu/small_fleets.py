@@ -13,8 +13,13 @@ import trainmux as tm
 
 
 def make_member(name: str, seed: int) -> tm.Member:
+    """Its learning rate is another one with every step."""
     # A large eps: gradients that are zero but for rounding must not become whole steps.
-    return member_of(SHORT[name], seed, lr=1e-3 * (seed % 10 + 1), eps=1e-3)
+    member = member_of(SHORT[name], seed, lr=1e-3 * (seed % 10 + 1), eps=1e-3)
+    member.scheduler = torch.optim.lr_scheduler.LambdaLR(
+        member.optimizer, lambda step: 1.0 / (1.0 + 0.3 * step * (seed % 10 + 1))
+    )
+    return member
 
 
 def batch_of(name: str, number: int) -> Any:

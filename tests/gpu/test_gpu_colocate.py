@@ -19,6 +19,7 @@ from wide_jobs import (
     captures_of,
     cuda,
     mean_square,
+    run_beside,
     used_bytes,
     wide_batches,
     wide_job,
@@ -70,9 +71,8 @@ def run_within_budget(
 
     Also returns how many segments each job had before it ran.
     """
-    colocation = tm.colocate(
-        jobs, "20GiB", region_bytes=REGION, callbacks=[lambda event: watch.look(event.colocation)], **options
-    )
+    options["callbacks"] = [lambda event: watch.look(event.colocation)]
+    colocation = tm.colocate(jobs, "20GiB", region_bytes=REGION, **options)
     before = [job.num_segments for job in colocation.results().jobs.values()]
     budget = smallest_budget(colocation) + 5 * REGION
     assert "tracking_bytes" not in options or budget < sum_of_peaks(colocation)
@@ -179,9 +179,7 @@ def test_memory_is_flat_while_jobs_come_and_go() -> None:
             event.colocation.add(wide_job(f"guest {number}", number % 2, 2))
 
     stays = wide_job("stays", 2, None, loader=itertools.cycle(wide_batches(2)))
-    colocation = tm.colocate([stays], "20GiB", region_bytes=REGION, callbacks=[turn_over])
-    result = colocation.run()
-    assert result.failed == ()
+    result = run_beside([stays], callbacks=[turn_over])
     assert len(watch.seen) == NUM_GUESTS
     grown = watch.held[-1] - watch.held[2]
     assert grown <= 2 * MIB, watch.report(-1, since=2)

@@ -17,6 +17,7 @@ from wide_jobs import (
     assert_as_alone,
     assert_wide_as_alone,
     captures_of,
+    run_beside,
     trained_alone,
     wide_batches,
     wide_fleet,
@@ -101,17 +102,9 @@ def test_other_batches_and_micro_batches() -> None:
 
     captured: list[dict[str, int]] = []
     jobs = [tm.Job(str(seed), fleet=fleet(seed), loader=batches(seed), steps=16) for seed in (0, 1)]
-    colocation = tm.colocate(
-        jobs,
-        "20GiB",
-        tracking_bytes=4 * MIB,
-        region_bytes=REGION,
-        callbacks=[lambda event: captured.append(captures_of(event.colocation))],
-        poisons=True,
-    )
-    colocation.set_budget(smallest_budget(colocation) + 4 * REGION)
-    result = colocation.run()
-    assert [repr(job.error) for job in result.jobs.values() if job.error] == []
+    note = [lambda event: captured.append(captures_of(event.colocation))]
+    options: dict[str, Any] = {"tracking_bytes": 4 * MIB, "callbacks": note, "poisons": True}
+    result = run_beside(jobs, spare_bytes=4 * REGION, **options)
     for seed, job in enumerate(jobs):
         assert_as_alone(result, job, trained_alone(fleet(seed), batches(seed), 16))
     both = [row for row in captured if len(row) == 2]
@@ -145,8 +138,7 @@ def test_a_job_that_needs_more_than_it_knew_gets_it(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(_fused_work, "SegmentGraphs", first_gets_nothing)
     jobs = [wide_job("a", 0, 4), wide_job("b", 1, 4)]
-    result = tm.colocate(jobs, "20GiB", tracking_bytes=4 * MIB, region_bytes=REGION).run()
-    assert result.failed == ()
+    result = run_beside(jobs, tracking_bytes=4 * MIB)
     assert len(limits) == 3
     assert limits[2] > limits[0]
     assert_wide_as_alone(result, *jobs)

@@ -18,6 +18,7 @@ from wide_jobs import (
     assert_wide_as_alone,
     cuda,
     mean_square,
+    run_beside,
     wide_batches,
     wide_job,
     wide_model,
@@ -144,7 +145,7 @@ def test_a_step_beyond_what_was_seen_ends_its_job_alone(monkeypatch: pytest.Monk
 def test_memory_is_given_back_when_an_eager_job_goes() -> None:
     watch = MemoryWatch()
     for _ in range(3):
-        tm.colocate([eager_job(0, 3)], "20GiB", region_bytes=REGION).run()
+        run_beside([eager_job(0, 3)])
         settle()
         watch.look()
     assert watch.held[-1] <= watch.held[1] + 2 * MIB, watch.report(-1, since=1)

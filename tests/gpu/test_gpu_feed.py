@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_fleets import assert_same, states
-from torch import Tensor, nn
+from small_fleets import assert_same, batch_of, make_fleet, states
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainmux as tm
@@ -19,6 +19,7 @@ from trainmux.engine import HostLeaf, Landing, Transfers
 CUDA = torch.device("cuda")
 SLEEP_CYCLES = 200_000_000  # about a tenth of a second
 NUM_STEPS = 40
+NAME = "cnn_with_dropout"
 
 
 def sleep(cycles: int = SLEEP_CYCLES) -> None:
@@ -37,34 +38,12 @@ def device_asleep() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-def mse(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    inputs, targets = batch
-    return (model(inputs) - targets).square().mean()
+def make_batches(num: int) -> list[tuple[Tensor, ...]]:
+    return [batch_of(NAME, number) for number in range(num)]
 
 
-def make_batches(num: int, size: int = 16) -> list[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(size, 6, generator=generator), torch.randn(size, 2, generator=generator))
-        for _ in range(num)
-    ]
-
-
-def make_member(seed: int) -> tm.Member:
-    """Its learning rate is another one with every step."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 1.0 / (1.0 + 0.3 * step * (seed + 1))
-    )
-    return tm.Member(model, optimizer, name=f"m{seed}", seed=seed, scheduler=schedule)
-
-
-def make_fleet(engine: str = "cuda_graphs") -> tm.Fleet:
-    members = [make_member(seed) for seed in range(4)]
-    options: dict[str, Any] = {"device": "cuda", "deterministic": True, "lowering": "aten"}
-    return tm.Fleet(members, mse, make_batches(1)[0], engine=engine, **options)
+def fleet_on(engine: str = "cuda_graphs") -> tm.Fleet:
+    return make_fleet(NAME, engine=engine, deterministic=True, lowering="aten")
 
 
 def step_by_step(fleet: tm.Fleet, batches: Sequence[Any]) -> list[Tensor]:
@@ -89,7 +68,7 @@ def step_ahead(fleet: tm.Fleet, batches: Iterable[Any], asleep: Sequence[int]) -
 @functools.cache
 def expected() -> tuple[list[Tensor], list[Tensor]]:
     """Losses and weights of the reference engine, step by step."""
-    fleet = make_fleet("reference")
+    fleet = fleet_on("reference")
     return step_by_step(fleet, make_batches(NUM_STEPS)), states(fleet)
 
 
@@ -103,7 +82,7 @@ def expected() -> tuple[list[Tensor], list[Tensor]]:
 def test_a_host_that_is_far_ahead_changes_nothing(engine: str, where: str) -> None:
     """Each step has another learning rate and bias correction for every member; a batch in ordinary memory
     may be overwritten as soon as ``step`` returns."""
-    fleet, batches = make_fleet(engine), make_batches(NUM_STEPS)
+    fleet, batches = fleet_on(engine), make_batches(NUM_STEPS)
     if where in ("pinned", "device"):
         batches = [
             tuple(leaf.pin_memory() if where == "pinned" else leaf.cuda() for leaf in batch)
@@ -125,17 +104,17 @@ def test_a_host_that_is_far_ahead_changes_nothing(engine: str, where: str) -> No
 
 def test_batches_of_many_sizes_share_the_landing_places() -> None:
     """In ordinary memory and in pinned one."""
-    sizes = [16, 3, 16, 40, 3, 16, 40] * 3
+    sizes = [3, 2, 3, 4, 2, 3, 4] * 3
     batches = [
-        tuple(leaf[:size].pin_memory() if size == 3 else leaf[:size] for leaf in batch)
-        for size, batch in zip(sizes, make_batches(21, 40), strict=True)
+        tuple(leaf[:size].pin_memory() if size == 2 else leaf[:size] for leaf in batch)
+        for size, batch in zip(sizes, make_batches(21), strict=True)
     ]
-    losses = step_ahead(make_fleet(), batches, (5, 12, 17))
-    assert_same(losses, step_by_step(make_fleet("reference"), batches))
+    losses = step_ahead(fleet_on(), batches, (5, 12, 17))
+    assert_same(losses, step_by_step(fleet_on("reference"), batches))
 
 
 def test_evaluation_between_steps_disturbs_nothing() -> None:
-    fleet, losses, metrics = make_fleet(), [], []
+    fleet, losses, metrics = fleet_on(), [], []
     batches = make_batches(6)
     for batch in batches:
         losses.append(fleet.step(batch))
@@ -153,13 +132,13 @@ def test_fit_is_the_same_with_loader_workers(pin_memory: bool) -> None:
         torch.manual_seed(3)
         loader = DataLoader(
             TensorDataset(inputs, targets),
-            batch_size=16,
+            batch_size=4,
             shuffle=True,
             num_workers=num_workers,
             pin_memory=pin_memory,
             generator=torch.Generator().manual_seed(5),
         )
-        fleet = make_fleet()
+        fleet = fleet_on()
         fleet.fit(loader, epochs=2, progress=False)
         return states(fleet)
 
@@ -168,7 +147,7 @@ def test_fit_is_the_same_with_loader_workers(pin_memory: bool) -> None:
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_steps_do_not_wait_for_the_device(where: str) -> None:
-    fleet = make_fleet()
+    fleet = fleet_on()
     batches = [tuple(leaf.to(where) for leaf in batch) for batch in make_batches(8)]
     for batch in batches:
         fleet.step(batch)

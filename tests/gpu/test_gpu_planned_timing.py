@@ -46,26 +46,25 @@ class SleepyLanes(StreamLanes):
         super().__init__(*given)
         self._random = random.Random(self.seed)
 
-    def _doze(self, lane: Lane) -> None:
+    def _doze(self, stream: torch.cuda.Stream | None = None) -> None:
         if self._random.random() < SHARE:
-            with torch.cuda.stream(self._streams[lane]):
+            with torch.cuda.stream(stream):
                 torch.cuda._sleep(self._random.randrange(1, MAX_CYCLES))
 
     @contextmanager
     def on(self, lane: Lane, position: int) -> Iterator[None]:
-        self._doze(lane)
+        self._doze(self._streams[lane])
         with super().on(lane, position):
             yield
 
     @contextmanager
     def branch(self, number: int) -> Iterator[None]:
         with super().branch(number):
-            if self._random.random() < SHARE:
-                torch.cuda._sleep(self._random.randrange(1, MAX_CYCLES))
+            self._doze()
             yield
 
     def issued(self, lane: Lane, position: int) -> None:
-        self._doze(lane)
+        self._doze(self._streams[lane])
         super().issued(lane, position)
 
 

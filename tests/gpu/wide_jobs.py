@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from colocation_cases import assert_same_state, cycled, state_of
+from colocation_cases import assert_same_state, cycled, smallest_budget, state_of
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -88,10 +88,22 @@ def assert_wide_as_alone(result: tm.ColocationResult, *jobs: tm.Job) -> None:
         assert_as_alone(result, job, wide_alone(seed, result[job.name].num_steps))
 
 
+def run_beside(
+    jobs: Sequence[tm.Job], *, spare_bytes: int | None = None, **options: Any
+) -> tm.ColocationResult:
+    """Run jobs, of which none may fail; with ``spare_bytes`` in so much more than the smallest budget."""
+    colocation = tm.colocate(jobs, "20GiB", region_bytes=REGION, **options)
+    if spare_bytes is not None:
+        colocation.set_budget(smallest_budget(colocation) + spare_bytes)
+    result = colocation.run()
+    assert [repr(job.error) for job in result.jobs.values() if job.error] == []
+    return result
+
+
 @functools.cache
 def warm_up() -> None:
     """Have all kernels loaded that wide jobs use: they take memory of the context's, once."""
-    tm.colocate([wide_job("a", 0, 2), wide_job("b", 1, 2)], "20GiB", region_bytes=REGION, poisons=True).run()
+    run_beside([wide_job("a", 0, 2), wide_job("b", 1, 2)], poisons=True)
     wide_alone(0, 2)
 
 

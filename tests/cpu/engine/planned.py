@@ -100,7 +100,7 @@ class Case:
                 group.note(step, group.programs.engine.begin(step, arguments)())
                 group.count(step)
             losses.append([group.last["loss"].cpu() for group in groups])
-        states = _with_losses(state_of(groups), losses)
+        states = state_of(groups, losses)
         return [
             {name: torch.cat([state[name] for state in states[end - count : end]]) for name in states[0]}
             for count, end in zip(self._branches, accumulate(self._branches), strict=True)
@@ -110,23 +110,17 @@ class Case:
 case_of = functools.cache(Case)
 
 
-def state_of(groups: Sequence[Group]) -> list[State]:
+def state_of(groups: Sequence[Group], losses: Sequence[Sequence[Tensor]] = ()) -> list[State]:
+    """Of each group, with its losses by step."""
     found = []
-    for group in groups:
-        state: State = {}
+    for place, group in enumerate(groups):
+        state: State = {f"loss of step {number}": row[place] for number, row in enumerate(losses)}
         for kind in (group.state.tensors, group.state.states):
             state.update({str(key): rows.detach().cpu().clone() for key, rows in kind.items()})
         state["alive"], state["updates"] = group.state.alive.cpu(), group.state.updates.cpu()
         state.update({f"last {key}": value.cpu() for key, value in group.last.items()})
         found.append(state)
     return found
-
-
-def _with_losses(states: list[State], losses: Sequence[Sequence[Tensor]]) -> list[State]:
-    for number, row in enumerate(losses):
-        for state, loss in zip(states, row, strict=True):
-            state[f"loss of step {number}"] = loss
-    return states
 
 
 def train_planned(case: Case, planned: PlannedRunner, num_steps: int) -> list[State]:
@@ -138,7 +132,7 @@ def train_planned(case: Case, planned: PlannedRunner, num_steps: int) -> list[St
         planned.step("own", [batch] * len(planned.groups))
         losses.append([group.last["loss"].cpu() for group in planned.groups])
     planned.finish()
-    return _with_losses(state_of(planned.groups), losses)
+    return state_of(planned.groups, losses)
 
 
 def differences(found: Sequence[State], expected: Sequence[State]) -> list[str]:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 import trainmux as tm
 
-WIDTH = 2
-
 
 def batch(seed: int) -> Tensor:
     return torch.randn(6, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -63,7 +61,7 @@ class Returned(nn.Module):
 
 def fleet_of(make: Callable[[], nn.Module], **options: Any) -> tm.Fleet:
     members = []
-    for number in range(WIDTH):
+    for number in range(2):
         torch.manual_seed(number)
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (number + 1), weight_decay=0.1)
@@ -76,14 +74,10 @@ def fleet_of(make: Callable[[], nn.Module], **options: Any) -> tm.Fleet:
 )
 def test_models_train_like_torch(make: Callable[[], nn.Module], clip: float | None) -> None:
     fleet = fleet_of(make, clip_norm=clip)
-    models = [copy.deepcopy(member.model) for member in fleet.members]
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=0.01 * (number + 1), weight_decay=0.1)
-        for number, model in enumerate(models)
-    ]
+    plain = [copy.deepcopy((member.model, member.optimizer)) for member in fleet.members]
     for step in range(3):
         losses = fleet.step(batch(step))
-        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        for number, (model, optimizer) in enumerate(plain):
             optimizer.zero_grad()
             result = model(batch(step))
             loss, metrics = result if isinstance(result, tuple) else (result, {})
@@ -96,7 +90,6 @@ def test_models_train_like_torch(make: Callable[[], nn.Module], clip: float | No
             for name, value in metrics.items():
                 torch.testing.assert_close(fleet.metrics[name][number], value)
     fleet.sync()
-    for member, model in zip(fleet.members, models, strict=True):
-        torch.testing.assert_close(
-            dict(member.model.state_dict()), dict(model.state_dict()), rtol=1e-10, atol=1e-12
-        )
+    for member, (model, _) in zip(fleet.members, plain, strict=True):
+        got, expected = (dict(each.state_dict()) for each in (member.model, model))
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)

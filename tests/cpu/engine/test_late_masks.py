@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 import trainmux as tm
 from trainmux.engine import _program
@@ -54,22 +54,13 @@ def test_where_a_mask_goes(compared: str, kept: str, reads_early: bool, is_late:
     assert mask.meta["phase"] is (Phase.BACKWARD if is_late else Phase.FORWARD)
 
 
-class TwoConvolutions(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 1, 3))
-
-
-def mean_square(model: nn.Module, images: Tensor) -> Tensor:
-    value: Tensor = model(images).square().mean()
-    return value
-
-
 def test_no_mask_of_a_relu_waits_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def num_kept() -> int:
         """Masks of images that the forward pass keeps."""
-        model = TwoConvolutions()
+        layers = (nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 1, 3))
+        model, images = nn.Sequential(*layers), torch.randn(2, 3, 8, 8)
         member = tm.Member(model, torch.optim.SGD(model.parameters(), lr=0.1), name="m")
-        fleet = tm.Fleet([member], mean_square, torch.randn(2, 3, 8, 8), precision="bf16")
+        fleet = tm.Fleet([member], lambda m, x: m(x).square().mean(), images, precision="bf16")
         graph = read_step(fleet._groups[0].sub_array_program(1, kernels="lowered"))
         locations = [at for value in graph.values.values() for at in locations_of(value)]
         masks = {at.tensor for at in locations if at.dtype is torch.bool and len(at.shape) >= 4}

@@ -211,20 +211,16 @@ def attention_step(kernel: str) -> Callable[..., list[Any]]:
     forward = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
     backward = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward")
 
-    def step(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, *bias: Tensor) -> list[Any]:
-        attn_bias = bias[0] if bias else None
+    def step(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, *mask: Tensor) -> list[Any]:
+        (bias,) = mask or (None,)
+        out = forward(query, key, value, *(() if kernel == "flash" else (bias, True)))
         if kernel == "flash":
-            out = forward(query, key, value)
             saved = (*out[:6], 0.0, False, *out[6:8])
-            gradients = backward(grad, query, key, value, *saved)
         elif kernel == "efficient":
-            out = forward(query, key, value, attn_bias, True)
-            wanted = [True, True, True, attn_bias is not None]
-            gradients = backward(grad, query, key, value, attn_bias, *out[:4], 0.0, wanted)
+            saved = (bias, *out[:4], 0.0, [True, True, True, bias is not None])
         else:
-            out = forward(query, key, value, attn_bias, True)
-            saved = (*out[:2], *out[6:8], attn_bias, None, None, 5, 5, 0.0, False)
-            gradients = backward(grad, query, key, value, *saved)
+            saved = (*out[:2], *out[6:8], bias, None, None, 5, 5, 0.0, False)
+        gradients = backward(grad, query, key, value, *saved)
         return [out[0], *[item for item in gradients if isinstance(item, Tensor)]]
 
     return step

@@ -104,28 +104,25 @@ def statistics(v: Values) -> tuple[Tensor, Tensor]:
     return v.normal(2), v.positive(2)
 
 
-def norm_samples(shape: tuple[int, ...]) -> list[Sample]:
-    def affine(v: Values) -> tuple[Tensor, Tensor, Tensor]:
-        return v.normal(*shape), v.normal(2), v.normal(2)
+FUNCTIONAL = aten._native_batch_norm_legit_functional.default
+# With whether there are weights, whether there are running statistics, and further arguments.
+BATCH_NORMS: list[tuple[Any, bool, bool, tuple[Any, ...]]] = [
+    (FUNCTIONAL, True, True, (True, 0.1, 1e-5)),
+    (FUNCTIONAL, False, True, (True, 0.3, 1e-3)),
+    (aten._native_batch_norm_legit_no_training.default, True, True, (0.1, 1e-5)),
+    (aten._native_batch_norm_legit.no_stats, True, False, (True, 0.1, 1e-5)),
+    (aten.native_batch_norm.default, True, True, (False, 0.1, 1e-5)),
+]
 
-    label, functional = f"{len(shape)} dimensions", aten._native_batch_norm_legit_functional.default
-    return [
-        Sample(functional, lambda v: (*affine(v), *statistics(v), True, 0.1, 1e-5), label),
-        Sample(
-            functional,
-            lambda v: (v.normal(*shape), None, None, *statistics(v), True, 0.3, 1e-3),
-            f"{label}, no affine",
-        ),
-        Sample(
-            aten._native_batch_norm_legit_no_training.default,
-            lambda v: (*affine(v), *statistics(v), 0.1, 1e-5),
-            label,
-        ),
-        Sample(aten._native_batch_norm_legit.no_stats, lambda v: (*affine(v), True, 0.1, 1e-5), label),
-        Sample(
-            aten.native_batch_norm.default, lambda v: (*affine(v), *statistics(v), False, 0.1, 1e-5), label
-        ),
-    ]
+
+def batch_norm(
+    shape: tuple[int, ...], op: Any, affine: bool, tracks: bool, numbers: tuple[Any, ...]
+) -> Sample:
+    def make(v: Values) -> tuple[Any, ...]:
+        weights = (v.normal(2), v.normal(2)) if affine else (None, None)
+        return (v.normal(*shape), *weights, *(statistics(v) if tracks else ()), *numbers)
+
+    return Sample(op, make, f"{len(shape)} dimensions, affine {affine}")
 
 
 def norm_backward(train: bool, mask: list[bool], affine: bool = True) -> Sample:
@@ -156,21 +153,15 @@ def layer_norm_backward(weight: bool, mask: list[bool], shape: list[int]) -> Sam
 
 
 NORMS = [
-    *norm_samples((4, 2)),
-    *norm_samples((3, 2, 2, 2)),
-    norm_backward(True, [True, True, True]),
-    norm_backward(True, [False, True, True]),
+    *[batch_norm(shape, *given) for shape in ((4, 2), (3, 2, 2, 2)) for given in BATCH_NORMS],
+    *[norm_backward(True, [wants_input, True, True]) for wants_input in (True, False)],
     norm_backward(True, [True, False, False], affine=False),
     norm_backward(False, [True, False, True]),
-    layer_norm(True, True, [3]),
-    layer_norm(True, False, [3]),
-    layer_norm(False, True, [3]),
-    layer_norm(False, False, [3]),
+    *[layer_norm(weight, bias, [3]) for weight in (True, False) for bias in (True, False)],
     layer_norm(True, True, [2, 4, 3]),
-    layer_norm_backward(True, [True, True, True], [3]),
+    *[layer_norm_backward(True, [True, True, True], shape) for shape in ([3], [2, 4, 3])],
     layer_norm_backward(True, [False, True, True], [3]),
     layer_norm_backward(True, [True, True, False], [4, 3]),
-    layer_norm_backward(True, [True, True, True], [2, 4, 3]),
     layer_norm_backward(False, [True, False, False], [3]),
     Sample(aten._softmax_backward_data.default, lambda v: (v.normal(2, 3, 2), v.positive(2, 3, 2), -2, FP64)),
     Sample(

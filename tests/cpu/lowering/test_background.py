@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from lowering_tools import (
-    UncompiledCache,
-    assert_close,
-    fleet_of,
-    leave_uncompiled,
-    members_of,
-    trained,
-)
+from lowering_tools import UncompiledCache, assert_close, fleet_of, leave_uncompiled, members_of, trained
 from short_workloads import SHORT
 
 import trainmux.fleet._config as config_module
 from trainmux.errors import TrainmuxWarning
 from trainmux.fleet._background import Upgrade
-from trainmux.lowering import Kernel
 
 MLP = SHORT["mlp"]
 
@@ -53,14 +44,7 @@ def batch(step: int) -> Any:
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is compiled until it is set."""
     go = threading.Event()
-
-    def work() -> None:
-        assert go.wait(30)
-
-    def fill(_: Any, kernels: Iterable[Kernel]) -> Callable[[], None]:
-        return work
-
-    monkeypatch.setattr(UncompiledCache, "fill", fill)
+    monkeypatch.setattr(UncompiledCache, "fill", lambda self, kernels: lambda: go.wait(30))
     return go
 
 

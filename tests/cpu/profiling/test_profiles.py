@@ -281,9 +281,8 @@ def test_estimates_are_scaled_from_the_known_device_of_the_nearest_size(
 
 def test_devices_are_found_by_name() -> None:
     assert find_device("A100").name == find_device("a100-40gb").name == find_device("A100 40GB").name
-    assert (find_device("v100").host_bytes, find_device("a100").host_bytes) == (96 * 10**9, 144 * 10**9)
     for wrong in ("", "b300", "a100-80gb", "00"):
-        with pytest.raises(ConfigError, match=r"expected one of .*a100-40gb"):
+        with pytest.raises(ConfigError, match="a100-40gb"):
             find_device(wrong)
     assert all(device.duplex_link <= device.link for device in DEVICES.values())
 
