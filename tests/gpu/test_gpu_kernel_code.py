@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,36 +59,25 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def starts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two processes with one cache found, one after the other."""
-    missing = compiler_missing(torch.device("cuda", 0))
-    if missing:
+def test_a_second_start_loads_every_kernel_tries_nothing_again_and_computes_the_same(tmp_path: Path) -> None:
+    if missing := compiler_missing(torch.device("cuda", 0)):
         pytest.skip(missing)
-    folder, found = tmp_path_factory.mktemp("kernels"), []
+    starts = []
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", TRAINS],
-            env=dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder)),
+            env=dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)),
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    return found
-
-
-def test_a_second_start_loads_every_kernel_and_computes_the_same(starts: list[dict[str, Any]]) -> None:
+        starts.append(json.loads(done.stdout.splitlines()[-1]))
     first, second = starts
     assert first["loaded"] == 0
     assert second["loaded"] == second["kernels"] == first["kernels"] != 0
     assert not second["compiler"]
     assert second["losses"] == first["losses"]
-
-
-def test_a_second_start_tries_no_variants_again(starts: list[dict[str, Any]]) -> None:
-    first, second = starts
-    if all(is_kept_by_inductor for _, is_kept_by_inductor in first["tried"]):
-        pytest.skip("Inductor keeps all that was chosen here by itself")
-    assert second["tried"] == []
-    assert second["of words"] == first["of words"]
+    # Inductor may keep all that was chosen here by itself.
+    if not all(is_kept_by_inductor for _, is_kept_by_inductor in first["tried"]):
+        assert second["tried"] == []
+        assert second["of words"] == first["of words"]

@@ -78,9 +78,7 @@ def test_a_user_who_records_allocations_is_left_alone() -> None:
     try:
         fleet = normed_fleet(batch(512), 2, lowering="aten")
         fleet.step(batch(512))
-        memory = fleet.summary()[0].memory
-        assert memory is not None
-        assert memory.predicted_bytes is None
+        assert memory_of(fleet).predicted_bytes is None
         assert torch.cuda.memory._snapshot()["device_traces"][0]
     finally:
         torch.cuda.memory._record_memory_history(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -85,9 +86,7 @@ def test_a_pending_upgrade_of_another_width_is_dropped(
 def test_what_cannot_be_compiled_goes_on_through_aten(
     where: str, finished: list[Upgrade[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("not today")
-
+    refuse = Mock(side_effect=RuntimeError("not today"))
     monkeypatch.setattr(UncompiledCache, "fill" if where == "prepare" else "compile", refuse)
     fleet = fleet_of(MLP, "auto")
     fleet.wait_until_compiled()

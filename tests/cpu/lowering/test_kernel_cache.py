@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,10 +48,7 @@ def stored(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     """A copy of it, in use; nothing can be compiled."""
     copy = shutil.copytree(folder, tmp_path / "kernels")
     monkeypatch.setattr(_known, "cache_folder", lambda: copy)
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("expected nothing to be compiled")
-
+    refuse = Mock(side_effect=AssertionError("expected nothing to be compiled"))
     monkeypatch.setattr(_inductor, "compile_graph", refuse)
     return copy
 
