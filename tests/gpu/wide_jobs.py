@@ -115,16 +115,12 @@ def captures_of(colocation: tm.Colocation) -> dict[str, int]:
 # ---- fleets so large that segments of a megabyte or two do not matter -----------------------------------
 
 
-def normed_model(features: int = 1024, depth: int = 6) -> nn.Module:
+def normed_member(number: int, features: int = 1024, depth: int = 6) -> tm.Member:
+    torch.manual_seed(number)
     layers: list[nn.Module] = []
     for _ in range(depth):
         layers += [nn.Linear(features, features), nn.GELU(), nn.LayerNorm(features)]
-    return nn.Sequential(*layers)
-
-
-def normed_member(number: int, **sizes: int) -> tm.Member:
-    torch.manual_seed(number)
-    model = normed_model(**sizes)
+    model = nn.Sequential(*layers)
     return tm.Member(model, torch.optim.AdamW(model.parameters(), lr=1e-3), name=f"m{number}")
 
 

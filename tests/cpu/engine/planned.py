@@ -57,7 +57,7 @@ class Case:
 
     @functools.cache  # noqa: B019 - cases live as long as the tests
     def program(self, multiplexing: Multiplexing, **decisions: bool) -> Program:
-        """One that is decided by hand."""
+        """One in which as much is decided on as there is."""
         return decided(self.profiles, multiplexing, **decisions)
 
     def groups(self, *, of_branches: bool = False) -> list[Group]:

@@ -223,37 +223,27 @@ FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def heads(v: Values, mask_shape: tuple[int, ...] | None) -> tuple[Any, Any]:
-    shapes = ((2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 8))
-    mask = None if mask_shape is None else v.normal(*mask_shape)
-    return tuple(v.normal(*shape) for shape in shapes), mask
-
-
-def flash(mask_shape: tuple[int, ...] | None, causal: bool = False, scale: float | None = None) -> Sample:
+def flash(
+    op: Any, mask_shape: tuple[int, ...] | None, causal: bool = False, scale: float | None = None
+) -> Sample:
     def make(v: Values) -> tuple[Any, ...]:
-        values, mask = heads(v, mask_shape)
-        return (*values, 0.0, causal, {"attn_mask": mask, "scale": scale})
+        mask = None if mask_shape is None else v.normal(*mask_shape)
+        values = [v.normal(*shape) for shape in ((2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 8))]
+        named = {"attn_mask": mask, "scale": scale}
+        if op is FLASH:
+            return (*values, 0.0, causal, named)
+        results = FLASH(*values, 0.0, causal, **named)
+        return (v.normal(2, 3, 4, 8), *values, *results, 0.0, causal, named)
 
     label = f"mask {mask_shape} causal {causal} scale {scale}"
-    return Sample(FLASH, make, label, "fold model axis into batch")
-
-
-def flash_backward(mask_shape: tuple[int, ...] | None, causal: bool = False) -> Sample:
-    def make(v: Values) -> tuple[Any, ...]:
-        values, mask = heads(v, mask_shape)
-        results = FLASH(*values, 0.0, causal, attn_mask=mask)
-        return (v.normal(2, 3, 4, 8), *values, *results, 0.0, causal, {"attn_mask": mask})
-
-    return Sample(FLASH_BACKWARD, make, f"mask {mask_shape} causal {causal}", "fold model axis into batch")
+    return Sample(op, make, label, "fold model axis into batch")
 
 
 ATTENTION = [
-    flash(None, causal=True, scale=0.3),
-    *[flash(mask) for mask in (None, (4, 5), (1, 1, 4, 5), (2, 1, 4, 5), (1, 3, 4, 5))],
-    flash_backward(None),
-    flash_backward(None, causal=True),
-    flash_backward((4, 5)),
-    flash_backward((2, 1, 4, 5)),
+    flash(FLASH, None, causal=True, scale=0.3),
+    *[flash(FLASH, mask) for mask in (None, (4, 5), (1, 1, 4, 5), (2, 1, 4, 5), (1, 3, 4, 5))],
+    flash(FLASH_BACKWARD, None, causal=True),
+    *[flash(FLASH_BACKWARD, mask) for mask in (None, (4, 5), (2, 1, 4, 5))],
 ]
 
 # ---- element by element ----------------------------------------------------------------------------------

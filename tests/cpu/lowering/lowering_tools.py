@@ -109,6 +109,12 @@ def apart(got: Tensor, expected: Tensor) -> float:
 # ---- programs ------------------------------------------------------------------------------------------
 
 
+def regions_of(graph: fx.Graph, cut: Cut) -> list[RegionGraph]:
+    """In the order in which they run."""
+    extractor = Extractor(graph, cut)
+    return [extractor.region(piece) for piece in cut.pieces if not cut.is_library(piece)]
+
+
 @dataclass(frozen=True)
 class Example:
     """A step of a workload: through ATen, as it was cut, lowered; and the arguments of its first run."""
@@ -121,9 +127,7 @@ class Example:
     arguments: tuple[Tensor, ...]
 
     def regions(self) -> list[RegionGraph]:
-        """In the order in which they run."""
-        extractor = Extractor(self.source, self.cut)
-        return [extractor.region(piece) for piece in self.cut.pieces if not self.cut.is_library(piece)]
+        return regions_of(self.source, self.cut)
 
     def run(self, module: nn.Module, num_runs: int = 2) -> dict[str, Tensor]:
         """Results of each run in a row, and all arguments afterwards."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from benchmarks.workloads import Workload, mlp
 from benchmarks.workloads.seeding import seeded
-from lowering_tools import CASES, Example, assert_close, example_of, traced
+from lowering_tools import CASES, Example, assert_close, example_of, regions_of, traced
 from short_workloads import SHORT
 from torch import Tensor, fx
 
@@ -21,7 +21,7 @@ from trainmux.ir import Phase
 from trainmux.lowering import KernelCache, _inductor, lower
 from trainmux.lowering._kinds import Kind
 from trainmux.lowering._partition import cut
-from trainmux.lowering._regions import Extractor, RegionGraph, from_payload, spec_of, to_payload
+from trainmux.lowering._regions import RegionGraph, from_payload, spec_of, to_payload
 
 
 def phase_of(node: fx.Node) -> Phase:
@@ -126,15 +126,10 @@ def test_layers_share_kernels() -> None:
     assert_close(many.run(many.lowered.module), many.run(many.whole), 1e-6)
 
 
-def regions_of(module: fx.GraphModule) -> list[RegionGraph]:
-    found = cut(module.graph)
-    extractor = Extractor(module.graph, found)
-    return [extractor.region(piece) for piece in found.pieces if not found.is_library(piece)]
-
-
 def only_region(factor: float = 2.0, like: Tensor | None = None, last: str = "relu") -> RegionGraph:
     like = torch.zeros(4, 6) if like is None else like
-    (region,) = regions_of(traced(lambda x: getattr(x * factor, last)(), like))
+    graph = traced(lambda x: getattr(x * factor, last)(), like).graph
+    (region,) = regions_of(graph, cut(graph))
     return region
 
 

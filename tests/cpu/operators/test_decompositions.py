@@ -145,25 +145,22 @@ RECURRENT: dict[str, Callable[..., nn.Module]] = {
     "rnn_relu": partial(nn.RNN, nonlinearity="relu"),
     "rnn_tanh": nn.RNN,
 }
+FUNCTIONALS = ("batch_norm", "dropout", "hardshrink", "layer_norm", "multi_margin_loss", "softshrink")
+FUNCTIONALS += ("scaled_dot_product_attention",)
 SOURCES: dict[str, Calls] = {
     "aten._upsample_bicubic2d_aa.vec": _antialiased("_upsample_bicubic2d_aa"),
     "aten._upsample_bilinear2d_aa.vec": _from_database("_upsample_bilinear2d_aa"),
     "aten._upsample_lanczos2d_aa.vec": _antialiased("_upsample_lanczos2d_aa"),
-    "aten.batch_norm.default": _from_database("nn.functional.batch_norm"),
     "aten.broadcast_tensors.default": _from_database("broadcast_tensors", "nn.functional.mse_loss"),
-    "aten.dropout.default": _from_database("nn.functional.dropout"),
     "aten.embedding_bag.padding_idx": _from_database("nn.functional.embedding_bag"),
-    "aten.hardshrink.default": _from_database("nn.functional.hardshrink"),
     "aten.istft.default": _each(
         _istft,
         [{}, {"center": False}, {"normalized": True}, {"length": 30}],
         lambda: _normal(3, 5, 12, 2),
         lambda: torch.hann_window(8, dtype=torch.float64) + 0.1,
     ),
-    "aten.layer_norm.default": _from_database("nn.functional.layer_norm"),
     "aten.matmul.default": _from_database("matmul", "cdist"),
     "aten.matmul.out": _from_database("matrix_exp"),
-    "aten.multi_margin_loss.default": _from_database("nn.functional.multi_margin_loss"),
     "aten.multilabel_margin_loss_forward.default": _from_database("nn.functional.multilabel_margin_loss"),
     "aten.native_batch_norm.default": _from_database("native_batch_norm", "nn.functional.instance_norm"),
     "aten.native_dropout_backward.default": _from_database("native_dropout_backward"),
@@ -176,13 +173,12 @@ SOURCES: dict[str, Calls] = {
         *(lambda length=length: _normal(length, 2) for length in (4, 2, 3)),
     ),
     "aten.rrelu_with_noise_backward.default": _from_database("nn.functional.rrelu"),
-    "aten.scaled_dot_product_attention.default": _from_database("nn.functional.scaled_dot_product_attention"),
     "aten.select_backward.default": _from_database("select", "__getitem__"),
     "aten.slice_backward.default": _from_database("slice", "narrow", "__getitem__"),
-    "aten.softshrink.default": _from_database("nn.functional.softshrink"),
     "aten.stft.center": _from_database("stft"),
     "aten.tensor_split.tensor_indices_or_sections": _from_database("tensor_split"),
     "aten.unsafe_chunk.default": _from_database("unsafe_chunk"),
+    **{f"aten.{name}.default": _from_database(f"nn.functional.{name}") for name in FUNCTIONALS},
     **{f"aten.{name}.data": _layers(make, packed=True) for name, make in RECURRENT.items()},
     **{f"aten.{name}.input": _layers(make, packed=False) for name, make in RECURRENT.items()},
 }

@@ -58,41 +58,25 @@ def measured(graph: KernelGraph, arguments: list[Tensor], **options: Any) -> Pro
     return measure_profile(graph, arguments, width=2, fingerprint="f", facts=FACTS, **given)
 
 
-@pytest.mark.parametrize(("name", "lowering"), [("mlp", "inductor"), ("cnn_with_dropout", "aten")])
-def test_measuring_runs_every_node_and_changes_nothing(
+@pytest.mark.parametrize(
+    ("name", "lowering"), [("mlp", "inductor"), ("cnn_with_dropout", "inductor"), (DEEP, "aten")]
+)
+def test_measuring_runs_every_node_in_little_memory_and_changes_nothing(
     name: str, lowering: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, arguments = program_of(name, lowering)
-    graph = kernels_of(program)
-    before = [argument.clone() for argument in arguments]
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(_measured, "probe_link", lambda device: LinkRates(4.0, 5.0, 2.0, 2.5, 0.25))
-    profile = measured(graph, arguments, tell=lambda *progress: told.append(progress))
-    assert all(torch.equal(a, b) for a, b in zip(arguments, before, strict=True))
-    assert told[-1] == (len(graph.steps) * (1 + NUM_PASSES),) * 2
-    assert profile.source == "measured"
-    assert all(node.seconds > 0 for node in profile.nodes)
-    assert [node.name for node in profile.nodes] == [step.node.name for step in graph.steps]
-    assert all(node.is_repeatable == (not node.changes) for node in profile.nodes)
-    for tensor in profile.tensors:
-        alone = (tensor.swap_out_seconds, tensor.swap_in_seconds)
-        both = (tensor.swap_out_duplex_seconds, tensor.swap_in_duplex_seconds)
-        assert (*alone, *both) == tuple(0.25 + tensor.size_bytes / rate for rate in (4, 5, 2, 2.5))
-
-
-@pytest.mark.parametrize(("name", "lowering"), [("cnn_with_dropout", "inductor"), (DEEP, "aten")])
-def test_a_step_larger_than_the_device_can_be_measured(name: str, lowering: str) -> None:
-    """With feature maps away between the passes, far fewer bytes are there at a time; results are those of
-    the program, bit for bit."""
+    """With feature maps away between the passes, far fewer bytes are there at a time: a step larger than the
+    device can be measured. Results are those of the program, bit for bit."""
     program, arguments = program_of(name, lowering)
     with torch.no_grad():
         expected = program.module(*arguments)
     graph = kernels_of(program)
+    before = [argument.clone() for argument in arguments]
     made: list[tuple[weakref.ref[Tensor], int]] = []
     memory = {
         at.tensor: storage_bytes(a.untyped_storage()) for at, a in zip(graph.inputs, arguments, strict=True)
     }
     results = {at.tensor for at in graph.outputs}
+    told: list[tuple[int, int]] = []
     most = count = 0
 
     def watched(target: Any, args: Any, kwargs: Any, places: Sequence[Place | None]) -> list[Tensor]:
@@ -106,14 +90,25 @@ def test_a_step_larger_than_the_device_can_be_measured(name: str, lowering: str)
         most = max(most, sum(size for held, size in made if held() is not None))
         return run_into(target, args, kwargs, places)
 
-    measured(graph, arguments, into=watched)
-    assert count == (1 + NUM_PASSES) * len(graph.steps)
+    monkeypatch.setattr(_measured, "probe_link", lambda device: LinkRates(4.0, 5.0, 2.0, 2.5, 0.25))
+    profile = measured(graph, arguments, into=watched, tell=lambda *progress: told.append(progress))
+    assert all(torch.equal(a, b) for a, b in zip(arguments, before, strict=True))
+    assert told[-1] == ((1 + NUM_PASSES) * len(graph.steps),) * 2 == (count, count)
     got = [at.look(memory[at.tensor]) for at in graph.outputs]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert most < (0.8 if name == DEEP else 1.1) * most_live(graph)
     memory.clear()
     del got
     assert all(held() is None for held, _ in made)  # nothing that is no longer needed is held
+
+    assert profile.source == "measured"
+    assert all(node.seconds > 0 for node in profile.nodes)
+    assert [node.name for node in profile.nodes] == [step.node.name for step in graph.steps]
+    assert all(node.is_repeatable == (not node.changes) for node in profile.nodes)
+    for tensor in profile.tensors:
+        alone = (tensor.swap_out_seconds, tensor.swap_in_seconds)
+        both = (tensor.swap_out_duplex_seconds, tensor.swap_in_duplex_seconds)
+        assert (*alone, *both) == tuple(0.25 + tensor.size_bytes / rate for rate in (4, 5, 2, 2.5))
 
 
 def most_live(graph: KernelGraph) -> int:
