@@ -98,8 +98,11 @@ class Both:
         torch.testing.assert_close(states(self.fleet), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_change_is_noticed_and_taken_over_by_captured_steps() -> None:
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_change_is_noticed_and_taken_over_by_captured_steps(is_planned: bool) -> None:
     both = Both()
+    if is_planned:
+        both.fleet.plan(budget="2GiB", policy="none")
     both.step(0, 1, 2)
     both.models[0].scale = 0.5
     with pytest.raises(MemberChangedError, match=r"model\.scale"):
@@ -115,16 +118,6 @@ def test_a_change_is_noticed_and_taken_over_by_captured_steps() -> None:
         both.fleet.step(batch(6, FP64))
     both.fleet.refresh()
     both.step(6, 7)
-    both.assert_same()
-
-
-def test_a_change_is_taken_over_under_a_plan() -> None:
-    both = Both()
-    both.fleet.plan(budget="2GiB", policy="none")
-    both.step(0, 1, 2)
-    both.models[2].scale = both.plain[2].scale = 0.5
-    both.fleet.refresh("m2")
-    both.step(3, 4, 5)
     both.assert_same()
 
 
