@@ -2,16 +2,17 @@
 
 The problem is dynamic storage allocation, NP-hard in general. A tenant may have several spans of time, all at
 one offset, as a tensor needs that lies in a slab from one part of a program to the next. Each tenant goes to
-the smallest gap that fits between those it shares time with. What matters is who comes first: those that are
-there when most bytes are in use, the longest-lived of them before the others. Then those that ended up too
-high are moved forward and it is tried again, until the slab is as good as the bytes in use at once or the
-tries are used up. The search through what is placed runs over arrays, for thousands of tenants.
+the smallest gap that fits between those it shares time with. What matters is which large ones come first:
+those that are there when most bytes are in use, or the longest-lived. Then those that ended up too high are
+moved forward and it is tried again, until the slab is as good as the bytes in use at once or the tries are
+used up. The search through what is placed runs over arrays, for thousands of tenants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,10 +20,11 @@ from trainmux.errors import ConfigError
 from trainmux.sizes import round_up
 
 _MAX_PLACEMENTS = 24_000
-"""Tenants that are placed in all tries together: bounds the time, 40 to 80 µs each."""
-_MIN_TRIES, _MAX_TRIES = 1, 24
+"""Large tenants that are placed in all tries together: bounds the time, 40 to 80 µs each."""
+_MIN_TRIES, _MAX_TRIES = 3, 24
 _GOOD_ENOUGH = 1000
-"""No further try when the slab exceeds the bytes in use at once by less than one part in this many."""
+"""No further try when the slab exceeds the bytes in use at once by less than one part in this many. Tenants
+below that size are placed when the tries are over, in what the others leave free."""
 _ROWS_PER_STRETCH, _MAX_STRETCHES = 64, 256
 """How finely time is divided to find what shares time with a tenant."""
 _NEAR_SHARE = 8
@@ -83,14 +85,29 @@ def pack(tenants: Sequence[Tenant], alignment: int = 512, *, enough_bytes: int =
         else:
             rest.append(i)
     spans, rest_sizes = [tenants[i].spans for i in rest], [sizes[i] for i in rest]
-    in_use = _bytes_in_use(spans, rest_sizes, first, last)
-    bound = int(in_use.max(initial=0))
-    enough = max(bound + bound // _GOOD_ENOUGH, enough_bytes - base)
-    by_crowding = _by_crowding(spans, rest_sizes, in_use, first)
-    total, placed = _best_try(spans, rest_sizes, by_crowding, bound, enough, (first, last))
+    bound, total, placed = _packed(spans, rest_sizes, first, last, enough_bytes - base)
     for i, offset in zip(rest, placed, strict=True):
         offsets[i] = base + offset
     return Slab(tuple(offsets), base + total, base + bound)
+
+
+def _packed(
+    spans: Sequence[_Spans], sizes: Sequence[int], first: int, last: int, enough_bytes: int
+) -> tuple[int, int, list[int]]:
+    """The bytes in use at once, those of the slab, and the offsets."""
+    in_use = _bytes_in_use(spans, sizes, first, last)
+    bound = int(in_use.max(initial=0))
+    by_crowding = _by_crowding(spans, sizes, in_use, first)
+    small = [i for i in by_crowding if sizes[i] * _GOOD_ENOUGH < bound]
+    large = [i for i in by_crowding if sizes[i] * _GOOD_ENOUGH >= bound]
+    if not small:
+        enough = max(bound + bound // _GOOD_ENOUGH, enough_bytes)
+        return bound, *_best_try(spans, sizes, large, bound, enough, (first, last))
+    of_large = [spans[i] for i in large], [sizes[i] for i in large]
+    bound_of_large = int(_bytes_in_use(*of_large, first, last).max(initial=0))
+    enough = max(bound_of_large + bound // _GOOD_ENOUGH, enough_bytes - 2 * (bound - bound_of_large))
+    _, offsets = _best_try(*of_large, range(len(large)), bound_of_large, enough, (first, last))
+    return bound, *_place(spans, sizes, small, (first, last), dict(zip(large, offsets, strict=True)))
 
 
 def _bytes_in_use(spans: Sequence[_Spans], sizes: Sequence[int], first: int, last: int) -> _Array:
@@ -120,37 +137,44 @@ def _best_try(
 ) -> tuple[int, list[int]]:
     """The lowest total found, the first that is ``enough``, and its offsets.
 
-    Two rows of tries begin with the same order. In the first, all tenants above the bound move half way
-    forward each time, in the second those at the very top come first.
+    There are three rows of tries. In the first, all tenants above the bound move half way forward each time,
+    in the others those at the very top come first. The last row begins with the longest-lived.
     """
     num_tries = min(max(_MIN_TRIES, _MAX_PLACEMENTS // max(1, len(sizes))), _MAX_TRIES)
-    begun = best = _place_in_order(spans, sizes, by_crowding, *time)
-    for gently, tries in ((True, num_tries // 2), (False, num_tries - 1 - num_tries // 2)):
-        order, (total, offsets) = list(by_crowding), begun
-        for _ in range(tries):
+    lengths = [sum(end - start for start, end in tenant) for tenant in spans]
+    by_length = sorted(by_crowding, key=lambda i: (-lengths[i], -sizes[i]))
+    best: tuple[int, list[int]] | None = None
+    for begin, gently in ((by_crowding, True), (by_crowding, False), (by_length, False)):
+        order = list(begin)
+        for _ in range(num_tries // 3):
+            total, offsets = _place(spans, sizes, order, time)
+            if best is None or total < best[0]:
+                best = (total, offsets)
             if best[0] <= enough:
                 return best
             above = {i for i in order if offsets[i] + sizes[i] > (bound if gently else total - 1)}
             place = {i: (at / 2 - 1 if gently else -1) if i in above else at for at, i in enumerate(order)}
             order.sort(key=lambda i: place[i])
-            total, offsets = _place_in_order(spans, sizes, order, *time)
-            if total < best[0]:
-                best = (total, offsets)
+    assert best is not None
     return best
 
 
-def _place_in_order(
-    spans: Sequence[_Spans], sizes: Sequence[int], order: Sequence[int], first: int, last: int
+def _place(
+    spans: Sequence[_Spans],
+    sizes: Sequence[int],
+    order: Sequence[int],
+    time: tuple[int, int],
+    known: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[int, list[int]]:
-    """The total and the offsets when tenants are placed one by one in ``order``."""
-    placed = _Placed(sum(len(tenant) for tenant in spans), first, last)
-    offsets = [0] * len(sizes)
-    total = 0
-    for i in order:
-        offset = offsets[i] = placed.lowest_offset(spans[i], sizes[i])
-        total = max(total, offset + sizes[i])
+    """The total and the offsets when tenants are placed one by one in ``order``, among ``known`` ones."""
+    placed = _Placed(sum(len(tenant) for tenant in spans), *time)
+    offsets = [known.get(i, 0) for i in range(len(sizes))]
+    for i, offset in known.items():
         placed.add(spans[i], offset, offset + sizes[i])
-    return total, offsets
+    for i in order:
+        offsets[i] = placed.lowest_offset(spans[i], sizes[i])
+        placed.add(spans[i], offsets[i], offsets[i] + sizes[i])
+    return max((offset + size for offset, size in zip(offsets, sizes, strict=True)), default=0), offsets
 
 
 class _Placed:
