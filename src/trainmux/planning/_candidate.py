@@ -22,11 +22,15 @@ from trainmux.planning.policies._body import FixedBody
 ROUNDING = 1e-9
 """Times that differ by less than this share differ by the rounding of sums alone."""
 _TIGHTENINGS = (1, 1, 1, 2, 4)
-"""On each retry, lower the policy's limit by this multiple of the slab's overshoot."""
+"""On each retry, lower the policy's limit by this multiple of the slab's overshoot, and by a little more."""
+_LITTLE_MORE = 1 / 400
+"""The part of the limit by which it is lowered in addition: a small overshoot tends to come back."""
 _SLOW_COPIES = 1.3
 """How much longer copies take where it is asked what a schedule would take if they did."""
 _SLACK = 1.5
 """How much longer copies may take before compute waits for one, if there is room."""
+_SLACK_TRIES = 3
+"""How often slack is sought, within fewer live bytes each time, until what it takes can be placed."""
 
 
 @dataclass(frozen=True)
@@ -121,16 +125,17 @@ class Candidate:
 
     def with_slack(self, limit_bytes: int) -> Candidate:
         """Begin copies earlier and wait for them later, as far as that fits and costs no time."""
-        if self.is_robust:
-            return self
-        for fetches in (True, False):
-            timed = _slackened(
-                self.arrangement, self.schedule, self.program.body, limit_bytes, fetches=fetches
-            )
-            if timed is not None and timed.seconds <= self.seconds * (1 + ROUNDING):
-                found = timed.placed(limit_bytes)
-                if found.slab_bytes <= limit_bytes and found.is_better_than(self):
-                    return found
+        live_bytes = limit_bytes
+        for _ in range(_SLACK_TRIES):
+            if self.is_robust:
+                break
+            timed = _slackened(self.arrangement, self.schedule, self.program.body, live_bytes)
+            if timed is None or timed.seconds > self.seconds * (1 + ROUNDING):
+                break
+            found = timed.placed(limit_bytes)
+            if found.slab_bytes <= limit_bytes:
+                return found if found.is_better_than(self) else self
+            live_bytes -= 2 * (found.slab_bytes - limit_bytes)
         return self
 
 
@@ -164,14 +169,16 @@ def place_schedule(arrangement: Arrangement, schedule: Schedule) -> Candidate:
 
 
 class ScheduleSearch:
-    """A policy's schedules of one arrangement, one after another, each placed within ``limit_bytes``.
+    """A policy's schedules of one arrangement, one after another, to be placed within ``limit_bytes``.
 
-    ``seconds`` is the time of the quickest schedule, ``lacking_bytes`` what the policy said it lacks.
+    ``drawn`` is the last schedule, as long as it is not placed; ``seconds`` is the time of the quickest,
+    ``lacking_bytes`` what the policy said it lacks.
     """
 
     def __init__(self, arrangement: Arrangement, policy: Policy, limit_bytes: int, host_bytes: int) -> None:
         self.arrangement = arrangement
         self.limit_bytes = limit_bytes
+        self.drawn: _Timed | None = None
         self.seconds = float("inf")
         self.lacking_bytes = 0
         self.is_over = False
@@ -181,31 +188,47 @@ class ScheduleSearch:
         self._retries = iter(_TIGHTENINGS)
         self._schedules = self._ask()
 
-    def next(self, to_beat: float) -> Candidate | None:
-        """Place the policy's next schedule if that takes less than ``to_beat`` seconds and fits."""
-        timed = self._next_timed()
-        if timed is None:
-            return None
-        self.seconds = min(self.seconds, timed.seconds)
-        if timed.seconds >= to_beat:
-            return None
-        found = timed.placed(self.limit_bytes)
+    def draw(self) -> None:
+        """Take the policy's next schedule; it may have none for now, or be at its end."""
+        self.drawn = self._next_timed()
+        if self.drawn is not None:
+            self.seconds = min(self.seconds, self.drawn.seconds)
+
+    def place(self) -> Candidate | None:
+        """Place what is drawn. Where it does not fit, the first schedule for a lower limit is drawn."""
+        assert self.drawn is not None
+        found, self.drawn = self._hurried(self.drawn).placed(self.limit_bytes), None
         if found.slab_bytes <= self.limit_bytes:
             return found
         times = next(self._retries, None)
         if times is None:
             self.is_over = True
-            return None
-        self._tightened -= times * (found.slab_bytes - self.limit_bytes)
-        self._schedules = self._ask()
-        return self.next(to_beat)
+        else:
+            overshoot = found.slab_bytes - self.limit_bytes
+            self._tightened -= times * overshoot + int(_LITTLE_MORE * self.limit_bytes)
+            self._schedules = self._ask()
+            self.draw()
+        return None
 
-    def _ask(self) -> Iterator[Schedule]:
+    def first(self) -> Candidate | None:
+        """The first schedule that can be placed, if there is one."""
+        found = None
+        while found is None and not self.is_over:
+            if self.drawn is None:
+                self.draw()
+            else:
+                found = self.place()
+        return found
+
+    def _ask(self) -> Iterator[Schedule | None]:
         return self._policy.schedules(self.arrangement.task(self._tightened, self._host_bytes))
 
     def _next_timed(self) -> _Timed | None:
         try:
-            timed = _timed(self.arrangement, next(self._schedules))
+            schedule = next(self._schedules)
+            if schedule is None:
+                return None
+            return _timed(self.arrangement, schedule)
         except StopIteration:
             self.is_over = True
             return None
@@ -215,6 +238,9 @@ class ScheduleSearch:
             return None
         except PlanError:  # decisions that no program can carry out
             return None
+
+    def _hurried(self, timed: _Timed) -> _Timed:
+        """With copies begun earlier, where compute waits for them and that helps."""
         if timed.seconds <= self.arrangement.compute_seconds * (1 + ROUNDING) or not timed.schedule.swaps:
             return timed
         hurried = _slackened(self.arrangement, timed.schedule, timed.draft.body, self._tightened)
@@ -232,11 +258,9 @@ def _slackened(
     schedule: Schedule,
     body: Part,
     limit_bytes: int,
-    *,
-    fetches: bool = True,
 ) -> _Timed | None:
     """A schedule with slack; ``None`` where that is none, or nothing changes."""
-    found = with_slack(schedule, body, arrangement.profiles, limit_bytes, _SLACK, fetches=fetches)
+    found = with_slack(schedule, body, arrangement.profiles, limit_bytes, _SLACK)
     if found == schedule:
         return None
     try:

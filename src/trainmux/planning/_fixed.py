@@ -52,7 +52,7 @@ def _in_order(
         return
     for name in _POLICIES:
         policy = policy_named(name).policy
-        found = ScheduleSearch(arrangement, policy, available_bytes, host_bytes).next(math.inf)
+        found = ScheduleSearch(arrangement, policy, available_bytes, host_bytes).first()
         if found is not None:
             yield found
     try:

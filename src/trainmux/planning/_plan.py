@@ -13,6 +13,7 @@ predictions and in the price of copies to `auto`, not in the times by which sche
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ from trainmux.sizes import exact_bytes
 TIME_LIMIT_SECONDS = 60.0
 _CLOSE = 1.02
 """A plan that takes no longer than this many times the bound is not improved any more."""
-_HOPELESS = 1.1
-"""An arrangement whose schedule takes so many times the best plan's time is not improved."""
+_BEHIND = 1.1
+"""An arrangement whose schedules take so many times the best plan's time is improved less often."""
 _SEARCH_SHARE = 0.7
 """The part of the time limit in which new plans are sought; the rest is to place and prove the best."""
 _NUM_BISECTIONS = 8
@@ -211,7 +212,7 @@ class Planner:
         low, high = 0, best.slab_bytes
         for _ in range(_NUM_BISECTIONS):
             limit = (low + high) // 2
-            found = ScheduleSearch(arrangement, self.by, limit, self.host_bytes).next(math.inf)
+            found = ScheduleSearch(arrangement, self.by, limit, self.host_bytes).first()
             if found is None:
                 low = limit
             else:
@@ -335,6 +336,13 @@ class _Option:
     def fits_plainly(self) -> bool:
         return self.arrangement.plain_bytes <= self.limit_bytes
 
+    @property
+    def expected_seconds(self) -> float:
+        """The time of the schedule that is drawn, or the bound."""
+        if self.search is None or self.search.drawn is None:
+            return self.bound_seconds
+        return self.search.drawn.seconds
+
     def why(self, best_seconds: float) -> str:
         """Why it has no plan, in words."""
         if self.bound_seconds < math.inf and self.search is None:
@@ -377,18 +385,29 @@ class _BudgetSearch:
             option.bound_seconds = option.arrangement.compute_seconds
             if not self._is_beaten(option):
                 option.bound_seconds = planner.bound_seconds(option.arrangement, option.limit_bytes)
-        in_order = sorted(self.options, key=lambda option: option.bound_seconds)
-        for done, option in enumerate(in_order):
-            self._report(_SCHEDULING.format(planner.policy), done, len(in_order), option)
-            if self.best is not None and self._is_late():
-                break
-            if not self._is_beaten(option):
-                option.search = ScheduleSearch(
-                    option.arrangement, planner.by, option.limit_bytes, planner.host_bytes
-                )
-                self._draw(option)
-        self._report(_SCHEDULING.format(planner.policy), len(in_order), len(in_order))
+        self._place_best_first()
         self._improve()
+
+    def _place_best_first(self) -> None:
+        """Draw a schedule of each arrangement that may win, and place the quickest until one fits."""
+        stage, num_options = _SCHEDULING.format(self._planner.policy), len(self.options)
+        open_ones = list(self.options)
+        while open_ones and (self.best is None or not self._is_late()):
+            option = min(open_ones, key=lambda each: each.expected_seconds)
+            search = option.search
+            has_no_more = search is not None and search.drawn is None and (search.is_over or option.best)
+            if has_no_more or self._is_beaten(option) or option.expected_seconds >= self.seconds:
+                open_ones.remove(option)
+                continue
+            self._report(stage, num_options - len(open_ones), num_options, option)
+            if search is not None and search.drawn is not None:
+                self._place(option)
+            else:
+                option.search = search or ScheduleSearch(
+                    option.arrangement, self._planner.by, option.limit_bytes, self._planner.host_bytes
+                )
+                option.search.draw()
+        self._report(stage, num_options, num_options)
 
     def take(self, found: Candidate) -> None:
         """Note a plan, and make it the best if it is."""
@@ -408,20 +427,26 @@ class _BudgetSearch:
                     self.take(found)
 
     def _improve(self) -> None:
-        """Draw further schedules of the best arrangements in turn, until nothing is left or time is up."""
+        """Draw further schedules of all arrangements in turn, until nothing is left or time is up.
+
+        Of those that are far behind the best plan only one has its turn in each round.
+        """
         num_drawn = 0
+        behind: deque[_Option] = deque(self.options)
         while self.seconds > self.bound_seconds * _CLOSE and not self._is_late():
+            behind.rotate(-1)
             open_ones = [
                 option
-                for option in self.options
-                if option.search is not None
-                and not option.search.is_over
-                and option.search.seconds <= _HOPELESS * self.seconds
-                and not self._is_beaten(option)
+                for option in behind
+                if option.search is not None and not option.search.is_over and not self._is_beaten(option)
             ]
             if not open_ones:
                 break
-            for option in open_ones:
+            close_ones = [
+                each for each in open_ones if each.search and each.search.seconds <= _BEHIND * self.seconds
+            ]
+            others = [each for each in open_ones if each not in close_ones]
+            for option in (*close_ones, *others[:1]):
                 self._report(_IMPROVING, num_drawn, num_drawn + 1, option)
                 num_drawn += 1
                 self._draw(option)
@@ -431,8 +456,15 @@ class _BudgetSearch:
             self._report(_IMPROVING, num_drawn, num_drawn)
 
     def _draw(self, option: _Option) -> None:
+        """Draw one schedule more, and place it if it is quicker than the best plan."""
         assert option.search is not None
-        found = option.search.next(self.seconds)
+        option.search.draw()
+        while option.search.drawn is not None and option.search.drawn.seconds < self.seconds:
+            self._place(option)
+
+    def _place(self, option: _Option) -> None:
+        assert option.search is not None
+        found = option.search.place()
         if found is not None:
             self._planner.found.append(found)
             self.take(found)

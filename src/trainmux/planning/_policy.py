@@ -36,8 +36,8 @@ class Policy(Protocol):
         """The name that plans record."""
         ...
 
-    def schedules(self, task: Task) -> Iterator[Schedule]:
-        """Schedules within the task's bytes, each quicker than the one before.
+    def schedules(self, task: Task) -> Iterator[Schedule | None]:
+        """Schedules within the task's bytes, each quicker than the one before; ``None`` while it searches.
 
         Raises `Infeasible` in place of the first where none is found.
         """

@@ -1,4 +1,4 @@
-"""A cache for facts derived from a profile, keyed by object identity.
+"""A cache for what is worked out of profiles, keyed by object identity.
 
 Profiles are large, so they are told apart by identity, not by value. What is remembered keeps what it was
 worked out of alive, so that no other object can get its identity; only the last so many are kept.
@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TypeVar
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
-_Given = TypeVar("_Given")
+_Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 _MAX_REMEMBERED = 64
 
 
-def remembered(function: Callable[[_Given], _Result]) -> Callable[[_Given], _Result]:
-    """A pure function of one object, called once for each object that is still remembered."""
-    known: OrderedDict[int, tuple[_Given, _Result]] = OrderedDict()
+def remembered(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """A pure function of objects by position, called once for those that are still remembered."""
+    known: OrderedDict[tuple[int, ...], tuple[object, _Result]] = OrderedDict()
 
-    def asked(given: _Given) -> _Result:
-        found = known.get(id(given))
-        if found is None:
-            found = known[id(given)] = (given, function(given))
+    @wraps(function)
+    def asked(*given: _Given.args, **none: _Given.kwargs) -> _Result:
+        key = tuple(map(id, given))
+        if key not in known:
+            known[key] = (given, function(*given, **none))
             if len(known) > _MAX_REMEMBERED:
                 known.popitem(last=False)
-        else:
-            known.move_to_end(id(given))
-        return found[1]
+        known.move_to_end(key)
+        return known[key][1]
 
-    asked.__doc__, asked.__name__ = function.__doc__, function.__name__
     return asked

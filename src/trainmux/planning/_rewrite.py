@@ -18,6 +18,7 @@ from trainmux.planning._fewer_waits import fewer_waits
 from trainmux.planning._issue import issue
 from trainmux.planning._place import place_parts
 from trainmux.planning._recipes import recipe
+from trainmux.planning._remember import remembered
 from trainmux.planning._rows import body_row, check_recomputation, epilogue_row, prologue_row
 from trainmux.planning._stays import Residency
 from trainmux.planning._views import Key, positions_in_body, view_profiles
@@ -48,6 +49,12 @@ def rewrite(profiles: Sequence[Profile], schedule: Schedule) -> Program:
     breaks the sub-arrays' own or the stages, swaps out of order or around nothing, uses of what is on the
     host, recomputations from sources that are not there or no longer what they were.
     """
+    return _rewritten(schedule, *profiles)
+
+
+@remembered
+def _rewritten(schedule: Schedule, *profiles: Profile) -> Program:
+    """Whoever uses a plan asks for the program that the planner has proved."""
     program = place(profiles, draft(profiles, schedule))
     return replace(program, body=fewer_waits(program.body, profiles))
 

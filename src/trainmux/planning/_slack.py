@@ -27,18 +27,14 @@ def with_slack(
     profiles: Sequence[Profile],
     limit_bytes: int,
     strain: float,
-    *,
-    fetches: bool = True,
 ) -> Schedule:
     """The schedule with copies in time though they take ``strain`` times as long as predicted.
 
     As far as the bytes that are live, of the schedule's ``body`` and of what is there longer now, stay within
-    the limit. Whether they can still be placed within it remains to be seen. Without ``fetches`` copies back
-    stay where they are.
+    the limit. Whether they can still be placed within it remains to be seen.
     """
     slack = _Slack(schedule, body, profiles, limit_bytes, strain)
-    if fetches:
-        slack.fetch_earlier()
+    slack.fetch_earlier()
     slack.release_later()
     return replace(schedule, swaps=tuple(slack.swaps))
 

@@ -143,7 +143,8 @@ def decide(
     """A policy's own schedule for one arrangement within a limit; ``None`` where it finds none."""
     task = Task(tuple(profiles), multiplexing, limit_bytes, host_bytes)
     try:
-        return list(policy_named(policy, evaluations=evaluations).policy.schedules(task))[-1]
+        found = policy_named(policy, evaluations=evaluations).policy.schedules(task)
+        return [schedule for schedule in found if schedule is not None][-1]
     except Infeasible:
         return None
 

@@ -25,14 +25,15 @@ from trainmux.planning.policies._evict import LINK_PRICES, LinkPrice, evict
 from trainmux.planning.policies._gaps import RECOMPUTED, Choice, find_gaps
 from trainmux.planning.policies._layout import Demand, Layout, demand, lay_out
 
-_ROOMS = (0.0, 0.01, 0.02, 0.04, 0.08, 0.16)
+_ROOMS = (0.04, 0.08, 0.02, 0.0, 0.01, 0.16)
 """Shares of the bytes that can be given up: so much below the limit the relaxation is solved."""
 _THRESHOLDS = (0.5, 0.25, 0.75)
 _REPAIR_PRICE = LinkPrice(0.2)
 _EVALUATED_NODES = 200_000
 _FEWEST_EVALUATIONS, _MOST_EVALUATIONS = 60, 400
 _SMALL_BODY = 500
-"""Up to so many nodes the greedy solutions are looked at, too: one tensor more or less weighs a lot."""
+"""Up to so many nodes the greedy solutions are looked at, too, and all of them before one is placed: one
+tensor more or less weighs a lot."""
 _MOST_GIVEN_UP = 8
 _CLOSE = 1 + 1e-9
 _MAX_KNOWN = 64
@@ -48,7 +49,7 @@ class Auto:
     evaluations: int | None = None
     _known: dict[tuple[int, ...], _Known] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def schedules(self, task: Task) -> Iterator[Schedule]:
+    def schedules(self, task: Task) -> Iterator[Schedule | None]:
         """Better and better schedules; one that takes no longer than its nodes is the last."""
         return _AutoSearch(task, self._of(task), self).run()
 
@@ -116,34 +117,37 @@ class _AutoSearch:
         self.least_seconds = float(self.body.starts[-1])
         self.rng = random.Random(policy.seed)
         self.best: _Found | None = None
+        self.is_new = False
+        """Whether the best is not handed out yet."""
         evaluations = policy.evaluations
         if evaluations is None:
             per_node = _EVALUATED_NODES // max(1, self.body.length)
             evaluations = min(max(per_node, _FEWEST_EVALUATIONS), _MOST_EVALUATIONS)
         self.left = evaluations
 
-    def run(self) -> Iterator[Schedule]:
+    def run(self) -> Iterator[Schedule | None]:
         limit, least = self.task.limit_bytes, self.known.all_swapped.peak_bytes
         if int(self.body.needed().max()) <= limit:
             yield self.body.plain_schedule()
             return
         if least > limit:
             raise infeasible(self.task, self.policy.name, least - limit)
+        is_small = self.body.length <= _SMALL_BODY
         for choices in self._roundings():
-            self._look_at(self._made_to_fit(choices))
+            is_quicker = self._look_at(self._made_to_fit(choices))
+            if self.best is not None and not is_small:
+                yield self._emit() if is_quicker else None
             if self._is_done():
                 break
         if self.best is None:
             self._look_at(self._made_to_fit([Choice.SWAP] * len(self.gaps)))
         if self.best is None:
             raise infeasible(self.task, self.policy.name, 1)
-        yield self._emit(self.best)
+        if self.is_new:
+            yield self._emit()
         while self.left > 0 and not self._is_done():
-            before = self.best
             self.left -= 1
-            self._look_at(self._changed(before))
-            if self.best.seconds < before.seconds:
-                yield self._emit(self.best)
+            yield self._emit() if self._look_at(self._changed(self.best)) else None
 
     def _is_done(self) -> bool:
         return self.best is not None and self.best.seconds <= self.least_seconds * _CLOSE
@@ -156,7 +160,7 @@ class _AutoSearch:
         for room in _ROOMS:
             relaxed = self.known.relaxation.solve(limit - int(room * way), sparing=True)
             if relaxed is None:
-                break
+                continue
             for threshold in _THRESHOLDS:
                 choices = tuple(
                     Choice.KEEP
@@ -204,19 +208,21 @@ class _AutoSearch:
     def _ways(self, number: int) -> list[Choice]:
         return [Choice.KEEP, Choice.SWAP, *(RECOMPUTED if self.gaps[number].can_recompute else ())]
 
-    def _look_at(self, fitting: _Fitting | None) -> None:
-        """Take decisions that fit if they are quicker."""
+    def _look_at(self, fitting: _Fitting | None) -> bool:
+        """Take decisions that fit if they are quicker; whether they are."""
         if fitting is None:
-            return
+            return False
         choices, needs = fitting
         if self.best is not None and self._least(needs) > self.best.seconds:
-            return
+            return False
         layout = lay_out(self.body, self.gaps, needs, self.task.limit_bytes)
         if layout is None:
-            return
-        found = _Found(choices, needs, layout, seconds_of(layout))
-        if self.best is None or found.seconds < self.best.seconds * (1 - 1e-9):
-            self.best = found
+            return False
+        seconds = seconds_of(layout)
+        is_quicker = self.best is None or seconds < self.best.seconds * (1 - 1e-9)
+        if is_quicker:
+            self.best, self.is_new = _Found(choices, needs, layout, seconds), True
+        return is_quicker
 
     def _least(self, needs: Demand) -> float:
         """What compute, or one direction of the link, takes by itself."""
@@ -230,8 +236,10 @@ class _AutoSearch:
                 seconds_out += record.swap_out_seconds
         return max(compute, seconds_out, seconds_in)
 
-    def _emit(self, found: _Found) -> Schedule:
-        """As records. Copies back that can wait do so, as long as nothing takes longer: it saves bytes."""
+    def _emit(self) -> Schedule:
+        """The best as records. Copies back that can wait do so, if nothing takes longer: it saves bytes."""
+        assert self.best is not None
+        found, self.is_new = self.best, False
         layout = found.layout
         late = lay_out(self.body, self.gaps, found.needs, self.task.limit_bytes, late=True)
         if late is not None and seconds_of(late) <= found.seconds:
