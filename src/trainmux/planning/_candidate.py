@@ -29,7 +29,7 @@ _SLOW_COPIES = 1.3
 """How much longer copies take where it is asked what a schedule would take if they did."""
 _SLACK = 1.5
 """How much longer copies may take before compute waits for one, if there is room."""
-_SLACK_TRIES = 3
+_SLACK_TRIES = 2
 """How often slack is sought, within fewer live bytes each time, until what it takes can be placed."""
 
 

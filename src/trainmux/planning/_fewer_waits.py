@@ -20,8 +20,8 @@ is held up.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 
 import numpy as np
 
@@ -168,7 +168,9 @@ class _Waits(LaneWriter):
         self._shares = shares
         self._held = {lane: _HeldCopies(old, 0.0 if shares is None else shares[lane]) for lane in (OUT, IN)}
         self._moved = {-1: -1}
-        self._copies: dict[int, list[tuple[int, int]]] = {OUT: [], IN: []}
+        self._copies: dict[int, list[int]] = {OUT: [], IN: []}
+        self._copy_ends: dict[int, list[list[float]]] = {lane: [[] for _ in old.times] for lane in (OUT, IN)}
+        """When the copies of a lane ended in the old part, by each of its times."""
         self._written: dict[Key, int] = {}
         self._position = -1
         """Position of the old part's instruction that is being written."""
@@ -225,11 +227,16 @@ class _Waits(LaneWriter):
                 new = self._free((sub_array, tensor))
             case Offload(sub_array, tensor):
                 new = self._copy_out((sub_array, tensor))
-                self._copies[OUT].append((position, new))
+                self._note_copy(OUT, new)
             case Prefetch(sub_array, tensor):
                 new = self._copy_back((sub_array, tensor))
-                self._copies[IN].append((position, new))
+                self._note_copy(IN, new)
         self._moved[position] = new
+
+    def _note_copy(self, lane: int, new: int) -> None:
+        self._copies[lane].append(new)
+        for ends, times in zip(self._copy_ends[lane], self._old.times, strict=True):
+            ends.append(times.ends[self._position])
 
     def _wait_for_copies(self, needed: Iterable[int]) -> None:
         for on in sorted(needed, reverse=True):
@@ -251,14 +258,12 @@ class _Waits(LaneWriter):
 
     def _latest_ended(self, needed: int) -> int:
         """The last copy of a lane that has ended when ``needed`` must have."""
-        copies = self._copies[self._known.lane_of(needed)]
-        later = takewhile(lambda copy: copy[1] > needed, reversed(copies))
-        ended = (
-            new
-            for old, new in later
-            if all(times.ends[old] <= times.starts[self._position] for times in self._old.times)
+        lane = self._known.lane_of(needed)
+        num_ended = min(
+            bisect_right(ends, times.starts[self._position])
+            for ends, times in zip(self._copy_ends[lane], self._old.times, strict=True)
         )
-        return next(ended, needed)
+        return max(needed, self._copies[lane][num_ended - 1]) if num_ended else needed
 
 
 def _first_needs(part: Part, profiles: Sequence[Profile]) -> dict[int, int]:

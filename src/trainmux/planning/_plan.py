@@ -39,6 +39,8 @@ from trainmux.sizes import exact_bytes
 TIME_LIMIT_SECONDS = 60.0
 _CLOSE = 1.02
 """A plan that takes no longer than this many times the bound is not improved any more."""
+_USUAL_GAP = 1.05
+"""How many times its bound the first schedule of an arrangement may be expected to take."""
 _BEHIND = 1.1
 """An arrangement whose schedules take so many times the best plan's time is improved less often."""
 _SEARCH_SHARE = 0.7
@@ -338,9 +340,9 @@ class _Option:
 
     @property
     def expected_seconds(self) -> float:
-        """The time of the schedule that is drawn, or the bound."""
+        """The time of the schedule that is drawn; somewhat more than the bound where there is none."""
         if self.search is None or self.search.drawn is None:
-            return self.bound_seconds
+            return _USUAL_GAP * self.bound_seconds
         return self.search.drawn.seconds
 
     def why(self, best_seconds: float) -> str:
@@ -396,7 +398,8 @@ class _BudgetSearch:
             option = min(open_ones, key=lambda each: each.expected_seconds)
             search = option.search
             has_no_more = search is not None and search.drawn is None and (search.is_over or option.best)
-            if has_no_more or self._is_beaten(option) or option.expected_seconds >= self.seconds:
+            is_slower = search is not None and option.expected_seconds >= self.seconds
+            if has_no_more or is_slower or self._is_beaten(option):
                 open_ones.remove(option)
                 continue
             self._report(stage, num_options - len(open_ones), num_options, option)
