@@ -1,11 +1,11 @@
 """Profiles and a byte budget → a plan: partitions, policies, simulation, and the program that is proved."""
 
+from trainmux.planning._body import Infeasible, Task
 from trainmux.planning._fewer_waits import fewer_waits
 from trainmux.planning._fixed import fit_program
 from trainmux.planning._measured_timeline import measured_timeline
 from trainmux.planning._memory import peak_live_bytes
 from trainmux.planning._plan import TIME_LIMIT_SECONDS, BudgetCost, Planner, PlanProgress
-from trainmux.planning._policy import Infeasible, Task
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._slab import Slab, Tenant, pack
 from trainmux.planning._timeline import lane_times, timeline

@@ -13,11 +13,10 @@ from functools import cached_property
 
 from trainmux.errors import PlanError
 from trainmux.ir import Multiplexing, Part, Profile, Program, Schedule, SubArray
-from trainmux.planning._policy import Infeasible, Policy, Task, plain_order
+from trainmux.planning._body import FixedBody, Infeasible, Policy, Task, plain_order
 from trainmux.planning._rewrite import Draft, draft, place
 from trainmux.planning._slack import with_slack
 from trainmux.planning._timeline import lane_times
-from trainmux.planning.policies._body import FixedBody
 
 ROUNDING = 1e-9
 """Times that differ by less than this share differ by the rounding of sums alone."""

@@ -37,10 +37,10 @@ from trainmux.ir import (
     Wait,
     lane_of,
 )
+from trainmux.planning._facts import Key
 from trainmux.planning._lane_writer import LaneWriter
 from trainmux.planning._lanes import COMPUTE, IN, LANES, OUT
 from trainmux.planning._timeline import lane_times
-from trainmux.planning._views import Key
 
 _STRAIN = 1.25
 """Copies may take this many times their predicted time before a moved wait holds up compute."""

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from trainmux.errors import BudgetError
 from trainmux.ir import Multiplexing, Profile, Program, verify
+from trainmux.planning._body import Infeasible
 from trainmux.planning._candidate import Arrangement, Candidate, ScheduleSearch, place_plainly, place_schedule
 from trainmux.planning._fewer_waits import fewer_waits
-from trainmux.planning._policy import Infeasible
 from trainmux.planning.policies import Auto, policy_named
 from trainmux.sizes import exact_bytes
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trainmux.ir import Compute, Free, Instruction, Offload, Prefetch, Recompute, Wait
+from trainmux.planning._facts import Key
 from trainmux.planning._lanes import COMPUTE, IN, LANES, OUT
-from trainmux.planning._views import Key
 
 
 class LaneKnowledge:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from trainmux.ir import Part, Tenancy
+from trainmux.planning._facts import Key
 from trainmux.planning._slab import Slab, Tenant, pack
-from trainmux.planning._views import Key
 from trainmux.sizes import round_up
 
 _MOST_SLABS = 64

@@ -21,6 +21,7 @@ from time import monotonic
 
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.ir import Attempt, Multiplexing, PlanRecord, Profile, verify
+from trainmux.planning._body import Infeasible
 from trainmux.planning._candidate import (
     ROUNDING,
     Arrangement,
@@ -29,7 +30,6 @@ from trainmux.planning._candidate import (
     place_plainly,
     place_schedule,
 )
-from trainmux.planning._policy import Infeasible
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._timeline import timeline
 from trainmux.planning.partition import MAX_PARTITIONS, Partition, PlannedGroup, find_partitions

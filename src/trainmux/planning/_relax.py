@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from trainmux.planning.policies._body import FixedBody, Floats, Ints
-from trainmux.planning.policies._gaps import Gap, RecomputePrices
+from trainmux.planning._body import FixedBody, Floats, Ints
+from trainmux.planning._facts import Gap, RecomputePrices
 
 _NUM_BINS = 160
 _MOST_CLASSES = 2000

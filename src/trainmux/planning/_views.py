@@ -1,4 +1,4 @@
-"""Profiles and the order of a schedule, looked through once and checked: the rest relies on them."""
+"""A schedule and its profiles, looked through once and checked: the order, and how to recompute a tensor."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainmux.errors import PlanError
-from trainmux.ir import Multiplexing, Phase, Profile, Recomputation, Schedule, Swap
-
-Key = tuple[int, int]
-"""A tensor: its sub-array and its position in the sub-array's profile."""
+from trainmux.ir import Multiplexing, Profile, Recomputation, Schedule, Swap
+from trainmux.planning._facts import Facts, Key, facts_of, remembered
 
 
 @dataclass(frozen=True)
@@ -39,45 +37,17 @@ class StepView:
 
 def view_profiles(profiles: Sequence[Profile]) -> tuple[StepView, ...]:
     """One view per sub-array. A profile that contradicts itself is refused with `PlanError`."""
-    views: dict[int, StepView] = {}
-    for sub_array, profile in enumerate(profiles):
-        if id(profile) not in views:
-            views[id(profile)] = _view(profile, sub_array)
-    return tuple(views[id(profile)] for profile in profiles)
+    return tuple(_view(facts_of(profile)) for profile in profiles)
 
 
-def _view(profile: Profile, sub_array: int) -> StepView:
-    num_tensors = len(profile.tensors)
-    made_by = [-1 if tensor.byte_class.is_static else len(profile.nodes) for tensor in profile.tensors]
-    changed_by: list[list[int]] = [[] for _ in profile.tensors]
-    num_forward = 0
-    for rank, node in enumerate(profile.nodes):
-        where = f"node {rank} ({node.name}) of the profile of sub-array {sub_array}"
-        for tensor in (*node.reads, *node.changes, *node.creates):
-            if not 0 <= tensor < num_tensors:
-                raise PlanError(
-                    f"{where} must name tensors 0 to {num_tensors - 1}, but names {tensor}; profile anew"
-                )
-        for tensor in (*node.reads, *node.changes):
-            if made_by[tensor] >= rank:
-                raise PlanError(
-                    f"{where} must use tensors that exist, but uses {profile.tensors[tensor].name}, which no "
-                    "earlier node creates; profile anew"
-                )
-        for tensor in node.creates:
-            if made_by[tensor] < len(profile.nodes):
-                raise PlanError(
-                    f"{where} must create new tensors, but {profile.tensors[tensor].name} exists already; "
-                    "profile anew"
-                )
-            made_by[tensor] = rank
-        for tensor in node.changes:
-            changed_by[tensor].append(rank)
-        if node.phase is Phase.FORWARD:
-            if num_forward < rank:
-                raise PlanError(f"{where} is a forward node behind backward ones; profile anew")
-            num_forward += 1
-    return StepView(profile, num_forward, tuple(made_by), tuple(tuple(ranks) for ranks in changed_by))
+@remembered
+def _view(facts: Facts) -> StepView:
+    return StepView(
+        facts.profile,
+        facts.num_forward,
+        tuple(-1 if tensor.created_at is None else tensor.created_at for tensor in facts.tensors),
+        tuple(tensor.changed_at for tensor in facts.tensors),
+    )
 
 
 def positions_in_body(views: Sequence[StepView], schedule: Schedule) -> tuple[tuple[int, ...], ...]:
@@ -156,3 +126,95 @@ def describe_node(sub_array: int, rank: int, views: Sequence[StepView]) -> str:
 
 def _pair(node: tuple[int, int]) -> str:
     return f"{node[0]}/{node[1]}"
+
+
+@dataclass(frozen=True)
+class RecipeStep:
+    """One node that runs again. ``sources`` it reads from outside, ``own`` are made by earlier steps.
+
+    ``products`` are those of its outputs that a later step or the recomputation itself is for.
+    """
+
+    node: int
+    sources: tuple[int, ...]
+    own: tuple[int, ...]
+    products: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The steps in order, and for each product the last step that reads it (the tensor wanted: past all)."""
+
+    steps: tuple[RecipeStep, ...]
+    needed_until: dict[int, int]
+
+
+def recipe(record: Recomputation, views: Sequence[StepView]) -> Recipe:
+    """How ``record`` is carried out. Refused with `PlanError`: nodes that cannot make the tensor again."""
+    view = views[record.sub_array]
+    nodes = view.profile.nodes
+    if list(record.nodes) != sorted(set(record.nodes)) or not record.nodes:
+        raise PlanError(
+            f"{describe_recomputation(record, views)}: nodes must be ranks in rising order, at least one"
+        )
+    if view.made_by[record.tensor] not in record.nodes:
+        raise PlanError(
+            f"{describe_recomputation(record, views)}: none of its nodes creates the tensor; list the node "
+            "that does, or swap the tensor instead"
+        )
+    made_in: dict[int, int] = {}
+    for index, rank in enumerate(record.nodes):
+        if not nodes[rank].is_repeatable or nodes[rank].changes:
+            raise PlanError(
+                f"{describe_recomputation(record, views)}: {describe_node(record.sub_array, rank, views)} "
+                "may not run twice; recompute from what it made, or swap the tensor instead"
+            )
+        made_in.update(dict.fromkeys(nodes[rank].creates, index))
+    needed_until = {record.tensor: len(record.nodes)}
+    steps = []
+    for index, rank in reversed(list(enumerate(record.nodes))):
+        products = tuple(tensor for tensor in nodes[rank].creates if tensor in needed_until)
+        if not products:
+            raise PlanError(
+                f"{describe_recomputation(record, views)}: nothing that "
+                f"{describe_node(record.sub_array, rank, views)} makes is needed; leave the node out"
+            )
+        reads = dict.fromkeys(nodes[rank].reads)
+        own = tuple(tensor for tensor in reads if tensor in made_in)
+        for tensor in own:
+            needed_until.setdefault(tensor, index)
+        sources = tuple(tensor for tensor in reads if tensor not in made_in)
+        steps.append(RecipeStep(rank, sources, own, products))
+    return Recipe(tuple(reversed(steps)), needed_until)
+
+
+def check_values(record: Recomputation, made: Recipe, views: Sequence[StepView], num_run: int) -> None:
+    """Refuse a recomputation that would not make the value the step had when ``num_run`` nodes have run."""
+    view = views[record.sub_array]
+    last = made.steps[-1].node
+    if last >= num_run:
+        raise PlanError(
+            f"{describe_recomputation(record, views)}: {describe_node(record.sub_array, last, views)} has "
+            "not run yet in this step; recompute behind it"
+        )
+    if view.is_changed(record.tensor, 0, num_run):
+        raise PlanError(
+            f"{describe_recomputation(record, views)}: the tensor was changed in place after it was made; "
+            "swap it instead"
+        )
+    for step in made.steps:
+        for tensor in step.sources:
+            if view.is_changed(tensor, step.node, num_run):
+                raise PlanError(
+                    f"{describe_recomputation(record, views)}: its source "
+                    f"{describe_tensor((record.sub_array, tensor), views)} is not available, as it was "
+                    f"changed after {describe_node(record.sub_array, step.node, views)} had read it; "
+                    "recompute before the change"
+                )
+        for tensor in step.own:
+            if view.is_changed(tensor, 0, num_run):
+                raise PlanError(
+                    f"{describe_recomputation(record, views)}: "
+                    f"{describe_tensor((record.sub_array, tensor), views)}, which it makes on the way, was "
+                    "changed in place; keep it or swap it, and recompute from there"
+                )

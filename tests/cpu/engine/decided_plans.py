@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from trainmux.ir import Multiplexing, Offload, Prefetch, Profile, Program, Recompute, verify
 from trainmux.planning import Task, rewrite
-from trainmux.planning._policy import plain_order
-from trainmux.planning.policies._body import FixedBody
-from trainmux.planning.policies._gaps import Choice, find_gaps
-from trainmux.planning.policies._layout import demand, lay_out
+from trainmux.planning._body import FixedBody, plain_order
+from trainmux.planning._facts import Choice, find_gaps
+from trainmux.planning._layout import demand, lay_out
 
 _MOST_NODES = 12
 """Nodes that are run again for one feature map: those of late layers would take the whole forward pass."""

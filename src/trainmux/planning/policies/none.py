@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainmux.ir import Schedule
-from trainmux.planning._policy import Task, plain_order
-from trainmux.planning.policies._body import FixedBody, infeasible
+from trainmux.planning._body import FixedBody, Task, infeasible, plain_order
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainmux.ir import Schedule
-from trainmux.planning._policy import Task, plain_order
-from trainmux.planning.policies._body import FixedBody, GapSpans, Ints, infeasible
-from trainmux.planning.policies._gaps import Choice, Gap, RecomputePrices, find_gaps
-from trainmux.planning.policies._layout import Demand, demand, lay_out
+from trainmux.planning._body import FixedBody, GapSpans, Ints, Task, infeasible, plain_order
+from trainmux.planning._facts import Choice, Gap, RecomputePrices, find_gaps
+from trainmux.planning._layout import Demand, demand, lay_out
 
 
 @dataclass(frozen=True)

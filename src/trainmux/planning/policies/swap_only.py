@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainmux.ir import Schedule
-from trainmux.planning._policy import Task, plain_order
-from trainmux.planning.policies._body import FixedBody, GapSpans, infeasible
-from trainmux.planning.policies._gaps import Choice, Gap, find_gaps
-from trainmux.planning.policies._layout import Demand, Layout, PlacedSwap, demand
+from trainmux.planning._body import FixedBody, GapSpans, Task, infeasible, plain_order
+from trainmux.planning._facts import Choice, Gap, find_gaps
+from trainmux.planning._layout import Demand, Layout, PlacedSwap, demand
 
 
 @dataclass(frozen=True)
