@@ -170,7 +170,7 @@ def _node_rows(facts: Facts) -> _NodeRows:
     return _NodeRows(
         np.asarray([node.seconds for node in facts.nodes], dtype=np.float64),
         np.asarray([node.workspace_bytes for node in facts.nodes], dtype=np.int64),
-        np.asarray([node.created_bytes for node in facts.nodes], dtype=np.int64),
+        np.asarray(facts.created_bytes, dtype=np.int64),
     )
 
 
@@ -219,24 +219,12 @@ def known_facts(task: Task) -> tuple[Facts, ...]:
     return tuple(facts_of(profile) for profile in task.profiles)
 
 
-@dataclass(frozen=True)
-class StaticBytes:
-    """Bytes of a task that no policy for feature maps can do without: static tensors, and results."""
-
-    static: int
-    results: int
-
-    @property
-    def total(self) -> int:
-        return self.static + self.results
-
-
-def static_bytes(all_facts: Sequence[Facts]) -> StaticBytes:
-    """Of all sub-arrays together."""
-    records = [record for facts in all_facts for record in facts.tensors]
-    return StaticBytes(
-        sum(record.memory_size for record in records if record.byte_class.is_static),
-        sum(record.memory_size for record in records if record.byte_class is ByteClass.RESULT),
+def static_bytes(facts: Facts) -> int:
+    """Bytes that no policy for feature maps can do without: static tensors, and results."""
+    return sum(
+        record.memory_size
+        for record in facts.tensors
+        if record.byte_class.is_static or record.byte_class is ByteClass.RESULT
     )
 
 

@@ -54,108 +54,116 @@ def remembered(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]
 
 
 @dataclass(frozen=True)
-class KernelFacts:
-    """A kernel: its time, the bytes it creates, and its workspace while it runs."""
-
-    rank: int
-    seconds: float
-    created_bytes: int
-    workspace_bytes: int
-
-
-@dataclass(frozen=True)
 class TensorFacts:
     """A storage and the ranks that touch it, rising.
 
-    ``created_at`` is ``None`` for what is there before the step. ``last_fw_access``, ``first_bw_access`` and
-    ``last_bw_access`` are ``None`` where there is no such access. ``lifetime`` is from the first to the last
-    rank at which the bytes must be there, both included: all ranks for static tensors, and to the last rank
-    for results. ``inactive_time`` is the compute time between the last forward and the first backward
-    access, 0 where one of them is missing.
+    ``last_fw_access`` and ``first_bw_access`` are ``None`` where there is no such access. ``lifetime`` is
+    from the first to the last rank at which the bytes must be there, both included: all ranks for static
+    tensors, and to the last rank for results. ``inactive_time`` is the compute time between the last forward
+    and the first backward access, 0 where one of them is missing.
     """
 
     tensor: int
     byte_class: ByteClass
     memory_size: int
-    created_at: int | None
     accesses: tuple[int, ...]
     changed_at: tuple[int, ...]
     last_fw_access: int | None
     first_bw_access: int | None
-    last_bw_access: int | None
     lifetime: tuple[int, int]
     inactive_time: float
 
 
-@dataclass(frozen=True)
 class Facts:
     """A profile with the facts that follow from its order.
 
     ``num_forward`` ranks are the forward pass, the rest backward pass and update. ``start_seconds`` has one
     entry more than there are nodes: when each begins with nothing else running, and when the last one ends.
-    ``feature_maps`` are the tensors that can be swapped or recomputed.
-    """
-
-    profile: Profile
-    nodes: tuple[KernelFacts, ...]
-    tensors: tuple[TensorFacts, ...]
-    feature_maps: tuple[int, ...]
-    num_forward: int
-    start_seconds: tuple[float, ...]
-
-
-@remembered
-def facts_of(profile: Profile) -> Facts:
-    """Walk through a profile once.
+    ``created_bytes`` are those that each rank creates, ``made_by`` has the rank that creates each tensor, -1
+    for what is there before the step. ``feature_maps`` are the tensors that can be swapped or recomputed:
+    of that class, created in the forward pass and needed in the backward pass.
 
     Refused with `PlanError`: a forward node behind a backward one, a position that names no tensor, a
     tensor that is used before it exists, created twice, or neither static nor created.
     """
-    count = num_forward(profile)
-    start_seconds = tuple(accumulate((node.seconds for node in profile.nodes), initial=0.0))
-    accesses: list[list[int]] = [[] for _ in profile.tensors]
-    changed: list[list[int]] = [[] for _ in profile.tensors]
-    created: list[int | None] = [None] * len(profile.tensors)
-    exists = [tensor.byte_class.is_static for tensor in profile.tensors]
-    for rank, node in enumerate(profile.nodes):
-        for tensor in (*node.reads, *node.changes):
-            _check_position(profile, rank, tensor)
-            if not exists[tensor]:
-                raise PlanError(
-                    f"node {node.name!r} needs {profile.tensors[tensor].name!r} to exist, but nothing before "
-                    "it creates that; order the nodes as the step runs them"
-                )
-        for tensor in node.creates:
-            _check_position(profile, rank, tensor)
-            if exists[tensor]:
-                raise PlanError(
-                    f"node {node.name!r} must create a new tensor, but {profile.tensors[tensor].name!r} "
-                    "exists already; list a tensor that is overwritten under changes"
-                )
-            exists[tensor] = True
-            created[tensor] = rank
-        for tensor in node.changes:
-            changed[tensor].append(rank)
-        for tensor in {*node.reads, *node.creates, *node.changes}:
-            accesses[tensor].append(rank)
-    if not all(exists):
-        missing = profile.tensors[exists.index(False)]
-        raise PlanError(
-            f"tensor {missing.name!r} must be static or created by a node, but is neither; drop it from the "
-            "profile or correct its class"
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.nodes = profile.nodes
+        self.num_forward = num_forward(profile)
+        self.start_seconds = tuple(accumulate((node.seconds for node in self.nodes), initial=0.0))
+        self.made_by = [-1] * len(profile.tensors)
+        accesses, changed = self._walk()
+        self.tensors = tuple(map(self._tensor, range(len(profile.tensors)), accesses, changed))
+        self.created_bytes = tuple(
+            sum(profile.tensors[tensor].size_bytes for tensor in node.creates) for node in self.nodes
         )
-    tensors = tuple(
-        _tensor_facts(profile, position, *touched, count, start_seconds)
-        for position, touched in enumerate(zip(created, accesses, changed, strict=True))
-    )
-    return Facts(
-        profile,
-        _kernel_facts(profile),
-        tensors,
-        tuple(facts.tensor for facts in tensors if _is_feature_map(facts)),
-        count,
-        start_seconds,
-    )
+        self.feature_maps = tuple(
+            facts.tensor
+            for facts in self.tensors
+            if facts.byte_class is ByteClass.FEATURE_MAP
+            and facts.last_fw_access is not None
+            and facts.first_bw_access is not None
+        )
+
+    def _walk(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Note who makes each tensor; returns the ranks that access each, and those that change it."""
+        records = self.profile.tensors
+        accesses: list[list[int]] = [[] for _ in records]
+        changed: list[list[int]] = [[] for _ in records]
+        existing = {tensor for tensor, record in enumerate(records) if record.byte_class.is_static}
+        for rank, node in enumerate(self.nodes):
+            missing = {*node.reads, *node.changes} - existing
+            if missing:
+                raise PlanError(
+                    f"node {node.name!r} needs tensors {sorted(missing)} to exist, but nothing before it "
+                    "creates them; order the nodes as the step runs them"
+                )
+            for tensor in node.creates:
+                if tensor in existing or not 0 <= tensor < len(records):
+                    raise PlanError(
+                        f"node {node.name!r} must create one of {len(records)} tensors that does not exist "
+                        f"yet, but got {tensor}; list one that is overwritten under changes"
+                    )
+                existing.add(tensor)
+                self.made_by[tensor] = rank
+            for tensor in node.changes:
+                changed[tensor].append(rank)
+            for tensor in {*node.reads, *node.creates, *node.changes}:
+                accesses[tensor].append(rank)
+        if len(existing) < len(records):
+            raise PlanError(
+                f"expected {len(records)} tensors that are static or created by a node, but only "
+                f"{len(existing)} are; drop the others from the profile or correct their class"
+            )
+        return accesses, changed
+
+    def _tensor(self, tensor: int, accesses: list[int], changed_at: list[int]) -> TensorFacts:
+        record, last_rank = self.profile.tensors[tensor], len(self.nodes) - 1
+        forward = [rank for rank in accesses if rank < self.num_forward]
+        backward = [rank for rank in accesses if rank >= self.num_forward]
+        if record.byte_class.is_static:
+            lifetime = (0, last_rank)
+        else:
+            is_result = record.byte_class is ByteClass.RESULT
+            lifetime = (accesses[0], last_rank if is_result else accesses[-1])
+        inactive_time = 0.0
+        if forward and backward:
+            inactive_time = self.start_seconds[backward[0]] - self.start_seconds[forward[-1] + 1]
+        return TensorFacts(
+            tensor,
+            record.byte_class,
+            record.size_bytes,
+            tuple(accesses),
+            tuple(changed_at),
+            forward[-1] if forward else None,
+            backward[0] if backward else None,
+            lifetime,
+            inactive_time,
+        )
+
+
+facts_of = remembered(Facts)
 
 
 def num_forward(profile: Profile) -> int:
@@ -168,72 +176,6 @@ def num_forward(profile: Profile) -> int:
                 "backward or update node; order the profile's nodes by phase"
             )
     return count
-
-
-def _check_position(profile: Profile, rank: int, tensor: int) -> None:
-    if not 0 <= tensor < len(profile.tensors):
-        raise PlanError(
-            f"node {profile.nodes[rank].name!r} must name tensors 0 to {len(profile.tensors) - 1}, but got "
-            f"{tensor}; profile the graph again"
-        )
-
-
-def _tensor_facts(
-    profile: Profile,
-    tensor: int,
-    created_at: int | None,
-    accesses: Sequence[int],
-    changed_at: Sequence[int],
-    num_forward_nodes: int,
-    start_seconds: Sequence[float],
-) -> TensorFacts:
-    record = profile.tensors[tensor]
-    forward = [rank for rank in accesses if rank < num_forward_nodes]
-    backward = [rank for rank in accesses if rank >= num_forward_nodes]
-    last_rank = len(profile.nodes) - 1
-    if record.byte_class.is_static:
-        lifetime = (0, last_rank)
-    elif record.byte_class is ByteClass.RESULT:
-        lifetime = (accesses[0], last_rank)
-    else:
-        lifetime = (accesses[0], accesses[-1])
-    inactive_time = 0.0
-    if forward and backward:
-        inactive_time = start_seconds[backward[0]] - start_seconds[forward[-1] + 1]
-    return TensorFacts(
-        tensor,
-        record.byte_class,
-        record.size_bytes,
-        created_at,
-        tuple(accesses),
-        tuple(changed_at),
-        forward[-1] if forward else None,
-        backward[0] if backward else None,
-        backward[-1] if backward else None,
-        lifetime,
-        inactive_time,
-    )
-
-
-def _is_feature_map(facts: TensorFacts) -> bool:
-    """Whether it is one by class and by use: created in the forward pass, needed in the backward pass."""
-    return (
-        facts.byte_class is ByteClass.FEATURE_MAP
-        and facts.last_fw_access is not None
-        and facts.first_bw_access is not None
-    )
-
-
-def _kernel_facts(profile: Profile) -> tuple[KernelFacts, ...]:
-    return tuple(
-        KernelFacts(
-            rank,
-            node.seconds,
-            sum(profile.tensors[tensor].size_bytes for tensor in node.creates),
-            node.workspace_bytes,
-        )
-        for rank, node in enumerate(profile.nodes)
-    )
 
 
 _SWAPPABLE_STATIC = frozenset(
@@ -346,30 +288,11 @@ def _static_gaps(sub_array: int, record: TensorFacts, facts: Facts) -> list[Gap]
     is_changed_last = bool(record.changed_at) and record.changed_at[-1] == record.accesses[-1]
     if facts.feature_maps and not is_changed_last:
         return []  # a recomputation may read it any time before the step's last node
-    spans = [(record.accesses[-1], record.accesses[0])]
-    return [
-        Gap(
-            sub_array,
-            record.tensor,
-            record.memory_size,
-            last,
-            first,
-            is_static=True,
-            copies_out=bool(record.changed_at),
-            can_recompute=False,
-        )
-        for last, first in spans
-        if (first - last) % len(facts.nodes) != 1
-    ]
-
-
-def derive(facts: Facts, recomputed: Mapping[int, Choice]) -> Derivation | None:
-    """The recomputations of a sub-array's feature maps; ``None`` where one of them cannot be made again.
-
-    Every other tensor counts as on the device as long as it is needed: one that is swapped is brought back
-    for whoever reads it first.
-    """
-    return _Deriving(_step_of(facts), recomputed).run()
+    last, first = record.accesses[-1], record.accesses[0]
+    if (first - last) % len(facts.nodes) == 1:
+        return []
+    size, copies_out = record.memory_size, bool(record.changed_at)
+    return [Gap(sub_array, record.tensor, size, last, first, True, copies_out, False)]
 
 
 class Derivations:
@@ -384,16 +307,17 @@ class Derivations:
         self._last: dict[int, deque[tuple[dict[int, Choice], Derivation]]] = {}
 
     def of(self, facts: Facts, recomputed: Mapping[int, Choice]) -> Derivation | None:
-        """The same as `derive`."""
+        """The recomputations of a sub-array's feature maps; ``None`` where one cannot be made again.
+
+        Every other tensor counts as on the device as long as it is needed: one that is swapped is brought
+        back for whoever reads it first.
+        """
         key = (id(facts), frozenset(recomputed.items()))
         if key not in self._known:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             step = _step_of(facts)
-            found = self._from_last(step, recomputed)
-            if found is None:
-                found = _Deriving(step, recomputed).run()
-            self._known[key] = found
+            self._known[key] = self._from_last(step, recomputed) or _Deriving(step, recomputed).run()
         derivation = self._known[key]
         if derivation is not None:
             last = self._last.setdefault(id(facts), deque(maxlen=_NUM_LAST))
@@ -405,7 +329,7 @@ class Derivations:
             return None
         for before, derivation in self._last.get(id(step.facts), ()):
             if 0 <= len(recomputed) - len(before) <= _MAX_MORE and before.items() <= recomputed.items():
-                return _Deriving(step, recomputed).run_from(derivation, recomputed.keys() - before.keys())
+                return _Deriving(step, recomputed).run(derivation, recomputed.keys() - before.keys())
         return None
 
 
@@ -419,11 +343,9 @@ class RecomputePrices:
     def __init__(self, facts: Facts, recomputed: Mapping[int, Choice]) -> None:
         self._step = _step_of(facts)
         self._recomputed = dict(recomputed)
-        self._made_before: dict[int, int] = {}
+        self._made_before = {tensor: self._step.first_bw[tensor] for tensor in recomputed}
         self._known: dict[int, tuple[float, set[int]] | None] = {}
         self._before: dict[int, float] = {}
-        for tensor in recomputed:
-            self._note(tensor)
 
     def seconds(self, tensor: int) -> float | None:
         """For one; ``None`` where it cannot be made again."""
@@ -445,29 +367,32 @@ class RecomputePrices:
     def add(self, tensor: int, choice: Choice) -> None:
         """Recompute one more; those that read it cost more from now on."""
         self._recomputed[tensor] = choice
-        self._note(tensor)
+        self._made_before[tensor] = self._step.first_bw[tensor]
         for other, known in list(self._known.items()):
             if known is not None and tensor in known[1]:
                 self._before[other] = known[0]
                 del self._known[other]
 
-    def _note(self, tensor: int) -> None:
-        first_use = self._step.first_bw[tensor]
-        if first_use is not None:
-            self._made_before[tensor] = first_use
-
     def _price(self, tensor: int) -> tuple[float, set[int]] | None:
-        anchor = self._step.first_bw[tensor]
-        if anchor is None:
-            return None
         deriving = _Deriving(self._step, self._recomputed)
         deriving.made_before = self._made_before
         if Choice.RECOMPUTE_EARLY in self._recomputed.values():
             deriving.made_before = dict(self._made_before)  # which making early adds to
-        found = deriving.ranks_for(tensor, anchor)
+        found = deriving.ranks_for(tensor, self._step.first_bw[tensor])
         if found is None:
             return None
         return sum(self._step.seconds[rank] for rank in sorted(found[0])), found[1]
+
+
+def prices_beside(
+    all_facts: Sequence[Facts], gaps: Iterable[Gap], choices: Iterable[Choice]
+) -> list[RecomputePrices]:
+    """Per sub-array, what recomputing one more costs beside what ``choices`` of all gaps recompute."""
+    prices = [RecomputePrices(facts, {}) for facts in all_facts]
+    for gap, choice in zip(gaps, choices, strict=True):
+        if choice in RECOMPUTED:
+            prices[gap.sub_array].add(gap.tensor, choice)
+    return prices
 
 
 def recompute_bytes(facts: Facts, tensor: int, nodes: Iterable[int]) -> int:
@@ -476,7 +401,7 @@ def recompute_bytes(facts: Facts, tensor: int, nodes: Iterable[int]) -> int:
     Outputs are dropped when no later one of the nodes reads them; sources are not counted.
     """
     ranks = sorted(nodes)
-    records = facts.profile.nodes
+    records = facts.nodes
     last_read = {made: rank for rank in ranks for made in records[rank].creates}
     for rank in ranks:
         for read in records[rank].reads:
@@ -488,10 +413,8 @@ def recompute_bytes(facts: Facts, tensor: int, nodes: Iterable[int]) -> int:
             dropped_after[rank] += facts.tensors[made].memory_size
     live = peak = 0
     for rank in ranks:
-        node = facts.nodes[rank]
-        live += node.created_bytes
-        if live + node.workspace_bytes > peak:
-            peak = live + node.workspace_bytes
+        live += facts.created_bytes[rank]
+        peak = max(peak, live + records[rank].workspace_bytes)
         live -= dropped_after[rank]
     return peak
 
@@ -501,14 +424,13 @@ class _Step:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
+        self.created_at = facts.made_by
         self.is_static = [record.byte_class.is_static for record in facts.tensors]
         self.last_needed = [record.lifetime[1] for record in facts.tensors]
-        self.created_at = [record.created_at for record in facts.tensors]
         self.changed_at = [record.changed_at for record in facts.tensors]
-        never = len(facts.nodes)
-        self.first_change = [changed[0] if changed else never for changed in self.changed_at]
-        self.first_bw = [record.first_bw_access for record in facts.tensors]
-        nodes = facts.profile.nodes
+        nodes = facts.nodes
+        self.first_change = [changed[0] if changed else len(nodes) for changed in self.changed_at]
+        self.first_bw = [record.first_bw_access or 0 for record in facts.tensors]  # feature maps have one
         self.reads = [node.reads for node in nodes]
         self.creates = [node.creates for node in nodes]
         self.may_repeat = [node.is_repeatable and not node.changes for node in nodes]
@@ -525,35 +447,22 @@ class _Deriving:
         self.made_before: dict[int, int] = {}
         self.recomputes: list[Derived] = []
 
-    def run(self) -> Derivation | None:
-        first_uses = self.step.first_bw
-        for tensor in self._in_order():
-            anchor = first_uses[tensor]
-            if anchor is None or (tensor not in self.made_before and not self._make(tensor, anchor)):
-                return None
-        return self._derivation()
+    def run(
+        self, before: Derivation | None = None, more: AbstractSet[int] = frozenset()
+    ) -> Derivation | None:
+        """All of them, as they run: sources that are made early have been made when others need them.
 
-    def run_from(self, before: Derivation, more: AbstractSet[int]) -> Derivation | None:
-        """The same, where ``before`` is right but for the tensors ``more`` and those that read them."""
-        known = {each.tensor: each for each in before.recomputes}
-        first_uses = self.step.first_bw
-        for tensor in self._in_order():
+        ``before`` is right but for the tensors ``more`` and those that read them.
+        """
+        known = {each.tensor: each for each in before.recomputes} if before is not None else {}
+        first_uses, created_at = self.step.first_bw, self.step.created_at
+        for tensor in sorted(self.recomputed, key=lambda t: (first_uses[t], created_at[t])):
             each = known.get(tensor)
             if each is not None and more.isdisjoint(each.reads):
                 self.recomputes.append(each)
                 self.made_before[tensor] = each.before
-                continue
-            anchor = first_uses[tensor]
-            if anchor is None or not self._make(tensor, anchor):
+            elif tensor not in self.made_before and not self._make(tensor, first_uses[tensor]):
                 return None
-        return self._derivation()
-
-    def _in_order(self) -> list[int]:
-        """As they run: sources that are made early have been made when others need them."""
-        first_uses, created_at = self.step.first_bw, self.step.created_at
-        return sorted(self.recomputed, key=lambda t: (first_uses[t] or 0, created_at[t] or 0))
-
-    def _derivation(self) -> Derivation:
         first_reads: dict[int, int] = {}
         for each in self.recomputes:
             for read in each.reads:
@@ -570,7 +479,7 @@ class _Deriving:
         while waiting:
             made = waiting.pop()
             rank = step.created_at[made]
-            if rank is None or (first_change[made] < anchor and self._is_changed(made, rank, anchor)):
+            if rank < 0 or (first_change[made] < anchor and self._is_changed(made, rank, anchor)):
                 return None
             if rank in ranks:
                 continue

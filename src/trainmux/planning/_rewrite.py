@@ -25,26 +25,23 @@ from trainmux.ir import (
     Schedule,
     Tenancy,
 )
-from trainmux.planning._facts import Key, remembered
+from trainmux.planning._facts import Facts, Key, facts_of, remembered
 from trainmux.planning._fewer_waits import fewer_waits
 from trainmux.planning._lane_writer import LaneWriter
 from trainmux.planning._place import place_parts
 from trainmux.planning._rows import (
     Action,
-    CopyIn,
-    CopyOut,
-    EndStep,
-    Release,
+    Move,
     Residency,
     RunAgain,
     RunNode,
     Settled,
+    Touch,
     body_row,
-    check_recomputation,
     epilogue_row,
     prologue_row,
 )
-from trainmux.planning._views import StepView, positions_in_body, recipe, view_profiles
+from trainmux.planning._views import positions_in_body, recipe
 
 _STATE = frozenset({ByteClass.PARAMETER, ByteClass.OPTIMIZER_STATE, ByteClass.BUFFER})
 """Tensors that outlive every program: they lie at the bottom of the slab, those of other classes above."""
@@ -68,7 +65,7 @@ class Draft:
 def rewrite(profiles: Sequence[Profile], schedule: Schedule) -> Program:
     """The program of a schedule; ``profiles`` has one profile per sub-array.
 
-    Refused with `PlanError`, naming the record and why: nodes or tensors that do not exist, an order that
+    Refused with `PlanError`, naming the tensor and why: nodes or tensors that do not exist, an order that
     breaks the sub-arrays' own or the stages, swaps out of order or around nothing, uses of what is on the
     host, recomputations from sources that are not there or no longer what they were.
     """
@@ -101,32 +98,33 @@ def draft(profiles: Sequence[Profile], schedule: Schedule) -> Draft:
     """Rewrite without placement, which takes most of the time: for planners that try many schedules."""
     if not profiles:
         raise PlanError("a schedule needs at least one sub-array, but got no profiles; pass one for each")
-    views = view_profiles(profiles)
-    positions = positions_in_body(views, schedule)
-    for record in schedule.recomputes:
-        check_recomputation(record, views, positions)
-    recipes = [recipe(record, views) for record in schedule.recomputes]
+    all_facts = [facts_of(profile) for profile in profiles]
+    positions = positions_in_body(all_facts, schedule)
+    recipes = [recipe(record, all_facts) for record in schedule.recomputes]
     is_ring = schedule.multiplexing is Multiplexing.RING
 
-    row = body_row(views, schedule, positions, recipes)
-    residency = Residency(views, schedule.swaps)
+    row = body_row(all_facts, schedule, positions, recipes)
+    residency = Residency(all_facts, schedule.swaps)
     residency.check_recomputations(row, is_ring)
     settled, around = residency.settle_body(row, is_ring)
     always = frozenset(
         (sub_array, tensor)
-        for sub_array, view in enumerate(views)
-        for tensor, maker in enumerate(view.made_by)
+        for sub_array, facts in enumerate(all_facts)
+        for tensor, maker in enumerate(facts.made_by)
         if maker == -1 and (sub_array, tensor) not in residency.swapped
     )
-    body = issue(row, settled, always | around, views)
+    body = _Issuer(all_facts, always | around).issue(row, settled)
     if is_ring:
         outside: frozenset[Key] = frozenset()
-        before, after = prologue_row(row, views, settled.stays), epilogue_row(row, views, settled.stays)
+        before = prologue_row(row, all_facts, settled.stays)
+        after = epilogue_row(row, all_facts, settled.stays)
     else:
         outside = around
         before = after = ()
-    prologue = issue(before, residency.settle(before, outside, around), always | outside, views)
-    epilogue = issue(after, residency.settle(after, around, outside), always | around, views)
+    settled = residency.settle(before, outside, around)
+    prologue = _Issuer(all_facts, always | outside).issue(before, settled)
+    settled = residency.settle(after, around, outside)
+    epilogue = _Issuer(all_facts, always | around).issue(after, settled)
     host_bytes = sum(profiles[s].tensors[tensor].size_bytes for s, tensor in residency.swapped)
     return Draft(prologue, body, epilogue, tuple(sorted(always | outside)), host_bytes)
 
@@ -135,15 +133,12 @@ UNPLACED = -1
 """The offset of bytes that have no place yet."""
 
 
-def issue(row: Sequence[Action], settled: Settled, begin: Iterable[Key], views: Sequence[StepView]) -> Part:
-    """The instructions of a row that begins with the tensors of ``begin`` on the device, `UNPLACED`."""
-    return _Issuer(views, begin).issue(row, settled)
-
-
 class _Issuer(LaneWriter):
-    def __init__(self, views: Sequence[StepView], begin: Iterable[Key]) -> None:
+    """The instructions of a row that begins with the tensors of ``begin`` on the device, `UNPLACED`."""
+
+    def __init__(self, all_facts: Sequence[Facts], begin: Iterable[Key]) -> None:
         super().__init__()
-        self._views = views
+        self._all_facts = all_facts
         self._tenancies: list[Tenancy] = []
         self._live: dict[Key, int] = dict.fromkeys(sorted(begin), -1)
 
@@ -154,15 +149,13 @@ class _Issuer(LaneWriter):
                 self._run(action)
             elif isinstance(action, RunAgain):
                 ending = self._run_again(action, ending)
-            elif isinstance(action, CopyOut):
-                if position not in settled.needless:
+            elif isinstance(action, Move):
+                if action.touch is Touch.RELEASE:
+                    self._free(action.key)
+                elif action.touch is Touch.BACK:
+                    self._copy_back(action.key)
+                elif position not in settled.needless:
                     self._copy_out(action.key)
-            elif isinstance(action, Release):
-                self._free(action.key)
-            elif isinstance(action, CopyIn):
-                self._copy_back(action.key)
-            else:
-                assert isinstance(action, EndStep)
             for key in ending:
                 self._free(key)
         for key in settled.free_last:
@@ -173,7 +166,7 @@ class _Issuer(LaneWriter):
 
     def _run(self, action: RunNode) -> None:
         sub_array = action.sub_array
-        node = self._views[sub_array].profile.nodes[action.node]
+        node = self._all_facts[sub_array].nodes[action.node]
         position = self._compute(Compute(sub_array, action.node), node.reads, node.changes)
         for tensor in node.creates:
             self._live[sub_array, tensor] = position
@@ -184,8 +177,7 @@ class _Issuer(LaneWriter):
 
         A step is left out if what it makes is on the device anyway.
         """
-        record, recipe = action.record, action.recipe
-        sub_array = record.sub_array
+        (sub_array, wanted), recipe = action.key, action.recipe
         left = list(ending)
         own: set[int] = set()
         last_read: dict[int, int] = {}
@@ -195,7 +187,7 @@ class _Issuer(LaneWriter):
         for index, step in enumerate(recipe.steps):
             keeps = tuple(tensor for tensor in step.products if (sub_array, tensor) not in self._live)
             if keeps:
-                node = self._views[sub_array].profile.nodes[step.node]
+                node = self._all_facts[sub_array].nodes[step.node]
                 recompute = Recompute(sub_array, step.node, keeps)
                 position = self._compute(recompute, (*step.sources, *step.own))
                 for tensor in node.creates:
@@ -212,7 +204,7 @@ class _Issuer(LaneWriter):
             for key in [key for key in left if key[0] == sub_array and last_read.get(key[1]) == index]:
                 left.remove(key)
                 self._free(key)
-        assert record.tensor in own  # where it was before, it was dropped after its last use
+        assert wanted in own  # where it was before, it was dropped after its last use
         return left
 
     def _copy_back(self, key: Key) -> int:
@@ -230,5 +222,5 @@ class _Issuer(LaneWriter):
 
     def _note(self, key: Key, begin: int, end: int) -> None:
         sub_array, tensor = key
-        size = self._views[sub_array].profile.tensors[tensor].size_bytes
+        size = self._all_facts[sub_array].tensors[tensor].memory_size
         self._tenancies.append(Tenancy(sub_array, tensor, begin, end, UNPLACED, size))

@@ -21,18 +21,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NoReturn
 
-from trainmux.errors import PlanError
-from trainmux.ir import ByteClass, Multiplexing, Recomputation, Schedule, Swap
-from trainmux.planning._facts import Key
-from trainmux.planning._views import (
-    Recipe,
-    StepView,
-    check_values,
-    describe_node,
-    describe_recomputation,
-    describe_swap,
-    describe_tensor,
-)
+from trainmux.ir import ByteClass, Multiplexing, Schedule, Swap
+from trainmux.planning._facts import Facts, Key
+from trainmux.planning._views import Recipe, check_names, check_values, refuse
+
+
+class Touch(Enum):
+    """An effect of an action on a tensor."""
+
+    MAKE = "make"
+    READ = "read"
+    CHANGE = "change"
+    OUT = "out"
+    RELEASE = "release"
+    BACK = "back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +49,16 @@ class RunNode:
 class RunAgain:
     """Carry out a recomputation."""
 
-    record: Recomputation
+    key: Key
     recipe: Recipe
 
 
 @dataclass(frozen=True, slots=True)
-class CopyOut:
-    """Copy a tensor to the host."""
+class Move:
+    """Copy a tensor to the host (`Touch.OUT`), give its bytes back (``RELEASE``), or fetch it (``BACK``)."""
 
     key: Key
-    record: Swap
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Give the bytes of a tensor back that the host has a copy of."""
-
-    key: Key
-    record: Swap
-
-
-@dataclass(frozen=True, slots=True)
-class CopyIn:
-    """Take bytes for a tensor and copy it from the host."""
-
-    key: Key
-    record: Swap
+    touch: Touch
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +68,30 @@ class EndStep:
     results: tuple[Key, ...]
 
 
-Action = RunNode | RunAgain | CopyOut | Release | CopyIn | EndStep
+Action = RunNode | RunAgain | Move | EndStep
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Stay:
-    """A time that a swapped static tensor spends on the device in one pass through the body.
+    """A time that a tensor spends on the device in one pass through a row.
 
-    Positions are those of actions in the body's row: ``begin`` -1 if it is there when the pass begins,
-    ``end`` ``None`` if it is still there when the pass ends. ``copied_out`` is the offload before the
-    release, ``uses`` and ``changes`` the actions that touch it, the latter among the former.
+    Positions are those of actions in the row: ``begin`` -1 if it is there when the pass begins, ``end``
+    ``None`` if it is still there when the pass ends. ``copied_out`` is the offload before the release,
+    ``uses`` and ``changes`` the actions that touch it, the latter among the former. ``is_decided`` if a
+    swap or recomputation brought it, not a node that makes it.
     """
 
-    record: Swap
     begin: int
-    end: int | None
-    copied_out: int | None
-    uses: tuple[int, ...]
-    changes: tuple[int, ...]
+    last_touch: int
+    is_decided: bool = False
+    end: int | None = None
+    copied_out: int | None = None
+    uses: list[int] = field(default_factory=list)
+    changes: list[int] = field(default_factory=list)
 
 
 def body_row(
-    views: Sequence[StepView],
+    all_facts: Sequence[Facts],
     schedule: Schedule,
     positions: Sequence[Sequence[int]],
     recipes: Sequence[Recipe],
@@ -112,25 +100,35 @@ def body_row(
     num_nodes = len(schedule.order)
     before: list[list[Action]] = [[] for _ in range(num_nodes + 1)]
     after: list[list[Action]] = [[] for _ in range(num_nodes)]
-    swaps = [(swap, *_swap_positions(swap, views, positions, num_nodes)) for swap in schedule.swaps]
-    for swap, out, _, _ in sorted(swaps, key=lambda s: (s[2] - s[1] - 1) % num_nodes):
-        after[out].append(CopyOut((swap.sub_array, swap.tensor), swap))
+    swaps = [_swap_positions(swap, all_facts, positions, num_nodes) for swap in schedule.swaps]
+
+    def distance(key: Key, position: int) -> int:
+        """How far it is, around the body, from a position to the next node that uses a tensor."""
+        facts, places = all_facts[key[0]], positions[key[0]]
+        ranks = [rank for rank in facts.tensors[key[1]].accesses if rank != facts.made_by[key[1]]]
+        return min(((places[rank] - position) % num_nodes for rank in ranks), default=num_nodes)
+
+    for key, out, _, _ in sorted(swaps, key=lambda s: (s[2] - s[1] - 1) % num_nodes):
+        after[out].append(Move(key, Touch.OUT))
     # What was offloaded last is released first: one wait serves all.
-    for swap, out, release, _ in sorted(swaps, key=lambda s: -s[1]):
-        before[release if release > out else num_nodes].append(Release((swap.sub_array, swap.tensor), swap))
-    next_uses = _NextUses(views, positions, num_nodes)
-    for swap, _, _, back in sorted(
-        swaps, key=lambda s: next_uses.distance(s[0].sub_array, s[0].tensor, s[3])
-    ):
-        before[back].append(CopyIn((swap.sub_array, swap.tensor), swap))
+    for key, out, release, _ in sorted(swaps, key=lambda s: -s[1]):
+        before[release if release > out else num_nodes].append(Move(key, Touch.RELEASE))
+    for key, _, _, back in sorted(swaps, key=lambda s: distance(s[0], s[3])):
+        before[back].append(Move(key, Touch.BACK))
     # What is made earlier in a step cannot depend on what is made later: recompute it first.
     for record, recipe in sorted(
         zip(schedule.recomputes, recipes, strict=True),
-        key=lambda pair: (pair[0].sub_array, views[pair[0].sub_array].made_by[pair[0].tensor]),
+        key=lambda pair: (pair[0].sub_array, all_facts[pair[0].sub_array].made_by[pair[0].tensor]),
     ):
-        before[positions[record.before[0]][record.before[1]]].append(RunAgain(record, recipe))
-    if schedule.multiplexing is Multiplexing.RING and views[0].num_forward < views[0].num_nodes:
-        results = _forward_results(views[0])
+        again = RunAgain((record.sub_array, record.tensor), recipe)
+        before[positions[record.before[0]][record.before[1]]].append(again)
+    first = all_facts[0]
+    if schedule.multiplexing is Multiplexing.RING and first.num_forward < len(first.nodes):
+        results = tuple(
+            (0, facts.tensor)
+            for facts in first.tensors
+            if facts.byte_class is ByteClass.RESULT and 0 <= first.made_by[facts.tensor] < first.num_forward
+        )
         if results:
             after[positions[0][-1]].append(EndStep(results))
     row: list[Action] = []
@@ -141,150 +139,64 @@ def body_row(
     return (*row, *before[num_nodes])
 
 
-def _forward_results(view: StepView) -> tuple[Key, ...]:
-    return tuple(
-        (0, tensor)
-        for tensor, facts in enumerate(view.profile.tensors)
-        if facts.byte_class is ByteClass.RESULT and 0 <= view.made_by[tensor] < view.num_forward
-    )
-
-
 def _swap_positions(
-    swap: Swap, views: Sequence[StepView], positions: Sequence[Sequence[int]], num_nodes: int
-) -> tuple[int, int, int]:
+    swap: Swap, all_facts: Sequence[Facts], positions: Sequence[Sequence[int]], num_nodes: int
+) -> tuple[Key, int, int, int]:
     """The positions of a swap's three nodes in the body, checked to follow one another around the body."""
-    anchors = (swap.offload_after, swap.release_before, swap.prefetch_prompt)
-    if not _is_tensor((swap.sub_array, swap.tensor), views):
-        raise PlanError(
-            f"{describe_swap(swap, views)}: there is no such tensor; plan for the profiles that are passed"
-        )
-    if _is_result((swap.sub_array, swap.tensor), views):
-        raise PlanError(f"{describe_swap(swap, views)}: {_RESULT}")
-    for sub_array, rank in anchors:
-        if not (0 <= sub_array < len(positions) and 0 <= rank < len(positions[sub_array])):
-            raise PlanError(
-                f"{describe_swap(swap, views)}: there is no node {rank} in sub-array {sub_array}; plan for "
-                "the profiles that are passed"
-            )
-    out, release, back = (positions[sub_array][rank] for sub_array, rank in anchors)
+    key, nodes = (
+        (swap.sub_array, swap.tensor),
+        (swap.offload_after, swap.release_before, swap.prefetch_prompt),
+    )
+    check_names(key, nodes, all_facts)
+    out, release, back = (positions[sub_array][rank] for sub_array, rank in nodes)
     if (release - out - 1) % num_nodes > (back - out - 1) % num_nodes:
-        raise PlanError(
-            f"{describe_swap(swap, views)}: from the offload on, the release must come before the prefetch, "
-            f"but they stand at positions {out}, {release} and {back} of the body"
-        )
-    return out, release, back
-
-
-def check_recomputation(
-    record: Recomputation, views: Sequence[StepView], positions: Sequence[Sequence[int]]
-) -> None:
-    """Refuse, with `PlanError`, a record that names a tensor or node that does not exist."""
-    if not _is_tensor((record.sub_array, record.tensor), views):
-        raise PlanError(
-            f"{describe_recomputation(record, views)}: there is no such tensor; plan for the profiles that "
-            "are passed"
-        )
-    if _is_result((record.sub_array, record.tensor), views):
-        raise PlanError(f"{describe_recomputation(record, views)}: {_RESULT}")
-    for sub_array, rank in (record.before, *((record.sub_array, rank) for rank in record.nodes)):
-        if not (0 <= sub_array < len(positions) and 0 <= rank < len(positions[sub_array])):
-            raise PlanError(
-                f"{describe_recomputation(record, views)}: there is no node {rank} in sub-array {sub_array}; "
-                "plan for the profiles that are passed"
-            )
-
-
-_RESULT = "it is a result, which stays on the device to the end of its step; leave it there"
-
-
-def _is_result(key: Key, views: Sequence[StepView]) -> bool:
-    return views[key[0]].profile.tensors[key[1]].byte_class is ByteClass.RESULT
-
-
-def _is_tensor(key: Key, views: Sequence[StepView]) -> bool:
-    return 0 <= key[0] < len(views) and 0 <= key[1] < len(views[key[0]].profile.tensors)
-
-
-class _NextUses:
-    """How far it is, around the body, from a position to the next node that uses a tensor."""
-
-    def __init__(self, views: Sequence[StepView], positions: Sequence[Sequence[int]], num_nodes: int) -> None:
-        self._views = views
-        self._positions = positions
-        self._num_nodes = num_nodes
-        self._uses: dict[int, list[list[int]]] = {}
-
-    def distance(self, sub_array: int, tensor: int, position: int) -> int:
-        if sub_array not in self._uses:
-            profile = self._views[sub_array].profile
-            uses: list[list[int]] = [[] for _ in profile.tensors]
-            for rank, node in enumerate(profile.nodes):
-                for used in (*node.reads, *node.changes):
-                    uses[used].append(self._positions[sub_array][rank])
-            self._uses[sub_array] = uses
-        own = self._uses[sub_array][tensor]
-        return min(((use - position) % self._num_nodes for use in own), default=self._num_nodes)
+        refuse(key, all_facts, f"from the offload on, the release must come before the prefetch; got {nodes}")
+    return key, out, release, back
 
 
 def prologue_row(
-    body: Sequence[Action], views: Sequence[StepView], stays: Mapping[Key, Sequence[Stay]]
+    body: Sequence[Action], all_facts: Sequence[Facts], stays: Mapping[Key, Sequence[Stay]]
 ) -> tuple[Action, ...]:
     """A ring's prologue: the forward pass of the first sub-array, with swapped static tensors on the host.
 
     A static tensor comes to the device where the body would first have it there, if a node of the prologue
     uses it then or the body begins with it.
     """
-    made_at, num_forward = _forward_makers(body, views), views[0].num_forward
-    entries: list[_Entry] = []
-    for position, action in enumerate(body):
-        if isinstance(action, RunNode):
-            if action.sub_array == 0 and action.node < num_forward:
-                entries.append((position, 0, action))
-        elif _moves_first(action, views) and position > made_at.get(_key(action), len(body)):
-            entries.append((position, 0, action))
+    entries = _of_first(body, all_facts[0], is_forward=True)
     there = {position for position, _, _ in entries}
     for key, own in stays.items():
         for stay in own:
             first_use = next((use for use in stay.uses if use in there), len(body))
             if first_use == len(body) and stay.end is not None:
                 continue
-            entries.append((stay.begin, first_use, CopyIn(key, stay.record)))
+            entries.append((stay.begin, first_use, Move(key, Touch.BACK)))
             if stay.end is not None:
                 if stay.copied_out is not None and any(change in there for change in stay.changes):
-                    entries.append((stay.copied_out, 0, CopyOut(key, stay.record)))
-                entries.append((stay.end, 0, Release(key, stay.record)))
+                    entries.append((stay.copied_out, 0, Move(key, Touch.OUT)))
+                entries.append((stay.end, 0, Move(key, Touch.RELEASE)))
     return _in_order(entries)
 
 
 def epilogue_row(
-    body: Sequence[Action], views: Sequence[StepView], stays: Mapping[Key, Sequence[Stay]]
+    body: Sequence[Action], all_facts: Sequence[Facts], stays: Mapping[Key, Sequence[Stay]]
 ) -> tuple[Action, ...]:
     """A ring's epilogue: the backward pass and update of the first sub-array that are left in flight.
 
     Swapped static tensors are on the host at its end. What the body leaves on the device is copied out at
     the beginning, or as soon as its last change is done.
     """
-    made_at, num_forward = _forward_makers(body, views), views[0].num_forward
-    entries: list[_Entry] = []
-    for position, action in enumerate(body):
-        if isinstance(action, RunNode):
-            if action.sub_array == 0 and action.node >= num_forward:
-                entries.append((position, 0, action))
-        elif isinstance(action, EndStep) or (
-            _moves_first(action, views) and position < made_at.get(_key(action), len(body))
-        ):
-            entries.append((position, 0, action))
+    entries = _of_first(body, all_facts[0], is_forward=False)
     there = {position for position, _, _ in entries}
     for key, own in stays.items():
         for stay in own:
             if stay.begin != -1 and not any(use in there for use in stay.uses):
                 continue
             if stay.begin != -1:
-                entries.append((stay.begin, 0, CopyIn(key, stay.record)))
+                entries.append((stay.begin, 0, Move(key, Touch.BACK)))
             changes = [change for change in stay.changes if change in there]
             if changes or stay.begin == -1:
-                entries.append((max([stay.begin, *changes]), 1, CopyOut(key, stay.record)))
-            entries.append((len(body) if stay.end is None else stay.end, 0, Release(key, stay.record)))
+                entries.append((max([stay.begin, *changes]), 1, Move(key, Touch.OUT)))
+            entries.append((len(body) if stay.end is None else stay.end, 0, Move(key, Touch.RELEASE)))
     return _in_order(entries)
 
 
@@ -296,40 +208,27 @@ def _in_order(entries: Iterable[_Entry]) -> tuple[Action, ...]:
     return tuple(action for _, _, action in sorted(entries, key=lambda entry: entry[:2]))
 
 
-def _key(action: RunAgain | CopyOut | Release | CopyIn | EndStep) -> Key:
-    if isinstance(action, RunAgain):
-        return (action.record.sub_array, action.record.tensor)
-    assert not isinstance(action, EndStep)
-    return action.key
+def _of_first(body: Sequence[Action], facts: Facts, *, is_forward: bool) -> list[_Entry]:
+    """The body's actions for the first sub-array's forward pass, or for the rest of its step.
 
-
-def _moves_first(action: RunAgain | CopyOut | Release | CopyIn | EndStep, views: Sequence[StepView]) -> bool:
-    """Whether an action moves a tensor that the first sub-array makes anew in each step."""
-    if isinstance(action, EndStep):
-        return False
-    sub_array, tensor = _key(action)
-    return sub_array == 0 and views[0].made_by[tensor] >= 0
-
-
-def _forward_makers(body: Sequence[Action], views: Sequence[StepView]) -> dict[Key, int]:
-    """Positions in the body's row at which the first sub-array's forward pass makes its tensors."""
-    return {
-        (0, tensor): position
-        for position, action in enumerate(body)
-        if isinstance(action, RunNode) and action.sub_array == 0 and action.node < views[0].num_forward
-        for tensor in views[0].profile.nodes[action.node].creates
-    }
-
-
-class Touch(Enum):
-    """An effect of an action on a tensor."""
-
-    MAKE = "make"
-    READ = "read"
-    CHANGE = "change"
-    OUT = "out"
-    RELEASE = "release"
-    BACK = "back"
+    Those that move a tensor belong to the forward pass from where that makes it.
+    """
+    entries: list[_Entry] = []
+    made: set[Key] = set()
+    for position, action in enumerate(body):
+        if isinstance(action, RunNode):
+            is_in_forward = action.node < facts.num_forward
+            is_first = action.sub_array == 0
+            if is_first and is_in_forward:
+                made.update((0, tensor) for tensor in facts.nodes[action.node].creates)
+        elif isinstance(action, EndStep):
+            is_first, is_in_forward = True, False
+        else:
+            is_first = action.key[0] == 0 and facts.made_by[action.key[1]] >= 0
+            is_in_forward = action.key in made
+        if is_first and is_in_forward == is_forward:
+            entries.append((position, 0, action))
+    return entries
 
 
 @dataclass(frozen=True)
@@ -341,40 +240,26 @@ class Settled:
     free_after: tuple[tuple[Key, ...], ...]
     free_last: tuple[Key, ...]
     needless: frozenset[int]
-    stays: dict[Key, tuple[Stay, ...]]
-
-
-@dataclass(slots=True)
-class _OpenStay:
-    begin: int
-    last_touch: int
-    started: Action | None
-    copied_out: int | None = None
-    uses: list[int] = field(default_factory=list)
-    changes: list[int] = field(default_factory=list)
+    stays: dict[Key, list[Stay]]
 
 
 class Residency:
     """Tensors on the device along the rows of one schedule. Static ones that no swap moves always are."""
 
-    def __init__(self, views: Sequence[StepView], swaps: Iterable[Swap]) -> None:
-        self._views = views
-        self._swapped = frozenset((swap.sub_array, swap.tensor) for swap in swaps)
-
-    @property
-    def swapped(self) -> frozenset[Key]:
-        return self._swapped
+    def __init__(self, all_facts: Sequence[Facts], swaps: Iterable[Swap]) -> None:
+        self.all_facts = all_facts
+        self.swapped = frozenset((swap.sub_array, swap.tensor) for swap in swaps)
 
     def is_static(self, key: Key) -> bool:
-        return self._views[key[0]].made_by[key[1]] == -1
+        return self.all_facts[key[0]].made_by[key[1]] == -1
 
     def touches(self, action: Action) -> Iterator[tuple[Key, Touch]]:
         """The tensors that move which an action touches, in the order that it does."""
         if isinstance(action, RunNode):
             sub_array = action.sub_array
-            made_by = self._views[sub_array].made_by
-            node = self._views[sub_array].profile.nodes[action.node]
-            swapped = self._swapped
+            made_by = self.all_facts[sub_array].made_by
+            node = self.all_facts[sub_array].nodes[action.node]
+            swapped = self.swapped
             for tensor in node.reads:
                 if made_by[tensor] >= 0 or (sub_array, tensor) in swapped:
                     yield (sub_array, tensor), Touch.READ
@@ -384,87 +269,64 @@ class Residency:
             for tensor in node.creates:
                 yield (sub_array, tensor), Touch.MAKE
         elif isinstance(action, RunAgain):
-            sub_array = action.record.sub_array
             for step in action.recipe.steps:
                 for tensor in step.sources:
-                    key = (sub_array, tensor)
-                    if not self.is_static(key) or key in self._swapped:
+                    key = (action.key[0], tensor)
+                    if not self.is_static(key) or key in self.swapped:
                         yield key, Touch.READ
-            yield (sub_array, action.record.tensor), Touch.MAKE
-        elif isinstance(action, CopyOut):
-            yield action.key, Touch.OUT
-        elif isinstance(action, Release):
-            yield action.key, Touch.RELEASE
-        elif isinstance(action, CopyIn):
-            yield action.key, Touch.BACK
+            yield action.key, Touch.MAKE
+        elif isinstance(action, Move):
+            yield action.key, action.touch
         else:
             for key in action.results:
                 yield key, Touch.READ
 
-    def at_the_beginning(self, body: Sequence[Action]) -> dict[Key, Action]:
-        """Tensors that must be on the device as a pass through the body begins: used before they are made.
-
-        Each with the action that needs it.
-        """
-        seen: set[Key] = set()
-        needed: dict[Key, Action] = {}
-        for action in body:
-            for key, touch in self.touches(action):
-                if key not in seen:
-                    seen.add(key)
-                    if touch not in (Touch.MAKE, Touch.BACK):
-                        needed[key] = action
-        return needed
-
     def check_recomputations(self, body: Sequence[Action], is_ring: bool) -> None:
         """Refuse recomputations whose values would not be those of the step (see `check_values`)."""
-        num_run = [0] * len(self._views)
+        num_run = [0] * len(self.all_facts)
         if is_ring:
-            num_run[0] = self._views[0].num_forward
+            num_run[0] = self.all_facts[0].num_forward
         for action in body:
             if isinstance(action, RunNode):
                 num_run[action.sub_array] = action.node + 1
             elif isinstance(action, RunAgain):
-                check_values(action.record, action.recipe, self._views, num_run[action.record.sub_array])
+                check_values(action.key, action.recipe, self.all_facts, num_run[action.key[0]])
 
     def settle_body(self, body: Sequence[Action], is_ring: bool) -> tuple[Settled, frozenset[Key]]:
         """The body, which follows itself; also what is on the device where it meets itself.
 
-        Of what a step makes, only a ring's first forward pass leaves something for the pass that follows.
+        That is what is used before it is made. Of what a step makes, only a ring's first forward pass leaves
+        something for the pass that follows.
         """
-        needed = self.at_the_beginning(body)
-        around = frozenset(needed)
-        walk = _Walk(self, self._views, body, around, is_body=True)
-        for key, action in needed.items():
-            is_left = is_ring and key[0] == 0 and self._views[0].made_by[key[1]] < self._views[0].num_forward
-            if not self.is_static(key) and not is_left:
-                walk.refuse_absent(action, key)
-        return walk.settle(around), around
+        first: dict[Key, Touch] = {}
+        for action in body:
+            for key, touch in self.touches(action):
+                first.setdefault(key, touch)
+        around = frozenset(key for key, touch in first.items() if touch not in (Touch.MAKE, Touch.BACK))
+        num_left = self.all_facts[0].num_forward if is_ring else 0
+        for key in around:
+            if self.all_facts[key[0]].made_by[key[1]] >= (0 if key[0] else num_left):
+                refuse(
+                    key, self.all_facts, "it is not made yet where it is needed first; move that behind it"
+                )
+        return _Walk(self, body, around, is_body=True).settle(around), around
 
     def settle(self, row: Sequence[Action], begin: frozenset[Key], end: frozenset[Key]) -> Settled:
         """A prologue or epilogue that begins and ends with given tensors on the device."""
-        return _Walk(self, self._views, row, begin, is_body=False).settle(end)
+        return _Walk(self, row, begin, is_body=False).settle(end)
 
 
 class _Walk:
     """One walk through a row."""
 
     def __init__(
-        self,
-        residency: Residency,
-        views: Sequence[StepView],
-        row: Sequence[Action],
-        begin: frozenset[Key],
-        *,
-        is_body: bool,
+        self, residency: Residency, row: Sequence[Action], begin: frozenset[Key], *, is_body: bool
     ) -> None:
         self._residency = residency
-        self._views = views
         self._row = row
         self._is_body = is_body
-        self._open = {key: _OpenStay(-1, -1, None) for key in sorted(begin)}
+        self._open = {key: Stay(-1, -1) for key in sorted(begin)}
         self._at_first = dict(self._open)
-        self._released_by: dict[Key, Swap] = {}
         # Whether the host has a true copy. One that was made in an earlier part is not relied on.
         self._on_host: dict[Key, bool] = dict.fromkeys(begin, False)
         self._fetched_first: list[Key] = []
@@ -481,7 +343,7 @@ class _Walk:
             tuple(tuple(sorted(keys)) for keys in self._free_after),
             tuple(sorted(free_last)),
             frozenset(self._needless),
-            {key: tuple(stays) for key, stays in self._stays.items()},
+            self._stays,
         )
 
     def _touch(self, position: int, action: Action, key: Key, touch: Touch) -> None:
@@ -489,17 +351,24 @@ class _Walk:
         if touch is Touch.MAKE:
             if stay is not None:
                 self._drop(key, stay)
-            if isinstance(action, RunNode):
+            is_again = isinstance(action, RunAgain)
+            if not is_again or key not in self._on_host:
                 self._on_host[key] = False
-            else:
-                self._on_host.setdefault(key, False)
-            self._open[key] = _OpenStay(position, position, action)
+            self._open[key] = Stay(position, position, is_again)
             return
         if touch is Touch.BACK:
-            self._fetch(position, action, key, stay)
+            if stay is not None:
+                self._refuse(key, "it is on the device where it is fetched back; let its moves take turns")
+            if key not in self._on_host:
+                self._fetched_first.append(key)
+            elif not self._on_host[key]:
+                self._refuse_stale(key)
+            self._on_host[key] = True
+            self._open[key] = Stay(position, position, is_decided=True)
             return
         if stay is None:
-            self.refuse_absent(action, key)
+            user = f"node {action.node} of its step" if isinstance(action, RunNode) else "a decision"
+            self._refuse(key, f"{user} needs it while it is not on the device; fetch or make it before that")
         stay.last_touch = position
         if touch is Touch.READ:
             stay.uses.append(position)
@@ -513,122 +382,50 @@ class _Walk:
             self._on_host[key] = True
             stay.copied_out = position
         else:
-            self._release(position, action, key, stay)
+            if not self._on_host[key]:
+                self._refuse_stale(key)
+            self._close(key, stay, position)
+            del self._open[key]
 
-    def _fetch(self, position: int, action: Action, key: Key, stay: _OpenStay | None) -> None:
-        assert isinstance(action, CopyIn)
-        if stay is not None and stay.begin == -1:
-            self._released_by[key] = action.record  # at the end of the pass before
-            self.refuse_absent(self._first_use(key), key)
-        if stay is not None:
-            raise PlanError(
-                f"{describe_swap(action.record, self._views)}: it is on the device already where it is "
-                "fetched back; make the swaps and recomputations of a tensor follow one another"
-            )
-        if key not in self._on_host:
-            self._fetched_first.append(key)
-        elif not self._on_host[key]:
-            self._refuse_stale(action.record)
-        self._on_host[key] = True
-        self._open[key] = _OpenStay(position, position, action)
-
-    def _release(self, position: int, action: Action, key: Key, stay: _OpenStay) -> None:
-        assert isinstance(action, Release)
-        if not self._on_host[key]:
-            self._refuse_stale(action.record)
-        self._close(key, stay, end=position, record=action.record)
-        self._released_by[key] = action.record
-        del self._open[key]
-
-    def _drop(self, key: Key, stay: _OpenStay) -> None:
+    def _drop(self, key: Key, stay: Stay) -> None:
         assert stay.last_touch >= 0  # what is there at first is there because an action needs it
         self._free_after[stay.last_touch].append(key)
-        self._close(key, stay, end=stay.last_touch)
+        self._close(key, stay, stay.last_touch)
 
-    def _close(self, key: Key, stay: _OpenStay, end: int | None = None, record: Swap | None = None) -> None:
+    def _close(self, key: Key, stay: Stay, end: int | None) -> None:
         """Note a stay that is over, or lasts to the row's end; refuse one that served nothing."""
         if not self._is_body:
             return
-        if not stay.uses and isinstance(stay.started, CopyIn | RunAgain):
+        if not stay.uses and stay.is_decided:
             follows = self._at_first.get(key) if end is None else None  # the next pass goes on with it
             if follows is None or not follows.uses:
-                self._refuse_unused(stay.started)
-        if not self._residency.is_static(key):
-            return
-        if record is None:
-            assert isinstance(stay.started, CopyIn)
-            record = stay.started.record
-        self._stays.setdefault(key, []).append(
-            Stay(record, stay.begin, end, stay.copied_out, tuple(stay.uses), tuple(stay.changes))
-        )
+                self._refuse(key, "nothing uses it before it goes or is made again; bring it back for a use")
+        if self._residency.is_static(key):
+            stay.end = end
+            self._stays.setdefault(key, []).append(stay)
 
     def _finish(self, end: frozenset[Key]) -> list[Key]:
         """Close what is open; returns the results, which go at the very end."""
         free_last = []
         for key, stay in self._open.items():
-            byte_class = self._views[key[0]].profile.tensors[key[1]].byte_class
+            byte_class = self._residency.all_facts[key[0]].tensors[key[1]].byte_class
             if key in end:
-                self._close(key, stay)
+                self._close(key, stay, None)
             elif byte_class is ByteClass.RESULT:
                 free_last.append(key)
-            elif self._residency.is_static(key):
-                started = stay.started
-                assert isinstance(started, CopyIn)
-                raise PlanError(
-                    f"{describe_swap(started.record, self._views)}: the body ends with it on the device and "
-                    "begins with it on the host; release it once for each time it is fetched back"
-                )
+            elif byte_class.is_static:
+                self._refuse(key, "it is on the device at the end and on the host at first; release it again")
             else:
                 self._drop(key, stay)
         for key in sorted(end - self._open.keys()):
-            self.refuse_absent(self._first_use(key), key)
+            self._refuse(key, "it is not on the device at the end, but needed at first; fetch it back before")
         for key in self._fetched_first:
             if self._is_body and not self._residency.is_static(key) and not self._on_host[key]:
-                started = next(a for a in self._row if isinstance(a, CopyIn) and a.key == key)
-                self._refuse_stale(started.record)
+                self._refuse_stale(key)
         return free_last
 
-    def _first_use(self, key: Key) -> Action:
-        return next(
-            action for action in self._row for touched, _ in self._residency.touches(action) if touched == key
-        )
+    def _refuse(self, key: Key, why: str) -> NoReturn:
+        refuse(key, self._residency.all_facts, why)
 
-    def refuse_absent(self, action: Action, key: Key) -> NoReturn:
-        """Refuse an action that needs a tensor on the device while it is not there."""
-        swap = self._released_by.get(key)
-        where = (
-            f"it is on the host from {swap.release_before[0]}/{swap.release_before[1]} to "
-            f"{swap.prefetch_prompt[0]}/{swap.prefetch_prompt[1]}; fetch it back earlier"
-            if swap is not None
-            else "it is not made yet, or made only later; move what needs it behind that"
-        )
-        if isinstance(action, RunAgain):
-            raise PlanError(
-                f"{describe_recomputation(action.record, self._views)}: its source "
-                f"{describe_tensor(key, self._views)} is not available, as {where}"
-            )
-        if isinstance(action, RunNode):
-            user = f"{describe_node(action.sub_array, action.node, self._views)} uses it"
-        elif isinstance(action, EndStep):
-            user = "it is a result that lives to the end of the step"
-        else:
-            user = f"{describe_swap(action.record, self._views)} needs it on the device"
-        who = describe_swap(swap, self._views) if swap is not None else describe_tensor(key, self._views)
-        raise PlanError(f"{who}: {user}, but {where}")
-
-    def _refuse_stale(self, record: Swap) -> NoReturn:
-        raise PlanError(
-            f"{describe_swap(record, self._views)}: the host's copy would not be the tensor as it is then: "
-            "it is changed or made anew between offload and release; offload it after its last change"
-        )
-
-    def _refuse_unused(self, started: CopyIn | RunAgain) -> NoReturn:
-        if isinstance(started, CopyIn):
-            raise PlanError(
-                f"{describe_swap(started.record, self._views)}: nothing uses it between the prefetch and the "
-                "next time it is made or released; swap it around a use"
-            )
-        raise PlanError(
-            f"{describe_recomputation(started.record, self._views)}: nothing uses it before it is made again "
-            "or the step ends; leave the recomputation out, or place it before a use"
-        )
+    def _refuse_stale(self, key: Key) -> NoReturn:
+        self._refuse(key, "the host's copy is out of date by then; offload it after its last change")

@@ -1,131 +1,64 @@
-"""A schedule and its profiles, looked through once and checked: the order, and how to recompute a tensor."""
+"""A schedule's order and its decisions, looked through once and checked against the facts of its profiles."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from trainmux.errors import PlanError
-from trainmux.ir import Multiplexing, Profile, Recomputation, Schedule, Swap
-from trainmux.planning._facts import Facts, Key, facts_of, remembered
+from trainmux.ir import ByteClass, Multiplexing, Recomputation, Schedule
+from trainmux.planning._facts import Facts, Key
 
 
-@dataclass(frozen=True)
-class StepView:
-    """One sub-array's step: the profile, and for each tensor who makes and who changes it.
-
-    ``made_by`` is a rank, -1 for a tensor that is there before the step; ``changed_by`` are ranks in order.
-    The first ``num_forward`` nodes are the forward pass.
-    """
-
-    profile: Profile
-    num_forward: int
-    made_by: tuple[int, ...]
-    changed_by: tuple[tuple[int, ...], ...]
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.profile.nodes)
-
-    def is_changed(self, tensor: int, from_rank: int, before_rank: int) -> bool:
-        """Whether a node of rank ``from_rank`` up to, not including, ``before_rank`` changes the tensor."""
-        ranks = self.changed_by[tensor]
-        first = bisect_left(ranks, from_rank)
-        return first < len(ranks) and ranks[first] < before_rank
+def refuse(key: Key, all_facts: Sequence[Facts], why: str) -> NoReturn:
+    """Refuse the decisions about a tensor, which need not exist."""
+    tensors = all_facts[key[0]].profile.tensors if 0 <= key[0] < len(all_facts) else ()
+    name = f" {tensors[key[1]].name!r}" if 0 <= key[1] < len(tensors) else ""
+    raise PlanError(f"the schedule must not move tensor {key[1]}{name} of sub-array {key[0]} so: {why}")
 
 
-def view_profiles(profiles: Sequence[Profile]) -> tuple[StepView, ...]:
-    """One view per sub-array. A profile that contradicts itself is refused with `PlanError`."""
-    return tuple(_view(facts_of(profile)) for profile in profiles)
-
-
-@remembered
-def _view(facts: Facts) -> StepView:
-    return StepView(
-        facts.profile,
-        facts.num_forward,
-        tuple(-1 if tensor.created_at is None else tensor.created_at for tensor in facts.tensors),
-        tuple(tensor.changed_at for tensor in facts.tensors),
-    )
-
-
-def positions_in_body(views: Sequence[StepView], schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+def positions_in_body(all_facts: Sequence[Facts], schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """For each sub-array, by rank, the position of the node in the body; refused: an order that is not one.
 
     Each node runs once, each sub-array's nodes run in rank order (in a ring the first one's forward pass
     comes behind its backward pass and update), and stages follow one another.
     """
-    positions = [[-1] * view.num_nodes for view in views]
+    positions = [[-1] * len(facts.nodes) for facts in all_facts]
+    waiting = [deque(range(len(facts.nodes))) for facts in all_facts]
     is_ring = schedule.multiplexing is Multiplexing.RING
-    next_rank = [views[0].num_forward if is_ring and s == 0 else 0 for s in range(len(views))]
+    if is_ring:
+        waiting[0].rotate(-all_facts[0].num_forward)
     stage = 0
     for position, (sub_array, rank) in enumerate(schedule.order):
-        if not (0 <= sub_array < len(views) and 0 <= rank < views[sub_array].num_nodes):
-            raise PlanError(
-                f"the order must name nodes of {len(views)} sub-arrays, but position {position} names node "
-                f"{rank} of sub-array {sub_array}; plan for these profiles"
-            )
-        view = views[sub_array]
-        expected = next_rank[sub_array] % view.num_nodes
-        if rank != expected or positions[sub_array][rank] != -1:
-            raise PlanError(
-                f"the nodes of sub-array {sub_array} must run once each in rank order"
-                f"{', beginning with the backward pass' if is_ring and sub_array == 0 else ''}, so node "
-                f"{expected} is next, but position {position} of the order has node {rank}"
-            )
-        next_rank[sub_array] += 1
-        positions[sub_array][rank] = position
-        is_forward = rank < view.num_forward
-        own_stage = (sub_array - 1) % len(views) if is_ring and is_forward else sub_array
+        own_stage = -1
+        if 0 <= sub_array < len(waiting) and waiting[sub_array] and waiting[sub_array][0] == rank:
+            positions[sub_array][waiting[sub_array].popleft()] = position
+            is_ahead = is_ring and rank < all_facts[sub_array].num_forward
+            own_stage = (sub_array - 1) % len(all_facts) if is_ahead else sub_array
         if own_stage < stage:
             raise PlanError(
-                f"stages of the body must follow one another, but node {rank} of sub-array {sub_array} at "
-                f"position {position} belongs to stage {own_stage}, and stage {stage} has begun"
+                "the nodes of each sub-array must run once each in rank order, a ring's first sub-array from "
+                "the backward pass on, and stages must follow one another, but position "
+                f"{position} of the order has node {rank} of sub-array {sub_array}"
             )
         stage = own_stage
-    missing = [(s, row.index(-1)) for s, row in enumerate(positions) if -1 in row]
-    if missing:
-        raise PlanError(
-            f"the order must name every node once, but node {missing[0][1]} of sub-array {missing[0][0]} is "
-            "not in it"
-        )
+    if any(waiting):
+        raise PlanError(f"the order must name every node once, but it lacks {list(map(list, waiting))}")
     return tuple(tuple(row) for row in positions)
 
 
-def describe_swap(swap: Swap, views: Sequence[StepView]) -> str:
-    """A swap in words, for messages; safe for one that names nothing."""
-    return (
-        f"swap of {describe_tensor((swap.sub_array, swap.tensor), views)} (offload after "
-        f"{_pair(swap.offload_after)}, release before {_pair(swap.release_before)}, prefetch before "
-        f"{_pair(swap.prefetch_prompt)})"
-    )
-
-
-def describe_recomputation(record: Recomputation, views: Sequence[StepView]) -> str:
-    """A recomputation in words, for messages; safe for one that names nothing."""
-    nodes = ", ".join(str(rank) for rank in record.nodes)
-    return (
-        f"recomputation of {describe_tensor((record.sub_array, record.tensor), views)} (nodes {nodes}, "
-        f"before {_pair(record.before)})"
-    )
-
-
-def describe_tensor(key: Key, views: Sequence[StepView]) -> str:
-    """A tensor in words; safe for one that does not exist."""
-    sub_array, tensor = key
-    known = 0 <= sub_array < len(views) and 0 <= tensor < len(views[sub_array].profile.tensors)
-    name = f" {views[sub_array].profile.tensors[tensor].name!r}" if known else ""
-    return f"tensor {tensor}{name} of sub-array {sub_array}"
-
-
-def describe_node(sub_array: int, rank: int, views: Sequence[StepView]) -> str:
-    """A node in words."""
-    return f"node {rank} {views[sub_array].profile.nodes[rank].name!r} of sub-array {sub_array}"
-
-
-def _pair(node: tuple[int, int]) -> str:
-    return f"{node[0]}/{node[1]}"
+def check_names(key: Key, nodes: Iterable[tuple[int, int]], all_facts: Sequence[Facts]) -> None:
+    """Refuse decisions about a result, or that name a tensor or nodes that do not exist."""
+    tensors = all_facts[key[0]].tensors if 0 <= key[0] < len(all_facts) else ()
+    if not 0 <= key[1] < len(tensors):
+        refuse(key, all_facts, "there is no such tensor; plan for the profiles that are passed")
+    if tensors[key[1]].byte_class is ByteClass.RESULT:
+        refuse(key, all_facts, "it is a result, which stays to the end of its step; leave it there")
+    for sub_array, rank in nodes:
+        if not (0 <= sub_array < len(all_facts) and 0 <= rank < len(all_facts[sub_array].nodes)):
+            refuse(key, all_facts, f"there is no node {rank} in sub-array {sub_array}; plan for the profiles")
 
 
 @dataclass(frozen=True)
@@ -149,37 +82,22 @@ class Recipe:
     needed_until: dict[int, int]
 
 
-def recipe(record: Recomputation, views: Sequence[StepView]) -> Recipe:
+def recipe(record: Recomputation, all_facts: Sequence[Facts]) -> Recipe:
     """How ``record`` is carried out. Refused with `PlanError`: nodes that cannot make the tensor again."""
-    view = views[record.sub_array]
-    nodes = view.profile.nodes
-    if list(record.nodes) != sorted(set(record.nodes)) or not record.nodes:
-        raise PlanError(
-            f"{describe_recomputation(record, views)}: nodes must be ranks in rising order, at least one"
-        )
-    if view.made_by[record.tensor] not in record.nodes:
-        raise PlanError(
-            f"{describe_recomputation(record, views)}: none of its nodes creates the tensor; list the node "
-            "that does, or swap the tensor instead"
-        )
-    made_in: dict[int, int] = {}
-    for index, rank in enumerate(record.nodes):
-        if not nodes[rank].is_repeatable or nodes[rank].changes:
-            raise PlanError(
-                f"{describe_recomputation(record, views)}: {describe_node(record.sub_array, rank, views)} "
-                "may not run twice; recompute from what it made, or swap the tensor instead"
-            )
-        made_in.update(dict.fromkeys(nodes[rank].creates, index))
+    key = (record.sub_array, record.tensor)
+    check_names(key, [record.before, *((record.sub_array, rank) for rank in record.nodes)], all_facts)
+    facts = all_facts[record.sub_array]
+    if list(record.nodes) != sorted(set(record.nodes)) or facts.made_by[record.tensor] not in record.nodes:
+        refuse(key, all_facts, f"nodes {record.nodes} must rise and create it; correct them, or swap it")
+    made_in = {tensor for rank in record.nodes for tensor in facts.nodes[rank].creates}
     needed_until = {record.tensor: len(record.nodes)}
     steps = []
     for index, rank in reversed(list(enumerate(record.nodes))):
-        products = tuple(tensor for tensor in nodes[rank].creates if tensor in needed_until)
-        if not products:
-            raise PlanError(
-                f"{describe_recomputation(record, views)}: nothing that "
-                f"{describe_node(record.sub_array, rank, views)} makes is needed; leave the node out"
-            )
-        reads = dict.fromkeys(nodes[rank].reads)
+        node = facts.nodes[rank]
+        products = tuple(tensor for tensor in node.creates if tensor in needed_until)
+        if not products or not node.is_repeatable or node.changes:
+            refuse(key, all_facts, f"node {rank} may not run twice, or makes nothing needed; leave it out")
+        reads = dict.fromkeys(node.reads)
         own = tuple(tensor for tensor in reads if tensor in made_in)
         for tensor in own:
             needed_until.setdefault(tensor, index)
@@ -188,33 +106,16 @@ def recipe(record: Recomputation, views: Sequence[StepView]) -> Recipe:
     return Recipe(tuple(reversed(steps)), needed_until)
 
 
-def check_values(record: Recomputation, made: Recipe, views: Sequence[StepView], num_run: int) -> None:
+def check_values(key: Key, made: Recipe, all_facts: Sequence[Facts], num_run: int) -> None:
     """Refuse a recomputation that would not make the value the step had when ``num_run`` nodes have run."""
-    view = views[record.sub_array]
-    last = made.steps[-1].node
-    if last >= num_run:
-        raise PlanError(
-            f"{describe_recomputation(record, views)}: {describe_node(record.sub_array, last, views)} has "
-            "not run yet in this step; recompute behind it"
-        )
-    if view.is_changed(record.tensor, 0, num_run):
-        raise PlanError(
-            f"{describe_recomputation(record, views)}: the tensor was changed in place after it was made; "
-            "swap it instead"
-        )
+    if made.steps[-1].node >= num_run:
+        refuse(key, all_facts, f"node {made.steps[-1].node} has not run yet; recompute behind it")
+    used = [(key[1], 0)]
     for step in made.steps:
-        for tensor in step.sources:
-            if view.is_changed(tensor, step.node, num_run):
-                raise PlanError(
-                    f"{describe_recomputation(record, views)}: its source "
-                    f"{describe_tensor((record.sub_array, tensor), views)} is not available, as it was "
-                    f"changed after {describe_node(record.sub_array, step.node, views)} had read it; "
-                    "recompute before the change"
-                )
-        for tensor in step.own:
-            if view.is_changed(tensor, 0, num_run):
-                raise PlanError(
-                    f"{describe_recomputation(record, views)}: "
-                    f"{describe_tensor((record.sub_array, tensor), views)}, which it makes on the way, was "
-                    "changed in place; keep it or swap it, and recompute from there"
-                )
+        used += [(tensor, step.node) for tensor in step.sources]
+        used += [(tensor, 0) for tensor in step.own]
+    tensors = all_facts[key[0]].tensors
+    for tensor, since in used:
+        if any(since <= rank < num_run for rank in tensors[tensor].changed_at):
+            name = all_facts[key[0]].profile.tensors[tensor].name
+            refuse(key, all_facts, f"{name!r} has changed by then; recompute before that, or swap it")

@@ -53,7 +53,7 @@ class _OneSchedule:
 
 def _in_turns(baseline: _Baseline, task: Task) -> Schedule:
     """Each sub-array by itself, within what the static tensors of the others leave."""
-    own_bytes = [static_bytes([facts]).total for facts in known_facts(task)]
+    own_bytes = [static_bytes(facts) for facts in known_facts(task)]
     singles: dict[int, Schedule] = {}
     order: list[Node] = []
     swaps: list[Swap] = []

@@ -28,7 +28,7 @@ import numpy as np
 
 from trainmux.ir import Multiplexing, Schedule
 from trainmux.planning._body import FixedBody, GapSpans, Ints, Task, infeasible, plain_order
-from trainmux.planning._facts import RECOMPUTED, Choice, Gap, RecomputePrices, find_gaps
+from trainmux.planning._facts import RECOMPUTED, Choice, Gap, find_gaps, prices_beside
 from trainmux.planning._layout import Demand, Layout, demand, lay_out, seconds_of
 from trainmux.planning._relax import Relaxation
 
@@ -330,7 +330,7 @@ class _Eviction:
         self._cannot: set[int] = set()
         self._batch = max(1, len(gaps) // _NUM_ROUNDS)
         self._spans = GapSpans(body, gaps)
-        self._prices = self._price_all()
+        self._prices = prices_beside(self._body.all_facts, self._gaps, self._choices)
 
     def run(self) -> tuple[tuple[Choice, ...], Demand] | None:
         task, added = self._body.task, list[int]()
@@ -344,7 +344,7 @@ class _Eviction:
                 for number in undone:
                     self._choices[number] = Choice.KEEP
                 self._cannot.update(undone)
-                self._prices = self._price_all()
+                self._prices = prices_beside(self._body.all_facts, self._gaps, self._choices)
                 continue
             excess = needs.peak_bytes - task.limit_bytes
             if excess <= 0 and needs.host_bytes <= task.host_bytes:
@@ -354,7 +354,7 @@ class _Eviction:
             if not added:
                 if not self._swap_instead(needs, peak):
                     return None
-                self._prices = self._price_all()
+                self._prices = prices_beside(self._body.all_facts, self._gaps, self._choices)
         return None
 
     def _take(self, peak: int, excess: int, host_bytes: int) -> list[int]:
@@ -440,13 +440,3 @@ class _Eviction:
                     self._choices[number] = Choice.SWAP
                     return True
         return False
-
-    def _price_all(self) -> list[RecomputePrices]:
-        """Per sub-array, what recomputing one more costs beside those that are recomputed."""
-        recomputed: list[dict[int, Choice]] = [{} for _ in self._body.all_facts]
-        for gap, choice in zip(self._gaps, self._choices, strict=True):
-            if choice in RECOMPUTED:
-                recomputed[gap.sub_array][gap.tensor] = choice
-        return [
-            RecomputePrices(facts, own) for facts, own in zip(self._body.all_facts, recomputed, strict=True)
-        ]

@@ -21,7 +21,7 @@ import numpy as np
 
 from trainmux.ir import ProfiledTensor, Schedule
 from trainmux.planning._body import FixedBody, Floats, Ints, Task, infeasible, plain_order
-from trainmux.planning._facts import Choice, Gap, RecomputePrices, find_gaps
+from trainmux.planning._facts import Choice, Gap, RecomputePrices, find_gaps, prices_beside
 from trainmux.planning._layout import Demand, demand, lay_out
 
 
@@ -50,7 +50,7 @@ class _Deciding:
         body, limit = self.body, self.body.task.limit_bytes
         self.gaps = find_gaps(body.all_facts, with_static=False)
         self.choices = [Choice.KEEP] * len(self.gaps)
-        self.prices = self._prices()
+        self.prices = prices_beside(body.all_facts, self.gaps, self.choices)
         lowest: int | None = None
         needs = demand(body, self.gaps, self.choices)
         while True:
@@ -68,7 +68,7 @@ class _Deciding:
             if after is None:
                 self.choices[taken] = Choice.KEEP
                 self.cannot.add(taken)
-                self.prices = self._prices()
+                self.prices = prices_beside(body.all_facts, self.gaps, self.choices)
             else:
                 needs = after
 
@@ -99,16 +99,6 @@ class _Deciding:
         self.reasons[gap.sub_array, gap.tensor] = reason
         if choice is Choice.RECOMPUTE:
             self.prices[gap.sub_array].add(gap.tensor, choice)
-
-    def _prices(self) -> list[RecomputePrices]:
-        """What recomputing one more costs in each sub-array, with what is recomputed so far."""
-        recomputed: list[dict[int, Choice]] = [{} for _ in self.body.all_facts]
-        for gap, choice in zip(self.gaps, self.choices, strict=True):
-            if choice is Choice.RECOMPUTE:
-                recomputed[gap.sub_array][gap.tensor] = choice
-        return [
-            RecomputePrices(facts, own) for facts, own in zip(self.body.all_facts, recomputed, strict=True)
-        ]
 
     def _helps(self, number: int, over: Ints) -> bool:
         """Whether a tensor that nothing is decided about is idle at a position over the limit."""

@@ -65,7 +65,7 @@ from trainmux.planning._body import (
     plain_order,
     static_bytes,
 )
-from trainmux.planning._facts import Choice, Facts, Gap, RecomputePrices, find_gaps
+from trainmux.planning._facts import Choice, Facts, Gap, RecomputePrices, find_gaps, prices_beside
 from trainmux.planning._layout import Demand, demand, lay_out
 
 _MAX_ATTEMPTS = 4
@@ -100,7 +100,7 @@ def _schedule(task: Task, policy: str) -> _Greedy:
     num_together = 2 if task.multiplexing is Multiplexing.RING else 1
     if count <= num_together:
         return _with_fewer_recomputes(task, policy)
-    own_bytes = [static_bytes([facts]).total for facts in known_facts(task)]
+    own_bytes = [static_bytes(facts) for facts in known_facts(task)]
     known: dict[tuple[int, ...], _Greedy] = {}
     shares: list[_Share] = []
     for first in range(0, count, num_together):
@@ -207,10 +207,7 @@ class _Greedy:
         if all_swapped.peak_bytes > limit:
             raise infeasible(self.task, self.policy, all_swapped.peak_bytes - limit)
         lowest = int(self.now.needed.max()) - limit
-        prices = [RecomputePrices(facts, {}) for facts in self.now.decided.body.all_facts]
-        for number, choice in enumerate(self.now.decided.choices):
-            if choice is Choice.RECOMPUTE:
-                prices[self.gaps[number].sub_array].add(self.gaps[number].tensor, choice)
+        prices = prices_beside(self.now.decided.body.all_facts, self.gaps, self.now.decided.choices)
         while (excess := int(self.now.needed.max()) - limit) > 0:
             lowest = min(lowest, excess)
             helps = self._helps()

@@ -15,7 +15,7 @@ import numpy as np
 
 from trainmux.ir import Schedule
 from trainmux.planning._body import FixedBody, GapSpans, Ints, Task, infeasible, plain_order
-from trainmux.planning._facts import Choice, Gap, RecomputePrices, find_gaps
+from trainmux.planning._facts import Choice, Gap, RecomputePrices, find_gaps, prices_beside
 from trainmux.planning._layout import Demand, demand, lay_out
 
 
@@ -30,7 +30,7 @@ class RecomputeOnly:
         gaps = tuple(gap for gap in find_gaps(body.all_facts, with_static=False) if gap.can_recompute)
         spans = GapSpans(body, gaps)
         choices = [Choice.KEEP] * len(gaps)
-        prices = [RecomputePrices(facts, {}) for facts in body.all_facts]
+        prices = prices_beside(body.all_facts, gaps, choices)
         cannot: set[int] = set()
         needs = demand(body, gaps, choices)
         assert needs is not None
