@@ -87,14 +87,12 @@ class Demand:
 
 @dataclass(frozen=True)
 class Layout:
-    """Decisions with every copy placed. ``peak_bytes`` is what is needed at most."""
+    """Decisions with every copy placed."""
 
     body: FixedBody
     gaps: tuple[Gap, ...]
     swaps: tuple[PlacedSwap, ...]
     recomputes: tuple[PlacedRecompute, ...]
-    peak_bytes: int
-    host_bytes: int
 
     def schedule(self, reasons: str | Mapping[tuple[int, int], str]) -> Schedule:
         """The same as records that name nodes; ``reasons`` by sub-array and tensor, or one for all."""
@@ -156,7 +154,7 @@ def demand(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]) -> D
         if choice is Choice.SWAP:
             rank, is_source = _deadline(gap, derivations.get(gap.sub_array))
             back = body.place[gap.sub_array][rank]
-            swaps.append(WantedSwap(number, last, back, _copies_out(body, gaps, choices, number), is_source))
+            swaps.append(WantedSwap(number, last, back, gap.copies_out, is_source))
             host_bytes[gap.sub_array, gap.tensor] = gap.size_bytes
         else:
             back = made_before[gap.sub_array, gap.tensor]
@@ -206,7 +204,7 @@ def lay_out(
             PlacedSwap(swap.gap, swap.out, released[swap.gap], swap.deadline, swap.copies_out)
             for swap in by_deadline
         )
-    return Layout(body, gaps, swaps, needs.recomputes, int(curve.max()), needs.host_bytes)
+    return Layout(body, gaps, swaps, needs.recomputes)
 
 
 def _back_by(prompts: Mapping[int, int], gaps: Sequence[Gap], needs: Demand) -> Demand:
@@ -218,25 +216,17 @@ def _back_by(prompts: Mapping[int, int], gaps: Sequence[Gap], needs: Demand) -> 
     return replace(needs, tensors=tensors, swaps=swaps)
 
 
+@dataclass
 class _Placing:
     """``curve`` are the bytes needed at each position so far, ``turns`` when each position's turn comes."""
 
-    def __init__(
-        self,
-        body: FixedBody,
-        gaps: Sequence[Gap],
-        curve: Ints,
-        turns: Floats,
-        recompute_seconds: Floats,
-        limit_bytes: int,
-    ) -> None:
-        self.body = body
-        self.gaps = gaps
-        self.curve = curve
-        self.turns = turns
-        self.recompute_seconds = recompute_seconds
-        self.limit = limit_bytes
-        self.out_ends: dict[int, float] = {}
+    body: FixedBody
+    gaps: Sequence[Gap]
+    curve: Ints
+    turns: Floats
+    recompute_seconds: Floats
+    limit: int
+    out_ends: dict[int, float] = field(default_factory=dict)
 
     def releases(self, swaps: Sequence[WantedSwap]) -> dict[int, int]:
         """For each swapped gap the position before which its bytes are given back.
@@ -362,24 +352,6 @@ def _derive_all(
     return found
 
 
-def _copies_out(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice], number: int) -> bool:
-    """Whether a swap has to copy: not where a static tensor came from the host and is unchanged since."""
-    gap = gaps[number]
-    if not gap.is_static or not gap.copies_out:
-        return gap.copies_out
-    changed_at = body.all_facts[gap.sub_array].tensors[gap.tensor].changed_at
-    if gap.last >= gap.first:
-        return True
-    others = range(max(0, number - 1), min(len(gaps), number + 2))
-    came_from_host = any(
-        other != number
-        and choices[other] is Choice.SWAP
-        and (gaps[other].sub_array, gaps[other].tensor) == (gap.sub_array, gap.tensor)
-        for other in others
-    )
-    return not came_from_host or any(rank <= gap.last for rank in changed_at)
-
-
 def _deadline(gap: Gap, derivation: Derivation | None) -> tuple[int, bool]:
     """The rank before which a swapped tensor must be back, and whether a recomputation reads it there.
 
@@ -393,44 +365,18 @@ def _deadline(gap: Gap, derivation: Derivation | None) -> tuple[int, bool]:
 
 @dataclass
 class _At:
-    """What happens at a position; swaps and recomputations by their number."""
+    """What happens at a position; swaps by their number."""
 
     offloads: list[int] = field(default_factory=list)
     releases: list[int] = field(default_factory=list)
     prefetches: list[int] = field(default_factory=list)
-    recomputes: list[int] = field(default_factory=list)
+    recomputes: list[PlacedRecompute] = field(default_factory=list)
     uses: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """A swap as the clock needs it; ``first_use`` is the position of the next node that touches it."""
-
-    sub_array: int
-    tensor: int
-    out: int
-    release: int
-    back: int
-    first_use: int
-    copies_out: bool
 
 
 def seconds_of(layout: Layout) -> float:
     """How long one pass takes."""
-    return _Clocking(layout.body, *_parts(layout)).run().seconds
-
-
-def _parts(layout: Layout) -> tuple[list[_Copy], list[tuple[int, tuple[int, ...], int]]]:
-    body = layout.body
-    copies = []
-    for swap in layout.swaps:
-        gap = layout.gaps[swap.gap]
-        first_use = body.place[gap.sub_array][gap.first]
-        copies.append(
-            _Copy(gap.sub_array, gap.tensor, swap.out, swap.release, swap.back, first_use, swap.copies_out)
-        )
-    again = [(each.sub_array, each.derived.ranks, each.before) for each in layout.recomputes]
-    return copies, again
+    return _Clocking(layout).run().seconds
 
 
 def _mean_slowdown(profiles: Sequence[Profile]) -> float:
@@ -445,12 +391,11 @@ class _Clocking:
     all before it on its lane: waits that say nothing new are left out.
     """
 
-    def __init__(
-        self, body: FixedBody, copies: Sequence[_Copy], again: Sequence[tuple[int, tuple[int, ...], int]]
-    ) -> None:
-        self._body = body
-        self._copies = copies
-        self._again = again
+    def __init__(self, layout: Layout) -> None:
+        body = self._body = layout.body
+        self._swaps, self._again = layout.swaps, layout.recomputes
+        self._gaps = [layout.gaps[swap.gap] for swap in layout.swaps]
+        self._first_uses = [body.place[gap.sub_array][gap.first] for gap in self._gaps]
         self._clock = LaneClock()
         self._slowdown = _mean_slowdown(body.task.profiles)
         self._offload_at: dict[int, int] = {}
@@ -474,8 +419,8 @@ class _Clocking:
                 self._release(here.releases)
             if here.prefetches:
                 self._prefetch(position, here.prefetches)
-            for number in sorted(here.recomputes, key=lambda n: (self._again[n][0], self._again[n][1][-1])):
-                self._recompute(*self._again[number][:2])
+            for each in sorted(here.recomputes, key=lambda each: (each.sub_array, each.derived.ranks[-1])):
+                self._recompute(each.sub_array, each.derived.ranks)
             for number in here.uses:
                 self._wait_for_prefetch(self._prefetch_at[number])
         self._node(float(starts[length] - starts[done]))
@@ -489,23 +434,23 @@ class _Clocking:
                 events[position] = _At()
             return events[position]
 
-        for number, copy in enumerate(self._copies):
-            if copy.copies_out:
-                at(copy.out + 1).offloads.append(number)
-            if copy.release < self._body.length:
-                at(copy.release).releases.append(number)
-            at(copy.back).prefetches.append(number)
-            if copy.first_use >= copy.back:
-                at(copy.first_use).uses.append(number)
-        for number, (_, _, before) in enumerate(self._again):
-            at(before).recomputes.append(number)
+        for number, (swap, first_use) in enumerate(zip(self._swaps, self._first_uses, strict=True)):
+            if swap.copies_out:
+                at(swap.out + 1).offloads.append(number)
+            if swap.release < self._body.length:
+                at(swap.release).releases.append(number)
+            at(swap.back).prefetches.append(number)
+            if first_use >= swap.back:
+                at(first_use).uses.append(number)
+        for each in self._again:
+            at(each.before).recomputes.append(each)
         return events
 
     def _offload(self, numbers: list[int]) -> None:
         clock = self._clock
         if self._last_on_compute >= 0:
             clock.wait(Lane.OUT, self._last_on_compute)
-        for number in sorted(numbers, key=lambda n: (self._copies[n].release, n)):
+        for number in sorted(numbers, key=lambda n: (self._swaps[n].release, n)):
             record = self._record(number)
             self._offload_at[number] = clock.offload(record.swap_out_seconds, record.swap_out_duplex_seconds)
 
@@ -517,14 +462,14 @@ class _Clocking:
             self._last_on_compute = self._clock.node(0.0)  # prefetches into the bytes wait for this
 
     def _prefetch(self, position: int, numbers: list[int]) -> None:
-        clock, copies, length = self._clock, self._copies, self._body.length
+        clock, first_uses, length = self._clock, self._first_uses, self._body.length
         if self._last_on_compute >= 0:
             clock.wait(Lane.IN, self._last_on_compute)
-        for number in sorted(numbers, key=lambda n: (copies[n].first_use - position) % length):
+        for number in sorted(numbers, key=lambda n: (first_uses[n] - position) % length):
             record = self._record(number)
             at = clock.prefetch(record.swap_in_seconds, record.swap_in_duplex_seconds)
             self._prefetch_at[number] = at
-            self._fetched[copies[number].sub_array, copies[number].tensor] = at
+            self._fetched[self._gaps[number].sub_array, self._gaps[number].tensor] = at
 
     def _recompute(self, sub_array: int, ranks: tuple[int, ...]) -> None:
         nodes = self._body.task.profiles[sub_array].nodes
@@ -548,5 +493,5 @@ class _Clocking:
             self._clock.wait(Lane.COMPUTE, at)
 
     def _record(self, number: int) -> ProfiledTensor:
-        copy = self._copies[number]
-        return self._body.task.profiles[copy.sub_array].tensors[copy.tensor]
+        gap = self._gaps[number]
+        return self._body.task.profiles[gap.sub_array].tensors[gap.tensor]

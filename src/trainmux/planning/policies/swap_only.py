@@ -75,4 +75,4 @@ def _a_layer_ahead(body: FixedBody, gaps: tuple[Gap, ...], needs: Demand) -> Lay
             back = wanted.deadline
         swaps.append(PlacedSwap(wanted.gap, wanted.out, release, back, wanted.copies_out))
     swaps.sort(key=lambda swap: (swap.back, swap.gap))
-    return Layout(body, gaps, tuple(swaps), (), int(curve.max()), needs.host_bytes)
+    return Layout(body, gaps, tuple(swaps), ())
