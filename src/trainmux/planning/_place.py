@@ -47,7 +47,9 @@ def place_parts(
                 spans.append([])
                 if crosses:
                     crossing[key] = number
-            begin, end = _times(tenancy, start)
+            # The moment ``start`` itself is for what is there before the first instruction.
+            begin = start + 1 + tenancy.begin
+            end = max(start + 1 + tenancy.end, begin + 1)
             if spans[number] and spans[number][-1][1] == begin:
                 begin = spans[number].pop()[0]
             spans[number].append((begin, end))
@@ -79,7 +81,7 @@ def _offsets(
 ) -> list[int]:
     begin = min((span[0][0] for span in spans), default=0)
     end = max((span[-1][1] for span in spans), default=0)
-    always = [number for number in keys if _covers(spans[number], begin, end)]
+    always = [number for number in keys if spans[number] == [(begin, end)]]
     always.sort(key=lambda number: (not first(keys[number]), keys[number]))
     offsets = [0] * len(sizes)
     bottom = 0
@@ -98,17 +100,3 @@ def _offsets(
 def _packed(tenants: tuple[Tenant, ...], alignment: int, enough_bytes: int) -> Slab:
     """A planner asks again for what it placed for another budget: the last slabs are kept."""
     return pack(tenants, alignment, enough_bytes=enough_bytes)
-
-
-def _covers(spans: Sequence[tuple[int, int]], begin: int, end: int) -> bool:
-    """Whether a tenant is there from ``begin`` to ``end`` without a gap."""
-    return len(spans) == 1 and spans[0] == (begin, end)
-
-
-def _times(tenancy: Tenancy, start: int) -> tuple[int, int]:
-    """When its bytes are in use, the end not included, in a part that begins at ``start``.
-
-    The moment ``start`` itself is for what is there before the first instruction.
-    """
-    for_now = tenancy.begin == tenancy.end
-    return start + 1 + tenancy.begin, start + 1 + tenancy.end + for_now

@@ -16,8 +16,9 @@ from trainmux.ir import (
     Span,
     Timeline,
     Wait,
+    lane_of,
 )
-from trainmux.planning._lanes import COMPUTE, IN, LANE_NUMBERS, LANES, NO_WAIT, OUT, LaneTimes, run_lanes
+from trainmux.planning._lanes import COMPUTE, IN, LANE_NUMBERS, NO_WAIT, OUT, LaneTimes, run_lanes
 from trainmux.planning._memory import memory
 
 
@@ -28,8 +29,7 @@ def timeline(part: Part, profiles: Sequence[Profile], *, counts_meetings: bool =
     it, so their sync cost is left out for drafts (``counts_meetings`` false). Refused with `PlanError`:
     instructions that name nothing in the profiles, and waits for what is not issued before them.
     """
-    lanes, times = _run(part, profiles, counts_meetings=counts_meetings)
-    starts, ends = times.starts, times.ends
+    times = lane_times(part, profiles, counts_meetings=counts_meetings)
     recompute_seconds = 0.0
     spans = []
     for position, instruction in enumerate(part.instructions):
@@ -37,7 +37,7 @@ def timeline(part: Part, profiles: Sequence[Profile], *, counts_meetings: bool =
             continue
         if isinstance(instruction, Recompute):
             recompute_seconds += profiles[instruction.sub_array].nodes[instruction.node].seconds
-        spans.append(Span(LANES[lanes[position]], position, starts[position], ends[position]))
+        spans.append(Span(lane_of(instruction), position, times.starts[position], times.ends[position]))
     return Timeline(
         source="predicted",
         seconds=times.seconds,
@@ -58,12 +58,6 @@ def lane_times(
 
     With ``strain``, copies take so many times what the profiles say.
     """
-    return _run(part, profiles, strain, counts_meetings=counts_meetings)[1]
-
-
-def _run(
-    part: Part, profiles: Sequence[Profile], strain: float = 1.0, *, counts_meetings: bool = True
-) -> tuple[list[int], LaneTimes]:
     lanes: list[int] = []
     alone: list[float] = []
     duplex: list[float] = []
@@ -107,7 +101,7 @@ def _run(
         for position, sub_array in _meetings(part, lanes, waits):
             alone[position] += profiles[sub_array].meeting_seconds
             duplex[position] += profiles[sub_array].meeting_seconds
-    return lanes, run_lanes(lanes, alone, duplex, waits)
+    return run_lanes(lanes, alone, duplex, waits)
 
 
 def _meetings(part: Part, lanes: Sequence[int], waits: Sequence[int]) -> list[tuple[int, int]]:

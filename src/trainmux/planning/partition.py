@@ -75,7 +75,6 @@ def paper_partitions(num_members: int) -> tuple[tuple[int, ...], ...]:
 
     For eight: (4, 4), (3, 3, 1, 1), (2, 2, 2, 2) and eight times 1.
     """
-    _check_count(num_members)
     if num_members == 1:
         return ((1,),)
     found = []
@@ -92,7 +91,6 @@ def paper_partitions(num_members: int) -> tuple[tuple[int, ...], ...]:
 
 def equal_partitions(num_members: int) -> tuple[tuple[int, ...], ...]:
     """One to ``num_members`` sub-arrays whose widths differ by one at most."""
-    _check_count(num_members)
     found = []
     for num_sub_arrays in range(1, num_members + 1):
         width, num_wider = divmod(num_members, num_sub_arrays)
@@ -102,7 +100,6 @@ def equal_partitions(num_members: int) -> tuple[tuple[int, ...], ...]:
 
 def filled_partitions(num_members: int) -> tuple[tuple[int, ...], ...]:
     """As many sub-arrays of one width as there are members for, and one of the rest, for each width."""
-    _check_count(num_members)
     found = []
     for width in range(num_members, 0, -1):
         num_full, rest = divmod(num_members, width)
@@ -117,8 +114,11 @@ def find_partitions(group_sizes: Sequence[int], *, max_partitions: int = MAX_PAR
     the other combinations, beginning with the best of each group. Refused with `ConfigError`: no group, an
     empty group, a bound below 2 (complete fusion and width 1 are always tried).
     """
-    if not group_sizes:
-        raise ConfigError("partitions need at least one group of members, but got none; add members")
+    if not group_sizes or min(group_sizes) < 1:
+        sizes = list(group_sizes)
+        raise ConfigError(
+            f"partitions need at least one group, each with members, but got {sizes}; add members"
+        )
     if max_partitions < 2:
         raise ConfigError(
             f"max_partitions must be at least 2, but got {max_partitions}; complete fusion and width 1 are "
@@ -132,11 +132,6 @@ def find_partitions(group_sizes: Sequence[int], *, max_partitions: int = MAX_PAR
         if len(found) == max_partitions:
             break
     return PartitionSearch(tuple(found), num_possible - len(found))
-
-
-def _check_count(num_members: int) -> None:
-    if num_members < 1:
-        raise ConfigError(f"a group must have at least 1 member, but got {num_members}; leave it out")
 
 
 def _choices(num_members: int) -> list[tuple[int, ...]]:
