@@ -109,12 +109,12 @@ class FixedBody:
         self.places: Ints = np.empty(self.length, dtype=np.int64)
         self.places[numbers] = np.arange(self.length)
         self.place = [self.places[begin:end].tolist() for begin, end in zip(begins, ends, strict=True)]
-        rows = [_node_rows(facts) for facts in self.all_facts]
-        self.seconds: Floats = np.concatenate([row.seconds for row in rows])[numbers]
+        rows = [np.concatenate(each)[numbers] for each in zip(*map(_node_rows, self.all_facts), strict=True)]
+        self.seconds: Floats = rows[0]
         self.starts: Floats = np.zeros(self.length + 1)
         np.cumsum(self.seconds, out=self.starts[1:])
-        self.workspace: Ints = np.concatenate([row.workspace for row in rows])[numbers]
-        self.created: Ints = np.concatenate([row.created for row in rows])[numbers]
+        self.workspace: Ints = rows[1]
+        self.created: Ints = rows[2]
         self.tensors = self._tensors()
 
     def needed(self) -> Ints:
@@ -140,34 +140,26 @@ class FixedBody:
         base = first = 0
         ring = self.task.multiplexing is Multiplexing.RING
         for sub_array, facts in enumerate(self.all_facts):
-            spans = _spans(facts)
-            base += spans.static_bytes
+            static_bytes, first_ranks, last_ranks, sizes, is_result = _spans(facts)
+            base += static_bytes
             places = self.places[first : first + len(facts.nodes)]
             first += len(facts.nodes)
-            begins, ends = places[spans.begins], places[spans.ends] + 1
+            begins, ends = places[first_ranks], places[last_ranks] + 1
             # A result stays to the end of the body, unless its step ends within it.
             within = ring and sub_array == 0
-            stays = spans.is_result & ~((spans.begins < facts.num_forward) & within)
+            stays = is_result & ~((first_ranks < facts.num_forward) & within)
             ends = np.where(stays, self.length, ends)
-            np.add.at(steps, begins, spans.sizes)
-            np.subtract.at(steps, ends, spans.sizes)
-            base += int(spans.sizes[ends <= begins].sum())
+            np.add.at(steps, begins, sizes)
+            np.subtract.at(steps, ends, sizes)
+            base += int(sizes[ends <= begins].sum())
         tensors: Ints = np.cumsum(steps[:-1]) + base
         return tensors
 
 
-@dataclass(frozen=True)
-class _NodeRows:
-    """Times and bytes of a sub-array's nodes, by rank."""
-
-    seconds: Floats
-    workspace: Ints
-    created: Ints
-
-
 @remembered
-def _node_rows(facts: Facts) -> _NodeRows:
-    return _NodeRows(
+def _node_rows(facts: Facts) -> tuple[Floats, Ints, Ints]:
+    """Of a sub-array's nodes, by rank: seconds, workspaces, and the bytes of what they create."""
+    return (
         np.asarray([node.seconds for node in facts.nodes], dtype=np.float64),
         np.asarray([node.workspace_bytes for node in facts.nodes], dtype=np.int64),
         np.asarray(facts.created_bytes, dtype=np.int64),
@@ -184,6 +176,14 @@ class GapSpans:
         idle = body.starts[self._firsts] - body.starts[self._lasts + 1]
         self.idle_seconds: Floats = np.where(self._lasts < self._firsts, idle, idle + body.starts[-1])
 
+    def around_any(self, positions: Bools) -> Bools:
+        """For each gap, whether its tensor is idle at one of the positions that are true."""
+        so_far = np.zeros(len(positions) + 1, dtype=np.int64)
+        np.cumsum(positions, out=so_far[1:])
+        within = so_far[self._firsts] - so_far[self._lasts + 1]
+        found: Bools = np.where(self._lasts < self._firsts, within, within + so_far[-1]) > 0
+        return found
+
     def around(self, position: int) -> Bools:
         """For each gap, whether its tensor is idle at a position."""
         after, before = position > self._lasts, position < self._firsts
@@ -191,21 +191,11 @@ class GapSpans:
         return found
 
 
-@dataclass(frozen=True)
-class _Spans:
-    """The lifetimes of all tensors of a sub-array that are made in the step, by ranks."""
-
-    static_bytes: int
-    begins: Ints
-    ends: Ints
-    sizes: Ints
-    is_result: npt.NDArray[np.bool_]
-
-
 @remembered
-def _spans(facts: Facts) -> _Spans:
+def _spans(facts: Facts) -> tuple[int, Ints, Ints, Ints, Bools]:
+    """Static bytes; of all tensors made in the step first and last ranks, sizes, and which are results."""
     records = [record for record in facts.tensors if not record.byte_class.is_static]
-    return _Spans(
+    return (
         sum(record.memory_size for record in facts.tensors if record.byte_class.is_static),
         np.asarray([record.lifetime[0] for record in records], dtype=np.int64),
         np.asarray([record.lifetime[1] for record in records], dtype=np.int64),
@@ -219,13 +209,16 @@ def known_facts(task: Task) -> tuple[Facts, ...]:
     return tuple(facts_of(profile) for profile in task.profiles)
 
 
-def static_bytes(facts: Facts) -> int:
-    """Bytes that no policy for feature maps can do without: static tensors, and results."""
-    return sum(
-        record.memory_size
-        for record in facts.tensors
-        if record.byte_class.is_static or record.byte_class is ByteClass.RESULT
-    )
+def part_of(task: Task, sub_arrays: Sequence[int]) -> Task:
+    """Some sub-arrays by themselves, within what the static tensors and results of the others leave."""
+    limit_bytes = task.limit_bytes
+    for sub_array, facts in enumerate(known_facts(task)):
+        for record in facts.tensors if sub_array not in sub_arrays else ():
+            if record.byte_class.is_static or record.byte_class is ByteClass.RESULT:
+                limit_bytes -= record.memory_size
+    host_bytes = len(sub_arrays) * task.host_bytes // len(task.profiles)
+    profiles = tuple(task.profiles[each] for each in sub_arrays)
+    return Task(profiles, task.multiplexing, limit_bytes, host_bytes)
 
 
 def infeasible(task: Task, policy: str, excess_bytes: int) -> Infeasible:

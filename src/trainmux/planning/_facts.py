@@ -59,8 +59,7 @@ class TensorFacts:
 
     ``last_fw_access`` and ``first_bw_access`` are ``None`` where there is no such access. ``lifetime`` is
     from the first to the last rank at which the bytes must be there, both included: all ranks for static
-    tensors, and to the last rank for results. ``inactive_time`` is the compute time between the last forward
-    and the first backward access, 0 where one of them is missing.
+    tensors, and to the last rank for results.
     """
 
     tensor: int
@@ -71,7 +70,6 @@ class TensorFacts:
     last_fw_access: int | None
     first_bw_access: int | None
     lifetime: tuple[int, int]
-    inactive_time: float
 
 
 class Facts:
@@ -147,9 +145,6 @@ class Facts:
         else:
             is_result = record.byte_class is ByteClass.RESULT
             lifetime = (accesses[0], last_rank if is_result else accesses[-1])
-        inactive_time = 0.0
-        if forward and backward:
-            inactive_time = self.start_seconds[backward[0]] - self.start_seconds[forward[-1] + 1]
         return TensorFacts(
             tensor,
             record.byte_class,
@@ -159,7 +154,6 @@ class Facts:
             forward[-1] if forward else None,
             backward[0] if backward else None,
             lifetime,
-            inactive_time,
         )
 
 
@@ -218,6 +212,10 @@ class Gap:
     copies_out: bool
     can_recompute: bool
 
+    @property
+    def key(self) -> Key:
+        return self.sub_array, self.tensor
+
 
 @dataclass(frozen=True)
 class Derived:
@@ -253,21 +251,12 @@ def find_gaps(all_facts: Sequence[Facts], *, with_static: bool) -> tuple[Gap, ..
         can_recompute = _recomputable(facts)
         for tensor in facts.feature_maps:
             record = facts.tensors[tensor]
-            assert record.last_fw_access is not None
-            assert record.first_bw_access is not None
-            if record.memory_size and record.first_bw_access > record.last_fw_access + 1:
-                gaps.append(
-                    Gap(
-                        sub_array,
-                        tensor,
-                        record.memory_size,
-                        record.last_fw_access,
-                        record.first_bw_access,
-                        is_static=False,
-                        copies_out=True,
-                        can_recompute=tensor in can_recompute,
-                    )
-                )
+            last, first = record.last_fw_access, record.first_bw_access
+            assert last is not None
+            assert first is not None
+            if record.memory_size and first > last + 1:
+                again = tensor in can_recompute
+                gaps.append(Gap(sub_array, tensor, record.memory_size, last, first, False, True, again))
     if with_static:
         for sub_array, facts in enumerate(all_facts):
             for record in facts.tensors:

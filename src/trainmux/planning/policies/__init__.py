@@ -8,7 +8,7 @@ from typing import Protocol
 
 from trainmux.errors import ConfigError
 from trainmux.ir import Multiplexing, Recomputation, Schedule, Swap
-from trainmux.planning._body import Node, Policy, Task, known_facts, static_bytes
+from trainmux.planning._body import Node, Policy, Task, part_of
 from trainmux.planning.partition import Partition
 from trainmux.planning.policies.auto import Auto
 from trainmux.planning.policies.capuchin import Capuchin
@@ -53,16 +53,13 @@ class _OneSchedule:
 
 def _in_turns(baseline: _Baseline, task: Task) -> Schedule:
     """Each sub-array by itself, within what the static tensors of the others leave."""
-    own_bytes = [static_bytes(facts) for facts in known_facts(task)]
     singles: dict[int, Schedule] = {}
     order: list[Node] = []
     swaps: list[Swap] = []
     recomputes: list[Recomputation] = []
     for sub_array, profile in enumerate(task.profiles):
         if id(profile) not in singles:
-            limit = task.limit_bytes - sum(own_bytes) + own_bytes[sub_array]
-            host_bytes = task.host_bytes // len(task.profiles)
-            singles[id(profile)] = baseline.schedule(Task((profile,), Multiplexing.TURNS, limit, host_bytes))
+            singles[id(profile)] = baseline.schedule(part_of(task, [sub_array]))
         single = singles[id(profile)]
         order += [(sub_array, rank) for _, rank in single.order]
         swaps += [
@@ -94,24 +91,11 @@ class KnownPolicy:
     multiplexings: Callable[[Partition], tuple[Multiplexing, ...]]
 
 
-def _turns(partition: Partition) -> tuple[Multiplexing, ...]:
-    return _TURNS
-
-
-def _complete_fusion(partition: Partition) -> tuple[Multiplexing, ...]:
-    return _TURNS if partition.is_complete_fusion else ()
-
-
 def _pairs(partition: Partition) -> tuple[Multiplexing, ...]:
     """Pairs run as a ring; a fleet of one member has no partner and runs by itself."""
     if not partition.is_in_pairs:
         return ()
     return _TURNS if partition.num_sub_arrays == 1 else _RING
-
-
-def _pairs_in_turns(partition: Partition) -> tuple[Multiplexing, ...]:
-    """The partitions of pairs without multiplexing, for ablations."""
-    return _TURNS if partition.is_in_pairs else ()
 
 
 def _all(partition: Partition) -> tuple[Multiplexing, ...]:
@@ -127,20 +111,26 @@ def policy_named(name: str, *, seed: int = 0, evaluations: int | None = None) ->
 
     ``seed`` and ``evaluations`` are for ``auto``, which searches.
     """
-    known = {
-        "auto": KnownPolicy(Auto(seed=seed, evaluations=evaluations), _all),
-        "mutwo": KnownPolicy(_OneSchedule(MuTwo()), _pairs),
-        "mutwo_turns": KnownPolicy(_OneSchedule(MuTwo("mutwo_turns")), _pairs_in_turns),
-        "capuchin": KnownPolicy(_OneSchedule(Capuchin()), _complete_fusion),
-        "swap_only": KnownPolicy(_OneSchedule(SwapOnly()), _turns),
-        "recompute_only": KnownPolicy(_OneSchedule(RecomputeOnly()), _turns),
-        "none": KnownPolicy(_OneSchedule(NoOptimization(), one_by_one=False), _turns),
-    }
-    if name not in known:
-        names = ", ".join(repr(each) for each in known)
+    if name == "auto":
+        return KnownPolicy(Auto(seed=seed, evaluations=evaluations), _all)
+    if name not in _BASELINES:
+        names = ", ".join(repr(each) for each in POLICY_NAMES)
         raise ConfigError(f"policy must be one of {names}, but got {name!r}; 'auto' is the best of all")
-    return known[name]
+    return _BASELINES[name]
 
 
-POLICY_NAMES = ("auto", "mutwo", "mutwo_turns", "capuchin", "swap_only", "recompute_only", "none")
+_BASELINES = {
+    "mutwo": KnownPolicy(_OneSchedule(MuTwo()), _pairs),
+    # The partitions of pairs without multiplexing, for ablations.
+    "mutwo_turns": KnownPolicy(
+        _OneSchedule(MuTwo("mutwo_turns")), lambda partition: _TURNS if partition.is_in_pairs else ()
+    ),
+    "capuchin": KnownPolicy(
+        _OneSchedule(Capuchin()), lambda partition: _TURNS if partition.is_complete_fusion else ()
+    ),
+    "swap_only": KnownPolicy(_OneSchedule(SwapOnly()), lambda partition: _TURNS),
+    "recompute_only": KnownPolicy(_OneSchedule(RecomputeOnly()), lambda partition: _TURNS),
+    "none": KnownPolicy(_OneSchedule(NoOptimization(), one_by_one=False), lambda partition: _TURNS),
+}
+POLICY_NAMES = ("auto", *_BASELINES)
 """Every policy, the default first."""

@@ -15,13 +15,13 @@ There is no multiplexing: sub-arrays run in turns, and the partition that is mea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from trainmux.ir import ProfiledTensor, Schedule
-from trainmux.planning._body import FixedBody, Floats, Ints, Task, infeasible, plain_order
-from trainmux.planning._facts import Choice, Gap, RecomputePrices, find_gaps, prices_beside
+from trainmux.planning._body import Bools, FixedBody, Floats, GapSpans, Task, infeasible, plain_order
+from trainmux.planning._facts import Choice, find_gaps, prices_beside
 from trainmux.planning._layout import Demand, demand, lay_out
 
 
@@ -36,29 +36,28 @@ class Capuchin:
         return _Deciding(body, self.name).run()
 
 
-@dataclass
 class _Deciding:
-    body: FixedBody
-    policy: str
-    gaps: tuple[Gap, ...] = ()
-    choices: list[Choice] = field(default_factory=list)
-    reasons: dict[tuple[int, int], str] = field(default_factory=dict)
-    cannot: set[int] = field(default_factory=set)
-    prices: list[RecomputePrices] = field(default_factory=list)
+    def __init__(self, body: FixedBody, policy: str) -> None:
+        self.body, self.policy = body, policy
+        self.gaps = find_gaps(body.all_facts, with_static=False)
+        self.spans = GapSpans(body, self.gaps)
+        self.choices = [Choice.KEEP] * len(self.gaps)
+        self.prices = prices_beside(body.all_facts, self.gaps, self.choices)
+        self.reasons: dict[tuple[int, int], str] = {}
+        self.cannot: set[int] = set()
 
     def run(self) -> Schedule:
         body, limit = self.body, self.body.task.limit_bytes
-        self.gaps = find_gaps(body.all_facts, with_static=False)
-        self.choices = [Choice.KEEP] * len(self.gaps)
-        self.prices = prices_beside(body.all_facts, self.gaps, self.choices)
         lowest: int | None = None
         needs = demand(body, self.gaps, self.choices)
         while True:
             assert needs is not None
             needed = needs.tensors + needs.beyond
-            over = np.nonzero(needed > limit)[0]
-            if not len(over):
-                return self._emit(needs)
+            over = needed > limit
+            if not over.any():
+                layout = lay_out(body, self.gaps, needs, limit, late=True)
+                assert layout is not None
+                return layout.schedule(self.reasons)
             excess = int(needed.max()) - limit
             lowest = excess if lowest is None else min(lowest, excess)
             taken = self._decide(needs, over)
@@ -72,14 +71,15 @@ class _Deciding:
             else:
                 needs = after
 
-    def _decide(self, needs: Demand, over: Ints) -> int | None:
+    def _decide(self, needs: Demand, over: Bools) -> int | None:
         """Choose one tensor more to give up; returns its gap, ``None`` where there is none."""
-        candidates = [number for number in range(len(self.gaps)) if self._helps(number, over)]
+        idle = np.nonzero(self.spans.around_any(over))[0].tolist()
+        candidates = [number for number in idle if self.choices[number] is Choice.KEEP]
         if not candidates:
             return None
         turns = self.body.starts.copy()
         turns[1:] += np.cumsum(needs.recompute_seconds)
-        peak_end = float(turns[int(over[-1]) + 1])
+        peak_end = float(turns[int(np.nonzero(over)[0][-1]) + 1])
         swap, swap_overhead = self._best_swap(candidates, needs, turns, peak_end)
         if swap is not None and swap_overhead <= 0:
             self._take(swap, Choice.SWAP, "its free time hides it")
@@ -96,17 +96,9 @@ class _Deciding:
     def _take(self, number: int, choice: Choice, reason: str) -> None:
         gap = self.gaps[number]
         self.choices[number] = choice
-        self.reasons[gap.sub_array, gap.tensor] = reason
+        self.reasons[gap.key] = reason
         if choice is Choice.RECOMPUTE:
             self.prices[gap.sub_array].add(gap.tensor, choice)
-
-    def _helps(self, number: int, over: Ints) -> bool:
-        """Whether a tensor that nothing is decided about is idle at a position over the limit."""
-        if self.choices[number] is not Choice.KEEP:
-            return False
-        last, first = self.body.gap_places(self.gaps[number])
-        after, before = np.searchsorted(over, [last + 1, first])
-        return bool(after < before) if last < first else bool(after < len(over) or before > 0)
 
     def _best_swap(
         self, candidates: Sequence[int], needs: Demand, turns: Floats, peak_end: float
@@ -122,9 +114,8 @@ class _Deciding:
         return chosen, self._stall([*swapped, chosen], turns, peak_end) - before
 
     def _free_time(self, number: int, turns: Floats) -> float:
-        gap = self.gaps[number]
-        last, first = self.body.gap_places(gap)
-        record = self.body.task.profiles[gap.sub_array].tensors[gap.tensor]
+        last, first = self.body.gap_places(self.gaps[number])
+        record = self._record(number)
         swap_out_end = float(turns[last + 1]) + record.swap_out_seconds
         swap_in_start = float(turns[first]) - record.swap_in_seconds
         around = float(turns[-1]) if first <= last else 0.0
@@ -169,8 +160,3 @@ class _Deciding:
     def _record(self, number: int) -> ProfiledTensor:
         gap = self.gaps[number]
         return self.body.task.profiles[gap.sub_array].tensors[gap.tensor]
-
-    def _emit(self, needs: Demand) -> Schedule:
-        layout = lay_out(self.body, self.gaps, needs, self.body.task.limit_bytes, late=True)
-        assert layout is not None
-        return layout.schedule(self.reasons)

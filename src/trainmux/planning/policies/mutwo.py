@@ -46,8 +46,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,16 +56,17 @@ from trainmux.planning._body import (
     Bools,
     FixedBody,
     Floats,
+    GapSpans,
     Infeasible,
     Ints,
     Node,
     Task,
     infeasible,
     known_facts,
+    part_of,
     plain_order,
-    static_bytes,
 )
-from trainmux.planning._facts import Choice, Facts, Gap, RecomputePrices, find_gaps, prices_beside
+from trainmux.planning._facts import Choice, Facts, Gap, Key, RecomputePrices, find_gaps, prices_beside
 from trainmux.planning._layout import Demand, demand, lay_out
 
 _MAX_ATTEMPTS = 4
@@ -84,38 +85,25 @@ class MuTwo:
         return _schedule(task, self.name).schedule()
 
 
-@dataclass(frozen=True)
-class _Share:
-    """Decisions of one sub-array; gaps are counted from its first, nodes go by rank."""
-
-    choices: tuple[Choice, ...] = ()
-    wants: dict[int, float] = field(default_factory=dict)
-    stalls: dict[int, float] = field(default_factory=dict)
-    reasons: dict[int, str] = field(default_factory=dict)
-
-
 def _schedule(task: Task, policy: str) -> _Greedy:
     """Decide for one sub-array or one pair, or for each by itself and then for all of them together."""
     count = len(task.profiles)
     num_together = 2 if task.multiplexing is Multiplexing.RING else 1
     if count <= num_together:
         return _with_fewer_recomputes(task, policy)
-    own_bytes = [static_bytes(facts) for facts in known_facts(task)]
     known: dict[tuple[int, ...], _Greedy] = {}
-    shares: list[_Share] = []
+    parts: list[tuple[_Greedy, int]] = []
     for first in range(0, count, num_together):
         together = [(first + each) % count for each in range(num_together)]
-        profiles = tuple(task.profiles[each] for each in together)
-        limit = task.limit_bytes - sum(own_bytes) + sum(own_bytes[each] for each in together)
-        part = Task(profiles, task.multiplexing, limit, num_together * task.host_bytes // count)
-        key = tuple(map(id, profiles))
+        part = part_of(task, together)
+        key = tuple(map(id, part.profiles))
         if key not in known:
             try:
                 known[key] = _with_fewer_recomputes(part, policy)
             except Infeasible:  # the others' results are not there all the time
                 return _with_fewer_recomputes(task, policy)
-        shares += [known[key].share(role) for role in range(num_together)]
-    whole = _Greedy(task, policy, shares[:count])
+        parts += [(known[key], role) for role in range(num_together)]
+    whole = _Greedy(task, policy, parts[:count])
     whole.run()
     return whole
 
@@ -143,61 +131,60 @@ def _with_fewer_recomputes(task: Task, policy: str) -> _Greedy:
 
 
 class _Greedy:
-    """One run of Algorithm B, from decisions that are there already if any."""
+    """One run of Algorithm B, from decisions that are there already if any.
+
+    ``parts`` has, for each sub-array, a run for fewer of them and which of those it is.
+    """
 
     def __init__(
-        self, task: Task, policy: str, shares: Iterable[_Share] = (), *, never: frozenset[int] = frozenset()
+        self,
+        task: Task,
+        policy: str,
+        parts: Sequence[tuple[_Greedy, int]] = (),
+        *,
+        never: frozenset[int] = frozenset(),
     ) -> None:
         all_facts = known_facts(task)
         self.task, self.policy = task, policy
         self.gaps = find_gaps(all_facts, with_static=False)
-        self.multiplexer = Multiplexer(GapTable(task, self.gaps), task.limit_bytes)
-        self.reasons: dict[int, str] = {}
+        self.multiplexer = Multiplexer(task, self.gaps)
+        self.reasons: dict[Key, str] = {}
         self.cannot = set(never)
         self.passed_over: set[int] = set()
         self.num_looks = 0
-        idle = [all_facts[gap.sub_array].tensors[gap.tensor].inactive_time for gap in self.gaps]
+        starts = [all_facts[gap.sub_array].start_seconds for gap in self.gaps]
+        idle = [own[gap.first] - own[gap.last + 1] for own, gap in zip(starts, self.gaps, strict=True)]
         self.by_inactive_time = sorted(range(len(self.gaps)), key=lambda number: (-idle[number], number))
         self.first_gap = [
             sum(gap.sub_array < each for gap in self.gaps) for each in range(len(all_facts) + 1)
         ]
-        self.first_node = np.cumsum([0, *(len(facts.nodes) for facts in all_facts)])
-        of = self.first_node[[gap.sub_array for gap in self.gaps]] if self.gaps else 0
-        self.lasts: Ints = of + np.asarray([gap.last for gap in self.gaps], dtype=np.int64)
-        self.firsts: Ints = of + np.asarray([gap.first for gap in self.gaps], dtype=np.int64)
-        self.now = self._begin(tuple(shares))
+        self.now = self._begin(parts)
 
-    def _begin(self, shares: tuple[_Share, ...]) -> Overlap:
-        choices: tuple[Choice, ...] = (Choice.KEEP,) * len(self.gaps)
+    def _begin(self, parts: Sequence[tuple[_Greedy, int]]) -> Overlap:
+        choices: tuple[Choice, ...] = () if parts else (Choice.KEEP,) * len(self.gaps)
         wants: dict[Node, float] = {}
         stalls: dict[int, float] = {}
-        if shares:
-            choices = tuple(choice for share in shares for choice in share.choices)
-        for sub_array, share in enumerate(shares):
-            first = self.first_gap[sub_array]
-            wants |= {(sub_array, rank): seconds for rank, seconds in share.wants.items()}
-            stalls |= {first + number: seconds for number, seconds in share.stalls.items()}
-            self.reasons |= {first + number: reason for number, reason in share.reasons.items()}
+        for sub_array, (part, role) in enumerate(parts):
+            decided, (first, end) = part.now.decided, part.first_gap[role : role + 2]
+            shift = self.first_gap[sub_array] - first
+            choices += decided.choices[first:end]
+            wants |= {
+                (sub_array, rank): each for (owner, rank), each in decided.wants.items() if owner == role
+            }
+            stalls |= {
+                number + shift: each for number, each in decided.stalls.items() if first <= number < end
+            }
+            reasons = part.reasons.items()
+            self.reasons |= {(sub_array, tensor): each for (owner, tensor), each in reasons if owner == role}
         all_facts = known_facts(self.task)
         body = FixedBody(self.task, multiplexed(self.task, all_facts, wants), all_facts)
         now = self.multiplexer.look(Decided(body, choices, wants, stalls))
         assert now is not None
-        for number in now.numbers.tolist() if shares else ():
+        for number in now.numbers.tolist() if parts else ():
             index = now.index[number]
-            if now.behind_peak(index, self.task.limit_bytes) > now.prompts[index]:
+            if now.behind_peak(index) > now.prompts[index]:
                 now = self.multiplexer.book_stall(now, number)
         return now
-
-    def share(self, sub_array: int) -> _Share:
-        """What is decided for one of the sub-arrays."""
-        first, end = self.first_gap[sub_array : sub_array + 2]
-        decided = self.now.decided
-        return _Share(
-            decided.choices[first:end],
-            {rank: seconds for (owner, rank), seconds in decided.wants.items() if owner == sub_array},
-            {number - first: each for number, each in decided.stalls.items() if first <= number < end},
-            {number - first: each for number, each in self.reasons.items() if first <= number < end},
-        )
 
     def run(self) -> None:
         """Give feature maps up until the rest fits; raises `Infeasible`."""
@@ -217,11 +204,11 @@ class _Greedy:
                 worth_seconds = recompute.overhead if recompute is not None else math.inf
                 swap = self._max_idle_candidate(helps, worth_seconds)
             if swap is not None and (recompute is None or swap.overhead < recompute.overhead):
-                self.now, self.reasons[swap.number] = swap.found, swap.reason
+                self.now, self.reasons[self.gaps[swap.number].key] = swap.found, swap.reason
             elif recompute is not None:
                 against = f", a swap would stall for {swap.overhead:.3g} s" if swap is not None else ""
-                self.now, self.reasons[recompute.number] = recompute.found, recompute.reason + against
                 gap = self.gaps[recompute.number]
+                self.now, self.reasons[gap.key] = recompute.found, recompute.reason + against
                 prices[gap.sub_array].add(gap.tensor, Choice.RECOMPUTE)
             elif self.passed_over and self.num_looks < _MAX_SECOND_LOOKS:
                 self.num_looks += 1
@@ -231,14 +218,9 @@ class _Greedy:
 
     def _helps(self) -> Bools:
         """For each gap whether nothing is decided about it and it lies around a position over the limit."""
-        num_over = np.zeros(len(self.now.needed) + 1, dtype=np.int64)
-        np.cumsum(self.now.needed > self.task.limit_bytes, out=num_over[1:])
-        places = self.now.decided.body.places
-        lasts, firsts = places[self.lasts], places[self.firsts]
-        within = num_over[firsts] - num_over[lasts + 1]
-        within = np.where(lasts < firsts, within, within + num_over[-1])
+        spans = GapSpans(self.now.decided.body, self.gaps)
         is_open = np.asarray(self.now.decided.choices, dtype=np.int64) == Choice.KEEP
-        helps: Bools = is_open & (within > 0)
+        helps: Bools = is_open & spans.around_any(self.now.needed > self.task.limit_bytes)
         return helps
 
     def _max_idle_candidate(self, helps: Bools, worth_seconds: float) -> SwapTrial | None:
@@ -262,10 +244,10 @@ class _Greedy:
             if gap.can_recompute and number not in self.cannot and number not in self.passed_over:
                 seconds = prices[gap.sub_array].seconds(gap.tensor)
                 if seconds is not None:
-                    total = seconds * (1 + counts[gap.sub_array, gap.tensor])
+                    total = seconds * (1 + counts[gap.key])
                     ratio = gap.size_bytes / total if total > 0 else float("inf")
                     candidates.append((-ratio, -gap.size_bytes, number))
-        allowed = self.now.allowed(self.task.limit_bytes)
+        allowed = self.now.allowed()
         for _, _, number in sorted(candidates):
             found = self.multiplexer.look(self.now.decided.choose(number, Choice.RECOMPUTE))
             if found is None:
@@ -285,13 +267,11 @@ class _Greedy:
 
     def recomputes_in_the_way(self) -> frozenset[int]:
         """Those that are made just before a node that is over the limit."""
-        over = set(np.nonzero(self.now.needed > self.task.limit_bytes)[0].tolist())
+        over = self.now.needed > self.task.limit_bytes
         made = {
-            (each.sub_array, each.derived.tensor) for each in self.now.needs.recomputes if each.before in over
+            (each.sub_array, each.derived.tensor) for each in self.now.needs.recomputes if over[each.before]
         }
-        return frozenset(
-            number for number, gap in enumerate(self.gaps) if (gap.sub_array, gap.tensor) in made
-        )
+        return frozenset(number for number, gap in enumerate(self.gaps) if gap.key in made)
 
     def take_back(self) -> None:
         """Keep every tensor after all that there is memory for, those that cost the most time first."""
@@ -302,7 +282,7 @@ class _Greedy:
         by_cost = []
         for number, gap in enumerate(self.gaps):
             if self.now.decided.choices[number] is not Choice.KEEP:
-                recompute_seconds = again.get((gap.sub_array, gap.tensor), 0.0)
+                recompute_seconds = again.get(gap.key, 0.0)
                 by_cost.append((-recompute_seconds, -stalls.get(number, 0.0), -gap.size_bytes, number))
         for *_, number in sorted(by_cost):
             if not self._has_room(number):
@@ -310,7 +290,7 @@ class _Greedy:
             found = self.multiplexer.look(self.now.decided.choose(number, Choice.KEEP))
             if found is not None and found.is_hidden.all() and int(found.needed.max()) <= limit:
                 self.now = found
-                del self.reasons[number]
+                del self.reasons[self.gaps[number].key]
 
     def _has_room(self, number: int) -> bool:
         """Whether a tensor that was given up could lie where it does all the time it is not there."""
@@ -329,10 +309,7 @@ class _Greedy:
         prompts = dict(zip(now.numbers.tolist(), now.prompts.tolist(), strict=True))
         layout = lay_out(now.decided.body, self.gaps, now.needs, self.task.limit_bytes, prompts=prompts)
         assert layout is not None
-        reasons = {
-            (gap.sub_array, gap.tensor): self.reasons.get(number, "") for number, gap in enumerate(self.gaps)
-        }
-        return layout.schedule(reasons)
+        return layout.schedule(self.reasons)
 
 
 _ROUNDING = 1e-9
@@ -398,33 +375,15 @@ def multiplexed(task: Task, all_facts: Sequence[Facts], wants: Mapping[Node, flo
     return order
 
 
-class GapTable:
-    """Sizes and copy times of gaps, as arrays.
-
-    Copies take as long as they take alone, or, in a ring, while others run the other way.
-    """
-
-    def __init__(self, task: Task, gaps: tuple[Gap, ...]) -> None:
-        records = [task.profiles[gap.sub_array].tensors[gap.tensor] for gap in gaps]
-        is_duplex = task.multiplexing is Multiplexing.RING and len(task.profiles) > 1
-        self.gaps = gaps
-        self.sizes: Ints = np.asarray([gap.size_bytes for gap in gaps], dtype=np.int64)
-        self.seconds_in: Floats = np.asarray(
-            [each.swap_in_duplex_seconds if is_duplex else each.swap_in_seconds for each in records]
-        )
-        self.seconds_out: Floats = np.asarray(
-            [each.swap_out_duplex_seconds if is_duplex else each.swap_out_seconds for each in records]
-        )
-
-
 class Overlap:
     """The simulation of decisions: when each position has its turn, which copies run then, the bytes needed.
 
     ``turns`` has one entry more than there are positions. Copies back are in the order they run: ``numbers``
-    are their gaps, ``starts`` the latest times to start, ``prompts`` the positions by then.
+    are their gaps, ``starts`` the latest times to start, ``prompts`` the positions by then. Compute takes
+    ``seconds``, stalls included.
     """
 
-    def __init__(self, table: GapTable, decided: Decided, needs: Demand) -> None:
+    def __init__(self, table: Multiplexer, decided: Decided, needs: Demand) -> None:
         body = decided.body
         self.table, self.decided, self.needs = table, decided, needs
         swaps = sorted(needs.swaps, key=lambda swap: (swap.deadline, swap.gap))
@@ -438,6 +397,7 @@ class Overlap:
             waits[self.deadlines[self.index[number]]] += stall
         self.turns: Floats = body.starts.copy()
         self.turns[1:] += np.cumsum(needs.recompute_seconds + waits)
+        self.seconds = float(self.turns[-1])
         self.tolerance = _ROUNDING * float(body.starts[-1])
         seconds, sizes = table.seconds_in[self.numbers], table.sizes[self.numbers]
         hidden_by = np.where(is_source, 0.0, needs.recompute_seconds[self.deadlines])
@@ -455,12 +415,7 @@ class Overlap:
         np.subtract.at(change, self.deadlines, sizes)
         self.needed: Ints = needs.tensors + needs.beyond + np.cumsum(change[:-1])
 
-    @property
-    def seconds(self) -> float:
-        """How long compute takes, stalls included."""
-        return float(self.turns[-1])
-
-    def allowed(self, limit_bytes: int, absent: tuple[int, int, int] | None = None) -> Ints:
+    def allowed(self, absent: tuple[int, int, int] | None = None) -> Ints:
         """By node, what others may need: the limit, or no more than now.
 
         ``absent`` are a tensor's bytes and the positions between which they are not there any more.
@@ -471,7 +426,7 @@ class Overlap:
             needed = needed.copy()
             for part in (slice(begin, end),) if begin <= end else (slice(begin, None), slice(0, end)):
                 needed[part] -= size
-        allowed: Ints = np.maximum(needed, limit_bytes)[self.decided.body.places]
+        allowed: Ints = np.maximum(needed, self.table.limit)[self.decided.body.places]
         return allowed
 
     def is_safe(self, allowed: Ints, number: int | None = None) -> bool:
@@ -482,23 +437,15 @@ class Overlap:
             is_hidden[self.index[number]] = True
         return bool(is_hidden.all()) and not bool((self.needed[self.decided.body.places] > allowed).any())
 
-    def num_in_front(self, position: int) -> int:
-        """How many nodes of another sub-array stand just in front of a position."""
-        order = self.decided.body.order
-        begin = position
-        while begin and order[begin - 1][0] != order[position][0]:
-            begin -= 1
-        return position - begin
-
-    def behind_peak(self, index: int, limit_bytes: int) -> int:
+    def behind_peak(self, index: int) -> int:
         """The first position from which on, to its deadline, memory allows for a copy's tensor."""
         lowest, prompt, deadline = self.lowest[index], self.prompts[index], self.deadlines[index]
         needed = self.needed[lowest:deadline].copy()
         needed[: prompt - lowest] += self.table.sizes[self.numbers[index]]
-        over = np.nonzero(needed > limit_bytes)[0]
+        over = np.nonzero(needed > self.table.limit)[0]
         return int(lowest + over[-1] + 1) if len(over) else int(lowest)
 
-    def wait_out(self, limit_bytes: int) -> float:
+    def wait_out(self) -> float:
         """How long compute waits for copies to the host, each where its tensor's bytes are needed first."""
         order = np.argsort(self.outs, kind="stable")
         seconds = self.table.seconds_out[self.numbers[order]]
@@ -508,7 +455,7 @@ class Overlap:
         for index, end in zip(order.tolist(), ends.tolist(), strict=True):
             begin, prompt = int(self.outs[index]) + 1, int(self.prompts[index])
             stop = prompt if prompt >= begin else len(self.needed)
-            over = self.needed[begin:stop] > limit_bytes - self.table.sizes[self.numbers[index]]
+            over = self.needed[begin:stop] > self.table.limit - self.table.sizes[self.numbers[index]]
             released = begin + int(over.argmax()) if over.any() else stop
             waited = max(waited, end - float(self.turns[released]))
         return waited
@@ -525,16 +472,28 @@ class SwapTrial:
 
 
 class Multiplexer:
-    """Tries swaps within a limit."""
+    """Tries swaps within a task's limit; sizes and copy times of its gaps, as arrays.
 
-    def __init__(self, table: GapTable, limit_bytes: int) -> None:
-        self.table = table
-        self.limit = limit_bytes
+    Copies take as long as they take alone, or, in a ring, while others run the other way.
+    """
+
+    def __init__(self, task: Task, gaps: tuple[Gap, ...]) -> None:
+        records = [task.profiles[gap.sub_array].tensors[gap.tensor] for gap in gaps]
+        is_duplex = task.multiplexing is Multiplexing.RING and len(task.profiles) > 1
+        self.limit = task.limit_bytes
+        self.gaps = gaps
+        self.sizes: Ints = np.asarray([gap.size_bytes for gap in gaps], dtype=np.int64)
+        self.seconds_in: Floats = np.asarray(
+            [each.swap_in_duplex_seconds if is_duplex else each.swap_in_seconds for each in records]
+        )
+        self.seconds_out: Floats = np.asarray(
+            [each.swap_out_duplex_seconds if is_duplex else each.swap_out_seconds for each in records]
+        )
 
     def look(self, decided: Decided) -> Overlap | None:
         """Simulate decisions; ``None`` where a recomputation is not possible."""
-        needs = demand(decided.body, self.table.gaps, decided.choices)
-        return Overlap(self.table, decided, needs) if needs is not None else None
+        needs = demand(decided.body, self.gaps, decided.choices)
+        return Overlap(self, decided, needs) if needs is not None else None
 
     def try_swap(self, before: Overlap, number: int, worth_seconds: float) -> SwapTrial:
         """Algorithm C: swap one gap more.
@@ -546,20 +505,20 @@ class Multiplexer:
         index = first.index[number]
         out, deadline = int(first.outs[index]), int(first.deadlines[index])
         in_peak = bool(before.needed[deadline] > self.limit)
-        allowed = before.allowed(self.limit, (int(self.table.sizes[number]), out + 1, deadline))
+        allowed = before.allowed((int(self.sizes[number]), out + 1, deadline))
         found = first
-        waited = before.wait_out(self.limit)
-        if not in_peak and first.wait_out(self.limit) - waited < worth_seconds:
+        waited = before.wait_out()
+        if not in_peak and first.wait_out() - waited < worth_seconds:
             found = self._add_forward_nodes(first, number, allowed)
         found = self.book_stall(found, number, at_deadline=in_peak)
         if not found.is_safe(allowed, number):
             # Copies that are due earlier stay where they are, and this one comes behind them.
             free_from = 0.0
             if index:
-                end = before.starts[index - 1] + self.table.seconds_in[before.numbers[index - 1]]
+                end = before.starts[index - 1] + self.seconds_in[before.numbers[index - 1]]
                 free_from = max(float(end), float(before.turns[before.prompts[index - 1]]))
             found = self.book_stall(first, number, at_deadline=in_peak, free_from=free_from)
-        wait_out = max(0.0, found.wait_out(self.limit) - waited)
+        wait_out = max(0.0, found.wait_out() - waited)
         overhead = max(0.0, found.seconds - before.seconds) + wait_out
         return SwapTrial(number, found, overhead, self._reason(found, number, in_peak, wait_out))
 
@@ -568,7 +527,7 @@ class Multiplexer:
     ) -> Overlap:
         """Let compute wait for a copy that cannot start in time: behind the peak, when the lane is free."""
         index = look.index[number]
-        earliest = int(look.deadlines[index]) if at_deadline else look.behind_peak(index, self.limit)
+        earliest = int(look.deadlines[index]) if at_deadline else look.behind_peak(index)
         stall = max(float(look.turns[earliest]), free_from) - float(look.starts[index])
         if stall <= look.tolerance:
             return look
@@ -592,7 +551,9 @@ class Multiplexer:
         following = (node[0] + 1) % len(body.all_facts)
         starts, count = body.all_facts[following].start_seconds, body.all_facts[following].num_forward
         done = bisect_left(body.place[following][:count], deadline)
-        there = look.num_in_front(deadline)
+        there = 0  # nodes of another sub-array that stand just in front of the deadline
+        while there < deadline and body.order[deadline - there - 1][0] != node[0]:
+            there += 1
         missing = float(look.turns[deadline - there] - look.starts[index]) - look.tolerance
         if missing <= 0:
             return look
@@ -615,13 +576,13 @@ class Multiplexer:
         index = found.index[number]
         prompt, deadline = int(found.prompts[index]), int(found.deadlines[index])
         stall = found.decided.stalls.get(number, 0.0)
-        owner = self.table.gaps[number].sub_array
+        owner = self.gaps[number].sub_array
         num_own = sum(sub_array == owner for sub_array, _ in found.decided.body.order[prompt:deadline])
         num_others = deadline - prompt - num_own
         forward = f"{_nodes(num_others, 'forward node')} of the other sub-array"
         by = f"{forward} and {_nodes(num_own, 'node')} of its own"
         if in_peak:
-            is_busy = stall > self.table.seconds_in[number] + found.tolerance
+            is_busy = stall > self.seconds_in[number] + found.tolerance
             while_busy = " while another copy runs" if is_busy else ""
             case = f"1{'b' if is_busy else 'a'}: due in the peak interval{while_busy}, nothing hides the copy"
         elif stall > 0:
