@@ -58,10 +58,10 @@ def test_the_optimum_is_above_the_bounds_and_below_every_policy() -> None:
     num_decided, ratios = 0, []
     for seed in range(12):
         profile = random_profile(seed, 1, Shape(num_layers=2, duplex_slowdown=1.0))
-        order, static = plain_order([profile], TURNS), static_bytes([profile])
+        static = static_bytes([profile])
         for share in (0.9, 0.8, 0.7):
             limit = static + int(share * (plain_peak([profile], TURNS) - static))
-            best = solve([profile], TURNS, order, limit, seconds=20.0)
+            best = solve(profile, limit)
             if best is None:
                 continue
             program = prove([profile], best.schedule, limit)
@@ -81,13 +81,12 @@ def test_the_optimum_is_above_the_bounds_and_below_every_policy() -> None:
 
 def test_with_room_for_everything_the_optimum_decides_nothing() -> None:
     profile = random_profile(1, 1, Shape(num_layers=2, duplex_slowdown=1.0))
-    order = plain_order([profile], TURNS)
-    best = solve([profile], TURNS, order, plain_peak([profile], TURNS))
+    best = solve(profile, plain_peak([profile], TURNS))
     assert best is not None
     assert not best.schedule.swaps
     assert not best.schedule.recomputes
     assert best.seconds == pytest.approx(sum(node.seconds for node in profile.nodes))
-    assert solve([profile], TURNS, order, 1) is None
+    assert solve(profile, 1) is None
 
 
 def test_what_cannot_fit_takes_forever_and_more_room_never_takes_longer() -> None:

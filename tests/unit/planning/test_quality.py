@@ -6,7 +6,7 @@ import random
 
 import pytest
 from exact import solve
-from steps import TURNS, decide, plain_order, plain_peak, prove, static_bytes
+from steps import TURNS, decide, plain_peak, prove, static_bytes
 from tests.random_steps import Shape, random_profile
 
 from trainmux.planning import lane_times
@@ -28,7 +28,7 @@ def test_auto_is_near_the_optimum_and_not_above_the_other_policies(num_problems:
             schedule = decide(policy, [profile], TURNS, limit, evaluations=None)
             if schedule is not None:
                 taken[policy] = lane_times(prove([profile], schedule, limit).body, [profile]).seconds
-        best = solve([profile], TURNS, plain_order([profile], TURNS), limit, seconds=20.0)
+        best = solve(profile, limit)
         if "auto" not in taken:
             assert best is None
             continue
