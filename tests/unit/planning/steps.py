@@ -65,40 +65,52 @@ class Builder:
         return Profile(name, "analytic", 1, DEVICE, tuple(self.tensors), tuple(self.nodes))
 
 
-BATCH, WEIGHT, MAP, MASK, TOP, LOSS, SLOPE, GRADIENT = range(8)
-LAYER, HEAD, LOSS_NODE, LOSS_BACKWARD, BACKWARD, UPDATE = range(6)
+def _step() -> Profile:
+    """Copies take one second per 1024 bytes out, half of that back."""
+    builder = Builder()
+    for name, byte_class, size in (
+        ("batch", ByteClass.BATCH, 512),
+        ("weight", ByteClass.PARAMETER, 1024),
+        ("map", ByteClass.FEATURE_MAP, 2048),
+        ("mask", ByteClass.FEATURE_MAP, 512),
+        ("top", ByteClass.FEATURE_MAP, 1024),
+        ("loss", ByteClass.RESULT, 4),
+        ("slope", ByteClass.GRADIENT_MAP, 2048),
+        ("gradient", ByteClass.GRADIENT, 1024),
+    ):
+        builder.tensor(name, byte_class, size, size / 2048, size / 1024)
+    builder.node("layer", Phase.FORWARD, ["batch", "weight"], ["map", "mask"], workspace=100)
+    builder.node("head", Phase.FORWARD, ["map"], ["top"])
+    builder.node("loss", Phase.FORWARD, ["top"], ["loss"])
+    builder.node("∇loss", Phase.BACKWARD, ["top", "loss"], ["slope"])
+    builder.node("∇layer", Phase.BACKWARD, ["slope", "mask", "map", "batch"], ["gradient"])
+    builder.node("update", Phase.UPDATE, ["gradient"], changes=["weight"])
+    return builder.profile("small step")
 
 
-def _tensor(name: str, byte_class: ByteClass, size_bytes: int) -> ProfiledTensor:
-    """One second per 1024 bytes out, half of that back; a quarter more while the other direction is busy."""
-    out, back = size_bytes / 1024, size_bytes / 2048
-    return ProfiledTensor(name, byte_class, size_bytes, out, back, 1.25 * out, 1.25 * back)
+STEP = _step()
+TENSORS = {tensor.name: number for number, tensor in enumerate(STEP.tensors)}
+NODES = {node.name: rank for rank, node in enumerate(STEP.nodes)}
 
 
-STEP = Profile(
-    fingerprint="small step",
-    source="analytic",
-    width=1,
-    device=DEVICE,
-    tensors=(
-        _tensor("batch", ByteClass.BATCH, 512),
-        _tensor("weight", ByteClass.PARAMETER, 1024),
-        _tensor("map", ByteClass.FEATURE_MAP, 2048),
-        _tensor("mask", ByteClass.FEATURE_MAP, 512),
-        _tensor("top", ByteClass.FEATURE_MAP, 1024),
-        _tensor("loss", ByteClass.RESULT, 4),
-        _tensor("slope", ByteClass.GRADIENT_MAP, 2048),
-        _tensor("gradient", ByteClass.GRADIENT, 1024),
-    ),
-    nodes=(
-        ProfiledNode("layer", Phase.FORWARD, (BATCH, WEIGHT), (MAP, MASK), (), 1.0, workspace_bytes=100),
-        ProfiledNode("head", Phase.FORWARD, (MAP,), (TOP,), (), 1.0),
-        ProfiledNode("loss", Phase.FORWARD, (TOP,), (LOSS,), (), 1.0),
-        ProfiledNode("∇loss", Phase.BACKWARD, (TOP, LOSS), (SLOPE,), (), 1.0),
-        ProfiledNode("∇layer", Phase.BACKWARD, (SLOPE, MASK, MAP, BATCH), (GRADIENT,), (), 1.0),
-        ProfiledNode("update", Phase.UPDATE, (GRADIENT,), (), (WEIGHT,), 1.0),
-    ),
-)
+def swap(tensor: str, out: str, release: str, back: str) -> Swap:
+    """A swap in `STEP`, by names."""
+    return Swap(0, TENSORS[tensor], *((0, NODES[node]) for node in (out, release, back)))
+
+
+def again(tensor: str, nodes: str, before: str) -> Recomputation:
+    """A recomputation in `STEP`, by names."""
+    ranks = tuple(NODES[node] for node in nodes.split())
+    return Recomputation(0, TENSORS[tensor], ranks, (0, NODES[before]))
+
+
+def decided(
+    *decisions: Swap | Recomputation, profile: Profile = STEP, multiplexing: Multiplexing = TURNS
+) -> Schedule:
+    """The plain order of one step with these decisions."""
+    swaps = tuple(each for each in decisions if isinstance(each, Swap))
+    recomputes = tuple(each for each in decisions if isinstance(each, Recomputation))
+    return Schedule(multiplexing, plain_order([profile], multiplexing), swaps, recomputes)
 
 
 def num_forward(profile: Profile) -> int:
