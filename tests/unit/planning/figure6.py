@@ -19,76 +19,57 @@ from steps import Builder, static_bytes
 
 from trainmux.ir import ByteClass, Phase, Profile
 
-LIMIT_BEYOND_STATIC = 24
-SWAP_IN = {"Z1": 4.0, "Z2": 4.0, "Z3": 3.0, "Z4": 3.0, "R": 6.0}
-
 
 def rank_of(profile: Profile, name: str) -> int:
     return [node.name for node in profile.nodes].index(name)
 
 
-def tensor_of(profile: Profile, name: str) -> int:
-    return [tensor.name for tensor in profile.tensors].index(name)
-
-
-def first(swap_in: Mapping[str, float] = SWAP_IN, recompute_seconds: float = 4.0) -> Profile:
-    """The sub-array whose feature maps are swapped."""
+def _five_layers(
+    name: str,
+    sizes: Sequence[int],
+    swap_in: Mapping[str, float],
+    seconds: Mapping[str, float],
+    workspaces: Mapping[str, int],
+) -> Profile:
+    """``sizes`` are those of Z1 to Z5; there is an R if it has ``seconds``."""
     builder = Builder()
     builder.tensor("X", ByteClass.BATCH, 1)
-    for layer in range(1, 6):
+    for layer, size in enumerate(sizes, start=1):
         builder.tensor(f"W{layer}", ByteClass.PARAMETER, 1)
         builder.tensor(f"∇W{layer}", ByteClass.GRADIENT, 0)
         builder.tensor(f"∇Z{layer}", ByteClass.GRADIENT_MAP, 0)
-        size = 10 if layer < 5 else 0
         builder.tensor(f"Z{layer}", ByteClass.FEATURE_MAP, size, swap_in.get(f"Z{layer}", 0.0))
-    builder.tensor("R", ByteClass.FEATURE_MAP, 10, swap_in["R"])
     for layer in range(1, 6):
         inputs = ["X" if layer == 1 else f"Z{layer - 1}", f"W{layer}"]
         builder.node(f"Z{layer}", Phase.FORWARD, inputs, [f"Z{layer}"], 2.0, repeatable=False)
-    builder.node("R", Phase.FORWARD, ["X"], ["R"], recompute_seconds)
-    builder.node("∇Z5", Phase.BACKWARD, ["Z5"], ["∇Z5"], workspace=16)
-    workspaces = {5: 6, 4: 12, 3: 8}
+    if "R" in seconds:
+        builder.tensor("R", ByteClass.FEATURE_MAP, 10, swap_in["R"])
+        builder.node("R", Phase.FORWARD, ["X"], ["R"], seconds["R"])
+    builder.node("∇Z5", Phase.BACKWARD, ["Z5"], ["∇Z5"], workspace=workspaces.get("∇Z5", 0))
     for layer in range(5, 0, -1):
-        source = "X" if layer == 1 else f"Z{layer - 1}"
-        builder.node(
-            f"∇W{layer}",
-            Phase.BACKWARD,
-            [source, f"∇Z{layer}"],
-            [f"∇W{layer}"],
-            workspace=workspaces.get(layer, 0),
-        )
+        reads, made = ["X" if layer == 1 else f"Z{layer - 1}", f"∇Z{layer}"], f"∇W{layer}"
+        builder.node(made, Phase.BACKWARD, reads, [made], workspace=workspaces.get(made, 0))
         if layer > 1:
-            reads = [f"W{layer}", f"∇Z{layer}", *(["R"] if layer == 5 else [])]
-            seconds = 2.0 if layer in (5, 4) else 1.0
-            builder.node(f"∇Z{layer - 1}", Phase.BACKWARD, reads, [f"∇Z{layer - 1}"], seconds)
+            reads, made = [f"W{layer}", f"∇Z{layer}"], f"∇Z{layer - 1}"
+            reads += ["R"] if layer == 5 and "R" in seconds else []
+            builder.node(made, Phase.BACKWARD, reads, [made], seconds.get(made, 1.0))
     weights = [f"W{layer}" for layer in range(1, 6)]
-    builder.node("update", Phase.UPDATE, [f"∇W{layer}" for layer in range(1, 6)], changes=weights)
-    return builder.profile("figure 6, first")
+    builder.node("update", Phase.UPDATE, [f"∇{weight}" for weight in weights], changes=weights)
+    return builder.profile(name)
+
+
+def first(recompute_seconds: float = 4.0) -> Profile:
+    """The sub-array whose feature maps are swapped."""
+    swap_in = {"Z1": 4.0, "Z2": 4.0, "Z3": 3.0, "Z4": 3.0, "R": 6.0}
+    seconds = {"R": recompute_seconds, "∇Z4": 2.0, "∇Z3": 2.0}
+    workspaces = {"∇Z5": 16, "∇W5": 6, "∇W4": 12, "∇W3": 8}
+    return _five_layers("figure 6, first", (10, 10, 10, 10, 0), swap_in, seconds, workspaces)
 
 
 def second() -> Profile:
     """The sub-array whose forward pass hides the swaps of the first."""
-    builder = Builder()
-    builder.tensor("X", ByteClass.BATCH, 1)
-    for layer in range(1, 6):
-        builder.tensor(f"W{layer}", ByteClass.PARAMETER, 1)
-        builder.tensor(f"∇W{layer}", ByteClass.GRADIENT, 0)
-        builder.tensor(f"∇Z{layer}", ByteClass.GRADIENT_MAP, 0)
-        builder.tensor(f"Z{layer}", ByteClass.FEATURE_MAP, 4, 1.0)
-    for layer in range(1, 6):
-        inputs = ["X" if layer == 1 else f"Z{layer - 1}", f"W{layer}"]
-        builder.node(f"Z{layer}", Phase.FORWARD, inputs, [f"Z{layer}"], 2.0, repeatable=False)
-    builder.node("∇Z5", Phase.BACKWARD, ["Z5"], ["∇Z5"])
-    for layer in range(5, 0, -1):
-        source = "X" if layer == 1 else f"Z{layer - 1}"
-        builder.node(f"∇W{layer}", Phase.BACKWARD, [source, f"∇Z{layer}"], [f"∇W{layer}"])
-        if layer > 1:
-            reads = [f"W{layer}", f"∇Z{layer}"]
-            builder.node(f"∇Z{layer - 1}", Phase.BACKWARD, reads, [f"∇Z{layer - 1}"])
-    weights = [f"W{layer}" for layer in range(1, 6)]
-    builder.node("update", Phase.UPDATE, [f"∇W{layer}" for layer in range(1, 6)], changes=weights)
-    return builder.profile("figure 6, second")
+    return _five_layers("figure 6, second", (4,) * 5, {f"Z{n}": 1.0 for n in range(1, 6)}, {}, {})
 
 
 def limit(profiles: Sequence[Profile]) -> int:
-    return LIMIT_BEYOND_STATIC + static_bytes(profiles)
+    return 24 + static_bytes(profiles)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from tests.random_steps import Shape, random_profile
+from tests.random_steps import Shape, random_profile, split_passes
 from tests.symbolic_machine import fault
 
 from trainmux.errors import PlanError
@@ -119,16 +119,15 @@ def num_forward(profile: Profile) -> int:
 
 def plain_order(profiles: Sequence[Profile], multiplexing: Multiplexing) -> tuple[Node, ...]:
     """In a ring each backward pass is followed by the next sub-array's forward pass."""
-    order: list[Node] = []
-    for s, profile in enumerate(profiles):
-        ranks = range(len(profile.nodes))
-        if multiplexing is TURNS:
-            order += [(s, rank) for rank in ranks]
-            continue
-        following = (s + 1) % len(profiles)
-        order += [(s, rank) for rank in ranks[num_forward(profile) :]]
-        order += [(following, rank) for rank in range(num_forward(profiles[following]))]
-    return tuple(order)
+    if multiplexing is TURNS:
+        return tuple((s, rank) for s, profile in enumerate(profiles) for rank in range(len(profile.nodes)))
+    return tuple(node for back, forward in _stages(profiles) for node in (*back, *forward))
+
+
+def _stages(profiles: Sequence[Profile]) -> list[tuple[list[Node], list[Node]]]:
+    """A ring's stages: the backward pass of one sub-array and the forward pass of the next."""
+    passes = split_passes(profiles)
+    return [(back, passes[(s + 1) % len(passes)][0]) for s, (_, back) in enumerate(passes)]
 
 
 def undecided(profiles: Sequence[Profile], multiplexing: Multiplexing) -> Schedule:
@@ -190,10 +189,7 @@ def random_order(
     if multiplexing is TURNS or len(profiles) == 1:
         return plain_order(profiles, multiplexing)
     order: list[Node] = []
-    for s, profile in enumerate(profiles):
-        following = (s + 1) % len(profiles)
-        back = [(s, rank) for rank in range(num_forward(profile), len(profile.nodes))]
-        forward = [(following, rank) for rank in range(num_forward(profiles[following]))]
+    for back, forward in _stages(profiles):
         while back or forward:
             take = back if not forward or (back and rng.random() < 0.6) else forward
             order.append(take.pop(0))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from functools import cache
-from itertools import islice, pairwise
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +15,7 @@ from tests.random_steps import KIB, Shape, random_profile
 from tests.symbolic_machine import fault
 
 from trainmux.errors import BudgetError, ConfigError
-from trainmux.ir import ByteClass, Multiplexing, Phase, PlanRecord, Profile, find_violations, verify
+from trainmux.ir import ByteClass, Multiplexing, Phase, PlanRecord, Profile, verify
 from trainmux.planning import (
     POLICY_NAMES,
     PlannedGroup,
@@ -28,17 +26,14 @@ from trainmux.planning import (
     rewrite,
     timeline,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ir"))
-from mutants import ALWAYS_WRONG, WRONG_UNLESS_REDUNDANT
+from trainmux.profiling import side_by_side
 
 ROUNDING = 1 + 1e-9
-SMALL = Shape(num_layers=3)
 
 
 @cache
-def profile(seed: int, width: int, shape: Shape = SMALL) -> Profile:
-    return random_profile(seed, width, shape)
+def profile(seed: int, width: int) -> Profile:
+    return random_profile(seed, width, Shape(num_layers=3))
 
 
 def group(num_members: int) -> PlannedGroup:
@@ -60,10 +55,16 @@ def planner(seed: int, num_members: int, policy: str = "auto", **settings: objec
     )
 
 
-def prove(plan: PlanRecord, seed: int, shape: Shape = SMALL) -> None:
+def between(search: Planner, share: float) -> int:
+    """A budget between the smallest and what the step takes without decisions."""
+    low, high = search.smallest_bytes(), search.plan(PLENTY).peak_bytes
+    return int(low + share * (high - low))
+
+
+def prove(plan: PlanRecord, seed: int) -> None:
     """By the verifier and by symbolic values; time and peak are the machine's, and not below the bound."""
     widths = [len(sub_array.members) for sub_array in plan.partition]
-    profiles = [profile(seed, width, shape) for width in widths]
+    profiles = [profile(seed, width) for width in widths]
     program = rewrite(profiles, plan.schedule)
     verify(program, profiles, budget_bytes=plan.budget_bytes, fixed_bytes=plan.fixed_bytes)
     assert fault(program, profiles) == ""
@@ -110,9 +111,7 @@ def test_a_plan_serves_every_larger_budget(
     policy: str, seed: int, num_members: int, shares: tuple[float, float]
 ) -> None:
     search = planner(seed, num_members, policy)
-    low, high = search.smallest_bytes(), search.plan(PLENTY).peak_bytes
-    budgets = sorted(int(low + share * (high - low)) for share in shares)
-    plans = [search.plan(budget) for budget in budgets]
+    plans = [search.plan(between(search, share)) for share in sorted(shares)]
     assert plans[1].step_seconds <= plans[0].step_seconds * ROUNDING
 
 
@@ -126,9 +125,8 @@ def test_what_the_budget_costs_falls(policy: str) -> None:
 def test_auto_is_at_least_as_quick_as_the_others() -> None:
     for seed in (3, 5):
         auto = planner(seed, 4)
-        high, low = auto.plan(PLENTY).peak_bytes, auto.smallest_bytes()
         for share in (0.35, 0.7):
-            budget = int(low + share * (high - low))
+            budget = between(auto, share)
             best = auto.plan(budget).step_seconds
             for policy in sorted(set(POLICY_NAMES) - {"auto"}):
                 try:
@@ -136,44 +134,6 @@ def test_auto_is_at_least_as_quick_as_the_others() -> None:
                 except BudgetError:
                     continue
                 assert best <= other * ROUNDING, (seed, share, policy)
-
-
-def planned_with_swaps_and_recomputes(policy: str) -> tuple[PlanRecord, list[Profile]]:
-    """The first tight plan that has both."""
-    shape = Shape()
-    for seed in range(12):
-        search = Planner(
-            [group(2)],
-            profile_of=lambda _, width, seed=seed: profile(seed, width, shape),
-            policy=policy,
-            evaluations=6,
-        )
-        for share in (1.01, 1.1, 1.25):
-            plan = search.plan(int(search.smallest_bytes() * share))
-            if plan.swaps and plan.recomputes:
-                return plan, [profile(seed, len(sub_array.members), shape) for sub_array in plan.partition]
-    raise AssertionError("expected a seed with both")
-
-
-@pytest.mark.parametrize("policy", ["mutwo", "auto"])
-def test_mutants_of_planned_programs_are_killed(policy: str) -> None:
-    """Each for its own reason; a wait or a copy that is dropped, wherever it was not redundant."""
-    plan, profiles = planned_with_swaps_and_recomputes(policy)
-    program = rewrite(profiles, plan.schedule)
-    budget = program.slab_bytes
-    assert not find_violations(program, profiles, budget_bytes=budget)
-    killed: set[str] = set()
-    for mutate in ALWAYS_WRONG:
-        for mutant in mutate(program, profiles):
-            checked = budget if mutant.budget_bytes is None else mutant.budget_bytes
-            found = find_violations(mutant.program, profiles, budget_bytes=checked)
-            assert mutant.kinds & {each.kind for each in found}, (mutate.__name__, mutant.name)
-            killed.add(mutate.__name__)
-    assert len(killed) >= len(ALWAYS_WRONG) - 2  # not every program has a recomputation, or a source for it
-    for mutate in WRONG_UNLESS_REDUNDANT:
-        for mutant in islice(mutate(program, profiles), 6):
-            found = find_violations(mutant.program, profiles, budget_bytes=budget)
-            assert bool(found) == bool(fault(mutant.program, profiles)), (mutate.__name__, mutant.name)
 
 
 def test_policies_share_the_device_in_their_own_way() -> None:
@@ -185,9 +145,8 @@ def test_policies_share_the_device_in_their_own_way() -> None:
     seen: dict[str, set[str]] = {"none": set(), "swap_only": set(), "recompute_only": set()}
     for policy, kinds in seen.items():
         search = planner(5, 4, policy)
-        low, high = search.smallest_bytes(), search.plan(PLENTY).peak_bytes
         for share in (0.0, 0.3, 0.6):
-            plan = search.plan(int(low + share * (high - low)))
+            plan = search.plan(between(search, share))
             assert plan.schedule.multiplexing is Multiplexing.TURNS
             kinds |= {type(record).__name__ for record in (*plan.swaps, *plan.recomputes)}
     assert seen == {"none": set(), "swap_only": {"Swap"}, "recompute_only": {"Recomputation"}}
@@ -272,29 +231,18 @@ def member(num_layers: int = 6) -> Profile:
     return builder.profile("member")
 
 
-def fused(profile: Profile, width: int) -> Profile:
-    """Several members, which take as long as one after another."""
-    tensors = []
-    for tensor in profile.tensors:
-        seconds = width * tensor.swap_in_seconds
-        size = width * tensor.size_bytes
-        tensors.append(replace(tensor, size_bytes=size, swap_in_seconds=seconds, swap_out_seconds=seconds))
-        tensors[-1] = replace(tensors[-1], swap_in_duplex_seconds=seconds, swap_out_duplex_seconds=seconds)
-    nodes = tuple(replace(node, seconds=width * node.seconds) for node in profile.nodes)
-    return replace(profile, fingerprint=f"member {width}", width=width, tensors=tuple(tensors), nodes=nodes)
+def members(profile: Profile, num_members: int, **settings: object) -> Planner:
+    """Members that take as long together as one after another."""
+    return Planner(
+        [group(num_members)],
+        profile_of=lambda _, width: side_by_side(profile, width),
+        max_partitions=2,
+        **settings,
+    )
 
 
 def test_swaps_stay_within_the_host_and_a_refusal_says_so() -> None:
-    def search(host_bytes: int) -> Planner:
-        return Planner(
-            [group(3)],
-            profile_of=lambda _, width: fused(member(4), width),
-            max_partitions=2,
-            evaluations=6,
-            host_bytes=host_bytes,
-        )
-
-    plenty = search(PLENTY)
+    plenty = members(member(4), 3, evaluations=6)
     with pytest.raises(BudgetError) as refused:
         plenty.plan(1)
     assert "host" not in str(refused.value)
@@ -303,7 +251,7 @@ def test_swaps_stay_within_the_host_and_a_refusal_says_so() -> None:
     assert smallest < 3 * static_bytes([member(4)])  # static tensors are swapped too
     needed = plenty.plan(smallest).host_bytes
     assert needed > 0
-    little = search(needed // 2)
+    little = members(member(4), 3, evaluations=6, host_bytes=needed // 2)
     with pytest.raises(BudgetError) as caught:
         little.plan(smallest)
     assert "host" in str(caught.value)
@@ -314,10 +262,7 @@ def test_swaps_stay_within_the_host_and_a_refusal_says_so() -> None:
 
 
 def near_static_memory(profile: Profile, num_members: int) -> PlanRecord:
-    search = Planner(
-        [group(num_members)], profile_of=lambda _, width: fused(profile, width), max_partitions=2
-    )
-    return search.plan(num_members * static_bytes([profile]) + 100 * KIB)
+    return members(profile, num_members).plan(num_members * static_bytes([profile]) + 100 * KIB)
 
 
 def test_eight_members_near_static_memory_take_hardly_longer_than_their_nodes() -> None:
@@ -343,8 +288,7 @@ def test_copies_have_slack_where_there_is_memory_for_it(policy: str) -> None:
     ratios = []
     for seed in range(4):
         search = planner(seed, 2, policy)
-        low, high = search.smallest_bytes(), search.plan(PLENTY).peak_bytes
-        plan = search.plan(int(low + 0.6 * (high - low)))
+        plan = search.plan(between(search, 0.6))
         profiles = [profile(seed, len(sub_array.members)) for sub_array in plan.partition]
         body = rewrite(profiles, plan.schedule).body
         if plan.swaps:
@@ -367,11 +311,8 @@ def test_another_step_of_the_same_sub_arrays_fits_or_is_refused() -> None:
 
 def test_64_members_are_planned_in_bounded_time() -> None:
     """Processor time, as the machine may have other work."""
-    shape = Shape(num_layers=4)
-    search = Planner(
-        [group(64)], profile_of=lambda _, width: profile(1, width, shape), max_partitions=4, evaluations=6
-    )
-    static = static_bytes([profile(1, 64, shape)])
+    search = planner(1, 64, max_partitions=4)
+    static = static_bytes([profile(1, 64)])
     budget = static + (search.plan(PLENTY).peak_bytes - static) // 5
     begin = time.process_time()
     found = search.plan(budget)

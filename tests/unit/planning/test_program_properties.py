@@ -6,7 +6,6 @@ import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -136,12 +135,6 @@ def test_memory_and_time_are_what_the_instructions_take(seed: int) -> None:
         found = timeline(part, profiles)
         in_use = [sum(n for _, n in point.bytes_by_class) + point.workspace_bytes for point in found.memory]
         assert in_use == bytes_by_walking(part, profiles)
-        by_lane = {lane: [s for s in found.spans if s.lane is lane] for lane in Lane}
-        for spans in by_lane.values():
-            assert all(a.end <= b.start for a, b in pairwise(spans))
-            assert found.seconds >= sum(s.end - s.start for s in spans) - 1e-9
-        assert found.compute_seconds == pytest.approx(sum(s.end - s.start for s in by_lane[Lane.COMPUTE]))
-        assert found.seconds == pytest.approx(found.compute_seconds + found.stall_seconds)
     bare = rewrite(profiles, dataclasses.replace(schedule, swaps=(), recomputes=()))
     total = sum(node.seconds for profile in profiles for node in profile.nodes)
     alone = timeline(bare.body, profiles)
