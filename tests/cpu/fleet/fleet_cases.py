@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from equivalence import assert_same, distance, snapshot, train_member
-from short_workloads import SHORT
+from equivalence import assert_same, distance, in_two_groups, snapshot, train_member
+from short_workloads import SHORT, member_of
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -54,52 +54,59 @@ def bn_mlp(hidden: int = 4, dropout: float = 0.0, outputs: int = 2) -> nn.Module
     return nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(hidden, outputs))
 
 
-class Net(nn.Module):
-    """Two layers around a batch norm, a number, and a constant that members may share."""
-
-    def __init__(self, hidden: int, shift: float) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, hidden, bias=False), nn.Linear(hidden, 2)
-        self.norm, self.act = nn.BatchNorm1d(hidden), nn.Tanh()
-        self.register_buffer("shift", torch.tensor(shift))
-        self.scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.norm(self.first(x))) + self.shift) * self.scale
+def _shifted(model: Any, x: Tensor) -> Any:
+    return model.last(model.act(model.norm(model.first(x))) + model.shift) * model.scale
 
 
 @_seeded
 def net(hidden: int = 4, shift: float = 0.0) -> nn.Module:
-    return Net(hidden, shift)
+    """Two layers around a batch norm, a number, and a constant that members may share."""
+    layers = {"first": nn.Linear(3, hidden, bias=False), "last": nn.Linear(hidden, 2)}
+    norm, act = nn.BatchNorm1d(hidden), nn.Tanh()
+    return Made(_shifted, **layers, norm=norm, act=act, shift=torch.tensor(shift), scale=1.0)
 
 
-class Coded(nn.Module):
-    """An MLP whose forward pass is a function, with attributes for it to use; tensors are buffers."""
+class Made(nn.Module):
+    """A forward pass that is a function, with attributes for it to use; tensors are buffers."""
 
-    def __init__(self, code: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
+    def __init__(self, code: Callable[[Any, Tensor], Any], **attributes: Any) -> None:
         super().__init__()
-        self.layer, self.code = mlp(), code
+        self.code = code
         for name, value in attributes.items():
             if type(value) is Tensor:
                 self.register_buffer(name, value)
             else:
                 setattr(self, name, value)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.code(self, x)
+    def forward(self, *given: Any) -> Any:
+        return self.code(self, *given)
 
 
-class Projected(nn.Module):
+def coded(code: Callable[[Any, Tensor], Any], **attributes: Any) -> Any:
+    """The same with an MLP as its layer, unless another is given."""
+    return Made(code, **{"layer": mlp(), **attributes})
+
+
+class Slotted:
+    """One value, where it cannot be looked into from outside: there is no ``__dict__``."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def projected(seed: int, constant: float) -> nn.Module:
     """A fixed projection and a frozen weight: part of the model, shared by members where they are equal."""
-
-    def __init__(self, seed: int, constant: float) -> None:
-        super().__init__()
-        self.body = mlp(seed)
-        self.register_buffer("projection", torch.full((3,), constant, dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.full((2,), constant, dtype=torch.float64), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x * self.projection) * self.frozen
+    return coded(
+        lambda model, x: model.layer(x * model.projection) * model.frozen,
+        layer=mlp(seed),
+        projection=torch.full((3,), constant, dtype=torch.float64),
+        frozen=nn.Parameter(torch.full((2,), constant, dtype=torch.float64), requires_grad=False),
+    )
 
 
 def mse(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -138,13 +145,6 @@ EXAMPLE = BATCHES[0]
 # ---- optimizers ----------------------------------------------------------------------------------------
 
 
-def _split(model: nn.Module, i: int) -> torch.optim.Optimizer:
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 0.03, "betas": (0.7, 0.9)}]
-    return torch.optim.AdamW(groups, lr=0.01 * (i + 1))
-
-
 def _last_layer(model: nn.Module, i: int) -> torch.optim.Optimizer:
     return torch.optim.Adam(list(model.parameters())[-2:], lr=0.02 * (i + 1))
 
@@ -164,7 +164,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, int], torch.optim.Optimizer]] = {
         m.parameters(), lr=0.1, lr_decay=0.1 * i, initial_accumulator_value=0.2 * i
     ),
     "adadelta": lambda m, i: torch.optim.Adadelta(m.parameters(), lr=1.0, rho=0.9 - 0.3 * i),
-    "param-groups": _split,
+    "param-groups": in_two_groups(
+        lambda m, i: torch.optim.AdamW(m.parameters(), lr=0.01 * (i + 1), betas=(0.9 - 0.2 * i, 0.99))
+    ),
     "last-layer": _last_layer,
 }
 ONE_OF_EACH = tuple(name for name in OPTIMIZERS if name not in ("sgd", "adam", "last-layer"))
@@ -234,9 +236,7 @@ TOY = Device("toy", 1 << 30, 1 << 32, 8, 1e12, 1e12, 1e11, 1e10, 1e10)
 def short_fleet(name: str = "mlp", num_members: int = 2, *, lr: float = 1e-3, **options: Any) -> Fleet:
     """Members of a workload under AdamW."""
     workload = SHORT[name]
-    models = [workload.build(number).train() for number in range(num_members)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=lr) for model in models]
-    members = [Member(*pair, f"m{i}", seed=i) for i, pair in enumerate(zip(models, optimizers, strict=True))]
+    members = [member_of(workload, number, lr=lr) for number in range(num_members)]
     options = {"lowering": "aten", **options}
     return Fleet(members, workload.loss, workload.batch(0, torch.float32), **options)
 
@@ -248,7 +248,8 @@ def train_alone(
     member: Member, batches: Iterable[Any], loss: Callable[..., Any] = mse, **options: Any
 ) -> list[float]:
     """Train the member's own objects as anyone would without a fleet; returns the losses."""
-    return [value.item() for value in train_member(member, batches, loss, **options).losses]
+    results = train_member(member, batches, loss, **options).results
+    return [value.item() for name, value in results.items() if name.startswith("loss ")]
 
 
 # ---- comparing -----------------------------------------------------------------------------------------
@@ -320,26 +321,14 @@ def assert_trains_alone(
 # ---- what the fleet does behind the scenes -------------------------------------------------------------
 
 
-@dataclass
-class Work:
-    """How often something expensive was done."""
+def count_work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts ``traces`` and ``fusions``, which are expensive, from here on."""
+    work: Counter[str] = Counter()
 
-    traces: int = 0
-    fusions: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.traces + self.fusions
-
-
-def count_work(monkeypatch: pytest.MonkeyPatch) -> Work:
-    """Counts traces and fused programs from here on."""
-    work = Work()
-
-    def counted(original: Callable[..., Any], field: str) -> Callable[..., Any]:
+    def counted(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            setattr(work, field, getattr(work, field) + 1)
+            work[kind] += 1
             return original(*args, **kwargs)
 
         return call

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks.workloads import Workload
 from benchmarks.workloads.seeding import seeded, seeded_generator
+from fleet_cases import Made
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -50,23 +51,20 @@ class PartlyFrozen(nn.Module):
         return self.head(F.gelu(self.frozen(self.first(x).relu())) * self.scale) * self.temperature
 
 
-class InPlace(nn.Module):
+def _in_place(model: Any, x: Tensor) -> Any:
+    hidden = model.second(model.leaky(model.first(x)) + F.silu(model.first(x), inplace=True))
+    hidden.mul_(0.5).clamp_(-2.0, 2.0)
+    hidden[:, ::2] = hidden[:, ::2] * 2.0
+    model.average.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+    model.num_calls += 1
+    return model.head(F.elu_(hidden))
+
+
+def in_place() -> nn.Module:
     """Activations and arithmetic that overwrite their input, and a buffer that counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 5)
-        self.leaky = nn.LeakyReLU(0.1, inplace=True)
-        self.register_buffer("average", torch.zeros(6))
-        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.second(self.leaky(self.first(x)) + F.silu(self.first(x), inplace=True))
-        hidden.mul_(0.5).clamp_(-2.0, 2.0)
-        hidden[:, ::2] = hidden[:, ::2] * 2.0
-        self.average.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
-        self.num_calls += 1
-        return self.head(F.elu_(hidden))
+    layers = {"first": nn.Linear(8, 6), "second": nn.Linear(6, 6), "head": nn.Linear(6, 5)}
+    buffers = {"average": torch.zeros(6), "num_calls": torch.zeros((), dtype=torch.long)}
+    return Made(_in_place, **layers, **buffers, leaky=nn.LeakyReLU(0.1, inplace=True))
 
 
 class Aliases(nn.Module):
@@ -93,58 +91,50 @@ class Aliases(nn.Module):
 # ---- operators ---------------------------------------------------------------------------------------
 
 
-class Convolutions2d(nn.Module):
+def convolutions_2d() -> nn.Module:
     """3×3, 1×1, depthwise, grouped, strided, dilated (and frozen), uneven, transposed; with and without bias.
 
     Between them the norms of images, activations with and without parameters, pooling and upsampling.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.utils.parametrizations.spectral_norm(nn.Conv2d(2, 4, 3, padding=1)),
-            nn.GroupNorm(2, 4),
-            nn.SiLU(),
-            nn.Conv2d(4, 8, 1),
-            nn.PReLU(8),
-            nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),  # depthwise
-            nn.Conv2d(8, 4, 1, bias=False),
-            nn.InstanceNorm2d(4, affine=True),
-            nn.Conv2d(4, 4, 3, padding=2, dilation=2).requires_grad_(False),
-            nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2),
-            nn.Hardswish(),
-            nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1, output_padding=1, bias=False),
-            nn.Conv2d(4, 4, 1, stride=2),
-            nn.ConvTranspose2d(4, 8, 2, stride=2, groups=2),
-            nn.Tanh(),
-            nn.Conv2d(8, 4, (1, 3), padding="same"),
-            nn.Upsample(scale_factor=2, mode="bilinear"),
-            nn.AvgPool2d(2),
-            nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
-            nn.AdaptiveAvgPool2d(2),
-        )
-        self.head = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x).mean((2, 3)))
+    return nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Conv2d(2, 4, 3, padding=1)),
+        nn.GroupNorm(2, 4),
+        nn.SiLU(),
+        nn.Conv2d(4, 8, 1),
+        nn.PReLU(8),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),  # depthwise
+        nn.Conv2d(8, 4, 1, bias=False),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.Conv2d(4, 4, 3, padding=2, dilation=2).requires_grad_(False),
+        nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2),
+        nn.Hardswish(),
+        nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1, output_padding=1, bias=False),
+        nn.Conv2d(4, 4, 1, stride=2),
+        nn.ConvTranspose2d(4, 8, 2, stride=2, groups=2),
+        nn.Tanh(),
+        nn.Conv2d(8, 4, (1, 3), padding="same"),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+        nn.AvgPool2d(2),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    )
 
 
-class Recurrent(nn.Module):
+def _recurrent(model: Any, x: Tensor) -> Any:
+    sequence = torch.cat([layer(x[:, :2])[0] for layer in model.layers], -1)
+    state = None
+    for t in range(sequence.shape[1]):
+        state = model.cell(sequence[:, t], state)
+    assert state is not None
+    return model.leave(state[0])
+
+
+def recurrent() -> nn.Module:
     """Recurrent layers straight over the batch, then a loop over cells written by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kinds = (nn.LSTM, nn.GRU, nn.RNN)
-        self.layers = nn.ModuleList(kind(8, 2, bidirectional=True, batch_first=True) for kind in kinds)
-        self.cell, self.leave = nn.LSTMCell(12, 6), nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        sequence = torch.cat([layer(x[:, :2])[0] for layer in self.layers], -1)
-        state = None
-        for t in range(sequence.shape[1]):
-            state = self.cell(sequence[:, t], state)
-        assert state is not None
-        return self.leave(state[0])
+    layers = [kind(8, 2, bidirectional=True, batch_first=True) for kind in (nn.LSTM, nn.GRU, nn.RNN)]
+    return Made(_recurrent, layers=nn.ModuleList(layers), cell=nn.LSTMCell(12, 6), leave=nn.Linear(6, 5))
 
 
 class ManyOperators(nn.Module):
@@ -178,18 +168,15 @@ class ManyOperators(nn.Module):
         )
 
 
-class Bag(nn.Module):
+def _largest(model: Any, x: Tensor) -> Any:
+    found = model.bag(torch.tensor([0, 1, 2, 1, 0, 3]), torch.tensor([0, 3, 3]))
+    return (found * x[:3, :4]).sum()
+
+
+def bag() -> nn.Module:
     """Maxima of bags, one of them empty; two rows of the table are equal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(5, 4, mode="max")
-        with torch.no_grad():
-            self.bag.weight[1] = self.bag.weight[0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.bag(torch.tensor([0, 1, 2, 1, 0, 3]), torch.tensor([0, 3, 3]))
-        return (found * x[:3, :4]).sum()
+    table = torch.randn(4, 4)[[0, 0, 1, 2, 3]]
+    return Made(_largest, bag=nn.EmbeddingBag.from_pretrained(table, freeze=False, mode="max"))
 
 
 class Checkpointed(nn.Module):
@@ -308,12 +295,12 @@ ODD: dict[str, Workload] = {
         odd("tied", Tied, classify, VECTORS),
         odd("partly_frozen", PartlyFrozen, classify, VECTORS),
         odd("frozen_and_shared", lambda: PartlyFrozen(shared=True), classify, VECTORS),
-        odd("in_place", InPlace, classify, VECTORS),
+        odd("in_place", in_place, classify, VECTORS),
         odd("aliases", Aliases, classify, VECTORS),
-        odd("convolutions_2d", Convolutions2d, classify, IMAGES),
-        odd("recurrent", Recurrent, classify, SERIES),
+        odd("convolutions_2d", convolutions_2d, classify, IMAGES),
+        odd("recurrent", recurrent, classify, SERIES),
         odd("many_operators", ManyOperators, classify, VECTORS),
-        odd("bags_with_equal_rows", Bag, itself, VECTORS),
+        odd("bags_with_equal_rows", bag, itself, VECTORS),
         odd("checkpointed", lambda: Checkpointed(False), classify, SERIES),
         odd("checkpointed_reentrant", lambda: Checkpointed(True), classify, SERIES),
         odd("encoder_layer", encoder_layer, classify, SERIES),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from equivalence import (
     snapshot,
     train_fused,
 )
-from fleet_cases import sgd
+from fleet_cases import Made, sgd
 from odd_models import SERIES, odd
 from short_workloads import SHORT
 from torch import Tensor, nn
@@ -45,27 +46,15 @@ def test_a_member_trains_the_same_at_any_width_in_any_slot_and_after_restore(
     check_dropout(SHORT[name], tmp_path / "checkpoint")
 
 
-class First(nn.Module):
+def first_of(inner: nn.Module, num_inputs: int = 1) -> nn.Module:
     """The first result of a module that returns several."""
-
-    def __init__(self, inner: nn.Module, num_inputs: int = 1) -> None:
-        super().__init__()
-        self.inner, self.num_inputs = inner, num_inputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(*[x] * self.num_inputs)[0]
+    return Made(lambda model, x: model.inner(*[x] * num_inputs)[0], inner=inner)
 
 
-class Attention(nn.Module):
+def _attention(model: nn.Module, x: Tensor) -> Tensor:
     """Dropout of attention weights, and nowhere else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(4, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).unsqueeze(1).chunk(3, -1)
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
+    query, key, value = model.qkv(x).unsqueeze(1).chunk(3, -1)
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
 
 
 def _behind_a_layer(dropout: nn.Module) -> nn.Module:
@@ -76,9 +65,9 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: _behind_a_layer(nn.Dropout(0.5)),
     "dropout-in-place": lambda: _behind_a_layer(nn.Dropout(0.5, inplace=True)),
     "alpha-dropout": lambda: _behind_a_layer(nn.AlphaDropout(0.5)),
-    "lstm": lambda: First(nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True)),
-    "attention": Attention,
-    "multihead-attention": lambda: First(nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True), 3),
+    "lstm": lambda: first_of(nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True)),
+    "attention": lambda: Made(_attention, qkv=nn.Linear(4, 12)),
+    "multihead-attention": lambda: first_of(nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True), 3),
 }
 
 
@@ -117,18 +106,16 @@ def test_masks_differ_between_members_steps_and_operators_and_repeat_with_the_se
         assert abs((share == 0).float().mean().item() - p) < 5 * (p * (1 - p) / share.numel()) ** 0.5
 
 
-class Dropped(nn.Module):
+def _drop(model: Any, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """A small net that drops hidden units, by its own draw or by a mask that it is given."""
+    hidden = torch.tanh(model.first(x))
+    # The hidden units are never exactly zero, so that the mask can be told from what is left.
+    dropped = model.dropout(hidden) if mask is None else hidden * mask
+    return model.second(dropped).square().mean(), (dropped / hidden).detach()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.dropout = nn.Linear(8, 16), nn.Linear(16, 1), nn.Dropout(0.4)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        hidden = torch.tanh(self.first(x))
-        # The hidden units are never exactly zero, so that the mask can be told from what is left.
-        dropped = self.dropout(hidden) if mask is None else hidden * mask
-        return self.second(dropped).square().mean(), (dropped / hidden).detach()
+def dropped() -> nn.Module:
+    return Made(_drop, first=nn.Linear(8, 16), second=nn.Linear(16, 1), dropout=nn.Dropout(0.4))
 
 
 def _own_draw(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -138,20 +125,20 @@ def _own_draw(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor
 
 def test_forward_and_backward_use_the_mask_that_was_drawn() -> None:
     """Plain torch with the fleet's masks, written out as products, trains the same."""
-    workload = odd("dropped", Dropped, _own_draw, SERIES)
+    workload = odd("dropped", dropped, _own_draw, SERIES)
     batches = [workload.batch(step, torch.float64)[0] for step in range(5)]
     fused = train_fused(
         tm.Fleet(members_of(workload, range(3)), _own_draw, batches[0], precision="fp64"), batches
     )
     alone = []
     for member, outcome in zip(members_of(workload, range(3)), fused, strict=True):
-        losses = []
-        for step, batch in enumerate(batches):
+        losses = {}
+        for step, batch in enumerate(batches, 1):
             member.optimizer.zero_grad()
-            loss, _ = member.model(batch, outcome.metrics[step]["mask"])
+            loss, _ = member.model(batch, outcome.results[f"mask {step}"])
             loss.backward()
             member.optimizer.step()
-            losses.append(loss.detach())
+            losses[f"loss {step}"] = loss.detach()
         alone.append(Outcome(snapshot(member.model, member.optimizer), losses))
     assert_equivalent(fused, alone)
 

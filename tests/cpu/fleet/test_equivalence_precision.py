@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from equivalence import PLAIN, PRECISIONS, check_bits, check_precision, members_of, train_alone, train_fused
+from fleet_cases import Made
 from odd_models import ODD, SERIES, odd
 from short_workloads import SHORT
 from torch import Tensor, nn
@@ -46,16 +47,13 @@ def test_recurrent_layers_straight_over_the_batch(precision: str, request: pytes
     check_precision(ODD["recurrent"], precision)
 
 
-class NormOfHalves(nn.Module):
+def norm_of_halves() -> nn.Module:
     """Layer norm with parameters in single precision over numbers in half precision, as autocast has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(8.0 + torch.rand(8))
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm((x + self.shift).bfloat16())
+    return Made(
+        lambda model, x: model.norm((x + model.shift).bfloat16()),
+        shift=nn.Parameter(8.0 + torch.rand(8)),
+        norm=nn.LayerNorm(8),
+    )
 
 
 def _weighted_sum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -65,7 +63,7 @@ def _weighted_sum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def test_layer_norm_of_halves_keeps_its_statistics_in_single_precision() -> None:
-    workload = odd("halves", NormOfHalves, _weighted_sum, SERIES)
+    workload = odd("halves", norm_of_halves, _weighted_sum, SERIES)
     batch = SERIES(0, torch.float32)
     fused, plain = (
         members_of(

@@ -11,9 +11,9 @@ import pytest
 import torch
 from fleet_cases import (
     EXAMPLE,
-    Coded,
     adam,
     assert_same_states,
+    coded,
     mlp,
     mse,
     state_of,
@@ -35,30 +35,17 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-Surroundings = Callable[[], AbstractContextManager[Any]]
+Surroundings = tuple[Callable[[], AbstractContextManager[Any]], ...]
 
-
-@contextlib.contextmanager
-def within(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-SURROUNDINGS: dict[str, tuple[Surroundings, Surroundings]] = {
-    # Those in which a fleet is made, and those in which it is used.
-    **{
-        name: (inside, inside)
-        for name, inside in {
-            "autocast and no_grad": lambda: within(torch.autocast("cpu", torch.bfloat16), torch.no_grad()),
-            "inference mode, anomaly mode and another device": lambda: within(
-                torch.inference_mode(), torch.autograd.set_detect_anomaly(True), torch.device("meta")
-            ),
-        }.items()
-    },
+SURROUNDINGS: dict[str, tuple[Surroundings, bool]] = {
+    # Contexts in which a fleet is used, and where it is made.
+    "autocast and no_grad": ((lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad), True),
+    "inference mode, anomaly mode and another device": (
+        (torch.inference_mode, lambda: torch.autograd.set_detect_anomaly(True), lambda: torch.device("meta")),
+        True,
+    ),
     # For steps, and for a batch of another size, which is traced later, the dtype at the start holds.
-    "another default dtype later": (contextlib.nullcontext, lambda: default_dtype(torch.float64)),
+    "another default dtype later": ((lambda: default_dtype(torch.float64),), False),
 }
 
 
@@ -69,7 +56,7 @@ def shifted(model: Any, x: Tensor) -> Any:
 
 
 def member(i: int, dtype: torch.dtype = torch.float64) -> Member:
-    return adam(Coded(shifted, layer=mlp(i, dtype)), f"m{i}", 0.02 * (i + 1))
+    return adam(coded(shifted, layer=mlp(i, dtype)), f"m{i}", 0.02 * (i + 1))
 
 
 def switches() -> tuple[Any, ...]:
@@ -78,15 +65,19 @@ def switches() -> tuple[Any, ...]:
     return (*autocast, *grad, torch.get_default_dtype(), torch.get_default_device())
 
 
-def trained(making: Surroundings, using: Surroundings) -> tuple[list[Tensor], Any, dict[str, Any]]:
+def trained(
+    surroundings: Surroundings = (), made_inside: bool = True
+) -> tuple[list[Tensor], Any, dict[str, Any]]:
     """In fp32, which autocast changes."""
     dtype = torch.float32
     members = [member(i, dtype) for i in range(3)]  # before: on the meta device a model has no values
     batches = [vectors(1, dtype=dtype), vectors(2, size=3, dtype=dtype)]
-    with making():
-        fleet = Fleet(members[:2], mse, batches[0])
-    with using():
+    with contextlib.ExitStack() as stack:
+        fleet = None if made_inside else Fleet(members[:2], mse, batches[0])
+        for context in surroundings:
+            stack.enter_context(context())
         before = switches()
+        fleet = fleet or Fleet(members[:2], mse, batches[0])
         losses = [fleet.step(batch) for batch in batches]
         fleet.add(members[2])
         losses.append(fleet.step(batches[0]))
@@ -99,7 +90,7 @@ def trained(making: Surroundings, using: Surroundings) -> tuple[list[Tensor], An
 
 @pytest.fixture(scope="module")
 def outside() -> Any:
-    return trained(contextlib.nullcontext, contextlib.nullcontext)
+    return trained()
 
 
 @pytest.mark.parametrize("name", SURROUNDINGS)
@@ -129,7 +120,7 @@ def test_a_loader_keeps_its_surroundings() -> None:
 
 def test_a_plan_made_and_used_inside_trains_as_one_outside() -> None:
     states = []
-    for surroundings in (contextlib.nullcontext, SURROUNDINGS["autocast and no_grad"][0]):
+    for surroundings in (contextlib.nullcontext, *SURROUNDINGS["autocast and no_grad"][0]):
         batch = vectors(1, dtype=torch.float32)
         fleet = Fleet([member(i, torch.float32) for i in range(2)], mse, batch)
         with surroundings():
@@ -138,3 +129,4 @@ def test_a_plan_made_and_used_inside_trains_as_one_outside() -> None:
             fleet.evaluate([batch])
             states.append(states_of(fleet))
     assert_same_states(states[1], states[0])
+    assert_same_states(states[2], states[0])

@@ -19,6 +19,7 @@ from fit_cases import At
 from fleet_cases import (
     BATCHES,
     EXAMPLE,
+    Slotted,
     assert_close,
     assert_same,
     count_work,
@@ -273,18 +274,6 @@ def loop(value: int) -> Config:
     return config
 
 
-class Slotted:
-    """Cannot be looked into from outside: no ``__dict__``."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-
 class HalfSlotted(Slotted):
     """Has a ``__dict__`` beside the slot, in which the value is not."""
 
@@ -465,7 +454,7 @@ def test_values_of_attributes_and_what_functions_carry_and_methods_mention(
             put(owner, name, value)
             read.sync()
             read.step(EXAMPLE)
-        assert work.total == 0
+        assert work.total() == 0
         for value in changed:
             read.sync()
             put(owner, name, value)

@@ -22,7 +22,6 @@ from fleet_cases import (
     ONE_OF_EACH,
     OPTIMIZERS,
     SCHEDULERS,
-    Projected,
     adam,
     adam_member,
     assert_same,
@@ -30,6 +29,7 @@ from fleet_cases import (
     dropout_member,
     mlp,
     mse,
+    projected,
     scheduled,
     states_of,
 )
@@ -53,8 +53,8 @@ def nothing(fleet: Fleet) -> None:
     pass
 
 
-def projected(*constants: float) -> Make:
-    return lambda i, elsewhere: adam(Projected(i, constants[i + 2 * elsewhere]), f"m{i}")
+def with_constants(*constants: float) -> Make:
+    return lambda i, elsewhere: adam(projected(i, constants[i + 2 * elsewhere]), f"m{i}")
 
 
 def optimized(kind: str) -> Make:
@@ -94,9 +94,9 @@ ROWS: dict[str, tuple[Make, int, dict[str, Any], Callable[[Fleet], object]]] = {
     "amid accumulation": (lambda i, elsewhere: adam_member(i), 2, {"accumulate": 3}, nothing),
     "stopped and frozen members": (poisoned, 3, {}, lambda fleet: fleet.stop("m1")),
     # Another process draws other constants: without the saved ones the weights are worth nothing.
-    "shared constants": (projected(2.0, 2.0, 5.0, 5.0), 2, {}, nothing),
-    "constants no longer shared": (projected(2.0, 2.0, 5.0, 6.0), 2, {}, nothing),
-    "constants shared now": (projected(2.0, 3.0, 5.0, 5.0), 2, {}, nothing),
+    "shared constants": (with_constants(2.0, 2.0, 5.0, 5.0), 2, {}, nothing),
+    "constants no longer shared": (with_constants(2.0, 2.0, 5.0, 6.0), 2, {}, nothing),
+    "constants shared now": (with_constants(2.0, 3.0, 5.0, 5.0), 2, {}, nothing),
 }
 
 

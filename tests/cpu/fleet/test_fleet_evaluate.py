@@ -102,7 +102,7 @@ def test_a_second_evaluation_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     fleet.evaluate(LOADER)
     fleet.replace("m0", adam_member(5))
     fleet.evaluate(LOADER)
-    assert work.total == 0
+    assert work.total() == 0
 
 
 def test_groups_are_evaluated_each_with_its_own_loss() -> None:

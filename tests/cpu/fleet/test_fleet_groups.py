@@ -14,7 +14,7 @@ from fleet_cases import (
     BATCHES,
     EXAMPLE,
     TOLERANCE,
-    Coded,
+    Slotted,
     adam,
     adam_member,
     assert_alone,
@@ -22,6 +22,7 @@ from fleet_cases import (
     assert_same_states,
     assert_trains_alone,
     bn_mlp,
+    coded,
     count_work,
     mlp,
     mse,
@@ -175,7 +176,7 @@ def test_closures_with_different_constants_are_different_groups(monkeypatch: pyt
 
     fleet = Fleet([make(i) for i in range(len(losses))], None, EXAMPLE)
     assert groups_of(fleet) == [("m0", "m2", "m4"), ("m1", "m3")]
-    assert (work.traces, work.fusions) == (4, 2)
+    assert (work["traces"], work["fusions"]) == (4, 2)
     assert_trains_alone(fleet, make, BATCHES[:3])
 
 
@@ -227,20 +228,11 @@ def test_models_share_a_group_only_with_their_like() -> None:
     assert groups_of(fleet) == [(f"m{i}", f"m{i + len(KINDS)}") for i in range(len(KINDS))]
 
 
-class Slotted:
-    """One number, where it cannot be looked into from outside: there is no ``__dict__``."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-
 def test_a_newcomer_at_the_address_of_one_that_is_gone() -> None:
     """What cannot be looked into counts by identity: an address alone is not one, it is given away again."""
 
     def make(setting: Slotted, name: str) -> Member:
-        return sgd(Coded(lambda model, x: model.layer(x) * model.setting.value, setting=setting), name)
+        return sgd(coded(lambda model, x: model.layer(x) * model.setting.value, setting=setting), name)
 
     setting = Slotted(1.0)
     address = id(setting)
@@ -262,7 +254,7 @@ def test_members_that_differ_in_evaluation_only() -> None:
     def evaluated(model: Any, x: Tensor) -> Any:
         return model.layer(x) * (1.0 if model.training else model.factor)
 
-    members = [adam(Coded(evaluated, factor=1.0 + i), f"m{i}") for i in range(2)]
+    members = [adam(coded(evaluated, factor=1.0 + i), f"m{i}") for i in range(2)]
     fleet = Fleet(members, mse, EXAMPLE)
     fleet.step(EXAMPLE)
     got = fleet.evaluate([EXAMPLE])

@@ -13,9 +13,10 @@ import pytest
 import torch
 from benchmarks.workloads import SMALL
 from equivalence import assert_same
-from fleet_cases import BATCHES, EXAMPLE, Projected, adam, assert_same_fleets, mse, scheduled, sgd
+from fleet_cases import BATCHES, EXAMPLE, Made, adam, assert_same_fleets, mse, projected, scheduled, sgd
 from interrupted import train_interrupted
 from odd_models import classify, labelled
+from short_workloads import member_of
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -58,9 +59,7 @@ def quick_side_by_side(
 
 
 def member(number: int, **options: Any) -> tm.Member:
-    model = WORKLOAD.build(number).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (number + 1))
-    return scheduled(tm.Member(model, optimizer, f"m{number}", seed=number, **options))
+    return scheduled(member_of(WORKLOAD, number, lr=1e-3 * (number + 1)), **options)
 
 
 def fleet_of(num_members: int = 2, *, clips: bool = False, **options: Any) -> tm.Fleet:
@@ -244,8 +243,8 @@ def test_a_plan_that_holds_more_than_its_budget_is_made_anew(monkeypatch: pytest
 # ---- constants under a plan with branches ---------------------------------------------------------------
 
 
-def projected(*constants: float, **options: Any) -> tm.Fleet:
-    members = [adam(Projected(number, constant), f"m{number}") for number, constant in enumerate(constants)]
+def with_constants(*constants: float, **options: Any) -> tm.Fleet:
+    members = [adam(projected(number, constant), f"m{number}") for number, constant in enumerate(constants)]
     return tm.Fleet(members, mse, EXAMPLE, deterministic=True, **options)
 
 
@@ -260,8 +259,8 @@ def projected(*constants: float, **options: Any) -> tm.Fleet:
 def test_constants_of_checkpoints_and_newcomers_reach_every_branch(
     constants: Sequence[float], tmp_path: Path
 ) -> None:
-    projected(*constants, width=1).save(tmp_path / "saved")
-    fleets = projected(*(1.0,) * 4), projected(*(1.0,) * 4, width=1)
+    with_constants(*constants, width=1).save(tmp_path / "saved")
+    fleets = with_constants(*(1.0,) * 4), with_constants(*(1.0,) * 4, width=1)
     plan = fleets[0].plan(max_partitions=5)
     assert plan.record.num_branches == 4
     for num_branches in (1, 2, 3):
@@ -273,12 +272,12 @@ def test_constants_of_checkpoints_and_newcomers_reach_every_branch(
     for number in range(4):
         if number == 2:
             for fleet in fleets:
-                fleet.replace("m1", adam(Projected(7, 2.0), "m7"))
+                fleet.replace("m1", adam(projected(7, 2.0), "m7"))
         torch.testing.assert_close(*[fleet.step(EXAMPLE) for fleet in fleets])
 
 
 def test_an_edited_constant_that_members_share_is_taken_over_under_a_plan() -> None:
-    planned, plain = projected(2.0, 2.0, lowering="aten"), projected(2.0, 2.0, lowering="aten")
+    planned, plain = with_constants(2.0, 2.0, lowering="aten"), with_constants(2.0, 2.0, lowering="aten")
     planned.plan("64MiB", "none", max_partitions=2)
     for batch in BATCHES[:5]:
         assert torch.equal(planned.step(batch), plain.step(batch))
@@ -288,22 +287,19 @@ def test_an_edited_constant_that_members_share_is_taken_over_under_a_plan() -> N
                 fleet.refresh("m1")
 
 
-class OneSmall(nn.Module):
+def one_small() -> nn.Module:
     """A large parameter, and one of a single element, which is updated by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(3, 6000, bias=False)
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wide(x).mean(1, keepdim=True) * self.scale
+    return Made(
+        lambda model, x: model.layer(x).mean(1, keepdim=True) * model.scale,
+        layer=nn.Linear(3, 6000, bias=False),
+        scale=nn.Parameter(torch.ones(1)),
+    )
 
 
 def test_a_parameter_of_one_element_is_updated_under_a_plan() -> None:
     """Its update wrote through a view that looked like a copy, and was left out of planned steps."""
     torch.manual_seed(0)
-    model = OneSmall().double()
+    model = one_small().double()
     plain, planned = (
         tm.Fleet([adam(copy.deepcopy(model), name) for name in "ab"], mse, EXAMPLE, deterministic=True)
         for _ in range(2)
@@ -420,18 +416,15 @@ def test_interrupts_at_any_time_change_nothing() -> None:
 WIDTH = 64
 
 
-class Normed(nn.Module):
+def noisy(model: Any, x: Tensor) -> Any:
+    y = model.last(model.drop(model.norm(model.first(x)).relu())) + 0.1 * torch.randn_like(x)
+    return 2 * y if model.doubles and not model.training else y
+
+
+def normed(*, doubles: bool = False) -> nn.Module:
     """Batch norm, dropout and noise, and where ``doubles`` is set another graph in evaluation."""
-
-    def __init__(self, *, doubles: bool = False) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(WIDTH, 8), nn.BatchNorm1d(8)
-        self.drop, self.last = nn.Dropout(0.5), nn.Linear(8, WIDTH)
-        self.doubles = doubles
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.drop(self.norm(self.first(x)).relu())) + 0.1 * torch.randn_like(x)
-        return 2 * y if self.doubles and not self.training else y
+    layers = {"first": nn.Linear(WIDTH, 8), "last": nn.Linear(8, WIDTH)}
+    return Made(noisy, **layers, norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5), doubles=doubles)
 
 
 def deep() -> nn.Module:
@@ -459,7 +452,7 @@ def first_weight(model: nn.Module, _: Any) -> dict[str, Tensor]:
 
 EVALUATED: dict[str, tuple[list[Any], Any, int | None]] = {
     # By name: models, optimizer, how many bytes the budget has above the smallest.
-    "everything fits": ([Normed] * 2, torch.optim.AdamW, None),
+    "everything fits": ([normed] * 2, torch.optim.AdamW, None),
     "optimizer state waits on the host": ([deep] * 4, torch.optim.Adagrad, 170_000),
     "parameters come in as they are needed": ([deep] * 4, torch.optim.SGD, 0),
 }
@@ -497,7 +490,7 @@ def test_a_planned_evaluation_has_the_same_bits_and_disturbs_nothing(kind: str, 
 
 def test_members_that_differ_in_evaluation_run_their_own_graphs_by_a_plan() -> None:
     """Before the first step, beside a group with one graph; and where a sub-array has lost its member."""
-    fleet = evaluated_fleet([Normed, lambda: Normed(doubles=True), deep])
+    fleet = evaluated_fleet([normed, lambda: normed(doubles=True), deep])
     expected = fleet.evaluate(LOADER)
     fleet.use(fleet.plan("1GiB", "none", device=DEVICE))
     assert fleet.evaluate(LOADER[:1]) != expected

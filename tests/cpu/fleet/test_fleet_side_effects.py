@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fleet_cases import EXAMPLE, TOLERANCE, Coded, assert_trains_alone, mlp, mse, sgd, train_alone
+from fleet_cases import EXAMPLE, TOLERANCE, assert_trains_alone, coded, mlp, mse, sgd, train_alone
 from torch import Tensor, nn
 
 import trainmux as tm
@@ -49,7 +49,7 @@ def test_a_criterion_that_changes_its_buffer(in_place: bool) -> None:
     assert criterion.centre.tolist() == [0.0, 0.0]
     criterion(mlp()(EXAMPLE[0]), EXAMPLE[1]).backward()
     assert_trains(
-        lambda: Coded(lambda model, x: model.layer(x), criterion=Centre(in_place)),
+        lambda: coded(lambda model, x: model.layer(x), criterion=Centre(in_place)),
         lambda model, batch: model.criterion(model(batch[0]), batch[1]),
     )
 
@@ -77,13 +77,13 @@ def stores_an_auxiliary_loss(model: Any, x: Tensor) -> Any:
 
 
 def test_code_without_consequences_for_the_next_call() -> None:
-    cached = assert_trains(lambda: Coded(caches_a_mask, mask=None, by_size={}, was_called=False))
+    cached = assert_trains(lambda: coded(caches_a_mask, mask=None, by_size={}, was_called=False))
     assert (cached.mask, cached.by_size, cached.was_called) == (None, {}, False)
     calls = torch.zeros((), dtype=torch.float64)
-    assert_trains(lambda: Coded(counts_in_a_buffer, calls=calls.clone()), num_steps=7)
+    assert_trains(lambda: coded(counts_in_a_buffer, calls=calls.clone()), num_steps=7)
     with pytest.warns(TrainmuxWarning, match=r"model\.penalty"):
         stored = assert_trains(
-            lambda: Coded(stores_an_auxiliary_loss, penalty=0.0),
+            lambda: coded(stores_an_auxiliary_loss, penalty=0.0),
             lambda model, batch: mse(model, batch) + 0.1 * model.penalty,
         )
     assert stored.penalty == 0.0

@@ -13,13 +13,13 @@ from fleet_cases import (
     BATCHES,
     EXAMPLE,
     TOLERANCE,
-    Coded,
     adam,
     adam_member,
     assert_alone,
     assert_close,
     assert_same_states,
     bn_mlp,
+    coded,
     count_work,
     dropout_member,
     mse,
@@ -74,7 +74,7 @@ def test_free_slots_are_refilled_for_nothing_and_groups_grow_and_shrink_without_
 
     def cost(num_traces: int, num_fusions: int, width: int) -> None:
         fleet.step(BATCHES[fleet.num_steps])
-        assert (work.traces, work.fusions) == (num_traces, num_fusions)
+        assert (work["traces"], work["fusions"]) == (num_traces, num_fusions)
         assert [group.width for group in fleet.summary()] == [width]
 
     fleet.drop("m1")
@@ -195,14 +195,14 @@ def test_a_stopped_member_keeps_everything(width: int | None, monkeypatch: pytes
     watched.step(BATCHES[3:6])
     watched.assert_kept(before, {"m1": "stopped"})
     assert watched.fleet.metrics["finite"].tolist() == [True] * 3
-    assert work.total == 0
+    assert work.total() == 0
 
 
 def rooted(i: int, start: float = 1.0) -> Member:
     """The root of a weight that may be zero: a finite value with an infinite derivative."""
     root = nn.Parameter(torch.full((1,), start, dtype=torch.float64))
     body = bn_mlp(i, dropout=0.4)
-    return adam(Coded(lambda model, x: model.layer(x) + model.root.sqrt(), layer=body, root=root), f"m{i}")
+    return adam(coded(lambda model, x: model.layer(x) + model.root.sqrt(), layer=body, root=root), f"m{i}")
 
 
 def infinite(i: int) -> Member:
@@ -251,7 +251,7 @@ def factorizes(model: Any, x: Tensor) -> Any:
 
 def test_a_factorization_that_fails_freezes_only_its_member() -> None:
     entries = [nn.Parameter(torch.tensor([1.0, entry], dtype=torch.float64)) for entry in (1.0, -1.0, 2.0)]
-    members = [sgd(Coded(factorizes, entries=each), f"m{i}") for i, each in enumerate(entries)]
+    members = [sgd(coded(factorizes, entries=each), f"m{i}") for i, each in enumerate(entries)]
     fleet = Fleet(members, lambda model, batch: model(batch[0]), EXAMPLE)
     fleet.step(EXAMPLE)
     assert list(fleet.stopped()) == ["m1"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equivalence import same_bits
+from equivalence import assert_same
 from fleet_cases import (
     BATCHES,
     EXAMPLE,
@@ -111,30 +111,23 @@ def test_a_refused_setting_leaves_nothing_behind(setting: str, value: Any) -> No
     assert_same_fleets(fleet, untouched)
 
 
-def test_a_metric_that_is_the_batch_itself_is_a_copy() -> None:
-    """Memory that batches land in is used again."""
+# ---- results -------------------------------------------------------------------------------------------
+
+
+def test_results_of_a_step_are_not_overwritten_by_the_next_nor_with_the_batch() -> None:
+    """Memory that batches land in is used again: a metric that is the batch itself is a copy."""
 
     def loss(model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         return mse(model, batch), {"inputs": batch[0]}
 
-    fleet = Fleet([sgd_member(i) for i in range(2)], loss, EXAMPLE)
-    batch = [tensor.clone() for tensor in BATCHES[0]]
-    fleet.step(batch)
-    kept = fleet.metrics["inputs"]
+    fleet = Fleet([adam_member(i) for i in range(2)], loss, EXAMPLE)
+    batch = [tensor.clone() for tensor in EXAMPLE]
+    results = {"loss": fleet.step(batch), **fleet.metrics}
+    kept = {key: value.clone() for key, value in results.items()}
+    assert torch.equal(kept["inputs"], EXAMPLE[0].expand(2, -1, -1))
     batch[0].zero_()
-    assert torch.equal(kept, BATCHES[0][0].expand_as(kept))
-
-
-# ---- results -------------------------------------------------------------------------------------------
-
-
-def test_results_of_a_step_are_not_overwritten_by_the_next() -> None:
-    fleet = Fleet([adam_member(i) for i in range(2)], mse_with_metrics, EXAMPLE)
-    losses, metrics = fleet.step(EXAMPLE), fleet.metrics
-    kept = losses.clone(), {key: value.clone() for key, value in metrics.items()}
     fleet.step(BATCHES[1])
-    assert same_bits(losses, kept[0])
-    assert all(same_bits(metrics[key], value) for key, value in kept[1].items())
+    assert_same(results, kept)
 
 
 class _NoHostReads(TorchDispatchMode):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_cases import EXAMPLE, TOY, Coded, mse, sgd, short_fleet
+from fleet_cases import EXAMPLE, TOY, coded, mse, sgd, short_fleet
 from short_workloads import SHORT
 from tests.record_files import edit
 from torch import Tensor
@@ -82,7 +82,7 @@ def test_everything_that_decides_a_step_is_part_of_its_name(
 
 def test_constants_are_part_of_the_name(folder: Path) -> None:
     def loss_with(scale: float) -> float:
-        model = Coded(lambda model, x: model.layer(x) * torch.tensor([model.scale, 1.0]), scale=scale)
+        model = coded(lambda model, x: model.layer(x) * torch.tensor([model.scale, 1.0]), scale=scale)
         return float(tm.Fleet([sgd(model)], mse, EXAMPLE, lowering="inductor").step(EXAMPLE))
 
     assert loss_with(1.0) != loss_with(5.0)
