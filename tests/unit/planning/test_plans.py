@@ -90,34 +90,25 @@ def test_a_plan_is_proved_or_a_budget_is_named_that_works(
     assert not plain.swaps
     assert not plain.recomputes
     prove(plain, seed)
-    budget = max(1, int(plain.peak_bytes * share))
+    asked = budget = max(1, int(plain.peak_bytes * share))
     try:
         plan = search.plan(budget)
     except BudgetError as error:
-        smallest = error.smallest_bytes or 0
-        plan = search.plan(smallest)
-        named = (smallest > budget, smallest == plan.budget_bytes)
-    else:
-        named = (True, plan.budget_bytes == budget)
-    assert named == (True, True)
+        budget = error.smallest_bytes or 0
+        plan = search.plan(budget)
+    assert asked <= budget == plan.budget_bytes
     prove(plan, seed)
     assert plan.step_seconds >= plain.step_seconds / ROUNDING
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-@given(seed=st.integers(0, 10**6), num_members=st.integers(1, 3), shares=st.tuples(*[st.floats(0, 1)] * 2))
-def test_a_plan_serves_every_larger_budget(
-    policy: str, seed: int, num_members: int, shares: tuple[float, float]
-) -> None:
+@given(seed=st.integers(0, 10**6), num_members=st.integers(1, 3))
+def test_a_plan_serves_every_larger_budget(policy: str, seed: int, num_members: int) -> None:
     search = planner(seed, num_members, policy)
-    plans = [search.plan(between(search, share)) for share in sorted(shares)]
-    assert plans[1].step_seconds <= plans[0].step_seconds * ROUNDING
-
-
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_what_the_budget_costs_falls(policy: str) -> None:
-    costs = planner(1, 3, policy).curve(7 if policy != "auto" else 5)
+    ends = [between(search, share) for share in (0, 1)]
+    costs = search.curve(4)
+    assert [cost.budget_bytes for cost in (costs[0], costs[-1])] == ends
     assert all(cost.peak_bytes <= cost.budget_bytes for cost in costs)
     assert all(later.step_seconds <= earlier.step_seconds * ROUNDING for earlier, later in pairwise(costs))
 
