@@ -10,7 +10,7 @@ from trainmux.planning._rewrite import rewrite
 from trainmux.planning._slab import Slab, Tenant, pack
 from trainmux.planning._timeline import lane_times, timeline
 from trainmux.planning.partition import PlannedGroup, find_partitions
-from trainmux.planning.policies import POLICY_NAMES, policy_named
+from trainmux.planning.policies._known import POLICY_NAMES, policy_named
 
 __all__ = [
     "POLICY_NAMES",

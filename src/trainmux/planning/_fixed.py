@@ -16,7 +16,8 @@ from trainmux.ir import Multiplexing, Profile, Program, verify
 from trainmux.planning._body import Infeasible
 from trainmux.planning._candidate import Arrangement, Candidate, ScheduleSearch, place_plainly, place_schedule
 from trainmux.planning._fewer_waits import fewer_waits
-from trainmux.planning.policies import Auto, policy_named
+from trainmux.planning.policies._known import policy_named
+from trainmux.planning.policies.auto import Auto
 from trainmux.sizes import exact_bytes
 
 _POLICIES = ("recompute_only", "capuchin", "auto")

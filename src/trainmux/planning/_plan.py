@@ -33,7 +33,8 @@ from trainmux.planning._candidate import (
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._timeline import timeline
 from trainmux.planning.partition import MAX_PARTITIONS, Partition, PlannedGroup, find_partitions
-from trainmux.planning.policies import Auto, policy_named
+from trainmux.planning.policies._known import policy_named
+from trainmux.planning.policies.auto import Auto
 from trainmux.sizes import exact_bytes
 
 TIME_LIMIT_SECONDS = 60.0

@@ -27,7 +27,7 @@ from tests.random_steps import Shape, random_profile
 
 from trainmux.ir import ByteClass, Multiplexing, Profile, Schedule, Swap
 from trainmux.planning import POLICY_NAMES, Infeasible, Task, peak_live_bytes, policy_named, rewrite
-from trainmux.planning.policies import MuTwo
+from trainmux.planning.policies.mutwo import MuTwo
 
 SEEDS = st.integers(0, 10**6)
 

@@ -1,0 +1,134 @@
+"""The policies by name, and what each is meant for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from trainmux.errors import ConfigError
+from trainmux.ir import Multiplexing, Recomputation, Schedule, Swap
+from trainmux.planning._body import Node, Policy, Task, part_of
+from trainmux.planning.partition import Partition
+from trainmux.planning.policies.auto import Auto
+from trainmux.planning.policies.capuchin import Capuchin
+from trainmux.planning.policies.mutwo import MuTwo
+from trainmux.planning.policies.none import NoOptimization
+from trainmux.planning.policies.recompute_only import RecomputeOnly
+from trainmux.planning.policies.swap_only import SwapOnly
+
+_TURNS = (Multiplexing.TURNS,)
+_RING = (Multiplexing.RING,)
+
+
+class _Baseline(Protocol):
+    """A policy as it was published: one schedule for a task, or `Infeasible`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def schedule(self, task: Task) -> Schedule: ...
+
+
+@dataclass(frozen=True)
+class _OneSchedule:
+    """A policy that knows one schedule. Sub-arrays that run in turns are scheduled one by one, if asked."""
+
+    baseline: _Baseline
+    one_by_one: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.baseline.name
+
+    def schedules(self, task: Task) -> Iterator[Schedule]:
+        in_turns = task.multiplexing is Multiplexing.TURNS and len(task.profiles) > 1
+        if self.one_by_one and in_turns:
+            yield _in_turns(self.baseline, task)
+        else:
+            yield self.baseline.schedule(task)
+
+
+def _in_turns(baseline: _Baseline, task: Task) -> Schedule:
+    """Each sub-array by itself, within what the static tensors of the others leave."""
+    singles: dict[int, Schedule] = {}
+    order: list[Node] = []
+    swaps: list[Swap] = []
+    recomputes: list[Recomputation] = []
+    for sub_array, profile in enumerate(task.profiles):
+        if id(profile) not in singles:
+            singles[id(profile)] = baseline.schedule(part_of(task, [sub_array]))
+        single = singles[id(profile)]
+        order += [(sub_array, rank) for _, rank in single.order]
+        swaps += [
+            replace(
+                swap,
+                sub_array=sub_array,
+                offload_after=(sub_array, swap.offload_after[1]),
+                release_before=(sub_array, swap.release_before[1]),
+                prefetch_prompt=(sub_array, swap.prefetch_prompt[1]),
+            )
+            for swap in single.swaps
+        ]
+        recomputes += [
+            replace(each, sub_array=sub_array, before=(sub_array, each.before[1]))
+            for each in single.recomputes
+        ]
+    return Schedule(Multiplexing.TURNS, tuple(order), tuple(swaps), tuple(recomputes))
+
+
+@dataclass(frozen=True)
+class KnownPolicy:
+    """A policy with the partitions it is for.
+
+    ``multiplexings`` says in which ways the sub-arrays of a partition are to share the device, none where
+    the partition is not for it.
+    """
+
+    policy: Policy
+    multiplexings: Callable[[Partition], tuple[Multiplexing, ...]]
+
+
+def _pairs(partition: Partition) -> tuple[Multiplexing, ...]:
+    """Pairs run as a ring; a fleet of one member has no partner and runs by itself."""
+    if not partition.is_in_pairs:
+        return ()
+    return _TURNS if partition.num_sub_arrays == 1 else _RING
+
+
+def _all(partition: Partition) -> tuple[Multiplexing, ...]:
+    """Turns always; a ring where neighbours take about the same time: one hides the other's copies."""
+    if partition.num_sub_arrays == 1:
+        return _TURNS
+    is_even = all(max(widths) - min(widths) <= 1 for widths in partition.widths)
+    return (*_TURNS, *_RING) if is_even or partition.is_in_pairs else _TURNS
+
+
+def policy_named(name: str, *, seed: int = 0, evaluations: int | None = None) -> KnownPolicy:
+    """The policy of that name; an unknown one is refused with `ConfigError`.
+
+    ``seed`` and ``evaluations`` are for ``auto``, which searches.
+    """
+    if name == "auto":
+        return KnownPolicy(Auto(seed=seed, evaluations=evaluations), _all)
+    if name not in _BASELINES:
+        names = ", ".join(repr(each) for each in POLICY_NAMES)
+        raise ConfigError(f"policy must be one of {names}, but got {name!r}; 'auto' is the best of all")
+    return _BASELINES[name]
+
+
+_BASELINES = {
+    "mutwo": KnownPolicy(_OneSchedule(MuTwo()), _pairs),
+    # The partitions of pairs without multiplexing, for ablations.
+    "mutwo_turns": KnownPolicy(
+        _OneSchedule(MuTwo("mutwo_turns")), lambda partition: _TURNS if partition.is_in_pairs else ()
+    ),
+    "capuchin": KnownPolicy(
+        _OneSchedule(Capuchin()), lambda partition: _TURNS if partition.is_complete_fusion else ()
+    ),
+    "swap_only": KnownPolicy(_OneSchedule(SwapOnly()), lambda partition: _TURNS),
+    "recompute_only": KnownPolicy(_OneSchedule(RecomputeOnly()), lambda partition: _TURNS),
+    "none": KnownPolicy(_OneSchedule(NoOptimization(), one_by_one=False), lambda partition: _TURNS),
+}
+POLICY_NAMES = ("auto", *_BASELINES)
+"""Every policy, the default first."""
