@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -30,7 +31,8 @@ def compile_in_workers(
     finished = [0] * num_workers
 
     def serve(index: int) -> None:
-        with _started(deterministic) as worker:
+        # A worker that has died leaves what was not sent to it, and closing its pipe fails.
+        with suppress(BrokenPipeError), _started(deterministic) as worker:
             assert worker.stdin is not None
             assert worker.stdout is not None
             try:
