@@ -128,7 +128,7 @@ class FixedBody:
         return own[gap.last], own[gap.first]
 
     def reordered(self, order: Sequence[Node]) -> FixedBody:
-        """The same task in another order."""
+        """This body's task with its nodes in another order."""
         return FixedBody(self.task, order, self.all_facts, self.derivations)
 
     def plain_schedule(self) -> Schedule:
@@ -171,6 +171,7 @@ class GapSpans:
 
     def __init__(self, body: FixedBody, gaps: Sequence[Gap]) -> None:
         places = [body.gap_places(gap) for gap in gaps]
+        self._length = body.length
         self._lasts: Ints = np.asarray([last for last, _ in places], dtype=np.int64)
         self._firsts: Ints = np.asarray([first for _, first in places], dtype=np.int64)
         idle = body.starts[self._firsts] - body.starts[self._lasts + 1]
@@ -186,9 +187,7 @@ class GapSpans:
 
     def around(self, position: int) -> Bools:
         """For each gap, whether its tensor is idle at a position."""
-        after, before = position > self._lasts, position < self._firsts
-        found: Bools = np.where(self._lasts < self._firsts, after & before, after | before)
-        return found
+        return self.around_any(np.arange(self._length) == position)
 
 
 @remembered
@@ -222,7 +221,7 @@ def part_of(task: Task, sub_arrays: Sequence[int]) -> Task:
 
 
 def infeasible(task: Task, policy: str, excess_bytes: int) -> Infeasible:
-    """What a policy raises whose best is ``excess_bytes`` over the limit."""
+    """The refusal of a policy whose best is ``excess_bytes`` over the limit."""
     widths = ", ".join(str(profile.width) for profile in task.profiles)
     return Infeasible(
         f"sub-arrays of widths {widths} must fit into {task.limit_bytes} bytes, but {policy} needs "

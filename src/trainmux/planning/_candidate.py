@@ -125,9 +125,7 @@ class Candidate:
     def with_slack(self, limit_bytes: int) -> Candidate:
         """Begin copies earlier and wait for them later, as far as that fits and costs no time."""
         live_bytes = limit_bytes
-        for _ in range(_SLACK_TRIES):
-            if self.is_robust:
-                break
+        for _ in range(0 if self.is_robust else _SLACK_TRIES):
             timed = _slackened(self.arrangement, self.schedule, self.program.body, live_bytes)
             if timed is None or timed.seconds > self.seconds * (1 + ROUNDING):
                 break
@@ -252,12 +250,7 @@ def _timed(arrangement: Arrangement, schedule: Schedule) -> _Timed:
     return _Timed(arrangement, schedule, made, seconds)
 
 
-def _slackened(
-    arrangement: Arrangement,
-    schedule: Schedule,
-    body: Part,
-    limit_bytes: int,
-) -> _Timed | None:
+def _slackened(arrangement: Arrangement, schedule: Schedule, body: Part, limit_bytes: int) -> _Timed | None:
     """A schedule with slack; ``None`` where that is none, or nothing changes."""
     found = with_slack(schedule, body, arrangement.profiles, limit_bytes, _SLACK)
     if found == schedule:

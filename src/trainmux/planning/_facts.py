@@ -178,14 +178,14 @@ _SWAPPABLE_STATIC = frozenset(
 
 
 class Choice(IntEnum):
-    """What happens to a tensor in a gap."""
+    """A decision about a tensor in a gap."""
 
     KEEP = 0
     SWAP = 1
     RECOMPUTE = 2
     """Dropped and made again just before its next use, nothing else kept of what that takes."""
     RECOMPUTE_EARLY = 3
-    """The same, but made as soon as another recomputation reads it, and kept from then on."""
+    """Dropped, made again as soon as another recomputation reads it, and kept from then on."""
 
 
 RECOMPUTED = (Choice.RECOMPUTE, Choice.RECOMPUTE_EARLY)
@@ -323,7 +323,7 @@ class Derivations:
 
 
 class RecomputePrices:
-    """What recomputing one feature map more would take, beside those that are ``recomputed`` already.
+    """The price of recomputing one feature map more, beside those that are ``recomputed`` already.
 
     Prices stay known while tensors are added that they have nothing to do with. Those that have are worked
     out anew only when they are asked for: they rise, so the old one is `at_least` the price until then.
@@ -409,7 +409,7 @@ def recompute_bytes(facts: Facts, tensor: int, nodes: Iterable[int]) -> int:
 
 
 class _Step:
-    """What deriving asks of a sub-array's facts, in flat lists by tensor and by rank."""
+    """Facts of a sub-array that deriving asks for, in flat lists by tensor and by rank."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts

@@ -365,7 +365,7 @@ def _deadline(gap: Gap, derivation: Derivation | None) -> tuple[int, bool]:
 
 @dataclass
 class _At:
-    """What happens at a position; swaps by their number."""
+    """Events at a position; swaps by their number."""
 
     offloads: list[int] = field(default_factory=list)
     releases: list[int] = field(default_factory=list)

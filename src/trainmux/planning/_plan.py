@@ -1,9 +1,9 @@
 """Members and a byte budget → the plan with the least predicted step time that is found in time, proved.
 
 Each partition is an arrangement of sub-arrays for each way that the policy lets them share the device. What
-fits with nothing decided comes first. The rest is looked at in the order of a lower bound (`_relax`), as long
-as that is below the best plan; then the best ones are improved in turn. The search ends when nothing is left
-to try, when the best plan is within 2% of the bound, or when its time is up.
+fits with nothing decided comes first. Of the others, those whose lower bound (`_relax`) is below the best
+plan get a first schedule each, and the quickest is placed; then all are improved in turn. The search ends
+when nothing is left to try, when the best plan is within 2% of the bound, or when its time is up.
 
 A planner keeps what it finds, and a plan for one budget serves every larger one: asked for one budget after
 another, predicted time does not rise with the budget. What cross-stream dependencies cost is in a plan's
@@ -346,14 +346,19 @@ class _Option:
             return _USUAL_GAP * self.bound_seconds
         return self.search.drawn.seconds
 
+    @property
+    def quickest_seconds(self) -> float:
+        """The time of the quickest schedule that was drawn; infinite where there is none."""
+        return math.inf if self.search is None else self.search.seconds
+
     def why(self, best_seconds: float) -> str:
         """Why it has no plan, in words."""
         if self.bound_seconds < math.inf and self.search is None:
             return f"within the budget it takes at least {self.bound_seconds:.6g} s"
         if self.search is not None and self.search.lacking_bytes:
             return f"needs {self.search.lacking_bytes} bytes more"
-        if self.search is not None and self.search.seconds < math.inf:
-            return f"takes {self.search.seconds / best_seconds:.3f} times as long"
+        if self.quickest_seconds < math.inf:
+            return f"takes {self.quickest_seconds / best_seconds:.3f} times as long"
         return "does not fit"
 
 
@@ -436,21 +441,19 @@ class _BudgetSearch:
         Of those that are far behind the best plan only one has its turn in each round.
         """
         num_drawn = 0
-        behind: deque[_Option] = deque(self.options)
+        in_turn = deque(self.options)
         while self.seconds > self.bound_seconds * _CLOSE and not self._is_late():
-            behind.rotate(-1)
+            in_turn.rotate(-1)
             open_ones = [
                 option
-                for option in behind
+                for option in in_turn
                 if option.search is not None and not option.search.is_over and not self._is_beaten(option)
             ]
             if not open_ones:
                 break
-            close_ones = [
-                each for each in open_ones if each.search and each.search.seconds <= _BEHIND * self.seconds
-            ]
-            others = [each for each in open_ones if each not in close_ones]
-            for option in (*close_ones, *others[:1]):
+            far_behind = [each for each in open_ones if each.quickest_seconds > _BEHIND * self.seconds]
+            close = [each for each in open_ones if each not in far_behind]
+            for option in (*close, *far_behind[:1]):
                 self._report(_IMPROVING, num_drawn, num_drawn + 1, option)
                 num_drawn += 1
                 self._draw(option)

@@ -24,6 +24,7 @@ from trainmux.ir import (
     verify,
 )
 from trainmux.planning import Infeasible, Task, peak_live_bytes, policy_named, rewrite
+from trainmux.planning.policies.auto import Auto
 
 Node = tuple[int, int]
 PLENTY = 1 << 50
@@ -162,8 +163,7 @@ def decide(
 
 def bound_seconds(profiles: Sequence[Profile], multiplexing: Multiplexing, limit_bytes: int) -> float:
     """A time that no schedule in the plain order goes below; infinite where nothing fits."""
-    auto = policy_named("auto").policy
-    return auto.bound_seconds(Task(tuple(profiles), multiplexing, limit_bytes, PLENTY))  # type: ignore[attr-defined]
+    return Auto().bound_seconds(Task(tuple(profiles), multiplexing, limit_bytes, PLENTY))
 
 
 def prove(profiles: Sequence[Profile], schedule: Schedule, limit_bytes: int = PLENTY) -> Program:
