@@ -90,7 +90,7 @@ class Kernel:
         variants.take(known)
         # The first time, code may choose among its variants, which imports parts of the compiler: torch warns
         # about itself then, and where warnings are errors, nothing would run.
-        with ignored_warnings():
+        with ignored_warnings(), _inductor.short_benchmarks():
             try:
                 results = self._run_compiled(compiled, tensors, places)
             finally:  # what was chosen before a failure is not open any more

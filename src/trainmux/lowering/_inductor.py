@@ -15,6 +15,7 @@ import platform
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -278,6 +279,48 @@ class Variants:
             for name, kernel in self._open.items()
             if len(kernel.launchers) == 1
         }
+
+
+_SHORT_BENCHMARK = {
+    # Of the benchmarker that torch 2.11 has by default, in milliseconds.
+    "warmup": 1,
+    "rep": 6,
+    # Of the one that newer versions have: numbers of runs, and milliseconds.
+    "estimation_iters": 3,
+    "memory_warmup_iters": 3,
+    "benchmark_iters": 12,
+    "max_benchmark_duration": 6,
+}
+_thread = threading.local()
+
+
+@contextmanager
+def short_benchmarks() -> Iterator[None]:
+    """In this thread, let kernels choose among their variants by a few runs of each, not by two hundred.
+
+    Inductor's usual number takes most of the time of a first step: a kernel that changes large tensors in
+    place may have them copied to the host and back for every run.
+    """
+    module = sys.modules.get("torch._inductor.runtime.benchmarking")  # there if a kernel has variants
+    if module is not None:
+        _shorten(module.benchmarker)
+    before, _thread.is_short = getattr(_thread, "is_short", False), True
+    try:
+        yield
+    finally:
+        _thread.is_short = before
+
+
+@functools.cache
+def _shorten(benchmarker: Any) -> None:
+    """Have a benchmarker ask which thread it runs in."""
+    usual = benchmarker.benchmark_gpu
+
+    def benchmark_gpu(*args: Any, **how: Any) -> Any:
+        short = _SHORT_BENCHMARK if getattr(_thread, "is_short", False) else {}
+        return usual(*args, **{**how, **short})
+
+    benchmarker.benchmark_gpu = benchmark_gpu
 
 
 def _in_words(config: Any) -> str:

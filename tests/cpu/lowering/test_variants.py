@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from lowering_tools import traced
 
 from trainmux.lowering import KernelCache, _known, lower
 from trainmux.lowering._compile import Kernel
-from trainmux.lowering._inductor import LoadedCode
+from trainmux.lowering._inductor import LoadedCode, short_benchmarks
 from trainmux.lowering._known import recall_choices, remember_choices
 
 
@@ -107,6 +109,42 @@ def test_a_choice_before_a_failure_is_kept() -> None:
     a, b = Reduction(quickest=0), Reduction(quickest=1)
     kernel_of("new", a=a, b=b).run([1])
     assert (a.found, b.found) == ((0, 512), (0, 1024))
+
+
+def test_variants_are_compared_by_a_few_runs_in_this_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Benchmarker:
+        def benchmark_gpu(self, call: object, **how: Any) -> None:
+            asked.append(how)
+
+    benchmarker = Benchmarker()
+    module = "torch._inductor.runtime.benchmarking"
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(benchmarker=benchmarker))
+
+    def run() -> None:
+        benchmarker.benchmark_gpu(None, rep=40)
+
+    with short_benchmarks():
+        run()
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    run()
+    short, elsewhere, after = asked
+    assert short["rep"] < 10
+    assert elsewhere == after == {"rep": 40}
+
+
+def test_inductors_benchmarks_take_what_they_are_given() -> None:
+    benchmarking = pytest.importorskip("torch._inductor.runtime.benchmarking")
+    for name in ("TritonBenchmarker", "InductorBenchmarker"):
+        parameters = inspect.signature(getattr(benchmarking, name).benchmark_gpu).parameters
+        assert any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    named = inspect.signature(benchmarking.InductorBenchmarker.benchmark_gpu).parameters
+    assert {"estimation_iters", "memory_warmup_iters", "benchmark_iters", "max_benchmark_duration"} <= {
+        *named
+    }
 
 
 def test_inductors_kernels_are_as_expected() -> None:
