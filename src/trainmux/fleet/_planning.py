@@ -172,7 +172,7 @@ class FleetPlanner:
         on_gpu = self._device is not None or self._config.device.type == "cuda"
         if self._device is None:
             for index, group in enumerate(planned):  # measuring may take streams with their workspaces
-                for width in {1, len(group.members)}:
+                for width in dict.fromkeys((1, len(group.members))):
                     self.profile(index, width)
         planner = Planner(
             planned,
@@ -331,7 +331,7 @@ class FleetPlanner:
         branches = branches_to_measure(group.width) if width == 1 else ()
         if found is None or self._lacks_branches(found, branches, graph):
             arguments = self._arguments(index, program, width)
-            found = self._measured(graph, arguments, width, fingerprint, branches)
+            found = self._measured(graph, arguments, index, width, fingerprint, branches)
             self._cache.put(found)
         workspaces = [node.workspace_bytes for node in found.nodes]
         self._scratch[found.fingerprint] = measured_scratch_bytes(graph, workspaces)
@@ -348,6 +348,7 @@ class FleetPlanner:
         self,
         graph: KernelGraph,
         arguments: Sequence[Tensor],
+        index: int,
         width: int,
         fingerprint: str,
         branches: Sequence[int],
@@ -362,6 +363,7 @@ class FleetPlanner:
                 return measure_profile(
                     graph,
                     arguments,
+                    model=index,
                     width=width,
                     fingerprint=fingerprint,
                     facts=self._facts,

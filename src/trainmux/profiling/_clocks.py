@@ -88,6 +88,11 @@ class NodeSamples:
         return _HEAD_START_SECONDS + 2 * min(sample.host_seconds for sample in self._all)
 
     @property
+    def is_clean(self) -> bool:
+        """Whether the device did not wait for the host each time."""
+        return any(sample.is_clean for sample in self._all)
+
+    @property
     def seconds(self) -> float:
         """The median."""
         clean = [sample.seconds for sample in self._all if sample.is_clean]

@@ -201,6 +201,8 @@ class KernelGraph:
 
 def locations_of(value: Any) -> list[Location]:
     """Locations of the tensors of a value, in order."""
+    if isinstance(value, Location):  # nearly always
+        return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Location)]
 
 

@@ -2,19 +2,19 @@
 
 Where a step is larger than what a CUDA device has free, and always on a CPU, feature maps leave the device
 after their last forward use and come back before their first use in the backward pass: so a step can be
-measured as long as each node with its inputs and outputs fits. One pass warms up, three are measured, medians
-are kept; of nodes that do the same work one is measured in each pass, another one each time, and none that
-another width has measured. Nodes write to memory that is there before they run, as they will under a plan;
-what one needs besides is its workspace, results that it cannot write to their place among it.
+measured as long as each node with its inputs and outputs fits. One pass warms up, the next one is measured,
+medians are kept. Of nodes that do the same work three are measured; one without its like is run three times,
+unless it changes what others left: then it must run once. One that another width has measured is not measured
+again. Nodes write to memory that is there before they run, as they will under a plan; what one needs besides
+is its workspace, results that it cannot write to their place among it.
 
 A node alone takes a little longer than among others in a CUDA graph: it begins late, and finds caches cold.
 Where the whole step fits on the device it is captured and replayed too, and nodes are shortened by what they
-take together beyond that, the same for each. During such replays the link is measured: copies that run
-while kernels do are slower than alone, and so are the kernels. And the step is replayed with small copies
-that wait for some of its nodes, and for which others wait: each such dependency costs.
+take together beyond that, the same for each. During replays of a model's first step the link is measured:
+copies that run while kernels do are slower than alone, and so are the kernels. And that step is replayed with
+small copies that wait for some of its nodes, and for which others wait: each such dependency costs.
 
-Nodes that change parameters run once in each pass, like all others: the arguments must be such that a step
-changes nothing (no member active).
+The arguments must be such that a step changes nothing (no member active).
 """
 
 from __future__ import annotations
@@ -43,29 +43,44 @@ from trainmux.profiling._pass import Into, Pass, last_uses_of_created
 from trainmux.profiling._sync_cost import TinyCopies
 from trainmux.runtime import borrowed_stream, capturing, warm_matrix_libraries
 
-MEASUREMENT_VERSION = 8
+MEASUREMENT_VERSION = 9
 """Raised when what is measured, or how, is no longer what kept profiles have."""
 
-NUM_PASSES = 3
+NUM_SAMPLES = 3
+"""Measurements of which the median counts: of as many nodes that do the same work, or of one that has no
+like."""
 _ROOM = 1.25
 """Free bytes required per byte of a pass's peak, for workspaces and fragmentation."""
 _LARGEST_CUT = 0.7
 """The share of its time alone that a node may lose to the step it is part of."""
-_SUSTAINED_SECONDS = 0.3
+_SUSTAINED_SECONDS = 0.15
 """A step is replayed for so long before it counts: a device that has just begun to work is faster than it
 stays."""
-_WINDOW_SECONDS = 0.1
+_WINDOW_SECONDS = 0.05
 """Seconds of replays that are timed together, behind those."""
 _LOAD_SECONDS = 0.05
 """Seconds of replays while copies are measured."""
 
 
+@dataclass(frozen=True)
+class CopyCosts:
+    """How copies and a step's kernels slow each other down, and what each dependency between them costs."""
+
+    link: LinkUnderLoad
+    sync_seconds: float = 0.0
+
+
 class Measurements:
-    """What profiles of several widths share: the idle link, and nodes by what decides their time."""
+    """What several profiles share: the idle link, nodes by what decides their time, copies by model.
+
+    Rates of copies beside the steps of one model differ by less than 1% between widths, and what each width's
+    dependencies cost by no more than between two measurements.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.samples: dict[Hashable, NodeSamples] = {}
+        self.copy_costs: dict[Hashable, CopyCosts] = {}
 
     @functools.cached_property
     def link(self) -> LinkRates:
@@ -76,6 +91,7 @@ def measure_profile(
     graph: KernelGraph,
     arguments: Sequence[Tensor],
     *,
+    model: Hashable,
     width: int,
     fingerprint: str,
     facts: DeviceFacts,
@@ -88,23 +104,23 @@ def measure_profile(
     """Run the graph node by node with ``arguments``; ``tell`` hears of each node that is done.
 
     ``into`` calls a node's operator with memory for its results; those in ``handed_over``, by rank, need not
-    come to lie there. Nodes that are ``known`` are not measured, others become known. On a CUDA device
-    concurrent steps are measured too, as many at a time as each of ``branches`` says, where there is room.
+    come to lie there. What is ``known``, of nodes and of this ``model``, is not measured; the rest becomes
+    known. On a CUDA device concurrent steps are measured too, as many at a time as each of ``branches`` says,
+    where there is room.
     """
     device = known.device
     begin = partial(Pass, graph, arguments, into, handed_over)
     swaps = device.type != "cuda" or not fits(graph, device)
-    loaded, sync_seconds = LinkUnderLoad(known.link), 0.0
     concurrent: tuple[tuple[int, float], ...] = ()
     with _own_stream(device):
         samples = _measured_nodes(graph, handed_over, partial(begin, swaps=swaps), known, tell)
         seconds = [sample.seconds for sample in samples]
-        replayed = None if swaps else _replayed(graph, begin, known)
-        if replayed is not None:
-            seconds = in_step_seconds(seconds, replayed.seconds)
-            loaded, sync_seconds = replayed.loaded, replayed.sync_seconds
+        together = None if swaps else _replayed_seconds(graph, begin, known, model)
+        if together is not None:
+            seconds = in_step_seconds(seconds, together)
             concurrent = _side_by_side(graph, begin, device, branches)
-    link = loaded.link
+    costs = known.copy_costs.get(model) or CopyCosts(LinkUnderLoad(known.link))
+    link = costs.link.link
     tensors, nodes = graph.profiled(
         seconds,
         (link.out, link.into, link.out_duplex, link.into_duplex),
@@ -118,9 +134,9 @@ def measure_profile(
         facts,
         tensors,
         nodes,
-        loaded.slowdown,
+        costs.link.slowdown,
         concurrent,
-        meeting_seconds=sync_seconds,
+        meeting_seconds=costs.sync_seconds,
     )
 
 
@@ -148,7 +164,8 @@ def _measured_nodes(
     known: Measurements,
     tell: Callable[[int, int], None],
 ) -> list[NodeSamples]:
-    """Samples of each node alone. Those not known yet come from a pass to warm up and several that count."""
+    """Samples of each node alone. Those not known yet come from a pass behind one to warm up, and from
+    another one where the device had to wait for the host."""
     # A result that is handed over is not copied to its place, which takes time.
     handed = [
         tuple(number in handed_over.get(rank, ()) for number in step.results)
@@ -161,22 +178,43 @@ def _measured_nodes(
             alike.setdefault(key, []).append(rank)
     samples = {key: NodeSamples() for key in alike}
     clock = CudaClock(known.device) if known.device.type == "cuda" else HostClock()
-    total = (1 + NUM_PASSES) * len(graph.steps)
-    for number in range(1 + NUM_PASSES if alike else 0):
-        chosen = {ranks[number % len(ranks)] for ranks in alike.values()} if number > 0 else set()
+
+    def one_pass(times: Mapping[int, int], before: int) -> None:
+        """Run all nodes, and measure some of them so many times; ``before`` nodes were done before."""
         run = begin()
         for rank, step in enumerate(graph.steps):
-            run.prepare(rank, step)
-            if rank in chosen:
+            for _ in range(times.get(rank, 0)):
                 mine = samples[keys[rank]]
+                run.prepare(rank, step)
                 mine.add(clock.measure(partial(run.run, step), mine.head_start_seconds))
-            else:
+            if rank not in times:
+                run.prepare(rank, step)
                 run.run(step)
             run.release(rank)
-            tell(number * len(graph.steps) + rank + 1, total)
+            tell(before + rank + 1, 2 * len(graph.steps))
         run.close()
+
+    if alike:
+        one_pass({}, 0)
+        times = {}
+        for ranks in alike.values():
+            chosen = _spread(ranks, NUM_SAMPLES)
+            again = 1 if graph.steps[ranks[0]].changes else -(-NUM_SAMPLES // len(chosen))
+            times.update(dict.fromkeys(chosen, again))
+        for _ in range(NUM_SAMPLES):
+            one_pass(times, len(graph.steps))
+            times = {rank: times[rank] for rank in times if not samples[keys[rank]].is_clean}
+            if not times:
+                break
     known.samples.update(samples)
     return [known.samples[key] for key in keys]
+
+
+def _spread(ranks: Sequence[int], most: int) -> list[int]:
+    """At most so many of the ``ranks``, first, last and evenly between."""
+    if len(ranks) <= most:
+        return list(ranks)
+    return [ranks[number * (len(ranks) - 1) // (most - 1)] for number in range(most)]
 
 
 def in_step_seconds(alone: Sequence[float], together: float) -> list[float]:
@@ -202,15 +240,6 @@ def in_step_seconds(alone: Sequence[float], together: float) -> list[float]:
     return [seconds * stretch for seconds in found]
 
 
-@dataclass(frozen=True)
-class _Replayed:
-    """Times of a step as one CUDA graph: alone, under copies, and per dependency on a copy stream."""
-
-    seconds: float
-    loaded: LinkUnderLoad
-    sync_seconds: float
-
-
 def _captured(device: torch.device, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
     """Capture ``work`` on the current stream; ``None`` where it cannot be captured or there is no room."""
     graph = torch.cuda.CUDAGraph()
@@ -223,8 +252,13 @@ def _captured(device: torch.device, work: Callable[[], None]) -> torch.cuda.CUDA
     return graph
 
 
-def _replayed(graph: KernelGraph, begin: Callable[[], Pass], known: Measurements) -> _Replayed | None:
-    """The whole step, replayed; ``None`` where it cannot be captured or there is no room."""
+def _replayed_seconds(
+    graph: KernelGraph, begin: Callable[[], Pass], known: Measurements, model: Hashable
+) -> float | None:
+    """Seconds of the whole step, replayed; ``None`` where it cannot be captured or there is no room.
+
+    The first step of a model is replayed beside copies too.
+    """
     device = known.device
     torch.cuda.empty_cache()
     if not fits(graph, device):
@@ -233,12 +267,15 @@ def _replayed(graph: KernelGraph, begin: Callable[[], Pass], known: Measurements
     if captured is None:
         return None
     taken = _sustained_seconds(captured)
+    if model in known.copy_costs:
+        return taken
     count = max(1, int(_LOAD_SECONDS / taken))
     load = partial(enqueue_replays, captured, count)
     loaded = probe_link_under_load(load, count * taken, known.link, device)
     del captured, load
     torch.cuda.empty_cache()
-    return _Replayed(taken, loaded, _sync_seconds(graph, begin, device, taken))
+    known.copy_costs[model] = CopyCosts(loaded, _sync_seconds(graph, begin, device, taken))
+    return taken
 
 
 def _sync_seconds(

@@ -84,6 +84,7 @@ class Pass:
             if number in self._host:
                 self._memory[number] = self._host.pop(number).to(self._device, copy=True)
         for number in step.creates:
+            self._memory.pop(number, None)  # of a node that is run again
             size = self._graph.tensors[number].size_bytes
             self._memory[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
         handed = self._handed_over.get(rank, frozenset())
@@ -133,9 +134,10 @@ class Pass:
 
     def _value(self, node: fx.Node) -> Any:
         """The value of a node, as it lies in memory."""
-        return pytree.tree_map(
-            lambda item: self._look(item) if isinstance(item, Location) else item, self._graph.values[node]
-        )
+        value = self._graph.values[node]
+        if isinstance(value, Location):  # nearly all of them
+            return self._look(value)
+        return pytree.tree_map(lambda item: self._look(item) if isinstance(item, Location) else item, value)
 
 
 def _bytes_from(argument: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from trainmux.profiling._analytic import idleness
 from trainmux.profiling._clocks import HostClock, NodeSamples, Sample
 from trainmux.profiling._devices import BANDWIDTH_SHARE, FLOPS_SHARE, NODE_SECONDS
 from trainmux.profiling._link import slowdown_of
-from trainmux.profiling._measured import NUM_PASSES, in_step_seconds
+from trainmux.profiling._measured import NUM_SAMPLES, in_step_seconds
 from trainmux.profiling._sync_cost import sync_points
 from trainmux.runtime import storage_bytes
 
@@ -55,7 +55,7 @@ def measured(graph: KernelGraph, arguments: list[Tensor], **options: Any) -> Pro
     """A profile of two members, nodes run as the engine runs them."""
     given = {"into": run_into, "handed_over": handed_over(graph), **options}
     given.setdefault("known", Measurements(torch.device("cpu")))
-    return measure_profile(graph, arguments, width=2, fingerprint="f", facts=FACTS, **given)
+    return measure_profile(graph, arguments, width=2, fingerprint="f", facts=FACTS, model=0, **given)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,11 @@ def test_measuring_runs_every_node_in_little_memory_and_changes_nothing(
     }
     results = {at.tensor for at in graph.outputs}
     told: list[tuple[int, int]] = []
-    most = count = 0
+    most = 0
 
     def watched(target: Any, args: Any, kwargs: Any, places: Sequence[Place | None]) -> list[Tensor]:
-        nonlocal most, count
-        step = graph.steps[count % len(graph.steps)]
-        count += 1
+        nonlocal most
+        step = graph.steps[len(told) % len(graph.steps)]
         for number, place in zip(step.results, places, strict=True):
             if place is not None:
                 made.append((weakref.ref(place.memory), place.memory.nbytes))
@@ -93,7 +92,7 @@ def test_measuring_runs_every_node_in_little_memory_and_changes_nothing(
     monkeypatch.setattr(_measured, "probe_link", lambda device: LinkRates(4.0, 5.0, 2.0, 2.5, 0.25))
     profile = measured(graph, arguments, into=watched, tell=lambda *progress: told.append(progress))
     assert all(torch.equal(a, b) for a, b in zip(arguments, before, strict=True))
-    assert told[-1] == ((1 + NUM_PASSES) * len(graph.steps),) * 2 == (count, count)
+    assert told[-1] == (2 * len(graph.steps),) * 2
     got = [at.look(memory[at.tensor]) for at in graph.outputs]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert most < (0.8 if name == DEEP else 1.1) * most_live(graph)
@@ -168,7 +167,7 @@ def layers(width: int) -> tuple[KernelGraph, list[Tensor]]:
 def test_kernels_that_are_alike_are_measured_once_for_all_layers_and_widths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In each pass another one of them, or all but the first layer would go unnoticed."""
+    """Several of them, or all but the first layer would go unnoticed."""
     ran: list[int] = []
     took: list[float] = []
 
@@ -184,17 +183,17 @@ def test_kernels_that_are_alike_are_measured_once_for_all_layers_and_widths(
     monkeypatch.setattr(HostClock, "measure", measure)
     known = Measurements(torch.device("cpu"))
     two = measured(*layers(2), into=into, handed_over={}, known=known)
-    assert len(ran) == 8 * (1 + NUM_PASSES)  # all run, or the next ones had nothing to read
-    assert len(took) == 2 * NUM_PASSES == len(set(took))
-    assert [node.seconds for node in two.nodes] == [5.0, 6.0] * 4  # the third layer's: the median
+    assert len(ran) == 2 * 8  # all run twice, or the next ones had nothing to read
+    assert len(took) == 2 * NUM_SAMPLES == len(set(took))
+    assert [node.seconds for node in two.nodes] == [3.0, 4.0] * 4  # the second layer's: the median
     three = measured(*layers(3), into=into, handed_over={}, known=known)
-    assert len(took) == 3 * NUM_PASSES
-    assert [node.seconds for node in three.nodes] == [5.0, 6.0] * 4
+    assert len(took) == 3 * NUM_SAMPLES
+    assert [node.seconds for node in three.nodes] == [3.0, 4.0] * 4
     assert measured(*layers(3), into=into, handed_over={}, known=known).nodes == three.nodes
-    assert len(took) == 3 * NUM_PASSES
+    assert len(took) == 3 * NUM_SAMPLES
     # One whose result is copied to its place is not like one whose result is handed over.
     measured(*layers(3), into=into, handed_over={0: frozenset({2})}, known=known)
-    assert len(took) == 4 * NUM_PASSES
+    assert len(took) == 4 * NUM_SAMPLES
 
 
 def test_nodes_with_other_types_strides_numbers_or_operands_are_not_alike() -> None:
