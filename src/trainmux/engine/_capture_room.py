@@ -21,6 +21,7 @@ from trainmux.ir import MemoryUse
 from trainmux.runtime import (
     allocating_from,
     borrow_stream,
+    bytes_outside_torch,
     capturing,
     deterministic_algorithms,
     measured_convolutions,
@@ -215,7 +216,10 @@ class CaptureRoom:
         self._warm()
 
     def _bytes_outside_torch(self) -> int:
-        free, total = torch.cuda.mem_get_info(self._device)
+        held = bytes_outside_torch(self._device)
+        if held is not None:
+            return held
+        free, total = torch.cuda.mem_get_info(self._device)  # those of other processes among it
         return total - free - torch.cuda.memory_reserved(self._device)
 
 

@@ -28,7 +28,7 @@ from trainmux.fleet._plan import Plan
 from trainmux.fleet._runner import Batches, GroupPart, half_step
 from trainmux.ir import MemoryUse, Timeline
 from trainmux.planning import measured_timeline
-from trainmux.runtime import deferred_interrupts, workspaces_bytes
+from trainmux.runtime import bytes_outside_torch, deferred_interrupts, workspaces_bytes
 from trainmux.sizes import round_up
 
 _MAX_VARIANTS = 4
@@ -116,7 +116,8 @@ class PlannedRunner:
     def _held_bytes(self) -> int:
         if self._config.device.type != "cuda":
             return self.slab_bytes
-        return torch.cuda.memory_reserved(self._config.device) - self._others_bytes
+        reserved = torch.cuda.memory_reserved(self._config.device) - self._others_bytes
+        return reserved + (bytes_outside_torch(self._config.device) or 0)
 
     def prepare(self, parts: Sequence[GroupPart]) -> Callable[[Batches], None]:
         """Find the program for a step, or fit another one into the budget."""

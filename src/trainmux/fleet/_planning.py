@@ -55,14 +55,16 @@ from trainmux.profiling import (
     side_by_side,
     used_branches,
 )
-from trainmux.runtime import MATRIX_LIBRARIES_BYTES, no_collections, workspaces_bytes
+from trainmux.runtime import MATRIX_LIBRARIES_BYTES, bytes_outside_torch, no_collections, workspaces_bytes
 from trainmux.sizes import parse_budget
 from trainmux.tracing import BatchSpec, FlatBatch
 
-FIXED_BYTES = 128 << 20
-"""On a CUDA device, besides tensors: the matrix libraries' workspaces for one stream (about 40 MiB), and
-what the driver takes for the graphs and the code of kernels that a plan is the first to run: 2 to 14 MiB for
-plans of two or three sub-arrays, 74 MiB for one with 3,400 nodes, 900 recomputations and 4,500 copies."""
+_DRIVER_BYTES = 288 << 20
+"""Code of kernels and handles of libraries where the driver does not tell: eight GPT-2 on an H200."""
+
+_GRAPH_BYTES = 32 << 20
+"""What the driver takes for the CUDA graphs of a plan: 2 to 19 MiB for plans of GPT-2, more only where
+thousands of nodes and copies are captured."""
 
 _FEW_PARTITIONS = 5
 """Partitions tried by default where each takes long: its widths are compiled to be
@@ -124,14 +126,13 @@ class FleetPlanner:
         if num_partitions is None and (self.kernels == "compiled" or num_nodes >= _LARGE_GRAPH):
             num_partitions = _FEW_PARTITIONS
         bound = {} if num_partitions is None else {"max_partitions": num_partitions}
-        reserved = request.reserve_bytes + self._fixed_bytes()
         asked = (
             request.policy,
             request.num_budgets,
             budget,
             tuple(planned),
             bound,
-            reserved,
+            request.reserve_bytes,
             request.time_limit,
         )
         key = plan_key(self._groups, asked, self._facts, self._device, self.kernels, self._switches())
@@ -146,10 +147,10 @@ class FleetPlanner:
         return plan
 
     def _fixed_bytes(self) -> int:
-        """Estimate what is reserved in addition to tensors and the scratch of nodes.
+        """Estimate what the budget must hold in addition to tensors and the scratch of nodes.
 
-        That includes places for batches in flight and for the next one of a ring, and, on a device that is
-        present, workspaces of streams that were used before.
+        That includes places for batches in flight and for the next one of a ring, workspaces of the matrix
+        libraries, graphs, and what the driver holds for this process or held when it ran these kernels.
         """
         device = self._config.device
         if self._device is None and device.type != "cuda":
@@ -158,8 +159,13 @@ class FleetPlanner:
             sum(tensor.nbytes for tensor in example.tensors) * (group.width if group.stacked_batch else 1)
             for group, example in zip(self._groups, self._examples, strict=True)
         )
-        used_before = sum(workspaces_bytes(device)[1:]) if self._device is None else 0
-        return FIXED_BYTES + (NUM_LANDINGS + 1) * batches + used_before
+        fixed = MATRIX_LIBRARIES_BYTES + _GRAPH_BYTES + (NUM_LANDINGS + 1) * batches
+        if self._device is not None:
+            return fixed + _DRIVER_BYTES
+        now = bytes_outside_torch(device)
+        seen = max((profile.driver_bytes for profile in self._profiles.values()), default=0)
+        driver = _DRIVER_BYTES if now is None else max(now, seen)
+        return fixed + driver + sum(workspaces_bytes(device)[1:])
 
     def _search(
         self,
@@ -360,7 +366,7 @@ class FleetPlanner:
         what = f"width {width}, node by node"
         try:
             with kernel_settings(deterministic=self._config.deterministic):
-                return measure_profile(
+                found = measure_profile(
                     graph,
                     arguments,
                     model=index,
@@ -373,6 +379,9 @@ class FleetPlanner:
                     branches=branches,
                     tell=lambda done, total: self._tell("measuring", done, total, what),
                 )
+                device = self._config.device
+                driver = bytes_outside_torch(device) if device.type == "cuda" else None
+                return replace(found, driver_bytes=driver or 0)
         except torch.OutOfMemoryError as error:
             reason = first_line(error)
         raise BudgetError(

@@ -96,7 +96,7 @@ class DeviceFacts:
     host_bytes: int
 
 
-@file_format("profile", version=2, remedy="profile again")
+@file_format("profile", version=3, remedy="profile again")
 @dataclass(frozen=True)
 class Profile:
     """One step of one sub-array of ``width`` members.
@@ -105,7 +105,8 @@ class Profile:
     two profiles with the same one are interchangeable. While tensors are copied, nodes take
     ``slowdown_by_copies`` times their seconds. ``seconds_beside`` are pairs: so many of these steps side by
     side, and the seconds until all have ended, where that was measured. A node that waits for a copy takes
-    ``meeting_seconds`` longer, however long ago the copy ended, and so does one that a copy waits for.
+    ``meeting_seconds`` longer, however long ago the copy ended, and so does one that a copy waits for. The
+    driver held ``driver_bytes`` for code and libraries once its nodes had run.
 
     With ``num_branches`` above 1 the members are not fused: each trains on a branch of its own, all branches
     at the same time, and every number is that of all together (`profiling.side_by_side`), but for
@@ -123,3 +124,4 @@ class Profile:
     seconds_beside: tuple[tuple[int, float], ...] = ()
     num_branches: int = 1
     meeting_seconds: float = 0.0
+    driver_bytes: int = 0

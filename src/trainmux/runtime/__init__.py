@@ -2,6 +2,7 @@
 
 from trainmux.runtime._capturing import allocating_from, capturing, no_collections
 from trainmux.runtime._determinism import deterministic_algorithms, measured_convolutions
+from trainmux.runtime._driver_memory import bytes_outside_torch
 from trainmux.runtime._gpu import (
     CudaFacts,
     DriverFacts,
@@ -44,6 +45,7 @@ __all__ = [
     "ask_driver",
     "borrow_stream",
     "borrowed_stream",
+    "bytes_outside_torch",
     "capturing",
     "deferred_interrupts",
     "deterministic_algorithms",
