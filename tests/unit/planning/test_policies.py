@@ -27,7 +27,6 @@ from tests.random_steps import Shape, random_profile
 
 from trainmux.ir import ByteClass, Multiplexing, Profile, Schedule, Swap
 from trainmux.planning import POLICY_NAMES, Infeasible, Task, peak_live_bytes, policy_named, rewrite
-from trainmux.planning.policies.mutwo import MuTwo
 
 SEEDS = st.integers(0, 10**6)
 
@@ -120,7 +119,8 @@ def test_mutwo_schedules_pairs_and_leaves_multiplexing_out_where_asked(
     profiles = tuple(by_width[width] for width in widths)
     low = peak_live_bytes(rewrite(profiles, all_swapped(profiles, multiplexing)).body)
     limit = low + (plain_peak(profiles, multiplexing) - low) // 3
-    made = MuTwo().schedule(Task(profiles, multiplexing, limit, PLENTY))
+    made = decide("mutwo", profiles, multiplexing, limit)
+    assert made is not None
     assert made.multiplexing is multiplexing
     assert made.swaps or made.recomputes
     prove(profiles, made, limit)

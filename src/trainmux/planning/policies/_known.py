@@ -4,49 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
 
 from trainmux.errors import ConfigError
 from trainmux.ir import Multiplexing, Recomputation, Schedule, Swap
 from trainmux.planning._body import Node, Policy, Task, part_of
 from trainmux.planning.partition import Partition
+from trainmux.planning.policies import capuchin, mutwo, none, recompute_only, swap_only
 from trainmux.planning.policies.auto import Auto
-from trainmux.planning.policies.capuchin import Capuchin
-from trainmux.planning.policies.mutwo import MuTwo
-from trainmux.planning.policies.none import NoOptimization
-from trainmux.planning.policies.recompute_only import RecomputeOnly
-from trainmux.planning.policies.swap_only import SwapOnly
 
 _TURNS = (Multiplexing.TURNS,)
 _RING = (Multiplexing.RING,)
 
 
-class _Baseline(Protocol):
-    """A policy as it was published: one schedule for a task, or `Infeasible`."""
-
-    @property
-    def name(self) -> str: ...
-
-    def schedule(self, task: Task) -> Schedule: ...
+_Baseline = Callable[[Task], Schedule]
+"""A policy as it was published: one schedule for a task, or `Infeasible`."""
 
 
 @dataclass(frozen=True)
 class _OneSchedule:
     """A policy that knows one schedule. Sub-arrays that run in turns are scheduled one by one, if asked."""
 
+    name: str
     baseline: _Baseline
     one_by_one: bool = True
 
-    @property
-    def name(self) -> str:
-        return self.baseline.name
-
     def schedules(self, task: Task) -> Iterator[Schedule]:
         in_turns = task.multiplexing is Multiplexing.TURNS and len(task.profiles) > 1
-        if self.one_by_one and in_turns:
-            yield _in_turns(self.baseline, task)
-        else:
-            yield self.baseline.schedule(task)
+        yield _in_turns(self.baseline, task) if self.one_by_one and in_turns else self.baseline(task)
 
 
 def _in_turns(baseline: _Baseline, task: Task) -> Schedule:
@@ -57,7 +42,7 @@ def _in_turns(baseline: _Baseline, task: Task) -> Schedule:
     recomputes: list[Recomputation] = []
     for sub_array, profile in enumerate(task.profiles):
         if id(profile) not in singles:
-            singles[id(profile)] = baseline.schedule(part_of(task, [sub_array]))
+            singles[id(profile)] = baseline(part_of(task, [sub_array]))
         single = singles[id(profile)]
         order += [(sub_array, rank) for _, rank in single.order]
         swaps += [
@@ -118,17 +103,21 @@ def policy_named(name: str, *, seed: int = 0, evaluations: int | None = None) ->
 
 
 _BASELINES = {
-    "mutwo": KnownPolicy(_OneSchedule(MuTwo()), _pairs),
+    "mutwo": KnownPolicy(_OneSchedule("mutwo", mutwo.schedule), _pairs),
     # The partitions of pairs without multiplexing, for ablations.
     "mutwo_turns": KnownPolicy(
-        _OneSchedule(MuTwo("mutwo_turns")), lambda partition: _TURNS if partition.is_in_pairs else ()
+        _OneSchedule("mutwo_turns", partial(mutwo.schedule, policy="mutwo_turns")),
+        lambda partition: _TURNS if partition.is_in_pairs else (),
     ),
     "capuchin": KnownPolicy(
-        _OneSchedule(Capuchin()), lambda partition: _TURNS if partition.is_complete_fusion else ()
+        _OneSchedule("capuchin", capuchin.schedule),
+        lambda partition: _TURNS if partition.is_complete_fusion else (),
     ),
-    "swap_only": KnownPolicy(_OneSchedule(SwapOnly()), lambda partition: _TURNS),
-    "recompute_only": KnownPolicy(_OneSchedule(RecomputeOnly()), lambda partition: _TURNS),
-    "none": KnownPolicy(_OneSchedule(NoOptimization(), one_by_one=False), lambda partition: _TURNS),
+    "swap_only": KnownPolicy(_OneSchedule("swap_only", swap_only.schedule), lambda partition: _TURNS),
+    "recompute_only": KnownPolicy(
+        _OneSchedule("recompute_only", recompute_only.schedule), lambda partition: _TURNS
+    ),
+    "none": KnownPolicy(_OneSchedule("none", none.schedule, one_by_one=False), lambda partition: _TURNS),
 }
 POLICY_NAMES = ("auto", *_BASELINES)
 """Every policy, the default first."""

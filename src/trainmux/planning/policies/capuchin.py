@@ -15,96 +15,58 @@ There is no multiplexing: sub-arrays run in turns, and the partition that is mea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from trainmux.ir import ProfiledTensor, Schedule
-from trainmux.planning._body import Bools, FixedBody, Floats, GapSpans, Task, infeasible, plain_order
-from trainmux.planning._facts import Choice, find_gaps, prices_beside
-from trainmux.planning._layout import Demand, demand, lay_out
+from trainmux.planning._body import Floats, Task
+from trainmux.planning._facts import Choice, Key
+from trainmux.planning._layout import Demand, lay_out
+from trainmux.planning.policies._greedy import Greedy
 
 
-@dataclass(frozen=True)
-class Capuchin:
+def schedule(task: Task) -> Schedule:
     """The policy ``capuchin``."""
+    deciding = _Deciding(task, "capuchin")
+    needs = deciding.run(deciding.choose)
+    layout = lay_out(deciding.body, deciding.gaps, needs, task.limit_bytes, late=True)
+    assert layout is not None
+    return layout.schedule(deciding.reasons)
 
-    name: str = "capuchin"
 
-    def schedule(self, task: Task) -> Schedule:
-        body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
-        return _Deciding(body, self.name).run()
+class _Deciding(Greedy):
+    def __init__(self, task: Task, policy: str) -> None:
+        super().__init__(task, policy)
+        self.reasons: dict[Key, str] = {}
 
-
-class _Deciding:
-    def __init__(self, body: FixedBody, policy: str) -> None:
-        self.body, self.policy = body, policy
-        self.gaps = find_gaps(body.all_facts, with_static=False)
-        self.spans = GapSpans(body, self.gaps)
-        self.choices = [Choice.KEEP] * len(self.gaps)
-        self.prices = prices_beside(body.all_facts, self.gaps, self.choices)
-        self.reasons: dict[tuple[int, int], str] = {}
-        self.cannot: set[int] = set()
-
-    def run(self) -> Schedule:
-        body, limit = self.body, self.body.task.limit_bytes
-        lowest: int | None = None
-        needs = demand(body, self.gaps, self.choices)
-        while True:
-            assert needs is not None
-            needed = needs.tensors + needs.beyond
-            over = needed > limit
-            if not over.any():
-                layout = lay_out(body, self.gaps, needs, limit, late=True)
-                assert layout is not None
-                return layout.schedule(self.reasons)
-            excess = int(needed.max()) - limit
-            lowest = excess if lowest is None else min(lowest, excess)
-            taken = self._decide(needs, over)
-            if taken is None:
-                raise infeasible(body.task, self.policy, lowest)
-            after = demand(body, self.gaps, self.choices)
-            if after is None:
-                self.choices[taken] = Choice.KEEP
-                self.cannot.add(taken)
-                self.prices = prices_beside(body.all_facts, self.gaps, self.choices)
-            else:
-                needs = after
-
-    def _decide(self, needs: Demand, over: Bools) -> int | None:
-        """Choose one tensor more to give up; returns its gap, ``None`` where there is none."""
-        idle = np.nonzero(self.spans.around_any(over))[0].tolist()
-        candidates = [number for number in idle if self.choices[number] is Choice.KEEP]
-        if not candidates:
-            return None
+    def choose(self, needs: Demand) -> tuple[int, Choice] | None:
+        """One tensor more to give up."""
+        over = needs.tensors + needs.beyond > self.task.limit_bytes
+        candidates = self.idle_at(over)
         turns = self.body.starts.copy()
         turns[1:] += np.cumsum(needs.recompute_seconds)
         peak_end = float(turns[int(np.nonzero(over)[0][-1]) + 1])
         swap, swap_overhead = self._best_swap(candidates, needs, turns, peak_end)
         if swap is not None and swap_overhead <= 0:
-            self._take(swap, Choice.SWAP, "its free time hides it")
-            return swap
+            return self._chosen(swap, Choice.SWAP, "its free time hides it")
         recompute, recompute_overhead = self._best_recompute(candidates)
         if recompute is not None and (swap is None or recompute_overhead <= swap_overhead):
             against = f", a swap stalls for {swap_overhead:.3g} s" if swap is not None else ""
-            self._take(recompute, Choice.RECOMPUTE, f"recomputed in {recompute_overhead:.3g} s{against}")
-            return recompute
-        if swap is not None:
-            self._take(swap, Choice.SWAP, f"stalls for {swap_overhead:.3g} s")
-        return swap
+            reason = f"recomputed in {recompute_overhead:.3g} s{against}"
+            return self._chosen(recompute, Choice.RECOMPUTE, reason)
+        if swap is None:
+            return None
+        return self._chosen(swap, Choice.SWAP, f"stalls for {swap_overhead:.3g} s")
 
-    def _take(self, number: int, choice: Choice, reason: str) -> None:
-        gap = self.gaps[number]
-        self.choices[number] = choice
-        self.reasons[gap.key] = reason
-        if choice is Choice.RECOMPUTE:
-            self.prices[gap.sub_array].add(gap.tensor, choice)
+    def _chosen(self, number: int, choice: Choice, reason: str) -> tuple[int, Choice]:
+        self.reasons[self.gaps[number].key] = reason
+        return number, choice
 
     def _best_swap(
         self, candidates: Sequence[int], needs: Demand, turns: Floats, peak_end: float
     ) -> tuple[int | None, float]:
         """The candidate with the most free time that the host has room for, and the stall it brings."""
-        room = self.body.task.host_bytes - needs.host_bytes
+        room = self.task.host_bytes - needs.host_bytes
         open_ones = [number for number in candidates if self.gaps[number].size_bytes <= room]
         if not open_ones:
             return None, 0.0
@@ -146,13 +108,10 @@ class _Deciding:
         """The candidate with the highest MSPS, and the seconds it takes."""
         best: tuple[float, int, float] | None = None
         for number in candidates:
-            gap = self.gaps[number]
-            if not gap.can_recompute or number in self.cannot:
-                continue
-            seconds = self.prices[gap.sub_array].seconds(gap.tensor)
+            seconds = self.recompute_seconds(number)
             if seconds is None:
                 continue
-            msps = gap.size_bytes / seconds if seconds > 0 else float("inf")
+            msps = self.gaps[number].size_bytes / seconds if seconds > 0 else float("inf")
             if best is None or msps > best[0]:
                 best = (msps, number, seconds)
         return (best[1], best[2]) if best is not None else (None, 0.0)

@@ -75,14 +75,9 @@ _MAX_SECOND_LOOKS = 4
 """How often candidates that were passed over are looked at again."""
 
 
-@dataclass(frozen=True)
-class MuTwo:
-    """The policy; for sub-arrays that run in turns it decides without multiplexing."""
-
-    name: str = "mutwo"
-
-    def schedule(self, task: Task) -> Schedule:
-        return _schedule(task, self.name).schedule()
+def schedule(task: Task, policy: str = "mutwo") -> Schedule:
+    """The policy ``mutwo``; for a sub-array that runs in turns it decides without multiplexing."""
+    return _schedule(task, policy).schedule()
 
 
 def _schedule(task: Task, policy: str) -> _Greedy:

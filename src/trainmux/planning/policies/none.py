@@ -6,21 +6,14 @@ fit are fused, and the rest runs in turns, comes from the partitions that are tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from trainmux.ir import Schedule
 from trainmux.planning._body import FixedBody, Task, infeasible, plain_order
 
 
-@dataclass(frozen=True)
-class NoOptimization:
+def schedule(task: Task) -> Schedule:
     """The policy ``none``."""
-
-    name: str = "none"
-
-    def schedule(self, task: Task) -> Schedule:
-        body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
-        peak = int(body.needed().max())
-        if peak > task.limit_bytes:
-            raise infeasible(task, self.name, peak - task.limit_bytes)
-        return body.plain_schedule()
+    body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
+    excess = int(body.needed().max()) - task.limit_bytes
+    if excess > 0:
+        raise infeasible(task, "none", excess)
+    return body.plain_schedule()

@@ -13,43 +13,29 @@ that need none.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 
 import numpy as np
 
 from trainmux.ir import Schedule
-from trainmux.planning._body import FixedBody, GapSpans, Task, infeasible, plain_order
-from trainmux.planning._facts import Choice, Gap, find_gaps
-from trainmux.planning._layout import Demand, Layout, PlacedSwap, demand
+from trainmux.planning._body import FixedBody, Task
+from trainmux.planning._facts import Choice, Gap
+from trainmux.planning._layout import Demand, Layout, PlacedSwap
+from trainmux.planning.policies._greedy import Greedy, at_peak
 
 
-@dataclass(frozen=True)
-class SwapOnly:
+def schedule(task: Task) -> Schedule:
     """The policy ``swap_only``."""
+    greedy = Greedy(task, "swap_only")
 
-    name: str = "swap_only"
+    def choose(needs: Demand) -> tuple[int, Choice] | None:
+        room = task.host_bytes - needs.host_bytes
+        fitting = [each for each in greedy.idle_at(at_peak(needs)) if greedy.gaps[each].size_bytes <= room]
+        if not fitting:
+            return None
+        return max(fitting, key=lambda each: (greedy.idle_seconds(each), -each)), Choice.SWAP
 
-    def schedule(self, task: Task) -> Schedule:
-        body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
-        gaps = find_gaps(body.all_facts, with_static=False)
-        spans = GapSpans(body, gaps)
-        choices = [Choice.KEEP] * len(gaps)
-        while True:
-            needs = demand(body, gaps, choices)
-            assert needs is not None
-            excess = needs.peak_bytes - task.limit_bytes
-            if excess <= 0:
-                return _a_layer_ahead(body, gaps, needs).schedule("fetched back one layer ahead")
-            peak = int((needs.tensors + needs.beyond).argmax())
-            room = task.host_bytes - needs.host_bytes
-            idle = [
-                (float(spans.idle_seconds[number]), -number)
-                for number in np.nonzero(spans.around(peak))[0].tolist()
-                if choices[number] is Choice.KEEP and gaps[number].size_bytes <= room
-            ]
-            if not idle:
-                raise infeasible(task, self.name, excess)
-            choices[-max(idle)[1]] = Choice.SWAP
+    needs = greedy.run(choose)
+    return _a_layer_ahead(greedy.body, greedy.gaps, needs).schedule("fetched back one layer ahead")
 
 
 def _a_layer_ahead(body: FixedBody, gaps: tuple[Gap, ...], needs: Demand) -> Layout:
