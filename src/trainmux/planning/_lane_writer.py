@@ -13,61 +13,37 @@ from trainmux.planning._facts import Key
 from trainmux.planning._lanes import COMPUTE, IN, LANES, OUT
 
 
-class LaneKnowledge:
-    """Which instructions, named by their positions, each lane knows to have ended."""
-
-    def __init__(self) -> None:
-        # Per lane: the last position that is known to have ended on each lane; and the same as it stood
-        # when each instruction ended, which is what a wait for the instruction teaches.
-        self._last = [[-1, -1, -1] for _ in LANES]
-        self._last_at: list[tuple[int, int, int]] = []
-        self._lane_of: list[int] = []
-
-    def append(self, lane: int) -> int:
-        """The next instruction runs on ``lane``; returns its position."""
-        position = len(self._lane_of)
-        last = self._last[lane]
-        last[lane] = position
-        self._last_at.append((last[0], last[1], last[2]))
-        self._lane_of.append(lane)
-        return position
-
-    def lane_of(self, position: int) -> int:
-        """The lane of the instruction at ``position``."""
-        return self._lane_of[position]
-
-    def has_ended(self, lane: int, on: int) -> bool:
-        """Whether ``lane`` knows that the instruction at ``on`` has ended."""
-        return self._last[lane][self._lane_of[on]] >= on
-
-    def learn(self, lane: int, on: int) -> None:
-        """``lane`` waits for the instruction at ``on``."""
-        last = self._last[lane]
-        for other, position in enumerate(self._last_at[on]):
-            if position > last[other]:
-                last[other] = position
-
-
 class LaneWriter:
     """Writes instructions. A subclass that knows where bytes lie, or when things end, waits for less."""
 
     def __init__(self) -> None:
         self._instructions: list[Instruction] = []
-        self._known = LaneKnowledge()
+        self._lane_of: list[int] = []
+        # Per lane: the last position that is known to have ended on each lane; and the same as it stood
+        # when each instruction ended, which is what a wait for the instruction teaches.
+        self._known = [[-1, -1, -1] for _ in LANES]
+        self._known_at: list[tuple[int, ...]] = []
         self._last_node = self._last_on_compute = -1
         self._offloads: dict[Key, int] = {}
         self._prefetches: dict[Key, int] = {}
 
     def _append(self, lane: int, instruction: Instruction) -> int:
+        position = len(self._instructions)
+        self._known[lane][lane] = position
+        self._known_at.append(tuple(self._known[lane]))
+        self._lane_of.append(lane)
         self._instructions.append(instruction)
-        return self._known.append(lane)
+        return position
+
+    def _is_news(self, lane: int, on: int) -> bool:
+        """Whether ``lane`` does not know that the instruction at ``on``, if there is one, has ended."""
+        return on >= 0 and self._known[lane][self._lane_of[on]] < on
 
     def _wait(self, lane: int, on: int) -> None:
         """Let ``lane`` know that the instruction at ``on`` has ended, if there is one and it does not yet."""
-        if on < 0 or self._known.has_ended(lane, on):
-            return
-        self._known.learn(lane, on)
-        self._append(lane, Wait(LANES[lane], on))
+        if self._is_news(lane, on):
+            self._known[lane] = list(map(max, self._known[lane], self._known_at[on]))
+            self._append(lane, Wait(LANES[lane], on))
 
     def _compute(
         self, instruction: Compute | Recompute, reads: Iterable[int], changes: Iterable[int] = ()

@@ -7,28 +7,24 @@ A node is its name, ``again(node→kept)`` a recomputation, ``>`` an offload, ``
 from __future__ import annotations
 
 import pytest
-from steps import NODES, RING, STEP, TENSORS, TURNS, Builder, again, decided, prove, swap
+from steps import NODES, RING, STEP, TENSORS, TURNS, again, decided, prove, swap
 
 from trainmux.ir import (
-    ByteClass,
     Compute,
     Free,
     Instruction,
-    Lane,
     Multiplexing,
     Offload,
     Part,
-    Phase,
     Prefetch,
     Program,
     Recomputation,
     Recompute,
     Schedule,
     Swap,
-    Tenancy,
     Wait,
 )
-from trainmux.planning import fewer_waits, peak_live_bytes
+from trainmux.planning import peak_live_bytes
 
 
 def text(part: Part) -> str:
@@ -190,23 +186,3 @@ def test_every_byte_has_a_place() -> None:
     recomputing = program_of(TURNS, again("mask", "layer", "∇layer")).body
     thrown_away = [(t.begin, t.end) for t in recomputing.tenancies if t.tensor == TENSORS["map"]]
     assert thrown_away == [(6, 6), (0, 8)]
-
-
-def test_copies_are_held_back_to_begin_together() -> None:
-    """Three tensors leave one after another; nobody needs their memory for long."""
-    builder = Builder()
-    instructions: list[Instruction] = []
-    for n in range(3):
-        builder.tensor(f"{n}", ByteClass.FEATURE_MAP, 512, seconds_out=0.01)
-        builder.node(f"{n}", Phase.FORWARD, [], [f"{n}"])
-        instructions += [Compute(0, n), Wait(Lane.OUT, 3 * n), Offload(0, n)]
-    for n in range(3, 300):
-        builder.node(f"{n}", Phase.FORWARD, [])
-        instructions.append(Compute(0, n))
-    tenancies = []
-    for n in range(3):
-        instructions += [Wait(Lane.COMPUTE, 3 * n + 2), Free(0, n)]
-        tenancies.append(Tenancy(0, n, 3 * n, len(instructions) - 1, n * 512, 512))
-    part = fewer_waits(Part(tuple(instructions), tuple(tenancies)), [builder.profile("held back")])
-    assert [item.lane for item in part.instructions if isinstance(item, Wait)] == [Lane.OUT, Lane.COMPUTE]
-    assert [i for i in part.instructions if isinstance(i, Offload)] == [Offload(0, n) for n in range(3)]
