@@ -7,8 +7,8 @@ recomputation's overhead and what decisions do to one another is Algorithms D to
 Algorithm G (`_layout.demand`). Both stages of a pair, BW₀ with FW₁ and BW₁ with FW₀, share one set of
 candidates, one limit and one peak.
 
-Several pairs are scheduled one by one, each within what the static tensors of the others leave; sub-arrays
-that run in turns likewise. A program has one ring for all sub-arrays, so the last stage of a pair runs beside
+Several pairs are scheduled one by one, each within what the static tensors of the others leave. A program has
+one ring for all sub-arrays, so the last stage of a pair runs beside
 the forward pass of the next pair and not of its own. Neighbours are partners: a partition has its sub-arrays
 in the order of their iteration time.
 
@@ -30,10 +30,10 @@ Departures from Algorithm B:
 - Memory is tested before the first decision; the peak interval is found anew in each round.
 - The candidate that was chosen is removed, also when it is the one for recomputation (line 17).
 - A candidate that would lower no position over the limit is passed over, and so is a recomputation that would
-  need more than the limit itself, until nothing else is left.
+  need more than the limit itself.
 - A recomputation may read a swapped tensor, which then comes back for it.
-- Running out of candidates is infeasibility. Recomputations made at nodes still over the limit are to blame,
-  as they keep their sources from leaving: without these it is tried again, at last without any.
+- Running out of candidates is infeasibility. Recomputations keep their sources from leaving, so it is tried
+  again without any.
 - At the end decisions that later ones have made needless are taken back.
 
 Departures from Algorithm C: overheads are never negative; forward nodes that make a position worse that is,
@@ -69,11 +69,6 @@ from trainmux.planning._body import (
 from trainmux.planning._facts import Choice, Facts, Gap, Key, RecomputePrices, find_gaps, prices_beside
 from trainmux.planning._layout import Demand, demand, lay_out
 
-_MAX_ATTEMPTS = 4
-"""How often it is tried before recomputing is given up altogether."""
-_MAX_SECOND_LOOKS = 4
-"""How often candidates that were passed over are looked at again."""
-
 
 def schedule(task: Task, policy: str = "mutwo") -> Schedule:
     """The policy ``mutwo``; for a sub-array that runs in turns it decides without multiplexing."""
@@ -81,48 +76,41 @@ def schedule(task: Task, policy: str = "mutwo") -> Schedule:
 
 
 def _schedule(task: Task, policy: str) -> _Greedy:
-    """Decide for one sub-array or one pair, or for each by itself and then for all of them together."""
+    """Decide for one sub-array or one pair, or for each pair by itself and then for all of them together."""
     count = len(task.profiles)
-    num_together = 2 if task.multiplexing is Multiplexing.RING else 1
-    if count <= num_together:
-        return _with_fewer_recomputes(task, policy)
+    if count <= 2:
+        return _decided(task, policy)
     known: dict[tuple[int, ...], _Greedy] = {}
     parts: list[tuple[_Greedy, int]] = []
-    for first in range(0, count, num_together):
-        together = [(first + each) % count for each in range(num_together)]
-        part = part_of(task, together)
+    for first in range(0, count, 2):
+        part = part_of(task, [first, (first + 1) % count])
         key = tuple(map(id, part.profiles))
         if key not in known:
             try:
-                known[key] = _with_fewer_recomputes(part, policy)
+                known[key] = _decided(part, policy)
             except Infeasible:  # the others' results are not there all the time
-                return _with_fewer_recomputes(task, policy)
-        parts += [(known[key], role) for role in range(num_together)]
+                return _decided(task, policy)
+        parts += [(known[key], 0), (known[key], 1)]
     whole = _Greedy(task, policy, parts[:count])
     whole.run()
     return whole
 
 
-def _with_fewer_recomputes(task: Task, policy: str) -> _Greedy:
-    """Schedule one sub-array or pair; where that fails without the recomputations that are in the way."""
-    never: frozenset[int] = frozenset()
-    failures: list[Infeasible] = []
-    while True:
-        greedy = _Greedy(task, policy, never=never)
+def _decided(task: Task, policy: str) -> _Greedy:
+    """Decide for sub-arrays together; where that fails, without recomputations."""
+    greedy = _Greedy(task, policy)
+    try:
+        greedy.run()
+    except Infeasible as failure:
+        if not greedy.now.needs.recomputes:
+            raise
+        greedy = _Greedy(task, policy, may_recompute=False)
         try:
             greedy.run()
-        except Infeasible as failure:
-            failures.append(failure)
-        else:
-            greedy.take_back()
-            return greedy
-        if not greedy.now.needs.recomputes:
-            raise min(failures, key=lambda failure: failure.excess_bytes)
-        in_the_way = greedy.recomputes_in_the_way()
-        if in_the_way and len(failures) < _MAX_ATTEMPTS:
-            never |= in_the_way
-        else:
-            never = frozenset(range(len(greedy.gaps)))
+        except Infeasible as other:
+            raise min(failure, other, key=lambda each: each.excess_bytes) from None
+    greedy.take_back()
+    return greedy
 
 
 class _Greedy:
@@ -137,16 +125,14 @@ class _Greedy:
         policy: str,
         parts: Sequence[tuple[_Greedy, int]] = (),
         *,
-        never: frozenset[int] = frozenset(),
+        may_recompute: bool = True,
     ) -> None:
         all_facts = known_facts(task)
         self.task, self.policy = task, policy
         self.gaps = find_gaps(all_facts, with_static=False)
         self.multiplexer = Multiplexer(task, self.gaps)
         self.reasons: dict[Key, str] = {}
-        self.cannot = set(never)
-        self.passed_over: set[int] = set()
-        self.num_looks = 0
+        self.cannot = set() if may_recompute else set(range(len(self.gaps)))
         starts = [all_facts[gap.sub_array].start_seconds for gap in self.gaps]
         idle = [own[gap.first] - own[gap.last + 1] for own, gap in zip(starts, self.gaps, strict=True)]
         self.by_inactive_time = sorted(range(len(self.gaps)), key=lambda number: (-idle[number], number))
@@ -205,9 +191,6 @@ class _Greedy:
                 gap = self.gaps[recompute.number]
                 self.now, self.reasons[gap.key] = recompute.found, recompute.reason + against
                 prices[gap.sub_array].add(gap.tensor, Choice.RECOMPUTE)
-            elif self.passed_over and self.num_looks < _MAX_SECOND_LOOKS:
-                self.num_looks += 1
-                self.passed_over.clear()
             else:
                 raise infeasible(self.task, self.policy, lowest)
 
@@ -236,7 +219,7 @@ class _Greedy:
         candidates = []
         for number in np.nonzero(helps)[0].tolist():
             gap = self.gaps[number]
-            if gap.can_recompute and number not in self.cannot and number not in self.passed_over:
+            if gap.can_recompute and number not in self.cannot:
                 seconds = prices[gap.sub_array].seconds(gap.tensor)
                 if seconds is not None:
                     total = seconds * (1 + counts[gap.key])
@@ -250,23 +233,14 @@ class _Greedy:
                 continue
             for late in found.numbers[~found.is_hidden].tolist():
                 found = self.multiplexer.book_stall(found, late)
-            is_safe = self.num_looks > 0 or found.is_safe(allowed)
-            if is_safe and self._excess(found) < self._excess(self.now):
+            if found.is_safe(allowed) and self._excess(found) < self._excess(self.now):
                 overhead = max(0.0, found.seconds - self.now.seconds)
                 return SwapTrial(number, found, overhead, f"recomputed in {overhead:.3g} s")
-            self.passed_over.add(number)
+            self.cannot.add(number)
         return None
 
     def _excess(self, look: Overlap) -> int:
         return int(np.maximum(look.needed - self.task.limit_bytes, 0).sum())
-
-    def recomputes_in_the_way(self) -> frozenset[int]:
-        """Those that are made just before a node that is over the limit."""
-        over = self.now.needed > self.task.limit_bytes
-        made = {
-            (each.sub_array, each.derived.tensor) for each in self.now.needs.recomputes if over[each.before]
-        }
-        return frozenset(number for number, gap in enumerate(self.gaps) if gap.key in made)
 
     def take_back(self) -> None:
         """Keep every tensor after all that there is memory for, those that cost the most time first."""
