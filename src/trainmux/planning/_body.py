@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainmux.errors import TrainmuxError
-from trainmux.ir import ByteClass, Multiplexing, Profile, Schedule
+from trainmux.ir import ByteClass, Multiplexing, Profile, ProfiledTensor, Schedule
 from trainmux.planning._facts import Derivations, Facts, Gap, facts_of, num_forward, remembered
 
 Node = tuple[int, int]
@@ -126,6 +126,10 @@ class FixedBody:
         """The positions of the uses around a gap; the second may lie before the first, in the next pass."""
         own = self.place[gap.sub_array]
         return own[gap.last], own[gap.first]
+
+    def record(self, gap: Gap) -> ProfiledTensor:
+        """The profiled tensor of a gap."""
+        return self.task.profiles[gap.sub_array].tensors[gap.tensor]
 
     def reordered(self, order: Sequence[Node]) -> FixedBody:
         """This body's task with its nodes in another order."""

@@ -39,54 +39,6 @@ class LaneTimes:
     ends: Sequence[float]
 
 
-class LaneClock:
-    """Operations in issue order, for planners that want to know how long a row of them takes.
-
-    Each method appends one operation and returns its position, which a later `wait` may name.
-    """
-
-    __slots__ = ("_alone", "_duplex", "_lanes", "_waits")
-
-    def __init__(self) -> None:
-        self._lanes: list[int] = []
-        self._alone: list[float] = []
-        self._duplex: list[float] = []
-        self._waits: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._lanes)
-
-    def node(self, seconds: float, slowed_seconds: float | None = None) -> int:
-        """A node on the compute lane; zero seconds make a point to wait for.
-
-        ``slowed_seconds`` is its time while copies run; by default the same.
-        """
-        return self._append(COMPUTE, seconds, seconds if slowed_seconds is None else slowed_seconds, NO_WAIT)
-
-    def offload(self, alone_seconds: float, duplex_seconds: float) -> int:
-        """A copy to the host."""
-        return self._append(OUT, alone_seconds, duplex_seconds, NO_WAIT)
-
-    def prefetch(self, alone_seconds: float, duplex_seconds: float) -> int:
-        """A copy from the host."""
-        return self._append(IN, alone_seconds, duplex_seconds, NO_WAIT)
-
-    def wait(self, lane: Lane, on: int) -> int:
-        """Hold ``lane`` until the operation at position ``on`` has ended."""
-        return self._append(LANE_NUMBERS[lane], 0.0, 0.0, on)
-
-    def run(self) -> LaneTimes:
-        """Let the lanes run from the beginning; more operations may be appended afterwards."""
-        return run_lanes(self._lanes, self._alone, self._duplex, self._waits)
-
-    def _append(self, lane: int, alone: float, duplex: float, on: int) -> int:
-        self._lanes.append(lane)
-        self._alone.append(alone)
-        self._duplex.append(duplex)
-        self._waits.append(on)
-        return len(self._lanes) - 1
-
-
 def run_lanes(
     lanes: Sequence[int], alone: Sequence[float], duplex: Sequence[float], waits: Sequence[int]
 ) -> LaneTimes:

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trainmux.ir import Lane, Profile, ProfiledTensor, Recomputation, Schedule, Swap
+from trainmux.ir import Profile, Recomputation, Schedule, Swap
 from trainmux.planning._body import FixedBody, Floats, Ints
 from trainmux.planning._facts import Choice, Derivation, Derived, Gap
-from trainmux.planning._lanes import LaneClock, LaneTimes
+from trainmux.planning._lanes import COMPUTE, IN, NO_WAIT, OUT, run_lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class _Placing:
                 swap = coming.popleft()
                 end = max(free_from, turns[position] + waited)
                 if swap.copies_out:
-                    end += self._record(swap).swap_out_duplex_seconds
+                    end += self.body.record(self.gaps[swap.gap]).swap_out_duplex_seconds
                     free_from = end
                 self.out_ends[swap.gap] = end
                 leaving.append(swap.gap)
@@ -284,10 +284,6 @@ class _Placing:
             until = released.setdefault(swap.gap, length)
             self.curve[swap.out + 1 : until] += self.gaps[swap.gap].size_bytes
         return released
-
-    def _record(self, swap: WantedSwap) -> ProfiledTensor:
-        gap = self.gaps[swap.gap]
-        return self.body.task.profiles[gap.sub_array].tensors[gap.tensor]
 
     def prefetches(
         self, swaps: Sequence[WantedSwap], released: dict[int, int], late: bool
@@ -316,7 +312,7 @@ class _Placing:
             start = max(free_from, float(turns[back]))
             if in_this_pass:
                 start = max(start, self.out_ends[swap.gap])
-            free_from = start + self._record(swap).swap_in_seconds
+            free_from = start + self.body.record(self.gaps[swap.gap]).swap_in_seconds
             issued = max(issued, min(back, due))
             ready = float(turns[due]) + float(self.recompute_seconds[due]) + stalls.get(due, 0.0)
             if free_from > ready:
@@ -330,7 +326,10 @@ class _Placing:
         starts = {}
         limit = float(self.turns[-1])
         for swap in reversed(by_deadline):
-            limit = min(limit, float(self.turns[swap.deadline])) - self._record(swap).swap_in_seconds
+            limit = (
+                min(limit, float(self.turns[swap.deadline]))
+                - self.body.record(self.gaps[swap.gap]).swap_in_seconds
+            )
             starts[swap.gap] = limit
         return starts
 
@@ -376,7 +375,7 @@ class _At:
 
 def seconds_of(layout: Layout) -> float:
     """How long one pass takes."""
-    return _Clocking(layout).run().seconds
+    return _Clocking(layout).run()
 
 
 def _mean_slowdown(profiles: Sequence[Profile]) -> float:
@@ -396,7 +395,7 @@ class _Clocking:
         self._swaps, self._again = layout.swaps, layout.recomputes
         self._gaps = [layout.gaps[swap.gap] for swap in layout.swaps]
         self._first_uses = [body.place[gap.sub_array][gap.first] for gap in self._gaps]
-        self._clock = LaneClock()
+        self._operations: list[tuple[int, float, float, int]] = []
         self._slowdown = _mean_slowdown(body.task.profiles)
         self._offload_at: dict[int, int] = {}
         self._prefetch_at: dict[int, int] = {}
@@ -404,8 +403,9 @@ class _Clocking:
         self._last_on_compute = -1
         self._knows_out = self._knows_in = -1  # what compute has waited for on the two copy lanes
 
-    def run(self) -> LaneTimes:
-        starts, length, clock = self._body.starts, self._body.length, self._clock
+    def run(self) -> float:
+        """The seconds of the pass."""
+        starts, length = self._body.starts, self._body.length
         events = self._events()
         done = 0
         for position in sorted(events):
@@ -424,7 +424,7 @@ class _Clocking:
             for number in here.uses:
                 self._wait_for_prefetch(self._prefetch_at[number])
         self._node(float(starts[length] - starts[done]))
-        return clock.run()
+        return run_lanes(*zip(*self._operations, strict=True)).seconds
 
     def _events(self) -> dict[int, _At]:
         events: dict[int, _At] = {}
@@ -447,29 +447,29 @@ class _Clocking:
         return events
 
     def _offload(self, numbers: list[int]) -> None:
-        clock = self._clock
         if self._last_on_compute >= 0:
-            clock.wait(Lane.OUT, self._last_on_compute)
+            self._wait(OUT, self._last_on_compute)
         for number in sorted(numbers, key=lambda n: (self._swaps[n].release, n)):
-            record = self._record(number)
-            self._offload_at[number] = clock.offload(record.swap_out_seconds, record.swap_out_duplex_seconds)
+            record = self._body.record(self._gaps[number])
+            at = self._append(OUT, record.swap_out_seconds, record.swap_out_duplex_seconds)
+            self._offload_at[number] = at
 
     def _release(self, numbers: list[int]) -> None:
         last = max(self._offload_at.get(number, -1) for number in numbers)
         if last > self._knows_out:
-            self._clock.wait(Lane.COMPUTE, last)
+            self._wait(COMPUTE, last)
             self._knows_out = last
-            self._last_on_compute = self._clock.node(0.0)  # prefetches into the bytes wait for this
+            self._last_on_compute = self._node(0.0)  # prefetches into the bytes wait for this
 
     def _prefetch(self, position: int, numbers: list[int]) -> None:
-        clock, first_uses, length = self._clock, self._first_uses, self._body.length
+        first_uses, length = self._first_uses, self._body.length
         if self._last_on_compute >= 0:
-            clock.wait(Lane.IN, self._last_on_compute)
+            self._wait(IN, self._last_on_compute)
         for number in sorted(numbers, key=lambda n: (first_uses[n] - position) % length):
-            record = self._record(number)
-            at = clock.prefetch(record.swap_in_seconds, record.swap_in_duplex_seconds)
+            record = self._body.record(self._gaps[number])
+            at = self._append(IN, record.swap_in_seconds, record.swap_in_duplex_seconds)
             self._prefetch_at[number] = at
-            self._fetched[self._gaps[number].sub_array, self._gaps[number].tensor] = at
+            self._fetched[self._gaps[number].key] = at
 
     def _recompute(self, sub_array: int, ranks: tuple[int, ...]) -> None:
         nodes = self._body.task.profiles[sub_array].nodes
@@ -484,14 +484,17 @@ class _Clocking:
             seconds += nodes[rank].seconds
         self._last_on_compute = self._node(seconds)
 
-    def _node(self, seconds: float) -> int:
-        return self._clock.node(seconds, seconds * self._slowdown)
-
     def _wait_for_prefetch(self, at: int) -> None:
         if at > self._knows_in:
             self._knows_in = at
-            self._clock.wait(Lane.COMPUTE, at)
+            self._wait(COMPUTE, at)
 
-    def _record(self, number: int) -> ProfiledTensor:
-        gap = self._gaps[number]
-        return self._body.task.profiles[gap.sub_array].tensors[gap.tensor]
+    def _node(self, seconds: float) -> int:
+        return self._append(COMPUTE, seconds, seconds * self._slowdown)
+
+    def _wait(self, lane: int, on: int) -> None:
+        self._append(lane, 0.0, 0.0, on)
+
+    def _append(self, lane: int, alone: float, slowed: float, on: int = NO_WAIT) -> int:
+        self._operations.append((lane, alone, slowed, on))
+        return len(self._operations) - 1

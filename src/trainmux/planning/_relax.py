@@ -110,7 +110,7 @@ class Relaxation:
         class_of = []
         are_merged = len(self._gaps) > _MOST_CLASSES
         for number, gap in enumerate(self._gaps):
-            record = body.task.profiles[gap.sub_array].tensors[gap.tensor]
+            record = body.record(gap)
             again: float | None = None
             if gap.can_recompute:
                 facts = body.all_facts[gap.sub_array]

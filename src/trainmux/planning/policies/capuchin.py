@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainmux.ir import ProfiledTensor, Schedule
+from trainmux.ir import Schedule
 from trainmux.planning._body import Floats, Task
 from trainmux.planning._facts import Choice, Key
 from trainmux.planning._layout import Demand, lay_out
@@ -77,7 +77,7 @@ class _Deciding(Greedy):
 
     def _free_time(self, number: int, turns: Floats) -> float:
         last, first = self.body.gap_places(self.gaps[number])
-        record = self._record(number)
+        record = self.body.record(self.gaps[number])
         swap_out_end = float(turns[last + 1]) + record.swap_out_seconds
         swap_in_start = float(turns[first]) - record.swap_in_seconds
         around = float(turns[-1]) if first <= last else 0.0
@@ -90,7 +90,7 @@ class _Deciding(Greedy):
         out_end: dict[int, float] = {}
         places = {number: self.body.gap_places(self.gaps[number]) for number in swapped}
         for number in sorted(swapped, key=lambda n: (places[n][0], n)):
-            record = self._record(number)
+            record = self.body.record(self.gaps[number])
             out_free_from = max(out_free_from, float(turns[places[number][0] + 1])) + record.swap_out_seconds
             out_end[number] = out_free_from
         for number in sorted(swapped, key=lambda n: (places[n][1], n)):
@@ -100,7 +100,7 @@ class _Deciding(Greedy):
             start = max(free_from, min(peak_end, due))
             if first > last:
                 start = max(start, out_end[number])
-            free_from = start + self._record(number).swap_in_seconds
+            free_from = start + self.body.record(self.gaps[number]).swap_in_seconds
             stall += max(0.0, free_from - due)
         return stall
 
@@ -115,7 +115,3 @@ class _Deciding(Greedy):
             if best is None or msps > best[0]:
                 best = (msps, number, seconds)
         return (best[1], best[2]) if best is not None else (None, 0.0)
-
-    def _record(self, number: int) -> ProfiledTensor:
-        gap = self.gaps[number]
-        return self.body.task.profiles[gap.sub_array].tensors[gap.tensor]
