@@ -10,11 +10,9 @@ Idle static tensors may be offloaded like any other, so that budgets near or bel
 recomputed tensor may be made early and kept for others.
 
 Eviction gives up one tensor after another, the cheapest by seconds per byte, until a body fits. Two things
-are scarce, compute time and the link's time. A `LinkPrice` says how many seconds of compute a second of
+are scarce, compute time and the link's time. A link price says how many seconds of compute a second of
 copying is worth: at 0 everything is swapped, at infinity recomputed whatever can be, in between what is cheap
-to make again is recomputed and the rest swapped. As copies are free while compute hides them, a price may
-begin at 0 and apply only when the link has a share of the step's time to do. No single price is right for all
-graphs, so several are tried.
+to make again is recomputed and the rest swapped. No single price is right for all graphs.
 """
 
 from __future__ import annotations
@@ -32,36 +30,14 @@ from trainmux.planning._facts import RECOMPUTED, Choice, Gap, find_gaps, prices_
 from trainmux.planning._layout import Demand, Layout, demand, lay_out, seconds_of
 from trainmux.planning._relax import Relaxation
 
-
-@dataclass(frozen=True)
-class LinkPrice:
-    """Seconds of compute per second of copies back, once these take ``free_share`` of the nodes' time."""
-
-    price: float
-    free_share: float = 0.0
-
-
-_NEVER = float("inf")
-LINK_PRICES = (
-    LinkPrice(0.0),
-    LinkPrice(_NEVER, 0.5),
-    LinkPrice(1.0, 0.9),
-    LinkPrice(0.2),
-    LinkPrice(1.0),
-    LinkPrice(_NEVER, 0.25),
-    LinkPrice(_NEVER, 0.75),
-    LinkPrice(_NEVER),
-)
-"""From swapping everything to recomputing all that can be, the more different ones first."""
-
+LINK_PRICES = (0.0, 0.2, 1.0, float("inf"))
+"""Seconds of compute per second of copies, from swapping everything to recomputing all that can be."""
+_REPAIR_PRICE = 0.2
 _NUM_ROUNDS = 40
 """Rounds an eviction should take; in larger bodies each gives up more tensors at once."""
-
-
 _ROOMS = (0.04, 0.08, 0.02, 0.0, 0.01, 0.16)
 """Shares of the bytes that can be given up: so much below the limit the relaxation is solved."""
 _THRESHOLDS = (0.5, 0.25, 0.75)
-_REPAIR_PRICE = LinkPrice(0.2)
 _EVALUATED_NODES = 200_000
 _FEWEST_EVALUATIONS, _MOST_EVALUATIONS = 60, 400
 _SMALL_BODY = 500
@@ -208,7 +184,7 @@ class _AutoSearch:
                     yield choices
         if self.body.length <= _SMALL_BODY:
             for price in LINK_PRICES:
-                greedy = evict(self.body, self.gaps, price)
+                greedy = _Eviction(self.body, self.gaps, price, [Choice.KEEP] * len(self.gaps)).run()
                 if greedy is not None:
                     yield greedy[0]
 
@@ -219,7 +195,7 @@ class _AutoSearch:
         if needs and needs.peak_bytes <= task.limit_bytes and needs.host_bytes <= task.host_bytes:
             return tuple(choices), needs
         price = _REPAIR_PRICE if noise is None else noise.choice(LINK_PRICES)
-        return evict(self.body, self.gaps, price, begin=choices, noise=noise)
+        return _Eviction(self.body, self.gaps, price, choices, noise).run()
 
     def _changed(self, best: _Found) -> _Fitting | None:
         """Other decisions close to the best: one taken the other way, or some made anew."""
@@ -262,8 +238,7 @@ class _AutoSearch:
         compute = self.least_seconds + float(needs.recompute_seconds.sum())
         seconds_out = seconds_in = 0.0
         for swap in needs.swaps:
-            gap = self.gaps[swap.gap]
-            record = self.task.profiles[gap.sub_array].tensors[gap.tensor]
+            record = self.body.record(self.gaps[swap.gap])
             seconds_in += record.swap_in_seconds
             if swap.copies_out:
                 seconds_out += record.swap_out_seconds
@@ -290,7 +265,7 @@ class _AutoSearch:
             if choice is Choice.KEEP:
                 continue
             key = (gap.sub_array, gap.tensor)
-            record = self.task.profiles[gap.sub_array].tensors[gap.tensor]
+            record = self.body.record(gap)
             if choice is Choice.SWAP:
                 reasons[key] = f"idle for {idle:.3g} s, copied back in {record.swap_in_seconds:.3g} s"
             else:
@@ -299,40 +274,29 @@ class _AutoSearch:
         return reasons
 
 
-def evict(
-    body: FixedBody,
-    gaps: tuple[Gap, ...],
-    link_price: LinkPrice,
-    begin: Sequence[Choice] | None = None,
-    noise: random.Random | None = None,
-) -> tuple[tuple[Choice, ...], Demand] | None:
-    """Find choices that fit the body's task, from those of ``begin`` on, and what they demand.
-
-    ``None`` where it finds none. With ``noise`` prices are shaken, for searches that want other choices.
-    """
-    return _Eviction(body, gaps, link_price, begin, noise).run()
-
-
 class _Eviction:
+    """Choices that fit the body's task, from those of ``begin`` on; ``noise`` shakes prices, for others."""
+
     def __init__(
         self,
         body: FixedBody,
         gaps: tuple[Gap, ...],
-        link_price: LinkPrice,
-        begin: Sequence[Choice] | None,
-        noise: random.Random | None,
+        link_price: float,
+        begin: Sequence[Choice],
+        noise: random.Random | None = None,
     ) -> None:
         self._body = body
         self._gaps = gaps
         self._link_price = link_price
         self._noise = noise
-        self._choices = list(begin) if begin is not None else [Choice.KEEP] * len(gaps)
+        self._choices = list(begin)
         self._cannot: set[int] = set()
         self._batch = max(1, len(gaps) // _NUM_ROUNDS)
         self._spans = GapSpans(body, gaps)
         self._prices = prices_beside(self._body.all_facts, self._gaps, self._choices)
 
-    def run(self) -> tuple[tuple[Choice, ...], Demand] | None:
+    def run(self) -> _Fitting | None:
+        """The choices and what they demand; ``None`` where none are found."""
         task, added = self._body.task, list[int]()
         for _ in range(3 * len(self._gaps) + 3):
             needs = demand(self._body, self._gaps, self._choices)
@@ -385,13 +349,13 @@ class _Eviction:
         Prices of recomputations only rise, so one that is out of date is brought up to date when it would
         come next: those far behind are left as they are.
         """
-        link_price = self._price_of_link()
+        link_price = self._link_price
         heap = []
         for number in numbers.tolist():
             if self._choices[number] is not Choice.KEEP:
                 continue
             gap = self._gaps[number]
-            record = self._body.task.profiles[gap.sub_array].tensors[gap.tensor]
+            record = self._body.record(gap)
             copying = record.swap_in_seconds
             if gap.is_static and gap.copies_out:
                 copying += record.swap_out_seconds
@@ -416,18 +380,6 @@ class _Eviction:
                 continue
             heapq.heappop(heap)
             yield number, Choice.RECOMPUTE if is_recomputed else Choice.SWAP
-
-    def _price_of_link(self) -> float:
-        """0 as long as the copies back that are decided take no more than the free share."""
-        if not self._link_price.free_share:
-            return self._link_price.price
-        copying = sum(
-            self._body.task.profiles[gap.sub_array].tensors[gap.tensor].swap_in_seconds
-            for gap, choice in zip(self._gaps, self._choices, strict=True)
-            if choice is Choice.SWAP
-        )
-        is_free = copying < self._link_price.free_share * float(self._body.starts[-1])
-        return 0.0 if is_free else self._link_price.price
 
     def _swap_instead(self, needs: Demand, peak: int) -> bool:
         """Swap the recomputation that needs the most at the peak, if it can be; false where none can."""
