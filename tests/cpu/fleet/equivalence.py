@@ -219,6 +219,7 @@ def train_member(
             if parameter.grad is not None and parameter.grad.numel():
                 size = parameter.grad.abs()
                 largest[name] = torch.maximum(largest[name], size) if name in largest else size
+                parameter.grad = parameter.grad.clone()  # torch may give two parameters one gradient
         if member.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), member.clip_norm)
         if member.clip_value is not None:

@@ -88,6 +88,33 @@ class Aliases(nn.Module):
         return y + self.row + self.scaled(2.0) + self.penalty()
 
 
+def shares_gradient() -> nn.Module:
+    """Two parameters with one and the same gradient, a third with a view of it."""
+    first, second, flat = (nn.Parameter(torch.randn(shape)) for shape in ((8, 5), (8, 5), (40,)))
+    code = lambda model, x: x @ (model.first + model.second + model.flat.view(8, 5))  # noqa: E731
+    return Made(code, first=first, second=second, flat=flat)
+
+
+def _with_constants(model: Any, x: Tensor) -> Any:
+    return (model.layer(x) * model.held[0]).sin() + torch.tensor([1.0, 2.0], dtype=x.dtype).sum()
+
+
+def with_constants() -> nn.Module:
+    """Constants that are no buffers, used forward and backward."""
+    return Made(_with_constants, layer=nn.Linear(8, 5), held=[torch.arange(1.0, 6.0)])
+
+
+def _returned(model: Any, x: Tensor) -> Any:
+    total = x.sum(0)
+    model.seen.copy_(total)
+    return (model.weight * total).sum(), {"total": total}
+
+
+def returned() -> nn.Module:
+    """A gradient, a metric and a buffer that are one and the same value."""
+    return Made(_returned, weight=nn.Parameter(torch.ones(8)), seen=torch.zeros(8))
+
+
 # ---- operators ---------------------------------------------------------------------------------------
 
 
@@ -297,6 +324,9 @@ ODD: dict[str, Workload] = {
         odd("frozen_and_shared", lambda: PartlyFrozen(shared=True), classify, VECTORS),
         odd("in_place", in_place, classify, VECTORS),
         odd("aliases", Aliases, classify, VECTORS),
+        odd("shares_gradient", shares_gradient, classify, VECTORS),
+        odd("with_constants", with_constants, classify, VECTORS),
+        odd("one_value_returned_thrice", returned, itself, VECTORS),
         odd("convolutions_2d", convolutions_2d, classify, IMAGES),
         odd("recurrent", recurrent, classify, SERIES),
         odd("many_operators", ManyOperators, classify, VECTORS),

@@ -96,6 +96,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "mlp",
         {**ALL_CLIPS, "optimizer": OPTIMIZERS["last-layer"]},
     ),
+    "clipping one gradient of several parameters": ("shares_gradient", {"settings": clip}),
+    "clipping what is a metric, too": ("one_value_returned_thrice", {"settings": clip}),
     "parameters outside the optimizer pass gradients on": ("tied", {"optimizer": OPTIMIZERS["last-layer"]}),
     "parameters without gradients and weight decay": ("partly_frozen", {"settings": clip}),
     "accumulation": ("cnn", {"accumulate": 3, "num_steps": 6, "settings": clip}),
