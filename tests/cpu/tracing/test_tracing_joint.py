@@ -6,18 +6,14 @@ import resource
 import time
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tracing_tools import (
     AUTOCAST,
-    FP64,
-    arguments,
     assert_equals_torch,
     assert_outputs_close,
     doubles,
-    forward,
     joint,
     kinds,
     run,
@@ -26,7 +22,6 @@ from tracing_tools import (
     targets,
 )
 
-from trainmux.errors import LossError
 from trainmux.ir import InputKind, OutputKind
 from trainmux.tracing import FakeTensor, TracedGraph
 
@@ -115,17 +110,6 @@ def test_frozen_unused_and_detached_parameters_have_no_gradient() -> None:
     assert (InputKind.PARAMETER, "unused") in [(item.kind, item.name) for item in traced.inputs]
 
 
-def test_the_gradient_scales_with_the_tangent() -> None:
-    model = small_net()
-    traced = joint(model, square_loss, X)
-    given = arguments(traced, model, X)
-    once = traced.module(*given)
-    thrice = traced.module(*given[:-1], 3 * given[-1])
-    for output, one, three in zip(traced.outputs, once, thrice, strict=True):
-        expected = 3.0 * one if output.kind is OutputKind.GRADIENT else one
-        torch.testing.assert_close(three, expected, rtol=1e-12, atol=1e-15)
-
-
 def test_a_loss_of_one_element_strided_parameters_and_a_batch_that_needs_gradients() -> None:
     model, x = small_net(), X.t().contiguous().t().requires_grad_(True)
     model[3].weight = nn.Parameter(doubles(4, 2).t())
@@ -135,17 +119,6 @@ def test_a_loss_of_one_element_strided_parameters_and_a_batch_that_needs_gradien
 
 
 # ---- dtypes ----------------------------------------------------------------------------------------------
-
-
-def test_fp64_is_computed_in_fp64_whatever_the_model_is() -> None:
-    model = small_net().float()
-    traced = joint(model, square_loss, X.float(), FP64)
-    assert_outputs_close(
-        run(traced, model, X.float()), run_eagerly(model.double(), square_loss, X.float().double())
-    )
-    values = [node.meta.get("val") for node in traced.module.graph.nodes]
-    floating = [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
-    assert {value.dtype for value in floating} == {torch.float64}
 
 
 def test_autocast_multiplies_in_bf16_and_keeps_fp32_gradients() -> None:
@@ -184,45 +157,6 @@ def test_a_model_of_1e12_parameters_is_traced_without_memory() -> None:
     (product,) = traced.module.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
     assert product.meta["val"].device == torch.device("cpu")
     assert kinds(traced, OutputKind.GRADIENT) == ["weight", "bias"]
-
-
-# ---- evaluation ------------------------------------------------------------------------------------------
-
-
-def test_a_forward_trace_is_in_evaluation_mode_and_has_no_gradients() -> None:
-    model = nn.Sequential(small_net(), nn.Dropout(0.5))
-    model(X)
-    traced = forward(model, lambda m, v: {"mean": m(v).mean(), "training": torch.tensor(m.training)}, X)
-    assert [(output.kind, output.name) for output in traced.outputs] == [
-        (OutputKind.METRIC, "mean"),
-        (OutputKind.METRIC, "training"),
-    ]
-    outputs = run(traced, model, X)
-    assert not outputs[OutputKind.METRIC, "training"]
-    torch.testing.assert_close(outputs[OutputKind.METRIC, "mean"], model.eval()(X).mean().detach())
-
-
-@pytest.mark.parametrize(
-    ("metric", "names"),
-    [
-        (lambda m, x: m(x).mean(), ["loss"]),
-        (lambda m, x: (m(x).mean(), {"a": x.mean()}), ["loss", "a"]),
-        (lambda m, x: {"a": x.mean(), "b": m(x).sum()}, ["a", "b"]),
-        *[(lambda m, x, result=result: result, None) for result in (None, {}, 1.0, {"a": 2.0})],
-    ],
-)
-def test_metric_functions_return_tensors_and_training_flags_are_put_back(
-    metric: Any, names: list[str] | None
-) -> None:
-    model = small_net()
-    model[1].eval()
-    flags = [module.training for module in model.modules()]
-    if names is None:
-        with pytest.raises(LossError):
-            forward(model, metric, X)
-    else:
-        assert kinds(forward(model, metric, X), OutputKind.METRIC) == names
-    assert [module.training for module in model.modules()] == flags
 
 
 def test_control_flow_on_python_values_is_taken_as_it_is() -> None:

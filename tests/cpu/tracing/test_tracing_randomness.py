@@ -128,14 +128,6 @@ def test_a_permutation_has_every_number_once_and_is_fair() -> None:
     assert stats.chisquare(list(seen.values())).pvalue > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("draw", "dtype"), [(torch.rand_like, torch.float32), (torch.randn_like, torch.float64)]
-)
-def test_two_draws_of_one_step_differ(draw: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-    both = drawn(lambda x: torch.stack([draw(x), draw(x)]), X.to(dtype))
-    assert abs(torch.corrcoef(both)[0, 1]) < 5 / math.sqrt(N)
-
-
 def test_a_double_draw_uses_more_than_32_bits() -> None:
     sample = drawn(torch.rand_like, X[:1000].double())
     low_bits = (sample * 2**53).long() & 0x1FFFFF
