@@ -95,6 +95,12 @@ def shares_gradient() -> nn.Module:
     return Made(code, first=first, second=second, flat=flat)
 
 
+def one_element() -> nn.Module:
+    """A parameter of a single element, which is updated by itself, beside a large one."""
+    code = lambda model, x: model.layer(x)[:, :5] * model.scale  # noqa: E731
+    return Made(code, layer=nn.Linear(8, 3000, bias=False), scale=nn.Parameter(torch.ones(1)))
+
+
 def _with_constants(model: Any, x: Tensor) -> Any:
     return (model.layer(x) * model.held[0]).sin() + torch.tensor([1.0, 2.0], dtype=x.dtype).sum()
 
@@ -325,6 +331,7 @@ ODD: dict[str, Workload] = {
         odd("in_place", in_place, classify, VECTORS),
         odd("aliases", Aliases, classify, VECTORS),
         odd("shares_gradient", shares_gradient, classify, VECTORS),
+        odd("one_element", one_element, with_metrics, VECTORS),
         odd("with_constants", with_constants, classify, VECTORS),
         odd("one_value_returned_thrice", returned, itself, VECTORS),
         odd("convolutions_2d", convolutions_2d, classify, IMAGES),

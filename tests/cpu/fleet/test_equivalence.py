@@ -110,9 +110,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "one member": ("mlp", {"num_members": 1}),
     "many steps": ("mlp", {"num_members": 6, "num_steps": 50}),
     "many steps of batch norm": ("cnn", {"num_steps": 15}),
-    # Batch norm, a mask that differs between members, ragged bags in a dataclass, and every convolution.
+    # A mask that differs between members, ragged bags in a dataclass, and batch norm.
     **{f"own batches: {name}": (name, {"data": "per_member"}) for name in ("transformer", "dlrm")},
-    "own batches: convolutions": ("convolutions_2d", {"data": "per_member", "num_steps": 3}),
     "own batches in sub-arrays": ("cnn", {"data": "per_member", "width": 2, **FOUR}),
     "width 1": ("mlp", {"width": 1, **FOUR}),
     "width 2 and accumulation": ("mlp", {"width": 2, "accumulate": 2, **FOUR}),
@@ -122,7 +121,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "a width beyond the group": ("mlp", {"width": 9, **FOUR}),
     **{
         f"{way}: {name}": (name, {"way": way, "num_steps": 3})
-        for way, name in (("planned", "cnn"), ("job", "cnn"), ("job", "transformer"))
+        for way, name in (("planned", "one_element"), ("job", "mlp"))
     },
 }
 

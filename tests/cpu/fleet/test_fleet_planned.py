@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -285,30 +284,6 @@ def test_an_edited_constant_that_members_share_is_taken_over_under_a_plan() -> N
             for fleet in (planned, plain):
                 fleet.members[1].model.frozen.data.mul_(2.0)
                 fleet.refresh("m1")
-
-
-def one_small() -> nn.Module:
-    """A large parameter, and one of a single element, which is updated by itself."""
-    return Made(
-        lambda model, x: model.layer(x).mean(1, keepdim=True) * model.scale,
-        layer=nn.Linear(3, 6000, bias=False),
-        scale=nn.Parameter(torch.ones(1)),
-    )
-
-
-def test_a_parameter_of_one_element_is_updated_under_a_plan() -> None:
-    """Its update wrote through a view that looked like a copy, and was left out of planned steps."""
-    torch.manual_seed(0)
-    model = one_small().double()
-    plain, planned = (
-        tm.Fleet([adam(copy.deepcopy(model), name) for name in "ab"], mse, EXAMPLE, deterministic=True)
-        for _ in range(2)
-    )
-    planned.use(planned.plan(policy="mutwo", device=DEVICE, max_partitions=3))
-    for fleet in (plain, planned):
-        fleet.step(EXAMPLE)
-        fleet.step(EXAMPLE)
-    assert_same_fleets(plain, planned)
 
 
 # ---- too little memory, and Ctrl-C ----------------------------------------------------------------------
