@@ -20,7 +20,6 @@ from trainmux.tracing import (
 
 CPU = torch.device("cpu")
 AS_IS = TraceSettings(CPU, None, None)
-FP64 = TraceSettings(CPU, None, torch.float64)
 AUTOCAST = TraceSettings(CPU, torch.bfloat16, None)
 
 Outputs = dict[tuple[OutputKind, str], Tensor]
