@@ -169,20 +169,6 @@ def test_changes_without_consequence_and_values_that_are_put_back_are_no_changes
     pair.assert_same()
 
 
-def test_the_mode_may_change_between_evaluations_but_not_between_steps() -> None:
-    pair = Pair()
-    pair.step(1)
-    expected = pair.fleet.evaluate(BATCHES[:1])
-    for model in pair.models:
-        model.eval()
-    assert pair.fleet.evaluate(BATCHES[:1]) == expected
-    with pytest.raises(MemberChangedError, match=r"model\.training \(was True, is False\)"):
-        pair.fleet.step(BATCHES[0])
-    for model in pair.models:
-        model.train()
-    pair.step(1)
-
-
 def test_a_change_late_in_training_is_noticed_within_a_hundred_steps() -> None:
     pair = Pair()
     for number in range(40):

@@ -65,16 +65,6 @@ def check(fleet: Fleet, loader: list[Any], metric: Any = None, loss: Any = mse) 
         assert got[member.name] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
-def test_metrics_are_means_over_samples() -> None:
-    fleet = Fleet([dropout_member(i) for i in range(3)], mse, EXAMPLE)
-    check(fleet, LOADER, two_metrics)
-    for batch in BATCHES[:3]:
-        fleet.step(batch)
-    check(fleet, LOADER, two_metrics)
-    check(fleet, LOADER)
-    assert fleet.evaluate(batch for batch in LOADER) == fleet.evaluate(LOADER)  # any iterable will do
-
-
 def test_evaluation_disturbs_nothing() -> None:
     """Weights, buffers, counters of random draws, flags of the models: all as before."""
     fleet, control = (Fleet([dropout_member(i) for i in range(2)], mse, EXAMPLE) for _ in range(2))

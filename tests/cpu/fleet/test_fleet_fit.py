@@ -314,15 +314,6 @@ def test_an_exception_in_a_callback(hook: str, error: BaseException) -> None:
     assert 0.0 not in weights(fleet)
 
 
-def test_a_bad_batch() -> None:
-    fleet = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE)
-    with pytest.raises(BatchError):
-        run(fleet, [*LOADER, tuple(leaf.float() for leaf in EXAMPLE)], epochs=1)
-    alone = adam_member(0)
-    train_alone(alone, LOADER)
-    assert_close(state_of(fleet.members[0]), state_of(alone))
-
-
 def test_the_first_error_is_not_hidden_by_a_sync_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def sync(fleet: Fleet) -> None:
         raise RuntimeError("sync failed")
