@@ -235,13 +235,6 @@ OWN = {
 }
 
 
-def test_a_device_of_one_s_own_is_read_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(OWN))
-    assert Device.load(path) == Device(**OWN)
-    assert Device.load(path).facts == DeviceFacts("mine", 8 * 10**9, 10**9)
-
-
 @pytest.mark.parametrize(
     "written",
     [

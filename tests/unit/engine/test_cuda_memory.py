@@ -100,18 +100,6 @@ def test_the_number_of_retired_graphs_is_bounded() -> None:
 # ---- copies --------------------------------------------------------------------------------------------
 
 
-def test_on_the_host_pairs_are_simply_copied() -> None:
-    sources = [torch.randn(3, 4), torch.arange(5), torch.randn(2, 2).t(), torch.tensor(1.5)]
-    pairs = [(torch.zeros_like(source), source) for source in sources]
-    pairs.append((torch.zeros(3, dtype=torch.float64), torch.randn(3)))
-    images = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    pairs.append((images, torch.randn(2, 3, 4, 4)))
-    Transfers(torch.device("cpu")).copy(pairs)
-    for destination, source in pairs:
-        assert torch.equal(destination, source.to(destination.dtype))
-    assert images.is_contiguous(memory_format=torch.channels_last)
-
-
 @pytest.mark.parametrize("buffer_bytes", [64, 1000, 1 << 20])
 def test_pieces_cover_every_element_once_and_fit_the_buffer(buffer_bytes: int) -> None:
     shapes = [(700,), (1,), (3, 5), (0,), (40, 40), (2,)]

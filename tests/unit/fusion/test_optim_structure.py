@@ -148,14 +148,6 @@ def only_group(optimizer: torch.optim.Optimizer) -> tuple[optim.GroupStructure, 
     return optim.describe(optimizer, settings["params"], member="a").groups[0], settings
 
 
-def test_maximize_is_a_sign_and_tensors_become_numbers():
-    group, settings = only_group(torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(0.5), maximize=True))
-    values = optim.scalar_values(group, settings, 0)
-    assert [spec.name for spec in optim.scalar_specs(group)] == ["sign", "weight_decay", "step"]
-    assert values == (-1.0, 0.0, -0.5)
-    assert all(type(value) is float for value in values)
-
-
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.RMSprop])
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
 def test_switching_momentum_after_the_description_is_refused(cls: Any, before: float, after: float):
@@ -171,10 +163,3 @@ def test_settings_without_a_defined_update_are_refused(betas: Any):
     settings["betas"] = betas
     with pytest.raises(OptimizerError, match="expected settings for which the Adam update is defined"):
         optim.scalar_values(group, settings, 3)
-
-
-def test_idle_settings_are_those_without_effect():
-    sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9, dampening=0.5)
-    assert optim.idle_settings(sgd.param_groups[0]) == {"maximize", "weight_decay"}
-    adamw = torch.optim.AdamW([torch.zeros(1)], weight_decay=0.1, maximize=True)
-    assert optim.idle_settings(adamw.param_groups[0]) == {"dampening"}
