@@ -213,8 +213,8 @@ def replace_member(fleet: tm.Fleet) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda fleet: fleet.drop("m1"), set_learning_rate, replace_member],
-    ids=["drop", "learning rate", "replace"],
+    [lambda fleet: fleet.drop("m1"), lambda fleet: fleet.stop("m1"), set_learning_rate, replace_member],
+    ids=["drop", "stop", "learning rate", "replace"],
 )
 def test_members_that_change_while_a_batch_is_ahead(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[tm.Fleet], None]
@@ -230,4 +230,5 @@ def test_members_that_change_while_a_batch_is_ahead(
             change(alone)
 
     assert changed_at
+    assert ("new" in result.members) is (change is replace_member)
     assert_members_as_alone(result, job, trio(), change_then)

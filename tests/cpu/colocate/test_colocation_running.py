@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from colocation_cases import (
-    Breaking,
     assert_as_alone,
-    assert_members_as_alone,
     assert_same_state,
     cycled,
     model_job,
@@ -23,15 +21,12 @@ from colocation_cases import (
     mse,
     smallest_budget,
     state_of,
-    sum_of_peaks,
     tiny_batches,
-    tiny_fleet,
     tiny_job,
     tiny_member,
     tiny_model,
     tiny_optimizer,
     trained_alone,
-    trio,
 )
 
 import trainmux as tm
@@ -92,26 +87,6 @@ def test_jobs_arrive_and_leave_from_callbacks() -> None:
     assert {row.state for row in colocation.usage()} == {"done"}
     with pytest.raises(tm.errors.ConfigError, match="twice"):
         colocation.add(tiny_job("a"))
-
-
-def test_the_budget_changes_while_jobs_run() -> None:
-    budgets: list[int] = []
-
-    def squeeze(event: tm.JobStep) -> None:
-        if event.step in (3, 6):
-            event.colocation.set_budget(budgets[0] if event.step == 3 else budgets[1])
-        used.append((event.colocation.budget_bytes, event.colocation._device.reserved_bytes))
-
-    used: list[tuple[int, int]] = []
-    jobs = [tiny_job("a", 0, steps=10, callbacks=[squeeze]), tiny_job("b", 1, steps=10)]
-    colocation = tm.colocate(jobs, "1GiB", tracking_bytes=0, poisons=True)
-    budgets += [smallest_budget(colocation), sum_of_peaks(colocation)]
-    colocation.set_budget(budgets[1])
-    result = colocation.run()
-    assert all(reserved <= budget for budget, reserved in used)
-    assert {reserved for _, reserved in used} >= set(budgets)
-    assert_as_alone(result, jobs[0], 0, 10)
-    assert_as_alone(result, jobs[1], 1, 10)
 
 
 def test_another_thread_gets_its_turn() -> None:
@@ -207,29 +182,3 @@ def test_a_shuffled_loader_draws_as_it_would_alone() -> None:
     others = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
     assert torch.equal(losses(tiny_job("b", 1, steps=5, loader=others)), alone)
     assert not torch.equal(alone, trained_alone(0, 5)[0])
-
-
-def test_a_fleet_can_be_shared_again_after_a_loader_broke() -> None:
-    fleet = tiny_fleet(0, "m", 0)
-    broken = Breaking(tiny_batches(0)[:2])
-    first = tm.colocate([tm.Job("a", fleet=fleet, loader=broken, steps=5)], "1GiB").run()
-    assert first["a"].num_steps == 2
-    second = tm.colocate([tm.Job("a", fleet=fleet, loader=tiny_batches(0)[2:], steps=1)], "1GiB").run()
-    assert torch.equal(torch.cat([first["a"].losses, second["a"].losses]), trained_alone(0, 3)[0])
-
-
-def test_members_leave_and_are_replaced_while_their_job_runs() -> None:
-    def change(fleet: tm.Fleet, step: int) -> None:
-        if step == 1:
-            fleet.drop("m1")
-        if step == 2:
-            fleet.replace("m0", tiny_member(9, "new"))
-        if step == 3:
-            fleet.stop("m2")
-
-    shared = trio()
-    direct = [lambda event: change(shared, event.step)]
-    job = tm.Job("sweep", fleet=shared, loader=tiny_batches(0), steps=5, callbacks=direct)
-    result = tm.colocate([job, tiny_job("b", 1, steps=5)], "1GiB", poisons=True).run()["sweep"]
-    assert result.members == ("m0", "m1", "m2", "new")
-    assert_members_as_alone(result, job, trio(), change)
