@@ -39,7 +39,8 @@ import trainmux as tm
 pytestmark = pytest.mark.usefixtures("built_once")
 
 MODELS = {**{name: SHORT[name] for name in PLAIN}, **ODD}
-RELATIVES = ("bottleneck", "lstm_untied", "lstm_translation", "dlrm_joint", "bert_mlm", "bert_nsp", "vit")
+RELATIVES = ("residual", "bottleneck", "mobilenet", "lstm_untied", "lstm_translation", "dlrm_joint")
+RELATIVES += ("bert_mlm", "bert_nsp", "vit")
 """Models with a near relative among the others, and no operator of their own."""
 
 CLASSES = [name for name in OPTIMIZERS if name != "last-layer"]

@@ -268,7 +268,6 @@ PLANS: dict[str, float] = {"plan": 4, "unplan": 3}
     ("seed", "num_actions", "plans", "options"),
     [
         (0, 45, {}, {}),
-        (1, 45, {}, {"accumulate": 3}),
         (2, 45, {}, {"accumulate": 2, "width": 2}),
         (100, 30, PLANS, {"accumulate": 2}),
     ],
