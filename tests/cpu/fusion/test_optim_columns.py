@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import optim_cases
 import pytest
 import torch
+from optim_cases import NUM_MEMBERS
 
 from trainmux.fusion import optimizers as optim
-from trainmux.fusion.optimizers import FAMILIES
 
 WIDTH = 5
-Make = Callable[..., torch.optim.Optimizer]
-CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {}),
-    "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
-    "sgd-nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    "adam": (torch.optim.Adam, {}),
-    "adam-amsgrad": (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
-    "adamw": (torch.optim.AdamW, {}),
-    "rmsprop": (torch.optim.RMSprop, {}),
-    "rmsprop-momentum": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.01}),
-    "adadelta": (torch.optim.Adadelta, {}),
-}
+CASES = {case.name: case for case in optim_cases.CASES}
 
 
-def members(case: str, **settings: Any) -> tuple[optim.GroupStructure, list[dict[str, Any]]]:
-    cls, options = CASES[case]
-    optimizers = [cls([torch.zeros(1)], lr=0.1, **options) for _ in range(WIDTH)]
+def members(name: str, **settings: Any) -> tuple[optim.GroupStructure, list[dict[str, Any]]]:
+    case = CASES[name]
+    own = [{**case.switches, **case.settings[number % NUM_MEMBERS]} for number in range(WIDTH)]
+    optimizers = [case.torch_class([torch.zeros(1)], **each) for each in own]
     structure = optim.describe(optimizers[0], optimizers[0].param_groups[0]["params"], member="a").groups[0]
     groups = [optimizer.param_groups[0] for optimizer in optimizers]
     for group in groups:
@@ -78,10 +67,6 @@ def test_every_column_has_the_bits_of_its_member_alone(case: str) -> None:
             scramble(draw.choice(groups), draw)
         if round_ > 40:
             groups[draw.randrange(WIDTH)]["maximize"] = draw.random() < 0.5
-
-
-def test_every_family_is_covered() -> None:
-    assert {cls for cls, _ in CASES.values()} == {family.torch_class for family in FAMILIES}
 
 
 def test_numbers_in_tensors_are_left_to_the_member_itself() -> None:
