@@ -103,8 +103,9 @@ def test_a_step_that_breaks_off_leaves_static_tensors_where_they_are_between_ste
             patched.setattr(_planned, "run_into", counted)
             for group in planned.groups:
                 group.variant()
-            with pytest.raises(BudgetError):
+            with pytest.raises(BudgetError) as caught:
                 planned.step("own", [batch] * len(planned.groups))
+        assert caught.value.__context__ is None, "expected nothing that holds on to the step's tensors"
         assert differences(state_of(planned.groups), before) == [], stop
     assert differences(train_planned(case, planned, NUM_STEPS), case.expected(NUM_STEPS)) == []
 

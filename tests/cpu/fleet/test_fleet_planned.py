@@ -339,30 +339,6 @@ def test_a_plan_that_is_not_put_into_use_leaves_the_step_not_begun_and_nothing_i
     train_and_compare(planned, plain, steps=[2])
 
 
-class OutOfMemory(torch.utils._python_dispatch.TorchDispatchMode):
-    """Lets so many products of matrices be computed, and no more."""
-
-    def __init__(self, num_products: int) -> None:
-        super().__init__()
-        self.left = num_products
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.left -= "mm" in func.__name__
-        return no_memory() if self.left < 0 else func(*args, **(kwargs or {}))
-
-
-def test_no_memory_in_the_middle_of_a_step() -> None:
-    """What runs node by node may fail at any of them: before its update a sub-array is as it was."""
-    planned, plain, _ = planned_and_plain("turns")
-    train(planned, plain, steps=range(2))
-    for num_products in (0, 1, 3):
-        with OutOfMemory(num_products), pytest.raises(BudgetError) as caught:
-            planned.step(batch(2))
-        assert caught.value.__context__ is None, "expected nothing that holds on to the step's tensors"
-        assert_same_fleets(planned, plain)
-    train_and_compare(planned, plain, steps=[2])
-
-
 def test_no_memory_while_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     planned, plain = fleet_of(), fleet_of()
     monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path))

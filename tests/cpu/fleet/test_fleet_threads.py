@@ -142,6 +142,8 @@ def test_plain_code_in_another_thread_does_not_notice_a_trace(monkeypatch: pytes
         seen["plain batch norm"] = norm.num_batches_tracked is not None and bool(norm.num_batches_tracked)
         seen["not compiling"] = torch.compiler.is_compiling() == False  # noqa: E712
         seen["modules"] = (nn.Module.__call__, nn.Module.__getattr__) == calls
+        nodes = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).graph.nodes
+        seen["another tracer"] = [node.op for node in nodes][1:-1] == ["call_module"] * 2
         seen["library for products"] = torch._C._get_mkldnn_enabled()
         x = torch.randn(3, requires_grad=True)
         again = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
@@ -166,5 +168,5 @@ def test_plain_code_in_another_thread_does_not_notice_a_trace(monkeypatch: pytes
     tm.Fleet(members(bags), loss=watched, example_batch=batch)
     seen = told.get()
     assert all(seen.values()), seen
-    assert len(seen) == 7
+    assert len(seen) == 8
     assert patched_by_tracing() == before

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from trainmux.tracing import FakeTensorMode, copy_node, make_fx
@@ -32,30 +31,6 @@ def test_nothing_else_imports_these_names() -> None:
             names = (*names, "import torch._inductor", "from torch._inductor")
         text = file.read_text(encoding="utf-8")
         assert not any(name in text for name in names), file.name
-
-
-def test_a_trace_leaves_modules_alone_and_says_so_to_nobody() -> None:
-    """Torch's tracer of modules, which patches their class, may be at work in another thread."""
-    call = nn.Module.__call__
-    in_another_thread: list[list[str]] = []
-
-    def trace_modules() -> None:
-        symbolic = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-        in_another_thread.append([node.op for node in symbolic.graph.nodes])
-
-    def run(x: Tensor) -> Tensor:
-        assert nn.Module.__call__ is call
-        assert not fx._symbolic_trace._is_fx_tracing_flag
-        thread = threading.Thread(target=trace_modules)
-        thread.start()
-        thread.join()
-        return nn.ReLU()(x)
-
-    with FakeTensorMode():
-        module = make_fx(run)(torch.empty(2))
-    assert in_another_thread == [["placeholder", "call_module", "call_module", "output"]]
-    assert [node.target for node in module.graph.nodes][1:-1] == [aten.relu.default]
-    assert nn.Module.__call__ is call
 
 
 @pytest.mark.parametrize("packet", _DECOMPOSE, ids=str)

@@ -100,18 +100,6 @@ def test_where_both_peaks_fit_an_iteration_is_enqueued_at_once(num_segments: int
     assert sorted(enqueued) == ["a"] * num_at_once + ["b"] * num_at_once
 
 
-def test_shifts_are_whole_steps_and_delay_whole_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scheduler, "_LEAD_SHARE", 0.0)
-    jobs = [wave(name, 60, steps=5, fingerprint="same") for name in "ab"]
-    run = gpu_of(ScroogeScheduler(jobs, 80), jobs).run()
-    start, end = run.iterations("b")[0]
-    assert start * 64 == pytest.approx(round(start * 64))
-    # Nothing stalls inside an iteration: segments follow one another.
-    rows = [row for row in run.executed if row.ref.job == "b" and row.ref.iteration == 0]
-    assert all(two.started_at == one.ended_at for one, two in pairwise(rows))
-    assert end - start == pytest.approx(1.0, rel=0.01)
-
-
 def test_next_to_a_falling_job_an_iteration_begins_early_and_waits_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
