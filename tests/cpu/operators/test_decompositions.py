@@ -34,7 +34,7 @@ from trainmux.tracing._torch_private import (
 )
 
 aten = torch.ops.aten
-_NUM_QUICK, _NUM_SAMPLES = 3, 16
+_NUM_QUICK, _NUM_SAMPLES = 2, 16
 
 
 @dataclass(frozen=True)
