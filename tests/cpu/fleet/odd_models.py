@@ -166,8 +166,8 @@ def _recurrent(model: Any, x: Tensor) -> Any:
 
 def recurrent() -> nn.Module:
     """Recurrent layers straight over the batch, then a loop over cells written by hand."""
-    layers = [kind(8, 2, bidirectional=True, batch_first=True) for kind in (nn.LSTM, nn.GRU, nn.RNN)]
-    return Made(_recurrent, layers=nn.ModuleList(layers), cell=nn.LSTMCell(12, 6), leave=nn.Linear(6, 5))
+    layers = [kind(8, 2, batch_first=True) for kind in (nn.LSTM, nn.GRU, nn.RNN)]
+    return Made(_recurrent, layers=nn.ModuleList(layers), cell=nn.LSTMCell(6, 6), leave=nn.Linear(6, 5))
 
 
 class ManyOperators(nn.Module):
