@@ -21,7 +21,6 @@ from benchmarks.zico.command import app
 from benchmarks.zico.figures import FIGURES
 from benchmarks.zico.jobs import BenchJob, ZicoOptions
 from benchmarks.zico.page import refresh
-from benchmarks.zico.tables import gains
 
 REPOSITORY = Path(__file__).parents[2]
 COMMITTED = REPOSITORY / "benchmarks" / "results" / "zico_h200.json"
@@ -127,21 +126,6 @@ def test_wrong_options_are_refused_and_nothing_is_written(tmp_path: Path) -> Non
     for words in (*wrong, "--excesses much", "--parts pairs,pictures", "--read none.json"):
         assert invoke(tmp_path / "zico.json", *words.split()).exit_code == 2, words
     assert list(tmp_path.iterdir()) == []
-
-
-def test_gains_are_relative_to_turns_and_budgets_are_told_apart() -> None:
-    def way(name: str, rate: float, budget: int | None = None) -> dict[str, Any]:
-        record = {"way": name, "iterations_per_second": [rate, rate]}
-        return record if budget is None else record | {"budget_bytes": budget, "smallest_budget_bytes": 70}
-
-    ways = [way(pair.TEMPORAL, 20.0), way(pair.UNLIMITED, 30.0), way(colocated.ALL_MEMORY, 28.0, 120)]
-    ways += [way("co-located, 1.3x", 26.0, 92), way("co-located, 1.5x", 24.0, 70)]
-    ways += [way("co-located, 1.8x", 22.0, 70), way(colocated.CHANGES[1], 10.0, 70)]
-    sizes = {"solo_ms": [30.0, 10.0], "local_bytes": [10, 10], "peak_bytes": [50, 50]}
-    record = {"run": 0, "is_complete": True, "failed": {}, "names": ["rhn", "gnmt"], "ways": ways, **sizes}
-    row = gains({**results.empty(), "pairs": [record]}).loc["rhn+gnmt"]
-    found = [row[name] for name in ("unlimited", "all", "middle", "lowest", "excess", "paper")]
-    assert found == pytest.approx([1.5, 1.4, 1.3, 1.15, 120 / 70, 1.42])
 
 
 def test_the_committed_results_fill_the_page_and_draw_every_figure(tmp_path: Path) -> None:
