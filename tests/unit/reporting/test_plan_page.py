@@ -7,11 +7,11 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from typing import Any
+from xml.etree.ElementTree import Element, TreeBuilder
 
 import pytest
 from sample_plans import EVIL, GIB, MIB, Sample, evil_sample, large_sample, ring_sample, turns_sample
@@ -23,60 +23,45 @@ from trainmux.reporting import plan_page
 VOID = {"meta", "input", "br", "link", "img"}
 
 
-@dataclass
-class Element:
-    tag: str
-    attributes: dict[str, str]
-    children: list[Element] = field(default_factory=list)
-    own_text: str = ""
-
-    def descendants(self) -> Iterator[Element]:
-        for child in self.children:
-            yield child
-            yield from child.descendants()
-
-    def all(self, tag: str) -> list[Element]:
-        return [one for one in self.descendants() if one.tag == tag]
-
-    def by_id(self, name: str) -> Element:
-        (found,) = [one for one in self.descendants() if one.attributes.get("id") == name]
-        return found
-
-    @property
-    def text(self) -> str:
-        return self.own_text + "".join(child.text for child in self.children)
-
-
 class Reader(HTMLParser):
     """A strict reader: every element must be closed where it was opened."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.open = [Element("", {})]
+        self.builder = TreeBuilder()
+        self.builder.start("page", {})
         self.feed(page)
         self.close()
-        (self.root,) = self.open
+        self.handle_endtag("page")
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert len(dict(attrs)) == len(attrs), f"<{tag}> repeats an attribute"
-        element = Element(tag, {name: value or "" for name, value in attrs})
-        self.open[-1].children.append(element)
-        if tag not in VOID:
-            self.open.append(element)
+        self.builder.start(tag, {name: value or "" for name, value in attrs})
+        if tag in VOID:
+            self.handle_endtag(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop().tag == tag
+        assert self.builder.end(tag).tag == tag
 
     def handle_data(self, data: str) -> None:
-        self.open[-1].own_text += data
+        self.builder.data(data)
 
 
 def read(page: str) -> Element:
-    return Reader(page).root
+    return Reader(page).builder.close()
+
+
+def by_id(html: Element, name: str) -> Element:
+    (found,) = html.findall(f".//*[@id='{name}']")
+    return found
+
+
+def text_of(element: Element) -> str:
+    return "".join(element.itertext())
 
 
 def data_of(page: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(read(page).by_id("plan-data").own_text)
+    loaded: dict[str, Any] = json.loads(text_of(by_id(read(page), "plan-data")))
     return loaded
 
 
@@ -97,13 +82,13 @@ def html(page: str) -> Element:
 
 def test_it_is_one_document_with_every_section_and_every_file(page: str, html: Element) -> None:
     assert page.startswith("<!doctype html>\n")
-    assert html.all("html")[0].attributes["lang"] == "en"
-    assert html.all("title")[0].text == html.all("h1")[0].text == "A plan"
-    sections = [section.attributes["id"] for section in html.all("section")]
+    assert html.find(".//html").attrib["lang"] == "en"
+    assert text_of(html.find(".//title")) == text_of(html.find(".//h1")) == "A plan"
+    sections = [section.attrib["id"] for section in html.findall(".//section")]
     assert sections == ["timeline", "numbers", "partitions", "budget", "tensors"]
-    for section in html.all("section"):
-        assert html.by_id(section.attributes["aria-labelledby"]).tag == "h2"
-    links = [link.attributes["href"] for link in html.all("nav")[0].all("a")]
+    for section in html.findall(".//section"):
+        assert by_id(html, section.attrib["aria-labelledby"]).tag == "h2"
+    links = [link.attrib["href"] for link in html.findall(".//nav//a")]
     assert links == [f"#{one}" for one in sections]
     entries = list(files("trainmux.reporting").joinpath("page").iterdir())
     texts = [one.read_text(encoding="utf-8") for one in entries if not one.name.endswith("html")]
@@ -114,32 +99,32 @@ def test_it_is_one_document_with_every_section_and_every_file(page: str, html: E
 def test_nothing_comes_from_outside_and_no_script_runs_but_the_page_s_own(page: str, html: Element) -> None:
     assert not re.search(r"""\b(https?|wss?|ftp|file|data|blob):|["'(]//""", page)
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|WebSocket|\bimport\b", page)
-    assert not html.all("link")
-    for element in html.descendants():
-        assert {"src", "style"}.isdisjoint(element.attributes)
-        assert not any(name.startswith("on") for name in element.attributes)
-        assert element.attributes.get("href", "#").startswith("#")
-    (policy,) = [one.attributes["content"] for one in html.all("meta") if "http-equiv" in one.attributes]
+    assert not html.findall(".//link")
+    for element in html.iter():
+        assert {"src", "style"}.isdisjoint(element.attrib)
+        assert not any(name.startswith("on") for name in element.attrib)
+        assert element.attrib.get("href", "#").startswith("#")
+    (policy,) = [one.attrib["content"] for one in html.findall(".//meta") if "http-equiv" in one.attrib]
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == "'none'"
-    (script,) = [one for one in html.all("script") if "type" not in one.attributes]
-    for rule, element in (("script-src", script), ("style-src", html.all("style")[0])):
-        digest = base64.b64encode(hashlib.sha256(element.own_text.encode()).digest()).decode()
+    (script,) = [one for one in html.findall(".//script") if "type" not in one.attrib]
+    for rule, element in (("script-src", script), ("style-src", html.find(".//style"))):
+        digest = base64.b64encode(hashlib.sha256(text_of(element).encode()).digest()).decode()
         assert rules[rule] == f"'sha256-{digest}'"
 
 
 def test_charts_have_labels_and_can_be_reached_by_keys(html: Element) -> None:
-    canvases = html.all("canvas")
+    canvases = html.findall(".//canvas")
     assert len(canvases) == 6  # memory twice, lanes, prologue, epilogue, budget
     for canvas in canvases:
-        assert (canvas.attributes["tabindex"], canvas.attributes["role"]) == ("0", "application")
-        assert len(canvas.attributes["aria-label"]) > 40
-    for control in [*html.all("input"), *html.all("select")]:
-        (label,) = [label for label in html.all("label") if control in label.children]
-        assert label.own_text.strip()
-    for button in html.all("button"):
-        assert "hidden" in button.attributes or button.text.strip() or button.attributes.get("aria-label")
-    ids = [one.attributes["id"] for one in html.descendants() if "id" in one.attributes]
+        assert (canvas.attrib["tabindex"], canvas.attrib["role"]) == ("0", "application")
+        assert len(canvas.attrib["aria-label"]) > 40
+    for control in [*html.findall(".//input"), *html.findall(".//select")]:
+        (label,) = [label for label in html.findall(".//label") if control in label]
+        assert (label.text or "").strip()
+    for button in html.findall(".//button"):
+        assert "hidden" in button.attrib or text_of(button).strip() or button.attrib.get("aria-label")
+    ids = [one.attrib["id"] for one in html.iter() if "id" in one.attrib]
     assert len(ids) == len(set(ids))
 
 
@@ -172,7 +157,7 @@ def test_the_data_is_that_of_program_and_timelines(sample: Sample, page: str, ht
         assert totals(found["memory"])[-1] == in_use[-1]
     for found, timeline in zip(data["around"], (sample.prologue, sample.epilogue), strict=True):
         assert spans_of(found) == given_spans(timeline)
-        caption = html.by_id(found["name"]).all("figcaption")[0].text
+        caption = text_of(by_id(html, found["name"]).find(".//figcaption"))
         assert caption.endswith(f"step: {timeline.seconds * 1e3:.2f} ms")
 
 
@@ -210,31 +195,31 @@ def test_the_data_has_plan_profiles_and_decisions(sample: Sample, page: str) -> 
 
 
 def cells(table: Element) -> list[list[str]]:
-    return [[cell.text for cell in row.children] for row in table.all("tbody")[0].all("tr")]
+    return [[text_of(cell) for cell in row] for row in table.findall(".//tbody//tr")]
 
 
 def test_tables_compare_times_partitions_and_budgets(sample: Sample, html: Element) -> None:
-    (numbers,) = html.by_id("numbers").all("table")
-    heads = [head.text for head in numbers.all("thead")[0].all("th")]
+    (numbers,) = by_id(html, "numbers").findall(".//table")
+    heads = [text_of(head) for head in numbers.findall(".//thead//th")]
     assert heads == ["predicted", "measured", "difference"]
     predicted, measured = sample.predicted.seconds, sample.measured.seconds
     difference = f"{(measured / predicted - 1) * 100:+.1f}%"
     assert cells(numbers)[0] == ["Step", f"{predicted * 1e3:.2f} ms", f"{measured * 1e3:.2f} ms", difference]
     assert cells(numbers)[-1][1].endswith("GiB")
 
-    chosen, tried = html.by_id("partitions").all("table")
+    chosen, tried = by_id(html, "partitions").findall(".//table")
     members = [one.members for one in sample.plan.partition]
     expected = [[str(at), str(len(names)), ", ".join(names)] for at, names in enumerate(members)]
     assert [row[:3] for row in cells(chosen)] == expected
     outcomes = sorted(attempt.lost_because or "chosen" for attempt in sample.plan.attempts)
     assert sorted(row[-1] for row in cells(tried)) == outcomes
-    (marked,) = [row for row in tried.all("tr") if row.attributes.get("class") == "chosen"]
-    assert marked.children[-1].text == "chosen"
-    assert float(marked.children[3].attributes["data-sort"]) == sample.plan.step_seconds
+    (marked,) = [row for row in tried.findall(".//tr") if row.attrib.get("class") == "chosen"]
+    assert text_of(marked[-1]) == "chosen"
+    assert float(marked[3].attrib["data-sort"]) == sample.plan.step_seconds
     assert cells(tried)[-1][3] == "-"  # does not fit
-    assert "Tried: 4; 1,234 more partitions were left out" in html.by_id("partitions").text
+    assert "Tried: 4; 1,234 more partitions were left out" in text_of(by_id(html, "partitions"))
 
-    rows = cells(html.by_id("budget").all("table")[0])
+    rows = cells(by_id(html, "budget").find(".//table"))
     assert len(rows) == len(sample.budget_curve)
     assert rows[0][1] == "nothing fits"
     assert rows[3][0] == f"{sample.plan.budget_bytes / GIB:.2f} GiB"
@@ -244,21 +229,21 @@ def test_without_measured_pass_curve_and_ring_their_places_are_gone(html: Elemen
     sample = turns_sample()
     page = plan_page(sample.plan, sample.program, sample.profiles, sample.predicted)
     smallest = read(page)
-    assert smallest.all("title")[0].text == "trainmux plan"
-    sections = [one.attributes["id"] for one in smallest.all("section")]
+    assert text_of(smallest.find(".//title")) == "trainmux plan"
+    sections = [one.attrib["id"] for one in smallest.findall(".//section")]
     assert sections == ["timeline", "numbers", "partitions", "tensors"]
-    assert [head.text for head in smallest.by_id("numbers").all("thead")[0].all("th")] == ["predicted"]
-    assert [caption.text[:6] for caption in smallest.all("figcaption")] == ["Memory", "Lanes"]
-    assert "Only this partition was considered." in smallest.by_id("partitions").text
-    assert "nothing leaves the device" in smallest.all("dl")[0].text
-    assert "would be in use: within the budget" in smallest.all("dl")[0].text
-    assert "would be in use: 25.0% over the budget" in html.all("dl")[0].text
+    assert [text_of(head) for head in by_id(smallest, "numbers").findall(".//thead//th")] == ["predicted"]
+    assert [text_of(caption)[:6] for caption in smallest.findall(".//figcaption")] == ["Memory", "Lanes"]
+    assert "Only this partition was considered." in text_of(by_id(smallest, "partitions"))
+    assert "nothing leaves the device" in text_of(smallest.find(".//dl"))
+    assert "would be in use: within the budget" in text_of(smallest.find(".//dl"))
+    assert "would be in use: 25.0% over the budget" in text_of(html.find(".//dl"))
     assert data_of(sample.page())["around"] == []  # nothing runs there
 
 
 def test_a_measured_pass_without_bytes_shows_the_predicted_ones_and_says_so(sample: Sample) -> None:
     page = replace(sample, measured=replace(sample.measured, memory=())).page()
-    captions = [caption.text for caption in read(page).all("figcaption")]
+    captions = [text_of(caption) for caption in read(page).findall(".//figcaption")]
     assert captions[1] == "Memory, measured: bytes as predicted, on the measured clock"
     predicted, measured = data_of(page)["timelines"]
     assert measured["memoryIsPredicted"]
@@ -270,15 +255,15 @@ def test_no_name_can_break_out_of_its_place() -> None:
     sample = evil_sample()
     page = sample.page(EVIL)
     html = read(page)
-    assert len(html.all("script")) == 2
-    assert not html.all("img")
-    assert html.all("title")[0].own_text == EVIL
+    assert len(html.findall(".//script")) == 2
+    assert not html.findall(".//img")
+    assert text_of(html.find(".//title")) == EVIL
     data = data_of(page)
     assert data["profiles"][0]["nodes"] == [node.name for node in sample.profiles[0].nodes]
     assert data["subArrays"][0]["members"] == [EVIL, EVIL]
     assert data["decisions"][0][3] == EVIL
-    assert not set("<&") & set(html.by_id("plan-data").own_text)
-    assert {row[0] for row in cells(html.by_id("partitions").all("table")[1])} == {EVIL}
+    assert not set("<&") & set(text_of(by_id(html, "plan-data")))
+    assert {row[0] for row in cells(by_id(html, "partitions").findall(".//table")[1])} == {EVIL}
 
 
 def test_any_name_makes_a_file_and_a_long_one_is_shortened() -> None:
