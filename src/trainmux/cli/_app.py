@@ -75,7 +75,7 @@ def plan(
         typer.Option(min=1, help="Plan as if the fleet had so many members.", show_default="as it has"),
     ] = None,
     time_limit: Annotated[
-        float, typer.Option(min=0, help="Seconds after profiling in which a plan is improved.")
+        float, typer.Option(min=0, help="Seconds for profiling and search, without compiling.")
     ] = 60.0,
     curve: Annotated[
         int, typer.Option(min=0, help="Also show the step times of so many other budgets (0, or 2 and more).")

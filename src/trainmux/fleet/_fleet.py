@@ -437,9 +437,10 @@ class Fleet:
         on the fleet's own device, or worked out for another one by name ("a100-40gb"), which need not be
         here. A plan for the fleet as it is, on its own device, is used from the next step on.
         ``num_members`` plans as if the fleet had so many members like its own, ``num_budgets`` adds what
-        other budgets would cost. A first plan is improved until it is close to ``plan.bound_seconds``, or for
-        ``time_limit`` seconds after profiling; Ctrl-C ends that with the best plan so far, and before there
-        is one ends planning and changes nothing. ``progress`` is told how far each stage is.
+        other budgets would cost. Once kernels are compiled, profiling and search take ``time_limit`` seconds,
+        or less where a plan is close to ``plan.bound_seconds``; the search has 20 of them in any case.
+        Ctrl-C ends it with the best plan so far, and before there is one ends planning and changes nothing.
+        ``progress`` is told how far each stage is.
         ``BudgetError`` says which budget would work where this one does not.
         """
         self._require_members()

@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -69,6 +70,9 @@ thousands of nodes and copies are captured."""
 _FEW_PARTITIONS = 5
 """Partitions tried by default where each takes long: its widths are compiled to be
 measured, or a member's graph is large."""
+
+_SEARCH_SECONDS = 20.0
+"""Left for a search where profiles took nearly all of its time limit."""
 
 _LARGE_GRAPH = 1000
 """Nodes of a member's traced graph from which on it is large."""
@@ -175,6 +179,7 @@ class FleetPlanner:
         bound: Mapping[str, int],
     ) -> Plan:
         """Plan over profiles, some of them worked out, until those of the plan are of real kernels."""
+        begin = monotonic()
         on_gpu = self._device is not None or self._config.device.type == "cuda"
         if self._device is None:
             for index, group in enumerate(planned):  # measuring may take streams with their workspaces
@@ -192,6 +197,8 @@ class FleetPlanner:
             progress=request.progress,
             **bound,
         )
+        left = request.time_limit - (monotonic() - begin)
+        planner.time_limit = max(left, min(request.time_limit, _SEARCH_SECONDS))
         record = planner.plan(budget)
         by_name = {profile.fingerprint: profile for profile in self._profiles.values()}
         lowered = self._lowered({fingerprint: by_name[fingerprint] for fingerprint in record.profiles})
