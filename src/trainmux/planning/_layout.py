@@ -4,7 +4,7 @@ Offloads run in the order of the last uses. A tensor's bytes are given back when
 memory demands it earlier, compute waits for the copies that end first. Prefetches run in the order of their
 deadlines; each is issued as soon as the lane is free and there is memory for it until it is used. Taking
 memory early for the one that is due first never holds up one that is due later, as that could not have been
-copied before it.
+copied before it. What is due first in the next pass may be fetched before this one ends.
 
 What must be on the device in any case decides whether the decisions fit at all; the rest is slack. The times
 that serve to place copies are those of a link that is always busy both ways for copies to the host, because
@@ -28,6 +28,9 @@ from trainmux.ir import Profile, Recomputation, Schedule, Swap
 from trainmux.planning._body import FixedBody, Floats, Ints
 from trainmux.planning._facts import Choice, Derivation, Derived, Gap
 from trainmux.planning._lanes import COMPUTE, IN, NO_WAIT, OUT, run_lanes
+
+_TRIES_AHEAD = 4
+"""How often it is tried to fetch more for the next pass, or less where that was too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,7 @@ def lay_out(
     placing = _Placing(body, gaps, curve, turns, needs.recompute_seconds, limit_bytes)
     released = placing.releases(needs.swaps)
     if prompts is None:
-        swaps = placing.prefetches(needs.swaps, released, late)
+        swaps = _quickest(placing, needs.swaps, released, late)
     else:
         by_deadline = sorted(needs.swaps, key=lambda swap: (swap.deadline, swap.gap))
         swaps = tuple(
@@ -214,6 +217,38 @@ def _back_by(prompts: Mapping[int, int], gaps: Sequence[Gap], needs: Demand) -> 
         tensors[prompts[swap.gap] : swap.deadline] += gaps[swap.gap].size_bytes
     swaps = tuple(replace(swap, deadline=prompts[swap.gap]) for swap in needs.swaps)
     return replace(needs, tensors=tensors, swaps=swaps)
+
+
+def _quickest(
+    placing: _Placing, swaps: Sequence[WantedSwap], released: dict[int, int], late: bool
+) -> tuple[PlacedSwap, ...]:
+    """Place the copies back, those that are due first in the next pass before the end of this one if they
+    hold up compute there and the lane is idle here."""
+    best = placing.prefetches(swaps, released, late, frozenset())
+    assert best is not None
+    share = 1.0
+    for _ in range(_TRIES_AHEAD):
+        idle = share * (best.seconds - best.in_end)
+        ahead = placing.due_next(swaps, released, best.ahead, idle) if best.waits_for_copies else best.ahead
+        if ahead == best.ahead:
+            break
+        trial = placing.prefetches(swaps, released, late, ahead)
+        if trial is not None and trial.seconds < best.seconds:
+            best = trial
+        else:
+            share /= 4
+    return best.swaps
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """Copies back by position, those of ``ahead`` for the next pass; when the lane and the pass end."""
+
+    swaps: tuple[PlacedSwap, ...]
+    ahead: frozenset[int]
+    in_end: float
+    seconds: float
+    waits_for_copies: bool
 
 
 @dataclass
@@ -286,18 +321,25 @@ class _Placing:
         return released
 
     def prefetches(
-        self, swaps: Sequence[WantedSwap], released: dict[int, int], late: bool
-    ) -> tuple[PlacedSwap, ...]:
-        """Place the copies back in the order of their deadlines."""
-        curve, turns = self.curve, self.turns
+        self, swaps: Sequence[WantedSwap], released: dict[int, int], late: bool, ahead: frozenset[int]
+    ) -> _Fetched | None:
+        """Place the copies back in the order of their deadlines, those of ``ahead`` for the next pass.
+
+        ``None`` where one of those does not fit before the end.
+        """
+        curve, turns, length = self.curve.copy(), self.turns.copy(), self.body.length
         free_from = 0.0
         issued = 0
         placed = []
         stalls: dict[int, float] = {}
-        by_deadline = sorted(swaps, key=lambda swap: (swap.deadline, swap.gap))
-        latest = self._latest_starts(by_deadline) if late else {}
-        for swap in by_deadline:
-            gap, last, due = self.gaps[swap.gap], swap.out, swap.deadline
+        in_order = sorted(swaps, key=lambda swap: (swap.gap in ahead, swap.deadline, swap.gap))
+        latest = self._latest_starts(in_order, ahead) if late else {}
+        for swap in in_order:
+            if swap.gap in ahead:
+                curve[: swap.deadline] += self.gaps[swap.gap].size_bytes
+        for swap in in_order:
+            gap, last = self.gaps[swap.gap], swap.out
+            due = length if swap.gap in ahead else swap.deadline
             release = released[swap.gap]
             in_this_pass = due > last
             lowest = max(issued, release if in_this_pass else 0)
@@ -309,27 +351,53 @@ class _Placing:
                 by_lane = int(np.searchsorted(turns[:-1], start, side="right")) - 1
                 back = min(max(by_memory, by_lane), due)
                 curve[back:due] += gap.size_bytes
+            if back == length:
+                return None
             start = max(free_from, float(turns[back]))
             if in_this_pass:
                 start = max(start, self.out_ends[swap.gap])
-            free_from = start + self.body.record(self.gaps[swap.gap]).swap_in_seconds
+            free_from = start + self.body.record(gap).swap_in_seconds
             issued = max(issued, min(back, due))
-            ready = float(turns[due]) + float(self.recompute_seconds[due]) + stalls.get(due, 0.0)
-            if free_from > ready:
-                stalls[due] = stalls.get(due, 0.0) + free_from - ready
-                turns[due + 1 :] += free_from - ready
+            if due < length:
+                ready = float(turns[due]) + float(self.recompute_seconds[due]) + stalls.get(due, 0.0)
+                if free_from > ready:
+                    stalls[due] = stalls.get(due, 0.0) + free_from - ready
+                    turns[due + 1 :] += free_from - ready
             placed.append(PlacedSwap(swap.gap, last, release, back, swap.copies_out))
-        return tuple(placed)
+        seconds = max(float(turns[-1]), free_from)
+        return _Fetched(tuple(placed), ahead, free_from, seconds, bool(stalls))
 
-    def _latest_starts(self, by_deadline: Sequence[WantedSwap]) -> dict[int, float]:
+    def due_next(
+        self,
+        swaps: Sequence[WantedSwap],
+        released: dict[int, int],
+        ahead: frozenset[int],
+        idle_seconds: float,
+    ) -> frozenset[int]:
+        """``ahead`` and those due first in the next pass for which there is time, and memory until then."""
+        found, curve = set[int](), self.curve.copy()
+        for swap in sorted(swaps, key=lambda swap: (swap.gap not in ahead, swap.deadline, swap.gap)):
+            gap = self.gaps[swap.gap]
+            if swap.deadline > swap.out or released[swap.gap] == self.body.length:
+                continue
+            if swap.gap not in ahead:
+                idle_seconds -= self.body.record(gap).swap_in_seconds
+                if (
+                    idle_seconds < 0
+                    or int(curve[: swap.deadline].max(initial=0)) + gap.size_bytes > self.limit
+                ):
+                    break
+            curve[: swap.deadline] += gap.size_bytes
+            found.add(swap.gap)
+        return frozenset(found)
+
+    def _latest_starts(self, in_order: Sequence[WantedSwap], ahead: frozenset[int]) -> dict[int, float]:
         """When each copy back must start at the latest so that it and all behind it are in time."""
         starts = {}
         limit = float(self.turns[-1])
-        for swap in reversed(by_deadline):
-            limit = (
-                min(limit, float(self.turns[swap.deadline]))
-                - self.body.record(self.gaps[swap.gap]).swap_in_seconds
-            )
+        for swap in reversed(in_order):
+            due = limit if swap.gap in ahead else float(self.turns[swap.deadline])
+            limit = min(limit, due) - self.body.record(self.gaps[swap.gap]).swap_in_seconds
             starts[swap.gap] = limit
         return starts
 

@@ -148,7 +148,8 @@ class Relaxation:
         again = lp.variables(len(classes), uppers=[1.0 if c.again is not None else 0.0 for c in classes])
         out, free, back, away = (lp.variables(num_bins) for _ in range(4))
         wait, recompute, slow = (lp.variables(num_bins, cost=1.0) for _ in range(3))
-        # Given up and not copied yet (with and without a copy), fetched and not due yet; per bin.
+        # Given up and not copied yet (with and without a copy), fetched and not due yet; per bin. What is
+        # due in the next pass may be fetched before this one ends.
         to_copy, to_free, early = (lp.variables(num_bins) for _ in range(3))
         swap_open, again_open, relief = (lp.variables(num_bins) for _ in range(3))
         released, dropped, due, opens, repeats, reopens = (_per_bin(num_bins) for _ in range(6))
@@ -170,19 +171,22 @@ class Relaxation:
                 reopens[each.opens].append(of_again)
                 reopens[each.closes].append((-each.size, again[number]))
                 lp.at_most([(1.0, swap[number]), (1.0, again[number])], 1.0)
-        rate_out = min((c.out / c.size for c in classes if c.copies_out), default=0.0)
-        rate_in = min(c.back / c.size for c in classes)
-        out_ratios = [_ratio(c.out, c.out_duplex) for c in classes if c.copies_out]
-        quick = min(1.0, max([*out_ratios, *(_ratio(c.back, c.back_duplex) for c in classes)]))
+        # Bytes flow as in the largest copies, whose share of latency is the least.
+        leaving = [c for c in classes if c.copies_out]
+        rate_out, both_out = (
+            min((getattr(c, name) / c.size for c in leaving), default=0.0) for name in ("out", "out_duplex")
+        )
+        rate_in, both_in = (min(getattr(c, n) / c.size for c in classes) for n in ("back", "back_duplex"))
+        quick = min(1.0, max(_ratio(rate_in, both_in), _ratio(rate_out, both_out) if leaving else 0.0))
         lost = (1 - quick) / quick if quick > 0 else 0.0
         slowed = 1 - 1 / self._slowdown
         for b in range(num_bins):
             before = b - 1
             lp.equal([*released[b], (-1, out[b]), (-1, to_copy[b]), *_then(to_copy, before)], 0)
             lp.equal([*dropped[b], (-1, free[b]), (-1, to_free[b]), *_then(to_free, before)], 0)
-            lp.equal([*_negative(due[b]), (1, back[b]), (-1, early[b]), *_then(early, before)], 0)
+            lp.equal([*_negative(due[b]), (1, back[b]), (-1, early[b]), (1, early[before])], 0)
             moved = [(1.0, out[b]), (1.0, free[b])]
-            gone = _then(away, before) if b else around
+            gone = _then(away, before) if b else [*around, (-1.0, early[-1])]
             lp.equal([(-1, away[b]), *gone, *moved, (-1, back[b])], 0)
             opened = _then(swap_open, before) if b else around
             reopened = _then(again_open, before) if b else around_again
@@ -202,7 +206,7 @@ class Relaxation:
                 if slowed > 0:
                     slowing = [(slowed * seconds, variable) for seconds, variable in copies]
                     lp.at_most([*slowing, (-slowed, wait[b]), (-1.0, slow[b])], 0)
-        lp.equal([(1, away[-1]), *_negative(around)], 0)
+        lp.equal([(1, away[-1]), (1, early[-1]), *_negative(around)], 0)
         everything = [(-1.0, variable) for row in (wait, recompute, slow) for variable in row]
         total = float(self._bins.seconds.sum())
         lp.at_most([*((c.out, s) for c, s in zip(classes, swap, strict=True)), *everything], total)

@@ -265,12 +265,33 @@ def test_eight_members_near_static_memory_take_hardly_longer_than_their_nodes() 
     assert ByteClass.OPTIMIZER_STATE in kinds
 
 
-def test_what_waits_between_lanes_cost_is_predicted_and_spares_copies() -> None:
+def test_what_the_next_step_needs_first_may_be_fetched_before_this_one_ends() -> None:
+    """Where compute would wait for it otherwise."""
+    profile = member()
+    plan = members(profile, 4).plan(int(0.95 * 4 * static_bytes([profile])))
+    place = {node: position for position, node in enumerate(plan.schedule.order)}
+    kept = (ByteClass.PARAMETER, ByteClass.OPTIMIZER_STATE)
+    last_use = {
+        (sub_array, tensor): max(
+            place[sub_array, rank]
+            for rank, node in enumerate(profile.nodes)
+            if tensor in (*node.reads, *node.changes)
+        )
+        for sub_array in range(4)
+        for tensor, each in enumerate(profile.tensors)
+        if each.byte_class in kept
+    }
+    swaps = [swap for swap in plan.swaps if (swap.sub_array, swap.tensor) in last_use]
+    assert any(place[swap.prefetch_prompt] > last_use[swap.sub_array, swap.tensor] for swap in swaps)
+    assert plan.step_seconds < 1.02 * plan.bound_seconds
+
+
+def test_what_waits_between_lanes_cost_is_predicted_and_held_down() -> None:
+    """Each of them takes half a node's time, and the step less than a third more."""
     profile = member(4)
     costly = replace(profile, meeting_seconds=min(node.seconds for node in profile.nodes) / 2)
     without, plan = (near_static_memory(each, 3) for each in (profile, costly))
-    assert len(plan.swaps) <= len(without.swaps)
-    assert without.step_seconds < plan.step_seconds < 2 * without.step_seconds
+    assert without.step_seconds < plan.step_seconds < 1.3 * without.step_seconds
 
 
 @pytest.mark.parametrize("policy", ["auto", "mutwo"])
