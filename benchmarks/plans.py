@@ -1,12 +1,15 @@
 """``python -m benchmarks plans``: plans at fractions of activation memory, predicted against measured.
 
 A share's budget is static + share × (peak - static): static is what the fleet holds between steps, peak what
-the plan with nothing offloaded or recomputed needs. For another device by name everything is predicted.
+the plan with nothing offloaded or recomputed needs; ``0.9s`` is 0.9 of static. For another device by name
+everything is predicted. Planning begins when kernels are compiled: first profiles, then the first plan, then
+better ones.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 from fractions import Fraction
 from pathlib import Path
 from time import perf_counter
@@ -16,6 +19,7 @@ import torch
 import typer
 
 import trainmux as tm
+from trainmux.planning import PlanProgress
 
 from .cases import find_case, split
 from .environment import choose_device, describe
@@ -25,6 +29,10 @@ from .ways import LEARNING_RATE
 
 NUM_BATCHES = 3
 UNPLANNED = "no plan"
+SHOWN = (
+    *("share", "policy", "bound_ms", "predicted_ms", "step_ms", "profiling_s", "first_plan_s", "planning_s"),
+    *("budget_bytes", "device_bytes", "error"),
+)
 
 
 class PlanBench:
@@ -61,20 +69,36 @@ class PlanBench:
         return row
 
     def plan(
-        self, budget: int | None, policy: str, max_partitions: int | None
+        self, budget: int | None, policy: str, max_partitions: int | None, time_limit: float
     ) -> tuple[tm.Plan, dict[str, Any]]:
         """Plan, which a fleet on its own device then uses; give what is predicted."""
-        begin = perf_counter()
+        compiled = perf_counter()
+        profiled = first = math.inf
+
+        def note(progress: PlanProgress) -> None:
+            nonlocal compiled, profiled, first
+            now = perf_counter()
+            if progress.stage == "compiling":
+                compiled = now
+            elif progress.stage.startswith("scheduling"):
+                profiled = min(profiled, now)
+            if progress.best_seconds < math.inf:
+                first = min(first, now)
+
         plan = self._fleet.plan(
             budget,
             policy,
             device=self._for_device,
             num_members=self._num_members if self._for_device else None,
             max_partitions=max_partitions,
+            time_limit=time_limit,
+            progress=note,
         )
         return plan, {
             "budget_bytes": plan.budget_bytes,
-            "planning_s": perf_counter() - begin,
+            "profiling_s": profiled - compiled,
+            "first_plan_s": max(0.0, first - profiled),
+            "planning_s": perf_counter() - compiled,
             "predicted_ms": plan.step_seconds * 1e3,
             "predicted_bytes": plan.peak_bytes,
             "bound_ms": plan.bound_seconds * 1e3,
@@ -102,10 +126,11 @@ def command(
     members: Annotated[int, typer.Option(min=1, help="Models to train at once.")] = 8,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Of each member.")] = None,
     shares: Annotated[
-        str, typer.Option(help="Of the memory beyond static, with commas.")
+        str, typer.Option(help="Of the memory beyond static, or of static (0.9s), with commas.")
     ] = "1/2,1/3,1/4,1/6,1/10",
     policies: Annotated[str, typer.Option(help="With commas.")] = "auto",
     partitions: Annotated[int | None, typer.Option(help="Try at most so many partitions.")] = None,
+    time_limit: Annotated[float, typer.Option(min=0, help="Seconds for profiles and search.")] = 60.0,
     device: Annotated[
         str, typer.Option(help="auto, cpu or cuda; or a device by name (a100-40gb), for predictions only.")
     ] = "auto",
@@ -127,21 +152,22 @@ def command(
 
         def add(row: dict[str, Any], bench: PlanBench = bench) -> None:
             results.add({**bench.name, **row})
-            shown = ("share", "policy", "predicted_ms", "step_ms", "planning_s", "error")
-            print(bench.name["workload"], {name: row[name] for name in shown if name in row}, flush=True)
+            print(bench.name["workload"], {name: row[name] for name in SHOWN if name in row}, flush=True)
 
         if not for_device:
             add({"share": "1", "policy": UNPLANNED, **bench.measure(blocks, block_seconds)})
-        whole, row = bench.plan(None, "none", partitions)
+        whole, row = bench.plan(None, "none", partitions, time_limit)
         static = static_bytes(whole)
         name = {"share": "1", "policy": "none", "static_bytes": static}
         add({**name, **row, **bench.measure(blocks, block_seconds)})
         for share in split(shares):
-            budget = static + int(Fraction(share) * (whole.peak_bytes - static))
+            of_static = Fraction(share.removesuffix("s")) * static
+            beyond = static + Fraction(share.removesuffix("s")) * (whole.peak_bytes - static)
+            budget = int(of_static if share.endswith("s") else beyond)
             for policy in split(policies):
                 name = {"share": share, "policy": policy, "static_bytes": static, "budget_bytes": budget}
                 try:
-                    _, row = bench.plan(budget, policy, partitions)
+                    _, row = bench.plan(budget, policy, partitions, time_limit)
                     add({**name, **row, **bench.measure(blocks, block_seconds)})
                 except tm.TrainmuxError as error:
                     add({**name, "error": str(error)})

@@ -92,17 +92,20 @@ def test_processes_train_at_the_same_time() -> None:
 
 def test_plans_are_predicted_and_measured(tmp_path: Path) -> None:
     out = tmp_path / "plans.json"
-    words = ["plans", "--workloads", "small:mlp", "--shares", "1/2", "--policies", "none", "--out", str(out)]
+    words = ["plans", "--workloads", "small:mlp", "--shares", "1/2,2s", "--policies", "none"]
+    words += ["--out", str(out)]
     run(*words, "--members", "2", "--blocks", "1", *QUICK)
-    unplanned, whole, half = rows(out)
+    unplanned, whole, half, twice = rows(out)
     assert (unplanned["policy"], whole["policy"], half["policy"]) == ("no plan", "none", "none")
-    assert min(whole["step_ms"], whole["predicted_ms"], whole["planning_s"]) > 0
+    assert min(whole["step_ms"], whole["predicted_ms"], whole["profiling_s"]) > 0
+    assert 0 <= whole["first_plan_s"] < whole["planning_s"] - whole["profiling_s"]
     assert half["budget_bytes"] < whole["predicted_bytes"]
+    assert twice["budget_bytes"] == 2 * whole["static_bytes"]
     # So small a model may not fit: then the row has the reason.
     assert "smallest that works" in half["error"] if "error" in half else half["step_ms"] > 0
     out.unlink()
     run(*words, "--device", "a100-40gb")  # predicted only
-    whole, half = rows(out)
+    whole, half, _ = rows(out)
     assert "step_ms" not in whole
     assert half["width"] == 8
 
