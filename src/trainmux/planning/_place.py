@@ -8,7 +8,6 @@ from functools import lru_cache
 from trainmux.ir import Part, Tenancy
 from trainmux.planning._facts import Key
 from trainmux.planning._slab import Slab, Tenant, pack
-from trainmux.sizes import round_up
 
 _MOST_SLABS = 64
 
@@ -79,21 +78,15 @@ def _offsets(
     first: Callable[[Key], bool],
     enough_bytes: int,
 ) -> list[int]:
+    """Offsets by number: of what is there all the time in the order of its names, of the rest as it fits."""
     begin = min((span[0][0] for span in spans), default=0)
     end = max((span[-1][1] for span in spans), default=0)
     always = [number for number in keys if spans[number] == [(begin, end)]]
     always.sort(key=lambda number: (not first(keys[number]), keys[number]))
-    offsets = [0] * len(sizes)
-    bottom = 0
-    for number in always:
-        offsets[number] = bottom
-        bottom += round_up(sizes[number], alignment)
-    rest = sorted(set(range(len(sizes))) - set(always))
-    tenants = [Tenant(sizes[number], tuple(spans[number])) for number in rest]
-    packed = _packed(tuple(tenants), alignment, enough_bytes - bottom)
-    for number, offset in zip(rest, packed.offsets, strict=True):
-        offsets[number] = bottom + offset
-    return offsets
+    order = [*always, *sorted(set(range(len(sizes))) - set(always))]
+    tenants = tuple(Tenant(sizes[number], tuple(spans[number])) for number in order)
+    offsets = dict(zip(order, _packed(tenants, alignment, enough_bytes).offsets, strict=True))
+    return [offsets[number] for number in range(len(sizes))]
 
 
 @lru_cache(maxsize=_MOST_SLABS)
