@@ -283,6 +283,7 @@ def test_what_the_next_step_needs_first_may_be_fetched_before_this_one_ends() ->
     }
     swaps = [swap for swap in plan.swaps if (swap.sub_array, swap.tensor) in last_use]
     assert any(place[swap.prefetch_prompt] > last_use[swap.sub_array, swap.tensor] for swap in swaps)
+    assert fault(rewrite([profile] * 4, plan.schedule), [profile] * 4) == ""
     assert plan.step_seconds < 1.02 * plan.bound_seconds
 
 
