@@ -21,7 +21,7 @@ from trainmux.sizes import round_up
 
 _MAX_PLACEMENTS = 24_000
 """Large tenants that are placed in all tries together: bounds the time, 40 to 80 µs each."""
-_MIN_TRIES, _MAX_TRIES = 3, 24
+_MIN_TRIES, _MAX_TRIES = 12, 24
 _GOOD_ENOUGH = 1000
 """No further try when the slab exceeds the bytes in use at once by less than one part in this many. Tenants
 below that size are placed when the tries are over, in what the others leave free."""
