@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 
 def compile_in_workers(
     payloads: Sequence[bytes], *, num_workers: int, deterministic: bool, combines: Sequence[bool]
@@ -60,7 +62,7 @@ def _started(deterministic: bool) -> subprocess.Popen[bytes]:
         os.environ,
         PYTHONPATH=package if not known else os.pathsep.join((known, package)),
         TORCHINDUCTOR_COMPILE_THREADS="1",
-        OMP_NUM_THREADS="1",
+        OMP_NUM_THREADS=str(torch.get_num_threads()),  # code for a CPU is made for so many
     )
     return subprocess.Popen(
         # -P: nothing that lies in the current folder is imported.
