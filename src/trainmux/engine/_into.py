@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from trainmux.ir import Phase
 from trainmux.lowering import Place, RegionCall, extended, extended_product
 from trainmux.profiling import KernelGraph, Location
+from trainmux.runtime import is_depthwise
 from trainmux.sizes import round_up
 
 aten = torch.ops.aten
@@ -184,7 +185,8 @@ def convolve_into(args: Sequence[Any], out: Tensor) -> bool:
         return False
     cudnn = torch.backends.cudnn
     is_deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-    settings = (cudnn.benchmark, is_deterministic, torch._C._get_cudnn_allow_tf32())
+    searches = cudnn.benchmark and not is_depthwise(weight, groups)
+    settings = (searches, is_deterministic, torch._C._get_cudnn_allow_tf32())
     aten.cudnn_convolution.out(data, weight, padding, stride, dilation, groups, *settings, out=out)
     if bias is not None:
         out.add_(bias.view(1, -1, *[1] * (out.dim() - 2)))

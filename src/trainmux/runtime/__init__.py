@@ -1,7 +1,7 @@
 """Facts about the device, and primitives on it: locks, switches, streams, captures, clocks, random words."""
 
 from trainmux.runtime._capturing import allocating_from, capturing, no_collections
-from trainmux.runtime._determinism import deterministic_algorithms, measured_convolutions
+from trainmux.runtime._determinism import deterministic_algorithms, is_depthwise, measured_convolutions
 from trainmux.runtime._driver_memory import bytes_outside_torch
 from trainmux.runtime._gpu import (
     CudaFacts,
@@ -51,6 +51,7 @@ __all__ = [
     "deterministic_algorithms",
     "device_name",
     "ignored_warnings",
+    "is_depthwise",
     "look_at_cuda",
     "look_at_folder",
     "look_at_host",

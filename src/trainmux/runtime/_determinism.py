@@ -1,19 +1,24 @@
-"""Deterministic algorithms for a stretch of code, with torch's global switches put back afterwards.
+"""Choice of algorithms for a stretch of code, with torch's global switches put back afterwards.
 
-Strictly so: where torch only warns, attention keeps to its faster backward, which adds in any order. An
-operator that has no deterministic algorithm raises, before anything has changed.
+Deterministic ones strictly so: where torch only warns, attention keeps to its faster backward, which adds in
+any order. An operator that has no deterministic algorithm raises, before anything has changed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainmux.errors import ConfigError
 from trainmux.runtime._process import process_lock
+
+aten = torch.ops.aten
 
 # cuBLAS repeats itself only with workspaces of its own; torch insists on this variable.
 _WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
@@ -60,10 +65,50 @@ def _deterministic() -> Iterator[None]:
 @contextmanager
 def measured_convolutions(wanted: bool) -> Iterator[None]:
     """While active, cuDNN times its algorithms for each new shape and takes the fastest, or does not."""
-    with process_lock:
-        before = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = wanted
-        try:
+    with process_lock, _searched_convolutions(wanted):
+        if not wanted:
             yield
-        finally:
-            torch.backends.cudnn.benchmark = before
+            return
+        with _SkipDepthwise():
+            yield
+
+
+def is_depthwise(weight: Tensor, groups: int) -> bool:
+    """Whether each group of a convolution makes one channel of one."""
+    return groups > 1 and tuple(weight.shape[:2]) == (groups, 1)
+
+
+_WEIGHT_AND_GROUPS: dict[Callable[..., Any], tuple[int, int]] = {
+    aten.convolution.default: (1, -1),
+    aten.convolution_backward.default: (2, -2),
+}
+"""Positions of both among the arguments."""
+
+
+class _SkipDepthwise(TorchDispatchMode):
+    """Leave depthwise convolutions to cuDNN's own choice while others are searched for.
+
+    On an H200 its choice was never slower than the search's, and a search took up to 5 seconds a shape.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        at = _WEIGHT_AND_GROUPS.get(func)
+        skips = at is not None and is_depthwise(*(args[position] for position in at))
+        with _searched_convolutions(not skips):
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _searched_convolutions(wanted: bool) -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = wanted
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

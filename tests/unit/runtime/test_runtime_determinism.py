@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainmux.runtime import deterministic_algorithms, process_lock
+from trainmux.runtime import deterministic_algorithms, measured_convolutions, process_lock
 
 
 def switches() -> dict[str, bool]:
@@ -101,3 +103,35 @@ def test_a_step_may_wait_for_the_lock_that_another_thread_switches_under() -> No
         thread.join(10)
     assert not thread.is_alive()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+class _SeesSearch(TorchDispatchMode):
+    """Notes for each operator whether cuDNN would search for its algorithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.searched: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.searched.append(torch.backends.cudnn.benchmark)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "groups", "channels", "searches"),
+    [(True, 1, 4, True), (True, 2, 2, True), (True, 4, 1, False), (False, 1, 4, False)],
+    ids=["dense", "grouped", "depthwise", "not wanted"],
+)
+def test_convolutions_are_searched_for_unless_depthwise(
+    wanted: bool, groups: int, channels: int, searches: bool
+) -> None:
+    data, weight = torch.randn(1, 4, 5, 5), torch.randn(4, channels, 3, 3)
+    shape = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+    was = torch.backends.cudnn.benchmark
+    with _SeesSearch() as seen, measured_convolutions(wanted):
+        out = torch.ops.aten.convolution(data, weight, *shape)
+        torch.ops.aten.convolution_backward(out, data, weight, *shape, [True, True, False])
+    assert seen.searched == [searches, searches]
+    assert torch.backends.cudnn.benchmark == was
