@@ -74,6 +74,9 @@ measured, or a member's graph is large."""
 _SEARCH_SECONDS = 20.0
 """Left for a search where profiles took nearly all of its time limit."""
 
+_PROFILE_SHARE = 1 / 2
+"""The part of the time limit in which profiles of further widths are begun."""
+
 _LARGE_GRAPH = 1000
 """Nodes of a member's traced graph from which on it is large."""
 
@@ -193,6 +196,7 @@ class FleetPlanner:
             fixed_bytes=request.reserve_bytes + self._fixed_bytes(),
             scratch_of=lambda profile: self._scratch.get(profile.fingerprint, 0) if on_gpu else 0,
             host_bytes=self._facts.host_bytes,
+            profile_seconds=_PROFILE_SHARE * request.time_limit - (monotonic() - begin),
             time_limit=request.time_limit,
             progress=request.progress,
             **bound,

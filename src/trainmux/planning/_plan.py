@@ -32,7 +32,7 @@ from trainmux.planning._candidate import (
 )
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._timeline import timeline
-from trainmux.planning.partition import MAX_PARTITIONS, Partition, PlannedGroup, find_partitions
+from trainmux.planning.partition import MAX_PARTITIONS, NUM_ENDS, Partition, PlannedGroup, find_partitions
 from trainmux.planning.policies._known import policy_named
 from trainmux.planning.policies.auto import Auto
 from trainmux.sizes import exact_bytes
@@ -91,7 +91,8 @@ Progress = Callable[[PlanProgress], None]
 class Planner:
     """Plans for several budgets, sharing profiles, bounds and the plans that were found.
 
-    ``profile_of`` is called once for each group and width; sub-arrays of about one width, all of which
+    ``profile_of`` is called once for each group and width, after ``profile_seconds`` only for complete fusion
+    and width 1: other partitions are then left out. Sub-arrays of about one width, all of which
     ``branched_of`` has a profile for, are tried that way too. ``fixed_bytes`` are reserved in addition to the
     slab, and what ``scratch_of`` says for the profile that needs the most: nodes of all sub-arrays run one by
     one. ``host_bytes`` bound copies on the host (``None``: what the profiles' device allows). ``time_limit``
@@ -113,6 +114,7 @@ class Planner:
         scratch_of: Callable[[Profile], int] = lambda profile: 0,
         host_bytes: int | None = None,
         max_partitions: int = MAX_PARTITIONS,
+        profile_seconds: float = math.inf,
         time_limit: float = TIME_LIMIT_SECONDS,
         evaluations: int | None = None,
         seed: int = 0,
@@ -132,14 +134,14 @@ class Planner:
         self.by = known.policy
         self.progress = progress
         search = find_partitions([len(group.members) for group in groups], max_partitions=max_partitions)
-        self._num_left_out = search.num_left_out
-        profiles = self._profiles(groups, search.partitions, profile_of)
+        partitions, profiles = self._profiled(groups, search.partitions, profile_of, profile_seconds)
+        self._num_left_out = search.num_left_out + len(search.partitions) - len(partitions)
         if host_bytes is None:
             host_bytes = min(profile.device.host_bytes for profile in profiles.values())
         self.host_bytes = host_bytes
         self.arrangements = [
             arrangement
-            for partition in search.partitions
+            for partition in partitions
             for ways in (profiles, _branched(groups, partition, branched_of))
             if ways
             for arrangement in _arrangements(
@@ -149,7 +151,7 @@ class Planner:
         if not self.arrangements:
             raise ConfigError(
                 f"expected partitions that policy {policy!r} knows how to share the device between, got none "
-                f"among {len(search.partitions)}; raise max_partitions"
+                f"among {len(partitions)}; raise max_partitions"
             )
         self.found: list[Candidate] = []
         """Plans for any budget."""
@@ -295,28 +297,37 @@ class Planner:
             arrangement.num_branches,
         )
 
-    def _profiles(
-        self, groups: Sequence[PlannedGroup], partitions: Sequence[Partition], profile_of: ProfileOf
-    ) -> dict[tuple[int, int], Profile]:
-        """Each group's profile for each width that occurs."""
-        wanted = dict.fromkeys(
-            (number, width)
+    def _profiled(
+        self,
+        groups: Sequence[PlannedGroup],
+        partitions: Sequence[Partition],
+        profile_of: ProfileOf,
+        seconds: float,
+    ) -> tuple[list[Partition], dict[tuple[int, int], Profile]]:
+        """The partitions that are profiled in time, and the profile of each of their groups and widths."""
+        ends_at = monotonic() + seconds
+        widths_of = {
+            partition: [(number, width) for number, widths in enumerate(partition.widths) for width in widths]
             for partition in partitions
-            for number, widths in enumerate(partition.widths)
-            for width in widths
-        )
-        profiles = {}
-        for done, (number, width) in enumerate(wanted):
-            self.report(_PROFILING, done, len(wanted), f"{groups[number].name} ×{width}")
-            profile = profile_of(groups[number], width)
-            if profile.width != width:
-                raise PlanError(
-                    f"profile_of must return a profile of width {width}, but got one of width "
-                    f"{profile.width}; fuse the group to that width and profile it"
-                )
-            profiles[number, width] = profile
-        self.report(_PROFILING, len(wanted), len(wanted), "all widths")
-        return profiles
+        }
+        total = len({key for keys in widths_of.values() for key in keys})
+        kept: list[Partition] = []
+        profiles: dict[tuple[int, int], Profile] = {}
+        for partition, keys in widths_of.items():
+            missing = [key for key in dict.fromkeys(keys) if key not in profiles]
+            if missing and len(kept) >= NUM_ENDS and monotonic() >= ends_at:
+                continue
+            kept.append(partition)
+            for number, width in missing:
+                self.report(_PROFILING, len(profiles), total, f"{groups[number].name} ×{width}")
+                profile = profiles[number, width] = profile_of(groups[number], width)
+                if profile.width != width:
+                    raise PlanError(
+                        f"profile_of must return a profile of width {width}, but got one of width "
+                        f"{profile.width}; fuse the group to that width and profile it"
+                    )
+        self.report(_PROFILING, total, total, "all widths")
+        return kept, profiles
 
     def report(
         self, stage: str, done: int, total: int, current: str, best: float = math.inf, bound: float = 0.0

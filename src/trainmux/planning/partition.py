@@ -21,6 +21,8 @@ from math import prod
 from trainmux.errors import ConfigError
 
 MAX_PARTITIONS = 16
+NUM_ENDS = 2
+"""Partitions that are always tried, and come first: complete fusion and width 1."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,10 @@ def find_partitions(group_sizes: Sequence[int], *, max_partitions: int = MAX_PAR
         raise ConfigError(
             f"partitions need at least one group, each with members, but got {sizes}; add members"
         )
-    if max_partitions < 2:
+    if max_partitions < NUM_ENDS:
         raise ConfigError(
-            f"max_partitions must be at least 2, but got {max_partitions}; complete fusion and width 1 are "
-            "always tried"
+            f"max_partitions must be at least {NUM_ENDS}, but got {max_partitions}; complete fusion and "
+            "width 1 are always tried"
         )
     choices = [_choices(size) for size in group_sizes]
     num_possible = prod(len(widths) for widths in choices)

@@ -120,6 +120,29 @@ def test_three_at_a_time_are_measured_where_they_are_tried(
     assert branches_to_measure(num_members) == numbers
 
 
+@pytest.mark.parametrize(("seconds", "profiled"), [(0.0, [8, 1]), (0.5, [8, 1, 4]), (60.0, [8, 1, 4, 2, 3])])
+def test_partitions_whose_profiles_would_take_too_long_are_left_out(
+    seconds: float, profiled: list[int]
+) -> None:
+    asked: list[int] = []
+
+    def profile_of(group: PlannedGroup, width: int) -> Profile:
+        asked.append(width)
+        time.sleep(0.6 if width == 4 else 0)
+        return side_by_side(STEP, width)
+
+    planner = Planner(
+        [PlannedGroup("a", tuple(map(str, range(8))))],
+        profile_of=profile_of,
+        profile_seconds=seconds,
+        max_partitions=5,
+    )
+    plan = planner.plan(1 << 50)
+    assert asked == profiled
+    assert {max(attempt.widths) for attempt in plan.attempts} == set(profiled)
+    assert plan.num_left_out == find_partitions([8], max_partitions=len(profiled)).num_left_out
+
+
 def test_seven_members_use_the_memory_that_there_is() -> None:
     """Branches gain: the more at a time, the quicker, and the more memory they need."""
     alone = random_profile(1, 1, Shape(num_layers=4))
