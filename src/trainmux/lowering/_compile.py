@@ -26,7 +26,7 @@ from trainmux.lowering._known import (
     stored_key,
 )
 from trainmux.lowering._regions import RegionGraph, to_payload
-from trainmux.lowering._workers import compile_in_workers
+from trainmux.lowering._workers import Job, compile_in_workers
 from trainmux.runtime import deterministic_algorithms, ignored_warnings, process_lock
 from trainmux.tracing import FakeTensorMode
 
@@ -140,9 +140,11 @@ class Kernel:
         self.payload()
         self._module = self._region = None
 
-    def code(self) -> bytes:
-        """Bytes for ``load`` in another process; empty where it is not compiled or cannot be stored."""
-        return b"" if self._compiled is None else _inductor.code_of(self._compiled)
+    def store(self) -> None:
+        """Keep the code by ``stored_key``, where it is compiled and can be stored."""
+        code = b"" if self._compiled is None else _inductor.code_of(self._compiled)
+        if code:
+            remember(self.stored_key, code)
 
     def _traced(self) -> tuple[fx.GraphModule, Sequence[Tensor], FakeTensorMode]:
         assert self._region is not None
@@ -165,14 +167,9 @@ class KernelCache:
 
     def compile(self, kernels: Iterable[Kernel]) -> None:
         """Compile what is not compiled yet, side by side; warns about kernels that stay on ATen."""
-        waiting = [kernel for kernel in kernels if not kernel.is_settled]
-        keys = self._stored_keys(waiting)
-        for kernel in waiting:
-            kernel.stored_key = keys[kernel.key]
-            with self._settings(combines=kernel.combines):
-                kernel.load(recall(kernel.stored_key))
-        waiting = [kernel for kernel in waiting if not kernel.is_settled]
+        waiting = self._loaded([kernel for kernel in kernels if not kernel.is_settled])
         self.fill(waiting)()
+        waiting = self._loaded(waiting)
         # One after another: Inductor's settings are those of the process, and its threads trip over them.
         for kernel in waiting:
             with self._settings(combines=kernel.combines):
@@ -181,9 +178,7 @@ class KernelCache:
                 kernel.failure = ""
                 with self._settings(combines=False):
                     kernel.compile()
-            code = kernel.code()
-            if code:
-                remember(kernel.stored_key, code)
+            kernel.store()
         failed = [kernel for kernel in waiting if kernel.failure]
         if failed:
             warnings.warn(
@@ -192,6 +187,15 @@ class KernelCache:
                 TrainmuxWarning,
                 stacklevel=2,
             )
+
+    def _loaded(self, kernels: Sequence[Kernel]) -> list[Kernel]:
+        """Load code that is on disk; returns the kernels for which there is none."""
+        keys = self._stored_keys(kernels)
+        for kernel in kernels:
+            kernel.stored_key = keys[kernel.key]
+            with self._settings(combines=kernel.combines):
+                kernel.load(recall(kernel.stored_key))
+        return [kernel for kernel in kernels if not kernel.is_settled]
 
     def _stored_keys(self, kernels: Sequence[Kernel]) -> dict[str, str]:
         """The key on disk of each kernel's code, by the kernel's own key."""
@@ -219,19 +223,14 @@ class KernelCache:
         keys = self._stored_keys(waiting)
         waiting = [kernel for kernel in waiting if not is_known(keys[kernel.key])]
         num_workers = min(_max_workers(), len(waiting) // _MIN_FOR_WORKER)
-        payloads = [kernel.payload() for kernel in waiting] if num_workers >= 2 else []
-        combines = [kernel.combines for kernel in waiting]
-        for kernel in waiting if payloads else ():
+        jobs: list[Job] = []
+        for kernel in waiting if num_workers >= 2 else ():
             kernel.is_claimed = True
+            jobs.append((kernel.payload(), kernel.combines, keys[kernel.key]))
 
         def work() -> None:
             with self._filling:
-                if payloads:
-                    compile_in_workers(
-                        payloads,
-                        combines=combines,
-                        num_workers=num_workers,
-                        deterministic=self._deterministic,
-                    )
+                if jobs:
+                    compile_in_workers(jobs, num_workers=num_workers, deterministic=self._deterministic)
 
         return work

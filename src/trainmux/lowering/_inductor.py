@@ -154,6 +154,7 @@ def surroundings() -> str:
         _triton_version(),
         source_version("lowering"),  # what hands regions to Inductor; operators are part of their keys
         torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         getattr(torch.utils.deterministic, "fill_uninitialized_memory", None),

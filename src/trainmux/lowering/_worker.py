@@ -18,7 +18,7 @@ def main() -> None:
     deterministic = sys.argv[1:] == ["deterministic"]
     while True:
         try:
-            payload, combines = pickle.load(sys.stdin.buffer)
+            payload, combines, key = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         kernel = Kernel("", from_payload(payload))
@@ -27,6 +27,8 @@ def main() -> None:
             deterministic_algorithms(deterministic),
         ):
             kernel.compile()
+        kernel.stored_key = key
+        kernel.store()
         pickle.dump(kernel.failure, answers)
         answers.flush()
 

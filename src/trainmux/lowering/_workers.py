@@ -1,7 +1,7 @@
 """Regions compiled in processes of their own, side by side.
 
 Inductor is Python and holds the interpreter's lock, so threads compile one after another. A worker
-compiles into Inductor's cache on disk; this process then loads from there. Workers are started with a
+keeps the code on disk; this process then loads it from there. Workers are started with a
 module of ours as their program, never with the user's script.
 """
 
@@ -19,17 +19,18 @@ from pathlib import Path
 
 import torch
 
+Job = tuple[bytes, bool, str]
+"""A region's payload, whether it combines kernels, and the key to keep its code by."""
 
-def compile_in_workers(
-    payloads: Sequence[bytes], *, num_workers: int, deterministic: bool, combines: Sequence[bool]
-) -> int:
-    """Compile all ``payloads`` into the cache on disk; returns how many a worker finished.
+
+def compile_in_workers(jobs: Sequence[Job], *, num_workers: int, deterministic: bool) -> int:
+    """Compile all regions into the cache on disk; returns how many a worker finished.
 
     What no worker could finish, for whatever reason, is left to the caller.
     """
-    waiting: queue.SimpleQueue[tuple[bytes, bool]] = queue.SimpleQueue()
-    for item in zip(payloads, combines, strict=True):
-        waiting.put(item)
+    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
     finished = [0] * num_workers
 
     def serve(index: int) -> None:

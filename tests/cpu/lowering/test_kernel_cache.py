@@ -92,8 +92,10 @@ def test_what_decides_the_code_is_in_the_key(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         found.add(surroundings())
-    assert len(found) == 8
-    assert len({stored_key(region, around) for region in "ab" for around in found}) == 16
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    found.add(surroundings())
+    assert len(found) == 9
+    assert len({stored_key(region, around) for region in "ab" for around in found}) == 18
 
 
 def test_a_full_disk_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,13 +120,12 @@ import sys
 from functools import partial
 from pathlib import Path
 import torch
-from trainmux.lowering import KernelCache, _inductor, _known, decompositions, lower
+from trainmux.lowering import KernelCache, _inductor, decompositions, lower
 from trainmux.lowering._regions import from_payload
 from trainmux.lowering._workers import compile_in_workers
 from trainmux.tracing import make_fx, static_fake_mode
 
 folder, key, factor = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-_known.cache_folder = lambda: folder
 cache = KernelCache()
 kernel = cache.kernel(key, partial(from_payload, (folder / "payload").read_bytes()))
 cache.compile([kernel])
@@ -143,14 +144,13 @@ with static_fake_mode():
     module = make_fx(lambda x: (x * factor).relu() + 1)(torch.empty(16, 8))
 assert not graph.find_nodes(op="call_function", target=torch.ops.aten.max_pool2d_with_indices.default)
 
-from torch._dynamo.utils import counters
 lowered = lower(module, cache)
 (kernel,) = lowered.kernels
-assert compile_in_workers([kernel.payload()], num_workers=1, deterministic=False, combines=[False]) == 1
-counters.clear()
+(key,) = cache._stored_keys([kernel]).values()
+assert compile_in_workers([(kernel.payload(), False, key)], num_workers=1, deterministic=False) == 1
 cache.compile([kernel])
-assert kernel.is_compiled, kernel.failure
-assert counters["inductor"]["fxgraph_cache_hit"] == 1, counters["inductor"]
+assert isinstance(kernel._compiled, _inductor.LoadedCode), kernel.failure
+assert "torch._inductor.compile_fx" not in sys.modules
 torch.testing.assert_close(lowered.module(x), (x * factor).relu() + 1)
 """
 
@@ -158,14 +158,15 @@ torch.testing.assert_close(lowered.module(x), (x * factor).relu() + 1)
 @needs_compiler
 @pytest.mark.slow
 def test_a_new_process_loads_what_others_compiled(folder: Path) -> None:
-    """Without the compiler, if the code is known; by way of a worker's cache, if it is not. Pooling is taken
-    apart in a process that has compiled nothing."""
+    """Without the compiler, whether the code was known or a worker has just made it. Pooling is taken apart
+    in a process that has compiled nothing."""
     (kernel,) = lowered_in(KernelCache()).kernels
     new = str(1 + uuid.uuid4().int % 10**9 / 10**9)  # code that nobody has compiled before
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", NEW_PROCESS, str(folder), kernel.key, new],
         capture_output=True,
         text=True,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -176,7 +177,7 @@ ECHO = """
 import pickle, sys
 for _ in range(int(sys.argv[1])):
     try:
-        payload, combines = pickle.load(sys.stdin.buffer)
+        payload, combines, key = pickle.load(sys.stdin.buffer)
     except EOFError:
         break
     pickle.dump("" if payload != b"bad" else "cannot", sys.stdout.buffer)
@@ -202,8 +203,8 @@ def test_workers_share_the_work_and_leave_what_they_cannot_do(
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ))
 
     monkeypatch.setattr(_workers, "_started", start)
-    combines = [False] * len(payloads)
-    found = compile_in_workers(payloads, num_workers=len(lives), deterministic=False, combines=combines)
+    jobs = [(payload, False, "key") for payload in payloads]
+    found = compile_in_workers(jobs, num_workers=len(lives), deterministic=False)
     assert found == num_finished
 
 
@@ -211,7 +212,7 @@ def test_few_kernels_and_known_ones_need_no_worker(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_known, "cache_folder", lambda: tmp_path)
     monkeypatch.setenv("TRAINMUX_COMPILE_WORKERS", "2")
     asked: list[int] = []
-    monkeypatch.setattr(_compile, "compile_in_workers", lambda payloads, **_: asked.append(len(payloads)))
+    monkeypatch.setattr(_compile, "compile_in_workers", lambda jobs, **_: asked.append(len(jobs)))
 
     def fill(deterministic: bool = False) -> list[str]:
         """Two kernels; the keys that their code is kept by."""
