@@ -34,7 +34,6 @@ from trainmux.profiling._clocks import (
     HostClock,
     NodeSamples,
     enqueue_replays,
-    median_of,
     replays,
 )
 from trainmux.profiling._kernels import KernelGraph
@@ -43,7 +42,7 @@ from trainmux.profiling._pass import Into, Pass, last_uses_of_created
 from trainmux.profiling._sync_cost import TinyCopies
 from trainmux.runtime import borrowed_stream, capturing, warm_matrix_libraries
 
-MEASUREMENT_VERSION = 9
+MEASUREMENT_VERSION = 10
 """Raised when what is measured, or how, is no longer what kept profiles have."""
 
 NUM_SAMPLES = 3
@@ -53,11 +52,13 @@ _ROOM = 1.25
 """Free bytes required per byte of a pass's peak, for workspaces and fragmentation."""
 _LARGEST_CUT = 0.7
 """The share of its time alone that a node may lose to the step it is part of."""
-_SUSTAINED_SECONDS = 0.15
-"""A step is replayed for so long before it counts: a device that has just begun to work is faster than it
-stays."""
-_WINDOW_SECONDS = 0.05
-"""Seconds of replays that are timed together, behind those."""
+_SUSTAINED_SECONDS = 0.3
+"""A step is replayed at least so long before it counts: a device that has just begun to work is 5% faster
+than it stays."""
+_MOST_SUSTAINED_SECONDS = 1.0
+_SETTLED = 1.003
+"""Two windows of replays in a row differ by less than this factor once the device's clock has settled."""
+_WINDOW_SECONDS = 0.1
 _LOAD_SECONDS = 0.05
 """Seconds of replays while copies are measured."""
 
@@ -306,8 +307,17 @@ def _sustained_seconds(captured: torch.cuda.CUDAGraph) -> float:
     """Seconds of a replay once the device's clock is what it is under load."""
     replays(captured, 1)
     once = replays(captured, 1)
-    replays(captured, max(1, int(_SUSTAINED_SECONDS / once)))
-    return median_of(partial(replays, captured, max(2, int(_WINDOW_SECONDS / once))))
+    return settled_seconds(lambda seconds: replays(captured, max(2, int(seconds / once))))
+
+
+def settled_seconds(replay_for: Callable[[float], float]) -> float:
+    """Seconds of a replay, the mean of two windows that agree; ``replay_for`` gives those of one window."""
+    before, taken = replay_for(_SUSTAINED_SECONDS), replay_for(_WINDOW_SECONDS)
+    sustained = _SUSTAINED_SECONDS + _WINDOW_SECONDS
+    while not before / _SETTLED < taken < before * _SETTLED and sustained < _MOST_SUSTAINED_SECONDS:
+        before, taken = taken, replay_for(_WINDOW_SECONDS)
+        sustained += _WINDOW_SECONDS
+    return (before + taken) / 2
 
 
 def _side_by_side(

@@ -41,7 +41,7 @@ from trainmux.profiling._analytic import idleness
 from trainmux.profiling._clocks import HostClock, NodeSamples, Sample
 from trainmux.profiling._devices import BANDWIDTH_SHARE, FLOPS_SHARE, NODE_SECONDS
 from trainmux.profiling._link import slowdown_of
-from trainmux.profiling._measured import NUM_SAMPLES, in_step_seconds
+from trainmux.profiling._measured import NUM_SAMPLES, in_step_seconds, settled_seconds
 from trainmux.profiling._sync_cost import sync_points
 from trainmux.runtime import storage_bytes
 
@@ -341,3 +341,28 @@ def test_copies_have_time_to_end_before_they_are_waited_for(num_nodes: int) -> N
     places = sorted([*copies, *(rank + 1 for rank in waits)])
     assert all(after - before >= 3 for before, after in pairwise(places))
     assert [rank in copies for rank in places] == [number % 2 == 0 for number in range(len(places))]
+
+
+@pytest.mark.parametrize(
+    ("seconds_at", "most"),
+    [
+        (lambda passed: 0.01, 0.41),  # at its clock already
+        (lambda passed: 0.01 * (1 - 0.06 * math.exp(-passed / 0.15)), 1.01),
+        (lambda passed: 0.01 if passed < 0.25 else 0.0105, 1.01),  # slows down all at once
+    ],
+)
+def test_a_step_is_replayed_until_the_device_is_as_slow_as_it_stays(
+    seconds_at: Callable[[float], float], most: float
+) -> None:
+    passed = 0.0
+
+    def replay_for(seconds: float) -> float:
+        nonlocal passed
+        begin, count = passed, 0
+        while passed < begin + seconds:
+            passed += seconds_at(passed)
+            count += 1
+        return (passed - begin) / count
+
+    assert settled_seconds(replay_for) == pytest.approx(seconds_at(10), rel=0.005)
+    assert passed <= most
