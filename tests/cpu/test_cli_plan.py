@@ -108,6 +108,7 @@ def test_typed_errors_reach_the_command_line(file: str, options: list[str], erro
 def test_ctrl_c_ends_planning_without_a_traceback(file: str) -> None:
     """A process of its own whose error output is a terminal: there are bars on it."""
     ours, theirs = pty.openpty()
+    Path(file).write_text(FLEETS.replace("fleet = make(1)", ""), encoding="utf-8")
     words = ["-m", "trainmux", "plan", f"{file}:make", "--members", "32", "--device", "a100-40gb"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
     running = subprocess.Popen(

@@ -335,7 +335,7 @@ ODD: dict[str, Workload] = {
         odd("with_constants", with_constants, classify, VECTORS),
         odd("one_value_returned_thrice", returned, itself, VECTORS),
         odd("convolutions_2d", convolutions_2d, classify, IMAGES),
-        odd("recurrent", recurrent, classify, SERIES),
+        odd("recurrent", recurrent, classify, labelled(4, 3, 8)),
         odd("many_operators", ManyOperators, classify, VECTORS),
         odd("bags_with_equal_rows", bag, itself, VECTORS),
         odd("checkpointed", lambda: Checkpointed(False), classify, SERIES),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.workloads import Workload
 from equivalence import (
     Outcome,
     assert_equivalent,
@@ -20,7 +22,7 @@ from equivalence import (
     snapshot,
     train_fused,
 )
-from fleet_cases import Made, sgd
+from fleet_cases import Made, bn_mlp, mse, sgd, vectors
 from odd_models import SERIES, odd
 from short_workloads import SHORT
 from torch import Tensor, nn
@@ -30,20 +32,19 @@ import trainmux as tm
 pytestmark = pytest.mark.usefixtures("built_once")
 
 
+NORMED = odd("normed", functools.partial(bn_mlp, dropout=0.4), mse, lambda seed, dtype: vectors(seed))
+LARGER = [SHORT[f"{name}_with_dropout"] for name in ("cnn", "transformer", "lstm", "bert_mlm")]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "cnn_with_dropout",
-        *(
-            pytest.param(f"{name}_with_dropout", marks=pytest.mark.extensive)
-            for name in ("transformer", "lstm", "bert_mlm")
-        ),
-    ],
+    "workload",
+    [NORMED, *(pytest.param(each, marks=pytest.mark.extensive) for each in LARGER)],
+    ids=lambda workload: workload.name,
 )
 def test_a_member_trains_the_same_at_any_width_in_any_slot_and_after_restore(
-    name: str, tmp_path: Path
+    workload: Workload, tmp_path: Path
 ) -> None:
-    check_dropout(SHORT[name], tmp_path / "checkpoint")
+    check_dropout(workload, tmp_path / "checkpoint")
 
 
 def first_of(inner: nn.Module, num_inputs: int = 1) -> nn.Module:

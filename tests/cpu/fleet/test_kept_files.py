@@ -140,6 +140,7 @@ def planned(fleet: tm.Fleet, **asked: Any) -> tuple[tm.Plan, bool]:
     return plan, told == ["a plan that was kept"]
 
 
+@pytest.mark.usefixtures("built_once")
 def test_what_was_planned_once_is_not_planned_again(folder: Path) -> None:
     """By the same fleet or one like it, and for whatever was asked."""
     fleet = short_fleet()
@@ -164,6 +165,7 @@ def test_what_was_planned_once_is_not_planned_again(folder: Path) -> None:
         assert not planned(short_fleet(**options))[1], options
 
 
+@pytest.mark.usefixtures("built_once")
 def test_a_plan_that_is_damaged_or_stale_is_not_taken_and_is_replaced(folder: Path) -> None:
     fleet = short_fleet()
     first, _ = planned(fleet)
@@ -182,6 +184,7 @@ def test_a_plan_that_is_damaged_or_stale_is_not_taken_and_is_replaced(folder: Pa
     assert not planned(fleet, device=None)[1]
 
 
+@pytest.mark.usefixtures("built_once")
 def test_the_oldest_plans_go_and_a_folder_that_cannot_be_written_only_costs_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.workloads import SMALL
-from fleet_cases import TOY, adam, short_fleet
+from fleet_cases import EXAMPLE, TOY, adam, mlp, mse, short_fleet
 from tests.record_files import edit
 
 import trainmux as tm
@@ -78,12 +78,8 @@ def test_steps_are_measured_here_once() -> None:
 
 
 def test_several_architectures_are_planned_together() -> None:
-    members = []
-    for number, name in enumerate(("mlp", "mlp", "cnn")):
-        workload = SMALL[name]
-        own = {"loss": workload.loss, "example_batch": workload.batch(0, torch.float32)}
-        members.append(adam(workload.build(number).train(), f"m{number}", **own))
-    plan = tm.Fleet(members).plan(device=TOY)
+    members = [adam(mlp(number, hidden=hidden), f"m{number}") for number, hidden in enumerate((4, 4, 7))]
+    plan = tm.Fleet(members, mse, EXAMPLE).plan(device=TOY)
     assert sorted(tuple(sub_array.members) for sub_array in plan.partition) == [("m0", "m1"), ("m2",)]
     assert len(plan.profiles) == 2
 
@@ -113,7 +109,8 @@ def test_a_plan_is_used_by_its_own_fleet_only(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     fleet.plan(device="a100-40gb").save(path)
     short_fleet(lr=0.5).use(tm.Plan.load(path))  # another learning rate is the same step
-    for stranger in (short_fleet(num_members=3), short_fleet("cnn"), short_fleet(precision="bf16")):
+    other = tm.Fleet([adam(mlp(number), f"m{number}") for number in range(2)], mse, EXAMPLE)
+    for stranger in (short_fleet(num_members=3), other, short_fleet(precision="bf16")):
         for each in (plan, tm.Plan.load(path)):
             with pytest.raises(PlanError):
                 stranger.use(each)

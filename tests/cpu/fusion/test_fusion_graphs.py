@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.workloads import SMALL
 from fusion_tools import Values, assert_close, described
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from short_workloads import SHORT
 from torch import Tensor, nn
 
 from trainmux.fusion import FusedGraph, fuse
@@ -162,7 +162,7 @@ def assert_fused_is_each_members_own(
 def test_a_fused_workload_gives_each_members_own_step_and_does_not_grow(
     name: str, shared_batch: bool
 ) -> None:
-    workload = SMALL[name]
+    workload = SHORT[name]
     models = [workload.build(seed).double().train() for seed in range(3)]
     batches = [workload.batch(9 if shared_batch else seed, torch.float64) for seed in range(3)]
     traced, fused = assert_fused_is_each_members_own(models, workload.loss, batches, shared_batch)

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from benchmarks.workloads import Workload
-from short_workloads import member_of
+from benchmarks.workloads.seeding import seeded, seeded_generator
+from short_workloads import SHORT, member_of
 from torch import Tensor, fx, nn
 
 import trainmux as tm
@@ -24,15 +26,42 @@ from trainmux.lowering._partition import Cut
 from trainmux.lowering._regions import Extractor, RegionGraph
 from trainmux.tracing import make_fx, static_fake_mode
 
-_MORE = [("mlp", "fp64"), ("gpt2", "fp64"), ("mobilenet", "fp64"), ("bottleneck", "fp64")]
-_MORE += [("transformer_with_dropout", "bf16"), ("gpt2", "bf16")]
+
+class Mixed(nn.Module):
+    """Images, dropout and bags of words in one short graph: a kernel takes seconds to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(72 + 6, 4)
+        self.bag = nn.EmbeddingBag(20, 6, mode="sum")
+
+    def forward(self, images: Tensor, words: Tensor, begins: Tensor) -> Tensor:
+        seen = self.drop(self.norm(self.conv(images)).relu()).flatten(1)
+        return self.last(torch.cat([seen, self.bag(words, begins)], 1))  # type: ignore[no-any-return]
+
+
+def _mixed_batch(seed: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = seeded_generator(seed)
+    images = torch.randn(4, 1, 8, 8, generator=generator, dtype=dtype)
+    words, labels = (torch.randint(most, (n,), generator=generator) for most, n in ((20, 12), (4, 4)))
+    return images, words, torch.tensor([0, 2, 5, 9]), labels
+
+
+def _mixed_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(*batch[:-1]), batch[-1])
+
+
+MIXED = Workload("mixed", seeded(Mixed), _mixed_loss, _mixed_batch)
+
+_MORE = ("mlp", "gpt2", "mobilenet", "bottleneck", "lstm", "cnn_with_dropout", "dlrm")
+_HALVES = ("cnn_with_dropout", "transformer_with_dropout", "gpt2")
 CASES: list[Any] = [
-    ("cnn_with_dropout", "fp64"),
-    ("lstm", "fp64"),
-    ("transformer_with_dropout", "fp64"),
-    ("dlrm", "fp64"),
-    ("cnn_with_dropout", "bf16"),
-    *(pytest.param(*case, marks=pytest.mark.extensive) for case in _MORE),
+    (MIXED, "fp64"),
+    (SHORT["transformer_with_dropout"], "fp64"),
+    (MIXED, "bf16"),
+    *(pytest.param(SHORT[name], "fp64", marks=pytest.mark.extensive) for name in _MORE),
+    *(pytest.param(SHORT[name], "bf16", marks=pytest.mark.extensive) for name in _HALVES),
 ]
 """Workload and precision; fp32 lies between the two, and end-to-end tests run it."""
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lowering_tools import assert_close, fleet_of, trained
+from benchmarks.workloads import Workload
+from lowering_tools import MIXED, assert_close, fleet_of, trained
 from short_workloads import SHORT
 from torch import Tensor, nn
 
@@ -22,27 +23,29 @@ BOUND = 1e-5
 """Of fp32."""
 
 
+LARGER = [SHORT[name] for name in ("cnn_with_dropout", "dlrm", "transformer_with_dropout")]
+
+
 @pytest.mark.slow  # the first kernel of a machine takes twenty seconds, each other one or two
 @pytest.mark.parametrize(
-    "name",
-    ["cnn_with_dropout", "dlrm", pytest.param("transformer_with_dropout", marks=pytest.mark.extensive)],
+    "workload",
+    [MIXED, *(pytest.param(each, marks=pytest.mark.extensive) for each in LARGER)],
+    ids=lambda workload: workload.name,
 )
 def test_a_compiled_fleet_trains_and_evaluates_like_one_on_aten(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dropout: masks are drawn in compiled code, and a single other one would show. With sums over bags:
     the forward pass alone is lowered by a way of its own."""
     kernels = KernelCache()  # of no other test
     monkeypatch.setattr(build_module, "_kernels", lambda deterministic: kernels)
-    workload = SHORT[name]
     compiled, on_aten = fleet_of(workload, "inductor"), fleet_of(workload, "aten")
     assert_close(trained(workload, compiled), trained(workload, on_aten), BOUND)
-    if name == "dlrm":
-        batches = [workload.batch(0, torch.float32)]
-        expected = on_aten.evaluate(batches)
-        assert compiled.evaluate(batches) == {
-            member: pytest.approx(metrics, rel=10 * BOUND) for member, metrics in expected.items()
-        }
+    batches = [workload.batch(0, torch.float32)]
+    expected = on_aten.evaluate(batches)
+    assert compiled.evaluate(batches) == {
+        member: pytest.approx(metrics, rel=10 * BOUND) for member, metrics in expected.items()
+    }
 
 
 # ---- what a step is given --------------------------------------------------------------------------------

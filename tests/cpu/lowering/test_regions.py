@@ -23,6 +23,8 @@ from trainmux.lowering._kinds import Kind
 from trainmux.lowering._partition import cut
 from trainmux.lowering._regions import RegionGraph, from_payload, spec_of, to_payload
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 def phase_of(node: fx.Node) -> Phase:
     phase: Phase = node.meta.get("phase", Phase.FORWARD)
@@ -33,9 +35,9 @@ def is_tuple_part(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-@pytest.mark.parametrize(("name", "precision"), CASES)
-def test_every_cut_is_complete_in_order_and_computes_the_same(name: str, precision: str) -> None:
-    case = example_of(SHORT[name], precision)
+@pytest.mark.parametrize(("workload", "precision"), CASES, ids=lambda one: getattr(one, "name", one))
+def test_every_cut_is_complete_in_order_and_computes_the_same(workload: Workload, precision: str) -> None:
+    case = example_of(workload, precision)
     check_complete(case)
     check_order(case)
     keys = [region.key() for region in case.regions()]
@@ -51,7 +53,7 @@ def test_every_cut_is_complete_in_order_and_computes_the_same(name: str, precisi
     assert any(not torch.equal(a, b) for a, b in zip(arguments, case.arguments, strict=True))
     if precision == "fp64":
         # ATen's kernel for the gradient of hardsigmoid has one sixth in single precision, even for fp64.
-        assert_close(lowered, case.run(case.on_aten), 1e-8 if name == "mobilenet" else 1e-10)
+        assert_close(lowered, case.run(case.on_aten), 1e-8 if workload.name == "mobilenet" else 1e-10)
 
 
 def check_complete(case: Example) -> None:

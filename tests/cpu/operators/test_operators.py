@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from operator_database import FAILURES, OPERATORS, outcome, samples_of, spread
 
-_NUM_QUICK = 25
+_NUM_QUICK = 16
 _NUM_SAMPLES = 3
 _WIDTHS = (1, 3)
 

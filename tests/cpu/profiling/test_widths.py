@@ -15,6 +15,8 @@ from trainmux.fleet._plan_cache import PlanCache
 from trainmux.ir import ByteClass, Phase, Profile
 from trainmux.profiling import KernelGraph, WidthProfiles, find_device, same_but_for_origin
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 A100 = find_device("a100")
 
 
