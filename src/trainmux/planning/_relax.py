@@ -53,10 +53,9 @@ class Relaxation:
         self._total = float(body.starts[-1])
         self._gaps = gaps
         self._needed = body.needed()
-        self._host_bytes = body.task.host_bytes
         self._byte = 1.0 / max(1.0, float(self._needed.max()))
         self._second = _NUM_BINS / self._total if self._total > 0 else 0.0
-        self._slowdown = min(profile.slowdown_by_copies for profile in body.task.profiles)
+        self._slowdown = min(profile.slowdown_by_copies for profile in body.profiles)
         cuts = np.searchsorted(body.starts[:-1], np.linspace(0, self._total, _NUM_BINS + 1)[1:-1])
         edges = [0, *dict.fromkeys(int(cut) for cut in cuts if 0 < cut < body.length), body.length]
         self._bins = _Bins(
@@ -65,14 +64,14 @@ class Relaxation:
             np.add.reduceat(body.seconds, edges[:-1]) * self._second,
         )
         self._classes, self._class_of = self._find_classes(body)
-        sync = max(profile.meeting_seconds for profile in body.task.profiles) * self._second
+        sync = max(profile.meeting_seconds for profile in body.profiles) * self._second
         counts = np.bincount(self._class_of, minlength=len(self._classes)) if gaps else np.zeros(0)
         copies = np.asarray([each.out + each.back for each in self._classes])
         self._prices = (counts * sync + copies * _SPARED).tolist()
         self._program = self._write() if self._total > 0 and gaps else None
 
-    def solve(self, limit_bytes: int, *, sparing: bool = False) -> Relaxed | None:
-        """Return the least time within a limit and the shares that lead to it; ``None`` if nothing fits.
+    def solve(self, limit_bytes: int, host_bytes: int, *, sparing: bool = False) -> Relaxed | None:
+        """Return the least time within limits and the shares that lead to it; ``None`` if nothing fits.
 
         With ``sparing``, copies that would be hidden cost a little, too, so that there are no more of them
         than it takes; ``seconds`` is no bound then.
@@ -85,6 +84,7 @@ class Relaxation:
         program = self._program
         room = np.asarray((limit_bytes - self._needed[self._bins.probes]) * self._byte, dtype=np.float64)
         program.set_bounds("room", room)
+        program.set_bounds("host", np.asarray([host_bytes * self._byte]))
         found = program.solve(self._prices if sparing else None)
         if found is None:
             return None
@@ -211,7 +211,7 @@ class Relaxation:
         total = float(self._bins.seconds.sum())
         lp.at_most([*((c.out, s) for c, s in zip(classes, swap, strict=True)), *everything], total)
         lp.at_most([*((c.back, s) for c, s in zip(classes, swap, strict=True)), *everything], total)
-        lp.at_most([(c.size, s) for c, s in zip(classes, swap, strict=True)], self._host_bytes * self._byte)
+        lp.at_most([(c.size, s) for c, s in zip(classes, swap, strict=True)], 0, name="host")
         return lp
 
 

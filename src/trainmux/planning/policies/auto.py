@@ -17,17 +17,18 @@ to make again is recomputed and the rest swapped. No single price is right for a
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from trainmux.errors import PlanError
 from trainmux.ir import Multiplexing, Schedule
-from trainmux.planning._body import FixedBody, GapSpans, Ints, Task, infeasible, plain_order
+from trainmux.planning._body import FixedBody, GapSpans, Ints, Task, infeasible, plain_body
+from trainmux.planning._draft import draft
 from trainmux.planning._facts import RECOMPUTED, Choice, Gap, find_gaps, prices_beside
-from trainmux.planning._layout import Demand, Layout, demand, lay_out, seconds_of
+from trainmux.planning._layout import Demand, Layout, demand, lay_out
 from trainmux.planning._relax import Relaxation
 
 LINK_PRICES = (0.0, 0.2, 1.0, float("inf"))
@@ -44,9 +45,7 @@ _SMALL_BODY = 500
 """Up to so many nodes the greedy solutions are looked at, too, and all of them before one is placed: one
 tensor more or less weighs a lot."""
 _MOST_GIVEN_UP = 8
-_CLOSE = 1 + 1e-9
-_MAX_KNOWN = 64
-"""Arrangements of which the relaxation is kept."""
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -64,42 +63,35 @@ class Auto:
 
     def bound_seconds(self, task: Task) -> float:
         """A time that no schedule of the task in the plain order goes below; infinite where none fits."""
-        found = self._of(task).relaxation.solve(task.limit_bytes)
+        found = self._of(task).relaxation.solve(task.limit_bytes, task.host_bytes)
         return float("inf") if found is None else found.seconds
 
     def smallest(self, task: Task) -> Schedule:
         """Offload all that can be: no schedule needs fewer live bytes. The limit is ignored."""
         known = self._of(task)
-        body = known.body_for(task)
         needs = known.all_swapped
-        layout = lay_out(body, known.gaps, needs, needs.peak_bytes)
-        if layout is None:
+        if needs.host_bytes > task.host_bytes:
             raise infeasible(task, self.name, needs.peak_bytes - task.limit_bytes)
+        layout = lay_out(known.body, known.gaps, needs, needs.peak_bytes)
         return layout.schedule("as few bytes as can be")
 
     def _of(self, task: Task) -> _Known:
-        ring = int(task.multiplexing is Multiplexing.RING)
-        key = (ring, task.host_bytes, *(id(profile) for profile in task.profiles))
+        key = (task.multiplexing is Multiplexing.RING, *map(id, task.profiles))
         if key not in self._known:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
             self._known[key] = _Known(task)
         return self._known[key]
 
 
 class _Known:
-    """Gaps and relaxation of sub-arrays, whatever the limit."""
+    """Gaps and relaxation of sub-arrays, whatever the limits."""
 
     def __init__(self, task: Task) -> None:
-        self.body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
+        self.body = plain_body(task.profiles, task.multiplexing)
         self.gaps = find_gaps(self.body.all_facts, with_static=True)
         self.relaxation = Relaxation(self.body, self.gaps)
         needs = demand(self.body, self.gaps, [Choice.SWAP] * len(self.gaps))
         assert needs is not None
         self.all_swapped: Demand = needs
-
-    def body_for(self, task: Task) -> FixedBody:
-        return FixedBody(task, self.body.order, self.body.all_facts, self.body.derivations)
 
 
 _Fitting = tuple[tuple[Choice, ...], Demand]
@@ -121,7 +113,7 @@ class _AutoSearch:
         self.task = task
         self.known = known
         self.policy = policy
-        self.body = known.body_for(task)
+        self.body = known.body
         self.gaps = known.gaps
         self.least_seconds = float(self.body.starts[-1])
         self.rng = random.Random(policy.seed)
@@ -159,7 +151,7 @@ class _AutoSearch:
             yield self._emit() if self._look_at(self._changed(self.best)) else None
 
     def _is_done(self) -> bool:
-        return self.best is not None and self.best.seconds <= self.least_seconds * _CLOSE
+        return self.best is not None and self.best.seconds <= self.least_seconds * (1 + _ROUNDING)
 
     def _roundings(self) -> Iterator[Sequence[Choice]]:
         """Decisions to begin with: the relaxation's, rounded; in small bodies the greedy ones, too."""
@@ -167,7 +159,7 @@ class _AutoSearch:
         way = int(self.body.needed().max()) - self.known.all_swapped.peak_bytes
         seen = set()
         for room in _ROOMS:
-            relaxed = self.known.relaxation.solve(limit - int(room * way), sparing=True)
+            relaxed = self.known.relaxation.solve(limit - int(room * way), self.task.host_bytes, sparing=True)
             if relaxed is None:
                 continue
             for threshold in _THRESHOLDS:
@@ -184,7 +176,8 @@ class _AutoSearch:
                     yield choices
         if self.body.length <= _SMALL_BODY:
             for price in LINK_PRICES:
-                greedy = _Eviction(self.body, self.gaps, price, [Choice.KEEP] * len(self.gaps)).run()
+                nothing = [Choice.KEEP] * len(self.gaps)
+                greedy = _Eviction(self.task, self.body, self.gaps, price, nothing).run()
                 if greedy is not None:
                     yield greedy[0]
 
@@ -195,7 +188,7 @@ class _AutoSearch:
         if needs and needs.peak_bytes <= task.limit_bytes and needs.host_bytes <= task.host_bytes:
             return tuple(choices), needs
         price = _REPAIR_PRICE if noise is None else noise.choice(LINK_PRICES)
-        return _Eviction(self.body, self.gaps, price, choices, noise).run()
+        return _Eviction(task, self.body, self.gaps, price, choices, noise).run()
 
     def _changed(self, best: _Found) -> _Fitting | None:
         """Other decisions close to the best: one taken the other way, or some made anew."""
@@ -225,13 +218,19 @@ class _AutoSearch:
         if self.best is not None and self._least(needs) > self.best.seconds:
             return False
         layout = lay_out(self.body, self.gaps, needs, self.task.limit_bytes)
-        if layout is None:
-            return False
-        seconds = seconds_of(layout)
-        is_quicker = self.best is None or seconds < self.best.seconds * (1 - 1e-9)
-        if is_quicker:
+        seconds = self._seconds(layout)
+        is_quicker = self.best is None or seconds < self.best.seconds * (1 - _ROUNDING)
+        if is_quicker and seconds < float("inf"):
             self.best, self.is_new = _Found(choices, needs, layout, seconds), True
-        return is_quicker
+            return True
+        return False
+
+    def _seconds(self, layout: Layout) -> float:
+        """The time of decisions; infinite where no program can carry them out."""
+        try:
+            return draft(self.body.profiles, layout.schedule("")).seconds
+        except PlanError:
+            return float("inf")
 
     def _least(self, needs: Demand) -> float:
         """What compute, or one direction of the link, takes by itself."""
@@ -250,7 +249,7 @@ class _AutoSearch:
         found, self.is_new = self.best, False
         layout = found.layout
         late = lay_out(self.body, self.gaps, found.needs, self.task.limit_bytes, late=True)
-        if late is not None and seconds_of(late) <= found.seconds:
+        if self._seconds(late) <= found.seconds:
             layout = late
         return layout.schedule(self._reasons(found))
 
@@ -279,12 +278,14 @@ class _Eviction:
 
     def __init__(
         self,
+        task: Task,
         body: FixedBody,
         gaps: tuple[Gap, ...],
         link_price: float,
         begin: Sequence[Choice],
         noise: random.Random | None = None,
     ) -> None:
+        self._task = task
         self._body = body
         self._gaps = gaps
         self._link_price = link_price
@@ -297,7 +298,7 @@ class _Eviction:
 
     def run(self) -> _Fitting | None:
         """The choices and what they demand; ``None`` where none are found."""
-        task, added = self._body.task, list[int]()
+        task, added = self._task, list[int]()
         for _ in range(3 * len(self._gaps) + 3):
             needs = demand(self._body, self._gaps, self._choices)
             if needs is None:
@@ -330,7 +331,7 @@ class _Eviction:
                 break
             gap = self._gaps[number]
             if choice is Choice.SWAP:
-                if host_bytes + gap.size_bytes > self._body.task.host_bytes:
+                if host_bytes + gap.size_bytes > self._task.host_bytes:
                     continue
                 host_bytes += gap.size_bytes
             self._choices[number] = choice
@@ -344,13 +345,8 @@ class _Eviction:
         return taken
 
     def _cheapest(self, numbers: Ints) -> Iterator[tuple[int, Choice]]:
-        """The cheaper way of giving up each of the gaps that is not given up yet, the cheapest first.
-
-        Prices of recomputations only rise, so one that is out of date is brought up to date when it would
-        come next: those far behind are left as they are.
-        """
-        link_price = self._link_price
-        heap = []
+        """The cheaper way of giving up each of the gaps that is not given up yet, the cheapest first."""
+        ways = []
         for number in numbers.tolist():
             if self._choices[number] is not Choice.KEEP:
                 continue
@@ -359,27 +355,16 @@ class _Eviction:
             copying = record.swap_in_seconds
             if gap.is_static and gap.copies_out:
                 copying += record.swap_out_seconds
-            swapping = link_price * copying if copying else 0.0
-            per_byte = (self._noise.uniform(0.5, 1.5) if self._noise is not None else 1.0) / gap.size_bytes
-            again = None
-            if gap.can_recompute and number not in self._cannot and link_price > 0:
-                again = self._prices[gap.sub_array].at_least(gap.tensor)
-            seconds = swapping if again is None else min(swapping, again)
-            rank = (seconds * per_byte, -float(self._spans.idle_seconds[number]), number)
-            heap.append((rank, swapping, again, per_byte))
-        heapq.heapify(heap)
-        while heap:
-            rank, swapping, again, per_byte = heap[0]
-            number = rank[-1]
-            is_recomputed = again is not None and again < swapping
-            prices, tensor = self._prices[self._gaps[number].sub_array], self._gaps[number].tensor
-            if is_recomputed and not prices.is_known(tensor):
-                again = prices.seconds(tensor)
-                seconds = swapping if again is None else min(swapping, again)
-                heapq.heapreplace(heap, ((seconds * per_byte, *rank[1:]), swapping, again, per_byte))
-                continue
-            heapq.heappop(heap)
-            yield number, Choice.RECOMPUTE if is_recomputed else Choice.SWAP
+            seconds, choice = self._link_price * copying if copying else 0.0, Choice.SWAP
+            if gap.can_recompute and number not in self._cannot and self._link_price > 0:
+                again = self._prices[gap.sub_array].seconds(gap.tensor)
+                if again is not None and again < seconds:
+                    seconds, choice = again, Choice.RECOMPUTE
+            noise = self._noise.uniform(0.5, 1.5) if self._noise is not None else 1.0
+            idle_seconds = float(self._spans.idle_seconds[number])
+            ways.append((seconds * noise / gap.size_bytes, -idle_seconds, number, choice))
+        for *_, number, choice in sorted(ways):
+            yield number, choice
 
     def _swap_instead(self, needs: Demand, peak: int) -> bool:
         """Swap the recomputation that needs the most at the peak, if it can be; false where none can."""
@@ -387,7 +372,7 @@ class _Eviction:
         for each in sorted(here, key=lambda each: -each.derived.beyond_bytes):
             for number, gap in enumerate(self._gaps):
                 is_it = (gap.sub_array, gap.tensor) == (each.sub_array, each.derived.tensor)
-                fits = needs.host_bytes + gap.size_bytes <= self._body.task.host_bytes
+                fits = needs.host_bytes + gap.size_bytes <= self._task.host_bytes
                 if is_it and self._choices[number] in RECOMPUTED and fits:
                     self._choices[number] = Choice.SWAP
                     return True

@@ -51,7 +51,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trainmux.ir import Multiplexing, Schedule
+from trainmux.ir import Multiplexing, Profile, Schedule
 from trainmux.planning._body import (
     Bools,
     FixedBody,
@@ -62,11 +62,10 @@ from trainmux.planning._body import (
     Node,
     Task,
     infeasible,
-    known_facts,
     part_of,
-    plain_order,
+    plain_body,
 )
-from trainmux.planning._facts import Choice, Facts, Gap, Key, RecomputePrices, find_gaps, prices_beside
+from trainmux.planning._facts import Choice, Gap, Key, RecomputePrices, facts_of, find_gaps, prices_beside
 from trainmux.planning._layout import Demand, demand, lay_out
 
 
@@ -127,7 +126,7 @@ class _Greedy:
         *,
         may_recompute: bool = True,
     ) -> None:
-        all_facts = known_facts(task)
+        all_facts = tuple(map(facts_of, task.profiles))
         self.task, self.policy = task, policy
         self.gaps = find_gaps(all_facts, with_static=False)
         self.multiplexer = Multiplexer(task, self.gaps)
@@ -157,8 +156,7 @@ class _Greedy:
             }
             reasons = part.reasons.items()
             self.reasons |= {(sub_array, tensor): each for (owner, tensor), each in reasons if owner == role}
-        all_facts = known_facts(self.task)
-        body = FixedBody(self.task, multiplexed(self.task, all_facts, wants), all_facts)
+        body = multiplexed(self.task.profiles, self.task.multiplexing, wants)
         now = self.multiplexer.look(Decided(body, choices, wants, stalls))
         assert now is not None
         for number in now.numbers.tolist() if parts else ():
@@ -277,7 +275,6 @@ class _Greedy:
         now = self.now
         prompts = dict(zip(now.numbers.tolist(), now.prompts.tolist(), strict=True))
         layout = lay_out(now.decided.body, self.gaps, now.needs, self.task.limit_bytes, prompts=prompts)
-        assert layout is not None
         return layout.schedule(self.reasons)
 
 
@@ -316,18 +313,21 @@ class Decided:
     def multiplex(self, node: Node, seconds: float) -> Decided:
         """Put so many seconds of forward nodes in front of a node; later ones follow suit."""
         wants = {**self.wants, node: seconds * (1 - _ROUNDING)}
-        body = self.body.reordered(multiplexed(self.body.task, self.body.all_facts, wants))
+        body = multiplexed(self.body.profiles, self.body.multiplexing, wants)
         return replace(self, body=body, wants=wants)
 
 
-def multiplexed(task: Task, all_facts: Sequence[Facts], wants: Mapping[Node, float]) -> Sequence[Node]:
-    """The order in which each backward node has the forward nodes it wants in front of it.
+def multiplexed(
+    profiles: Sequence[Profile], multiplexing: Multiplexing, wants: Mapping[Node, float]
+) -> FixedBody:
+    """The body in which each backward node has the forward nodes it wants in front of it.
 
     Forward nodes are handed out in their own order, so one that wants more leaves later ones to those behind
     it (the paper's ``adjust_graph``).
     """
-    if task.multiplexing is Multiplexing.TURNS or not wants:
-        return plain_order(task.profiles, task.multiplexing)
+    if multiplexing is Multiplexing.TURNS or not wants:
+        return plain_body(profiles, multiplexing)
+    all_facts = list(map(facts_of, profiles))
     rows = [
         [(sub_array, rank) for rank in range(len(facts.nodes))] for sub_array, facts in enumerate(all_facts)
     ]
@@ -341,7 +341,7 @@ def multiplexed(task: Task, all_facts: Sequence[Facts], wants: Mapping[Node, flo
             order += rows[sub_array][begin:rank] + rows[following][done:end]
             begin, done = rank, end
         order += rows[sub_array][begin:] + rows[following][done:count]
-    return order
+    return FixedBody(profiles, multiplexing, order)
 
 
 class Overlap:
@@ -513,7 +513,7 @@ class Multiplexer:
         Where not as many are safe as that takes, so many go there that few more would not be.
         """
         body, index = look.decided.body, look.index[number]
-        if body.task.multiplexing is Multiplexing.TURNS or len(body.all_facts) < 2:
+        if body.multiplexing is Multiplexing.TURNS or len(body.all_facts) < 2:
             return look
         deadline = int(look.deadlines[index])
         node = body.order[deadline]
