@@ -13,7 +13,7 @@ Its solution says what to offload and what to recompute: few tensors are divided
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,12 +23,8 @@ from trainmux.planning._body import FixedBody, Floats, Ints
 from trainmux.planning._facts import Gap, RecomputePrices
 
 _NUM_BINS = 160
-_MOST_CLASSES = 2000
-"""Gaps of bodies with more of them share a variable where they are alike."""
 _SPARED = 0.01
 """The price of a second of copies that compute hides, in seconds of compute, where they are spared."""
-_ALIKE = 0.02
-"""Relative difference in seconds per byte up to which recomputations count as alike."""
 
 _Terms = Iterable[tuple[float, int]]
 
@@ -43,11 +39,7 @@ class Relaxed:
 
 
 class Relaxation:
-    """The relaxation of one body, for any limit.
-
-    Gaps in the same bins that are alike in everything share one variable: many alike sub-arrays cost no more
-    than a few.
-    """
+    """The relaxation of one body, for any limit."""
 
     def __init__(self, body: FixedBody, gaps: Sequence[Gap]) -> None:
         self._total = float(body.starts[-1])
@@ -63,11 +55,9 @@ class Relaxation:
             np.asarray([begin + int(self._needed[begin:end].argmax()) for begin, end in pairwise(edges)]),
             np.add.reduceat(body.seconds, edges[:-1]) * self._second,
         )
-        self._classes, self._class_of = self._find_classes(body)
+        self._flows = self._find_flows(body)
         sync = max(profile.meeting_seconds for profile in body.profiles) * self._second
-        counts = np.bincount(self._class_of, minlength=len(self._classes)) if gaps else np.zeros(0)
-        copies = np.asarray([each.out + each.back for each in self._classes])
-        self._prices = (counts * sync + copies * _SPARED).tolist()
+        self._prices = [sync + (each.out + each.back) * _SPARED for each in self._flows]
         self._program = self._write() if self._total > 0 and gaps else None
 
     def solve(self, limit_bytes: int, host_bytes: int, *, sparing: bool = False) -> Relaxed | None:
@@ -89,63 +79,39 @@ class Relaxation:
         if found is None:
             return None
         value, x = found
-        num = len(self._classes)
-        swapped, recomputed = self._shares(x[:num]), self._shares(x[num : 2 * num])
-        return Relaxed(self._total + value / self._second, swapped, np.minimum(recomputed, 1 - swapped))
+        num = len(self._gaps)
+        return Relaxed(self._total + value / self._second, x[:num], x[num : 2 * num])
 
-    def _shares(self, of_classes: Floats) -> Floats:
-        """Shares of gaps: those of a class are given up one after another, the last one in part."""
-        shares = np.zeros(len(self._gaps))
-        left = [each.size * share for each, share in zip(self._classes, of_classes, strict=True)]
-        for number, which in enumerate(self._class_of):
-            size = self._gaps[number].size_bytes * self._byte
-            shares[number] = min(1.0, max(0.0, left[which] / size))
-            left[which] -= size
-        return shares
-
-    def _find_classes(self, body: FixedBody) -> tuple[list[_Class], list[int]]:
-        prices: dict[int, RecomputePrices] = {}
-        known: dict[tuple[object, ...], int] = {}
-        classes: list[_Class] = []
-        class_of = []
-        are_merged = len(self._gaps) > _MOST_CLASSES
-        for number, gap in enumerate(self._gaps):
+    def _find_flows(self, body: FixedBody) -> list[_Flow]:
+        prices = [RecomputePrices(facts, {}) for facts in body.all_facts]
+        flows = []
+        for gap in self._gaps:
             record = body.record(gap)
-            again: float | None = None
-            if gap.can_recompute:
-                facts = body.all_facts[gap.sub_array]
-                own = prices.setdefault(id(facts), RecomputePrices(facts, {}))
-                again = own.seconds(gap.tensor)
-            size = gap.size_bytes * self._byte
+            again = prices[gap.sub_array].seconds(gap.tensor) if gap.can_recompute else None
             last, back = body.gap_places(gap)
-            made = _Class(
-                size,
-                record.swap_out_seconds * self._second if gap.copies_out else 0.0,
-                record.swap_in_seconds * self._second,
-                record.swap_out_duplex_seconds * self._second,
-                record.swap_in_duplex_seconds * self._second,
-                None if again is None else again * self._second,
-                gap.copies_out,
-                back <= last,
-                int(self._bins.of[last]),
-                int(self._bins.of[back]),
-                int(np.searchsorted(self._bins.probes, last, side="right")),
-                int(np.searchsorted(self._bins.probes, back, side="left")),
+            flows.append(
+                _Flow(
+                    gap.size_bytes * self._byte,
+                    record.swap_out_seconds * self._second if gap.copies_out else 0.0,
+                    record.swap_in_seconds * self._second,
+                    record.swap_out_duplex_seconds * self._second,
+                    record.swap_in_duplex_seconds * self._second,
+                    None if again is None else again * self._second,
+                    gap.copies_out,
+                    back <= last,
+                    int(self._bins.of[last]),
+                    int(self._bins.of[back]),
+                    int(np.searchsorted(self._bins.probes, last, side="right")),
+                    int(np.searchsorted(self._bins.probes, back, side="left")),
+                )
             )
-            key = made.key() if are_merged else (number,)
-            if key in known:
-                classes[known[key]] = classes[known[key]].joined(made)
-            else:
-                known[key] = len(classes)
-                classes.append(made)
-            class_of.append(known[key])
-        return classes, class_of
+        return flows
 
     def _write(self) -> _LinearProgram:
-        classes, num_bins = self._classes, len(self._bins.probes)
+        flows, num_bins = self._flows, len(self._bins.probes)
         lp = _LinearProgram()
-        swap = lp.variables(len(classes), upper=1.0)
-        again = lp.variables(len(classes), uppers=[1.0 if c.again is not None else 0.0 for c in classes])
+        swap = lp.variables(len(flows), upper=1.0)
+        again = lp.variables(len(flows), uppers=[1.0 if c.again is not None else 0.0 for c in flows])
         out, free, back, away = (lp.variables(num_bins) for _ in range(4))
         wait, recompute, slow = (lp.variables(num_bins, cost=1.0) for _ in range(3))
         # Given up and not copied yet (with and without a copy), fetched and not due yet; per bin. What is
@@ -154,7 +120,7 @@ class Relaxation:
         swap_open, again_open, relief = (lp.variables(num_bins) for _ in range(3))
         released, dropped, due, opens, repeats, reopens = (_per_bin(num_bins) for _ in range(6))
         around, around_again = [], []
-        for number, each in enumerate(classes):
+        for number, each in enumerate(flows):
             of_swap, of_again = (each.size, swap[number]), (each.size, again[number])
             (released if each.copies_out else dropped)[each.first].append(of_swap)
             due[each.due].append(of_swap)
@@ -172,11 +138,11 @@ class Relaxation:
                 reopens[each.closes].append((-each.size, again[number]))
                 lp.at_most([(1.0, swap[number]), (1.0, again[number])], 1.0)
         # Bytes flow as in the largest copies, whose share of latency is the least.
-        leaving = [c for c in classes if c.copies_out]
+        leaving = [c for c in flows if c.copies_out]
         rate_out, both_out = (
             min((getattr(c, name) / c.size for c in leaving), default=0.0) for name in ("out", "out_duplex")
         )
-        rate_in, both_in = (min(getattr(c, n) / c.size for c in classes) for n in ("back", "back_duplex"))
+        rate_in, both_in = (min(getattr(c, n) / c.size for c in flows) for n in ("back", "back_duplex"))
         quick = min(1.0, max(_ratio(rate_in, both_in), _ratio(rate_out, both_out) if leaving else 0.0))
         lost = (1 - quick) / quick if quick > 0 else 0.0
         slowed = 1 - 1 / self._slowdown
@@ -209,9 +175,9 @@ class Relaxation:
         lp.equal([(1, away[-1]), (1, early[-1]), *_negative(around)], 0)
         everything = [(-1.0, variable) for row in (wait, recompute, slow) for variable in row]
         total = float(self._bins.seconds.sum())
-        lp.at_most([*((c.out, s) for c, s in zip(classes, swap, strict=True)), *everything], total)
-        lp.at_most([*((c.back, s) for c, s in zip(classes, swap, strict=True)), *everything], total)
-        lp.at_most([(c.size, s) for c, s in zip(classes, swap, strict=True)], 0, name="host")
+        lp.at_most([*((c.out, s) for c, s in zip(flows, swap, strict=True)), *everything], total)
+        lp.at_most([*((c.back, s) for c, s in zip(flows, swap, strict=True)), *everything], total)
+        lp.at_most([(c.size, s) for c, s in zip(flows, swap, strict=True)], 0, name="host")
         return lp
 
 
@@ -225,8 +191,8 @@ class _Bins:
 
 
 @dataclass(frozen=True)
-class _Class:
-    """Gaps that share a variable: bytes and seconds of all of them; bins and probes are the same for each."""
+class _Flow:
+    """The bytes of a gap, the time of its copies and of a recomputation, and its bins and probes."""
 
     size: float
     out: float
@@ -240,27 +206,6 @@ class _Class:
     due: int
     opens: int
     closes: int
-
-    def key(self) -> tuple[object, ...]:
-        """Return the properties that gaps must have in common to share a variable."""
-        price = None
-        if self.again is not None:
-            price = round(np.log(max(self.again / self.size, 1e-12)) / _ALIKE)
-        return self.copies_out, self.wraps, self.first, self.due, self.opens, self.closes, price
-
-    def joined(self, other: _Class) -> _Class:
-        size, again = self.size + other.size, None
-        if self.again is not None and other.again is not None:
-            again = size * min(self.again / self.size, other.again / other.size)
-        return replace(
-            self,
-            size=size,
-            out=self.out + other.out,
-            back=self.back + other.back,
-            out_duplex=self.out_duplex + other.out_duplex,
-            back_duplex=self.back_duplex + other.back_duplex,
-            again=again,
-        )
 
 
 class _LinearProgram:

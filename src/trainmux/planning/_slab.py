@@ -10,7 +10,7 @@ used up. The search through what is placed runs over arrays, for thousands of te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,58 +76,80 @@ def pack(tenants: Sequence[Tenant], alignment: int = 512, *, enough_bytes: int =
             base += tenant.size_bytes
         elif tenant.size_bytes:
             rest.append(i)
-    bound, total, placed = _best_try([rounded[i] for i in rest], first, last, enough_bytes - base)
-    for i, offset in zip(rest, placed, strict=True):
-        offsets[i] = base + offset
+    bound, total, placed = _packed([rounded[i] for i in rest], first, last, enough_bytes - base)
+    for i, number in enumerate(rest):
+        offsets[number] = base + placed[i]
     return Slab(tuple(offsets), base + total, base + bound)
 
 
-def _best_try(
+def _packed(
     tenants: Sequence[Tenant], first: int, last: int, enough_bytes: int
-) -> tuple[int, int, list[int]]:
-    """The bytes in use at once, the lowest total found, or the first that is enough, and its offsets.
+) -> tuple[int, int, dict[int, int]]:
+    """The bytes in use at once, those of the slab, and the offsets."""
+    in_use = _bytes_in_use(tenants, first, last)
+    bound = int(in_use.max())
+    crowding = [max(int(in_use[s - first : e - first].max()) for s, e in each.spans) for each in tenants]
+    order = sorted(range(len(tenants)), key=lambda i: (-crowding[i], *_by_length(tenants[i]), i))
+    large = [i for i in order if tenants[i].size_bytes * _GOOD_ENOUGH >= bound]
+    bound_of_large = int(_bytes_in_use([tenants[i] for i in large], first, last).max())
+    enough = max(bound_of_large + bound // _GOOD_ENOUGH, enough_bytes - 2 * (bound - bound_of_large))
+    _, offsets = _best_try(tenants, large, bound_of_large, enough)
+    return bound, *_place(tenants, [i for i in order if i not in offsets], offsets)
 
-    There are three rows of tries. In the first, all tenants above the bound move half way forward each time,
-    in the others those at the very top come first. The last row begins with the longest-lived.
-    """
+
+def _bytes_in_use(tenants: Sequence[Tenant], first: int, last: int) -> _Array:
+    """The bytes in use at each time from ``first`` to ``last``."""
     steps = np.zeros(last - first + 1, np.int64)
     for tenant in tenants:
         for start, end in tenant.spans:
             steps[start - first] += tenant.size_bytes
             steps[end - first] -= tenant.size_bytes
-    in_use = np.cumsum(steps)
-    bound = int(in_use.max())
-    enough = max(bound + bound // _GOOD_ENOUGH, enough_bytes)
-    sizes = [tenant.size_bytes for tenant in tenants]
-    lengths = [sum(end - start for start, end in tenant.spans) for tenant in tenants]
-    crowding = [max(int(in_use[s - first : e - first].max()) for s, e in each.spans) for each in tenants]
-    by_length = sorted(range(len(tenants)), key=lambda i: (-lengths[i], -sizes[i]))
-    by_crowding = sorted(by_length, key=lambda i: -crowding[i])
-    num_tries = min(max(_MIN_TRIES, _MAX_PLACEMENTS // max(1, len(tenants))), _MAX_TRIES)
-    best: tuple[int, list[int]] | None = None
+    return np.cumsum(steps)
+
+
+def _by_length(tenant: Tenant) -> tuple[int, int]:
+    """Sorts those first that are there for the longest time, and of those the largest."""
+    return -sum(end - start for start, end in tenant.spans), -tenant.size_bytes
+
+
+def _best_try(
+    tenants: Sequence[Tenant], by_crowding: Sequence[int], bound: int, enough: int
+) -> tuple[int, dict[int, int]]:
+    """The lowest total found, the first that is ``enough``, and its offsets.
+
+    There are three rows of tries. In the first, all tenants above the bound move half way forward each time,
+    in the others those at the very top come first. The last row begins with the longest-lived.
+    """
+    num_tries = min(max(_MIN_TRIES, _MAX_PLACEMENTS // max(1, len(by_crowding))), _MAX_TRIES)
+    by_length = sorted(by_crowding, key=lambda i: _by_length(tenants[i]))
+    best: tuple[int, dict[int, int]] | None = None
     for begin, gently in ((by_crowding, True), (by_crowding, False), (by_length, False)):
         order = list(begin)
         for _ in range(num_tries // 3):
-            total, offsets = _place(tenants, order)
+            total, offsets = _place(tenants, order, {})
             if best is None or total < best[0]:
                 best = (total, offsets)
             if best[0] <= enough:
-                return bound, *best
-            above = {i for i in order if offsets[i] + sizes[i] > (bound if gently else total - 1)}
+                return best
+            highest = bound if gently else total - 1
+            above = {i for i in order if offsets[i] + tenants[i].size_bytes > highest}
             place = {i: (at / 2 - 1 if gently else -1) if i in above else at for at, i in enumerate(order)}
             order.sort(key=lambda i: place[i])
     assert best is not None
-    return bound, *best
+    return best
 
 
-def _place(tenants: Sequence[Tenant], order: Sequence[int]) -> tuple[int, list[int]]:
-    """The total and the offsets when tenants are placed one by one in ``order``."""
+def _place(
+    tenants: Sequence[Tenant], order: Sequence[int], known: Mapping[int, int]
+) -> tuple[int, dict[int, int]]:
+    """The total and the offsets when tenants are placed one by one in ``order``, among ``known`` ones."""
     placed = _Placed(sum(len(tenant.spans) for tenant in tenants))
-    offsets = [0] * len(tenants)
+    offsets = dict(known)
     total = 0
-    for i in order:
+    for i in (*known, *order):
         size, spans = tenants[i].size_bytes, tenants[i].spans
-        offsets[i] = placed.lowest_offset(spans, size)
+        if i not in known:
+            offsets[i] = placed.lowest_offset(spans, size)
         placed.add(spans, offsets[i], offsets[i] + size)
         total = max(total, offsets[i] + size)
     return total, offsets
