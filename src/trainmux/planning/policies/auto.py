@@ -101,7 +101,6 @@ _Fitting = tuple[tuple[Choice, ...], Demand]
 @dataclass(frozen=True)
 class _Found:
     choices: tuple[Choice, ...]
-    needs: Demand
     layout: Layout
     seconds: float
 
@@ -221,7 +220,7 @@ class _AutoSearch:
         seconds = self._seconds(layout)
         is_quicker = self.best is None or seconds < self.best.seconds * (1 - _ROUNDING)
         if is_quicker and seconds < float("inf"):
-            self.best, self.is_new = _Found(choices, needs, layout, seconds), True
+            self.best, self.is_new = _Found(choices, layout, seconds), True
             return True
         return False
 
@@ -244,14 +243,10 @@ class _AutoSearch:
         return max(compute, seconds_out, seconds_in)
 
     def _emit(self) -> Schedule:
-        """The best as records. Copies back that can wait do so, if nothing takes longer: it saves bytes."""
+        """The best as records."""
         assert self.best is not None
-        found, self.is_new = self.best, False
-        layout = found.layout
-        late = lay_out(self.body, self.gaps, found.needs, self.task.limit_bytes, late=True)
-        if self._seconds(late) <= found.seconds:
-            layout = late
-        return layout.schedule(self._reasons(found))
+        self.is_new = False
+        return self.best.layout.schedule(self._reasons(self.best))
 
     def _reasons(self, found: _Found) -> dict[tuple[int, int], str]:
         """Why each tensor was given up as it was, in words."""

@@ -7,10 +7,9 @@ recomputation's overhead and what decisions do to one another is Algorithms D to
 Algorithm G (`_layout.demand`). Both stages of a pair, BW₀ with FW₁ and BW₁ with FW₀, share one set of
 candidates, one limit and one peak.
 
-Several pairs are scheduled one by one, each within what the static tensors of the others leave. A program has
-one ring for all sub-arrays, so the last stage of a pair runs beside
-the forward pass of the next pair and not of its own. Neighbours are partners: a partition has its sub-arrays
-in the order of their iteration time.
+Several pairs are scheduled together, as a program has one ring for all sub-arrays: the last stage of a pair
+runs with the forward pass of the next pair and not of its own. Neighbours are partners: a partition has its
+sub-arrays in the order of their iteration time.
 
 A copy back must have ended at its deadline: the first backward access, or the first recomputation before that
 which reads the tensor. Copies run one after another in the order of their deadlines, each as late as it can;
@@ -62,7 +61,6 @@ from trainmux.planning._body import (
     Node,
     Task,
     infeasible,
-    part_of,
     plain_body,
 )
 from trainmux.planning._facts import Choice, Gap, Key, RecomputePrices, facts_of, find_gaps, prices_beside
@@ -71,32 +69,11 @@ from trainmux.planning._layout import Demand, demand, lay_out
 
 def schedule(task: Task, policy: str = "mutwo") -> Schedule:
     """The policy ``mutwo``; for a sub-array that runs in turns it decides without multiplexing."""
-    return _schedule(task, policy).schedule()
-
-
-def _schedule(task: Task, policy: str) -> _Greedy:
-    """Decide for one sub-array or one pair, or for each pair by itself and then for all of them together."""
-    count = len(task.profiles)
-    if count <= 2:
-        return _decided(task, policy)
-    known: dict[tuple[int, ...], _Greedy] = {}
-    parts: list[tuple[_Greedy, int]] = []
-    for first in range(0, count, 2):
-        part = part_of(task, [first, (first + 1) % count])
-        key = tuple(map(id, part.profiles))
-        if key not in known:
-            try:
-                known[key] = _decided(part, policy)
-            except Infeasible:  # the others' results are not there all the time
-                return _decided(task, policy)
-        parts += [(known[key], 0), (known[key], 1)]
-    whole = _Greedy(task, policy, parts[:count])
-    whole.run()
-    return whole
+    return _decided(task, policy).schedule()
 
 
 def _decided(task: Task, policy: str) -> _Greedy:
-    """Decide for sub-arrays together; where that fails, without recomputations."""
+    """Decide; where that fails, without recomputations."""
     greedy = _Greedy(task, policy)
     try:
         greedy.run()
@@ -113,57 +90,21 @@ def _decided(task: Task, policy: str) -> _Greedy:
 
 
 class _Greedy:
-    """One run of Algorithm B, from decisions that are there already if any.
+    """One run of Algorithm B."""
 
-    ``parts`` has, for each sub-array, a run for fewer of them and which of those it is.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        policy: str,
-        parts: Sequence[tuple[_Greedy, int]] = (),
-        *,
-        may_recompute: bool = True,
-    ) -> None:
-        all_facts = tuple(map(facts_of, task.profiles))
+    def __init__(self, task: Task, policy: str, *, may_recompute: bool = True) -> None:
+        body = plain_body(task.profiles, task.multiplexing)
         self.task, self.policy = task, policy
-        self.gaps = find_gaps(all_facts, with_static=False)
+        self.gaps = find_gaps(body.all_facts, with_static=False)
         self.multiplexer = Multiplexer(task, self.gaps)
         self.reasons: dict[Key, str] = {}
         self.cannot = set() if may_recompute else set(range(len(self.gaps)))
-        starts = [all_facts[gap.sub_array].start_seconds for gap in self.gaps]
+        starts = [body.all_facts[gap.sub_array].start_seconds for gap in self.gaps]
         idle = [own[gap.first] - own[gap.last + 1] for own, gap in zip(starts, self.gaps, strict=True)]
         self.by_inactive_time = sorted(range(len(self.gaps)), key=lambda number: (-idle[number], number))
-        self.first_gap = [
-            sum(gap.sub_array < each for gap in self.gaps) for each in range(len(all_facts) + 1)
-        ]
-        self.now = self._begin(parts)
-
-    def _begin(self, parts: Sequence[tuple[_Greedy, int]]) -> Overlap:
-        choices: tuple[Choice, ...] = () if parts else (Choice.KEEP,) * len(self.gaps)
-        wants: dict[Node, float] = {}
-        stalls: dict[int, float] = {}
-        for sub_array, (part, role) in enumerate(parts):
-            decided, (first, end) = part.now.decided, part.first_gap[role : role + 2]
-            shift = self.first_gap[sub_array] - first
-            choices += decided.choices[first:end]
-            wants |= {
-                (sub_array, rank): each for (owner, rank), each in decided.wants.items() if owner == role
-            }
-            stalls |= {
-                number + shift: each for number, each in decided.stalls.items() if first <= number < end
-            }
-            reasons = part.reasons.items()
-            self.reasons |= {(sub_array, tensor): each for (owner, tensor), each in reasons if owner == role}
-        body = multiplexed(self.task.profiles, self.task.multiplexing, wants)
-        now = self.multiplexer.look(Decided(body, choices, wants, stalls))
+        now = self.multiplexer.look(Decided(body, (Choice.KEEP,) * len(self.gaps), {}, {}))
         assert now is not None
-        for number in now.numbers.tolist() if parts else ():
-            index = now.index[number]
-            if now.behind_peak(index) > now.prompts[index]:
-                now = self.multiplexer.book_stall(now, number)
-        return now
+        self.now = now
 
     def run(self) -> None:
         """Give feature maps up until the rest fits; raises `Infeasible`."""
