@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainmux.errors import PlanError
-from trainmux.ir import Multiplexing, Part, Profile, Program, Schedule, SubArray
+from trainmux.ir import Multiplexing, Profile, Program, Schedule, SubArray
 from trainmux.planning._body import FixedBody, Infeasible, Policy, Task, plain_body
 from trainmux.planning._draft import Draft, draft
 from trainmux.planning._rewrite import place
-from trainmux.planning._slack import with_slack
-from trainmux.planning._timeline import lane_times
 
 ROUNDING = 1e-9
 """Times that differ by less than this share differ by the rounding of sums alone."""
@@ -24,12 +22,6 @@ _TIGHTENINGS = (1, 1, 1, 2, 4)
 """On each retry, lower the policy's limit by this multiple of the slab's overshoot, and by a little more."""
 _LITTLE_MORE = 1 / 400
 """The part of the limit by which it is lowered in addition: a small overshoot tends to come back."""
-_SLOW_COPIES = 1.3
-"""How much longer copies take where it is asked what a schedule would take if they did."""
-_SLACK = 1.5
-"""How much longer copies may take before compute waits for one, if there is room."""
-_SLACK_TRIES = 2
-"""How often slack is sought, within fewer live bytes each time, until what it takes can be placed."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +86,12 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule of an arrangement, placed and timed; ``slow_copy_seconds`` if copies were slower."""
+    """A schedule of an arrangement, placed and timed."""
 
     arrangement: Arrangement
     schedule: Schedule
     program: Program
     seconds: float
-    slow_copy_seconds: float
 
     @property
     def slab_bytes(self) -> int:
@@ -110,39 +101,15 @@ class Candidate:
     def reserved_bytes(self) -> int:
         return self.slab_bytes + self.arrangement.scratch_bytes
 
-    @property
-    def is_robust(self) -> bool:
-        """Whether slower copies cost nothing."""
-        return self.slow_copy_seconds <= self.seconds * (1 + ROUNDING)
-
     def is_better_than(self, other: Candidate | None) -> bool:
-        """Whether it is quicker, or as quick and less of it depends on the speed of copies."""
-        if other is None or self.seconds < other.seconds * (1 - ROUNDING):
-            return True
-        is_as_quick = self.seconds <= other.seconds * (1 + ROUNDING)
-        return is_as_quick and self.slow_copy_seconds < other.slow_copy_seconds * (1 - ROUNDING)
-
-    def with_slack(self, limit_bytes: int) -> Candidate:
-        """Begin copies earlier and wait for them later, as far as that fits and costs no time."""
-        live_bytes = limit_bytes
-        for _ in range(0 if self.is_robust else _SLACK_TRIES):
-            timed = _slackened(self.arrangement, self.schedule, self.program.body, live_bytes)
-            if timed is None or timed.seconds > self.seconds * (1 + ROUNDING):
-                break
-            found = place_draft(self.arrangement, timed, limit_bytes)
-            if found.slab_bytes <= limit_bytes:
-                return found if found.is_better_than(self) else self
-            live_bytes -= 2 * (found.slab_bytes - limit_bytes)
-        return self
+        """Whether it is quicker."""
+        return other is None or self.seconds < other.seconds * (1 - ROUNDING)
 
 
 def place_draft(arrangement: Arrangement, made: Draft, enough_bytes: int = 0) -> Candidate:
     """Find offsets; the search for a smaller slab ends at ``enough_bytes``."""
     program = place(arrangement.profiles, made, enough_bytes=enough_bytes)
-    slow = made.seconds
-    if made.schedule.swaps:
-        slow = lane_times(program.body, arrangement.profiles, _SLOW_COPIES, counts_meetings=False).seconds
-    return Candidate(arrangement, made.schedule, program, made.seconds, slow)
+    return Candidate(arrangement, made.schedule, program, made.seconds)
 
 
 def place_schedule(arrangement: Arrangement, schedule: Schedule) -> Candidate:
@@ -184,7 +151,7 @@ class ScheduleSearch:
     def place(self) -> Candidate | None:
         """Place what is drawn. Where it does not fit, the first schedule for a lower limit is drawn."""
         assert self.drawn is not None
-        found, self.drawn = place_draft(self.arrangement, self._hurried(self.drawn), self.limit_bytes), None
+        found, self.drawn = place_draft(self.arrangement, self.drawn, self.limit_bytes), None
         if found.slab_bytes <= self.limit_bytes:
             return found
         times = next(self._retries, None)
@@ -223,21 +190,3 @@ class ScheduleSearch:
             return None
         except PlanError:  # decisions that no program can carry out
             return None
-
-    def _hurried(self, made: Draft) -> Draft:
-        """With copies begun earlier, where compute waits for them and that helps."""
-        if made.seconds <= self.arrangement.compute_seconds * (1 + ROUNDING) or not made.schedule.swaps:
-            return made
-        hurried = _slackened(self.arrangement, made.schedule, made.body, self._tightened)
-        return hurried if hurried is not None and hurried.seconds < made.seconds else made
-
-
-def _slackened(arrangement: Arrangement, schedule: Schedule, body: Part, limit_bytes: int) -> Draft | None:
-    """A schedule with slack; ``None`` where that is none, or nothing changes."""
-    found = with_slack(schedule, body, arrangement.profiles, limit_bytes, _SLACK)
-    if found == schedule:
-        return None
-    try:
-        return draft(arrangement.profiles, found)
-    except PlanError:
-        return None

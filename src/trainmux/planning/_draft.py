@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from trainmux.errors import PlanError
 from trainmux.ir import Compute, Multiplexing, Part, Profile, Recompute, Schedule, Tenancy
-from trainmux.planning._facts import Facts, Key, facts_of
+from trainmux.planning._facts import Facts, Key, facts_of, remembered
 from trainmux.planning._lane_writer import LaneWriter
 from trainmux.planning._rows import (
     Action,
@@ -53,6 +54,10 @@ class Draft:
 
 def draft(profiles: Sequence[Profile], schedule: Schedule) -> Draft:
     """Rewrite without placement, which takes most of the time: for planners that try many schedules."""
+    return _drafted(schedule, *profiles)
+
+
+def _make_draft(schedule: Schedule, *profiles: Profile) -> Draft:
     if not profiles:
         raise PlanError("a schedule needs at least one sub-array, but got no profiles; pass one for each")
     all_facts = [facts_of(profile) for profile in profiles]
@@ -87,6 +92,9 @@ def draft(profiles: Sequence[Profile], schedule: Schedule) -> Draft:
     resident = tuple(sorted(always | outside))
     return Draft(schedule, prologue, body, epilogue, resident, host_bytes, seconds)
 
+
+_drafted = partial(remembered, max_remembered=4)(_make_draft)
+"""A policy times its schedules by drafts, and whoever it hands one to needs that draft again."""
 
 UNPLACED = -1
 """The offset of bytes that have no place yet."""

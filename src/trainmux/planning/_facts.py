@@ -35,7 +35,9 @@ _Result = TypeVar("_Result")
 _MAX_REMEMBERED = 64
 
 
-def remembered(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+def remembered(
+    function: Callable[_Given, _Result], max_remembered: int = _MAX_REMEMBERED
+) -> Callable[_Given, _Result]:
     """A pure function of objects by position, called once for those that are still remembered."""
     known: OrderedDict[tuple[int, ...], tuple[object, _Result]] = OrderedDict()
 
@@ -44,7 +46,7 @@ def remembered(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]
         key = tuple(map(id, given))
         if key not in known:
             known[key] = (given, function(*given, **none))
-            if len(known) > _MAX_REMEMBERED:
+            if len(known) > max_remembered:
                 known.popitem(last=False)
         known.move_to_end(key)
         return known[key][1]

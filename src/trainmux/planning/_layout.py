@@ -1,4 +1,4 @@
-"""Decisions with every copy placed, and how long a body takes with them.
+"""Decisions with every copy placed.
 
 Offloads run in the order of the last uses. A tensor's bytes are given back when its copy has ended. Where
 memory demands it earlier, compute waits for the copies that end first. Prefetches run in the order of their
@@ -8,7 +8,8 @@ copied before it. What is due first in the next pass may be fetched before this 
 
 What must be on the device in any case decides whether the decisions fit at all; the rest is slack. The times
 that serve to place copies are those of a link that is always busy both ways for copies to the host, because
-compute waits where bytes are given back though nobody needs them yet; for copies back it is never busy.
+compute waits where bytes are given back though nobody needs them yet; for copies back it is never busy. When
+all copies are placed, bytes are given back later where there is room, so that slower copies hold nobody up.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from trainmux.ir import Recomputation, Schedule, Swap
 from trainmux.planning._body import FixedBody, Floats, Ints
 from trainmux.planning._facts import Choice, Derivation, Derived, Gap, derive
 
+_SLACK = 1.5
+"""How much longer copies to the host may take before compute waits for one, if there is room."""
 _TRIES_AHEAD = 4
 """How often it is tried to fetch more for the next pass, or less where that was too much."""
 
@@ -193,13 +196,16 @@ def lay_out(
     placing = _Placing(body, gaps, curve, turns, needs.recompute_seconds, limit_bytes)
     released = placing.releases(needs.swaps)
     if prompts is None:
-        swaps = _quickest(placing, needs.swaps, released, late)
+        fetched = _quickest(placing, needs.swaps, released, late)
+        swaps, curve = fetched.swaps, fetched.curve
     else:
         by_deadline = sorted(needs.swaps, key=lambda swap: (swap.deadline, swap.gap))
+        curve = placing.curve
         swaps = tuple(
             PlacedSwap(swap.gap, swap.out, released[swap.gap], swap.deadline, swap.copies_out)
             for swap in by_deadline
         )
+    swaps = tuple(placing.with_slack(swap, curve) for swap in swaps)
     return Layout(body, gaps, swaps, needs.recomputes)
 
 
@@ -214,7 +220,7 @@ def _back_by(prompts: Mapping[int, int], gaps: Sequence[Gap], needs: Demand) -> 
 
 def _quickest(
     placing: _Placing, swaps: Sequence[WantedSwap], released: dict[int, int], late: bool
-) -> tuple[PlacedSwap, ...]:
+) -> _Fetched:
     """Place the copies back, those that are due first in the next pass before the end of this one if they
     hold up compute there and the lane is idle here."""
     best = placing.prefetches(swaps, released, late, frozenset())
@@ -230,14 +236,18 @@ def _quickest(
             best = trial
         else:
             share /= 4
-    return best.swaps
+    return best
 
 
 @dataclass(frozen=True)
 class _Fetched:
-    """Copies back by position, those of ``ahead`` for the next pass; when the lane and the pass end."""
+    """Copies back by position, those of ``ahead`` for the next pass; when the lane and the pass end.
+
+    ``curve`` are the bytes needed at each position with all of that.
+    """
 
     swaps: tuple[PlacedSwap, ...]
+    curve: Ints
     ahead: frozenset[int]
     in_end: float
     seconds: float
@@ -297,14 +307,15 @@ class _Placing:
                 if number not in released:
                     release(number)
             while leaving:
-                if leaving[0] not in released:
-                    wait = self.out_ends[leaving[0]] - turns[position] - waited
+                number = leaving[0]
+                if number not in released:
+                    wait = self.out_ends[number] - turns[position] - waited
                     if wait > 0:
                         if curve[position] + held_bytes <= self.limit:
                             break
                         waits[position] = waits.get(position, 0.0) + wait
                         waited += wait
-                    release(leaving[0])
+                    release(number)
                 leaving.popleft()
         for position, wait in waits.items():
             self.turns[position:] += wait
@@ -312,6 +323,21 @@ class _Placing:
             until = released.setdefault(swap.gap, length)
             self.curve[swap.out + 1 : until] += self.gaps[swap.gap].size_bytes
         return released
+
+    def with_slack(self, swap: PlacedSwap, curve: Ints) -> PlacedSwap:
+        """Give bytes back as late as a slower copy ends, as far as there is room, which is then taken."""
+        size = self.gaps[swap.gap].size_bytes
+        end = self.out_ends[swap.gap]
+        end += (_SLACK - 1) * (end - float(self.turns[swap.out + 1]))
+        release = int(np.searchsorted(self.turns[:-1], end))
+        release = min(release, swap.back if swap.back > swap.out else self.body.length - 1)
+        over = np.nonzero(curve[swap.release : release] > self.limit - size)[0]
+        if len(over):
+            release = swap.release + int(over[0])
+        if release <= swap.release:
+            return swap
+        curve[swap.release : release] += size
+        return replace(swap, release=release)
 
     def prefetches(
         self, swaps: Sequence[WantedSwap], released: dict[int, int], late: bool, ahead: frozenset[int]
@@ -358,7 +384,7 @@ class _Placing:
                     turns[due + 1 :] += free_from - ready
             placed.append(PlacedSwap(swap.gap, last, release, back, swap.copies_out))
         seconds = max(float(turns[-1]), free_from)
-        return _Fetched(tuple(placed), ahead, free_from, seconds, bool(stalls))
+        return _Fetched(tuple(placed), curve, ahead, free_from, seconds, bool(stalls))
 
     def due_next(
         self,

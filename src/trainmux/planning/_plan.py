@@ -169,8 +169,7 @@ class Planner:
                 raise self._no_plan(budget_bytes)
             search.take(smallest)
         assert search.best is not None
-        best = search.best.with_slack(search.available - search.best.arrangement.scratch_bytes)
-        return self._record(best, budget_bytes, search)
+        return self._record(search.best, budget_bytes, search)
 
     def smallest_bytes(self) -> int:
         """A budget that works, as small as this search knows."""

@@ -27,8 +27,8 @@ from trainmux.errors import PlanError
 from trainmux.ir import Multiplexing, Schedule
 from trainmux.planning._body import FixedBody, GapSpans, Ints, Task, infeasible, plain_body
 from trainmux.planning._draft import draft
-from trainmux.planning._facts import RECOMPUTED, Choice, Gap, find_gaps, prices_beside
-from trainmux.planning._layout import Demand, Layout, demand, lay_out
+from trainmux.planning._facts import RECOMPUTED, Choice, Gap, Key, find_gaps, prices_beside
+from trainmux.planning._layout import Demand, demand, lay_out
 from trainmux.planning._relax import Relaxation
 
 LINK_PRICES = (0.0, 0.2, 1.0, float("inf"))
@@ -101,7 +101,7 @@ _Fitting = tuple[tuple[Choice, ...], Demand]
 @dataclass(frozen=True)
 class _Found:
     choices: tuple[Choice, ...]
-    layout: Layout
+    schedule: Schedule
     seconds: float
 
 
@@ -115,6 +115,7 @@ class _AutoSearch:
         self.body = known.body
         self.gaps = known.gaps
         self.least_seconds = float(self.body.starts[-1])
+        self.idle_seconds = GapSpans(self.body, self.gaps).idle_seconds.tolist()
         self.rng = random.Random(policy.seed)
         self.best: _Found | None = None
         self.is_new = False
@@ -217,19 +218,15 @@ class _AutoSearch:
         if self.best is not None and self._least(needs) > self.best.seconds:
             return False
         layout = lay_out(self.body, self.gaps, needs, self.task.limit_bytes)
-        seconds = self._seconds(layout)
-        is_quicker = self.best is None or seconds < self.best.seconds * (1 - _ROUNDING)
-        if is_quicker and seconds < float("inf"):
-            self.best, self.is_new = _Found(choices, layout, seconds), True
-            return True
-        return False
-
-    def _seconds(self, layout: Layout) -> float:
-        """The time of decisions; infinite where no program can carry them out."""
+        schedule = layout.schedule(self._reasons(choices, needs))
         try:
-            return draft(self.body.profiles, layout.schedule("")).seconds
-        except PlanError:
-            return float("inf")
+            seconds = draft(self.body.profiles, schedule).seconds
+        except PlanError:  # no program can carry it out
+            return False
+        if self.best is not None and seconds >= self.best.seconds * (1 - _ROUNDING):
+            return False
+        self.best, self.is_new = _Found(choices, schedule, seconds), True
+        return True
 
     def _least(self, needs: Demand) -> float:
         """What compute, or one direction of the link, takes by itself."""
@@ -243,28 +240,23 @@ class _AutoSearch:
         return max(compute, seconds_out, seconds_in)
 
     def _emit(self) -> Schedule:
-        """The best as records."""
         assert self.best is not None
         self.is_new = False
-        return self.best.layout.schedule(self._reasons(self.best))
+        return self.best.schedule
 
-    def _reasons(self, found: _Found) -> dict[tuple[int, int], str]:
+    def _reasons(self, choices: Sequence[Choice], needs: Demand) -> dict[Key, str]:
         """Why each tensor was given up as it was, in words."""
-        idle_seconds = GapSpans(self.body, self.gaps).idle_seconds.tolist()
-        seconds = {
-            (each.sub_array, each.derived.tensor): each.derived.seconds for each in found.layout.recomputes
-        }
+        seconds = {(each.sub_array, each.derived.tensor): each.derived.seconds for each in needs.recomputes}
         reasons = {}
-        for gap, choice, idle in zip(self.gaps, found.choices, idle_seconds, strict=True):
+        for gap, choice, idle in zip(self.gaps, choices, self.idle_seconds, strict=True):
             if choice is Choice.KEEP:
                 continue
-            key = (gap.sub_array, gap.tensor)
             record = self.body.record(gap)
             if choice is Choice.SWAP:
-                reasons[key] = f"idle for {idle:.3g} s, copied back in {record.swap_in_seconds:.3g} s"
+                reasons[gap.key] = f"idle for {idle:.3g} s, copied back in {record.swap_in_seconds:.3g} s"
             else:
                 early = ", early for others" if choice is Choice.RECOMPUTE_EARLY else ""
-                reasons[key] = f"made again in {seconds[key]:.3g} s{early}"
+                reasons[gap.key] = f"made again in {seconds[gap.key]:.3g} s{early}"
         return reasons
 
 
