@@ -177,7 +177,6 @@ class GapSpans:
 
     def __init__(self, body: FixedBody, gaps: Sequence[Gap]) -> None:
         places = [body.gap_places(gap) for gap in gaps]
-        self._length = body.length
         self._lasts: Ints = np.asarray([last for last, _ in places], dtype=np.int64)
         self._firsts: Ints = np.asarray([first for _, first in places], dtype=np.int64)
         idle = body.starts[self._firsts] - body.starts[self._lasts + 1]
@@ -190,10 +189,6 @@ class GapSpans:
         within = so_far[self._firsts] - so_far[self._lasts + 1]
         found: Bools = np.where(self._lasts < self._firsts, within, within + so_far[-1]) > 0
         return found
-
-    def around(self, position: int) -> Bools:
-        """For each gap, whether its tensor is idle at a position."""
-        return self.around_any(np.arange(self._length) == position)
 
 
 @remembered

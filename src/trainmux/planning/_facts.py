@@ -32,12 +32,9 @@ Key = tuple[int, int]
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
-_MAX_REMEMBERED = 64
 
 
-def remembered(
-    function: Callable[_Given, _Result], max_remembered: int = _MAX_REMEMBERED
-) -> Callable[_Given, _Result]:
+def remembered(function: Callable[_Given, _Result], max_remembered: int = 64) -> Callable[_Given, _Result]:
     """A pure function of objects by position, called once for those that are still remembered."""
     known: OrderedDict[tuple[int, ...], tuple[object, _Result]] = OrderedDict()
 

@@ -57,7 +57,6 @@ def run_lanes(
                 f"a wait must name an operation issued before it, but the wait at {position} names "
                 f"{waits[position]}; issue what is waited for first"
             )
-    numbered = tuple(enumerate(queues))
     starts, ends = [0.0] * len(lanes), [0.0] * len(lanes)
     ended = bytearray(len(lanes))
     issued = [0, 0, 0]
@@ -73,7 +72,7 @@ def run_lanes(
         moved = True
         while moved:
             moved = False
-            for lane, queue in numbered:
+            for lane, queue in enumerate(queues):
                 while running[lane] < 0 and issued[lane] < len(queue):
                     position = queue[issued[lane]]
                     on = waits[position]

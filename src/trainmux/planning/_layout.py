@@ -26,6 +26,8 @@ from trainmux.planning._facts import Choice, Derivation, Derived, Gap, derive
 
 _SLACK = 1.5
 """How much longer copies to the host may take before compute waits for one, if there is room."""
+_SLACK_ROOM = 0.96
+"""The part of the limit that slack may fill: in a full slab tensors find no place."""
 _TRIES_AHEAD = 4
 """How often it is tried to fetch more for the next pass, or less where that was too much."""
 
@@ -331,7 +333,7 @@ class _Placing:
         end += (_SLACK - 1) * (end - float(self.turns[swap.out + 1]))
         release = int(np.searchsorted(self.turns[:-1], end))
         release = min(release, swap.back if swap.back > swap.out else self.body.length - 1)
-        over = np.nonzero(curve[swap.release : release] > self.limit - size)[0]
+        over = np.nonzero(curve[swap.release : release] > _SLACK_ROOM * self.limit - size)[0]
         if len(over):
             release = swap.release + int(over[0])
         if release <= swap.release:

@@ -229,8 +229,8 @@ class Planner:
             hint += f"; swaps are held down by the host, which has {exact_bytes(self.host_bytes)} for them"
         return BudgetError(
             f"expected a budget that policy {self.policy!r} can keep to, but got "
-            f"{exact_bytes(budget_bytes)}, "
-            f"and the smallest that works is {exact_bytes(smallest)}; raise it to that{hint}",
+            f"{exact_bytes(budget_bytes)}, and the smallest that works is {exact_bytes(smallest)}; raise it "
+            f"to that{hint}",
             smallest_bytes=smallest,
         )
 

@@ -13,18 +13,22 @@ Its solution says what to offload and what to recompute: few tensors are divided
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from trainmux.planning._body import FixedBody, Floats, Ints
+from trainmux.planning._body import FixedBody, Floats
 from trainmux.planning._facts import Gap, RecomputePrices
 
 _NUM_BINS = 160
+_MOST_CLASSES = 2000
+"""Gaps of bodies with more of them share a variable where they are alike."""
 _SPARED = 0.01
 """The price of a second of copies that compute hides, in seconds of compute, where they are spared."""
+_ALIKE = 0.02
+"""Relative difference in seconds per byte up to which recomputations count as alike."""
 
 _Terms = Iterable[tuple[float, int]]
 
@@ -39,7 +43,11 @@ class Relaxed:
 
 
 class Relaxation:
-    """The relaxation of one body, for any limit."""
+    """The relaxation of one body, for any limit.
+
+    Gaps in the same bins that are alike in everything share one variable: many alike sub-arrays cost no more
+    than a few.
+    """
 
     def __init__(self, body: FixedBody, gaps: Sequence[Gap]) -> None:
         self._total = float(body.starts[-1])
@@ -50,14 +58,15 @@ class Relaxation:
         self._slowdown = min(profile.slowdown_by_copies for profile in body.profiles)
         cuts = np.searchsorted(body.starts[:-1], np.linspace(0, self._total, _NUM_BINS + 1)[1:-1])
         edges = [0, *dict.fromkeys(int(cut) for cut in cuts if 0 < cut < body.length), body.length]
-        self._bins = _Bins(
-            np.repeat(np.arange(len(edges) - 1), np.diff(edges)),
-            np.asarray([begin + int(self._needed[begin:end].argmax()) for begin, end in pairwise(edges)]),
-            np.add.reduceat(body.seconds, edges[:-1]) * self._second,
-        )
-        self._flows = self._find_flows(body)
+        self._bin_of = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+        # The position of each bin that needs the most bytes.
+        self._probes = np.asarray([at + int(self._needed[at:end].argmax()) for at, end in pairwise(edges)])
+        self._bin_seconds = np.add.reduceat(body.seconds, edges[:-1]) * self._second
+        self._classes, self._class_of = self._find_classes(body)
         sync = max(profile.meeting_seconds for profile in body.profiles) * self._second
-        self._prices = [sync + (each.out + each.back) * _SPARED for each in self._flows]
+        counts = np.bincount(self._class_of, minlength=len(self._classes)) if gaps else np.zeros(0)
+        copies = np.asarray([each.out + each.back for each in self._classes])
+        self._prices = (counts * sync + copies * _SPARED).tolist()
         self._program = self._write() if self._total > 0 and gaps else None
 
     def solve(self, limit_bytes: int, host_bytes: int, *, sparing: bool = False) -> Relaxed | None:
@@ -71,47 +80,67 @@ class Relaxation:
             return Relaxed(self._total, nothing, nothing)
         if self._program is None:
             return None
-        program = self._program
-        room = np.asarray((limit_bytes - self._needed[self._bins.probes]) * self._byte, dtype=np.float64)
-        program.set_bounds("room", room)
-        program.set_bounds("host", np.asarray([host_bytes * self._byte]))
-        found = program.solve(self._prices if sparing else None)
+        room = np.asarray((limit_bytes - self._needed[self._probes]) * self._byte, dtype=np.float64)
+        self._program.set_bounds("room", room)
+        self._program.set_bounds("host", np.asarray([host_bytes * self._byte]))
+        found = self._program.solve(self._prices if sparing else None)
         if found is None:
             return None
         value, x = found
-        num = len(self._gaps)
-        return Relaxed(self._total + value / self._second, x[:num], x[num : 2 * num])
+        num = len(self._classes)
+        swapped, recomputed = self._shares(x[:num]), self._shares(x[num : 2 * num])
+        return Relaxed(self._total + value / self._second, swapped, np.minimum(recomputed, 1 - swapped))
 
-    def _find_flows(self, body: FixedBody) -> list[_Flow]:
-        prices = [RecomputePrices(facts, {}) for facts in body.all_facts]
-        flows = []
-        for gap in self._gaps:
+    def _shares(self, of_classes: Floats) -> Floats:
+        """Shares of gaps: those of a class are given up one after another, the last one in part."""
+        shares = np.zeros(len(self._gaps))
+        left = [each.size * share for each, share in zip(self._classes, of_classes, strict=True)]
+        for number, which in enumerate(self._class_of):
+            size = self._gaps[number].size_bytes * self._byte
+            shares[number] = min(1.0, max(0.0, left[which] / size))
+            left[which] -= size
+        return shares
+
+    def _find_classes(self, body: FixedBody) -> tuple[list[_Class], list[int]]:
+        prices = {id(facts): RecomputePrices(facts, {}) for facts in body.all_facts}
+        known: dict[tuple[object, ...], int] = {}
+        classes: list[_Class] = []
+        class_of = []
+        are_merged = len(self._gaps) > _MOST_CLASSES
+        for number, gap in enumerate(self._gaps):
             record = body.record(gap)
-            again = prices[gap.sub_array].seconds(gap.tensor) if gap.can_recompute else None
+            own = prices[id(body.all_facts[gap.sub_array])]
+            again = own.seconds(gap.tensor) if gap.can_recompute else None
+            size = gap.size_bytes * self._byte
             last, back = body.gap_places(gap)
-            flows.append(
-                _Flow(
-                    gap.size_bytes * self._byte,
-                    record.swap_out_seconds * self._second if gap.copies_out else 0.0,
-                    record.swap_in_seconds * self._second,
-                    record.swap_out_duplex_seconds * self._second,
-                    record.swap_in_duplex_seconds * self._second,
-                    None if again is None else again * self._second,
-                    gap.copies_out,
-                    back <= last,
-                    int(self._bins.of[last]),
-                    int(self._bins.of[back]),
-                    int(np.searchsorted(self._bins.probes, last, side="right")),
-                    int(np.searchsorted(self._bins.probes, back, side="left")),
-                )
+            made = _Class(
+                size,
+                record.swap_out_seconds * self._second if gap.copies_out else 0.0,
+                record.swap_in_seconds * self._second,
+                record.swap_out_duplex_seconds * self._second,
+                record.swap_in_duplex_seconds * self._second,
+                None if again is None else again * self._second,
+                gap.copies_out,
+                back <= last,
+                int(self._bin_of[last]),
+                int(self._bin_of[back]),
+                int(np.searchsorted(self._probes, last, side="right")),
+                int(np.searchsorted(self._probes, back, side="left")),
             )
-        return flows
+            key = made.key() if are_merged else (number,)
+            if key in known:
+                classes[known[key]] = classes[known[key]].joined(made)
+            else:
+                known[key] = len(classes)
+                classes.append(made)
+            class_of.append(known[key])
+        return classes, class_of
 
     def _write(self) -> _LinearProgram:
-        flows, num_bins = self._flows, len(self._bins.probes)
+        classes, num_bins = self._classes, len(self._probes)
         lp = _LinearProgram()
-        swap = lp.variables(len(flows), upper=1.0)
-        again = lp.variables(len(flows), uppers=[1.0 if c.again is not None else 0.0 for c in flows])
+        swap = lp.variables(len(classes), upper=1.0)
+        again = lp.variables(len(classes), uppers=[1.0 if c.again is not None else 0.0 for c in classes])
         out, free, back, away = (lp.variables(num_bins) for _ in range(4))
         wait, recompute, slow = (lp.variables(num_bins, cost=1.0) for _ in range(3))
         # Given up and not copied yet (with and without a copy), fetched and not due yet; per bin. What is
@@ -120,7 +149,7 @@ class Relaxation:
         swap_open, again_open, relief = (lp.variables(num_bins) for _ in range(3))
         released, dropped, due, opens, repeats, reopens = (_per_bin(num_bins) for _ in range(6))
         around, around_again = [], []
-        for number, each in enumerate(flows):
+        for number, each in enumerate(classes):
             of_swap, of_again = (each.size, swap[number]), (each.size, again[number])
             (released if each.copies_out else dropped)[each.first].append(of_swap)
             due[each.due].append(of_swap)
@@ -138,11 +167,11 @@ class Relaxation:
                 reopens[each.closes].append((-each.size, again[number]))
                 lp.at_most([(1.0, swap[number]), (1.0, again[number])], 1.0)
         # Bytes flow as in the largest copies, whose share of latency is the least.
-        leaving = [c for c in flows if c.copies_out]
+        leaving = [c for c in classes if c.copies_out]
         rate_out, both_out = (
             min((getattr(c, name) / c.size for c in leaving), default=0.0) for name in ("out", "out_duplex")
         )
-        rate_in, both_in = (min(getattr(c, n) / c.size for c in flows) for n in ("back", "back_duplex"))
+        rate_in, both_in = (min(getattr(c, n) / c.size for c in classes) for n in ("back", "back_duplex"))
         quick = min(1.0, max(_ratio(rate_in, both_in), _ratio(rate_out, both_out) if leaving else 0.0))
         lost = (1 - quick) / quick if quick > 0 else 0.0
         slowed = 1 - 1 / self._slowdown
@@ -168,31 +197,22 @@ class Relaxation:
                 (back[b], rate_in, out[b], rate_out),
             ):
                 copies = [(rate, own), (lost * other_rate, other)]
-                lp.at_most([*copies, *lasts], float(self._bins.seconds[b]))
+                lp.at_most([*copies, *lasts], float(self._bin_seconds[b]))
                 if slowed > 0:
                     slowing = [(slowed * seconds, variable) for seconds, variable in copies]
                     lp.at_most([*slowing, (-slowed, wait[b]), (-1.0, slow[b])], 0)
         lp.equal([(1, away[-1]), (1, early[-1]), *_negative(around)], 0)
         everything = [(-1.0, variable) for row in (wait, recompute, slow) for variable in row]
-        total = float(self._bins.seconds.sum())
-        lp.at_most([*((c.out, s) for c, s in zip(flows, swap, strict=True)), *everything], total)
-        lp.at_most([*((c.back, s) for c, s in zip(flows, swap, strict=True)), *everything], total)
-        lp.at_most([(c.size, s) for c, s in zip(flows, swap, strict=True)], 0, name="host")
+        total = float(self._bin_seconds.sum())
+        lp.at_most([*((c.out, s) for c, s in zip(classes, swap, strict=True)), *everything], total)
+        lp.at_most([*((c.back, s) for c, s in zip(classes, swap, strict=True)), *everything], total)
+        lp.at_most([(c.size, s) for c, s in zip(classes, swap, strict=True)], 0, name="host")
         return lp
 
 
 @dataclass(frozen=True)
-class _Bins:
-    """The bin of each position, the position of each bin that needs the most bytes, the time of each bin."""
-
-    of: Ints
-    probes: Ints
-    seconds: Floats
-
-
-@dataclass(frozen=True)
-class _Flow:
-    """The bytes of a gap, the time of its copies and of a recomputation, and its bins and probes."""
+class _Class:
+    """Gaps that share a variable: bytes and seconds of all of them; bins and probes are the same for each."""
 
     size: float
     out: float
@@ -206,6 +226,27 @@ class _Flow:
     due: int
     opens: int
     closes: int
+
+    def key(self) -> tuple[object, ...]:
+        """Return the properties that gaps must have in common to share a variable."""
+        price = None
+        if self.again is not None:
+            price = round(np.log(max(self.again / self.size, 1e-12)) / _ALIKE)
+        return self.copies_out, self.wraps, self.first, self.due, self.opens, self.closes, price
+
+    def joined(self, other: _Class) -> _Class:
+        size, again = self.size + other.size, None
+        if self.again is not None and other.again is not None:
+            again = size * min(self.again / self.size, other.again / other.size)
+        return replace(
+            self,
+            size=size,
+            out=self.out + other.out,
+            back=self.back + other.back,
+            out_duplex=self.out_duplex + other.out_duplex,
+            back_duplex=self.back_duplex + other.back_duplex,
+            again=again,
+        )
 
 
 class _LinearProgram:

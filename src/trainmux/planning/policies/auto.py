@@ -118,8 +118,6 @@ class _AutoSearch:
         self.idle_seconds = GapSpans(self.body, self.gaps).idle_seconds.tolist()
         self.rng = random.Random(policy.seed)
         self.best: _Found | None = None
-        self.is_new = False
-        """Whether the best is not handed out yet."""
         evaluations = policy.evaluations
         if evaluations is None:
             per_node = _EVALUATED_NODES // max(1, self.body.length)
@@ -134,21 +132,23 @@ class _AutoSearch:
         if least > limit:
             raise infeasible(self.task, self.policy.name, least - limit)
         is_small = self.body.length <= _SMALL_BODY
+        handed_out: _Found | None = None
         for choices in self._roundings():
             is_quicker = self._look_at(self._made_to_fit(choices))
             if self.best is not None and not is_small:
-                yield self._emit() if is_quicker else None
+                handed_out = self.best
+                yield self.best.schedule if is_quicker else None
             if self._is_done():
                 break
         if self.best is None:
             self._look_at(self._made_to_fit([Choice.SWAP] * len(self.gaps)))
         if self.best is None:
             raise infeasible(self.task, self.policy.name, 1)
-        if self.is_new:
-            yield self._emit()
+        if self.best is not handed_out:
+            yield self.best.schedule
         while self.left > 0 and not self._is_done():
             self.left -= 1
-            yield self._emit() if self._look_at(self._changed(self.best)) else None
+            yield self.best.schedule if self._look_at(self._changed(self.best)) else None
 
     def _is_done(self) -> bool:
         return self.best is not None and self.best.seconds <= self.least_seconds * (1 + _ROUNDING)
@@ -225,7 +225,7 @@ class _AutoSearch:
             return False
         if self.best is not None and seconds >= self.best.seconds * (1 - _ROUNDING):
             return False
-        self.best, self.is_new = _Found(choices, schedule, seconds), True
+        self.best = _Found(choices, schedule, seconds)
         return True
 
     def _least(self, needs: Demand) -> float:
@@ -238,11 +238,6 @@ class _AutoSearch:
             if swap.copies_out:
                 seconds_out += record.swap_out_seconds
         return max(compute, seconds_out, seconds_in)
-
-    def _emit(self) -> Schedule:
-        assert self.best is not None
-        self.is_new = False
-        return self.best.schedule
 
     def _reasons(self, choices: Sequence[Choice], needs: Demand) -> dict[Key, str]:
         """Why each tensor was given up as it was, in words."""
@@ -313,7 +308,8 @@ class _Eviction:
         """Give up the cheapest at the peak, one in small bodies and several in large ones; returns which."""
         taken: list[int] = []
         given_up = 0
-        for number, choice in self._cheapest(np.nonzero(self._spans.around(peak))[0]):
+        idle = self._spans.around_any(np.arange(self._body.length) == peak)
+        for number, choice in self._cheapest(np.nonzero(idle)[0]):
             if taken and (given_up >= excess or len(taken) >= self._batch):
                 break
             gap = self._gaps[number]
