@@ -3,12 +3,11 @@
 from trainmux.planning._body import Infeasible, Task
 from trainmux.planning._fewer_waits import fewer_waits
 from trainmux.planning._fixed import fit_program
-from trainmux.planning._measured_timeline import measured_timeline
 from trainmux.planning._memory import peak_live_bytes
 from trainmux.planning._plan import TIME_LIMIT_SECONDS, BudgetCost, Planner, PlanProgress
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._slab import Slab, Tenant, pack
-from trainmux.planning._timeline import lane_times, timeline
+from trainmux.planning._timeline import lane_times, measured_timeline, timeline
 from trainmux.planning.partition import PlannedGroup, find_partitions
 from trainmux.planning.policies._known import POLICY_NAMES, policy_named
 

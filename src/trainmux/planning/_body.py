@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trainmux.errors import TrainmuxError
 from trainmux.ir import ByteClass, Multiplexing, Profile, ProfiledTensor, Schedule
-from trainmux.planning._facts import Derivations, Facts, Gap, facts_of, num_forward, remembered
+from trainmux.planning._facts import Facts, Gap, facts_of, num_forward, remembered
 
 Node = tuple[int, int]
 """A node of a body: (sub-array, rank)."""
@@ -92,16 +92,12 @@ class FixedBody:
     """
 
     def __init__(
-        self,
-        task: Task,
-        order: Sequence[Node],
-        all_facts: Sequence[Facts] | None = None,
-        derivations: Derivations | None = None,
+        self, profiles: Sequence[Profile], multiplexing: Multiplexing, order: Sequence[Node]
     ) -> None:
-        self.task = task
+        self.profiles = tuple(profiles)
+        self.multiplexing = multiplexing
         self.order = tuple(order)
-        self.all_facts = tuple(all_facts) if all_facts is not None else known_facts(task)
-        self.derivations = derivations if derivations is not None else Derivations()
+        self.all_facts = tuple(map(facts_of, profiles))
         self.length = len(self.order)
         ends = list(accumulate(len(facts.nodes) for facts in self.all_facts))
         begins = [0, *ends[:-1]]
@@ -129,20 +125,16 @@ class FixedBody:
 
     def record(self, gap: Gap) -> ProfiledTensor:
         """The profiled tensor of a gap."""
-        return self.task.profiles[gap.sub_array].tensors[gap.tensor]
-
-    def reordered(self, order: Sequence[Node]) -> FixedBody:
-        """This body's task with its nodes in another order."""
-        return FixedBody(self.task, order, self.all_facts, self.derivations)
+        return self.profiles[gap.sub_array].tensors[gap.tensor]
 
     def plain_schedule(self) -> Schedule:
         """The order, with nothing swapped and nothing recomputed."""
-        return Schedule(self.task.multiplexing, self.order, (), ())
+        return Schedule(self.multiplexing, self.order, (), ())
 
     def _tensors(self) -> Ints:
         steps: Ints = np.zeros(self.length + 1, dtype=np.int64)
         base = first = 0
-        ring = self.task.multiplexing is Multiplexing.RING
+        ring = self.multiplexing is Multiplexing.RING
         for sub_array, facts in enumerate(self.all_facts):
             static_bytes, first_ranks, last_ranks, sizes, is_result = _spans(facts)
             base += static_bytes
@@ -160,6 +152,16 @@ class FixedBody:
         return tensors
 
 
+def plain_body(profiles: Sequence[Profile], multiplexing: Multiplexing) -> FixedBody:
+    """The nodes in plain order."""
+    return _plain_body(multiplexing, *profiles)
+
+
+@remembered
+def _plain_body(multiplexing: Multiplexing, *profiles: Profile) -> FixedBody:
+    return FixedBody(profiles, multiplexing, plain_order(profiles, multiplexing))
+
+
 @remembered
 def _node_rows(facts: Facts) -> tuple[Floats, Ints, Ints]:
     """Of a sub-array's nodes, by rank: seconds, workspaces, and the bytes of what they create."""
@@ -175,7 +177,6 @@ class GapSpans:
 
     def __init__(self, body: FixedBody, gaps: Sequence[Gap]) -> None:
         places = [body.gap_places(gap) for gap in gaps]
-        self._length = body.length
         self._lasts: Ints = np.asarray([last for last, _ in places], dtype=np.int64)
         self._firsts: Ints = np.asarray([first for _, first in places], dtype=np.int64)
         idle = body.starts[self._firsts] - body.starts[self._lasts + 1]
@@ -188,10 +189,6 @@ class GapSpans:
         within = so_far[self._firsts] - so_far[self._lasts + 1]
         found: Bools = np.where(self._lasts < self._firsts, within, within + so_far[-1]) > 0
         return found
-
-    def around(self, position: int) -> Bools:
-        """For each gap, whether its tensor is idle at a position."""
-        return self.around_any(np.arange(self._length) == position)
 
 
 @remembered
@@ -207,18 +204,13 @@ def _spans(facts: Facts) -> tuple[int, Ints, Ints, Ints, Bools]:
     )
 
 
-def known_facts(task: Task) -> tuple[Facts, ...]:
-    """The facts of each sub-array; those that share a profile share them."""
-    return tuple(facts_of(profile) for profile in task.profiles)
-
-
 def part_of(task: Task, sub_arrays: Sequence[int]) -> Task:
     """Some sub-arrays by themselves, within what the static tensors and results of the others leave."""
     limit_bytes = task.limit_bytes
-    for sub_array, facts in enumerate(known_facts(task)):
-        for record in facts.tensors if sub_array not in sub_arrays else ():
-            if record.byte_class.is_static or record.byte_class is ByteClass.RESULT:
-                limit_bytes -= record.memory_size
+    for sub_array, profile in enumerate(task.profiles):
+        for tensor in profile.tensors if sub_array not in sub_arrays else ():
+            if tensor.byte_class.is_static or tensor.byte_class is ByteClass.RESULT:
+                limit_bytes -= tensor.size_bytes
     host_bytes = len(sub_arrays) * task.host_bytes // len(task.profiles)
     profiles = tuple(task.profiles[each] for each in sub_arrays)
     return Task(profiles, task.multiplexing, limit_bytes, host_bytes)

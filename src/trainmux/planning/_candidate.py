@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from trainmux.errors import PlanError
-from trainmux.ir import Multiplexing, Part, Profile, Program, Schedule, SubArray
-from trainmux.planning._body import FixedBody, Infeasible, Policy, Task, plain_order
-from trainmux.planning._rewrite import Draft, draft, place
-from trainmux.planning._slack import with_slack
-from trainmux.planning._timeline import lane_times
+from trainmux.ir import Multiplexing, Profile, Program, Schedule, SubArray
+from trainmux.planning._body import FixedBody, Infeasible, Policy, Task, plain_body
+from trainmux.planning._draft import Draft, draft
+from trainmux.planning._rewrite import place
 
 ROUNDING = 1e-9
 """Times that differ by less than this share differ by the rounding of sums alone."""
@@ -24,12 +22,6 @@ _TIGHTENINGS = (1, 1, 1, 2, 4)
 """On each retry, lower the policy's limit by this multiple of the slab's overshoot, and by a little more."""
 _LITTLE_MORE = 1 / 400
 """The part of the limit by which it is lowered in addition: a small overshoot tends to come back."""
-_SLOW_COPIES = 1.3
-"""How much longer copies take where it is asked what a schedule would take if they did."""
-_SLACK = 1.5
-"""How much longer copies may take before compute waits for one, if there is room."""
-_SLACK_TRIES = 2
-"""How often slack is sought, within fewer live bytes each time, until what it takes can be placed."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +68,10 @@ class Arrangement:
         """The problem of scheduling it within so many bytes."""
         return Task(self.profiles, self.multiplexing, limit_bytes, host_bytes)
 
-    @cached_property
+    @property
     def body(self) -> FixedBody:
         """The nodes in plain order."""
-        return FixedBody(self.task(0, 0), plain_order(self.profiles, self.multiplexing))
+        return plain_body(self.profiles, self.multiplexing)
 
     @property
     def plain_bytes(self) -> int:
@@ -94,13 +86,12 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule of an arrangement, placed and timed; ``slow_copy_seconds`` if copies were slower."""
+    """A schedule of an arrangement, placed and timed."""
 
     arrangement: Arrangement
     schedule: Schedule
     program: Program
     seconds: float
-    slow_copy_seconds: float
 
     @property
     def slab_bytes(self) -> int:
@@ -110,59 +101,25 @@ class Candidate:
     def reserved_bytes(self) -> int:
         return self.slab_bytes + self.arrangement.scratch_bytes
 
-    @property
-    def is_robust(self) -> bool:
-        """Whether slower copies cost nothing."""
-        return self.slow_copy_seconds <= self.seconds * (1 + ROUNDING)
-
     def is_better_than(self, other: Candidate | None) -> bool:
-        """Whether it is quicker, or as quick and less of it depends on the speed of copies."""
-        if other is None or self.seconds < other.seconds * (1 - ROUNDING):
-            return True
-        is_as_quick = self.seconds <= other.seconds * (1 + ROUNDING)
-        return is_as_quick and self.slow_copy_seconds < other.slow_copy_seconds * (1 - ROUNDING)
-
-    def with_slack(self, limit_bytes: int) -> Candidate:
-        """Begin copies earlier and wait for them later, as far as that fits and costs no time."""
-        live_bytes = limit_bytes
-        for _ in range(0 if self.is_robust else _SLACK_TRIES):
-            timed = _slackened(self.arrangement, self.schedule, self.program.body, live_bytes)
-            if timed is None or timed.seconds > self.seconds * (1 + ROUNDING):
-                break
-            found = timed.placed(limit_bytes)
-            if found.slab_bytes <= limit_bytes:
-                return found if found.is_better_than(self) else self
-            live_bytes -= 2 * (found.slab_bytes - limit_bytes)
-        return self
+        """Whether it is quicker."""
+        return other is None or self.seconds < other.seconds * (1 - ROUNDING)
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """A schedule of which only the offsets are missing."""
-
-    arrangement: Arrangement
-    schedule: Schedule
-    draft: Draft
-    seconds: float
-
-    def placed(self, enough_bytes: int = 0) -> Candidate:
-        """Find offsets; the search for a smaller slab ends at ``enough_bytes``."""
-        profiles = self.arrangement.profiles
-        program = place(profiles, self.draft, enough_bytes=enough_bytes)
-        slow = self.seconds
-        if self.schedule.swaps:
-            slow = lane_times(program.body, profiles, _SLOW_COPIES, counts_meetings=False).seconds
-        return Candidate(self.arrangement, self.schedule, program, self.seconds, slow)
-
-
-def place_plainly(arrangement: Arrangement) -> Candidate:
-    """The arrangement with nothing swapped and nothing recomputed."""
-    return _timed(arrangement, arrangement.body.plain_schedule()).placed()
+def place_draft(arrangement: Arrangement, made: Draft, enough_bytes: int = 0) -> Candidate:
+    """Find offsets; the search for a smaller slab ends at ``enough_bytes``."""
+    program = place(arrangement.profiles, made, enough_bytes=enough_bytes)
+    return Candidate(arrangement, made.schedule, program, made.seconds)
 
 
 def place_schedule(arrangement: Arrangement, schedule: Schedule) -> Candidate:
     """A schedule on the smallest slab that is found."""
-    return _timed(arrangement, schedule).placed()
+    return place_draft(arrangement, draft(arrangement.profiles, schedule))
+
+
+def place_plainly(arrangement: Arrangement) -> Candidate:
+    """The arrangement with nothing swapped and nothing recomputed."""
+    return place_schedule(arrangement, arrangement.body.plain_schedule())
 
 
 class ScheduleSearch:
@@ -175,7 +132,7 @@ class ScheduleSearch:
     def __init__(self, arrangement: Arrangement, policy: Policy, limit_bytes: int, host_bytes: int) -> None:
         self.arrangement = arrangement
         self.limit_bytes = limit_bytes
-        self.drawn: _Timed | None = None
+        self.drawn: Draft | None = None
         self.seconds = float("inf")
         self.lacking_bytes = 0
         self.is_over = False
@@ -187,14 +144,14 @@ class ScheduleSearch:
 
     def draw(self) -> None:
         """Take the policy's next schedule; it may have none for now, or be at its end."""
-        self.drawn = self._next_timed()
+        self.drawn = self._next_draft()
         if self.drawn is not None:
             self.seconds = min(self.seconds, self.drawn.seconds)
 
     def place(self) -> Candidate | None:
         """Place what is drawn. Where it does not fit, the first schedule for a lower limit is drawn."""
         assert self.drawn is not None
-        found, self.drawn = self._hurried(self.drawn).placed(self.limit_bytes), None
+        found, self.drawn = place_draft(self.arrangement, self.drawn, self.limit_bytes), None
         if found.slab_bytes <= self.limit_bytes:
             return found
         times = next(self._retries, None)
@@ -220,12 +177,10 @@ class ScheduleSearch:
     def _ask(self) -> Iterator[Schedule | None]:
         return self._policy.schedules(self.arrangement.task(self._tightened, self._host_bytes))
 
-    def _next_timed(self) -> _Timed | None:
+    def _next_draft(self) -> Draft | None:
         try:
             schedule = next(self._schedules)
-            if schedule is None:
-                return None
-            return _timed(self.arrangement, schedule)
+            return None if schedule is None else draft(self.arrangement.profiles, schedule)
         except StopIteration:
             self.is_over = True
             return None
@@ -235,27 +190,3 @@ class ScheduleSearch:
             return None
         except PlanError:  # decisions that no program can carry out
             return None
-
-    def _hurried(self, timed: _Timed) -> _Timed:
-        """With copies begun earlier, where compute waits for them and that helps."""
-        if timed.seconds <= self.arrangement.compute_seconds * (1 + ROUNDING) or not timed.schedule.swaps:
-            return timed
-        hurried = _slackened(self.arrangement, timed.schedule, timed.draft.body, self._tightened)
-        return hurried if hurried is not None and hurried.seconds < timed.seconds else timed
-
-
-def _timed(arrangement: Arrangement, schedule: Schedule) -> _Timed:
-    made = draft(arrangement.profiles, schedule)
-    seconds = lane_times(made.body, arrangement.profiles, counts_meetings=False).seconds
-    return _Timed(arrangement, schedule, made, seconds)
-
-
-def _slackened(arrangement: Arrangement, schedule: Schedule, body: Part, limit_bytes: int) -> _Timed | None:
-    """A schedule with slack; ``None`` where that is none, or nothing changes."""
-    found = with_slack(schedule, body, arrangement.profiles, limit_bytes, _SLACK)
-    if found == schedule:
-        return None
-    try:
-        return _timed(arrangement, found)
-    except PlanError:
-        return None

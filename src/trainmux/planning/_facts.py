@@ -16,9 +16,8 @@ a search needs that. A dropped tensor may be made again early, for others to rea
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import wraps
@@ -33,10 +32,9 @@ Key = tuple[int, int]
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
-_MAX_REMEMBERED = 64
 
 
-def remembered(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+def remembered(function: Callable[_Given, _Result], max_remembered: int = 64) -> Callable[_Given, _Result]:
     """A pure function of objects by position, called once for those that are still remembered."""
     known: OrderedDict[tuple[int, ...], tuple[object, _Result]] = OrderedDict()
 
@@ -45,7 +43,7 @@ def remembered(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]
         key = tuple(map(id, given))
         if key not in known:
             known[key] = (given, function(*given, **none))
-            if len(known) > _MAX_REMEMBERED:
+            if len(known) > max_remembered:
                 known.popitem(last=False)
         known.move_to_end(key)
         return known[key][1]
@@ -57,9 +55,8 @@ def remembered(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]
 class TensorFacts:
     """A storage and the ranks that touch it, rising.
 
-    ``last_fw_access`` and ``first_bw_access`` are ``None`` where there is no such access. ``lifetime`` is
-    from the first to the last rank at which the bytes must be there, both included: all ranks for static
-    tensors, and to the last rank for results.
+    ``lifetime`` is from the first to the last rank at which the bytes must be there, both included: all ranks
+    for static tensors, and to the last rank for results.
     """
 
     tensor: int
@@ -67,8 +64,6 @@ class TensorFacts:
     memory_size: int
     accesses: tuple[int, ...]
     changed_at: tuple[int, ...]
-    last_fw_access: int | None
-    first_bw_access: int | None
     lifetime: tuple[int, int]
 
 
@@ -78,8 +73,8 @@ class Facts:
     ``num_forward`` ranks are the forward pass, the rest backward pass and update. ``start_seconds`` has one
     entry more than there are nodes: when each begins with nothing else running, and when the last one ends.
     ``created_bytes`` are those that each rank creates, ``made_by`` has the rank that creates each tensor, -1
-    for what is there before the step. ``feature_maps`` are the tensors that can be swapped or recomputed:
-    of that class, created in the forward pass and needed in the backward pass.
+    for what is there before the step. ``feature_maps`` are the tensors that can be swapped or recomputed,
+    of that class and needed in both passes, each with its ``last_fw_access`` and ``first_bw_access``.
 
     Refused with `PlanError`: a forward node behind a backward one, a position that names no tensor, a
     tensor that is used before it exists, created twice, or neither static nor created.
@@ -96,13 +91,12 @@ class Facts:
         self.created_bytes = tuple(
             sum(profile.tensors[tensor].size_bytes for tensor in node.creates) for node in self.nodes
         )
-        self.feature_maps = tuple(
-            facts.tensor
-            for facts in self.tensors
-            if facts.byte_class is ByteClass.FEATURE_MAP
-            and facts.last_fw_access is not None
-            and facts.first_bw_access is not None
-        )
+        self.feature_maps: dict[int, tuple[int, int]] = {}
+        for facts in self.tensors:
+            forward = [rank for rank in facts.accesses if rank < self.num_forward]
+            backward = facts.accesses[len(forward) :]
+            if facts.byte_class is ByteClass.FEATURE_MAP and forward and backward:
+                self.feature_maps[facts.tensor] = forward[-1], backward[0]
 
     def _walk(self) -> tuple[list[list[int]], list[list[int]]]:
         """Note who makes each tensor; returns the ranks that access each, and those that change it."""
@@ -138,8 +132,6 @@ class Facts:
 
     def _tensor(self, tensor: int, accesses: list[int], changed_at: list[int]) -> TensorFacts:
         record, last_rank = self.profile.tensors[tensor], len(self.nodes) - 1
-        forward = [rank for rank in accesses if rank < self.num_forward]
-        backward = [rank for rank in accesses if rank >= self.num_forward]
         if record.byte_class.is_static:
             lifetime = (0, last_rank)
         else:
@@ -151,8 +143,6 @@ class Facts:
             record.size_bytes,
             tuple(accesses),
             tuple(changed_at),
-            forward[-1] if forward else None,
-            backward[0] if backward else None,
             lifetime,
         )
 
@@ -189,11 +179,6 @@ class Choice(IntEnum):
 
 
 RECOMPUTED = (Choice.RECOMPUTE, Choice.RECOMPUTE_EARLY)
-_MAX_KNOWN = 2000
-"""Derivations that are remembered at a time."""
-_NUM_LAST = 3
-_MAX_MORE = 64
-"""Tensors more than the last time for which a derivation is extended and not made anew."""
 
 
 @dataclass(frozen=True)
@@ -249,14 +234,11 @@ def find_gaps(all_facts: Sequence[Facts], *, with_static: bool) -> tuple[Gap, ..
     gaps: list[Gap] = []
     for sub_array, facts in enumerate(all_facts):
         can_recompute = _recomputable(facts)
-        for tensor in facts.feature_maps:
-            record = facts.tensors[tensor]
-            last, first = record.last_fw_access, record.first_bw_access
-            assert last is not None
-            assert first is not None
-            if record.memory_size and first > last + 1:
+        for tensor, (last, first) in facts.feature_maps.items():
+            size = facts.tensors[tensor].memory_size
+            if size and first > last + 1:
                 again = tensor in can_recompute
-                gaps.append(Gap(sub_array, tensor, record.memory_size, last, first, False, True, again))
+                gaps.append(Gap(sub_array, tensor, size, last, first, False, True, again))
     if with_static:
         for sub_array, facts in enumerate(all_facts):
             for record in facts.tensors:
@@ -284,57 +266,17 @@ def _static_gaps(sub_array: int, record: TensorFacts, facts: Facts) -> list[Gap]
     return [Gap(sub_array, record.tensor, size, last, first, True, copies_out, False)]
 
 
-class Derivations:
-    """Derivations that were asked for before, of sub-arrays that share facts together.
-
-    One that has a few tensors more than one of the last is derived from that: only those recomputations that
-    read one of them change.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, frozenset[tuple[int, Choice]]], Derivation | None] = {}
-        self._last: dict[int, deque[tuple[dict[int, Choice], Derivation]]] = {}
-
-    def of(self, facts: Facts, recomputed: Mapping[int, Choice]) -> Derivation | None:
-        """The recomputations of a sub-array's feature maps; ``None`` where one cannot be made again.
-
-        Every other tensor counts as on the device as long as it is needed: one that is swapped is brought
-        back for whoever reads it first.
-        """
-        key = (id(facts), frozenset(recomputed.items()))
-        if key not in self._known:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            step = _step_of(facts)
-            self._known[key] = self._from_last(step, recomputed) or _Deriving(step, recomputed).run()
-        derivation = self._known[key]
-        if derivation is not None:
-            last = self._last.setdefault(id(facts), deque(maxlen=_NUM_LAST))
-            last.appendleft((dict(recomputed), derivation))
-        return derivation
-
-    def _from_last(self, step: _Step, recomputed: Mapping[int, Choice]) -> Derivation | None:
-        if Choice.RECOMPUTE_EARLY in recomputed.values():
-            return None
-        for before, derivation in self._last.get(id(step.facts), ()):
-            if 0 <= len(recomputed) - len(before) <= _MAX_MORE and before.items() <= recomputed.items():
-                return _Deriving(step, recomputed).run(derivation, recomputed.keys() - before.keys())
-        return None
-
-
 class RecomputePrices:
     """The price of recomputing one feature map more, beside those that are ``recomputed`` already.
 
-    Prices stay known while tensors are added that they have nothing to do with. Those that have are worked
-    out anew only when they are asked for: they rise, so the old one is `at_least` the price until then.
+    Prices stay known while tensors are added that they have nothing to do with.
     """
 
     def __init__(self, facts: Facts, recomputed: Mapping[int, Choice]) -> None:
-        self._step = _step_of(facts)
+        self._facts = facts
         self._recomputed = dict(recomputed)
-        self._made_before = {tensor: self._step.first_bw[tensor] for tensor in recomputed}
+        self._made_before = {tensor: facts.feature_maps[tensor][1] for tensor in recomputed}
         self._known: dict[int, tuple[float, set[int]] | None] = {}
-        self._before: dict[int, float] = {}
 
     def seconds(self, tensor: int) -> float | None:
         """For one; ``None`` where it cannot be made again."""
@@ -343,34 +285,21 @@ class RecomputePrices:
         known = self._known[tensor]
         return known[0] if known is not None else None
 
-    def at_least(self, tensor: int) -> float | None:
-        """A price that `seconds` is not below; ``None`` where it cannot be made again."""
-        if tensor not in self._known and tensor in self._before:
-            return self._before[tensor]
-        return self.seconds(tensor)
-
-    def is_known(self, tensor: int) -> bool:
-        """Whether `at_least` is the price itself."""
-        return tensor in self._known
-
     def add(self, tensor: int, choice: Choice) -> None:
         """Recompute one more; those that read it cost more from now on."""
         self._recomputed[tensor] = choice
-        self._made_before[tensor] = self._step.first_bw[tensor]
+        self._made_before[tensor] = self._facts.feature_maps[tensor][1]
         for other, known in list(self._known.items()):
             if known is not None and tensor in known[1]:
-                self._before[other] = known[0]
                 del self._known[other]
 
     def _price(self, tensor: int) -> tuple[float, set[int]] | None:
-        deriving = _Deriving(self._step, self._recomputed)
-        deriving.made_before = self._made_before
-        if Choice.RECOMPUTE_EARLY in self._recomputed.values():
-            deriving.made_before = dict(self._made_before)  # which making early adds to
-        found = deriving.ranks_for(tensor, self._step.first_bw[tensor])
+        # Making others early adds to what is made before.
+        deriving = _Deriving(self._facts, self._recomputed, dict(self._made_before))
+        found = deriving.ranks_for(tensor, self._facts.feature_maps[tensor][1])
         if found is None:
             return None
-        return sum(self._step.seconds[rank] for rank in sorted(found[0])), found[1]
+        return sum(self._facts.nodes[rank].seconds for rank in sorted(found[0])), found[1]
 
 
 def prices_beside(
@@ -408,98 +337,76 @@ def recompute_bytes(facts: Facts, tensor: int, nodes: Iterable[int]) -> int:
     return peak
 
 
-class _Step:
-    """Facts of a sub-array that deriving asks for, in flat lists by tensor and by rank."""
+def derive(facts: Facts, recomputed: Mapping[int, Choice]) -> Derivation | None:
+    """All recomputations of a sub-array's feature maps; ``None`` where one cannot be made again.
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
-        self.created_at = facts.made_by
-        self.is_static = [record.byte_class.is_static for record in facts.tensors]
-        self.last_needed = [record.lifetime[1] for record in facts.tensors]
-        self.changed_at = [record.changed_at for record in facts.tensors]
-        nodes = facts.nodes
-        self.first_change = [changed[0] if changed else len(nodes) for changed in self.changed_at]
-        self.first_bw = [record.first_bw_access or 0 for record in facts.tensors]  # feature maps have one
-        self.reads = [node.reads for node in nodes]
-        self.creates = [node.creates for node in nodes]
-        self.may_repeat = [node.is_repeatable and not node.changes for node in nodes]
-        self.seconds = [node.seconds for node in nodes]
-
-
-_step_of = remembered(_Step)
+    Every other tensor counts as on the device as long as it is needed: one that is swapped is brought back
+    for whoever reads it first.
+    """
+    deriving = _Deriving(facts, recomputed, {})
+    first_bw_access = {tensor: facts.feature_maps[tensor][1] for tensor in recomputed}
+    # In the order they run: sources that are made early have been made when others need them.
+    for tensor in sorted(recomputed, key=lambda t: (first_bw_access[t], facts.made_by[t])):
+        if tensor not in deriving.made_before and not deriving.make(tensor, first_bw_access[tensor]):
+            return None
+    first_reads: dict[int, int] = {}
+    for each in deriving.recomputes:
+        for read in each.reads:
+            first_reads[read] = min(each.before, first_reads.get(read, each.before))
+    return Derivation(tuple(deriving.recomputes), first_reads)
 
 
 class _Deriving:
-    def __init__(self, step: _Step, recomputed: Mapping[int, Choice]) -> None:
-        self.step = step
-        self.recomputed = recomputed
-        self.made_before: dict[int, int] = {}
+    """Recomputations one after another; ``made_before`` has the rank before which each tensor is made."""
+
+    def __init__(self, facts: Facts, recomputed: Mapping[int, Choice], made_before: dict[int, int]) -> None:
+        self._facts = facts
+        self._recomputed = recomputed
+        self.made_before = made_before
         self.recomputes: list[Derived] = []
-
-    def run(
-        self, before: Derivation | None = None, more: AbstractSet[int] = frozenset()
-    ) -> Derivation | None:
-        """All of them, as they run: sources that are made early have been made when others need them.
-
-        ``before`` is right but for the tensors ``more`` and those that read them.
-        """
-        known = {each.tensor: each for each in before.recomputes} if before is not None else {}
-        first_uses, created_at = self.step.first_bw, self.step.created_at
-        for tensor in sorted(self.recomputed, key=lambda t: (first_uses[t], created_at[t])):
-            each = known.get(tensor)
-            if each is not None and more.isdisjoint(each.reads):
-                self.recomputes.append(each)
-                self.made_before[tensor] = each.before
-            elif tensor not in self.made_before and not self._make(tensor, first_uses[tensor]):
-                return None
-        first_reads: dict[int, int] = {}
-        for each in self.recomputes:
-            for read in each.reads:
-                if each.before < first_reads.get(read, each.before + 1):
-                    first_reads[read] = each.before
-        return Derivation(tuple(self.recomputes), first_reads)
 
     def ranks_for(self, tensor: int, anchor: int) -> tuple[set[int], set[int]] | None:
         """The ranks that make ``tensor`` just before rank ``anchor``, and what they read from outside."""
-        step, first_change = self.step, self.step.first_change
+        nodes, made_by = self._facts.nodes, self._facts.made_by
         ranks: set[int] = set()
         reads: set[int] = set()
         waiting = [tensor]
         while waiting:
             made = waiting.pop()
-            rank = step.created_at[made]
-            if rank < 0 or (first_change[made] < anchor and self._is_changed(made, rank, anchor)):
+            rank = made_by[made]
+            if rank < 0 or self._is_changed(made, rank, anchor):
                 return None
             if rank in ranks:
                 continue
-            if not step.may_repeat[rank]:
+            node = nodes[rank]
+            if not node.is_repeatable or node.changes:
                 return None
             ranks.add(rank)
-            for read in step.reads[rank]:
-                if step.is_static[read] or self._is_there(read, anchor):
-                    if first_change[read] < anchor and self._is_changed(read, rank, anchor):
+            for read in node.reads:
+                if self._is_there(read, anchor):
+                    if self._is_changed(read, rank, anchor):
                         return None
                     reads.add(read)
                 else:
                     waiting.append(read)
         # What one of the ranks makes need not be read from outside as well.
         for rank in ranks:
-            reads.difference_update(step.creates[rank])
+            reads.difference_update(nodes[rank].creates)
         return ranks, reads
 
-    def _make(self, tensor: int, anchor: int) -> bool:
+    def make(self, tensor: int, anchor: int) -> bool:
         """Note how ``tensor`` is made just before rank ``anchor``; ``False`` where it cannot be."""
         found = self.ranks_for(tensor, anchor)
         if found is None:
             return False
-        facts = self.step.facts
+        facts = self._facts
         ranks = tuple(sorted(found[0]))
         self.recomputes.append(
             Derived(
                 tensor,
                 ranks,
                 anchor,
-                sum(self.step.seconds[rank] for rank in ranks),
+                sum(facts.nodes[rank].seconds for rank in ranks),
                 recompute_bytes(facts, tensor, ranks) - facts.tensors[tensor].memory_size,
                 tuple(sorted(found[1])),
             )
@@ -509,12 +416,12 @@ class _Deriving:
 
     def _is_there(self, tensor: int, anchor: int) -> bool:
         """Whether it is on the device just before ``anchor``, or can be brought or made there by then."""
-        if anchor > self.step.last_needed[tensor]:
+        if anchor > self._facts.tensors[tensor].lifetime[1]:
             return False
-        choice = self.recomputed.get(tensor)
+        choice = self._recomputed.get(tensor)
         if choice is None or self.made_before.get(tensor, anchor + 1) <= anchor:
             return True
-        return choice is Choice.RECOMPUTE_EARLY and self._make(tensor, anchor)
+        return choice is Choice.RECOMPUTE_EARLY and self.make(tensor, anchor)
 
     def _is_changed(self, tensor: int, after: int, before: int) -> bool:
-        return any(after < rank < before for rank in self.step.changed_at[tensor])
+        return any(after < rank < before for rank in self._facts.tensors[tensor].changed_at)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from trainmux.errors import PlanError
 from trainmux.ir import Lane
@@ -56,117 +57,67 @@ def run_lanes(
                 f"a wait must name an operation issued before it, but the wait at {position} names "
                 f"{waits[position]}; issue what is waited for first"
             )
-    compute_queue, out_queue, in_queue = queues
-    num_compute, num_out, num_in = len(compute_queue), len(out_queue), len(in_queue)
-    next_compute = next_out = next_in = 0
     starts, ends = [0.0] * len(lanes), [0.0] * len(lanes)
     ended = bytearray(len(lanes))
-
-    now = compute_end = out_end = in_end = 0.0
-    running = going_out = coming_in = -1  # positions of what the lanes are at, -1 for nothing
-    # Progress: the share that was left at a moment, and the seconds that the whole takes since.
-    out_left = in_left = out_since = in_since = out_pace = in_pace = 0.0
-    compute_left = compute_since = compute_pace = 0.0
-    is_duplex = has_copies = False
-    compute_seconds = stall_seconds = copy_seconds = hidden_copy_seconds = 0.0
+    issued = [0, 0, 0]
+    running = [-1, -1, -1]  # positions of what the lanes are at, -1 for nothing
+    # Progress: the share that was left at a moment, the seconds that the whole takes since, and its end.
+    left, since, pace, due = ([0.0, 0.0, 0.0] for _ in range(4))
+    was_slowed = (False, False, False)
+    now = compute_seconds = stall_seconds = copy_seconds = hidden_copy_seconds = 0.0
 
     while True:
         # Start whatever can start now. What takes no time may let another lane go on, hence the repetition.
-        out_starts = in_starts = compute_starts = False
+        begins = [False, False, False]
         moved = True
         while moved:
             moved = False
-            while running < 0 and next_compute < num_compute:
-                position = compute_queue[next_compute]
-                on = waits[position]
-                if on >= 0 and not ended[on]:
-                    break
-                next_compute += 1
-                starts[position] = now
-                if alone[position] > 0.0:
-                    running = position
-                    compute_starts = True
-                else:
-                    ends[position] = now
-                    ended[position] = moved = True
-            while going_out < 0 and next_out < num_out:
-                position = out_queue[next_out]
-                on = waits[position]
-                if on >= 0 and not ended[on]:
-                    break
-                next_out += 1
-                starts[position] = now
-                if alone[position] > 0.0:
-                    going_out = position
-                    out_starts = True
-                else:
-                    ends[position] = now
-                    ended[position] = moved = True
-            while coming_in < 0 and next_in < num_in:
-                position = in_queue[next_in]
-                on = waits[position]
-                if on >= 0 and not ended[on]:
-                    break
-                next_in += 1
-                starts[position] = now
-                if alone[position] > 0.0:
-                    coming_in = position
-                    in_starts = True
-                else:
-                    ends[position] = now
-                    ended[position] = moved = True
+            for lane, queue in enumerate(queues):
+                while running[lane] < 0 and issued[lane] < len(queue):
+                    position = queue[issued[lane]]
+                    on = waits[position]
+                    if on >= 0 and not ended[on]:
+                        break
+                    issued[lane] += 1
+                    starts[position] = now
+                    if alone[position] > 0.0:
+                        running[lane] = position
+                        begins[lane] = True
+                    else:
+                        ends[position] = now
+                        ended[position] = moved = True
 
-        # A copy that starts, and one whose company came or went, gets the end it has at the present pace.
-        changes_pace = (going_out >= 0 and coming_in >= 0) != is_duplex
-        if changes_pace:
-            is_duplex = not is_duplex
-        if going_out >= 0 and (out_starts or changes_pace):
-            out_left = 1.0 if out_starts else _left(out_left, out_pace, now - out_since)
-            out_since = now
-            out_pace = duplex[going_out] if is_duplex else alone[going_out]
-            out_end = now + out_left * out_pace
-        if coming_in >= 0 and (in_starts or changes_pace):
-            in_left = 1.0 if in_starts else _left(in_left, in_pace, now - in_since)
-            in_since = now
-            in_pace = duplex[coming_in] if is_duplex else alone[coming_in]
-            in_end = now + in_left * in_pace
-
-        changes_pace = (going_out >= 0 or coming_in >= 0) != has_copies
-        if changes_pace:
-            has_copies = not has_copies
-        if running >= 0 and (compute_starts or (changes_pace and alone[running] != duplex[running])):
-            compute_left = 1.0 if compute_starts else _left(compute_left, compute_pace, now - compute_since)
-            compute_since = now
-            compute_pace = duplex[running] if has_copies else alone[running]
-            compute_end = now + compute_left * compute_pace
+        # What starts, and what is slowed now or no longer, gets the end it has at the present pace.
+        goes_out, comes_in = running[OUT] >= 0, running[IN] >= 0
+        slowed = (goes_out or comes_in, goes_out and comes_in, goes_out and comes_in)
+        then = inf
+        for lane, position in enumerate(running):
+            if position < 0:
+                continue
+            if begins[lane] or slowed[lane] != was_slowed[lane]:
+                left[lane] = 1.0 if begins[lane] else _left(left[lane], pace[lane], now - since[lane])
+                since[lane] = now
+                pace[lane] = duplex[position] if slowed[lane] else alone[position]
+                due[lane] = now + left[lane] * pace[lane]
+            then = min(then, due[lane])
+        was_slowed = slowed
 
         # On to the next moment at which something ends.
-        if going_out < 0 and coming_in < 0:
-            if running < 0:
-                break
-            then = compute_end
-        else:
-            then = out_end if coming_in < 0 or (going_out >= 0 and out_end < in_end) else in_end
-            if running >= 0:
-                if compute_end < then:
-                    then = compute_end
+        if then == inf:
+            break
+        if goes_out or comes_in:
+            copy_seconds += then - now
+            if running[COMPUTE] >= 0:
                 hidden_copy_seconds += then - now
             else:
                 stall_seconds += then - now
-            copy_seconds += then - now
-            if going_out >= 0 and out_end <= then:
-                ends[going_out] = then
-                ended[going_out] = True
-                going_out = -1
-            if coming_in >= 0 and in_end <= then:
-                ends[coming_in] = then
-                ended[coming_in] = True
-                coming_in = -1
-        if running >= 0 and compute_end <= then:
-            compute_seconds += compute_pace if compute_left == 1.0 else then - starts[running]
-            ends[running] = then
-            ended[running] = True
-            running = -1
+        for lane, position in enumerate(running):
+            if position >= 0 and due[lane] <= then:
+                if lane == COMPUTE:
+                    compute_seconds += pace[lane] if left[lane] == 1.0 else then - starts[position]
+                ends[position] = then
+                ended[position] = True
+                running[lane] = -1
         now = then
 
     return LaneTimes(now, compute_seconds, stall_seconds, copy_seconds, hidden_copy_seconds, starts, ends)

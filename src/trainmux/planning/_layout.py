@@ -1,4 +1,4 @@
-"""Decisions with every copy placed, and how long a body takes with them.
+"""Decisions with every copy placed.
 
 Offloads run in the order of the last uses. A tensor's bytes are given back when its copy has ended. Where
 memory demands it earlier, compute waits for the copies that end first. Prefetches run in the order of their
@@ -8,12 +8,8 @@ copied before it. What is due first in the next pass may be fetched before this 
 
 What must be on the device in any case decides whether the decisions fit at all; the rest is slack. The times
 that serve to place copies are those of a link that is always busy both ways for copies to the host, because
-compute waits where bytes are given back though nobody needs them yet; for copies back it is never busy.
-
-How long all of it takes is simulated (`seconds_of`): the three lanes with as few operations as possible.
-Nodes between two decisions run one after another whatever the other lanes do, so they are one operation. The
-rest is issued as `rewrite` issues it: before a node what is released, fetched back and recomputed there,
-behind it what is copied out.
+compute waits where bytes are given back though nobody needs them yet; for copies back it is never busy. When
+all copies are placed, bytes are given back later where there is room, so that slower copies hold nobody up.
 """
 
 from __future__ import annotations
@@ -24,11 +20,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trainmux.ir import Profile, Recomputation, Schedule, Swap
+from trainmux.ir import Recomputation, Schedule, Swap
 from trainmux.planning._body import FixedBody, Floats, Ints
-from trainmux.planning._facts import Choice, Derivation, Derived, Gap
-from trainmux.planning._lanes import COMPUTE, IN, NO_WAIT, OUT, run_lanes
+from trainmux.planning._facts import Choice, Derivation, Derived, Gap, derive
 
+_SLACK = 1.5
+"""How much longer copies to the host may take before compute waits for one, if there is room."""
+_SLACK_ROOM = 0.96
+"""The part of the limit that slack may fill: in a full slab tensors find no place."""
 _TRIES_AHEAD = 4
 """How often it is tried to fetch more for the next pass, or less where that was too much."""
 
@@ -126,7 +125,7 @@ class Layout:
             )
             for each in self.recomputes
         )
-        return Schedule(self.body.task.multiplexing, order, swaps, recomputes)
+        return Schedule(self.body.multiplexing, order, swaps, recomputes)
 
 
 def demand(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]) -> Demand | None:
@@ -184,29 +183,31 @@ def lay_out(
     *,
     late: bool = False,
     prompts: Mapping[int, int] | None = None,
-) -> Layout | None:
-    """Place the copies of ``needs`` within the limit; ``None`` where that is not possible.
+) -> Layout:
+    """Place the copies of ``needs``, which fit into the limit.
 
     With ``late`` prefetches are issued as late as they can be without holding up compute, not as early. With
     ``prompts`` each is issued just before the position given for its gap.
     """
     if prompts is not None:
         needs = _back_by(prompts, gaps, needs)
-    if needs.peak_bytes > limit_bytes or needs.host_bytes > body.task.host_bytes:
-        return None
+    assert needs.peak_bytes <= limit_bytes
     curve = needs.tensors + needs.beyond
     turns = body.starts.copy()
     turns[1:] += np.cumsum(needs.recompute_seconds)  # a turn begins with what is recomputed before its node
     placing = _Placing(body, gaps, curve, turns, needs.recompute_seconds, limit_bytes)
     released = placing.releases(needs.swaps)
     if prompts is None:
-        swaps = _quickest(placing, needs.swaps, released, late)
+        fetched = _quickest(placing, needs.swaps, released, late)
+        swaps, curve = fetched.swaps, fetched.curve
     else:
         by_deadline = sorted(needs.swaps, key=lambda swap: (swap.deadline, swap.gap))
+        curve = placing.curve
         swaps = tuple(
             PlacedSwap(swap.gap, swap.out, released[swap.gap], swap.deadline, swap.copies_out)
             for swap in by_deadline
         )
+    swaps = tuple(placing.with_slack(swap, curve) for swap in swaps)
     return Layout(body, gaps, swaps, needs.recomputes)
 
 
@@ -221,7 +222,7 @@ def _back_by(prompts: Mapping[int, int], gaps: Sequence[Gap], needs: Demand) -> 
 
 def _quickest(
     placing: _Placing, swaps: Sequence[WantedSwap], released: dict[int, int], late: bool
-) -> tuple[PlacedSwap, ...]:
+) -> _Fetched:
     """Place the copies back, those that are due first in the next pass before the end of this one if they
     hold up compute there and the lane is idle here."""
     best = placing.prefetches(swaps, released, late, frozenset())
@@ -237,14 +238,18 @@ def _quickest(
             best = trial
         else:
             share /= 4
-    return best.swaps
+    return best
 
 
 @dataclass(frozen=True)
 class _Fetched:
-    """Copies back by position, those of ``ahead`` for the next pass; when the lane and the pass end."""
+    """Copies back by position, those of ``ahead`` for the next pass; when the lane and the pass end.
+
+    ``curve`` are the bytes needed at each position with all of that.
+    """
 
     swaps: tuple[PlacedSwap, ...]
+    curve: Ints
     ahead: frozenset[int]
     in_end: float
     seconds: float
@@ -304,14 +309,15 @@ class _Placing:
                 if number not in released:
                     release(number)
             while leaving:
-                if leaving[0] not in released:
-                    wait = self.out_ends[leaving[0]] - turns[position] - waited
+                number = leaving[0]
+                if number not in released:
+                    wait = self.out_ends[number] - turns[position] - waited
                     if wait > 0:
                         if curve[position] + held_bytes <= self.limit:
                             break
                         waits[position] = waits.get(position, 0.0) + wait
                         waited += wait
-                    release(leaving[0])
+                    release(number)
                 leaving.popleft()
         for position, wait in waits.items():
             self.turns[position:] += wait
@@ -319,6 +325,21 @@ class _Placing:
             until = released.setdefault(swap.gap, length)
             self.curve[swap.out + 1 : until] += self.gaps[swap.gap].size_bytes
         return released
+
+    def with_slack(self, swap: PlacedSwap, curve: Ints) -> PlacedSwap:
+        """Give bytes back as late as a slower copy ends, as far as there is room, which is then taken."""
+        size = self.gaps[swap.gap].size_bytes
+        end = self.out_ends[swap.gap]
+        end += (_SLACK - 1) * (end - float(self.turns[swap.out + 1]))
+        release = int(np.searchsorted(self.turns[:-1], end))
+        release = min(release, swap.back if swap.back > swap.out else self.body.length - 1)
+        over = np.nonzero(curve[swap.release : release] > _SLACK_ROOM * self.limit - size)[0]
+        if len(over):
+            release = swap.release + int(over[0])
+        if release <= swap.release:
+            return swap
+        curve[swap.release : release] += size
+        return replace(swap, release=release)
 
     def prefetches(
         self, swaps: Sequence[WantedSwap], released: dict[int, int], late: bool, ahead: frozenset[int]
@@ -365,7 +386,7 @@ class _Placing:
                     turns[due + 1 :] += free_from - ready
             placed.append(PlacedSwap(swap.gap, last, release, back, swap.copies_out))
         seconds = max(float(turns[-1]), free_from)
-        return _Fetched(tuple(placed), ahead, free_from, seconds, bool(stalls))
+        return _Fetched(tuple(placed), curve, ahead, free_from, seconds, bool(stalls))
 
     def due_next(
         self,
@@ -412,7 +433,7 @@ def _derive_all(
             recomputed.setdefault(gap.sub_array, {})[gap.tensor] = choice
     found = {}
     for sub_array, own in recomputed.items():
-        derivation = body.derivations.of(body.all_facts[sub_array], own)
+        derivation = derive(body.all_facts[sub_array], own)
         if derivation is None:
             return None
         found[sub_array] = derivation
@@ -428,141 +449,3 @@ def _deadline(gap: Gap, derivation: Derivation | None) -> tuple[int, bool]:
     if due is None or not (due == gap.first or gap.last < due < gap.first):
         return gap.first, False
     return due, True
-
-
-@dataclass
-class _At:
-    """Events at a position; swaps by their number."""
-
-    offloads: list[int] = field(default_factory=list)
-    releases: list[int] = field(default_factory=list)
-    prefetches: list[int] = field(default_factory=list)
-    recomputes: list[PlacedRecompute] = field(default_factory=list)
-    uses: list[int] = field(default_factory=list)
-
-
-def seconds_of(layout: Layout) -> float:
-    """How long one pass takes."""
-    return _Clocking(layout).run()
-
-
-def _mean_slowdown(profiles: Sequence[Profile]) -> float:
-    """By what copies slow down the nodes of all sub-arrays, the longer ones counting for more."""
-    seconds = [sum(node.seconds for node in profile.nodes) for profile in profiles]
-    slowed = [taken * profile.slowdown_by_copies for taken, profile in zip(seconds, profiles, strict=True)]
-    return sum(slowed) / sum(seconds) if sum(seconds) > 0 else 1.0
-
-
-class _Clocking:
-    """One pass, operation by operation. Each lane runs in order, so to wait for an operation is to wait for
-    all before it on its lane: waits that say nothing new are left out.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        body = self._body = layout.body
-        self._swaps, self._again = layout.swaps, layout.recomputes
-        self._gaps = [layout.gaps[swap.gap] for swap in layout.swaps]
-        self._first_uses = [body.place[gap.sub_array][gap.first] for gap in self._gaps]
-        self._operations: list[tuple[int, float, float, int]] = []
-        self._slowdown = _mean_slowdown(body.task.profiles)
-        self._offload_at: dict[int, int] = {}
-        self._prefetch_at: dict[int, int] = {}
-        self._fetched: dict[tuple[int, int], int] = {}
-        self._last_on_compute = -1
-        self._knows_out = self._knows_in = -1  # what compute has waited for on the two copy lanes
-
-    def run(self) -> float:
-        """The seconds of the pass."""
-        starts, length = self._body.starts, self._body.length
-        events = self._events()
-        done = 0
-        for position in sorted(events):
-            here = events[position]
-            if position > done:
-                self._last_on_compute = self._node(float(starts[position] - starts[done]))
-                done = position
-            if here.offloads:
-                self._offload(here.offloads)
-            if here.releases:
-                self._release(here.releases)
-            if here.prefetches:
-                self._prefetch(position, here.prefetches)
-            for each in sorted(here.recomputes, key=lambda each: (each.sub_array, each.derived.ranks[-1])):
-                self._recompute(each.sub_array, each.derived.ranks)
-            for number in here.uses:
-                self._wait_for_prefetch(self._prefetch_at[number])
-        self._node(float(starts[length] - starts[done]))
-        return run_lanes(*zip(*self._operations, strict=True)).seconds
-
-    def _events(self) -> dict[int, _At]:
-        events: dict[int, _At] = {}
-
-        def at(position: int) -> _At:
-            if position not in events:
-                events[position] = _At()
-            return events[position]
-
-        for number, (swap, first_use) in enumerate(zip(self._swaps, self._first_uses, strict=True)):
-            if swap.copies_out:
-                at(swap.out + 1).offloads.append(number)
-            if swap.release < self._body.length:
-                at(swap.release).releases.append(number)
-            at(swap.back).prefetches.append(number)
-            if first_use >= swap.back:
-                at(first_use).uses.append(number)
-        for each in self._again:
-            at(each.before).recomputes.append(each)
-        return events
-
-    def _offload(self, numbers: list[int]) -> None:
-        if self._last_on_compute >= 0:
-            self._wait(OUT, self._last_on_compute)
-        for number in sorted(numbers, key=lambda n: (self._swaps[n].release, n)):
-            record = self._body.record(self._gaps[number])
-            at = self._append(OUT, record.swap_out_seconds, record.swap_out_duplex_seconds)
-            self._offload_at[number] = at
-
-    def _release(self, numbers: list[int]) -> None:
-        last = max(self._offload_at.get(number, -1) for number in numbers)
-        if last > self._knows_out:
-            self._wait(COMPUTE, last)
-            self._knows_out = last
-            self._last_on_compute = self._node(0.0)  # prefetches into the bytes wait for this
-
-    def _prefetch(self, position: int, numbers: list[int]) -> None:
-        first_uses, length = self._first_uses, self._body.length
-        if self._last_on_compute >= 0:
-            self._wait(IN, self._last_on_compute)
-        for number in sorted(numbers, key=lambda n: (first_uses[n] - position) % length):
-            record = self._body.record(self._gaps[number])
-            at = self._append(IN, record.swap_in_seconds, record.swap_in_duplex_seconds)
-            self._prefetch_at[number] = at
-            self._fetched[self._gaps[number].key] = at
-
-    def _recompute(self, sub_array: int, ranks: tuple[int, ...]) -> None:
-        nodes = self._body.task.profiles[sub_array].nodes
-        seconds = 0.0
-        for rank in ranks:
-            for read in nodes[rank].reads:
-                fetched = self._fetched.get((sub_array, read), -1)
-                if fetched > self._knows_in:
-                    self._node(seconds)
-                    seconds = 0.0
-                    self._wait_for_prefetch(fetched)
-            seconds += nodes[rank].seconds
-        self._last_on_compute = self._node(seconds)
-
-    def _wait_for_prefetch(self, at: int) -> None:
-        if at > self._knows_in:
-            self._knows_in = at
-            self._wait(COMPUTE, at)
-
-    def _node(self, seconds: float) -> int:
-        return self._append(COMPUTE, seconds, seconds * self._slowdown)
-
-    def _wait(self, lane: int, on: int) -> None:
-        self._append(lane, 0.0, 0.0, on)
-
-    def _append(self, lane: int, alone: float, slowed: float, on: int = NO_WAIT) -> int:
-        self._operations.append((lane, alone, slowed, on))
-        return len(self._operations) - 1

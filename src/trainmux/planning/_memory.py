@@ -57,27 +57,16 @@ def memory(part: Part, profiles: Sequence[Profile]) -> tuple[MemoryPoint, ...]:
     return tuple(points)
 
 
-def live_bytes(part: Part) -> list[int]:
-    """The bytes in use while each instruction is the last one issued, all classes and workspaces together."""
-    num_instructions = len(part.instructions)
-    steps = [0] * (num_instructions + 1)
-    at_first = 0
-    for _, _, begin, end, size in _spans(part):
-        if begin == -1:
-            at_first += size
-        else:
-            steps[begin] += size
-        steps[end + 1 if begin == end else end] -= size
-    return list(accumulate(steps[:num_instructions], initial=at_first))[1:]
-
-
 def peak_live_bytes(part: Part) -> int:
     """The most bytes in use at once in a part; what its placement reserves cannot be less.
 
     Before the first instruction counts too, so a part without instructions has the bytes it stands on.
     """
-    at_first = sum(tenancy.size_bytes for tenancy in part.tenancies if tenancy.begin == -1)
-    return max([at_first, *live_bytes(part)])
+    steps = [0] * (len(part.instructions) + 2)
+    for _, _, begin, end, size in _spans(part):
+        steps[begin + 1] += size
+        steps[end + 2 if begin == end else end + 1] -= size
+    return max(accumulate(steps))
 
 
 def _spans(part: Part) -> list[tuple[int, int, int, int, int]]:

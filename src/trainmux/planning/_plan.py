@@ -171,8 +171,7 @@ class Planner:
                 raise self._no_plan(budget_bytes)
             search.take(smallest)
         assert search.best is not None
-        best = search.best.with_slack(search.available - search.best.arrangement.scratch_bytes)
-        return self._record(best, budget_bytes, search)
+        return self._record(search.best, budget_bytes, search)
 
     def smallest_bytes(self) -> int:
         """A budget that works, as small as this search knows."""
@@ -232,8 +231,8 @@ class Planner:
             hint += f"; swaps are held down by the host, which has {exact_bytes(self.host_bytes)} for them"
         return BudgetError(
             f"expected a budget that policy {self.policy!r} can keep to, but got "
-            f"{exact_bytes(budget_bytes)}, "
-            f"and the smallest that works is {exact_bytes(smallest)}; raise it to that{hint}",
+            f"{exact_bytes(budget_bytes)}, and the smallest that works is {exact_bytes(smallest)}; raise it "
+            f"to that{hint}",
             smallest_bytes=smallest,
         )
 

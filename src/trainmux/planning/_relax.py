@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from trainmux.planning._body import FixedBody, Floats, Ints
+from trainmux.planning._body import FixedBody, Floats
 from trainmux.planning._facts import Gap, RecomputePrices
 
 _NUM_BINS = 160
@@ -53,26 +53,24 @@ class Relaxation:
         self._total = float(body.starts[-1])
         self._gaps = gaps
         self._needed = body.needed()
-        self._host_bytes = body.task.host_bytes
         self._byte = 1.0 / max(1.0, float(self._needed.max()))
         self._second = _NUM_BINS / self._total if self._total > 0 else 0.0
-        self._slowdown = min(profile.slowdown_by_copies for profile in body.task.profiles)
+        self._slowdown = min(profile.slowdown_by_copies for profile in body.profiles)
         cuts = np.searchsorted(body.starts[:-1], np.linspace(0, self._total, _NUM_BINS + 1)[1:-1])
         edges = [0, *dict.fromkeys(int(cut) for cut in cuts if 0 < cut < body.length), body.length]
-        self._bins = _Bins(
-            np.repeat(np.arange(len(edges) - 1), np.diff(edges)),
-            np.asarray([begin + int(self._needed[begin:end].argmax()) for begin, end in pairwise(edges)]),
-            np.add.reduceat(body.seconds, edges[:-1]) * self._second,
-        )
+        self._bin_of = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+        # The position of each bin that needs the most bytes.
+        self._probes = np.asarray([at + int(self._needed[at:end].argmax()) for at, end in pairwise(edges)])
+        self._bin_seconds = np.add.reduceat(body.seconds, edges[:-1]) * self._second
         self._classes, self._class_of = self._find_classes(body)
-        sync = max(profile.meeting_seconds for profile in body.task.profiles) * self._second
+        sync = max(profile.meeting_seconds for profile in body.profiles) * self._second
         counts = np.bincount(self._class_of, minlength=len(self._classes)) if gaps else np.zeros(0)
         copies = np.asarray([each.out + each.back for each in self._classes])
         self._prices = (counts * sync + copies * _SPARED).tolist()
         self._program = self._write() if self._total > 0 and gaps else None
 
-    def solve(self, limit_bytes: int, *, sparing: bool = False) -> Relaxed | None:
-        """Return the least time within a limit and the shares that lead to it; ``None`` if nothing fits.
+    def solve(self, limit_bytes: int, host_bytes: int, *, sparing: bool = False) -> Relaxed | None:
+        """Return the least time within limits and the shares that lead to it; ``None`` if nothing fits.
 
         With ``sparing``, copies that would be hidden cost a little, too, so that there are no more of them
         than it takes; ``seconds`` is no bound then.
@@ -82,10 +80,10 @@ class Relaxation:
             return Relaxed(self._total, nothing, nothing)
         if self._program is None:
             return None
-        program = self._program
-        room = np.asarray((limit_bytes - self._needed[self._bins.probes]) * self._byte, dtype=np.float64)
-        program.set_bounds("room", room)
-        found = program.solve(self._prices if sparing else None)
+        room = np.asarray((limit_bytes - self._needed[self._probes]) * self._byte, dtype=np.float64)
+        self._program.set_bounds("room", room)
+        self._program.set_bounds("host", np.asarray([host_bytes * self._byte]))
+        found = self._program.solve(self._prices if sparing else None)
         if found is None:
             return None
         value, x = found
@@ -104,18 +102,15 @@ class Relaxation:
         return shares
 
     def _find_classes(self, body: FixedBody) -> tuple[list[_Class], list[int]]:
-        prices: dict[int, RecomputePrices] = {}
+        prices = {id(facts): RecomputePrices(facts, {}) for facts in body.all_facts}
         known: dict[tuple[object, ...], int] = {}
         classes: list[_Class] = []
         class_of = []
         are_merged = len(self._gaps) > _MOST_CLASSES
         for number, gap in enumerate(self._gaps):
             record = body.record(gap)
-            again: float | None = None
-            if gap.can_recompute:
-                facts = body.all_facts[gap.sub_array]
-                own = prices.setdefault(id(facts), RecomputePrices(facts, {}))
-                again = own.seconds(gap.tensor)
+            own = prices[id(body.all_facts[gap.sub_array])]
+            again = own.seconds(gap.tensor) if gap.can_recompute else None
             size = gap.size_bytes * self._byte
             last, back = body.gap_places(gap)
             made = _Class(
@@ -127,10 +122,10 @@ class Relaxation:
                 None if again is None else again * self._second,
                 gap.copies_out,
                 back <= last,
-                int(self._bins.of[last]),
-                int(self._bins.of[back]),
-                int(np.searchsorted(self._bins.probes, last, side="right")),
-                int(np.searchsorted(self._bins.probes, back, side="left")),
+                int(self._bin_of[last]),
+                int(self._bin_of[back]),
+                int(np.searchsorted(self._probes, last, side="right")),
+                int(np.searchsorted(self._probes, back, side="left")),
             )
             key = made.key() if are_merged else (number,)
             if key in known:
@@ -142,7 +137,7 @@ class Relaxation:
         return classes, class_of
 
     def _write(self) -> _LinearProgram:
-        classes, num_bins = self._classes, len(self._bins.probes)
+        classes, num_bins = self._classes, len(self._probes)
         lp = _LinearProgram()
         swap = lp.variables(len(classes), upper=1.0)
         again = lp.variables(len(classes), uppers=[1.0 if c.again is not None else 0.0 for c in classes])
@@ -202,26 +197,17 @@ class Relaxation:
                 (back[b], rate_in, out[b], rate_out),
             ):
                 copies = [(rate, own), (lost * other_rate, other)]
-                lp.at_most([*copies, *lasts], float(self._bins.seconds[b]))
+                lp.at_most([*copies, *lasts], float(self._bin_seconds[b]))
                 if slowed > 0:
                     slowing = [(slowed * seconds, variable) for seconds, variable in copies]
                     lp.at_most([*slowing, (-slowed, wait[b]), (-1.0, slow[b])], 0)
         lp.equal([(1, away[-1]), (1, early[-1]), *_negative(around)], 0)
         everything = [(-1.0, variable) for row in (wait, recompute, slow) for variable in row]
-        total = float(self._bins.seconds.sum())
+        total = float(self._bin_seconds.sum())
         lp.at_most([*((c.out, s) for c, s in zip(classes, swap, strict=True)), *everything], total)
         lp.at_most([*((c.back, s) for c, s in zip(classes, swap, strict=True)), *everything], total)
-        lp.at_most([(c.size, s) for c, s in zip(classes, swap, strict=True)], self._host_bytes * self._byte)
+        lp.at_most([(c.size, s) for c, s in zip(classes, swap, strict=True)], 0, name="host")
         return lp
-
-
-@dataclass(frozen=True)
-class _Bins:
-    """The bin of each position, the position of each bin that needs the most bytes, the time of each bin."""
-
-    of: Ints
-    probes: Ints
-    seconds: Floats
 
 
 @dataclass(frozen=True)

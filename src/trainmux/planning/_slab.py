@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 
@@ -25,11 +24,6 @@ _MIN_TRIES, _MAX_TRIES = 12, 24
 _GOOD_ENOUGH = 1000
 """No further try when the slab exceeds the bytes in use at once by less than one part in this many. Tenants
 below that size are placed when the tries are over, in what the others leave free."""
-_ROWS_PER_STRETCH, _MAX_STRETCHES = 64, 256
-"""How finely time is divided to find what shares time with a tenant."""
-_NEAR_SHARE = 8
-"""Where more than one part in this many of all rows are near a tenant, all of them are looked at: they are
-sorted by offset already."""
 
 _Spans = tuple[tuple[int, int], ...]
 _Array = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -70,89 +64,75 @@ def pack(tenants: Sequence[Tenant], alignment: int = 512, *, enough_bytes: int =
                 "a tenant must have zero bytes or more and spans one after another that end after they "
                 f"start, but tenant {i} is {tenant}; leave out what is never there"
             )
-    sizes = [round_up(tenant.size_bytes, alignment) for tenant in tenants]
+    rounded = [Tenant(round_up(tenant.size_bytes, alignment), tenant.spans) for tenant in tenants]
     first = min((tenant.spans[0][0] for tenant in tenants), default=0)
     last = max((tenant.spans[-1][1] for tenant in tenants), default=0)
     offsets = [0] * len(tenants)
     base = 0
     rest = []
-    for i, tenant in enumerate(tenants):
-        if sizes[i] == 0:
-            continue
+    for i, tenant in enumerate(rounded):
         if tenant.spans == ((first, last),):
             offsets[i] = base
-            base += sizes[i]
-        else:
+            base += tenant.size_bytes
+        elif tenant.size_bytes:
             rest.append(i)
-    spans, rest_sizes = [tenants[i].spans for i in rest], [sizes[i] for i in rest]
-    bound, total, placed = _packed(spans, rest_sizes, first, last, enough_bytes - base)
-    for i, offset in zip(rest, placed, strict=True):
-        offsets[i] = base + offset
+    bound, total, placed = _packed([rounded[i] for i in rest], first, last, enough_bytes - base)
+    for i, number in enumerate(rest):
+        offsets[number] = base + placed[i]
     return Slab(tuple(offsets), base + total, base + bound)
 
 
 def _packed(
-    spans: Sequence[_Spans], sizes: Sequence[int], first: int, last: int, enough_bytes: int
-) -> tuple[int, int, list[int]]:
+    tenants: Sequence[Tenant], first: int, last: int, enough_bytes: int
+) -> tuple[int, int, dict[int, int]]:
     """The bytes in use at once, those of the slab, and the offsets."""
-    in_use = _bytes_in_use(spans, sizes, first, last)
-    bound = int(in_use.max(initial=0))
-    by_crowding = _by_crowding(spans, sizes, in_use, first)
-    small = [i for i in by_crowding if sizes[i] * _GOOD_ENOUGH < bound]
-    large = [i for i in by_crowding if sizes[i] * _GOOD_ENOUGH >= bound]
-    if not small:
-        enough = max(bound + bound // _GOOD_ENOUGH, enough_bytes)
-        return bound, *_best_try(spans, sizes, large, bound, enough, (first, last))
-    of_large = [spans[i] for i in large], [sizes[i] for i in large]
-    bound_of_large = int(_bytes_in_use(*of_large, first, last).max(initial=0))
+    in_use = _bytes_in_use(tenants, first, last)
+    bound = int(in_use.max())
+    crowding = [max(int(in_use[s - first : e - first].max()) for s, e in each.spans) for each in tenants]
+    order = sorted(range(len(tenants)), key=lambda i: (-crowding[i], *_by_length(tenants[i]), i))
+    large = [i for i in order if tenants[i].size_bytes * _GOOD_ENOUGH >= bound]
+    bound_of_large = int(_bytes_in_use([tenants[i] for i in large], first, last).max())
     enough = max(bound_of_large + bound // _GOOD_ENOUGH, enough_bytes - 2 * (bound - bound_of_large))
-    _, offsets = _best_try(*of_large, range(len(large)), bound_of_large, enough, (first, last))
-    return bound, *_place(spans, sizes, small, (first, last), dict(zip(large, offsets, strict=True)))
+    _, offsets = _best_try(tenants, large, bound_of_large, enough)
+    return bound, *_place(tenants, [i for i in order if i not in offsets], offsets)
 
 
-def _bytes_in_use(spans: Sequence[_Spans], sizes: Sequence[int], first: int, last: int) -> _Array:
-    """The bytes in use at each time from ``first`` up to, not including, ``last``."""
+def _bytes_in_use(tenants: Sequence[Tenant], first: int, last: int) -> _Array:
+    """The bytes in use at each time from ``first`` to ``last``."""
     steps = np.zeros(last - first + 1, np.int64)
-    for tenant, size in zip(spans, sizes, strict=True):
-        for start, end in tenant:
-            steps[start - first] += size
-            steps[end - first] -= size
-    return np.cumsum(steps)[:-1]
+    for tenant in tenants:
+        for start, end in tenant.spans:
+            steps[start - first] += tenant.size_bytes
+            steps[end - first] -= tenant.size_bytes
+    return np.cumsum(steps)
 
 
-def _by_crowding(spans: Sequence[_Spans], sizes: Sequence[int], in_use: _Array, first: int) -> list[int]:
-    """Numbers of tenants: first those whose time has the most bytes in use, then by length, then by size."""
-    crowding = [max(int(in_use[s - first : e - first].max()) for s, e in tenant) for tenant in spans]
-    lengths = [sum(end - start for start, end in tenant) for tenant in spans]
-    return sorted(range(len(sizes)), key=lambda i: (-crowding[i], -lengths[i], -sizes[i], i))
+def _by_length(tenant: Tenant) -> tuple[int, int]:
+    """Sorts those first that are there for the longest time, and of those the largest."""
+    return -sum(end - start for start, end in tenant.spans), -tenant.size_bytes
 
 
 def _best_try(
-    spans: Sequence[_Spans],
-    sizes: Sequence[int],
-    by_crowding: Sequence[int],
-    bound: int,
-    enough: int,
-    time: tuple[int, int],
-) -> tuple[int, list[int]]:
+    tenants: Sequence[Tenant], by_crowding: Sequence[int], bound: int, enough: int
+) -> tuple[int, dict[int, int]]:
     """The lowest total found, the first that is ``enough``, and its offsets.
 
     There are three rows of tries. In the first, all tenants above the bound move half way forward each time,
     in the others those at the very top come first. The last row begins with the longest-lived.
     """
-    num_tries = min(max(_MIN_TRIES, _MAX_PLACEMENTS // max(1, len(sizes))), _MAX_TRIES)
-    lengths = [sum(end - start for start, end in tenant) for tenant in spans]
-    by_length = sorted(by_crowding, key=lambda i: (-lengths[i], -sizes[i]))
-    best: tuple[int, list[int]] | None = None
+    num_tries = min(max(_MIN_TRIES, _MAX_PLACEMENTS // max(1, len(by_crowding))), _MAX_TRIES)
+    by_length = sorted(by_crowding, key=lambda i: _by_length(tenants[i]))
+    best: tuple[int, dict[int, int]] | None = None
     for begin, gently in ((by_crowding, True), (by_crowding, False), (by_length, False)):
         order = list(begin)
         for _ in range(num_tries // 3):
-            total, offsets = _place(spans, sizes, order, time)
+            total, offsets = _place(tenants, order, {})
             if best is None or total < best[0]:
                 best = (total, offsets)
             if best[0] <= enough:
                 return best
-            above = {i for i in order if offsets[i] + sizes[i] > (bound if gently else total - 1)}
+            highest = bound if gently else total - 1
+            above = {i for i in order if offsets[i] + tenants[i].size_bytes > highest}
             place = {i: (at / 2 - 1 if gently else -1) if i in above else at for at, i in enumerate(order)}
             order.sort(key=lambda i: place[i])
     assert best is not None
@@ -160,87 +140,41 @@ def _best_try(
 
 
 def _place(
-    spans: Sequence[_Spans],
-    sizes: Sequence[int],
-    order: Sequence[int],
-    time: tuple[int, int],
-    known: Mapping[int, int] = MappingProxyType({}),
-) -> tuple[int, list[int]]:
+    tenants: Sequence[Tenant], order: Sequence[int], known: Mapping[int, int]
+) -> tuple[int, dict[int, int]]:
     """The total and the offsets when tenants are placed one by one in ``order``, among ``known`` ones."""
-    placed = _Placed(sum(len(tenant) for tenant in spans), *time)
-    offsets = [known.get(i, 0) for i in range(len(sizes))]
-    for i, offset in known.items():
-        placed.add(spans[i], offset, offset + sizes[i])
-    for i in order:
-        offsets[i] = placed.lowest_offset(spans[i], sizes[i])
-        placed.add(spans[i], offsets[i], offsets[i] + sizes[i])
-    return max((offset + size for offset, size in zip(offsets, sizes, strict=True)), default=0), offsets
+    placed = _Placed(sum(len(tenant.spans) for tenant in tenants))
+    offsets = dict(known)
+    total = 0
+    for i in (*known, *order):
+        size, spans = tenants[i].size_bytes, tenants[i].spans
+        if i not in known:
+            offsets[i] = placed.lowest_offset(spans, size)
+        placed.add(spans, offsets[i], offsets[i] + size)
+        total = max(total, offsets[i] + size)
+    return total, offsets
 
 
 class _Placed:
-    """Tenants placed so far, one row per span.
+    """Tenants placed so far, one row per span, sorted by offset."""
 
-    Rows are kept by stretches of time: most tenants are there for a short time only and need not be compared
-    with those of all others. For those that are there for longer, all rows are kept by offset too.
-    """
-
-    def __init__(self, num_rows: int, first: int, last: int) -> None:
-        self._bottoms, self._tops, self._starts, self._ends = (np.empty(num_rows, np.int64) for _ in range(4))
+    def __init__(self, num_rows: int) -> None:
+        self._rows = np.empty((4, num_rows), np.int64)
         self._num_rows = 0
-        self._first = first
-        num_stretches = min(max(1, num_rows // _ROWS_PER_STRETCH), _MAX_STRETCHES)
-        self._length = max(1, -(-(last - first) // num_stretches))
-        self._rows: list[_Rows] = [_Rows() for _ in range(num_stretches)]
-        self._by_offset, self._sorted_bottoms = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
 
     def lowest_offset(self, spans: _Spans, size: int) -> int:
         """That of the smallest gap of ``size`` bytes between the rows that share time with ``spans``."""
-        stretches = dict.fromkeys(stretch for span in spans for stretch in self._stretches(*span))
-        num_near = sum(self._rows[stretch].count for stretch in stretches)
-        looks_at_all = num_near * _NEAR_SHARE > self._num_rows
-        if looks_at_all:
-            near = self._by_offset[: self._num_rows]
-        else:  # some rows come several times, which does no harm
-            near = np.concatenate([self._rows[stretch].numbers() for stretch in stretches])
-        meets = near[_meets(self._starts[near], self._ends[near], spans)]
-        if not meets.size:
-            return 0
-        if not looks_at_all:
-            meets = meets[self._bottoms[meets].argsort()]
-        return _best_gap(self._bottoms[meets], self._tops[meets], size)
+        bottoms, tops, starts, ends = self._rows[:, : self._num_rows]
+        meets = _meets(starts, ends, spans).nonzero()[0]
+        return _best_gap(bottoms[meets], tops[meets], size) if meets.size else 0
 
     def add(self, spans: _Spans, bottom: int, top: int) -> None:
-        at = int(self._sorted_bottoms[: self._num_rows].searchsorted(bottom))
-        for start, end in spans:
-            row = self._num_rows
-            for column, value in ((self._by_offset, row), (self._sorted_bottoms, bottom)):
-                column[at + 1 : row + 1] = column[at:row]
-                column[at] = value
-            self._num_rows += 1
-            self._bottoms[row], self._tops[row] = bottom, top
-            self._starts[row], self._ends[row] = start, end
-            for stretch in self._stretches(start, end):
-                self._rows[stretch].append(row)
-
-    def _stretches(self, start: int, end: int) -> range:
-        return range((start - self._first) // self._length, (end - 1 - self._first) // self._length + 1)
-
-
-class _Rows:
-    """Numbers of rows, growing."""
-
-    def __init__(self) -> None:
-        self._numbers = np.empty(64, np.int64)
-        self.count = 0
-
-    def append(self, row: int) -> None:
-        if self.count == len(self._numbers):
-            self._numbers = np.concatenate([self._numbers, np.empty_like(self._numbers)])
-        self._numbers[self.count] = row
-        self.count += 1
-
-    def numbers(self) -> _Array:
-        return self._numbers[: self.count]
+        rows, end = self._rows, self._num_rows + len(spans)
+        at = int(rows[0, : self._num_rows].searchsorted(bottom))
+        rows[:, at + len(spans) : end] = rows[:, at : self._num_rows].copy()
+        for number, span in enumerate(spans, start=at):
+            rows[:, number] = (bottom, top, *span)
+        self._num_rows = end
 
 
 def _meets(starts: _Array, ends: _Array, spans: _Spans) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

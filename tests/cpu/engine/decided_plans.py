@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainmux.ir import Multiplexing, Offload, Prefetch, Profile, Program, Recompute, verify
-from trainmux.planning import Task, rewrite
-from trainmux.planning._body import FixedBody, plain_order
+from trainmux.planning import rewrite
+from trainmux.planning._body import plain_body
 from trainmux.planning._facts import Choice, find_gaps
 from trainmux.planning._layout import demand, lay_out
 
@@ -31,8 +31,7 @@ def decided(
     With both ``swaps`` and ``recomputes`` every other feature map is swapped, others if they take long.
     Copies back come as late as they can, within as little memory as that takes.
     """
-    task = Task(tuple(profiles), multiplexing, 1 << 40, host_bytes=1 << 40)
-    body = FixedBody(task, plain_order(task.profiles, multiplexing))
+    body = plain_body(profiles, multiplexing)
     gaps = find_gaps(body.all_facts, with_static=with_static)
     choices = [Choice.KEEP] * len(gaps)
     for number, gap in enumerate(gaps):
@@ -46,7 +45,6 @@ def decided(
     needs = demand(body, gaps, choices)
     assert needs is not None
     layout = lay_out(body, gaps, needs, needs.peak_bytes, late=True)
-    assert layout is not None
     program = rewrite(profiles, layout.schedule(""))
     verify(program, profiles, budget_bytes=program.slab_bytes, host_bytes=program.host_bytes)
     return program

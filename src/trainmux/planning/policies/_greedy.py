@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from trainmux.planning._body import Bools, FixedBody, GapSpans, Task, infeasible, plain_order
+from trainmux.planning._body import Bools, GapSpans, Task, infeasible, plain_body
 from trainmux.planning._facts import Choice, find_gaps, prices_beside
 from trainmux.planning._layout import Demand, demand
 
@@ -19,7 +19,7 @@ class Greedy:
 
     def __init__(self, task: Task, policy: str, *, recompute_only: bool = False) -> None:
         self.task, self.policy = task, policy
-        self.body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
+        self.body = plain_body(task.profiles, task.multiplexing)
         gaps = find_gaps(self.body.all_facts, with_static=False)
         self.gaps = tuple(gap for gap in gaps if gap.can_recompute or not recompute_only)
         self.choices = [Choice.KEEP] * len(self.gaps)

@@ -17,17 +17,18 @@ to make again is recomputed and the rest swapped. No single price is right for a
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from trainmux.errors import PlanError
 from trainmux.ir import Multiplexing, Schedule
-from trainmux.planning._body import FixedBody, GapSpans, Ints, Task, infeasible, plain_order
-from trainmux.planning._facts import RECOMPUTED, Choice, Gap, find_gaps, prices_beside
-from trainmux.planning._layout import Demand, Layout, demand, lay_out, seconds_of
+from trainmux.planning._body import FixedBody, GapSpans, Ints, Task, infeasible, plain_body
+from trainmux.planning._draft import draft
+from trainmux.planning._facts import RECOMPUTED, Choice, Gap, Key, find_gaps, prices_beside
+from trainmux.planning._layout import Demand, demand, lay_out
 from trainmux.planning._relax import Relaxation
 
 LINK_PRICES = (0.0, 0.2, 1.0, float("inf"))
@@ -44,9 +45,7 @@ _SMALL_BODY = 500
 """Up to so many nodes the greedy solutions are looked at, too, and all of them before one is placed: one
 tensor more or less weighs a lot."""
 _MOST_GIVEN_UP = 8
-_CLOSE = 1 + 1e-9
-_MAX_KNOWN = 64
-"""Arrangements of which the relaxation is kept."""
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -64,42 +63,35 @@ class Auto:
 
     def bound_seconds(self, task: Task) -> float:
         """A time that no schedule of the task in the plain order goes below; infinite where none fits."""
-        found = self._of(task).relaxation.solve(task.limit_bytes)
+        found = self._of(task).relaxation.solve(task.limit_bytes, task.host_bytes)
         return float("inf") if found is None else found.seconds
 
     def smallest(self, task: Task) -> Schedule:
         """Offload all that can be: no schedule needs fewer live bytes. The limit is ignored."""
         known = self._of(task)
-        body = known.body_for(task)
         needs = known.all_swapped
-        layout = lay_out(body, known.gaps, needs, needs.peak_bytes)
-        if layout is None:
+        if needs.host_bytes > task.host_bytes:
             raise infeasible(task, self.name, needs.peak_bytes - task.limit_bytes)
+        layout = lay_out(known.body, known.gaps, needs, needs.peak_bytes)
         return layout.schedule("as few bytes as can be")
 
     def _of(self, task: Task) -> _Known:
-        ring = int(task.multiplexing is Multiplexing.RING)
-        key = (ring, task.host_bytes, *(id(profile) for profile in task.profiles))
+        key = (task.multiplexing is Multiplexing.RING, *map(id, task.profiles))
         if key not in self._known:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
             self._known[key] = _Known(task)
         return self._known[key]
 
 
 class _Known:
-    """Gaps and relaxation of sub-arrays, whatever the limit."""
+    """Gaps and relaxation of sub-arrays, whatever the limits."""
 
     def __init__(self, task: Task) -> None:
-        self.body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
+        self.body = plain_body(task.profiles, task.multiplexing)
         self.gaps = find_gaps(self.body.all_facts, with_static=True)
         self.relaxation = Relaxation(self.body, self.gaps)
         needs = demand(self.body, self.gaps, [Choice.SWAP] * len(self.gaps))
         assert needs is not None
         self.all_swapped: Demand = needs
-
-    def body_for(self, task: Task) -> FixedBody:
-        return FixedBody(task, self.body.order, self.body.all_facts, self.body.derivations)
 
 
 _Fitting = tuple[tuple[Choice, ...], Demand]
@@ -109,8 +101,7 @@ _Fitting = tuple[tuple[Choice, ...], Demand]
 @dataclass(frozen=True)
 class _Found:
     choices: tuple[Choice, ...]
-    needs: Demand
-    layout: Layout
+    schedule: Schedule
     seconds: float
 
 
@@ -121,13 +112,12 @@ class _AutoSearch:
         self.task = task
         self.known = known
         self.policy = policy
-        self.body = known.body_for(task)
+        self.body = known.body
         self.gaps = known.gaps
         self.least_seconds = float(self.body.starts[-1])
+        self.idle_seconds = GapSpans(self.body, self.gaps).idle_seconds.tolist()
         self.rng = random.Random(policy.seed)
         self.best: _Found | None = None
-        self.is_new = False
-        """Whether the best is not handed out yet."""
         evaluations = policy.evaluations
         if evaluations is None:
             per_node = _EVALUATED_NODES // max(1, self.body.length)
@@ -142,24 +132,26 @@ class _AutoSearch:
         if least > limit:
             raise infeasible(self.task, self.policy.name, least - limit)
         is_small = self.body.length <= _SMALL_BODY
+        handed_out: _Found | None = None
         for choices in self._roundings():
             is_quicker = self._look_at(self._made_to_fit(choices))
             if self.best is not None and not is_small:
-                yield self._emit() if is_quicker else None
+                handed_out = self.best
+                yield self.best.schedule if is_quicker else None
             if self._is_done():
                 break
         if self.best is None:
             self._look_at(self._made_to_fit([Choice.SWAP] * len(self.gaps)))
         if self.best is None:
             raise infeasible(self.task, self.policy.name, 1)
-        if self.is_new:
-            yield self._emit()
+        if self.best is not handed_out:
+            yield self.best.schedule
         while self.left > 0 and not self._is_done():
             self.left -= 1
-            yield self._emit() if self._look_at(self._changed(self.best)) else None
+            yield self.best.schedule if self._look_at(self._changed(self.best)) else None
 
     def _is_done(self) -> bool:
-        return self.best is not None and self.best.seconds <= self.least_seconds * _CLOSE
+        return self.best is not None and self.best.seconds <= self.least_seconds * (1 + _ROUNDING)
 
     def _roundings(self) -> Iterator[Sequence[Choice]]:
         """Decisions to begin with: the relaxation's, rounded; in small bodies the greedy ones, too."""
@@ -167,7 +159,7 @@ class _AutoSearch:
         way = int(self.body.needed().max()) - self.known.all_swapped.peak_bytes
         seen = set()
         for room in _ROOMS:
-            relaxed = self.known.relaxation.solve(limit - int(room * way), sparing=True)
+            relaxed = self.known.relaxation.solve(limit - int(room * way), self.task.host_bytes, sparing=True)
             if relaxed is None:
                 continue
             for threshold in _THRESHOLDS:
@@ -184,7 +176,8 @@ class _AutoSearch:
                     yield choices
         if self.body.length <= _SMALL_BODY:
             for price in LINK_PRICES:
-                greedy = _Eviction(self.body, self.gaps, price, [Choice.KEEP] * len(self.gaps)).run()
+                nothing = [Choice.KEEP] * len(self.gaps)
+                greedy = _Eviction(self.task, self.body, self.gaps, price, nothing).run()
                 if greedy is not None:
                     yield greedy[0]
 
@@ -195,7 +188,7 @@ class _AutoSearch:
         if needs and needs.peak_bytes <= task.limit_bytes and needs.host_bytes <= task.host_bytes:
             return tuple(choices), needs
         price = _REPAIR_PRICE if noise is None else noise.choice(LINK_PRICES)
-        return _Eviction(self.body, self.gaps, price, choices, noise).run()
+        return _Eviction(task, self.body, self.gaps, price, choices, noise).run()
 
     def _changed(self, best: _Found) -> _Fitting | None:
         """Other decisions close to the best: one taken the other way, or some made anew."""
@@ -225,13 +218,15 @@ class _AutoSearch:
         if self.best is not None and self._least(needs) > self.best.seconds:
             return False
         layout = lay_out(self.body, self.gaps, needs, self.task.limit_bytes)
-        if layout is None:
+        schedule = layout.schedule(self._reasons(choices, needs))
+        try:
+            seconds = draft(self.body.profiles, schedule).seconds
+        except PlanError:  # no program can carry it out
             return False
-        seconds = seconds_of(layout)
-        is_quicker = self.best is None or seconds < self.best.seconds * (1 - 1e-9)
-        if is_quicker:
-            self.best, self.is_new = _Found(choices, needs, layout, seconds), True
-        return is_quicker
+        if self.best is not None and seconds >= self.best.seconds * (1 - _ROUNDING):
+            return False
+        self.best = _Found(choices, schedule, seconds)
+        return True
 
     def _least(self, needs: Demand) -> float:
         """What compute, or one direction of the link, takes by itself."""
@@ -244,33 +239,19 @@ class _AutoSearch:
                 seconds_out += record.swap_out_seconds
         return max(compute, seconds_out, seconds_in)
 
-    def _emit(self) -> Schedule:
-        """The best as records. Copies back that can wait do so, if nothing takes longer: it saves bytes."""
-        assert self.best is not None
-        found, self.is_new = self.best, False
-        layout = found.layout
-        late = lay_out(self.body, self.gaps, found.needs, self.task.limit_bytes, late=True)
-        if late is not None and seconds_of(late) <= found.seconds:
-            layout = late
-        return layout.schedule(self._reasons(found))
-
-    def _reasons(self, found: _Found) -> dict[tuple[int, int], str]:
+    def _reasons(self, choices: Sequence[Choice], needs: Demand) -> dict[Key, str]:
         """Why each tensor was given up as it was, in words."""
-        idle_seconds = GapSpans(self.body, self.gaps).idle_seconds.tolist()
-        seconds = {
-            (each.sub_array, each.derived.tensor): each.derived.seconds for each in found.layout.recomputes
-        }
+        seconds = {(each.sub_array, each.derived.tensor): each.derived.seconds for each in needs.recomputes}
         reasons = {}
-        for gap, choice, idle in zip(self.gaps, found.choices, idle_seconds, strict=True):
+        for gap, choice, idle in zip(self.gaps, choices, self.idle_seconds, strict=True):
             if choice is Choice.KEEP:
                 continue
-            key = (gap.sub_array, gap.tensor)
             record = self.body.record(gap)
             if choice is Choice.SWAP:
-                reasons[key] = f"idle for {idle:.3g} s, copied back in {record.swap_in_seconds:.3g} s"
+                reasons[gap.key] = f"idle for {idle:.3g} s, copied back in {record.swap_in_seconds:.3g} s"
             else:
                 early = ", early for others" if choice is Choice.RECOMPUTE_EARLY else ""
-                reasons[key] = f"made again in {seconds[key]:.3g} s{early}"
+                reasons[gap.key] = f"made again in {seconds[gap.key]:.3g} s{early}"
         return reasons
 
 
@@ -279,12 +260,14 @@ class _Eviction:
 
     def __init__(
         self,
+        task: Task,
         body: FixedBody,
         gaps: tuple[Gap, ...],
         link_price: float,
         begin: Sequence[Choice],
         noise: random.Random | None = None,
     ) -> None:
+        self._task = task
         self._body = body
         self._gaps = gaps
         self._link_price = link_price
@@ -297,7 +280,7 @@ class _Eviction:
 
     def run(self) -> _Fitting | None:
         """The choices and what they demand; ``None`` where none are found."""
-        task, added = self._body.task, list[int]()
+        task, added = self._task, list[int]()
         for _ in range(3 * len(self._gaps) + 3):
             needs = demand(self._body, self._gaps, self._choices)
             if needs is None:
@@ -325,12 +308,13 @@ class _Eviction:
         """Give up the cheapest at the peak, one in small bodies and several in large ones; returns which."""
         taken: list[int] = []
         given_up = 0
-        for number, choice in self._cheapest(np.nonzero(self._spans.around(peak))[0]):
+        idle = self._spans.around_any(np.arange(self._body.length) == peak)
+        for number, choice in self._cheapest(np.nonzero(idle)[0]):
             if taken and (given_up >= excess or len(taken) >= self._batch):
                 break
             gap = self._gaps[number]
             if choice is Choice.SWAP:
-                if host_bytes + gap.size_bytes > self._body.task.host_bytes:
+                if host_bytes + gap.size_bytes > self._task.host_bytes:
                     continue
                 host_bytes += gap.size_bytes
             self._choices[number] = choice
@@ -344,13 +328,8 @@ class _Eviction:
         return taken
 
     def _cheapest(self, numbers: Ints) -> Iterator[tuple[int, Choice]]:
-        """The cheaper way of giving up each of the gaps that is not given up yet, the cheapest first.
-
-        Prices of recomputations only rise, so one that is out of date is brought up to date when it would
-        come next: those far behind are left as they are.
-        """
-        link_price = self._link_price
-        heap = []
+        """The cheaper way of giving up each of the gaps that is not given up yet, the cheapest first."""
+        ways = []
         for number in numbers.tolist():
             if self._choices[number] is not Choice.KEEP:
                 continue
@@ -359,27 +338,16 @@ class _Eviction:
             copying = record.swap_in_seconds
             if gap.is_static and gap.copies_out:
                 copying += record.swap_out_seconds
-            swapping = link_price * copying if copying else 0.0
-            per_byte = (self._noise.uniform(0.5, 1.5) if self._noise is not None else 1.0) / gap.size_bytes
-            again = None
-            if gap.can_recompute and number not in self._cannot and link_price > 0:
-                again = self._prices[gap.sub_array].at_least(gap.tensor)
-            seconds = swapping if again is None else min(swapping, again)
-            rank = (seconds * per_byte, -float(self._spans.idle_seconds[number]), number)
-            heap.append((rank, swapping, again, per_byte))
-        heapq.heapify(heap)
-        while heap:
-            rank, swapping, again, per_byte = heap[0]
-            number = rank[-1]
-            is_recomputed = again is not None and again < swapping
-            prices, tensor = self._prices[self._gaps[number].sub_array], self._gaps[number].tensor
-            if is_recomputed and not prices.is_known(tensor):
-                again = prices.seconds(tensor)
-                seconds = swapping if again is None else min(swapping, again)
-                heapq.heapreplace(heap, ((seconds * per_byte, *rank[1:]), swapping, again, per_byte))
-                continue
-            heapq.heappop(heap)
-            yield number, Choice.RECOMPUTE if is_recomputed else Choice.SWAP
+            seconds, choice = self._link_price * copying if copying else 0.0, Choice.SWAP
+            if gap.can_recompute and number not in self._cannot and self._link_price > 0:
+                again = self._prices[gap.sub_array].seconds(gap.tensor)
+                if again is not None and again < seconds:
+                    seconds, choice = again, Choice.RECOMPUTE
+            noise = self._noise.uniform(0.5, 1.5) if self._noise is not None else 1.0
+            idle_seconds = float(self._spans.idle_seconds[number])
+            ways.append((seconds * noise / gap.size_bytes, -idle_seconds, number, choice))
+        for *_, number, choice in sorted(ways):
+            yield number, choice
 
     def _swap_instead(self, needs: Demand, peak: int) -> bool:
         """Swap the recomputation that needs the most at the peak, if it can be; false where none can."""
@@ -387,7 +355,7 @@ class _Eviction:
         for each in sorted(here, key=lambda each: -each.derived.beyond_bytes):
             for number, gap in enumerate(self._gaps):
                 is_it = (gap.sub_array, gap.tensor) == (each.sub_array, each.derived.tensor)
-                fits = needs.host_bytes + gap.size_bytes <= self._body.task.host_bytes
+                fits = needs.host_bytes + gap.size_bytes <= self._task.host_bytes
                 if is_it and self._choices[number] in RECOMPUTED and fits:
                     self._choices[number] = Choice.SWAP
                     return True

@@ -30,7 +30,6 @@ def schedule(task: Task) -> Schedule:
     deciding = _Deciding(task, "capuchin")
     needs = deciding.run(deciding.choose)
     layout = lay_out(deciding.body, deciding.gaps, needs, task.limit_bytes, late=True)
-    assert layout is not None
     return layout.schedule(deciding.reasons)
 
 

@@ -7,10 +7,9 @@ recomputation's overhead and what decisions do to one another is Algorithms D to
 Algorithm G (`_layout.demand`). Both stages of a pair, BW₀ with FW₁ and BW₁ with FW₀, share one set of
 candidates, one limit and one peak.
 
-Several pairs are scheduled one by one, each within what the static tensors of the others leave. A program has
-one ring for all sub-arrays, so the last stage of a pair runs beside
-the forward pass of the next pair and not of its own. Neighbours are partners: a partition has its sub-arrays
-in the order of their iteration time.
+Several pairs are scheduled together, as a program has one ring for all sub-arrays: the last stage of a pair
+runs with the forward pass of the next pair and not of its own. Neighbours are partners: a partition has its
+sub-arrays in the order of their iteration time.
 
 A copy back must have ended at its deadline: the first backward access, or the first recomputation before that
 which reads the tensor. Copies run one after another in the order of their deadlines, each as late as it can;
@@ -51,7 +50,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trainmux.ir import Multiplexing, Schedule
+from trainmux.ir import Multiplexing, Profile, Schedule
 from trainmux.planning._body import (
     Bools,
     FixedBody,
@@ -62,42 +61,19 @@ from trainmux.planning._body import (
     Node,
     Task,
     infeasible,
-    known_facts,
-    part_of,
-    plain_order,
+    plain_body,
 )
-from trainmux.planning._facts import Choice, Facts, Gap, Key, RecomputePrices, find_gaps, prices_beside
+from trainmux.planning._facts import Choice, Gap, Key, RecomputePrices, facts_of, find_gaps, prices_beside
 from trainmux.planning._layout import Demand, demand, lay_out
 
 
 def schedule(task: Task, policy: str = "mutwo") -> Schedule:
     """The policy ``mutwo``; for a sub-array that runs in turns it decides without multiplexing."""
-    return _schedule(task, policy).schedule()
-
-
-def _schedule(task: Task, policy: str) -> _Greedy:
-    """Decide for one sub-array or one pair, or for each pair by itself and then for all of them together."""
-    count = len(task.profiles)
-    if count <= 2:
-        return _decided(task, policy)
-    known: dict[tuple[int, ...], _Greedy] = {}
-    parts: list[tuple[_Greedy, int]] = []
-    for first in range(0, count, 2):
-        part = part_of(task, [first, (first + 1) % count])
-        key = tuple(map(id, part.profiles))
-        if key not in known:
-            try:
-                known[key] = _decided(part, policy)
-            except Infeasible:  # the others' results are not there all the time
-                return _decided(task, policy)
-        parts += [(known[key], 0), (known[key], 1)]
-    whole = _Greedy(task, policy, parts[:count])
-    whole.run()
-    return whole
+    return _decided(task, policy).schedule()
 
 
 def _decided(task: Task, policy: str) -> _Greedy:
-    """Decide for sub-arrays together; where that fails, without recomputations."""
+    """Decide; where that fails, without recomputations."""
     greedy = _Greedy(task, policy)
     try:
         greedy.run()
@@ -114,58 +90,21 @@ def _decided(task: Task, policy: str) -> _Greedy:
 
 
 class _Greedy:
-    """One run of Algorithm B, from decisions that are there already if any.
+    """One run of Algorithm B."""
 
-    ``parts`` has, for each sub-array, a run for fewer of them and which of those it is.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        policy: str,
-        parts: Sequence[tuple[_Greedy, int]] = (),
-        *,
-        may_recompute: bool = True,
-    ) -> None:
-        all_facts = known_facts(task)
+    def __init__(self, task: Task, policy: str, *, may_recompute: bool = True) -> None:
+        body = plain_body(task.profiles, task.multiplexing)
         self.task, self.policy = task, policy
-        self.gaps = find_gaps(all_facts, with_static=False)
+        self.gaps = find_gaps(body.all_facts, with_static=False)
         self.multiplexer = Multiplexer(task, self.gaps)
         self.reasons: dict[Key, str] = {}
         self.cannot = set() if may_recompute else set(range(len(self.gaps)))
-        starts = [all_facts[gap.sub_array].start_seconds for gap in self.gaps]
+        starts = [body.all_facts[gap.sub_array].start_seconds for gap in self.gaps]
         idle = [own[gap.first] - own[gap.last + 1] for own, gap in zip(starts, self.gaps, strict=True)]
         self.by_inactive_time = sorted(range(len(self.gaps)), key=lambda number: (-idle[number], number))
-        self.first_gap = [
-            sum(gap.sub_array < each for gap in self.gaps) for each in range(len(all_facts) + 1)
-        ]
-        self.now = self._begin(parts)
-
-    def _begin(self, parts: Sequence[tuple[_Greedy, int]]) -> Overlap:
-        choices: tuple[Choice, ...] = () if parts else (Choice.KEEP,) * len(self.gaps)
-        wants: dict[Node, float] = {}
-        stalls: dict[int, float] = {}
-        for sub_array, (part, role) in enumerate(parts):
-            decided, (first, end) = part.now.decided, part.first_gap[role : role + 2]
-            shift = self.first_gap[sub_array] - first
-            choices += decided.choices[first:end]
-            wants |= {
-                (sub_array, rank): each for (owner, rank), each in decided.wants.items() if owner == role
-            }
-            stalls |= {
-                number + shift: each for number, each in decided.stalls.items() if first <= number < end
-            }
-            reasons = part.reasons.items()
-            self.reasons |= {(sub_array, tensor): each for (owner, tensor), each in reasons if owner == role}
-        all_facts = known_facts(self.task)
-        body = FixedBody(self.task, multiplexed(self.task, all_facts, wants), all_facts)
-        now = self.multiplexer.look(Decided(body, choices, wants, stalls))
+        now = self.multiplexer.look(Decided(body, (Choice.KEEP,) * len(self.gaps), {}, {}))
         assert now is not None
-        for number in now.numbers.tolist() if parts else ():
-            index = now.index[number]
-            if now.behind_peak(index) > now.prompts[index]:
-                now = self.multiplexer.book_stall(now, number)
-        return now
+        self.now = now
 
     def run(self) -> None:
         """Give feature maps up until the rest fits; raises `Infeasible`."""
@@ -277,7 +216,6 @@ class _Greedy:
         now = self.now
         prompts = dict(zip(now.numbers.tolist(), now.prompts.tolist(), strict=True))
         layout = lay_out(now.decided.body, self.gaps, now.needs, self.task.limit_bytes, prompts=prompts)
-        assert layout is not None
         return layout.schedule(self.reasons)
 
 
@@ -316,18 +254,21 @@ class Decided:
     def multiplex(self, node: Node, seconds: float) -> Decided:
         """Put so many seconds of forward nodes in front of a node; later ones follow suit."""
         wants = {**self.wants, node: seconds * (1 - _ROUNDING)}
-        body = self.body.reordered(multiplexed(self.body.task, self.body.all_facts, wants))
+        body = multiplexed(self.body.profiles, self.body.multiplexing, wants)
         return replace(self, body=body, wants=wants)
 
 
-def multiplexed(task: Task, all_facts: Sequence[Facts], wants: Mapping[Node, float]) -> Sequence[Node]:
-    """The order in which each backward node has the forward nodes it wants in front of it.
+def multiplexed(
+    profiles: Sequence[Profile], multiplexing: Multiplexing, wants: Mapping[Node, float]
+) -> FixedBody:
+    """The body in which each backward node has the forward nodes it wants in front of it.
 
     Forward nodes are handed out in their own order, so one that wants more leaves later ones to those behind
     it (the paper's ``adjust_graph``).
     """
-    if task.multiplexing is Multiplexing.TURNS or not wants:
-        return plain_order(task.profiles, task.multiplexing)
+    if multiplexing is Multiplexing.TURNS or not wants:
+        return plain_body(profiles, multiplexing)
+    all_facts = list(map(facts_of, profiles))
     rows = [
         [(sub_array, rank) for rank in range(len(facts.nodes))] for sub_array, facts in enumerate(all_facts)
     ]
@@ -341,7 +282,7 @@ def multiplexed(task: Task, all_facts: Sequence[Facts], wants: Mapping[Node, flo
             order += rows[sub_array][begin:rank] + rows[following][done:end]
             begin, done = rank, end
         order += rows[sub_array][begin:] + rows[following][done:count]
-    return order
+    return FixedBody(profiles, multiplexing, order)
 
 
 class Overlap:
@@ -513,7 +454,7 @@ class Multiplexer:
         Where not as many are safe as that takes, so many go there that few more would not be.
         """
         body, index = look.decided.body, look.index[number]
-        if body.task.multiplexing is Multiplexing.TURNS or len(body.all_facts) < 2:
+        if body.multiplexing is Multiplexing.TURNS or len(body.all_facts) < 2:
             return look
         deadline = int(look.deadlines[index])
         node = body.order[deadline]

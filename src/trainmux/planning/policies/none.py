@@ -7,12 +7,12 @@ fit are fused, and the rest runs in turns, comes from the partitions that are tr
 from __future__ import annotations
 
 from trainmux.ir import Schedule
-from trainmux.planning._body import FixedBody, Task, infeasible, plain_order
+from trainmux.planning._body import Task, infeasible, plain_body
 
 
 def schedule(task: Task) -> Schedule:
     """The policy ``none``."""
-    body = FixedBody(task, plain_order(task.profiles, task.multiplexing))
+    body = plain_body(task.profiles, task.multiplexing)
     excess = int(body.needed().max()) - task.limit_bytes
     if excess > 0:
         raise infeasible(task, "none", excess)

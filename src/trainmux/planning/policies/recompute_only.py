@@ -30,7 +30,6 @@ def schedule(task: Task) -> Schedule:
 
     needs = _look_through(greedy, greedy.run(choose))
     layout = lay_out(greedy.body, greedy.gaps, needs, task.limit_bytes)
-    assert layout is not None
     return layout.schedule("highest recompute_ratio")
 
 

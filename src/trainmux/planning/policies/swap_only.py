@@ -17,8 +17,8 @@ from bisect import bisect_left
 import numpy as np
 
 from trainmux.ir import Schedule
-from trainmux.planning._body import FixedBody, Task
-from trainmux.planning._facts import Choice, Gap
+from trainmux.planning._body import Task
+from trainmux.planning._facts import Choice
 from trainmux.planning._layout import Demand, Layout, PlacedSwap
 from trainmux.planning.policies._greedy import Greedy, at_peak
 
@@ -35,12 +35,12 @@ def schedule(task: Task) -> Schedule:
         return max(fitting, key=lambda each: (greedy.idle_seconds(each), -each)), Choice.SWAP
 
     needs = greedy.run(choose)
-    return _a_layer_ahead(greedy.body, greedy.gaps, needs).schedule("fetched back one layer ahead")
+    return _a_layer_ahead(greedy, needs).schedule("fetched back one layer ahead")
 
 
-def _a_layer_ahead(body: FixedBody, gaps: tuple[Gap, ...], needs: Demand) -> Layout:
+def _a_layer_ahead(greedy: Greedy, needs: Demand) -> Layout:
     """Place each copy back one layer before its use, or at its use where memory does not allow more."""
-    limit = body.task.limit_bytes
+    body, gaps, limit = greedy.body, greedy.gaps, greedy.task.limit_bytes
     curve = needs.tensors + needs.beyond
     layers = sorted({body.gap_places(gap)[1] for gap in gaps})
     swaps: list[PlacedSwap] = []
