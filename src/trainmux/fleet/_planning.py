@@ -30,12 +30,14 @@ from trainmux.fleet._plan_cache import PlanCache, plan_key
 from trainmux.fleet._programs import with_batch
 from trainmux.ir import DeviceFacts, Profile, SubArray
 from trainmux.planning import (
+    NUM_ALWAYS,
     TIME_LIMIT_SECONDS,
     BudgetCost,
+    Partition,
     PlannedGroup,
     Planner,
     PlanProgress,
-    find_partitions,
+    partitions_to_try,
 )
 from trainmux.profiling import (
     MEASUREMENT_VERSION,
@@ -147,9 +149,11 @@ class FleetPlanner:
         if plan is not None:
             self._tell(f"scheduling by {request.policy}", 1, 1, "a plan that was kept")
             return plan
+        sizes = [len(group.members) for group in planned]
+        partitions = partitions_to_try(request.policy, sizes, **bound).partitions
         if self.kernels == "compiled":
-            self._compile_ahead(planned, bound)
-        plan = self._search(request, budget, planned, bound)
+            self._compile_ahead(partitions)
+        plan = self._search(request, budget, planned, partitions)
         self._plans.put(key, plan)
         return plan
 
@@ -179,14 +183,15 @@ class FleetPlanner:
         request: PlanRequest,
         budget: int,
         planned: Sequence[PlannedGroup],
-        bound: Mapping[str, int],
+        partitions: Sequence[Partition],
     ) -> Plan:
         """Plan over profiles, some of them worked out, until those of the plan are of real kernels."""
         begin = monotonic()
         on_gpu = self._device is not None or self._config.device.type == "cuda"
         if self._device is None:
-            for index, group in enumerate(planned):  # measuring may take streams with their workspaces
-                for width in dict.fromkeys((1, len(group.members))):
+            # Measuring may take streams with their workspaces, which are part of the fixed bytes.
+            for index in range(len(planned)):
+                for width in sorted(_widths(partitions[:NUM_ALWAYS], index)):
                     self.profile(index, width)
         planner = Planner(
             planned,
@@ -199,7 +204,7 @@ class FleetPlanner:
             profile_seconds=_PROFILE_SHARE * request.time_limit - (monotonic() - begin),
             time_limit=request.time_limit,
             progress=request.progress,
-            **bound,
+            max_partitions=max(NUM_ALWAYS, len(partitions)),
         )
         left = request.time_limit - (monotonic() - begin)
         planner.time_limit = max(left, min(request.time_limit, _SEARCH_SECONDS))
@@ -207,7 +212,7 @@ class FleetPlanner:
         by_name = {profile.fingerprint: profile for profile in self._profiles.values()}
         lowered = self._lowered({fingerprint: by_name[fingerprint] for fingerprint in record.profiles})
         if not all(same_but_for_origin(by_name[name], profile) for name, profile in lowered.items()):
-            return self._search(request, budget, planned, bound)
+            return self._search(request, budget, planned, partitions)
         record = replace(record, profiles=tuple(profile.fingerprint for profile in lowered.values()))
         curve: tuple[BudgetCost, ...] = planner.curve(request.num_budgets) if request.num_budgets else ()
         return Plan(record, list(lowered.values()), curve)
@@ -312,11 +317,10 @@ class FleetPlanner:
             "again"
         )
 
-    def _compile_ahead(self, planned: Sequence[PlannedGroup], bound: Mapping[str, int]) -> None:
+    def _compile_ahead(self, partitions: Sequence[Partition]) -> None:
         """Compile the kernels of every width that will be needed, in parallel."""
-        search = find_partitions([len(group.members) for group in planned], **bound)
         for index, group in enumerate(self._groups):
-            widths = {width for partition in search.partitions for width in partition.widths[index]}
+            widths = _widths(partitions, index)
             self._tell("compiling", index, len(self._groups), f"{len(widths)} widths side by side")
             settings, builder, stacked = group.settings(), group.builder(), group.stacked_batch
             steps = [
@@ -492,6 +496,11 @@ class FleetPlanner:
         names = list(groups[0].members[:num_members])
         names += [f"member {number}" for number in range(len(names), num_members)]
         return [PlannedGroup("0", tuple(names))]
+
+
+def _widths(partitions: Sequence[Partition], index: int) -> set[int]:
+    """The widths of a group's sub-arrays."""
+    return {width for partition in partitions for width in partition.widths[index]}
 
 
 def _check_branches(plan: Plan, width: int, profile: Profile) -> None:

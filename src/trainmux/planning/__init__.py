@@ -8,14 +8,16 @@ from trainmux.planning._plan import TIME_LIMIT_SECONDS, BudgetCost, Planner, Pla
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._slab import Slab, Tenant, pack
 from trainmux.planning._timeline import lane_times, measured_timeline, timeline
-from trainmux.planning.partition import PlannedGroup, find_partitions
-from trainmux.planning.policies._known import POLICY_NAMES, policy_named
+from trainmux.planning.partition import NUM_ALWAYS, Partition, PlannedGroup, find_partitions
+from trainmux.planning.policies._known import POLICY_NAMES, partitions_to_try, policy_named
 
 __all__ = [
+    "NUM_ALWAYS",
     "POLICY_NAMES",
     "TIME_LIMIT_SECONDS",
     "BudgetCost",
     "Infeasible",
+    "Partition",
     "PlanProgress",
     "PlannedGroup",
     "Planner",
@@ -28,6 +30,7 @@ __all__ = [
     "lane_times",
     "measured_timeline",
     "pack",
+    "partitions_to_try",
     "peak_live_bytes",
     "policy_named",
     "rewrite",

@@ -32,8 +32,8 @@ from trainmux.planning._candidate import (
 )
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._timeline import timeline
-from trainmux.planning.partition import MAX_PARTITIONS, NUM_ENDS, Partition, PlannedGroup, find_partitions
-from trainmux.planning.policies._known import policy_named
+from trainmux.planning.partition import MAX_PARTITIONS, NUM_ALWAYS, Partition, PlannedGroup
+from trainmux.planning.policies._known import partitions_to_try, policy_named
 from trainmux.planning.policies.auto import Auto
 from trainmux.sizes import exact_bytes
 
@@ -91,8 +91,8 @@ Progress = Callable[[PlanProgress], None]
 class Planner:
     """Plans for several budgets, sharing profiles, bounds and the plans that were found.
 
-    ``profile_of`` is called once for each group and width, after ``profile_seconds`` only for complete fusion
-    and width 1: other partitions are then left out. Sub-arrays of about one width, all of which
+    ``profile_of`` is called once for each group and width, after ``profile_seconds`` only for the first
+    two partitions: others are then left out. Sub-arrays of about one width, all of which
     ``branched_of`` has a profile for, are tried that way too. ``fixed_bytes`` are reserved in addition to the
     slab, and what ``scratch_of`` says for the profile that needs the most: nodes of all sub-arrays run one by
     one. ``host_bytes`` bound copies on the host (``None``: what the profiles' device allows). ``time_limit``
@@ -133,7 +133,7 @@ class Planner:
         self.time_limit = time_limit
         self.by = known.policy
         self.progress = progress
-        search = find_partitions([len(group.members) for group in groups], max_partitions=max_partitions)
+        search = partitions_to_try(policy, [len(group.members) for group in groups], max_partitions)
         partitions, profiles = self._profiled(groups, search.partitions, profile_of, profile_seconds)
         self._num_left_out = search.num_left_out + len(search.partitions) - len(partitions)
         if host_bytes is None:
@@ -148,11 +148,6 @@ class Planner:
                 groups, partition, ways, known.multiplexings(partition), scratch_of
             )
         ]
-        if not self.arrangements:
-            raise ConfigError(
-                f"expected partitions that policy {policy!r} knows how to share the device between, got none "
-                f"among {len(partitions)}; raise max_partitions"
-            )
         self.found: list[Candidate] = []
         """Plans for any budget."""
         self._smallest: Candidate | None = None
@@ -314,7 +309,7 @@ class Planner:
         profiles: dict[tuple[int, int], Profile] = {}
         for partition, keys in widths_of.items():
             missing = [key for key in dict.fromkeys(keys) if key not in profiles]
-            if missing and len(kept) >= NUM_ENDS and monotonic() >= ends_at:
+            if missing and len(kept) >= NUM_ALWAYS and monotonic() >= ends_at:
                 continue
             kept.append(partition)
             for number, width in missing:

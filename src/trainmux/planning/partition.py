@@ -14,15 +14,19 @@ equal widths, halvings before thirds before fifths, then the paper's uneven ones
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from trainmux.errors import ConfigError
 
 MAX_PARTITIONS = 16
-NUM_ENDS = 2
-"""Partitions that are always tried, and come first: complete fusion and width 1."""
+NUM_ALWAYS = 2
+"""So many partitions are tried in any case, the first ones: complete fusion and width 1, if the rules make
+them."""
+
+Rule = Callable[[int], Sequence[tuple[int, ...]]]
+"""The partitions of so many members, as widths of sub-arrays."""
 
 
 @dataclass(frozen=True)
@@ -109,24 +113,34 @@ def filled_partitions(num_members: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def find_partitions(group_sizes: Sequence[int], *, max_partitions: int = MAX_PARTITIONS) -> PartitionSearch:
-    """The partitions of groups of the given sizes, at most ``max_partitions``, in a fixed order.
+def ends(num_members: int) -> tuple[tuple[int, ...], ...]:
+    """Complete fusion, and width 1."""
+    return ((num_members,), (1,) * num_members)
+
+
+ALL_RULES: tuple[Rule, ...] = (equal_partitions, paper_partitions, filled_partitions)
+
+
+def find_partitions(
+    group_sizes: Sequence[int], *, rules: Sequence[Rule] = ALL_RULES, max_partitions: int = MAX_PARTITIONS
+) -> PartitionSearch:
+    """The partitions that ``rules`` make of groups of the given sizes, at most so many, in a fixed order.
 
     With several groups those come first in which every group has about the same number of sub-arrays, then
     the other combinations, beginning with the best of each group. Refused with `ConfigError`: no group, an
-    empty group, a bound below 2 (complete fusion and width 1 are always tried).
+    empty group, a bound below 2.
     """
     if not group_sizes or min(group_sizes) < 1:
         sizes = list(group_sizes)
         raise ConfigError(
             f"partitions need at least one group, each with members, but got {sizes}; add members"
         )
-    if max_partitions < NUM_ENDS:
+    if max_partitions < NUM_ALWAYS:
         raise ConfigError(
-            f"max_partitions must be at least {NUM_ENDS}, but got {max_partitions}; complete fusion and "
+            f"max_partitions must be at least {NUM_ALWAYS}, but got {max_partitions}; complete fusion and "
             "width 1 are always tried"
         )
-    choices = [_choices(size) for size in group_sizes]
+    choices = [_choices(size, rules) for size in group_sizes]
     num_possible = prod(len(widths) for widths in choices)
     found: dict[Partition, None] = {}
     for partition in _in_order(choices):
@@ -136,9 +150,8 @@ def find_partitions(group_sizes: Sequence[int], *, max_partitions: int = MAX_PAR
     return PartitionSearch(tuple(found), num_possible - len(found))
 
 
-def _choices(num_members: int) -> list[tuple[int, ...]]:
+def _choices(num_members: int, rules: Sequence[Rule]) -> list[tuple[int, ...]]:
     """Every partition of one group: complete fusion and width 1, then rule by rule, the cheapest first."""
-    rules = (equal_partitions, paper_partitions, filled_partitions)
     rank_of: dict[tuple[int, ...], tuple[int, ...]] = {}
     for rule_number, rule in enumerate(rules):
         for widths in rule(num_members):

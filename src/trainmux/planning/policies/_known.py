@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from trainmux.errors import ConfigError
 from trainmux.ir import Multiplexing, Recomputation, Schedule, Swap
 from trainmux.planning._body import Node, Policy, Task, part_of
-from trainmux.planning.partition import Partition
+from trainmux.planning.partition import (
+    ALL_RULES,
+    MAX_PARTITIONS,
+    Partition,
+    PartitionSearch,
+    Rule,
+    ends,
+    find_partitions,
+    paper_partitions,
+)
 from trainmux.planning.policies import capuchin, mutwo, none, recompute_only, swap_only
 from trainmux.planning.policies.auto import Auto
 
@@ -64,7 +73,7 @@ def _in_turns(baseline: _Baseline, task: Task) -> Schedule:
 
 @dataclass(frozen=True)
 class KnownPolicy:
-    """A policy with the partitions it is for.
+    """A policy with the rules that make its partitions.
 
     ``multiplexings`` says in which ways the sub-arrays of a partition are to share the device, none where
     the partition is not for it.
@@ -72,12 +81,11 @@ class KnownPolicy:
 
     policy: Policy
     multiplexings: Callable[[Partition], tuple[Multiplexing, ...]]
+    rules: tuple[Rule, ...] = ALL_RULES
 
 
 def _pairs(partition: Partition) -> tuple[Multiplexing, ...]:
     """Pairs run as a ring; a fleet of one member has no partner and runs by itself."""
-    if not partition.is_in_pairs:
-        return ()
     return _TURNS if partition.num_sub_arrays == 1 else _RING
 
 
@@ -103,15 +111,17 @@ def policy_named(name: str, *, seed: int = 0, evaluations: int | None = None) ->
 
 
 _BASELINES = {
-    "mutwo": KnownPolicy(_OneSchedule("mutwo", mutwo.schedule), _pairs),
+    "mutwo": KnownPolicy(_OneSchedule("mutwo", mutwo.schedule), _pairs, (paper_partitions,)),
     # The partitions of pairs without multiplexing, for ablations.
     "mutwo_turns": KnownPolicy(
         _OneSchedule("mutwo_turns", partial(mutwo.schedule, policy="mutwo_turns")),
-        lambda partition: _TURNS if partition.is_in_pairs else (),
+        lambda partition: _TURNS,
+        (paper_partitions,),
     ),
     "capuchin": KnownPolicy(
         _OneSchedule("capuchin", capuchin.schedule),
         lambda partition: _TURNS if partition.is_complete_fusion else (),
+        (ends,),
     ),
     "swap_only": KnownPolicy(_OneSchedule("swap_only", swap_only.schedule), lambda partition: _TURNS),
     "recompute_only": KnownPolicy(
@@ -121,3 +131,10 @@ _BASELINES = {
 }
 POLICY_NAMES = ("auto", *_BASELINES)
 """Every policy, the default first."""
+
+
+def partitions_to_try(
+    policy: str, group_sizes: Sequence[int], max_partitions: int = MAX_PARTITIONS
+) -> PartitionSearch:
+    """The partitions of groups of the given sizes that a policy is tried with."""
+    return find_partitions(group_sizes, rules=policy_named(policy).rules, max_partitions=max_partitions)
