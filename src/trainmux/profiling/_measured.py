@@ -55,6 +55,8 @@ _LARGEST_CUT = 0.7
 _SUSTAINED_SECONDS = 0.3
 """A step is replayed at least so long before it counts: a device that has just begun to work is 5% faster
 than it stays."""
+_WARM_UP_SECONDS = 2.0
+"""The first step is replayed so long beforehand: clocks fall for seconds as a device warms up."""
 _MOST_SUSTAINED_SECONDS = 1.0
 _SETTLED = 1.003
 """Two windows of replays in a row differ by less than this factor once the device's clock has settled."""
@@ -82,10 +84,20 @@ class Measurements:
         self.device = device
         self.samples: dict[Hashable, NodeSamples] = {}
         self.copy_costs: dict[Hashable, CopyCosts] = {}
+        self._is_warm = False
 
     @functools.cached_property
     def link(self) -> LinkRates:
         return probe_link(self.device)
+
+    def sustained_seconds(self, captured: torch.cuda.CUDAGraph) -> float:
+        """Seconds of a replay once the device's clock is what it is under load."""
+        replays(captured, 1)
+        once = replays(captured, 1)
+        if not self._is_warm:
+            replays(captured, int(_WARM_UP_SECONDS / once))
+            self._is_warm = True
+        return settled_seconds(lambda seconds: replays(captured, max(2, int(seconds / once))))
 
 
 def measure_profile(
@@ -119,7 +131,7 @@ def measure_profile(
         together = None if swaps else _replayed_seconds(graph, begin, known, model)
         if together is not None:
             seconds = in_step_seconds(seconds, together)
-            concurrent = _side_by_side(graph, begin, device, branches)
+            concurrent = _side_by_side(graph, begin, known, branches)
     costs = known.copy_costs.get(model) or CopyCosts(LinkUnderLoad(known.link))
     link = costs.link.link
     tensors, nodes = graph.profiled(
@@ -267,7 +279,7 @@ def _replayed_seconds(
     captured = _captured(device, lambda: begin().run_all())
     if captured is None:
         return None
-    taken = _sustained_seconds(captured)
+    taken = known.sustained_seconds(captured)
     if model in known.copy_costs:
         return taken
     count = max(1, int(_LOAD_SECONDS / taken))
@@ -275,16 +287,16 @@ def _replayed_seconds(
     loaded = probe_link_under_load(load, count * taken, known.link, device)
     del captured, load
     torch.cuda.empty_cache()
-    known.copy_costs[model] = CopyCosts(loaded, _sync_seconds(graph, begin, device, taken))
+    known.copy_costs[model] = CopyCosts(loaded, _sync_seconds(graph, begin, known, taken))
     return taken
 
 
 def _sync_seconds(
-    graph: KernelGraph, begin: Callable[[], Pass], device: torch.device, without: float
+    graph: KernelGraph, begin: Callable[[], Pass], known: Measurements, without: float
 ) -> float:
     """Seconds that a dependency on a copy adds to a step of ``without`` seconds; 0 where it is not known."""
     try:
-        copies = TinyCopies(len(graph.steps), device)
+        copies = TinyCopies(len(graph.steps), known.device)
     except RuntimeError:
         return 0.0
     if not copies.num_dependencies:
@@ -294,20 +306,13 @@ def _sync_seconds(
         with copies:
             begin().run_all(copies)
 
-    captured = _captured(device, with_copies)
+    captured = _captured(known.device, with_copies)
     if captured is None:
         return 0.0
-    taken = _sustained_seconds(captured)
+    taken = known.sustained_seconds(captured)
     del captured
     torch.cuda.empty_cache()
     return max(0.0, taken - without) / copies.num_dependencies
-
-
-def _sustained_seconds(captured: torch.cuda.CUDAGraph) -> float:
-    """Seconds of a replay once the device's clock is what it is under load."""
-    replays(captured, 1)
-    once = replays(captured, 1)
-    return settled_seconds(lambda seconds: replays(captured, max(2, int(seconds / once))))
 
 
 def settled_seconds(replay_for: Callable[[float], float]) -> float:
@@ -321,10 +326,10 @@ def settled_seconds(replay_for: Callable[[float], float]) -> float:
 
 
 def _side_by_side(
-    graph: KernelGraph, begin: Callable[[], Pass], device: torch.device, branches: Sequence[int]
+    graph: KernelGraph, begin: Callable[[], Pass], known: Measurements, branches: Sequence[int]
 ) -> tuple[tuple[int, float], ...]:
     """Seconds by number of concurrent steps. All work on the same arguments, which no step changes."""
-    found = []
+    found, device = [], known.device
     for number in branches:
         torch.cuda.empty_cache()
         if not fits(graph, device, number):
@@ -338,7 +343,7 @@ def _side_by_side(
             captured = _captured(device, partial(_run_on_all, begin, device, streams))
             if captured is None:
                 break
-            found.append((number, _sustained_seconds(captured)))
+            found.append((number, known.sustained_seconds(captured)))
             del captured
     torch.cuda.empty_cache()
     return tuple(found)
