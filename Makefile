@@ -45,7 +45,7 @@ test-gpu: ## GPU tests, with the Python that already has torch
 	@$(or $(PYTHON),python3) -c 'import torch, pytest' || { \
 	  echo "make test-gpu needs a Python with torch and pytest; name it with PYTHON=..." >&2; exit 1; }
 	@export PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}"; \
-	run() { echo "pytest $$*"; $(or $(PYTHON),python3) -m pytest "$$@"; }; \
+	run() { echo "pytest $$*"; $(or $(PYTHON),python3) -m pytest -p no:benchmark "$$@"; }; \
 	if $(or $(PYTHON),python3) -c 'import xdist' 2>/dev/null; then \
 	  status=0; \
 	  run tests/gpu -m 'not alone' -n 6 --dist loadfile || status=$$?; \
