@@ -150,8 +150,12 @@ class ScheduleSearch:
 
     def place(self) -> Candidate | None:
         """Place what is drawn. Where it does not fit, the first schedule for a lower limit is drawn."""
-        assert self.drawn is not None
-        found, self.drawn = place_draft(self.arrangement, self.drawn, self.limit_bytes), None
+        made, self.drawn = self.drawn, None
+        assert made is not None
+        try:
+            found = place_draft(self.arrangement, made, self.limit_bytes)
+        except PlanError:  # decisions that no prologue or epilogue can carry out
+            return None
         if found.slab_bytes <= self.limit_bytes:
             return found
         times = next(self._retries, None)

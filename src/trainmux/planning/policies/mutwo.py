@@ -129,8 +129,7 @@ class _Greedy:
     def _together(self, pairs: Sequence[_Greedy]) -> Decided:
         """Join the pairs' decisions; an odd last sub-array has the first one for partner."""
         choices: list[Choice] = []  # gaps stand sub-array by sub-array
-        wants: dict[Node, float] = {}
-        stalls: dict[int, float] = {}
+        wants, stalls = dict[Node, float](), dict[int, float]()
         for number, pair in enumerate(pairs):
             decided = pair.now.decided
             wants |= {(2 * number + own, rank): each for (own, rank), each in decided.wants.items()}
