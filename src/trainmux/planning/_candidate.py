@@ -15,6 +15,7 @@ from trainmux.ir import Multiplexing, Profile, Program, Schedule, SubArray
 from trainmux.planning._body import FixedBody, Infeasible, Policy, Task, plain_body
 from trainmux.planning._draft import Draft, draft
 from trainmux.planning._rewrite import place
+from trainmux.runtime import no_collections
 
 ROUNDING = 1e-9
 """Times that differ by less than this share differ by the rounding of sums alone."""
@@ -126,7 +127,8 @@ class ScheduleSearch:
     """A policy's schedules of one arrangement, one after another, to be placed within ``limit_bytes``.
 
     ``drawn`` is the last schedule, as long as it is not placed; ``seconds`` is the time of the quickest,
-    ``lacking_bytes`` what the policy said it lacks.
+    ``lacking_bytes`` what the policy said it lacks. Python looks for no cycles meanwhile: a draft has 100,000
+    objects, and looking through them took half of its time.
     """
 
     def __init__(self, arrangement: Arrangement, policy: Policy, limit_bytes: int, host_bytes: int) -> None:
@@ -142,16 +144,22 @@ class ScheduleSearch:
         self._retries = iter(_TIGHTENINGS)
         self._schedules = self._ask()
 
+    @no_collections()
     def draw(self) -> None:
         """Take the policy's next schedule; it may have none for now, or be at its end."""
         self.drawn = self._next_draft()
         if self.drawn is not None:
             self.seconds = min(self.seconds, self.drawn.seconds)
 
+    @no_collections()
     def place(self) -> Candidate | None:
         """Place what is drawn. Where it does not fit, the first schedule for a lower limit is drawn."""
-        assert self.drawn is not None
-        found, self.drawn = place_draft(self.arrangement, self.drawn, self.limit_bytes), None
+        made, self.drawn = self.drawn, None
+        assert made is not None
+        try:
+            found = place_draft(self.arrangement, made, self.limit_bytes)
+        except PlanError:  # decisions that no prologue or epilogue can carry out
+            return None
         if found.slab_bytes <= self.limit_bytes:
             return found
         times = next(self._retries, None)

@@ -9,9 +9,10 @@ epilogue; in turns, where there is neither, they are where the body has them whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 
 from trainmux.errors import PlanError
 from trainmux.ir import Compute, Multiplexing, Part, Profile, Recompute, Schedule, Tenancy
@@ -40,13 +41,12 @@ class Draft:
 
     What will be reserved is a little more than the live bytes and is known only from `rewrite`. ``seconds``
     is the time of the body without cross-stream dependencies: a draft has several times as many of them as
-    the program made of it.
+    the program made of it. ``parts`` makes prologue, body and epilogue, or refuses the schedule with
+    `PlanError`: most drafts are only timed.
     """
 
     schedule: Schedule
-    prologue: Part
-    body: Part
-    epilogue: Part
+    parts: Callable[[], tuple[Part, Part, Part]]
     resident: tuple[Key, ...]
     host_bytes: int
     seconds: float
@@ -76,21 +76,23 @@ def _make_draft(schedule: Schedule, *profiles: Profile) -> Draft:
         if maker == -1 and (sub_array, tensor) not in residency.swapped
     )
     body = _Issuer(all_facts, always | around).issue(row, settled)
-    if is_ring:
-        outside: frozenset[Key] = frozenset()
-        before = prologue_row(row, all_facts, settled.stays)
-        after = epilogue_row(row, all_facts, settled.stays)
-    else:
-        outside = around
-        before = after = ()
-    settled = residency.settle(before, outside, around)
-    prologue = _Issuer(all_facts, always | outside).issue(before, settled)
-    settled = residency.settle(after, around, outside)
-    epilogue = _Issuer(all_facts, always | around).issue(after, settled)
+    outside = frozenset[Key]() if is_ring else around
+
+    def parts() -> tuple[Part, Part, Part]:
+        before = prologue_row(row, all_facts, settled.stays) if is_ring else ()
+        after = epilogue_row(row, all_facts, settled.stays) if is_ring else ()
+        settled_before = residency.settle(before, outside, around)
+        settled_after = residency.settle(after, around, outside)
+        return (
+            _Issuer(all_facts, always | outside).issue(before, settled_before).part(),
+            body.part(),
+            _Issuer(all_facts, always | around).issue(after, settled_after).part(),
+        )
+
     host_bytes = sum(profiles[s].tensors[tensor].size_bytes for s, tensor in residency.swapped)
-    seconds = lane_times(body, profiles, counts_meetings=False).seconds
+    seconds = lane_times(Part(tuple(body.instructions), ()), profiles, counts_meetings=False).seconds
     resident = tuple(sorted(always | outside))
-    return Draft(schedule, prologue, body, epilogue, resident, host_bytes, seconds)
+    return Draft(schedule, parts, resident, host_bytes, seconds)
 
 
 _drafted = partial(remembered, max_remembered=4)(_make_draft)
@@ -106,12 +108,15 @@ class _Issuer(LaneWriter):
     def __init__(self, all_facts: Sequence[Facts], begin: Iterable[Key]) -> None:
         super().__init__()
         self._all_facts = all_facts
-        self._tenancies: list[Tenancy] = []
+        self._tenancies: list[tuple[int, int, int, int, int, int]] = []
         self._live: dict[Key, int] = dict.fromkeys(sorted(begin), -1)
 
-    def issue(self, row: Sequence[Action], settled: Settled) -> Part:
+    def part(self) -> Part:
+        return Part(tuple(self.instructions), tuple(starmap(Tenancy, self._tenancies)))
+
+    def issue(self, row: Sequence[Action], settled: Settled) -> _Issuer:
         for position, action in enumerate(row):
-            ending: Sequence[Key] = settled.free_after[position]
+            ending: Sequence[Key] = settled.free_after.get(position, ())
             if isinstance(action, RunNode):
                 self._run(action)
             elif isinstance(action, RunAgain):
@@ -128,8 +133,8 @@ class _Issuer(LaneWriter):
         for key in settled.free_last:
             self._free(key)
         for key, taken_at in self._live.items():
-            self._note(key, taken_at, len(self._instructions))
-        return Part(tuple(self._instructions), tuple(self._tenancies))
+            self._note(key, taken_at, len(self.instructions))
+        return self
 
     def _run(self, action: RunNode) -> None:
         sub_array = action.sub_array
@@ -185,9 +190,9 @@ class _Issuer(LaneWriter):
 
     def _take_workspace(self, sub_array: int, size_bytes: int, position: int) -> None:
         if size_bytes:
-            self._tenancies.append(Tenancy(sub_array, -1, position, position, UNPLACED, size_bytes))
+            self._tenancies.append((sub_array, -1, position, position, UNPLACED, size_bytes))
 
     def _note(self, key: Key, begin: int, end: int) -> None:
         sub_array, tensor = key
         size = self._all_facts[sub_array].tensors[tensor].memory_size
-        self._tenancies.append(Tenancy(sub_array, tensor, begin, end, UNPLACED, size))
+        self._tenancies.append((sub_array, tensor, begin, end, UNPLACED, size))

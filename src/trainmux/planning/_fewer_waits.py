@@ -114,9 +114,9 @@ class _Waits(LaneWriter):
                     new = self._copy_back((sub_array, tensor))
                     self._note_copy(IN, new)
             self._moved[position] = new
-        moved = {**self._moved, len(self._old.instructions): len(self._instructions)}
+        moved = {**self._moved, len(self._old.instructions): len(self.instructions)}
         tenancies = (replace(t, begin=moved[t.begin], end=moved[t.end]) for t in self._old.tenancies)
-        return Part(tuple(self._instructions), tuple(tenancies))
+        return Part(tuple(self.instructions), tuple(tenancies))
 
     def _note_copy(self, lane: int, new: int) -> None:
         self._copies[lane].append(new)

@@ -17,7 +17,7 @@ class LaneWriter:
     """Writes instructions. A subclass that knows where bytes lie, or when things end, waits for less."""
 
     def __init__(self) -> None:
-        self._instructions: list[Instruction] = []
+        self.instructions: list[Instruction] = []
         self._lane_of: list[int] = []
         # Per lane: the last position that is known to have ended on each lane; and the same as it stood
         # when each instruction ended, which is what a wait for the instruction teaches.
@@ -28,11 +28,11 @@ class LaneWriter:
         self._prefetches: dict[Key, int] = {}
 
     def _append(self, lane: int, instruction: Instruction) -> int:
-        position = len(self._instructions)
+        position = len(self.instructions)
         self._known[lane][lane] = position
         self._known_at.append(tuple(self._known[lane]))
         self._lane_of.append(lane)
-        self._instructions.append(instruction)
+        self.instructions.append(instruction)
         return position
 
     def _is_news(self, lane: int, on: int) -> bool:
@@ -56,7 +56,8 @@ class LaneWriter:
             sub_array = instruction.sub_array
             awaited = [self._prefetches.get((sub_array, tensor), -1) for tensor in (*reads, *changes)]
             awaited += [self._offloads.get((sub_array, tensor), -1) for tensor in changes]
-            self._wait_for_copies(sorted(awaited, reverse=True))
+            if max(awaited, default=-1) >= 0:
+                self._wait_for_copies(sorted(awaited, reverse=True))
         position = self._append(COMPUTE, instruction)
         self._last_node = self._last_on_compute = position
         return position
@@ -77,7 +78,9 @@ class LaneWriter:
 
     def _free(self, key: Key) -> int:
         """Give a tensor's bytes back, once no copy needs them."""
-        self._wait_for_copies((self._prefetches.pop(key, -1), self._offloads.get(key, -1)))
+        back, out = self._prefetches.pop(key, -1), self._offloads.get(key, -1)
+        if back >= 0 or out >= 0:
+            self._wait_for_copies((back, out))
         position = self._last_on_compute = self._append(COMPUTE, Free(*key))
         return position
 

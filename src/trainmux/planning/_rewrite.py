@@ -37,9 +37,8 @@ def place(profiles: Sequence[Profile], made: Draft, *, enough_bytes: int = 0) ->
 
     `rewrite` seeks the smallest slab. Here the search ends at one of ``enough_bytes``.
     """
-    parts = (made.prologue, made.body, made.epilogue)
     (prologue, body, epilogue), slab_bytes = place_parts(
-        parts,
+        made.parts(),
         ALIGNMENT,
         lambda key: profiles[key[0]].tensors[key[1]].byte_class in _STATE,
         enough_bytes=enough_bytes,

@@ -17,9 +17,10 @@ release needs a copy on the host that is still true; an offload is left out wher
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import NoReturn
 
 from trainmux.errors import PlanError
@@ -179,6 +180,19 @@ class EndStep:
 
 
 Action = RunNode | RunAgain | Move | EndStep
+Touched = tuple[tuple[Key, Touch], ...]
+
+
+@lru_cache
+def _touched_by_nodes(facts: Facts, sub_array: int) -> list[tuple[Touched, Touched, frozenset[Key]]]:
+    """By rank, what the node touches, in the order that it does: all, all but static tensors, and those."""
+    found = []
+    for node in facts.nodes:
+        touches = ((Touch.READ, node.reads), (Touch.CHANGE, node.changes), (Touch.MAKE, node.creates))
+        touched = tuple(((sub_array, tensor), touch) for touch, tensors in touches for tensor in tensors)
+        moving = tuple(each for each in touched if facts.made_by[each[0][1]] >= 0)
+        found.append((touched, moving, frozenset(key for key, _ in {*touched} - {*moving})))
+    return found
 
 
 @dataclass(slots=True)
@@ -343,11 +357,11 @@ def _of_first(body: Sequence[Action], facts: Facts, *, is_forward: bool) -> list
 
 @dataclass(frozen=True)
 class Settled:
-    """``free_after`` lists, for each action, the tensors that go right after it, ``free_last`` those that go
+    """``free_after`` lists, by action, the tensors that go right after it, ``free_last`` those that go
     at the very end. ``needless`` are the offloads to leave out; ``stays`` those of swapped static tensors.
     """
 
-    free_after: tuple[tuple[Key, ...], ...]
+    free_after: dict[int, list[Key]]
     free_last: tuple[Key, ...]
     needless: frozenset[int]
     stays: dict[Key, list[Stay]]
@@ -359,37 +373,25 @@ class Residency:
     def __init__(self, all_facts: Sequence[Facts], swaps: Iterable[Swap]) -> None:
         self.all_facts = all_facts
         self.swapped = frozenset((swap.sub_array, swap.tensor) for swap in swaps)
+        self._by_nodes = [_touched_by_nodes(facts, number) for number, facts in enumerate(all_facts)]
 
     def is_static(self, key: Key) -> bool:
         return self.all_facts[key[0]].made_by[key[1]] == -1
 
-    def touches(self, action: Action) -> Iterator[tuple[Key, Touch]]:
+    def touches(self, action: Action) -> Touched:
         """The tensors that move which an action touches, in the order that it does."""
         if isinstance(action, RunNode):
-            sub_array = action.sub_array
-            made_by = self.all_facts[sub_array].made_by
-            node = self.all_facts[sub_array].nodes[action.node]
-            swapped = self.swapped
-            for tensor in node.reads:
-                if made_by[tensor] >= 0 or (sub_array, tensor) in swapped:
-                    yield (sub_array, tensor), Touch.READ
-            for tensor in node.changes:
-                if made_by[tensor] >= 0 or (sub_array, tensor) in swapped:
-                    yield (sub_array, tensor), Touch.CHANGE
-            for tensor in node.creates:
-                yield (sub_array, tensor), Touch.MAKE
-        elif isinstance(action, RunAgain):
-            for step in action.recipe.steps:
-                for tensor in step.sources:
-                    key = (action.key[0], tensor)
-                    if not self.is_static(key) or key in self.swapped:
-                        yield key, Touch.READ
-            yield action.key, Touch.MAKE
-        elif isinstance(action, Move):
-            yield action.key, action.touch
-        else:
-            for key in action.results:
-                yield key, Touch.READ
+            touched, moving, static = self._by_nodes[action.sub_array][action.node]
+            if static.isdisjoint(self.swapped):
+                return moving
+            return tuple([each for each in touched if each[0] not in static or each[0] in self.swapped])
+        if isinstance(action, RunAgain):
+            read = [(action.key[0], tensor) for step in action.recipe.steps for tensor in step.sources]
+            moved = [key for key in read if not self.is_static(key) or key in self.swapped]
+            return (*((key, Touch.READ) for key in moved), (action.key, Touch.MAKE))
+        if isinstance(action, Move):
+            return ((action.key, action.touch),)
+        return tuple((key, Touch.READ) for key in action.results)
 
     def check_recomputations(self, body: Sequence[Action], is_ring: bool) -> None:
         """Refuse recomputations whose values would not be those of the step (see `check_values`)."""
@@ -408,10 +410,8 @@ class Residency:
         That is what is used before it is made. Of what a step makes, only a ring's first forward pass leaves
         something for the pass that follows.
         """
-        first: dict[Key, Touch] = {}
-        for action in body:
-            for key, touch in self.touches(action):
-                first.setdefault(key, touch)
+        touched = [self.touches(action) for action in body]
+        first = dict(each for touches in reversed(touched) for each in reversed(touches))
         around = frozenset(key for key, touch in first.items() if touch not in (Touch.MAKE, Touch.BACK))
         num_left = self.all_facts[0].num_forward if is_ring else 0
         for key in around:
@@ -419,11 +419,11 @@ class Residency:
                 refuse(
                     key, self.all_facts, "it is not made yet where it is needed first; move that behind it"
                 )
-        return _Walk(self, body, around, is_body=True).settle(around), around
+        return _Walk(self, body, around, is_body=True).settle(touched, around), around
 
     def settle(self, row: Sequence[Action], begin: frozenset[Key], end: frozenset[Key]) -> Settled:
         """A prologue or epilogue that begins and ends with given tensors on the device."""
-        return _Walk(self, row, begin, is_body=False).settle(end)
+        return _Walk(self, row, begin, is_body=False).settle(map(self.touches, row), end)
 
 
 class _Walk:
@@ -440,24 +440,26 @@ class _Walk:
         # Whether the host has a true copy. One that was made in an earlier part is not relied on.
         self._on_host: dict[Key, bool] = dict.fromkeys(begin, False)
         self._fetched_first: list[Key] = []
-        self._free_after: list[list[Key]] = [[] for _ in row]
+        self._free_after: dict[int, list[Key]] = {}
         self._needless: set[int] = set()
         self._stays: dict[Key, list[Stay]] = {}
 
-    def settle(self, end: frozenset[Key]) -> Settled:
-        for position, action in enumerate(self._row):
-            for key, touch in self._residency.touches(action):
-                self._touch(position, action, key, touch)
+    def settle(self, touched: Iterable[Touched], end: frozenset[Key]) -> Settled:
+        """Walk; ``touched`` has what each action touches."""
+        for position, (action, touches) in enumerate(zip(self._row, touched, strict=True)):
+            for key, touch in touches:
+                stay = self._open.get(key)
+                if touch is Touch.READ and stay is not None:  # most of all touches
+                    stay.last_touch = position
+                    stay.uses.append(position)
+                else:
+                    self._touch(position, action, key, touch, stay)
         free_last = self._finish(end)
-        return Settled(
-            tuple(tuple(sorted(keys)) for keys in self._free_after),
-            tuple(sorted(free_last)),
-            frozenset(self._needless),
-            self._stays,
-        )
+        for keys in self._free_after.values():
+            keys.sort()
+        return Settled(self._free_after, tuple(sorted(free_last)), frozenset(self._needless), self._stays)
 
-    def _touch(self, position: int, action: Action, key: Key, touch: Touch) -> None:
-        stay = self._open.get(key)
+    def _touch(self, position: int, action: Action, key: Key, touch: Touch, stay: Stay | None) -> None:
         if touch is Touch.MAKE:
             if stay is not None:
                 self._drop(key, stay)
@@ -480,9 +482,7 @@ class _Walk:
             user = f"node {action.node} of its step" if isinstance(action, RunNode) else "a decision"
             self._refuse(key, f"{user} needs it while it is not on the device; fetch or make it before that")
         stay.last_touch = position
-        if touch is Touch.READ:
-            stay.uses.append(position)
-        elif touch is Touch.CHANGE:
+        if touch is Touch.CHANGE:
             stay.uses.append(position)
             stay.changes.append(position)
             self._on_host[key] = False
@@ -499,7 +499,7 @@ class _Walk:
 
     def _drop(self, key: Key, stay: Stay) -> None:
         assert stay.last_touch >= 0  # what is there at first is there because an action needs it
-        self._free_after[stay.last_touch].append(key)
+        self._free_after.setdefault(stay.last_touch, []).append(key)
         self._close(key, stay, stay.last_touch)
 
     def _close(self, key: Key, stay: Stay, end: int | None) -> None:

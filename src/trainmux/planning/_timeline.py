@@ -70,7 +70,7 @@ def lane_times(
         on = NO_WAIT
         slow = seconds = 0.0
         try:
-            if isinstance(instruction, Compute | Recompute):
+            if isinstance(instruction, (Compute, Recompute)):
                 lane = COMPUTE
                 seconds = nodes[instruction.sub_array][instruction.node]
                 slow = seconds * slowdowns[instruction.sub_array]

@@ -7,9 +7,10 @@ recomputation's overhead and what decisions do to one another is Algorithms D to
 Algorithm G (`_layout.demand`). Both stages of a pair, BW₀ with FW₁ and BW₁ with FW₀, share one set of
 candidates, one limit and one peak.
 
-Several pairs are scheduled together, as a program has one ring for all sub-arrays: the last stage of a pair
-runs with the forward pass of the next pair and not of its own. Neighbours are partners: a partition has its
-sub-arrays in the order of their iteration time.
+Several pairs are scheduled one by one, each within what the static tensors of the others leave, and then put
+together. A program has one ring for all sub-arrays, so the last stage of a pair runs with the forward pass of
+the next pair and not of its own. Neighbours are partners: a partition has its sub-arrays in the order of
+their iteration time.
 
 A copy back must have ended at its deadline: the first backward access, or the first recomputation before that
 which reads the tensor. Copies run one after another in the order of their deadlines, each as late as it can;
@@ -61,6 +62,7 @@ from trainmux.planning._body import (
     Node,
     Task,
     infeasible,
+    part_of,
     plain_body,
 )
 from trainmux.planning._facts import Choice, Gap, Key, RecomputePrices, facts_of, find_gaps, prices_beside
@@ -69,11 +71,22 @@ from trainmux.planning._layout import Demand, demand, lay_out
 
 def schedule(task: Task, policy: str = "mutwo") -> Schedule:
     """The policy ``mutwo``; for a sub-array that runs in turns it decides without multiplexing."""
-    return _decided(task, policy).schedule()
+    count = len(task.profiles)
+    if count <= 2:
+        return _decided(task, policy).schedule()
+    parts = [part_of(task, [first, (first + 1) % count]) for first in range(0, count, 2)]
+    alike = {tuple(map(id, part.profiles)): part for part in parts}
+    try:
+        known = {key: _decided(part, policy) for key, part in alike.items()}
+    except Infeasible:  # the others' results are not there all the time
+        return _decided(task, policy).schedule()
+    whole = _Greedy(task, policy, [known[tuple(map(id, part.profiles))] for part in parts])
+    whole.run()
+    return whole.schedule()
 
 
 def _decided(task: Task, policy: str) -> _Greedy:
-    """Decide; where that fails, without recomputations."""
+    """Decide for sub-arrays together; where that fails, without recomputations."""
     greedy = _Greedy(task, policy)
     try:
         greedy.run()
@@ -90,9 +103,11 @@ def _decided(task: Task, policy: str) -> _Greedy:
 
 
 class _Greedy:
-    """One run of Algorithm B."""
+    """One run of Algorithm B, from what is decided for ``pairs`` of the sub-arrays if there are any."""
 
-    def __init__(self, task: Task, policy: str, *, may_recompute: bool = True) -> None:
+    def __init__(
+        self, task: Task, policy: str, pairs: Sequence[_Greedy] = (), *, may_recompute: bool = True
+    ) -> None:
         body = plain_body(task.profiles, task.multiplexing)
         self.task, self.policy = task, policy
         self.gaps = find_gaps(body.all_facts, with_static=False)
@@ -102,9 +117,29 @@ class _Greedy:
         starts = [body.all_facts[gap.sub_array].start_seconds for gap in self.gaps]
         idle = [own[gap.first] - own[gap.last + 1] for own, gap in zip(starts, self.gaps, strict=True)]
         self.by_inactive_time = sorted(range(len(self.gaps)), key=lambda number: (-idle[number], number))
-        now = self.multiplexer.look(Decided(body, (Choice.KEEP,) * len(self.gaps), {}, {}))
+        decided = Decided(body, (Choice.KEEP,) * len(self.gaps), {}, {})
+        now = self.multiplexer.look(self._together(pairs) if pairs else decided)
         assert now is not None
         self.now = now
+        for number in self.now.numbers.tolist():
+            index = self.now.index[number]
+            if self.now.behind_peak(index) > self.now.prompts[index]:
+                self.now = self.multiplexer.book_stall(self.now, number)
+
+    def _together(self, pairs: Sequence[_Greedy]) -> Decided:
+        """Join the pairs' decisions; an odd last sub-array has the first one for partner."""
+        choices: list[Choice] = []  # gaps stand sub-array by sub-array
+        wants, stalls = dict[Node, float](), dict[int, float]()
+        for number, pair in enumerate(pairs):
+            decided = pair.now.decided
+            wants |= {(2 * number + own, rank): each for (own, rank), each in decided.wants.items()}
+            stalls |= {len(choices) + gap: each for gap, each in decided.stalls.items()}
+            self.reasons |= {(2 * number + own, tensor): why for (own, tensor), why in pair.reasons.items()}
+            choices += decided.choices
+        count = len(self.gaps)
+        stalls = {gap: each for gap, each in stalls.items() if gap < count}
+        body = multiplexed(self.task.profiles, self.task.multiplexing, wants)
+        return Decided(body, tuple(choices[:count]), wants, stalls)
 
     def run(self) -> None:
         """Give feature maps up until the rest fits; raises `Infeasible`."""
