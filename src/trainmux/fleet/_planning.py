@@ -37,6 +37,7 @@ from trainmux.planning import (
     PlannedGroup,
     Planner,
     PlanProgress,
+    checked_time_limit,
     partitions_to_try,
 )
 from trainmux.profiling import (
@@ -128,6 +129,7 @@ class FleetPlanner:
     def plan(self, request: PlanRequest) -> Plan:
         """The quickest plan within the budget; see ``Fleet.plan``."""
         self._progress = request.progress
+        checked_time_limit(request.time_limit)
         budget = self._budget(request.budget)
         planned = self._planned_groups(request.num_members)
         num_partitions = request.max_partitions

@@ -4,7 +4,7 @@ from trainmux.planning._body import Infeasible, Task
 from trainmux.planning._fewer_waits import fewer_waits
 from trainmux.planning._fixed import fit_program
 from trainmux.planning._memory import peak_live_bytes
-from trainmux.planning._plan import TIME_LIMIT_SECONDS, BudgetCost, Planner, PlanProgress
+from trainmux.planning._plan import TIME_LIMIT_SECONDS, BudgetCost, Planner, PlanProgress, checked_time_limit
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._slab import Slab, Tenant, pack
 from trainmux.planning._timeline import lane_times, measured_timeline, timeline
@@ -24,6 +24,7 @@ __all__ = [
     "Slab",
     "Task",
     "Tenant",
+    "checked_time_limit",
     "fewer_waits",
     "find_partitions",
     "fit_program",

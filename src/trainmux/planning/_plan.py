@@ -88,6 +88,13 @@ class BudgetCost:
 Progress = Callable[[PlanProgress], None]
 
 
+def checked_time_limit(time_limit: object) -> float:
+    """Seconds, 0 or more; anything else is refused with `ConfigError`."""
+    if isinstance(time_limit, int | float) and not isinstance(time_limit, bool) and time_limit >= 0:
+        return time_limit
+    raise ConfigError(f"time_limit must be 0 seconds or more, but got {time_limit!r}; leave it out")
+
+
 class Planner:
     """Plans for several budgets, sharing profiles, bounds and the plans that were found.
 
@@ -123,14 +130,12 @@ class Planner:
         known = policy_named(policy, seed=seed, evaluations=evaluations)
         if fixed_bytes < 0:
             raise ConfigError(f"fixed_bytes must be 0 or more, but got {fixed_bytes}; leave it out")
-        if isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not time_limit >= 0:
-            raise ConfigError(f"time_limit must be 0 seconds or more, but got {time_limit!r}; leave it out")
         names = [member for group in groups for member in group.members]
         if len(set(names)) < len(names):
             raise ConfigError("members must have names of their own, but one is used twice; rename it")
         self.policy = policy
         self.fixed_bytes = fixed_bytes
-        self.time_limit = time_limit
+        self.time_limit = checked_time_limit(time_limit)
         self.by = known.policy
         self.progress = progress
         search = partitions_to_try(policy, [len(group.members) for group in groups], max_partitions)
