@@ -80,20 +80,20 @@ def schedule(task: Task, policy: str = "mutwo") -> Schedule:
         known = {key: _decided(part, policy) for key, part in alike.items()}
     except Infeasible:  # the others' results are not there all the time
         return _decided(task, policy).schedule()
-    whole = _Greedy(task, policy, [known[tuple(map(id, part.profiles))] for part in parts])
+    whole = _AlgorithmB(task, policy, [known[tuple(map(id, part.profiles))] for part in parts])
     whole.run()
     return whole.schedule()
 
 
-def _decided(task: Task, policy: str) -> _Greedy:
+def _decided(task: Task, policy: str) -> _AlgorithmB:
     """Decide for sub-arrays together; where that fails, without recomputations."""
-    greedy = _Greedy(task, policy)
+    greedy = _AlgorithmB(task, policy)
     try:
         greedy.run()
     except Infeasible as failure:
         if not greedy.now.needs.recomputes:
             raise
-        greedy = _Greedy(task, policy, may_recompute=False)
+        greedy = _AlgorithmB(task, policy, may_recompute=False)
         try:
             greedy.run()
         except Infeasible as other:
@@ -102,11 +102,11 @@ def _decided(task: Task, policy: str) -> _Greedy:
     return greedy
 
 
-class _Greedy:
+class _AlgorithmB:
     """One run of Algorithm B, from what is decided for ``pairs`` of the sub-arrays if there are any."""
 
     def __init__(
-        self, task: Task, policy: str, pairs: Sequence[_Greedy] = (), *, may_recompute: bool = True
+        self, task: Task, policy: str, pairs: Sequence[_AlgorithmB] = (), *, may_recompute: bool = True
     ) -> None:
         body = plain_body(task.profiles, task.multiplexing)
         self.task, self.policy = task, policy
@@ -126,7 +126,7 @@ class _Greedy:
             if self.now.behind_peak(index) > self.now.prompts[index]:
                 self.now = self.multiplexer.book_stall(self.now, number)
 
-    def _together(self, pairs: Sequence[_Greedy]) -> Decided:
+    def _together(self, pairs: Sequence[_AlgorithmB]) -> Decided:
         """Join the pairs' decisions; an odd last sub-array has the first one for partner."""
         choices: list[Choice] = []  # gaps stand sub-array by sub-array
         wants, stalls = dict[Node, float](), dict[int, float]()
