@@ -114,7 +114,7 @@ def test_memory_that_runs_out_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
     with monkeypatch.context() as patched:
         after_enqueuing(patched, take_too_much)
         for _ in range(2):
-            assert_refused(planned, "beside its slab")
+            assert_refused(planned, "outside its slab")
     train(planned, plain, 0, 1)
     planned.plan(policy="none")
     train(planned, plain, 2)

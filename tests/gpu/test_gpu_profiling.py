@@ -86,4 +86,4 @@ def test_the_cost_of_waiting_for_copies_is_measured() -> None:
     """Small kernels pay for it: some microseconds, and less than a step."""
     for profile in make_fleet(NAME, 2, lowering="aten").plan(None, "none").profiles:
         step = sum(node.seconds for node in profile.nodes)
-        assert 0.2e-6 < profile.meeting_seconds < min(1e-4, step)
+        assert 0.2e-6 < profile.sync_seconds < min(1e-4, step)

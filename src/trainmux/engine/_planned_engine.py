@@ -296,6 +296,6 @@ def _within_memory(device: torch.device, work: Callable[[], None]) -> None:
     except torch.OutOfMemoryError:
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
     raise BudgetError(
-        f"a planned step needs memory beside its slab, and {free} of {total} bytes were free when it was not "
-        "enough; leave the device to this process, or plan for a smaller budget"
+        f"a planned step needs scratch memory outside its slab, and {free} of {total} bytes were free when "
+        "it was not enough; leave the device to this process, or plan for a smaller budget"
     )

@@ -358,7 +358,7 @@ def _decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if not tag.startswith("$"):
         return {key: _decoded(item, tensors) for key, item in value.items()}
     if len(value) != 1:
-        raise ValueError(f"{tag} stands beside other keys")
+        raise ValueError(f"{tag} stands with other keys")
     content = value[tag]
     if tag == "$tensor":
         return tensors[content]

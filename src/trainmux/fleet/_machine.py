@@ -1,6 +1,6 @@
-"""What this machine has for training: versions, devices, memory, compilers, bandwidths, caches.
+"""Facts about this machine for training: versions, devices, memory, compilers, bandwidths, caches.
 
-Facts only. Whether they are good or bad is for those who show them to say.
+Whether they are good or bad is for those who show them to say.
 """
 
 from __future__ import annotations

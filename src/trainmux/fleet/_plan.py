@@ -151,7 +151,7 @@ class Plan:
         return cls(saved.plan, saved.profiles, saved.curve)
 
 
-@file_format("plan", version=2, remedy="plan again and save it")
+@file_format("plan", version=3, remedy="plan again and save it")
 @dataclass(frozen=True)
 class _SavedPlan:
     """The file of a plan: with it, nothing has to be measured again."""

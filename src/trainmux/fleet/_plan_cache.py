@@ -25,7 +25,7 @@ from trainmux.profiling import ProfileCache, fingerprint_of_one, side_by_side
 from trainmux.runtime import source_version, user_cache_folder
 
 MAX_PLANS = 64
-"""So many are kept; those that were not used for the longest time go first."""
+"""Plans that are kept; the least recently used go first."""
 
 _VARIABLE = "TRAINMUX_PLAN_DIR"
 _ENDING = ".plan.json"
@@ -97,5 +97,5 @@ def _is_kept(profile: Profile, profiles: ProfileCache) -> bool:
 
 
 def _source_version() -> str:
-    """A hash of the source that makes plans, beside that which makes steps."""
+    """A hash of the source that makes plans; steps have one of their own."""
     return source_version(*_ROOMS)

@@ -48,9 +48,9 @@ from trainmux.profiling import (
     ProfileCache,
     WidthProfiles,
     analytic_profile,
-    beside_fingerprint,
     branch_width,
     branches_to_measure,
+    concurrent_fingerprint,
     find_device,
     fits,
     known_branches,
@@ -67,7 +67,7 @@ _DRIVER_BYTES = 288 << 20
 """Code of kernels and handles of libraries where the driver does not tell: eight GPT-2 on an H200."""
 
 _GRAPH_BYTES = 32 << 20
-"""What the driver takes for the CUDA graphs of a plan: 2 to 19 MiB for plans of GPT-2, more only where
+"""Memory of the driver for the CUDA graphs of a plan: 2 to 19 MiB for plans of GPT-2, more only where
 thousands of nodes and copies are captured."""
 
 _FEW_PARTITIONS = 5
@@ -278,7 +278,7 @@ class FleetPlanner:
             width = branch_width(num_members, profile.num_branches)
             graph, step = self._kernels(self._owner_of(sub_array), width, self._kernels_of(plan))
             expected = self._fingerprint(graph, width, profile.device)
-            expected = beside_fingerprint(expected, profile.num_branches, profile.width)
+            expected = concurrent_fingerprint(expected, profile.num_branches, profile.width)
             if profile.fingerprint not in (expected, self._analytic_fingerprint(graph, profile)):
                 self._plans.forget(plan)
                 raise PlanError(

@@ -29,7 +29,7 @@ _ROOMS = ("engine", "fusion", "lowering", "runtime", "tracing", "fleet", "ir")
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A lowered step with what a program needs beside it. Lines of code in ``records`` are those of the day
+    """A lowered step with what else a program needs. Lines of code in ``records`` are those of the day
     it was stored."""
 
     lowered: Lowered

@@ -151,7 +151,7 @@ class SegmentRunner:
         return pieces
 
     def told(self, *, applies: bool) -> Hashable:
-        """Return all that a step that begins now would be told beside its batch.
+        """Return all that a step that begins now would be told, except for its batch.
 
         Whoever feeds a step ahead of time sees by this whether it has to be fed again.
         """

@@ -96,21 +96,21 @@ class DeviceFacts:
     host_bytes: int
 
 
-@file_format("profile", version=3, remedy="profile again")
+@file_format("profile", version=4, remedy="profile again")
 @dataclass(frozen=True)
 class Profile:
     """One step of one sub-array of ``width`` members.
 
     ``source`` is ``"measured"`` or ``"analytic"``; ``fingerprint`` names graph, width, device and versions:
     two profiles with the same one are interchangeable. While tensors are copied, nodes take
-    ``slowdown_by_copies`` times their seconds. ``seconds_beside`` are pairs: so many of these steps side by
-    side, and the seconds until all have ended, where that was measured. A node that waits for a copy takes
-    ``meeting_seconds`` longer, however long ago the copy ended, and so does one that a copy waits for. The
+    ``slowdown_by_copies`` times their seconds. ``concurrent_seconds`` are pairs: a number of these steps side
+    by side, and the seconds until all have ended, where that was measured. A node that waits for a copy takes
+    ``sync_seconds`` longer, however long ago the copy ended, and so does one that a copy waits for. The
     driver held ``driver_bytes`` for code and libraries once its nodes had run.
 
     With ``num_branches`` above 1 the members are not fused: each trains on a branch of its own, all branches
     at the same time, and every number is that of all together (`profiling.side_by_side`), but for
-    ``meeting_seconds``, which are those of one. There may be fewer members than branches; bytes are those of
+    ``sync_seconds``, which are those of one. There may be fewer members than branches; bytes are those of
     all branches then, too.
     """
 
@@ -121,7 +121,7 @@ class Profile:
     tensors: tuple[ProfiledTensor, ...]
     nodes: tuple[ProfiledNode, ...]
     slowdown_by_copies: float = 1.0
-    seconds_beside: tuple[tuple[int, float], ...] = ()
+    concurrent_seconds: tuple[tuple[int, float], ...] = ()
     num_branches: int = 1
-    meeting_seconds: float = 0.0
+    sync_seconds: float = 0.0
     driver_bytes: int = 0

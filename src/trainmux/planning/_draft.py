@@ -90,7 +90,7 @@ def _make_draft(schedule: Schedule, *profiles: Profile) -> Draft:
         )
 
     host_bytes = sum(profiles[s].tensors[tensor].size_bytes for s, tensor in residency.swapped)
-    seconds = lane_times(Part(tuple(body.instructions), ()), profiles, counts_meetings=False).seconds
+    seconds = lane_times(Part(tuple(body.instructions), ()), profiles, counts_sync=False).seconds
     resident = tuple(sorted(always | outside))
     return Draft(schedule, parts, resident, host_bytes, seconds)
 

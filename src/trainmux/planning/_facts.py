@@ -267,7 +267,7 @@ def _static_gaps(sub_array: int, record: TensorFacts, facts: Facts) -> list[Gap]
 
 
 class RecomputePrices:
-    """The price of recomputing one feature map more, beside those that are ``recomputed`` already.
+    """The price of recomputing one feature map more, with those that are ``recomputed`` already.
 
     Prices stay known while tensors are added that they have nothing to do with.
     """
@@ -302,10 +302,10 @@ class RecomputePrices:
         return sum(self._facts.nodes[rank].seconds for rank in sorted(found[0])), found[1]
 
 
-def prices_beside(
+def added_prices(
     all_facts: Sequence[Facts], gaps: Iterable[Gap], choices: Iterable[Choice]
 ) -> list[RecomputePrices]:
-    """Per sub-array, what recomputing one more costs beside what ``choices`` of all gaps recompute."""
+    """Per sub-array, the price of recomputing one more than ``choices`` of all gaps recompute."""
     prices = [RecomputePrices(facts, {}) for facts in all_facts]
     for gap, choice in zip(gaps, choices, strict=True):
         if choice in RECOMPUTED:

@@ -1,7 +1,7 @@
 """Fewer waits between lanes: only those that values and placed bytes need, each for as much as possible.
 
 A wait between a kernel and a copy costs even where what is waited for has long ended: some microseconds in a
-CUDA graph (`Profile.meeting_seconds`), for an edge between two engines, whichever of the two waits.
+CUDA graph (`Profile.sync_seconds`), for an edge between two engines, whichever of the two waits.
 
 Copies wait for compute. Before bytes had places, one that brings a tensor back had to wait for all of compute
 before it: any of it might have had the bytes. Now the last that had them is known; and one that takes a
@@ -30,7 +30,7 @@ from trainmux.planning._lane_writer import LaneWriter
 from trainmux.planning._lanes import COMPUTE, IN, OUT, LaneTimes
 from trainmux.planning._timeline import lane_times
 
-_STRAIN = 1.25
+_SLOW_COPIES = 1.25
 """Copies may take this many times their predicted time before a moved wait holds up compute."""
 _TOLERANCES = (1e-12, 1e-2)
 """By how much a part may become slower where copies take as long as predicted, and where they take longer."""
@@ -44,8 +44,8 @@ def fewer_waits(part: Part, profiles: Sequence[Profile]) -> Part:
     """
     if not any(isinstance(item, Wait) for item in part.instructions):
         return part
-    times = [lane_times(part, profiles, strain) for strain in (1.0, _STRAIN)]
-    at_most, at_most_strained = (
+    times = [lane_times(part, profiles, slow_copies) for slow_copies in (1.0, _SLOW_COPIES)]
+    at_most, at_most_slow = (
         each.seconds * (1 + tolerance) for each, tolerance in zip(times, _TOLERANCES, strict=True)
     )
     best, best_rank = part, _rank(part, times[0].seconds, at_most)
@@ -59,7 +59,7 @@ def fewer_waits(part: Part, profiles: Sequence[Profile]) -> Part:
         rank = _rank(found, taken, at_most)
         if taken > at_most or rank >= best_rank:
             continue
-        if lane_times(found, profiles, _STRAIN).seconds <= at_most_strained:
+        if lane_times(found, profiles, _SLOW_COPIES).seconds <= at_most_slow:
             best, best_rank = found, rank
     return best
 

@@ -69,7 +69,7 @@ class PlacedRecompute:
 
 @dataclass(frozen=True)
 class Demand:
-    """What decisions demand wherever copies are placed.
+    """Bytes and time that decisions demand, wherever copies are placed.
 
     ``tensors`` and ``beyond`` add up to the bytes needed at each position; ``recompute_seconds`` run just
     before each.
@@ -97,7 +97,7 @@ class Layout:
     recomputes: tuple[PlacedRecompute, ...]
 
     def schedule(self, reasons: str | Mapping[tuple[int, int], str]) -> Schedule:
-        """The same as records that name nodes; ``reasons`` by sub-array and tensor, or one for all."""
+        """Records that name nodes; ``reasons`` by sub-array and tensor, or one for all."""
         order = self.body.order
 
         def reason(sub_array: int, tensor: int) -> str:
@@ -129,7 +129,7 @@ class Layout:
 
 
 def demand(body: FixedBody, gaps: Sequence[Gap], choices: Sequence[Choice]) -> Demand | None:
-    """What ``choices``, one per gap, demand; ``None`` where a recomputation is not possible."""
+    """The demand of ``choices``, one per gap; ``None`` where a recomputation is not possible."""
     derivations = _derive_all(body, gaps, choices)
     if derivations is None:
         return None

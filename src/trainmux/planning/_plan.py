@@ -281,7 +281,7 @@ class Planner:
         else:
             why = f"takes {found.seconds / best.seconds:.3f} times as long"
         if found is not None:
-            times = timeline(found.program.body, arrangement.profiles, counts_meetings=False)
+            times = timeline(found.program.body, arrangement.profiles, counts_sync=False)
             seconds, stall, recompute = found.seconds, times.stall_seconds, times.recompute_seconds
             peak = found.reserved_bytes + self.fixed_bytes
         return Attempt(

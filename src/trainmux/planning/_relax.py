@@ -63,7 +63,7 @@ class Relaxation:
         self._probes = np.asarray([at + int(self._needed[at:end].argmax()) for at, end in pairwise(edges)])
         self._bin_seconds = np.add.reduceat(body.seconds, edges[:-1]) * self._second
         self._classes, self._class_of = self._find_classes(body)
-        sync = max(profile.meeting_seconds for profile in body.profiles) * self._second
+        sync = max(profile.sync_seconds for profile in body.profiles) * self._second
         counts = np.bincount(self._class_of, minlength=len(self._classes)) if gaps else np.zeros(0)
         copies = np.asarray([each.out + each.back for each in self._classes])
         self._prices = (counts * sync + copies * _SPARED).tolist()

@@ -23,14 +23,14 @@ from trainmux.planning._lanes import COMPUTE, IN, LANE_NUMBERS, NO_WAIT, OUT, La
 from trainmux.planning._memory import memory
 
 
-def timeline(part: Part, profiles: Sequence[Profile], *, counts_meetings: bool = True) -> Timeline:
+def timeline(part: Part, profiles: Sequence[Profile], *, counts_sync: bool = True) -> Timeline:
     """One pass through ``part``: every node and copy with its start and end, and the memory meanwhile.
 
     ``profiles`` has one profile per sub-array. A draft has several times as many waits as the program made of
-    it, so their sync cost is left out for drafts (``counts_meetings`` false). Refused with `PlanError`:
+    it, so their sync cost is left out for drafts (``counts_sync`` false). Refused with `PlanError`:
     instructions that name nothing in the profiles, and waits for what is not issued before them.
     """
-    times = lane_times(part, profiles, counts_meetings=counts_meetings)
+    times = lane_times(part, profiles, counts_sync=counts_sync)
     recompute_seconds = 0.0
     spans = []
     for position, instruction in enumerate(part.instructions):
@@ -53,11 +53,11 @@ def timeline(part: Part, profiles: Sequence[Profile], *, counts_meetings: bool =
 
 
 def lane_times(
-    part: Part, profiles: Sequence[Profile], strain: float = 1.0, *, counts_meetings: bool = True
+    part: Part, profiles: Sequence[Profile], slow_copies: float = 1.0, *, counts_sync: bool = True
 ) -> LaneTimes:
     """The times of `timeline` without spans and memory, for planners that try many parts.
 
-    With ``strain``, copies take so many times what the profiles say.
+    With ``slow_copies``, copies take so many times what the profiles say.
     """
     lanes: list[int] = []
     alone: list[float] = []
@@ -82,13 +82,13 @@ def lane_times(
             elif isinstance(instruction, Offload):
                 lane = OUT
                 tensor = tensors[instruction.sub_array][instruction.tensor]
-                seconds = strain * tensor.swap_out_seconds
-                slow = strain * tensor.swap_out_duplex_seconds
+                seconds = slow_copies * tensor.swap_out_seconds
+                slow = slow_copies * tensor.swap_out_duplex_seconds
             elif isinstance(instruction, Prefetch):
                 lane = IN
                 tensor = tensors[instruction.sub_array][instruction.tensor]
-                seconds = strain * tensor.swap_in_seconds
-                slow = strain * tensor.swap_in_duplex_seconds
+                seconds = slow_copies * tensor.swap_in_seconds
+                slow = slow_copies * tensor.swap_in_duplex_seconds
         except IndexError:
             raise PlanError(
                 f"instruction {position} must name a sub-array, node and tensor of the profiles, but got "
@@ -98,14 +98,14 @@ def lane_times(
         alone.append(seconds)
         duplex.append(slow)
         waits.append(on)
-    if counts_meetings and any(profile.meeting_seconds for profile in profiles):
-        for position, sub_array in _meetings(part, lanes, waits):
-            alone[position] += profiles[sub_array].meeting_seconds
-            duplex[position] += profiles[sub_array].meeting_seconds
+    if counts_sync and any(profile.sync_seconds for profile in profiles):
+        for position, sub_array in _dependencies(part, lanes, waits):
+            alone[position] += profiles[sub_array].sync_seconds
+            duplex[position] += profiles[sub_array].sync_seconds
     return run_lanes(lanes, alone, duplex, waits)
 
 
-def _meetings(part: Part, lanes: Sequence[int], waits: Sequence[int]) -> list[tuple[int, int]]:
+def _dependencies(part: Part, lanes: Sequence[int], waits: Sequence[int]) -> list[tuple[int, int]]:
     """Cross-stream dependencies: positions and sub-arrays of nodes that wait for copies, and of those that
     copies wait for; a node that is both is listed twice."""
     waiting: list[tuple[int, int]] = []

@@ -22,8 +22,7 @@ from trainmux.errors import ConfigError
 
 MAX_PARTITIONS = 16
 NUM_ALWAYS = 2
-"""So many partitions are tried in any case, the first ones: complete fusion and width 1, if the rules make
-them."""
+"""Partitions tried in any case, the first ones: complete fusion and width 1, if the rules make them."""
 
 Rule = Callable[[int], Sequence[tuple[int, ...]]]
 """The partitions of so many members, as widths of sub-arrays."""

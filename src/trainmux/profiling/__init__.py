@@ -2,9 +2,9 @@
 
 from trainmux.profiling._analytic import WidthProfiles, analytic_profile, same_but_for_origin
 from trainmux.profiling._branches import (
-    beside_fingerprint,
     branch_width,
     branches_to_measure,
+    concurrent_fingerprint,
     fingerprint_of_one,
     known_branches,
     side_by_side,
@@ -31,9 +31,9 @@ __all__ = [
     "ProfileCache",
     "WidthProfiles",
     "analytic_profile",
-    "beside_fingerprint",
     "branch_width",
     "branches_to_measure",
+    "concurrent_fingerprint",
     "device_present",
     "find_device",
     "fingerprint_of_one",

@@ -16,7 +16,7 @@ from dataclasses import replace
 from trainmux.ir import ALIGNMENT, Profile, ProfiledTensor
 from trainmux.sizes import round_up
 
-_BESIDE = "-beside-"
+_CONCURRENT = "-concurrent-"
 """Separates a fingerprint from its number of concurrent steps."""
 
 
@@ -30,7 +30,7 @@ def branches_to_measure(num_members: int) -> tuple[int, ...]:
 
 def known_branches(profile: Profile) -> tuple[int, ...]:
     """Numbers of branches of which it is known how long they take."""
-    return tuple(number for number, _ in profile.seconds_beside)
+    return tuple(number for number, _ in profile.concurrent_seconds)
 
 
 def side_by_side(profile: Profile, num_branches: int, num_members: int | None = None) -> Profile:
@@ -44,11 +44,11 @@ def side_by_side(profile: Profile, num_branches: int, num_members: int | None = 
         return profile
     num_members = num_branches if num_members is None else num_members
     alone = sum(node.seconds for node in profile.nodes)
-    together = {1: alone, **dict(profile.seconds_beside)}.get(num_members, num_members * alone)
+    together = {1: alone, **dict(profile.concurrent_seconds)}.get(num_members, num_members * alone)
     stretch = together / alone if alone > 0 else 1.0
     return replace(
         profile,
-        fingerprint=beside_fingerprint(profile.fingerprint, num_branches, num_members),
+        fingerprint=concurrent_fingerprint(profile.fingerprint, num_branches, num_members),
         width=num_members,
         tensors=tuple(_of_all(tensor, num_branches, num_members) for tensor in profile.tensors),
         nodes=tuple(
@@ -59,7 +59,7 @@ def side_by_side(profile: Profile, num_branches: int, num_members: int | None = 
             )
             for node in profile.nodes
         ),
-        seconds_beside=(),
+        concurrent_seconds=(),
         num_branches=num_branches,
     )
 
@@ -74,17 +74,17 @@ def used_branches(widths: Sequence[int], num_branches: int) -> tuple[int, ...]:
     return tuple(width if num_branches > 1 else 1 for width in widths)
 
 
-def beside_fingerprint(fingerprint: str, num_branches: int, num_members: int) -> str:
+def concurrent_fingerprint(fingerprint: str, num_branches: int, num_members: int) -> str:
     """The fingerprint of concurrent members, from that of one; unchanged for one branch."""
     if num_branches == 1:
         return fingerprint
     fewer = "" if num_members == num_branches else f"-with-{num_members}"
-    return f"{fingerprint}{_BESIDE}{num_branches}{fewer}"
+    return f"{fingerprint}{_CONCURRENT}{num_branches}{fewer}"
 
 
 def fingerprint_of_one(profile: Profile) -> str:
     """The fingerprint of a single branch of this profile; its own where there is one branch."""
-    return profile.fingerprint.removesuffix(beside_fingerprint("", profile.num_branches, profile.width))
+    return profile.fingerprint.removesuffix(concurrent_fingerprint("", profile.num_branches, profile.width))
 
 
 def _of_all(tensor: ProfiledTensor, num_branches: int, num_members: int) -> ProfiledTensor:

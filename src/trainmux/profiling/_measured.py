@@ -74,10 +74,10 @@ class CopyCosts:
 
 
 class Measurements:
-    """What several profiles share: the idle link, nodes by what decides their time, copies by model.
+    """Measurements for several profiles: the idle link, nodes by what decides their time, copies by model.
 
-    Rates of copies beside the steps of one model differ by less than 1% between widths, and what each width's
-    dependencies cost by no more than between two measurements.
+    Rates of copies during the steps of one model differ by less than 1% between widths, and the cost of a
+    dependency by no more than between two measurements.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -149,7 +149,7 @@ def measure_profile(
         nodes,
         costs.link.slowdown,
         concurrent,
-        meeting_seconds=costs.sync_seconds,
+        sync_seconds=costs.sync_seconds,
     )
 
 
@@ -270,7 +270,7 @@ def _replayed_seconds(
 ) -> float | None:
     """Seconds of the whole step, replayed; ``None`` where it cannot be captured or there is no room.
 
-    The first step of a model is replayed beside copies too.
+    The first step of a model is also replayed while copies run.
     """
     device = known.device
     torch.cuda.empty_cache()

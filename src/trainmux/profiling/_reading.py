@@ -40,7 +40,7 @@ def read_kernels(module: fx.GraphModule, classes: Sequence[ByteClass]) -> Kernel
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a call does. Its operands' storages are numbered by first use, new ones -1, -2 and so on.
+    """The effect of a call. Its operands' storages are numbered by first use, new ones -1, -2 and so on.
 
     ``value`` is its result with a `Location` in the place of each tensor, ``new_bytes`` the sizes of new
     storages, ``changed`` the storages that it writes to.

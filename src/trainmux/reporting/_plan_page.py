@@ -217,7 +217,7 @@ def _around_figure(around: Around) -> str:
 
 
 def _numbers(plan: PlanRecord, timelines: Sequence[Timeline]) -> str:
-    """Times and bytes of a step, predicted and measured beside each other."""
+    """Times and bytes of a step, predicted and measured side by side."""
     fields = {
         "Step": "seconds",
         "Compute, recomputes included": "compute_seconds",

@@ -55,7 +55,7 @@ def known_seconds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         nodes = tuple(replace(node, seconds=_NODE_SECONDS) for node in found.nodes)
         taken = _NODE_SECONDS * len(nodes)
         beside = tuple((number, 0.01 * taken) for number in branches) if is_beside else ()
-        return replace(found, nodes=nodes, seconds_beside=beside)
+        return replace(found, nodes=nodes, concurrent_seconds=beside)
 
     monkeypatch.setattr(_planning, "measure_profile", measured)
 

@@ -166,7 +166,7 @@ def test_seven_members_use_the_memory_that_there_is() -> None:
     """Branches gain: the more at a time, the quicker, and the more memory they need."""
     alone = random_profile(1, 1, Shape(num_layers=4))
     taken = sum(node.seconds for node in alone.nodes)
-    alone = replace(alone, seconds_beside=((2, 1.6 * taken), (3, 2.3 * taken), (4, 3.0 * taken)))
+    alone = replace(alone, concurrent_seconds=((2, 1.6 * taken), (3, 2.3 * taken), (4, 3.0 * taken)))
     unknown: set[int] = set()
 
     def branched_of(group: PlannedGroup, members: int, branches: int) -> Profile | None:
@@ -175,7 +175,7 @@ def test_seven_members_use_the_memory_that_there_is() -> None:
     def chosen() -> dict[tuple[int, ...], int]:
         planner = Planner(
             [PlannedGroup("a", tuple(f"a{number}" for number in range(7)))],
-            profile_of=lambda group, width: side_by_side(replace(alone, seconds_beside=()), width),
+            profile_of=lambda group, width: side_by_side(replace(alone, concurrent_seconds=()), width),
             branched_of=branched_of,
             policy="none",
         )

@@ -289,7 +289,7 @@ def test_what_the_next_step_needs_first_may_be_fetched_before_this_one_ends() ->
 def test_what_waits_between_lanes_cost_is_predicted_and_held_down() -> None:
     """Each of them takes half a node's time, and the step less than a third more."""
     profile = member(4)
-    costly = replace(profile, meeting_seconds=min(node.seconds for node in profile.nodes) / 2)
+    costly = replace(profile, sync_seconds=min(node.seconds for node in profile.nodes) / 2)
     without, plan = (near_static_memory(each, 3) for each in (profile, costly))
     assert without.step_seconds < plan.step_seconds < 1.3 * without.step_seconds
 

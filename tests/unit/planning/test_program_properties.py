@@ -109,7 +109,7 @@ def test_fewer_waits_keep_the_work_and_the_time(seed: int) -> None:
     """Waits that cost time are left out where they are not needed; nothing moves, and it is still proved."""
     profiles, _, program = case(seed)
     least = min(node.seconds for profile in profiles for node in profile.nodes)
-    costly = [dataclasses.replace(profile, meeting_seconds=least / 2) for profile in profiles]
+    costly = [dataclasses.replace(profile, sync_seconds=least / 2) for profile in profiles]
     body = fewer_waits(program.body, costly)
     fewer = dataclasses.replace(program, body=body)
     verify(fewer, costly, budget_bytes=program.slab_bytes, host_bytes=program.host_bytes)
@@ -121,8 +121,8 @@ def test_fewer_waits_keep_the_work_and_the_time(seed: int) -> None:
     assert all(work_of(body, lane) == work_of(program.body, lane) for lane in Lane)
     assert [t.offset for t in body.tenancies] == [t.offset for t in program.body.tenancies]
     assert len(body.instructions) <= len(program.body.instructions)
-    for strain, tolerance in ((1.0, 1e-12), (1.25, 1e-2)):
-        before, after = (lane_times(part, costly, strain).seconds for part in (program.body, body))
+    for slow_copies, tolerance in ((1.0, 1e-12), (1.25, 1e-2)):
+        before, after = (lane_times(part, costly, slow_copies).seconds for part in (program.body, body))
         assert after <= before * (1 + tolerance)
 
 

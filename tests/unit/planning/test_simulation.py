@@ -182,7 +182,7 @@ def test_half_of_a_node_while_a_copy_runs() -> None:
 
 def test_waits_between_lanes_make_nodes_longer() -> None:
     """Where the copy takes longer than the node, compute waits for it, and then begins."""
-    costly = replace(PROFILE, meeting_seconds=0.25)
+    costly = replace(PROFILE, sync_seconds=0.25)
     row = (TWO, Wait(Lane.OUT, 0), Offload(0, 0), ONE, Wait(Lane.COMPUTE, 2), ONE)
     assert ends(*row, profile=costly) == [2.25, 2.25, 6.25, 3.25, 6.25, 7.5]
     row = (Offload(0, 1), Wait(Lane.COMPUTE, 0), Offload(0, 0), ONE)
@@ -216,7 +216,7 @@ FREED = (ONE, Free(0, 0), Wait(Lane.IN, 1), Prefetch(0, 1))
     ],
 )
 def test_how_often_a_node_takes_longer(row: tuple[Instruction, ...], times: list[int]) -> None:
-    costly = replace(PROFILE, meeting_seconds=100.0)
+    costly = replace(PROFILE, sync_seconds=100.0)
     before, after = (lane_times(Part(row, ()), [profile]) for profile in (PROFILE, costly))
     longer = [
         round((after.ends[at] - after.starts[at] - before.ends[at] + before.starts[at]) / 100)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from trainmux.planning._body import Bools, GapSpans, Task, infeasible, plain_body
-from trainmux.planning._facts import Choice, find_gaps, prices_beside
+from trainmux.planning._facts import Choice, added_prices, find_gaps
 from trainmux.planning._layout import Demand, demand
 
 
@@ -23,7 +23,7 @@ class Greedy:
         gaps = find_gaps(self.body.all_facts, with_static=False)
         self.gaps = tuple(gap for gap in gaps if gap.can_recompute or not recompute_only)
         self.choices = [Choice.KEEP] * len(self.gaps)
-        self.prices = prices_beside(self.body.all_facts, self.gaps, self.choices)
+        self.prices = added_prices(self.body.all_facts, self.gaps, self.choices)
         self._spans = GapSpans(self.body, self.gaps)
         self._cannot: set[int] = set()
 

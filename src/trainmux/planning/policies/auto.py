@@ -27,7 +27,7 @@ from trainmux.errors import PlanError
 from trainmux.ir import Multiplexing, Schedule
 from trainmux.planning._body import FixedBody, GapSpans, Ints, Task, infeasible, plain_body
 from trainmux.planning._draft import draft
-from trainmux.planning._facts import RECOMPUTED, Choice, Gap, Key, find_gaps, prices_beside
+from trainmux.planning._facts import RECOMPUTED, Choice, Gap, Key, added_prices, find_gaps
 from trainmux.planning._layout import Demand, demand, lay_out
 from trainmux.planning._relax import Relaxation
 
@@ -229,7 +229,7 @@ class _AutoSearch:
         return True
 
     def _least(self, needs: Demand) -> float:
-        """What compute, or one direction of the link, takes by itself."""
+        """The time of compute, or of one direction of the link, by itself."""
         compute = self.least_seconds + float(needs.recompute_seconds.sum())
         seconds_out = seconds_in = 0.0
         for swap in needs.swaps:
@@ -276,7 +276,7 @@ class _Eviction:
         self._cannot: set[int] = set()
         self._batch = max(1, len(gaps) // _NUM_ROUNDS)
         self._spans = GapSpans(body, gaps)
-        self._prices = prices_beside(self._body.all_facts, self._gaps, self._choices)
+        self._prices = added_prices(self._body.all_facts, self._gaps, self._choices)
 
     def run(self) -> _Fitting | None:
         """The choices and what they demand; ``None`` where none are found."""
@@ -291,7 +291,7 @@ class _Eviction:
                 for number in undone:
                     self._choices[number] = Choice.KEEP
                 self._cannot.update(undone)
-                self._prices = prices_beside(self._body.all_facts, self._gaps, self._choices)
+                self._prices = added_prices(self._body.all_facts, self._gaps, self._choices)
                 continue
             excess = needs.peak_bytes - task.limit_bytes
             if excess <= 0 and needs.host_bytes <= task.host_bytes:
@@ -301,7 +301,7 @@ class _Eviction:
             if not added:
                 if not self._swap_instead(needs, peak):
                     return None
-                self._prices = prices_beside(self._body.all_facts, self._gaps, self._choices)
+                self._prices = added_prices(self._body.all_facts, self._gaps, self._choices)
         return None
 
     def _take(self, peak: int, excess: int, host_bytes: int) -> list[int]:

@@ -65,7 +65,7 @@ from trainmux.planning._body import (
     part_of,
     plain_body,
 )
-from trainmux.planning._facts import Choice, Gap, Key, RecomputePrices, facts_of, find_gaps, prices_beside
+from trainmux.planning._facts import Choice, Gap, Key, RecomputePrices, added_prices, facts_of, find_gaps
 from trainmux.planning._layout import Demand, demand, lay_out
 
 
@@ -149,7 +149,7 @@ class _AlgorithmB:
         if all_swapped.peak_bytes > limit:
             raise infeasible(self.task, self.policy, all_swapped.peak_bytes - limit)
         lowest = int(self.now.needed.max()) - limit
-        prices = prices_beside(self.now.decided.body.all_facts, self.gaps, self.now.decided.choices)
+        prices = added_prices(self.now.decided.body.all_facts, self.gaps, self.now.decided.choices)
         while (excess := int(self.now.needed.max()) - limit) > 0:
             lowest = min(lowest, excess)
             helps = self._helps()
@@ -247,7 +247,7 @@ class _AlgorithmB:
         return int(absent.max(initial=0)) + size <= self.task.limit_bytes
 
     def schedule(self) -> Schedule:
-        """What is decided, with every copy back at its prompt."""
+        """The decisions as records, with every copy back at its prompt."""
         now = self.now
         prompts = dict(zip(now.numbers.tolist(), now.prompts.tolist(), strict=True))
         layout = lay_out(now.decided.body, self.gaps, now.needs, self.task.limit_bytes, prompts=prompts)
