@@ -11,7 +11,7 @@ from torch import Tensor
 SMALL = 1 << 14
 """Parameters of up to so many elements are updated together with others: a kernel each would mostly wait."""
 MOST_TOGETHER = 24
-"""Parameters that make up one region."""
+"""The most parameters that make up one region."""
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,9 @@ class _SkipDepthwise(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         at = _WEIGHT_AND_GROUPS.get(func)
-        skips = at is not None and is_depthwise(*(args[position] for position in at))
-        with _searched_convolutions(not skips):
+        if at is None or not is_depthwise(*(args[position] for position in at)):
+            return func(*args, **(kwargs or {}))
+        with _searched_convolutions(False):
             return func(*args, **(kwargs or {}))
 
 
