@@ -43,6 +43,7 @@ _BYTE_CLASSES = {
     InputKind.BUFFER: ByteClass.BUFFER,
     InputKind.BATCH: ByteClass.BATCH,
     InputKind.COUNTER: ByteClass.BATCH,
+    InputKind.NUMBER: ByteClass.BATCH,
     InputKind.SEED: ByteClass.BUFFER,
 }
 
@@ -83,9 +84,10 @@ class _Arguments:
     @functools.cached_property
     def positions_fed_anew(self) -> tuple[int, ...]:
         """Positions of arguments with new values in every run: the batch, and the host's numbers."""
-        counters = [i for i, item in enumerate(self.inputs) if item.kind is InputKind.COUNTER]
+        own = (InputKind.COUNTER, InputKind.NUMBER)
+        of_members = [i for i, item in enumerate(self.inputs) if item.kind in own]
         fed = [name for name in self.number_names() if name in FED_NUMBERS]
-        return (*self.fed_positions, *counters, *map(self.position_of, fed))
+        return (*self.fed_positions, *of_members, *map(self.position_of, fed))
 
     def byte_classes(self) -> list[ByteClass]:
         """Class of each argument in a budget."""

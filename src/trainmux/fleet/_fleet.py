@@ -17,6 +17,7 @@ from trainmux.fleet._checkpoint_files import write_checkpoint
 from trainmux.fleet._config import make_config
 from trainmux.fleet._feed import BatchFeed
 from trainmux.fleet._fit import FitOptions, fit
+from trainmux.fleet._free_numbers import GroupTrace
 from trainmux.fleet._group import Group, GroupKey
 from trainmux.fleet._history import History
 from trainmux.fleet._member import Member
@@ -34,6 +35,7 @@ from trainmux.fleet._runner import Batches, Gather, GroupPart, HalfStepError, St
 from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
 from trainmux.fleet._slots import Slot
+from trainmux.fleet._split import split_reasons
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.fleet._watch import Edits, FleetWatch, MemberWatch
 from trainmux.ir import GroupSummary, Timeline
@@ -80,8 +82,8 @@ def door(method: Call[P, T]) -> Call[P, T]:
 class Fleet:
     """Many models that train as one.
 
-    Members of one architecture, loss, batch shape and optimizer structure are fused into one group; others
-    form groups of their own. Everything is traced and fused here, before the first step: what cannot be
+    Members of one architecture, loss, batch shape and optimizer structure are fused into one group, whatever
+    the numbers in their code (dropout probability, loss weight); others form groups of their own. Everything is traced and fused here, before the first step: what cannot be
     trained is refused with a typed error that changes nothing.
 
     ``loss(model, batch)`` returns a scalar, or ``(scalar, {name: tensor})``. ``data="shared"`` gives every
@@ -337,7 +339,7 @@ class Fleet:
         plan = self._describe(member, new_name, position)
         group.check_export(row)
         if plan.key == group.key:
-            if self._plans.is_active and not group.accepts_constants(member):
+            if self._plans.is_active and not group.accepts(plan):
                 self._leave_plan()
                 group, row = self._find(name)
             old = self._take_out(group, row)
@@ -484,7 +486,10 @@ class Fleet:
 
     def summary(self) -> tuple[GroupSummary, ...]:
         """Return what ``explain`` says as records."""
-        return tuple(group.summary(self._plans.runner.memory) for group in self._groups)
+        memory, reasons = self._plans.runner.memory, split_reasons(self._groups)
+        return tuple(
+            group.summary(memory, reason) for group, reason in zip(self._groups, reasons, strict=True)
+        )
 
     @door
     def end_epoch(self, monitored: Mapping[str, Mapping[str, float]]) -> None:
@@ -539,13 +544,11 @@ class Fleet:
             )
         return loss
 
-    def _trace_for(self, group: Group, example: FlatBatch) -> Trace:
-        trace = group.traces.get(example.spec)
-        if trace is None:
-            slots = [slot for _, slot in group.members]
-            losses = [self._loss_of(slot.member) for slot in slots]
-            trace = group.traces[example.spec] = self._traces.joint_for_group(slots, losses, example)
-        return trace
+    def _trace_for(self, group: Group, example: FlatBatch) -> GroupTrace:
+        return group.trace_for(example.spec, lambda slot: self._trace(slot, example))
+
+    def _trace(self, slot: Slot, example: FlatBatch) -> Trace:
+        return self._traces.joint(slot.name, slot.member.model, self._loss_of(slot.member), example)
 
     def _places(self) -> list[tuple[Group, Slot]]:
         return [(group, slot) for group in self._groups for _, slot in group.members]
@@ -553,8 +556,9 @@ class Fleet:
     def _computes_alike(self, group: Group, slot: Slot) -> bool:
         """Whether a member as it is now has the graph of its group."""
         example = self._feed.example_for(slot.member, self._names.index(slot.name))
-        trace = self._traces.joint(slot.name, slot.member.model, self._loss_of(slot.member), example)
-        return trace.key == group.key.graph
+        trace = self._trace(slot, example)
+        known = slot.traces.get(example.spec, trace)
+        return (trace.key, trace.numbers) == (known.key, known.numbers)
 
     def _find(self, name: str, watch: MemberWatch | None = None) -> tuple[Group, int]:
         """Find a member's group and row; with ``watch``, the one of two that has it while it moves."""
@@ -588,19 +592,18 @@ class Fleet:
 
     def _new_group(self, plans: list[Newcomer]) -> Group:
         group = Group(plans[0].key, plans[0].trace.graph, self._config, len(plans))
-        group.traces[plans[0].example.spec] = plans[0].trace
         group.allocate([plan.member for plan in plans])
         for row, plan in enumerate(plans):
             group.load(row, plan)
         return group
 
     def _prepare(self, group: Group, plan: Newcomer) -> None:
-        group.prepare(plan.trace, stacked_batch=self._feed.stacks(plan.member))
+        group.prepare(self._trace_for(group, plan.example), stacked_batch=self._feed.stacks(plan.member))
 
     def _place(self, plan: Newcomer) -> None:
         same = [group for group in self._groups if group.key == plan.key]
         with_room = [group for group in same if group.free_row() is not None]
-        if self._plans.is_active and not any(group.accepts_constants(plan.member) for group in with_room):
+        if self._plans.is_active and not any(group.accepts(plan) for group in with_room):
             self._leave_plan()
             self._place(plan)
         elif with_room:
@@ -619,7 +622,7 @@ class Fleet:
     def _stays(self, plan: Newcomer) -> bool:
         """Whether a member that was described anew still fits its row, constants included."""
         group, _ = self._find(plan.name)
-        return plan.key == group.key and group.accepts_constants(plan.member)
+        return plan.key == group.key and group.accepts(plan)
 
     def _put(self, group: Group, row: int | None, plan: Newcomer) -> None:
         """Load a member into a row of its group."""
@@ -633,7 +636,8 @@ class Fleet:
         width = group.width
         group.resize(width + 1)
         try:
-            self._prepare(group, plan)
+            trace = group.trace_with(plan)
+            group.prepare(trace, stacked_batch=self._feed.stacks(plan.member))
         except FusionError as error:
             group.resize(width)
             group.unfused_because = str(error)

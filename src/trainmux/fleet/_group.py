@@ -13,13 +13,14 @@ from trainmux.engine import ForwardProgram, StepProgram, Transfers, UpdateSettin
 from trainmux.errors import MemberError
 from trainmux.fleet._build import ProgramBuilder
 from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._free_numbers import FreeNumbers, GroupTrace
 from trainmux.fleet._member import Member
 from trainmux.fleet._numbers import GroupNumbers
 from trainmux.fleet._programs import Program, ProgramCache, groups_of, held_arguments, with_batch
 from trainmux.fleet._slots import Slot, StackedState, named_tensors, same_values
 from trainmux.fleet._traces import Trace
 from trainmux.fusion.optimizers import OptimizerStructure, state_names, write_state
-from trainmux.ir import FusionRecord, GroupSummary, InputKind, MemoryUse, OutputKind
+from trainmux.ir import FreeNumber, FusionRecord, GroupSummary, InputKind, MemoryUse, OutputKind
 from trainmux.runtime import stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
@@ -43,7 +44,6 @@ class Group:
 
     def __init__(self, key: GroupKey, traced: TracedGraph, config: FleetConfig, width: int) -> None:
         self.key = key
-        self.traced = traced
         self.config = config
         self.width = width
         self.slots: list[Slot | None] = [None] * width
@@ -58,7 +58,10 @@ class Group:
         self.notes: tuple[str, ...] = ()
         """How the last prepared step runs, in words."""
         self.stacked_batch = False
-        self.traces: dict[BatchSpec, Trace] = {}
+        self.example_spec: BatchSpec | None = None
+        self._graph = traced
+        self._free = FreeNumbers(width)
+        self._traces: dict[BatchSpec, GroupTrace] = {}
         self.state = StackedState.blank(width, config.device)
         own = (InputKind.PARAMETER, InputKind.BUFFER)
         self._kinds = {item.name: item.kind.value for item in traced.inputs if item.kind in own}
@@ -81,7 +84,9 @@ class Group:
 
     def _make_numbers(self) -> None:
         """Make what the host feeds, and the counters of an evaluation's draws, for the current width."""
-        self._numbers = GroupNumbers(self.key.structure, self.width, self.config.device)
+        num_free = len(self._free.values)
+        self._numbers = GroupNumbers(self.key.structure, self.width, num_free, self.config.device)
+        self._numbers.set_free(self._free.values)
         self._evaluation = torch.zeros(self.width, dtype=torch.int64, device=self.config.device)
 
     # ---- storage -----------------------------------------------------------------------------------
@@ -90,7 +95,7 @@ class Group:
         """Make storage for ``width`` members shaped like ``members``, whose common constants are shared."""
         state, device = self.state, self.config.device
         kinds = (OutputKind.GRADIENT, OutputKind.BUFFER)
-        changing = {output.name for output in self.traced.outputs if output.kind in kinds}
+        changing = {output.name for output in self._graph.outputs if output.kind in kinds}
         first, *others = (named_tensors(member) for member in members)
         for name, example in first.items():
             dtype = self.config.held_dtype(example.dtype)
@@ -134,6 +139,7 @@ class Group:
         self.slots = [self.slots[row] for row in kept] + [None] * (width - len(kept))
         self.width = width
         self.last = {}
+        self._free.resized(kept, width)
         self._make_numbers()
         self.forget_fed()
 
@@ -152,11 +158,13 @@ class Group:
 
     def gathered(self, places: Sequence[tuple[Group, int]]) -> Group:
         """Make a group like this one of members of several, with copies of their state in host memory."""
-        other = Group(self.key, self.traced, self.config, len(places))
+        other = Group(self.key, self._graph, self.config, len(places))
+        other._free = self._free.taken([(group._free, row) for group, row in places])
+        other._make_numbers()
         other.slots = [group.slots[row] for group, row in places]
         sources = [(group.state, row) for group, row in places]
         other.state = self.state.with_rows(sources, len(places), _HOST, self._transfers)
-        for name in ("traces", "records", "num_nodes", "notes", "unfused_because", "stacked_batch"):
+        for name in ("example_spec", "records", "num_nodes", "notes", "unfused_because", "stacked_batch"):
             setattr(other, name, getattr(self, name))
         return other
 
@@ -209,8 +217,12 @@ class Group:
             state.alive[row].fill_(True)
             state.updates[row].fill_(0)
             state.seeds[row].fill_(member.random_key)
-        slot = Slot(member, newcomer.name, newcomer.watch, newcomer.steps, counter=member.num_draws)
+        traces = {newcomer.example.spec: newcomer.trace}
+        slot = Slot(member, newcomer.name, newcomer.watch, traces, newcomer.steps, counter=member.num_draws)
         self.slots[row] = slot
+        self.example_spec = self.example_spec or newcomer.example.spec
+        self._free.forget(row)
+        self._traces.clear()
         self.last = {}
         self.forget_fed()
 
@@ -266,8 +278,14 @@ class Group:
                 slot.reason = f"not finite at step {max(slot.base_steps, default=0) + updates[row] + 1}"
         return {slot.name: slot.reason for _, slot in self.members if slot.reason is not None}
 
-    def summary(self, planned: MemoryUse | None) -> GroupSummary:
+    def summary(self, planned: MemoryUse | None, split_because: str) -> GroupSummary:
         """Record how the group trains; ``planned`` is the memory of all groups together, under a plan."""
+        members = self.members
+        numbers: tuple[FreeNumber, ...] = ()
+        if members and self.example_spec in members[0][1].traces:
+            self.traced  # noqa: B018 - members may have changed since the numbers were compared last
+            trace = members[0][1].traces[self.example_spec]
+            numbers = self._free.described(self.example_spec, trace, [row for row, _ in members])
         return GroupSummary(
             tuple(slot.name for _, slot in self.members),
             self.width,
@@ -277,7 +295,61 @@ class Group:
             self.unfused_because,
             self.notes,
             planned or self.programs.engine.memory,
+            numbers,
+            split_because,
         )
+
+    # ---- graphs ------------------------------------------------------------------------------------
+
+    @property
+    def traced(self) -> TracedGraph:
+        """The graph of a step on a batch like the example."""
+        spec = self.example_spec
+        if spec is None or not all(spec in slot.traces for _, slot in self.members):
+            return self._graph
+        return self.trace_for(spec, lambda slot: slot.traces[spec]).graph if self.members else self._graph
+
+    def trace_for(self, spec: BatchSpec, find: Callable[[Slot], Trace]) -> GroupTrace:
+        """The graph of a step on batches of this kind; ``find`` traces a member's."""
+        if spec not in self._traces:
+            for _, slot in self.members:
+                if spec not in slot.traces:
+                    slot.traces[spec] = find(slot)
+            rows = [row for row, _ in self.members]
+            traces = [slot.traces[spec] for _, slot in self.members]
+            if len({trace.key for trace in traces}) != 1:
+                names = ", ".join(slot.name for _, slot in self.members)
+                raise MemberError(
+                    f"members {names}: expected models that compute alike on {spec.leaves}, got different "
+                    "graphs for them; do not change models while they are in the fleet"
+                )
+            self._traces[spec] = self.merged(spec, rows, traces)
+        return self._traces[spec]
+
+    def trace_with(self, newcomer: Newcomer) -> GroupTrace:
+        """The graph of a step once a newcomer has come into a free row."""
+        spec, row = newcomer.example.spec, self.free_row()
+        assert row is not None
+        found = [(row, newcomer.trace)]
+        found += [(row, slot.traces[spec]) for row, slot in self.members if spec in slot.traces]
+        self._free.forget(row)
+        return self.merged(spec, *zip(*found, strict=True))
+
+    def merged(self, purpose: Hashable, rows: Sequence[int], traces: Sequence[Trace]) -> GroupTrace:
+        """One graph for members in ``rows`` whose graphs differ in numbers only."""
+        num_free = len(self._free.values)
+        found = self._free.merged(purpose, rows, traces)
+        if len(self._free.values) > num_free:
+            self._make_numbers()  # at other addresses
+            self.programs.clear()
+            self.forget_fed()
+        self._numbers.set_free(self._free.values)
+        return found
+
+    def accepts(self, newcomer: Newcomer) -> bool:
+        """Whether a newcomer fits the group's programs, with its constants and the numbers of its code."""
+        fits = self._free.accepts(newcomer.example.spec, newcomer.trace)
+        return fits and self.accepts_constants(newcomer.member)
 
     # ---- programs ----------------------------------------------------------------------------------
 
@@ -298,7 +370,7 @@ class Group:
         """Builds the group's programs."""
         return ProgramBuilder(self.config, self.state.shared)
 
-    def prepare(self, trace: Trace, *, stacked_batch: bool, applies: bool = True) -> StepProgram:
+    def prepare(self, trace: GroupTrace, *, stacked_batch: bool, applies: bool = True) -> StepProgram:
         """Find or build the program for a batch like the one that was traced.
 
         Reads the members' settings as they are now, for the program and for the step that comes next.
@@ -318,7 +390,7 @@ class Group:
         self.notes = program.notes
         return program
 
-    def forward_program(self, trace: Trace, spec: BatchSpec, *, stacked_batch: bool) -> ForwardProgram:
+    def forward_program(self, trace: GroupTrace, spec: BatchSpec, *, stacked_batch: bool) -> ForwardProgram:
         """Find or build the program that computes metrics of all members, ``[width]`` each."""
         return self.programs.get(
             ("evaluate", trace.key, spec, stacked_batch),
@@ -359,6 +431,11 @@ class Group:
     def push_numbers(self) -> None:
         """Send the members' numbers as they were read last."""
         self._numbers.push()
+
+    def push_free(self) -> None:
+        """Send the numbers of the members' code, if they differ in any."""
+        if len(self._free.values):
+            self.push_numbers()
 
     def told(self, *, applies: bool) -> Hashable:
         """Return all that a step would be fed now but its batch; equal as long as nothing changes."""

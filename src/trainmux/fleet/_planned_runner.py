@@ -184,6 +184,8 @@ class PlannedRunner:
         self._learn(variant, parts, None)
         with deferred_interrupts():  # state may move, and must not stop half-way
             forwards, engine = self._turn_to(variant)
+            for group in self.groups:
+                group.push_free()
             results = engine.step(self._fed(forwards, batches))
         return [
             dict(zip(forward.metrics, found, strict=True))

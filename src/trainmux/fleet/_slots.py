@@ -12,9 +12,10 @@ from torch import Tensor
 from trainmux.engine import Transfers
 from trainmux.fleet._member import Member
 from trainmux.runtime import stacked_zeros
-from trainmux.tracing import unique_buffers, unique_parameters
+from trainmux.tracing import BatchSpec, unique_buffers, unique_parameters
 
 if TYPE_CHECKING:
+    from trainmux.fleet._traces import Trace
     from trainmux.fleet._watch import MemberWatch
 
 K = TypeVar("K")
@@ -27,12 +28,14 @@ class Slot:
     ``base_steps`` are the updates that each parameter group had behind it on arrival; ``num_updates``
     those enqueued since (a member that froze on the device did fewer); ``counter`` the micro-batches seen,
     which number the random draws; ``watch`` finds out whether its owner has changed it since. One that
-    ``waits`` came between two updates and is not active before the next whole one.
+    ``waits`` came between two updates and is not active before the next whole one. ``traces`` are those of
+    its step, by batch.
     """
 
     member: Member
     name: str
     watch: MemberWatch
+    traces: dict[BatchSpec, Trace]
     base_steps: tuple[int, ...]
     num_updates: int = 0
     counter: int = 0

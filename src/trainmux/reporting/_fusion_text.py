@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainmux.ir import FusionRecord, GroupSummary, MemoryUse
+from trainmux.ir import FreeNumber, FusionRecord, GroupSummary, MemoryUse
 from trainmux.sizes import format_bytes
 
 _MAX_NAMES = 6
@@ -23,7 +23,9 @@ def _group(index: int, group: GroupSummary) -> str:
         f"group {index}: {len(group.members)} of {group.width} slots taken ({names})",
         f"  optimizer {group.optimizer}; {group.num_nodes} nodes in the fused step",
     ]
+    lines += [f"  {group.split_because}"] if group.split_because else []
     lines += [f"  {note}" for note in group.notes]
+    lines += [f"  per member: {_number(number)}" for number in group.numbers]
     if group.memory is not None:
         lines.append(f"  {_memory(group.memory)}")
     if group.unfused_because:
@@ -44,6 +46,12 @@ def _group(index: int, group: GroupSummary) -> str:
 def _fallback(record: FusionRecord) -> str:
     where = f" at {'; '.join(record.locations)}" if record.locations else ""
     return f"{record.op} x{record.count}{where}: {record.how}, because {record.fallback}"
+
+
+def _number(number: FreeNumber) -> str:
+    shown = ", ".join(f"{value:.6g}" for value in dict.fromkeys(number.values[:_MAX_NAMES]))
+    more = "" if len(number.locations) == 1 else f" and {len(number.locations) - 1} more places"
+    return f"{number.locations[0]}{more} ({shown}{', …' if len(number.values) > _MAX_NAMES else ''})"
 
 
 def _memory(use: MemoryUse) -> str:

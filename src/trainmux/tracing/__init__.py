@@ -4,6 +4,15 @@ from trainmux.tracing._batch import BatchSpec, FlatBatch, Text, check_batch, fla
 from trainmux.tracing._composites import RESIZES
 from trainmux.tracing._effects import unique_buffers, unique_parameters
 from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
+from trainmux.tracing._numbers import (
+    Number,
+    Structure,
+    first_difference,
+    number_locations,
+    number_name,
+    structure_of,
+    with_inputs,
+)
 from trainmux.tracing._passes import SplitGraph, graph_constant, inherit_meta, output_nodes, split_joint
 from trainmux.tracing._reach import Holder, Identity, Items, Reach, same_items, tensor_digest
 from trainmux.tracing._source import node_location
@@ -33,13 +42,16 @@ __all__ = [
     "Identity",
     "Items",
     "LossFunction",
+    "Number",
     "Reach",
     "SplitGraph",
+    "Structure",
     "Text",
     "TraceSettings",
     "TracedGraph",
     "check_batch",
     "copy_node",
+    "first_difference",
     "flatten_batch",
     "functionalized",
     "graph_constant",
@@ -51,15 +63,19 @@ __all__ = [
     "make_fx",
     "node_location",
     "nodes_after",
+    "number_locations",
+    "number_name",
     "output_nodes",
     "plain_torch",
     "same_items",
     "split_joint",
     "static_fake_mode",
+    "structure_of",
     "tensor_digest",
     "trace_forward",
     "trace_joint",
     "tracer_graph",
     "unique_buffers",
     "unique_parameters",
+    "with_inputs",
 ]

@@ -116,7 +116,7 @@ def drop_constant_masks(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if not is_attention(node.target):
             continue
-        given = _arguments(node)
+        given = arguments_by_name(node)
         bias = next((value for name, value in given.items() if name in _BIAS_NAMES and value), None)
         if not isinstance(bias, fx.Node) or given["is_causal"]:
             continue
@@ -137,7 +137,7 @@ def is_attention(target: Any) -> bool:
     return isinstance(target, OpOverload) and "_scaled_dot_product" in target.name()
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def arguments_by_name(node: fx.Node) -> dict[str, Any]:
     """All arguments of an operator by name, defaults included, in the order of its schema."""
     described = node.target._schema.arguments  # type: ignore[union-attr]
     given = zip((argument.name for argument in described), node.args, strict=False)
@@ -147,7 +147,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 def _replace_mask(node: fx.Node, *, is_causal: bool) -> None:
     """Write positional arguments out, so that fusion rules find each of them by its place."""
     described = node.target._schema.arguments  # type: ignore[union-attr]
-    new = _arguments(node) | {"is_causal": is_causal} | dict.fromkeys(_BIAS_NAMES)
+    new = arguments_by_name(node) | {"is_causal": is_causal} | dict.fromkeys(_BIAS_NAMES)
     by_name = {argument.name for argument in described if argument.kwarg_only}
     node.args = tuple(new[argument.name] for argument in described if not argument.kwarg_only)
     node.kwargs = {name: new[name] for name in node.kwargs if name in by_name}
