@@ -13,7 +13,14 @@ from trainmux.tracing._numbers import (
     structure_of,
     with_inputs,
 )
-from trainmux.tracing._passes import SplitGraph, graph_constant, inherit_meta, output_nodes, split_joint
+from trainmux.tracing._passes import (
+    SplitGraph,
+    graph_constant,
+    inherit_meta,
+    move_to,
+    output_nodes,
+    split_joint,
+)
 from trainmux.tracing._reach import Holder, Identity, Items, Reach, same_items, tensor_digest
 from trainmux.tracing._source import node_location
 from trainmux.tracing._torch_private import (
@@ -61,6 +68,7 @@ __all__ = [
     "is_plain",
     "last_node",
     "make_fx",
+    "move_to",
     "node_location",
     "nodes_after",
     "number_locations",

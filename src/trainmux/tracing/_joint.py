@@ -38,6 +38,7 @@ from trainmux.tracing._effects import (
 from trainmux.tracing._passes import (
     drop_constant_masks,
     graph_constant,
+    move_to,
     output_nodes,
     simplify,
     source_of,
@@ -184,6 +185,7 @@ def _trace(
     _refuse_mixed_products(module, settings)
     refuse_random_nodes(module)
     _refuse_own_constants(module, call)
+    move_to(module, settings.device)
     drop_constant_masks(module)
 
     names = (

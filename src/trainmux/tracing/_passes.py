@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
-from trainmux.tracing._torch_private import min_cut
+from trainmux.tracing._torch_private import FakeTensor, min_cut
 
 aten = torch.ops.aten
 
@@ -96,6 +96,40 @@ def inherit_meta(new: fx.Node, old: fx.Node) -> None:
     for key in _INHERITED:
         if key in old.meta:
             new.meta[key] = old.meta[key]
+
+
+# ---- devices -------------------------------------------------------------------------------------------
+
+
+def move_to(module: fx.GraphModule, device: torch.device) -> None:
+    """Compute on ``device`` what user code makes on the CPU: constants, ranges, what it fetched itself.
+
+    A graph's inputs are all on one device. A copy from the host in the middle of a step would wait for the
+    device, and a step that waits cannot be captured.
+    """
+
+    def moved(value: Tensor) -> Tensor:
+        if value.device.type == device.type:
+            return value
+        if not isinstance(value, FakeTensor):
+            return value.to(device)
+        with value.fake_mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            owner, _, name = str(node.target).rpartition(".")
+            setattr(module.get_submodule(owner), name, moved(graph_constant(module, node)))
+        values = pytree.tree_leaves(node.meta.get("val"))
+        if all(value.device.type == device.type for value in values if isinstance(value, Tensor)):
+            continue
+        if isinstance(node.target, OpOverload) and any(
+            argument.name == "device" for argument in node.target._schema.arguments
+        ):
+            kept = {name: value for name, value in node.kwargs.items() if name != "pin_memory"}
+            node.kwargs = {**kept, "device": device}
+        node.meta["val"] = pytree.tree_map_only(Tensor, moved, node.meta["val"])
+    module.recompile()
 
 
 # ---- attention masks -----------------------------------------------------------------------------------

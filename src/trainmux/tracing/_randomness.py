@@ -151,7 +151,10 @@ def random_decompositions(draws: Callable[[], Draws]) -> dict[Any, Callable[...,
         def draw(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("generator") is not None:
                 return NotImplemented  # becomes a node, which is refused when the trace is done
-            return rule(draws().by_next_operator(), *args, **kwargs)
+            drawn = rule(draws().by_next_operator(), *args, **kwargs)
+            # Words are made where the seed is, and go where the user's code expects them.
+            place = kwargs.get("device")
+            return drawn if place is None or place.type == drawn.device.type else drawn.to(place)
 
         return draw
 
