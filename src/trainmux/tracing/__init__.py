@@ -5,7 +5,15 @@ from trainmux.tracing._composites import RESIZES
 from trainmux.tracing._effects import unique_buffers, unique_parameters
 from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
 from trainmux.tracing._passes import SplitGraph, graph_constant, inherit_meta, output_nodes, split_joint
-from trainmux.tracing._reach import Holder, Identity, Items, Reach, same_items, tensor_digest
+from trainmux.tracing._reach import (
+    Holder,
+    Identity,
+    Items,
+    Reach,
+    memory_span,
+    same_items,
+    tensor_digest,
+)
 from trainmux.tracing._source import node_location
 from trainmux.tracing._torch_private import (
     FakeTensor,
@@ -49,6 +57,7 @@ __all__ = [
     "is_plain",
     "last_node",
     "make_fx",
+    "memory_span",
     "node_location",
     "nodes_after",
     "output_nodes",
