@@ -195,13 +195,16 @@ class SavedFleet(_Saved):
     def load(self, groups: Sequence[Group]) -> int:
         """Take over what was saved and checked; returns the number of steps done."""
         with torch.no_grad():
+            others = []
             for group in groups:
-                versions = dict(self._versions(group))
+                versions = {name: list(found.values()) for name, found in self._versions(group)}
                 # Each member gets its own copy of a constant that is here in several versions.
-                group.unshare([name for name, found in versions.items() if _differ(*found.values())])
-                values = {
-                    name: next(iter(versions[name].values())) for name in group.state.shared if versions
-                }
+                group.unshare([name for name, found in versions.items() if _differ(*found)])
+                shared = {name: value.cpu() for name, value in group.state.shared.items() if versions}
+                others.append(
+                    {n: versions[n][0] for n, value in shared.items() if _differ(value, versions[n][0])}
+                )
+            for group, values in zip(groups, others, strict=True):
                 group.set_constants(values)
                 for row, slot in group.members:
                     self._load_member(group, row, slot, self.document["members"][slot.name])

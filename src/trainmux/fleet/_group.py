@@ -172,18 +172,13 @@ class Group:
 
     def set_constants(self, values: Mapping[str, Tensor]) -> None:
         """Give shared tensors these values, here and in the members' own memory."""
-        others = {
-            name: value
-            for name, value in values.items()
-            if not torch.equal(self.state.shared[name].cpu(), value.cpu())
-        }
-        for name, value in others.items():
+        for name, value in values.items():
             self.state.shared[name].copy_(value)
-        for _, slot in self.members if others else ():
+        for _, slot in self.members if values else ():
             found = named_tensors(slot.member)
-            for name, value in others.items():
+            for name, value in values.items():
                 found[name].detach().copy_(value)
-            slot.watch.settle(written=others)
+            slot.watch.settle(written=values)
 
     def unshare(self, names: Collection[str]) -> None:
         """Give every member its own copy of shared tensors, because a newcomer's differ."""
