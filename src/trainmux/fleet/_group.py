@@ -436,7 +436,7 @@ class Group:
             return builder.aten_step(graph, width, settings, stacked_batch=stacked)
         step = builder.lowered_step(graph, width, settings, stacked_batch=stacked, for_plan=True)
         if kernels == "compiled":
-            builder.compile(step)
+            builder.compile([step])
         return step.program(settings)
 
     # ---- running -----------------------------------------------------------------------------------
