@@ -29,6 +29,7 @@ from trainmux.fleet import (
     Member,
     Plan,
     inspect_machine,
+    share_frozen,
 )
 from trainmux.profiling import DEVICES, Device
 
@@ -70,4 +71,5 @@ __all__ = [
     "colocate",
     "errors",
     "inspect_machine",
+    "share_frozen",
 ]

@@ -8,6 +8,7 @@ from trainmux.fleet._machine import CacheFacts, MachineFacts, Rates, inspect_mac
 from trainmux.fleet._member import Member
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._segment_runner import GroupPiece
+from trainmux.fleet._shared import share_frozen
 
 __all__ = [
     "END_OF_PASS",
@@ -26,4 +27,5 @@ __all__ = [
     "Plan",
     "Rates",
     "inspect_machine",
+    "share_frozen",
 ]

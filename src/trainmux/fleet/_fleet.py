@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from trainmux.errors import ConfigError, FleetError, FusionError, MemberError, warn_user
 from trainmux.fleet._callbacks import Callback
-from trainmux.fleet._checkpoint import SavedFleet, fleet_document
+from trainmux.fleet._checkpoint import SavedFleet, SavedMember, fleet_document, member_document
 from trainmux.fleet._checkpoint_files import write_checkpoint
 from trainmux.fleet._config import make_config
 from trainmux.fleet._feed import BatchFeed
 from trainmux.fleet._fit import FitOptions, fit
 from trainmux.fleet._free_numbers import GroupTrace
-from trainmux.fleet._group import Group, GroupKey
+from trainmux.fleet._group import Group, GroupKey, changing_names
 from trainmux.fleet._history import History
 from trainmux.fleet._member import Member
 from trainmux.fleet._newcomer import (
@@ -34,10 +35,11 @@ from trainmux.fleet._planning import FleetPlanner, PlanRequest
 from trainmux.fleet._runner import Batches, Gather, GroupPart, HalfStepError, StepRunner, evaluate_fleet
 from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
-from trainmux.fleet._slots import Slot
+from trainmux.fleet._shared import Owners, view_key
+from trainmux.fleet._slots import Slot, named_tensors
 from trainmux.fleet._split import split_reasons
 from trainmux.fleet._traces import Trace, TraceCache
-from trainmux.fleet._watch import Edits, FleetWatch, MemberWatch
+from trainmux.fleet._watch import Checksums, Edits, FleetWatch, MemberWatch
 from trainmux.ir import GroupSummary, Timeline
 from trainmux.planning import TIME_LIMIT_SECONDS, PlanProgress
 from trainmux.profiling import Device
@@ -83,8 +85,9 @@ class Fleet:
     """Many models that train as one.
 
     Members of one architecture, loss, batch shape and optimizer structure are fused into one group, whatever
-    the numbers in their code (dropout probability, loss weight); others form groups of their own. Everything is traced and fused here, before the first step: what cannot be
-    trained is refused with a typed error that changes nothing.
+    the numbers in their code (dropout probability, loss weight); others form groups of their own. Everything
+    is traced and fused here, before the first step: what cannot be trained is refused with a typed error that
+    changes nothing.
 
     ``loss(model, batch)`` returns a scalar, or ``(scalar, {name: tensor})``. ``data="shared"`` gives every
     member the same batch; with ``"per_member"`` each leaf has a leading axis of one entry per member, in
@@ -133,8 +136,9 @@ class Fleet:
         self._feed = BatchFeed(self._config, example_batch, len(members))
         by_key: dict[GroupKey, list[Newcomer]] = {}
         with plain_torch(self._config.default_dtype):
+            owners, sums = self._owners(dict(zip(names, members, strict=True))), Checksums()
             for position, (member, name) in enumerate(zip(members, names, strict=True)):
-                plan = self._describe(member, name, position)
+                plan = self._describe(member, name, position, owners, sums)
                 by_key.setdefault(plan.key, []).append(plan)
             for group_plans in by_key.values():
                 self._groups += self._make_groups(group_plans)
@@ -336,7 +340,9 @@ class Fleet:
         position = self._names.index(name) if name in self._names else -1
         group, row = self._find(name)
         (new_name,) = names_of([member], dict(zip(self._names, self.members, strict=True)), name)
-        plan = self._describe(member, new_name, position)
+        owners = self._owners({new_name: member}, leaving=name)
+        plan = self._describe(member, new_name, position, owners)
+        self._find_bases(owners, leaving=name)
         group.check_export(row)
         if plan.key == group.key:
             if self._plans.is_active and not group.accepts(plan):
@@ -360,7 +366,9 @@ class Fleet:
         """
         self._plans.runner.finish()
         (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)))
-        plan = self._describe(member, name, len(self._names))
+        owners = self._owners({name: member})
+        plan = self._describe(member, name, len(self._names), owners)
+        self._find_bases(owners)
         self._place(plan)
         await_update(self._groups, name, self._num_steps)
         self._names.append(name)
@@ -375,17 +383,24 @@ class Fleet:
         """
         self._plans.runner.finish()
         names = self._names if name is None else [name]
+        owners, sums = self._owners(), Checksums()
         for one in names:
             group, row = self._find(one)
-            self._describe(group.slot(row).member, one, self._names.index(one))  # refused before any changes
+            # Refused before any changes.
+            self._describe(group.slot(row).member, one, self._names.index(one), owners, sums)
+        self._find_bases(owners)
+        for one in names:
+            group, row = self._find(one)
+            self._take_base(group, group.slot(row).watch.edits(sums).tensors)
         changed: list[tuple[Newcomer, Edits]] = []
+        after = Checksums()
         for one in names:
             group, row = self._find(one)
-            member, edits = group.slot(row).member, group.slot(row).watch.edits()
+            member, edits = group.slot(row).member, group.slot(row).watch.edits(sums)
             group.check_export(row)
             with kept_edits(member, edits):
-                group.export(row)
-            changed.append((self._describe(member, one, self._names.index(one)), edits))
+                group.export(row, sums)
+            changed.append((self._describe(member, one, self._names.index(one), owners, after), edits))
         if self._plans.is_active and not all(self._stays(plan) for plan, _ in changed):
             self._leave_plan()
         moving: dict[GroupKey, list[tuple[Newcomer, Edits]]] = {}
@@ -415,10 +430,11 @@ class Fleet:
         for group in self._groups:
             for row, _ in group.members:
                 group.check_export(row)
-        self._watch.warn(self._places(), "it trained on without it, and edited values are overwritten")
+        sums = Checksums()
+        self._watch.warn(self._places(), "it trained on without it, and edited values are overwritten", sums)
         for group in self._groups:
             for row, _ in group.members:
-                group.export(row)
+                group.export(row, sums)
 
     @door
     def plan(
@@ -510,7 +526,7 @@ class Fleet:
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write all members' weights, optimizer and schedule state and counters to a directory."""
         self._plans.runner.finish()
-        self._watch.warn(self._places(), "what is saved was trained without it")
+        self._watch.warn(self._places(), "what is saved was trained without it", Checksums())
         tensors, document = fleet_document(self._groups, self._names, self._num_steps, self._config)
         write_checkpoint(path, tensors, {**document, "extra": dict(extra or {})})
 
@@ -527,6 +543,36 @@ class Fleet:
             self._num_steps = saved.load(self._groups)
         self._broken = ""
         return dict(saved.document["extra"])
+
+    @door
+    def save_member(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Write one member's weights, optimizer and schedule state and counters to a directory.
+
+        Not what it shares with others in memory: of a frozen base, only checksums are written. Gradients
+        accumulated since the last update are left out.
+        """
+        self._plans.runner.finish()
+        group, row = self._find(name)
+        text = "what is saved was trained without it"
+        self._watch.warn([(group, group.slot(row))], text, Checksums())
+        write_checkpoint(path, *member_document(group, row, self._config))
+
+    @door
+    def load_member(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Have a member go on from a state that `save_member` wrote, in this fleet or in another one.
+
+        It must be built like the one that was saved, on the same base; ``CheckpointError`` says what does not
+        fit, and nothing changes. With ``accumulate=n``, it starts with the next n batches.
+        """
+        saved = SavedMember(path)
+        self._plans.runner.finish()
+        group, row = self._find(name)
+        saved.check(group, row, self._config)
+        if self._plans.is_active and saved.has_other_constants(group):
+            self._leave_plan()
+            group, row = self._find(name)
+        saved.load(group, row)
+        await_update(self._groups, name, self._num_steps)
 
     # ---- inside ------------------------------------------------------------------------------------
 
@@ -571,8 +617,47 @@ class Fleet:
             f"{', '.join(self._names) or 'none'})"
         )
 
-    def _describe(self, member: Member, name: str, position: int) -> Newcomer:
-        return describe_newcomer(member, name, position, self._loss_of(member), self._feed, self._traces)
+    def _describe(
+        self, member: Member, name: str, position: int, owners: Owners, sums: Checksums | None = None
+    ) -> Newcomer:
+        where = (self._feed, self._traces, owners, sums or Checksums())
+        return describe_newcomer(member, name, position, self._loss_of(member), *where)
+
+    def _owners(self, joining: Mapping[str, Member] | None = None, leaving: str | None = None) -> Owners:
+        """Find the memory of all members but one who leaves, and of those that join."""
+        owners = Owners()
+        for group, slot in self._places():
+            if slot.name != leaving:
+                owners.add(slot.name, named_tensors(slot.member), changing_names(group.traced))
+        for name, member in (joining or {}).items():
+            tensors = named_tensors(member)
+            owners.add(name, tensors, [key for key, tensor in tensors.items() if tensor.requires_grad])
+        return owners
+
+    def _find_bases(self, owners: Owners, leaving: str | None = None) -> None:
+        """Find anew which constants groups have in common with other members, when some come or change."""
+        for group in self._groups:
+            changing = changing_names(group.traced)
+            slots = [slot for _, slot in group.members if slot.name != leaving]
+            found = {owners.base(named_tensors(slot.member), changing) for slot in slots}
+            if len(found) == 1:
+                group.key = replace(group.key, base=found.pop())
+
+    def _take_base(self, group: Group, edited: Sequence[str]) -> None:
+        """Take edited values of constants over for all members that have them in common."""
+        homes = group.homes
+        views = {view_key(homes[name]) for name in edited if name in homes}
+        if not views:
+            return
+        if self._plans.is_active:
+            self._leave_plan()
+        for other in self._groups:
+            names = [name for name, home in other.homes.items() if view_key(home) in views]
+            for name in names:
+                if view_key(other.state.shared[name]) not in views:
+                    other.state.shared[name].copy_(other.homes[name])
+            for _, slot in other.members:
+                slot.watch.settle(written=names)
 
     def _make_groups(self, plans: list[Newcomer]) -> list[Group]:
         """One group for all plans, or one for each where the graph cannot be fused."""
@@ -592,7 +677,8 @@ class Fleet:
 
     def _new_group(self, plans: list[Newcomer]) -> Group:
         group = Group(plans[0].key, plans[0].trace.graph, self._config, len(plans))
-        group.allocate([plan.member for plan in plans])
+        known = {key: value for other in self._groups for key, value in other.constants().items()}
+        group.allocate([plan.member for plan in plans], known)
         for row, plan in enumerate(plans):
             group.load(row, plan)
         return group
@@ -627,8 +713,9 @@ class Fleet:
     def _put(self, group: Group, row: int | None, plan: Newcomer) -> None:
         """Load a member into a row of its group."""
         assert row is not None
-        if not group.accepts_constants(plan.member):
-            group.unshare()
+        others = group.other_constants(plan.member)
+        if others:
+            group.unshare(others)
         group.load(row, plan)
 
     def _grow(self, group: Group, plan: Newcomer) -> bool:
@@ -648,8 +735,9 @@ class Fleet:
     def _take_out(self, group: Group, row: int) -> Member:
         slot = group.slot(row)
         group.check_export(row)
-        self._watch.warn([(group, slot)], "it leaves without it, and edited values are overwritten")
-        group.export(row)
+        sums = Checksums()
+        self._watch.warn([(group, slot)], "it leaves without it, and edited values are overwritten", sums)
+        group.export(row, sums)
         group.clear(row)
         return slot.member
 

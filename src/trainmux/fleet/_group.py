@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from trainmux.fleet._free_numbers import FreeNumbers, GroupTrace
 from trainmux.fleet._member import Member
 from trainmux.fleet._numbers import GroupNumbers
 from trainmux.fleet._programs import Program, ProgramCache, groups_of, held_arguments, with_batch
+from trainmux.fleet._shared import view_key
 from trainmux.fleet._slots import Slot, StackedState, named_tensors, same_values
 from trainmux.fleet._traces import Trace
 from trainmux.fusion.optimizers import OptimizerStructure, state_names, write_state
@@ -26,17 +27,41 @@ from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
 if TYPE_CHECKING:
     from trainmux.fleet._newcomer import Newcomer
+    from trainmux.fleet._watch import Checksums
 
 _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class GroupKey:
-    """Key of members that can be fused."""
+    """Key of members that can be fused.
+
+    ``base`` has names and views of the constants that they have in common with each other, or with members of
+    other groups, in memory.
+    """
 
     graph: str
     structure: OptimizerStructure
     own_batch: bool
+    base: tuple[tuple[str, Hashable], ...] = ()
+
+
+Constants = dict[tuple[Hashable, torch.dtype], Tensor]
+"""Constants on the device, by the view of the members' memory that they are copies of, and their type."""
+
+
+def changing_names(traced: TracedGraph) -> frozenset[str]:
+    """Names of the parameters and buffers that a step changes."""
+    kinds = (OutputKind.GRADIENT, OutputKind.BUFFER)
+    return frozenset(output.name for output in traced.outputs if output.kind in kinds)
+
+
+def _on_device(home: Tensor, dtype: torch.dtype, device: torch.device, known: Constants) -> Tensor:
+    """Return a constant on the device: the members' own memory if it is there, else the one copy of it."""
+    key = (view_key(home), dtype)
+    if key not in known:
+        known[key] = home.detach().to(device, dtype)
+    return known[key]
 
 
 class Group:
@@ -91,15 +116,20 @@ class Group:
 
     # ---- storage -----------------------------------------------------------------------------------
 
-    def allocate(self, members: Sequence[Member]) -> None:
-        """Make storage for ``width`` members shaped like ``members``, whose common constants are shared."""
-        state, device = self.state, self.config.device
-        kinds = (OutputKind.GRADIENT, OutputKind.BUFFER)
-        changing = {output.name for output in self._graph.outputs if output.kind in kinds}
+    def allocate(self, members: Sequence[Member], known: Constants) -> None:
+        """Make storage for ``width`` members shaped like ``members``, whose common constants are shared.
+
+        Of a constant in memory that members have in common, the fleet has one copy: ``known`` has those that
+        are there, and gets the others.
+        """
+        state, device, base = self.state, self.config.device, dict(self.key.base)
+        changing = changing_names(self._graph)
         first, *others = (named_tensors(member) for member in members)
         for name, example in first.items():
             dtype = self.config.held_dtype(example.dtype)
-            if name not in changing and all(same_values(example, other[name]) for other in others):
+            if name in base:
+                state.shared[name] = _on_device(example, dtype, device, known)
+            elif name not in changing and all(same_values(example, other[name]) for other in others):
                 state.shared[name] = example.detach().to(device, dtype, copy=True)
             else:
                 state.tensors[name] = stacked_zeros(self.width, example.shape, dtype, device)
@@ -116,26 +146,59 @@ class Group:
         """Whether a name is a "parameter"'s or a "buffer"'s."""
         return self._kinds[name]
 
-    def accepts_constants(self, member: Member) -> bool:
-        """Whether the tensors that this group shares have the same values in ``member``."""
-        found = named_tensors(member)
-        return all(
-            same_values(value, found[name].to(value.device, value.dtype))
-            for name, value in self.state.shared.items()
-        )
+    @property
+    def homes(self) -> dict[str, Tensor]:
+        """The members' own memory of the constants that they have in common; it has the group's values."""
+        if not self.key.base or not self.members:
+            return {}
+        found = named_tensors(self.members[0][1].member)
+        return {name: found[name].detach() for name, _ in self.key.base}
 
-    def unshare(self) -> None:
-        """Give every member its own copy of what was shared, because a newcomer differs."""
-        for name, value in self.state.shared.items():
+    def constants(self) -> Constants:
+        """Constants of this group that other groups may use: those on the device."""
+        return {
+            (view_key(home), self.state.shared[name].dtype): self.state.shared[name]
+            for name, home in self.homes.items()
+            if self.state.shared[name].device == self.config.device
+        }
+
+    def accepts_constants(self, member: Member) -> bool:
+        """Whether the tensors that this group shares have the same values in ``member``, of its key."""
+        return not self.other_constants(member)
+
+    def other_constants(self, member: Member) -> list[str]:
+        """Names of shared tensors that have other values in ``member``, which has the group's key."""
+        found, base = named_tensors(member), dict(self.key.base)
+        return [
+            name
+            for name, value in self.state.shared.items()
+            if name not in base and not same_values(value, found[name].to(value.device, value.dtype))
+        ]
+
+    def set_constants(self, values: Mapping[str, Tensor]) -> None:
+        """Give shared tensors these values, here and in the members' own memory."""
+        for name, value in values.items():
+            self.state.shared[name].copy_(value)
+        for _, slot in self.members if values else ():
+            found = named_tensors(slot.member)
+            for name, value in values.items():
+                found[name].detach().copy_(value)
+            slot.watch.settle(written=values)
+
+    def unshare(self, names: Collection[str]) -> None:
+        """Give every member its own copy of shared tensors, because a newcomer's differ."""
+        if not names:
+            return
+        for name in names:
+            value = self.state.shared.pop(name)
             rows = stacked_zeros(self.width, value.shape, value.dtype, value.device)
             self.state.tensors[name] = rows.copy_(value.unsqueeze(0).expand_as(rows))
-        self.state.shared.clear()
         self.programs.clear()
 
     def resize(self, width: int) -> None:
         """Change the number of slots, keeping the members (moved together) and their state."""
         kept = [row for row, _ in self.members]
-        self._restack(kept, width, self.state.alive.device)
+        self._restack(kept, width, self.state.alive.device, self.state.shared)
         self.slots = [self.slots[row] for row in kept] + [None] * (width - len(kept))
         self.width = width
         self.last = {}
@@ -143,13 +206,20 @@ class Group:
         self._make_numbers()
         self.forget_fed()
 
-    def restack(self, device: torch.device) -> None:
-        """Put the state into storage of its own on ``device``."""
-        self._restack(range(self.width), self.width, device)
+    def restack(self, device: torch.device, known: Constants) -> None:
+        """Put the state into storage of its own on ``device``, but for constants that ``known`` has there."""
+        homes, shared = self.homes, {}
+        for name, value in self.state.shared.items():
+            shared[name] = (
+                _on_device(homes[name], value.dtype, device, known) if name in homes else value.to(device)
+            )
+        self._restack(range(self.width), self.width, device, shared)
 
-    def _restack(self, rows: Sequence[int], width: int, device: torch.device) -> None:
+    def _restack(
+        self, rows: Sequence[int], width: int, device: torch.device, shared: Mapping[str, Tensor]
+    ) -> None:
         sources = [(self.state, row) for row in rows]
-        self.state = self.state.with_rows(sources, width, device, self._transfers)
+        self.state = self.state.with_rows(sources, width, device, self._transfers, shared)
         self.programs.clear()
 
     def taken(self, rows: Sequence[int]) -> Group:
@@ -163,7 +233,12 @@ class Group:
         other._make_numbers()
         other.slots = [group.slots[row] for group, row in places]
         sources = [(group.state, row) for group, row in places]
-        other.state = self.state.with_rows(sources, len(places), _HOST, self._transfers)
+        at_home = self._at_home()
+        shared = {
+            name: at_home[name] if name in at_home else value.to(_HOST)
+            for name, value in self.state.shared.items()
+        }
+        other.state = self.state.with_rows(sources, len(places), _HOST, self._transfers, shared)
         for name in ("example_spec", "records", "num_nodes", "notes", "unfused_because", "stacked_batch"):
             setattr(other, name, getattr(self, name))
         return other
@@ -174,6 +249,15 @@ class Group:
         self.programs = ProgramCache(self.config)  # the old one's graphs hold memory
         self.slots = [None] * self.width
         self._members = None
+
+    def _at_home(self) -> dict[str, Tensor]:
+        """Constants in the members' own memory, where types agree."""
+        shared = self.state.shared
+        return {name: home.to(shared[name].dtype) for name, home in self.homes.items()}
+
+    def homes_by_id(self) -> dict[int, Tensor]:
+        """Constants in the members' own memory, by the id of the tensor of the state that they stand for."""
+        return {id(self.state.shared[name]): home for name, home in self._at_home().items()}
 
     def rebase(self, change: Callable[[Tensor], Tensor]) -> None:
         """Put every tensor of the state where ``change`` says; programs made before are forgotten."""
@@ -244,7 +328,7 @@ class Group:
                     f"{got}; do not change a model while it is in the fleet (drop it first)"
                 )
 
-    def export(self, row: int) -> None:
+    def export(self, row: int, sums: Checksums) -> None:
         """Write a row back into the member's own model and optimizer."""
         slot, state = self.slot(row), self.state
         tensors = named_tensors(slot.member)
@@ -252,8 +336,9 @@ class Group:
         done = int(state.updates[row])
         slot.member.num_draws = slot.counter
         pairs = [(tensors[name], rows[row]) for name, rows in state.tensors.items()]
-        # Constants too: a restored checkpoint may have brought others.
-        pairs += [(tensors[name], value) for name, value in state.shared.items()]
+        # Constants are there already, but for those that somebody has edited.
+        edited = slot.watch.edited(state.shared, sums)
+        pairs += [(tensors[name], state.shared[name]) for name in edited]
         for index, group in enumerate(self.key.structure.groups):
             for item in (parameters[position] for position in group.params):
                 if item.name not in self._gradients:
@@ -262,7 +347,7 @@ class Group:
                 steps = slot.base_steps[index] + done
                 pairs += write_state(slot.member.optimizer, index, group, item.tensor, values, steps)
         self._transfers.copy(pairs)
-        slot.watch.settle()
+        slot.watch.settle(written=state.tensors)
 
     def stop(self, row: int, reason: str) -> None:
         """No more changes to a row; the member stays in it."""
@@ -280,12 +365,10 @@ class Group:
 
     def summary(self, planned: MemoryUse | None, split_because: str) -> GroupSummary:
         """Record how the group trains; ``planned`` is the memory of all groups together, under a plan."""
-        members = self.members
         numbers: tuple[FreeNumber, ...] = ()
-        if members and self.example_spec in members[0][1].traces:
-            self.traced  # noqa: B018 - members may have changed since the numbers were compared last
-            trace = members[0][1].traces[self.example_spec]
-            numbers = self._free.described(self.example_spec, trace, [row for row, _ in members])
+        if self.example_spec is not None and self._example_trace() is not None:
+            (first, *_), rows = self.members, [row for row, _ in self.members]
+            numbers = self._free.described(self.example_spec, first[1].traces[self.example_spec], rows)
         return GroupSummary(
             tuple(slot.name for _, slot in self.members),
             self.width,
@@ -304,10 +387,14 @@ class Group:
     @property
     def traced(self) -> TracedGraph:
         """The graph of a step on a batch like the example."""
+        trace = self._example_trace()
+        return self._graph if trace is None else trace.graph
+
+    def _example_trace(self) -> GroupTrace | None:
         spec = self.example_spec
-        if spec is None or not all(spec in slot.traces for _, slot in self.members):
-            return self._graph
-        return self.trace_for(spec, lambda slot: slot.traces[spec]).graph if self.members else self._graph
+        if spec is None or not self.members or any(spec not in slot.traces for _, slot in self.members):
+            return None
+        return self.trace_for(spec, lambda slot: slot.traces[spec])
 
     def trace_for(self, spec: BatchSpec, find: Callable[[Slot], Trace]) -> GroupTrace:
         """The graph of a step on batches of this kind; ``find`` traces a member's."""
@@ -423,7 +510,7 @@ class Group:
             return builder.aten_step(graph, width, settings, stacked_batch=stacked)
         step = builder.lowered_step(graph, width, settings, stacked_batch=stacked, for_plan=True)
         if kernels == "compiled":
-            builder.compile(step)
+            builder.compile([step])
         return step.program(settings)
 
     # ---- running -----------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from trainmux.errors import MemberError
 from trainmux.fleet._feed import BatchFeed
-from trainmux.fleet._group import Group, GroupKey
+from trainmux.fleet._group import Group, GroupKey, changing_names
 from trainmux.fleet._member import Member
+from trainmux.fleet._shared import Owners
 from trainmux.fleet._slots import named_tensors
 from trainmux.fleet._traces import Trace, TraceCache
-from trainmux.fleet._watch import Edits, MemberWatch
+from trainmux.fleet._watch import Checksums, Edits, MemberWatch
 from trainmux.fusion.optimizers import OptimizerStructure, describe, read_state, read_steps
 from trainmux.ir import OutputKind
 from trainmux.tracing import FlatBatch, LossFunction, Reach, TracedGraph, unique_buffers, unique_parameters
@@ -30,8 +31,8 @@ def names_of(
 ) -> list[str]:
     """Name the members that join ``others``, one of whom may be ``leaving`` for them.
 
-    Names are given or made up. Refused: members that cannot be told apart from others, or have a model or a
-    parameter in common with one.
+    Names are given or made up. Refused: members that cannot be told apart from others, or have a model in
+    common with one.
     """
     for member in joining:
         if not isinstance(member, Member):
@@ -54,14 +55,11 @@ def names_of(
     everyone = [*others.items(), *zip(names, joining, strict=True)]
     owners: dict[int, int] = {}
     for position, (name, member) in enumerate(everyone):
-        for part in (member.model, *member.model.parameters()):
-            owner = owners.setdefault(id(part), position)
-            if owner == position:
-                continue
-            what = "a model" if part is member.model else "parameters"
+        owner = owners.setdefault(id(member.model), position)
+        if owner != position:
             raise MemberError(
-                f"member {name!r}: expected {what} of its own, got some of member {everyone[owner][0]!r}; "
-                "copy.deepcopy the model"
+                f"member {name!r}: expected a model of its own, got that of member {everyone[owner][0]!r}; "
+                "copy.deepcopy the model, or give each member a tree by trainmux.share_frozen"
             )
     return names
 
@@ -91,9 +89,16 @@ class Newcomer:
 
 
 def describe_newcomer(
-    member: Member, name: str, position: int, loss: LossFunction, feed: BatchFeed, traces: TraceCache
+    member: Member,
+    name: str,
+    position: int,
+    loss: LossFunction,
+    feed: BatchFeed,
+    traces: TraceCache,
+    owners: Owners,
+    sums: Checksums,
 ) -> Newcomer:
-    """Check and trace a member; typed errors say what is wrong with it."""
+    """Check and trace a member, one of ``owners``; typed errors say what is wrong with it."""
     _refuse_unfit_parts(member.model, name)
     parameters = unique_parameters(member.model)
     devices = {str(item.tensor.device) for item in (*parameters, *unique_buffers(member.model))}
@@ -112,9 +117,12 @@ def describe_newcomer(
     trace = traces.joint(name, member.model, loss, example)
     reach = Reach(member.model, loss)
     _refuse_shared_memory(name, reach, trace)
-    key = GroupKey(trace.key, structure, member.example_batch is not None)
+    tensors, changing = named_tensors(member), changing_names(trace.graph)
+    owners.check(name, tensors, changing)
+    base = owners.base(tensors, changing)
+    key = GroupKey(trace.key, structure, member.example_batch is not None, base)
     steps, states = _optimizer_state(member, name, structure, trace.graph)
-    watch = MemberWatch(member, name, loss, structure, reach)
+    watch = MemberWatch(member, name, loss, structure, reach, sums)
     return Newcomer(member, name, key, trace, example, watch, steps, states)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from time import monotonic
 
 import torch
@@ -302,7 +302,7 @@ class FleetPlanner:
 
     def fit_others(self, plan: Plan) -> Callable[[Sequence[Wanted], bool | None], PlannedPrograms]:
         """Return what fits other steps of the plan's sub-arrays into its budget; see `other_programs`."""
-        return functools.partial(other_programs, plan, self._kernels_of(plan), self._facts.host_bytes)
+        return partial(other_programs, plan, self._kernels_of(plan), self._facts.host_bytes)
 
     def _kernels_of(self, plan: Plan) -> str:
         """Of what the plan's steps are made: analytic ones are made for regions."""
@@ -325,11 +325,10 @@ class FleetPlanner:
             widths = _widths(partitions, index)
             self._tell("compiling", index, len(self._groups), f"{len(widths)} widths side by side")
             settings, builder, stacked = group.settings(), group.builder(), group.stacked_batch
-            steps = [
-                builder.lowered_step(group.traced, width, settings, stacked_batch=stacked, for_plan=True)
-                for width in sorted(widths, reverse=True)
-            ]
-            builder.compile(*steps)
+            lower = partial(
+                builder.lowered_step, group.traced, settings=settings, stacked_batch=stacked, for_plan=True
+            )
+            builder.compile(lower(width=width) for width in sorted(widths, reverse=True))
         self._tell("compiling", len(self._groups), len(self._groups), "all kernels")
 
     # ---- profiles ----------------------------------------------------------------------------------
@@ -462,7 +461,7 @@ class FleetPlanner:
 
     # ---- the machine -------------------------------------------------------------------------------
 
-    @functools.cached_property
+    @cached_property
     def _facts(self) -> DeviceFacts:
         if self._device is not None:
             return self._device.facts

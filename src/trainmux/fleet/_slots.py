@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -93,10 +93,11 @@ class StackedState:
         width: int,
         device: torch.device,
         transfers: Transfers,
+        shared: Mapping[str, Tensor],
     ) -> StackedState:
         """Make a state like this one with ``width`` rows, the first ones copied from ``sources``.
 
-        Sources are other states like it and rows of theirs. What is shared is that of this one.
+        Sources are other states like it and rows of theirs; ``shared`` are the constants, in place.
         """
 
         def zeros(rows: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ class StackedState:
         new = StackedState.blank(width, device)
         new.tensors, new.states = _each(self.tensors, zeros), _each(self.states, zeros)
         new.totals = _each(self.totals, zeros)
-        new.shared = _each(self.shared, lambda value: value.to(device))
+        new.shared = dict(shared)
         transfers.copy(
             [
                 (rows[row], given[number])

@@ -21,7 +21,15 @@ from trainmux.tracing._passes import (
     output_nodes,
     split_joint,
 )
-from trainmux.tracing._reach import Holder, Identity, Items, Reach, same_items, tensor_digest
+from trainmux.tracing._reach import (
+    Holder,
+    Identity,
+    Items,
+    Reach,
+    memory_span,
+    same_items,
+    tensor_digest,
+)
 from trainmux.tracing._source import node_location
 from trainmux.tracing._torch_private import (
     FakeTensor,
@@ -68,6 +76,7 @@ __all__ = [
     "is_plain",
     "last_node",
     "make_fx",
+    "memory_span",
     "move_to",
     "node_location",
     "nodes_after",
