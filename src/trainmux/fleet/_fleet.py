@@ -37,7 +37,7 @@ from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
 from trainmux.fleet._shared import Owners, view_key
 from trainmux.fleet._slots import Slot, named_tensors
-from trainmux.fleet._split import split_reasons
+from trainmux.fleet._split import splits, warn_of_small_splits
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.fleet._watch import Checksums, Edits, FleetWatch, MemberWatch
 from trainmux.ir import GroupSummary, Timeline
@@ -143,6 +143,7 @@ class Fleet:
             for group_plans in by_key.values():
                 self._groups += self._make_groups(group_plans)
         self._names: list[str] = names
+        warn_of_small_splits(self._groups)
 
     # ---- training ----------------------------------------------------------------------------------
 
@@ -502,9 +503,10 @@ class Fleet:
 
     def summary(self) -> tuple[GroupSummary, ...]:
         """Return what ``explain`` says as records."""
-        memory, reasons = self._plans.runner.memory, split_reasons(self._groups)
+        memory = self._plans.runner.memory
         return tuple(
-            group.summary(memory, reason) for group, reason in zip(self._groups, reasons, strict=True)
+            group.summary(memory, split.text)
+            for group, split in zip(self._groups, splits(self._groups), strict=True)
         )
 
     @door

@@ -84,7 +84,8 @@ class Group:
         """How the last prepared step runs, in words."""
         self.stacked_batch = False
         self.example_spec: BatchSpec | None = None
-        self._graph = traced
+        self.member_graph = traced
+        """The graph of one member, with the literals of any."""
         self._free = FreeNumbers(width)
         self._traces: dict[BatchSpec, GroupTrace] = {}
         self.state = StackedState.blank(width, config.device)
@@ -123,7 +124,7 @@ class Group:
         are there, and gets the others.
         """
         state, device, base = self.state, self.config.device, dict(self.key.base)
-        changing = changing_names(self._graph)
+        changing = changing_names(self.member_graph)
         first, *others = (named_tensors(member) for member in members)
         for name, example in first.items():
             dtype = self.config.held_dtype(example.dtype)
@@ -228,7 +229,7 @@ class Group:
 
     def gathered(self, places: Sequence[tuple[Group, int]]) -> Group:
         """Make a group like this one of members of several, with copies of their state in host memory."""
-        other = Group(self.key, self._graph, self.config, len(places))
+        other = Group(self.key, self.member_graph, self.config, len(places))
         other._free = self._free.taken([(group._free, row) for group, row in places])
         other._make_numbers()
         other.slots = [group.slots[row] for group, row in places]
@@ -388,7 +389,7 @@ class Group:
     def traced(self) -> TracedGraph:
         """The graph of a step on a batch like the example."""
         trace = self._example_trace()
-        return self._graph if trace is None else trace.graph
+        return self.member_graph if trace is None else trace.graph
 
     def _example_trace(self) -> GroupTrace | None:
         spec = self.example_spec

@@ -212,14 +212,17 @@ def _is_number(value: Any) -> bool:
 def _places(module: fx.GraphModule) -> Iterator[_Place]:
     """The numbers of a graph that can become inputs, in a fixed order."""
     for node in module.graph.nodes:
-        if node.op == "get_attr":
-            value = graph_constant(module, node)
-            if _is_free_constant(value):
-                yield _Place(node, "", value.item(), is_whole=False)
-        elif node.op == "call_function" and node.target in _FORMS:
-            names, result = _FORMS[node.target].numbers, node.meta.get("val")
-            if not isinstance(result, (Tensor, tuple, list)):
-                continue
+        yield from _places_of(module, node)
+
+
+def _places_of(module: fx.GraphModule, node: fx.Node) -> Iterator[_Place]:
+    if node.op == "get_attr":
+        value = graph_constant(module, node)
+        if _is_free_constant(value):
+            yield _Place(node, "", value.item(), is_whole=False)
+    elif node.op == "call_function" and node.target in _FORMS:
+        names, result = _FORMS[node.target].numbers, node.meta.get("val")
+        if isinstance(result, (Tensor, tuple, list)):
             for name, value in arguments_by_name(node).items():
                 if name in names and _is_number(value):
                     yield _Place(node, name, value, isinstance(value, int) and not _is_floating(node))
@@ -260,11 +263,8 @@ def _told_place(node: fx.Node) -> str:
 
 def _lines(traced: TracedGraph) -> Iterator[tuple[fx.Node, str]]:
     """Each node of a graph as text without its numbers."""
-    places: dict[fx.Node, dict[str, _Place]] = {}
-    for place in _places(traced.module):
-        places.setdefault(place.node, {})[place.argument] = place
     for node in traced.module.graph.nodes:
-        own = places.get(node, {})
+        own = {place.argument: place for place in _places_of(traced.module, node)}
         if node.op == "get_attr":
             value = graph_constant(traced.module, node)
             told: Any = f"{value.shape}{value.dtype}{value.device}" if own else tensor_digest(value).hex()

@@ -255,7 +255,8 @@ def test_explain_says_what_is_free_and_what_splits() -> None:
     other = tm.Member(
         wide, torch.optim.SGD(wide.parameters(), lr=0.1), loss=lambda m, b: F.cross_entropy(m(b[0]), b[1])
     )
-    fleet = fleet_of([*members, other])
+    with pytest.warns(tm.TrainmuxWarning, match="m2 have parameters .* explain"):
+        fleet = fleet_of([*members, other])
     first, second, third = fleet.summary()
     assert first.members == ("m0", "m1")
     assert [sorted(number.values) for number in first.numbers if "mul" in number.locations[0]] == [
