@@ -120,6 +120,7 @@ class Group:
         state, device, base = self.state, self.config.device, dict(self.key.base)
         changing = changing_names(self.traced)
         first, *others = (named_tensors(member) for member in members)
+        shapes = {item.name: item.shape for item in self.traced.inputs}
         for name, example in first.items():
             dtype = self.config.held_dtype(example.dtype)
             if name in base:
@@ -127,7 +128,7 @@ class Group:
             elif name not in changing and all(same_values(example, other[name]) for other in others):
                 state.shared[name] = example.detach().to(device, dtype, copy=True)
             else:
-                state.tensors[name] = stacked_zeros(self.width, example.shape, dtype, device)
+                state.tensors[name] = stacked_zeros(self.width, shapes[name], dtype, device)
         for key in self.usual.state_keys():
             state.states[key] = self._zeros_like(key[0])
         if self.config.accumulate > 1:
@@ -279,21 +280,33 @@ class Group:
         """Copy a member's weights, buffers and optimizer state into a row."""
         member, state = newcomer.member, self.state
         member.name = newcomer.name
+        slot = Slot(
+            member,
+            newcomer.name,
+            newcomer.watch,
+            newcomer.steps,
+            counter=member.num_draws,
+            wider=newcomer.wider,
+        )
         tensors = named_tensors(member)
-        pairs = [(rows[row], tensors[name]) for name, rows in state.tensors.items()]
+        pairs = [(slot.cut(name, rows[row]), tensors[name]) for name, rows in state.tensors.items()]
         with torch.no_grad():
+            for name in newcomer.wider:
+                state.tensors[name][row].zero_()
             for key, value in newcomer.states.items():
+                target = state.states[key][row]
+                if key[0] in newcomer.wider:
+                    target.zero_()
                 if isinstance(value, Tensor):
-                    pairs.append((state.states[key][row], value))
+                    pairs.append((slot.cut(key[0], target), value))
                 else:
-                    state.states[key][row].fill_(value)
+                    slot.cut(key[0], target).fill_(value)
             self._transfers.copy(pairs)
             for total in state.totals.values():
                 total[row].zero_()
             state.alive[row].fill_(True)
             state.updates[row].fill_(0)
             state.seeds[row].fill_(member.random_key)
-        slot = Slot(member, newcomer.name, newcomer.watch, newcomer.steps, counter=member.num_draws)
         self.slots[row] = slot
         self.last = {}
         self.forget_fed()
@@ -309,6 +322,8 @@ class Group:
         found = named_tensors(slot.member)
         for name, rows in self.state.tensors.items():
             shape = tuple(rows.shape[1:])
+            if name in found and name in slot.wider:
+                continue
             if name not in found or found[name].shape != shape:
                 got = tuple(found[name].shape) if name in found else "none"
                 raise MemberError(
@@ -323,7 +338,7 @@ class Group:
         parameters = unique_parameters(slot.member.model)
         done = int(state.updates[row])
         slot.member.num_draws = slot.counter
-        pairs = [(tensors[name], rows[row]) for name, rows in state.tensors.items()]
+        pairs = [(tensors[name], slot.cut(name, rows[row])) for name, rows in state.tensors.items()]
         # Constants are there already, but for those that somebody has edited.
         edited = slot.watch.edited(state.shared, sums)
         pairs += [(tensors[name], state.shared[name]) for name in edited]
@@ -331,7 +346,10 @@ class Group:
             for item in (parameters[position] for position in group.params):
                 if item.name not in self._gradients:
                     continue
-                values = {name: state.states[item.name, name][row] for name in state_names(group)}
+                values = {
+                    name: slot.cut(item.name, state.states[item.name, name][row])
+                    for name in state_names(group)
+                }
                 steps = slot.base_steps[index] + done
                 pairs += write_state(slot.member.optimizer, index, group, item.tensor, values, steps)
         self._transfers.copy(pairs)
@@ -360,8 +378,14 @@ class Group:
             self.num_nodes,
             self.records,
             self.unfused_because,
-            self.notes,
+            (*self.notes, *self._padding_notes()),
             planned or self.programs.engine.memory,
+        )
+
+    def _padding_notes(self) -> list[str]:
+        padded = [slot.name for _, slot in self.members if slot.wider]
+        return (
+            [f"adapters of {', '.join(padded)} are padded with zeros to the largest rank"] if padded else []
         )
 
     # ---- programs ----------------------------------------------------------------------------------

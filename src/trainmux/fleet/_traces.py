@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import nn
 
@@ -15,6 +16,7 @@ from trainmux.tracing import (
     FlatBatch,
     LossFunction,
     Reach,
+    Shape,
     TracedGraph,
     TraceSettings,
     graph_constant,
@@ -52,9 +54,16 @@ class TraceCache:
         self._settings = settings
         self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
 
-    def joint(self, name: str, model: nn.Module, loss: LossFunction, batch: FlatBatch) -> Trace:
-        """Forward and backward of one training step."""
-        return self._get("joint", name, model, loss, batch, trace_joint)
+    def joint(
+        self,
+        name: str,
+        model: nn.Module,
+        loss: LossFunction,
+        batch: FlatBatch,
+        wider: Mapping[str, Shape] = MappingProxyType({}),
+    ) -> Trace:
+        """Forward and backward of one training step, with parameters padded to ``wider`` shapes."""
+        return self._get("joint", name, model, loss, batch, wider, trace_joint)
 
     def joint_for_group(
         self, slots: Sequence[Slot], losses: Sequence[LossFunction], batch: FlatBatch
@@ -62,7 +71,7 @@ class TraceCache:
         """The trace that members of one group share for a batch of another shape."""
         found: dict[str, Trace] = {}
         for slot, loss in zip(slots, losses, strict=True):
-            trace = self.joint(slot.name, slot.member.model, loss, batch)
+            trace = self.joint(slot.name, slot.member.model, loss, batch, slot.wider)
             found[trace.key] = trace
         if len(found) != 1:
             names = ", ".join(slot.name for slot in slots)
@@ -72,9 +81,9 @@ class TraceCache:
             )
         return next(iter(found.values()))
 
-    def forward(self, name: str, model: nn.Module, metric: LossFunction, batch: FlatBatch) -> Trace:
+    def forward(self, slot: Slot, metric: LossFunction, batch: FlatBatch) -> Trace:
         """Metrics in evaluation mode."""
-        return self._get("forward", name, model, metric, batch, trace_forward)
+        return self._get("forward", slot.name, slot.member.model, metric, batch, slot.wider, trace_forward)
 
     def _get(
         self,
@@ -83,14 +92,15 @@ class TraceCache:
         model: nn.Module,
         fn: LossFunction,
         batch: FlatBatch,
+        wider: Mapping[str, Shape],
         trace: Callable[..., TracedGraph],
     ) -> Trace:
-        key = (purpose, Reach(model, fn).signature, batch.spec)
+        key = (purpose, Reach(model, fn).signature, batch.spec, tuple(wider.items()))
         if key in self._traces:
             self._traces.move_to_end(key)
             return self._traces[key]
         try:
-            graph = trace(model, fn, batch, self._settings)
+            graph = trace(model, fn, batch, self._settings, wider)
         except TrainmuxError as error:
             error.add_note(f"while tracing member {name!r}")
             raise
