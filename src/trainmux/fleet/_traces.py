@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -38,6 +39,8 @@ def graph_key(traced: TracedGraph) -> str:
 
 _MAX_TRACES = 64
 
+Tracer = Callable[..., TracedGraph]
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -45,6 +48,10 @@ class Trace:
 
     graph: TracedGraph
     key: str
+
+
+def _widened(trace: Tracer, wider: Mapping[str, Shape]) -> Tracer:
+    return functools.partial(trace, wider=wider) if wider else trace
 
 
 class TraceCache:
@@ -63,7 +70,8 @@ class TraceCache:
         wider: Mapping[str, Shape] = MappingProxyType({}),
     ) -> Trace:
         """Forward and backward of one training step, with parameters padded to ``wider`` shapes."""
-        return self._get("joint", name, model, loss, batch, wider, trace_joint)
+        purpose = ("joint", *wider.items())
+        return self._get(purpose, name, model, loss, batch, _widened(trace_joint, wider))
 
     def joint_for_group(
         self, slots: Sequence[Slot], losses: Sequence[LossFunction], batch: FlatBatch
@@ -83,24 +91,24 @@ class TraceCache:
 
     def forward(self, slot: Slot, metric: LossFunction, batch: FlatBatch) -> Trace:
         """Metrics in evaluation mode."""
-        return self._get("forward", slot.name, slot.member.model, metric, batch, slot.wider, trace_forward)
+        purpose, trace = ("forward", *slot.wider.items()), _widened(trace_forward, slot.wider)
+        return self._get(purpose, slot.name, slot.member.model, metric, batch, trace)
 
     def _get(
         self,
-        purpose: str,
+        purpose: Hashable,
         name: str,
         model: nn.Module,
         fn: LossFunction,
         batch: FlatBatch,
-        wider: Mapping[str, Shape],
-        trace: Callable[..., TracedGraph],
+        trace: Tracer,
     ) -> Trace:
-        key = (purpose, Reach(model, fn).signature, batch.spec, tuple(wider.items()))
+        key = (purpose, Reach(model, fn).signature, batch.spec)
         if key in self._traces:
             self._traces.move_to_end(key)
             return self._traces[key]
         try:
-            graph = trace(model, fn, batch, self._settings, wider)
+            graph = trace(model, fn, batch, self._settings)
         except TrainmuxError as error:
             error.add_note(f"while tracing member {name!r}")
             raise
