@@ -21,7 +21,7 @@ from trainmux.fleet._slots import Slot, StackedState, named_tensors, same_values
 from trainmux.fleet._traces import Trace
 from trainmux.fusion.optimizers import OptimizerStructure, state_names, write_state
 from trainmux.ir import FusionRecord, GroupSummary, InputKind, MemoryUse, OutputKind
-from trainmux.runtime import stacked_zeros
+from trainmux.runtime import ALIGNMENT_BYTES, stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
 if TYPE_CHECKING:
@@ -56,10 +56,11 @@ def changing_names(traced: TracedGraph) -> frozenset[str]:
 
 
 def _on_device(home: Tensor, dtype: torch.dtype, device: torch.device, known: Constants) -> Tensor:
-    """Return a constant on the device: the members' own memory if it is there, else the one copy of it."""
+    """Return a constant on the device: the members' own memory if it can be used there, else the one copy."""
     key = (view_key(home), dtype)
     if key not in known:
-        known[key] = home.detach().to(device, dtype)
+        found = home.detach().to(device, dtype).contiguous()
+        known[key] = found.clone() if found.data_ptr() % ALIGNMENT_BYTES else found
     return known[key]
 
 
@@ -126,7 +127,9 @@ class Group:
             if name in base:
                 state.shared[name] = _on_device(example, dtype, device, known)
             elif name not in changing and all(same_values(example, other[name]) for other in others):
-                state.shared[name] = example.detach().to(device, dtype, copy=True)
+                state.shared[name] = example.detach().to(
+                    device, dtype, copy=True, memory_format=torch.contiguous_format
+                )
             else:
                 state.tensors[name] = stacked_zeros(self.width, shapes[name], dtype, device)
         for key in self.usual.state_keys():
