@@ -220,7 +220,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         flat = tensor.detach().contiguous().reshape(-1)
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        begin = flat.storage_offset() * flat.element_size()
+        begin = int(flat.storage_offset()) * flat.element_size()
         # By the widest words there are: 30 times as fast as by those of half precision.
         word = next(word for word in _WORDS if not (flat.nbytes | begin) % word.itemsize)
         return flat.view(torch.uint8).view(word).sum(dtype=torch.int64)
