@@ -419,12 +419,12 @@ class FleetPlanner:
 
     def _arguments(self, index: int, program: StepProgram, width: int) -> list[Tensor]:
         """Arguments for the first members of a group, none of them active: a step changes nothing."""
-        group = self._groups[index]
-        batch = [tensor.to(self._config.device) for tensor in self._examples[index].tensors]
+        group, device = self._groups[index], self._config.device
+        batch = [tensor.to(device) for tensor in self._examples[index].tensors]
         if group.stacked_batch:
             batch = [tensor.expand(group.width, *tensor.shape) for tensor in batch]
-        arguments = first_rows(program, with_batch(group.held_arguments(program), batch), width)
-        arguments = [argument.to(self._config.device) for argument in arguments]
+        held = group.held_arguments(program, group.state_on(device, width))
+        arguments = [argument.to(device) for argument in first_rows(program, with_batch(held, batch), width)]
         active = program.position_of("active")
         arguments[active] = torch.zeros_like(arguments[active])
         for position in program.accumulator_positions():  # they change even where nobody is active
