@@ -22,6 +22,7 @@ from trainmux.engine import (
     run_into,
 )
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
+from trainmux.fleet._build import fuses_well
 from trainmux.fleet._config import FleetConfig, whole_number
 from trainmux.fleet._group import Group
 from trainmux.fleet._other_steps import PlannedPrograms, Wanted, other_programs, read_step
@@ -151,8 +152,7 @@ class FleetPlanner:
         if plan is not None:
             self._tell(f"scheduling by {request.policy}", 1, 1, "a plan that was kept")
             return plan
-        sizes = [len(group.members) for group in planned]
-        partitions = partitions_to_try(request.policy, sizes, **bound).partitions
+        partitions = partitions_to_try(request.policy, planned, **bound).partitions
         if self.kernels == "compiled":
             self._compile_ahead(partitions)
         plan = self._search(request, budget, planned, partitions)
@@ -484,7 +484,11 @@ class FleetPlanner:
     def _planned_groups(self, num_members: int | None) -> list[PlannedGroup]:
         """The groups by number; with ``num_members``, as if the only group had so many."""
         groups = [
-            PlannedGroup(str(index), tuple(slot.name for _, slot in group.members))
+            PlannedGroup(
+                str(index),
+                tuple(slot.name for _, slot in group.members),
+                self._device is not None or fuses_well(group.traced, self._config),
+            )
             for index, group in enumerate(self._groups)
         ]
         if num_members is None:
@@ -496,7 +500,7 @@ class FleetPlanner:
             )
         names = list(groups[0].members[:num_members])
         names += [f"member {number}" for number in range(len(names), num_members)]
-        return [PlannedGroup("0", tuple(names))]
+        return [replace(groups[0], members=tuple(names))]
 
 
 def _widths(partitions: Sequence[Partition], index: int) -> set[int]:
