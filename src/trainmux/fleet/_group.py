@@ -206,12 +206,14 @@ class Group:
 
     def restack(self, device: torch.device, known: Constants) -> None:
         """Put the state into storage of its own on ``device``, but for constants that ``known`` has there."""
-        homes, shared = self.homes, {}
-        for name, value in self.state.shared.items():
-            shared[name] = (
-                _on_device(homes[name], value.dtype, device, known) if name in homes else value.to(device)
-            )
-        self._restack(range(self.width), self.width, device, shared)
+        self._restack(range(self.width), self.width, device, self._shared_on(device, known))
+
+    def _shared_on(self, device: torch.device, known: Constants) -> dict[str, Tensor]:
+        homes = self.homes
+        return {
+            name: _on_device(homes[name], value.dtype, device, known) if name in homes else value.to(device)
+            for name, value in self.state.shared.items()
+        }
 
     def _restack(
         self, rows: Sequence[int], width: int, device: torch.device, shared: Mapping[str, Tensor]
@@ -225,7 +227,7 @@ class Group:
         if self.state.alive.device.type == device.type:
             return self.state
         rows = [(self.state, row) for row in range(width)]
-        return self.state.with_rows(rows, width, device, self._transfers)
+        return self.state.with_rows(rows, width, device, self._transfers, self._shared_on(device, {}))
 
     def taken(self, rows: Sequence[int]) -> Group:
         """Make a group of these rows' members alone, with copies of their state in host memory."""
