@@ -19,6 +19,7 @@ from trainmux.errors import (
     TrainmuxWarning,
 )
 from trainmux.fleet import (
+    BucketCollate,
     Callback,
     CSVLog,
     EarlyStopping,
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DEVICES",
     "BatchError",
+    "BucketCollate",
     "BudgetError",
     "CSVLog",
     "Callback",

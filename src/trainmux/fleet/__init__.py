@@ -1,6 +1,7 @@
 """The facade: members, groups and slots over the stages above."""
 
 from trainmux.fleet._callbacks import Callback, CSVLog, EarlyStopping, FitState
+from trainmux.fleet._collate import BucketCollate
 from trainmux.fleet._cursor import END_OF_PASS, BatchCursor
 from trainmux.fleet._fleet import Fleet
 from trainmux.fleet._history import EpochRecord, History
@@ -13,6 +14,7 @@ from trainmux.fleet._shared import share_frozen
 __all__ = [
     "END_OF_PASS",
     "BatchCursor",
+    "BucketCollate",
     "CSVLog",
     "CacheFacts",
     "Callback",

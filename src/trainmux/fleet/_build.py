@@ -235,11 +235,15 @@ def _precision_text(config: FleetConfig) -> str:
 
 def choose_partition(traced: TracedGraph, width: int, config: FleetConfig) -> tuple[int, int]:
     """The width of each sub-array and the number of parallel branches for ``width`` members."""
-    separate = config.device.type == "cuda" and convolution_flops(traced) >= _LARGE_CONVOLUTIONS_FLOPS
-    wanted = config.width or (1 if separate else width)
+    wanted = config.width or (width if fuses_well(traced, config) else 1)
     array = max(size for size in range(1, min(wanted, width) + 1) if width % size == 0)
     branches = config.branches or (_NUM_BRANCHES if array < width else 1)
     return array, min(branches, width // array)
+
+
+def fuses_well(traced: TracedGraph, config: FleetConfig) -> bool:
+    """Whether one array of all members may be the quickest: not where convolutions are large."""
+    return config.device.type != "cuda" or convolution_flops(traced) < _LARGE_CONVOLUTIONS_FLOPS
 
 
 def convolution_flops(traced: TracedGraph) -> float:

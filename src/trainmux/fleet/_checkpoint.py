@@ -282,13 +282,13 @@ def _rows(
     group: Group, row: int, record: Mapping[str, Any], *, totals: bool = True
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Find every stored tensor of one member alone, with its own name and its name in a checkpoint."""
-    state, prefix = group.state, record["prefix"]
+    state, prefix, slot = group.state, record["prefix"], group.slot(row)
     for name, rows in state.tensors.items():
-        yield name, _key(group, record, name), rows[row]
+        yield name, _key(group, record, name), slot.cut(name, rows[row])
     for (name, kind), rows in state.states.items():
-        yield f"{name}.{kind}", f"{prefix}/state/{name}/{kind}", rows[row]
+        yield f"{name}.{kind}", f"{prefix}/state/{name}/{kind}", slot.cut(name, rows[row])
     for name, rows in state.totals.items() if totals else ():
-        yield f"{name}.grad", f"{prefix}/total/{name}", rows[row]
+        yield f"{name}.grad", f"{prefix}/total/{name}", slot.cut(name, rows[row])
 
 
 def _description(group: Group, slot: Slot) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from trainmux.fleet._newcomer import (
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_keeper import PlanKeeper, request_like, without_empty
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
+from trainmux.fleet._ranks import Outline, widened
 from trainmux.fleet._runner import Batches, Gather, GroupPart, HalfStepError, StepRunner, evaluate_fleet
 from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
@@ -45,7 +47,7 @@ from trainmux.planning import TIME_LIMIT_SECONDS, PlanProgress
 from trainmux.profiling import Device
 from trainmux.reporting import format_fusion
 from trainmux.runtime import deferred_interrupts
-from trainmux.tracing import FlatBatch, LossFunction, is_plain, plain_torch
+from trainmux.tracing import FlatBatch, LossFunction, Shape, is_plain, plain_torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -136,10 +138,18 @@ class Fleet:
         self._feed = BatchFeed(self._config, example_batch, len(members))
         by_key: dict[GroupKey, list[Newcomer]] = {}
         with plain_torch(self._config.default_dtype):
-            owners, sums = self._owners(dict(zip(names, members, strict=True))), Checksums()
-            for position, (member, name) in enumerate(zip(members, names, strict=True)):
-                plan = self._describe(member, name, position, owners, sums)
+            joining = dict(zip(names, members, strict=True))
+            owners, sums = self._owners(joining), Checksums()
+            wider = widened({name: Outline(member) for name, member in joining.items()})
+            for position, (name, member) in enumerate(joining.items()):
+                plan = self._describe(member, name, position, owners, sums, wider[name])
                 by_key.setdefault(plan.key, []).append(plan)
+            for key, (plan, *others) in list(by_key.items()):
+                if plan.wider and not others:  # padded for nobody
+                    del by_key[key]
+                    member, position = plan.member, names.index(plan.name)
+                    plan = self._describe(member, plan.name, position, owners, sums)
+                    by_key.setdefault(plan.key, []).append(plan)
             for group_plans in by_key.values():
                 self._groups += self._make_groups(group_plans)
         self._names: list[str] = names
@@ -302,7 +312,7 @@ class Fleet:
 
         def trace_of(slot: Slot, example: FlatBatch) -> Trace:
             metric = metric_fn if metric_fn is not None else self._loss_of(slot.member)
-            return self._traces.forward(slot.name, slot.member.model, metric, example)
+            return self._traces.forward(slot, metric, example)
 
         return evaluate_fleet(self._plans.runner.forward, groups, self._names, self._feed, loader, trace_of)
 
@@ -342,7 +352,7 @@ class Fleet:
         group, row = self._find(name)
         (new_name,) = names_of([member], dict(zip(self._names, self.members, strict=True)), name)
         owners = self._owners({new_name: member}, leaving=name)
-        plan = self._describe(member, new_name, position, owners)
+        plan = self._describe_joining(member, new_name, position, owners)
         self._find_bases(owners, leaving=name)
         group.check_export(row)
         if plan.key == group.key:
@@ -368,7 +378,7 @@ class Fleet:
         self._plans.runner.finish()
         (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)))
         owners = self._owners({name: member})
-        plan = self._describe(member, name, len(self._names), owners)
+        plan = self._describe_joining(member, name, len(self._names), owners)
         self._find_bases(owners)
         self._place(plan)
         await_update(self._groups, name, self._num_steps)
@@ -387,8 +397,9 @@ class Fleet:
         owners, sums = self._owners(), Checksums()
         for one in names:
             group, row = self._find(one)
+            slot = group.slot(row)
             # Refused before any changes.
-            self._describe(group.slot(row).member, one, self._names.index(one), owners, sums)
+            self._describe(slot.member, one, self._names.index(one), owners, sums, slot.wider)
         self._find_bases(owners)
         for one in names:
             group, row = self._find(one)
@@ -397,11 +408,14 @@ class Fleet:
         after = Checksums()
         for one in names:
             group, row = self._find(one)
-            member, edits = group.slot(row).member, group.slot(row).watch.edits(sums)
+            slot = group.slot(row)
+            edits = slot.watch.edits(sums)
             group.check_export(row)
-            with kept_edits(member, edits):
+            with kept_edits(slot.member, edits):
                 group.export(row, sums)
-            changed.append((self._describe(member, one, self._names.index(one), owners, after), edits))
+            position = self._names.index(one)
+            plan = self._describe(slot.member, one, position, owners, after, slot.wider)
+            changed.append((plan, edits))
         if self._plans.is_active and not all(self._stays(plan) for plan, _ in changed):
             self._leave_plan()
         moving: dict[GroupKey, list[tuple[Newcomer, Edits]]] = {}
@@ -596,7 +610,8 @@ class Fleet:
         return group.trace_for(example.spec, lambda slot: self._trace(slot, example))
 
     def _trace(self, slot: Slot, example: FlatBatch) -> Trace:
-        return self._traces.joint(slot.name, slot.member.model, self._loss_of(slot.member), example)
+        loss = self._loss_of(slot.member)
+        return self._traces.joint(slot.name, slot.member.model, loss, example, slot.wider)
 
     def _places(self) -> list[tuple[Group, Slot]]:
         return [(group, slot) for group in self._groups for _, slot in group.members]
@@ -620,10 +635,28 @@ class Fleet:
         )
 
     def _describe(
-        self, member: Member, name: str, position: int, owners: Owners, sums: Checksums | None = None
+        self,
+        member: Member,
+        name: str,
+        position: int,
+        owners: Owners,
+        sums: Checksums,
+        wider: Mapping[str, Shape] = MappingProxyType({}),
     ) -> Newcomer:
-        where = (self._feed, self._traces, owners, sums or Checksums())
-        return describe_newcomer(member, name, position, self._loss_of(member), *where)
+        where = (self._feed, self._traces, owners, sums)
+        return describe_newcomer(member, name, position, self._loss_of(member), *where, wider)
+
+    def _describe_joining(self, member: Member, name: str, position: int, owners: Owners) -> Newcomer:
+        """Describe a newcomer, padded to the rank of a group that is there, if it fits there so."""
+        outline, sums = Outline(member), Checksums()
+        for group in self._groups:
+            for _, slot in group.members[:1]:
+                wider = outline.padded_to(Outline(slot.member, slot.wider))
+                if wider:
+                    plan = self._describe(member, name, position, owners, sums, wider)
+                    if plan.wider and plan.key.graph == group.key.graph:
+                        return plan
+        return self._describe(member, name, position, owners, sums)
 
     def _owners(self, joining: Mapping[str, Member] | None = None, leaving: str | None = None) -> Owners:
         """Find the memory of all members but one who leaves, and of those that join."""

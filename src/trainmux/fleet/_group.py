@@ -22,7 +22,7 @@ from trainmux.fleet._slots import Slot, StackedState, named_tensors, same_values
 from trainmux.fleet._traces import Trace
 from trainmux.fusion.optimizers import OptimizerStructure, state_names, write_state
 from trainmux.ir import FreeNumber, FusionRecord, GroupSummary, InputKind, MemoryUse, OutputKind
-from trainmux.runtime import stacked_zeros
+from trainmux.runtime import ALIGNMENT_BYTES, stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
 if TYPE_CHECKING:
@@ -57,10 +57,11 @@ def changing_names(traced: TracedGraph) -> frozenset[str]:
 
 
 def _on_device(home: Tensor, dtype: torch.dtype, device: torch.device, known: Constants) -> Tensor:
-    """Return a constant on the device: the members' own memory if it is there, else the one copy of it."""
+    """Return a constant on the device: the members' own memory if it can be used there, else the one copy."""
     key = (view_key(home), dtype)
     if key not in known:
-        known[key] = home.detach().to(device, dtype)
+        found = home.detach().to(device, dtype).contiguous()
+        known[key] = found.clone() if found.data_ptr() % ALIGNMENT_BYTES else found
     return known[key]
 
 
@@ -126,14 +127,17 @@ class Group:
         state, device, base = self.state, self.config.device, dict(self.key.base)
         changing = changing_names(self.member_graph)
         first, *others = (named_tensors(member) for member in members)
+        shapes = {item.name: item.shape for item in self.traced.inputs}
         for name, example in first.items():
             dtype = self.config.held_dtype(example.dtype)
             if name in base:
                 state.shared[name] = _on_device(example, dtype, device, known)
             elif name not in changing and all(same_values(example, other[name]) for other in others):
-                state.shared[name] = example.detach().to(device, dtype, copy=True)
+                state.shared[name] = example.detach().to(
+                    device, dtype, copy=True, memory_format=torch.contiguous_format
+                )
             else:
-                state.tensors[name] = stacked_zeros(self.width, example.shape, dtype, device)
+                state.tensors[name] = stacked_zeros(self.width, shapes[name], dtype, device)
         for key in self.usual.state_keys():
             state.states[key] = self._zeros_like(key[0])
         if self.config.accumulate > 1:
@@ -209,12 +213,14 @@ class Group:
 
     def restack(self, device: torch.device, known: Constants) -> None:
         """Put the state into storage of its own on ``device``, but for constants that ``known`` has there."""
-        homes, shared = self.homes, {}
-        for name, value in self.state.shared.items():
-            shared[name] = (
-                _on_device(homes[name], value.dtype, device, known) if name in homes else value.to(device)
-            )
-        self._restack(range(self.width), self.width, device, shared)
+        self._restack(range(self.width), self.width, device, self._shared_on(device, known))
+
+    def _shared_on(self, device: torch.device, known: Constants) -> dict[str, Tensor]:
+        homes = self.homes
+        return {
+            name: _on_device(homes[name], value.dtype, device, known) if name in homes else value.to(device)
+            for name, value in self.state.shared.items()
+        }
 
     def _restack(
         self, rows: Sequence[int], width: int, device: torch.device, shared: Mapping[str, Tensor]
@@ -222,6 +228,13 @@ class Group:
         sources = [(self.state, row) for row in rows]
         self.state = self.state.with_rows(sources, width, device, self._transfers, shared)
         self.programs.clear()
+
+    def state_on(self, device: torch.device, width: int) -> StackedState:
+        """The state, if it is on ``device``, else a copy of its first rows as steps there want it."""
+        if self.state.alive.device.type == device.type:
+            return self.state
+        rows = [(self.state, row) for row in range(width)]
+        return self.state.with_rows(rows, width, device, self._transfers, self._shared_on(device, {}))
 
     def taken(self, rows: Sequence[int]) -> Group:
         """Make a group of these rows' members alone, with copies of their state in host memory."""
@@ -288,22 +301,34 @@ class Group:
         """Copy a member's weights, buffers and optimizer state into a row."""
         member, state = newcomer.member, self.state
         member.name = newcomer.name
+        slot = Slot(
+            member,
+            newcomer.name,
+            newcomer.watch,
+            {newcomer.example.spec: newcomer.trace},
+            newcomer.steps,
+            counter=member.num_draws,
+            wider=newcomer.wider,
+        )
         tensors = named_tensors(member)
-        pairs = [(rows[row], tensors[name]) for name, rows in state.tensors.items()]
+        pairs = [(slot.cut(name, rows[row]), tensors[name]) for name, rows in state.tensors.items()]
         with torch.no_grad():
+            for name in newcomer.wider:
+                state.tensors[name][row].zero_()
             for key, value in newcomer.states.items():
+                target = state.states[key][row]
+                if key[0] in newcomer.wider:
+                    target.zero_()
                 if isinstance(value, Tensor):
-                    pairs.append((state.states[key][row], value))
+                    pairs.append((slot.cut(key[0], target), value))
                 else:
-                    state.states[key][row].fill_(value)
+                    slot.cut(key[0], target).fill_(value)
             self._transfers.copy(pairs)
             for total in state.totals.values():
                 total[row].zero_()
             state.alive[row].fill_(True)
             state.updates[row].fill_(0)
             state.seeds[row].fill_(member.random_key)
-        traces = {newcomer.example.spec: newcomer.trace}
-        slot = Slot(member, newcomer.name, newcomer.watch, traces, newcomer.steps, counter=member.num_draws)
         self.slots[row] = slot
         self.example_spec = self.example_spec or newcomer.example.spec
         self._free.forget(row)
@@ -322,6 +347,8 @@ class Group:
         found = named_tensors(slot.member)
         for name, rows in self.state.tensors.items():
             shape = tuple(rows.shape[1:])
+            if name in found and name in slot.wider:
+                continue
             if name not in found or found[name].shape != shape:
                 got = tuple(found[name].shape) if name in found else "none"
                 raise MemberError(
@@ -336,7 +363,7 @@ class Group:
         parameters = unique_parameters(slot.member.model)
         done = int(state.updates[row])
         slot.member.num_draws = slot.counter
-        pairs = [(tensors[name], rows[row]) for name, rows in state.tensors.items()]
+        pairs = [(tensors[name], slot.cut(name, rows[row])) for name, rows in state.tensors.items()]
         # Constants are there already, but for those that somebody has edited.
         edited = slot.watch.edited(state.shared, sums)
         pairs += [(tensors[name], state.shared[name]) for name in edited]
@@ -344,7 +371,10 @@ class Group:
             for item in (parameters[position] for position in group.params):
                 if item.name not in self._gradients:
                     continue
-                values = {name: state.states[item.name, name][row] for name in state_names(group)}
+                values = {
+                    name: slot.cut(item.name, state.states[item.name, name][row])
+                    for name in state_names(group)
+                }
                 steps = slot.base_steps[index] + done
                 pairs += write_state(slot.member.optimizer, index, group, item.tensor, values, steps)
         self._transfers.copy(pairs)
@@ -377,10 +407,16 @@ class Group:
             self.num_nodes,
             self.records,
             self.unfused_because,
-            self.notes,
+            (*self.notes, *self._padding_notes()),
             planned or self.programs.engine.memory,
             numbers,
             split_because,
+        )
+
+    def _padding_notes(self) -> list[str]:
+        padded = [slot.name for _, slot in self.members if slot.wider]
+        return (
+            [f"adapters of {', '.join(padded)} are padded with zeros to the largest rank"] if padded else []
         )
 
     # ---- graphs ------------------------------------------------------------------------------------
@@ -550,10 +586,13 @@ class Group:
         """List all tensors that a program takes, in order."""
         return with_batch(self.programs.held_arguments(program, self.held_arguments), batch)
 
-    def held_arguments(self, program: Program) -> list[Tensor | None]:
-        """List the arguments of a program, with ``None`` for each leaf of the batch."""
+    def held_arguments(self, program: Program, state: StackedState | None = None) -> list[Tensor | None]:
+        """List the arguments of a program, with ``None`` for each leaf of the batch.
+
+        ``state`` is a copy to use in place of the group's own.
+        """
         own = {"neutral": self._neutral, "tangent": self._tangent, "evaluation": self._evaluation}
-        return held_arguments(program, self.state, {**self._numbers.tensors, **own})
+        return held_arguments(program, state or self.state, {**self._numbers.tensors, **own})
 
     def forget_fed(self) -> None:
         """Write what the host feeds anew, after members came, left or stopped."""

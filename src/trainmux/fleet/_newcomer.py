@@ -7,23 +7,32 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from trainmux.errors import MemberError
+from trainmux.errors import MemberError, TrainmuxError
 from trainmux.fleet._feed import BatchFeed
 from trainmux.fleet._group import Group, GroupKey, changing_names
 from trainmux.fleet._member import Member
+from trainmux.fleet._ranks import is_elementwise
 from trainmux.fleet._shared import Owners
 from trainmux.fleet._slots import named_tensors
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.fleet._watch import Checksums, Edits, MemberWatch
 from trainmux.fusion.optimizers import OptimizerStructure, describe, read_state, read_steps
 from trainmux.ir import OutputKind
-from trainmux.tracing import FlatBatch, LossFunction, Reach, TracedGraph, unique_buffers, unique_parameters
+from trainmux.tracing import (
+    FlatBatch,
+    LossFunction,
+    Reach,
+    Shape,
+    TracedGraph,
+    unique_buffers,
+    unique_parameters,
+)
 
 
 def names_of(
@@ -75,7 +84,8 @@ class Newcomer:
     """A member that was found fit to join, and where.
 
     ``steps`` has the updates done, one number per parameter group. ``states`` maps (parameter, state name) to
-    a tensor, or to the number that fills a state torch has not made yet.
+    a tensor, or to the number that fills a state torch has not made yet. ``wider`` has the shapes of
+    parameters that the trace has padded with zeros.
     """
 
     member: Member
@@ -86,6 +96,7 @@ class Newcomer:
     watch: MemberWatch
     steps: tuple[int, ...]
     states: dict[tuple[str, str], Tensor | float]
+    wider: Mapping[str, Shape]
 
 
 def describe_newcomer(
@@ -97,8 +108,12 @@ def describe_newcomer(
     traces: TraceCache,
     owners: Owners,
     sums: Checksums,
+    wider: Mapping[str, Shape],
 ) -> Newcomer:
-    """Check and trace a member, one of ``owners``; typed errors say what is wrong with it."""
+    """Check and trace a member, one of ``owners``; typed errors say what is wrong with it.
+
+    Where that is exact, its parameters are padded with zeros to ``wider`` shapes.
+    """
     _refuse_unfit_parts(member.model, name)
     parameters = unique_parameters(member.model)
     devices = {str(item.tensor.device) for item in (*parameters, *unique_buffers(member.model))}
@@ -114,7 +129,12 @@ def describe_newcomer(
         )
     structure = describe(member.optimizer, [item.tensor for item in parameters], member=name)
     example = feed.example_for(member, position)
-    trace = traces.joint(name, member.model, loss, example)
+    trace = None
+    if wider and is_elementwise(member.optimizer):
+        with suppress(TrainmuxError):
+            trace = traces.joint(name, member.model, loss, example, wider)
+    wider = wider if trace is not None else {}
+    trace = trace or traces.joint(name, member.model, loss, example)
     reach = Reach(member.model, loss)
     _refuse_shared_memory(name, reach, trace)
     tensors, changing = named_tensors(member), changing_names(trace.graph)
@@ -123,7 +143,7 @@ def describe_newcomer(
     key = GroupKey(trace.key, structure, member.example_batch is not None, base)
     steps, states = _optimizer_state(member, name, structure, trace.graph)
     watch = MemberWatch(member, name, loss, structure, reach, sums)
-    return Newcomer(member, name, key, trace, example, watch, steps, states)
+    return Newcomer(member, name, key, trace, example, watch, steps, states, wider)
 
 
 def _optimizer_state(
@@ -205,23 +225,27 @@ def carry_over(old: Group, old_row: int, new: Group, new_row: int, edits: Edits)
     Its own objects have it too, but perhaps in another precision, and without the gradients of an update that
     is not complete.
     """
-    before, after = old.state, new.state
+    before, after, base = old.state, new.state, dict(new.key.base)
+    was, now = old.slot(old_row), new.slot(new_row)
+
+    def copy_row(name: str, target: Tensor, source: Tensor) -> None:
+        now.cut(name, target[new_row]).copy_(was.cut(name, source[old_row]))
+
     with torch.no_grad():
         for name, rows in before.tensors.items():
             if name in edits.tensors:
                 continue
             if name in after.tensors:
-                after.tensors[name][new_row].copy_(rows[old_row])
-            elif name in after.shared:
+                copy_row(name, after.tensors[name], rows)
+            elif name in after.shared and name not in base:
                 after.shared[name].copy_(rows[old_row])
         for key, states in after.states.items():
             if key in before.states and key[0] not in edits.states:
-                states[new_row].copy_(before.states[key][old_row])
+                copy_row(key[0], states, before.states[key])
         for name, total in after.totals.items():
             if name in before.totals:
-                total[new_row].copy_(before.totals[name][old_row])
+                copy_row(name, total, before.totals[name])
         after.alive[new_row].copy_(before.alive[old_row])
         after.seeds[new_row].copy_(before.seeds[old_row])
-    was, now = old.slot(old_row), new.slot(new_row)
     now.active, now.waits, now.reason = was.active, was.waits, was.reason
     new.forget_fed()

@@ -22,6 +22,7 @@ from trainmux.engine import (
     run_into,
 )
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
+from trainmux.fleet._build import fuses_well
 from trainmux.fleet._config import FleetConfig, whole_number
 from trainmux.fleet._group import Group
 from trainmux.fleet._other_steps import PlannedPrograms, Wanted, other_programs, read_step
@@ -151,8 +152,7 @@ class FleetPlanner:
         if plan is not None:
             self._tell(f"scheduling by {request.policy}", 1, 1, "a plan that was kept")
             return plan
-        sizes = [len(group.members) for group in planned]
-        partitions = partitions_to_try(request.policy, sizes, **bound).partitions
+        partitions = partitions_to_try(request.policy, planned, **bound).partitions
         if self.kernels == "compiled":
             self._compile_ahead(partitions)
         plan = self._search(request, budget, planned, partitions)
@@ -419,12 +419,12 @@ class FleetPlanner:
 
     def _arguments(self, index: int, program: StepProgram, width: int) -> list[Tensor]:
         """Arguments for the first members of a group, none of them active: a step changes nothing."""
-        group = self._groups[index]
-        batch = [tensor.to(self._config.device) for tensor in self._examples[index].tensors]
+        group, device = self._groups[index], self._config.device
+        batch = [tensor.to(device) for tensor in self._examples[index].tensors]
         if group.stacked_batch:
             batch = [tensor.expand(group.width, *tensor.shape) for tensor in batch]
-        arguments = first_rows(program, with_batch(group.held_arguments(program), batch), width)
-        arguments = [argument.to(self._config.device) for argument in arguments]
+        held = group.held_arguments(program, group.state_on(device, width))
+        arguments = [argument.to(device) for argument in first_rows(program, with_batch(held, batch), width)]
         active = program.position_of("active")
         arguments[active] = torch.zeros_like(arguments[active])
         for position in program.accumulator_positions():  # they change even where nobody is active
@@ -484,7 +484,11 @@ class FleetPlanner:
     def _planned_groups(self, num_members: int | None) -> list[PlannedGroup]:
         """The groups by number; with ``num_members``, as if the only group had so many."""
         groups = [
-            PlannedGroup(str(index), tuple(slot.name for _, slot in group.members))
+            PlannedGroup(
+                str(index),
+                tuple(slot.name for _, slot in group.members),
+                self._device is not None or fuses_well(group.traced, self._config),
+            )
             for index, group in enumerate(self._groups)
         ]
         if num_members is None:
@@ -496,7 +500,7 @@ class FleetPlanner:
             )
         names = list(groups[0].members[:num_members])
         names += [f"member {number}" for number in range(len(names), num_members)]
-        return [PlannedGroup("0", tuple(names))]
+        return [replace(groups[0], members=tuple(names))]
 
 
 def _widths(partitions: Sequence[Partition], index: int) -> set[int]:

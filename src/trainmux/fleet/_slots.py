@@ -12,7 +12,7 @@ from torch import Tensor
 from trainmux.engine import Transfers
 from trainmux.fleet._member import Member
 from trainmux.runtime import stacked_zeros
-from trainmux.tracing import BatchSpec, unique_buffers, unique_parameters
+from trainmux.tracing import BatchSpec, Shape, unique_buffers, unique_parameters
 
 if TYPE_CHECKING:
     from trainmux.fleet._traces import Trace
@@ -29,7 +29,8 @@ class Slot:
     those enqueued since (a member that froze on the device did fewer); ``counter`` the micro-batches seen,
     which number the random draws; ``watch`` finds out whether its owner has changed it since. One that
     ``waits`` came between two updates and is not active before the next whole one. ``traces`` are those of
-    its step, by batch.
+    its step, by batch, and ``wider`` has the shapes of parameters that are padded with zeros in the group's
+    storage.
     """
 
     member: Member
@@ -42,6 +43,14 @@ class Slot:
     active: bool = True
     waits: bool = False
     reason: str | None = None
+    wider: Mapping[str, Shape] = field(default_factory=dict)
+
+    def cut(self, parameter: str, value: Tensor) -> Tensor:
+        """The member's own part of a row of a parameter, or of something that has its shape."""
+        if parameter in self.wider:
+            for axis, size in enumerate(self.member.model.get_parameter(parameter).shape):
+                value = value.narrow(axis, 0, size)
+        return value
 
 
 @dataclass

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from weakref import WeakValueDictionary
 
 from torch import nn
 
 from trainmux.errors import TrainmuxError
+from trainmux.fleet._slots import Slot
 from trainmux.tracing import (
     FlatBatch,
     LossFunction,
     Number,
     Reach,
+    Shape,
     TracedGraph,
     TraceSettings,
     graph_constant,
@@ -38,6 +42,8 @@ def graph_key(traced: TracedGraph) -> str:
 
 _MAX_TRACES = 64
 
+Tracer = Callable[..., TracedGraph]
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -52,6 +58,10 @@ class Trace:
     numbers: tuple[Number, ...] = ()
 
 
+def _widened(trace: Tracer, wider: Mapping[str, Shape]) -> Tracer:
+    return functools.partial(trace, wider=wider) if wider else trace
+
+
 class TraceCache:
     """Least recently used traces by signature of model and function, batch and purpose."""
 
@@ -60,22 +70,31 @@ class TraceCache:
         self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
         self._graphs: WeakValueDictionary[str, TracedGraph] = WeakValueDictionary()
 
-    def joint(self, name: str, model: nn.Module, loss: LossFunction, batch: FlatBatch) -> Trace:
-        """Forward and backward of one training step."""
-        return self._get("joint", name, model, loss, batch, trace_joint)
+    def joint(
+        self,
+        name: str,
+        model: nn.Module,
+        loss: LossFunction,
+        batch: FlatBatch,
+        wider: Mapping[str, Shape] = MappingProxyType({}),
+    ) -> Trace:
+        """Forward and backward of one training step, with parameters padded to ``wider`` shapes."""
+        purpose = ("joint", *wider.items())
+        return self._get(purpose, name, model, loss, batch, _widened(trace_joint, wider))
 
-    def forward(self, name: str, model: nn.Module, metric: LossFunction, batch: FlatBatch) -> Trace:
+    def forward(self, slot: Slot, metric: LossFunction, batch: FlatBatch) -> Trace:
         """Metrics in evaluation mode."""
-        return self._get("forward", name, model, metric, batch, trace_forward)
+        purpose, trace = ("forward", *slot.wider.items()), _widened(trace_forward, slot.wider)
+        return self._get(purpose, slot.name, slot.member.model, metric, batch, trace)
 
     def _get(
         self,
-        purpose: str,
+        purpose: Hashable,
         name: str,
         model: nn.Module,
         fn: LossFunction,
         batch: FlatBatch,
-        trace: Callable[..., TracedGraph],
+        trace: Tracer,
     ) -> Trace:
         key = (purpose, Reach(model, fn).signature, batch.spec)
         if key in self._traces:

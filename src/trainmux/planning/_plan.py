@@ -138,7 +138,7 @@ class Planner:
         self.time_limit = checked_time_limit(time_limit)
         self.by = known.policy
         self.progress = progress
-        search = partitions_to_try(policy, [len(group.members) for group in groups], max_partitions)
+        search = partitions_to_try(policy, groups, max_partitions)
         partitions, profiles = self._profiled(groups, search.partitions, profile_of, profile_seconds)
         self._num_left_out = search.num_left_out + len(search.partitions) - len(partitions)
         if host_bytes is None:

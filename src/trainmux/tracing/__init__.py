@@ -3,7 +3,14 @@
 from trainmux.tracing._batch import BatchSpec, FlatBatch, Text, check_batch, flatten_batch
 from trainmux.tracing._composites import RESIZES
 from trainmux.tracing._effects import unique_buffers, unique_parameters
-from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
+from trainmux.tracing._joint import (
+    LossFunction,
+    Shape,
+    TracedGraph,
+    TraceSettings,
+    trace_forward,
+    trace_joint,
+)
 from trainmux.tracing._numbers import (
     Number,
     Structure,
@@ -59,6 +66,7 @@ __all__ = [
     "LossFunction",
     "Number",
     "Reach",
+    "Shape",
     "SplitGraph",
     "Structure",
     "Text",

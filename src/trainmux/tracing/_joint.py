@@ -11,9 +11,10 @@ fused afterwards (D1): the cost of tracing does not grow with the width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ from trainmux.tracing._torch_private import (
     traced_tensor,
     tracing_thread,
 )
+from trainmux.tracing._wider import extends_by_zeros
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -116,18 +118,36 @@ class TracedGraph:
     outputs: tuple[GraphOutput, ...]
 
 
+Shape = tuple[int, ...]
+
+
 def trace_joint(
-    model: nn.Module, loss_fn: LossFunction, batch: FlatBatch, settings: TraceSettings
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: FlatBatch,
+    settings: TraceSettings,
+    wider: Mapping[str, Shape] = MappingProxyType({}),
 ) -> TracedGraph:
-    """Trace forward, backward and buffer updates of one member, or raise ``TraceError`` or ``LossError``."""
+    """Trace forward, backward and buffer updates of one member, or raise ``TraceError`` or ``LossError``.
+
+    ``wider`` has larger shapes for some parameters: the graph is for them padded with zeros. ``TraceError``
+    where it would not compute the same.
+    """
     with process_lock:
-        return _trace_as_read(model, loss_fn, batch, settings, training=True)
+        return _trace_wider(model, loss_fn, batch, settings, wider, training=True)
 
 
 def trace_forward(
-    model: nn.Module, metric_fn: LossFunction, batch: FlatBatch, settings: TraceSettings
+    model: nn.Module,
+    metric_fn: LossFunction,
+    batch: FlatBatch,
+    settings: TraceSettings,
+    wider: Mapping[str, Shape] = MappingProxyType({}),
 ) -> TracedGraph:
-    """Trace ``metric_fn(model, batch) -> tensor | {name: tensor}`` without gradients, in evaluation mode."""
+    """Trace ``metric_fn(model, batch) -> tensor | {name: tensor}`` without gradients, in evaluation mode.
+
+    ``wider`` is as for `trace_joint`.
+    """
     with process_lock, Reach(model).restored() as before:
         model.eval()
         if dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys() != before.named.keys():
@@ -135,17 +155,45 @@ def trace_forward(
                 "eval() gives the model other parameters or buffers; expected the same ones in both modes: "
                 "keep what it needs for evaluation in a plain attribute, or compute it in forward"
             )
-        return _trace_as_read(model, metric_fn, batch, settings, training=False)
+        return _trace_wider(model, metric_fn, batch, settings, wider, training=False)
+
+
+def _trace_wider(
+    model: nn.Module,
+    fn: LossFunction,
+    batch: FlatBatch,
+    settings: TraceSettings,
+    wider: Mapping[str, Shape],
+    *,
+    training: bool,
+) -> TracedGraph:
+    """Trace for parameters padded with zeros, and refuse what then computes something else."""
+    traced = _trace_as_read(model, fn, batch, settings, wider, training=training)
+    if wider:
+        own = _trace_as_read(model, fn, batch, settings, {}, training=training)
+        kinds = [output.kind for output in traced.outputs]
+        if own.outputs != traced.outputs or not extends_by_zeros(own.module, traced.module, kinds):
+            raise TraceError(
+                f"expected a model that computes alike with {next(iter(wider))} padded with zeros, got one "
+                "that depends on its size; members of several ranks train in a group each"
+            )
+    return traced
 
 
 def _trace_as_read(
-    model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, *, training: bool
+    model: nn.Module,
+    fn: LossFunction,
+    batch: FlatBatch,
+    settings: TraceSettings,
+    wider: Mapping[str, Shape],
+    *,
+    training: bool,
 ) -> TracedGraph:
     """Trace for any text in the batch or, if the code reads it, for its own text; with typed errors."""
 
     def trace() -> TracedGraph:
         try:
-            return _trace(model, fn, batch, settings, training)
+            return _trace(model, fn, batch, settings, wider, training)
         except TrainmuxError:
             raise
         except Exception as error:
@@ -171,7 +219,12 @@ def _trace_as_read(
 
 
 def _trace(
-    model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, training: bool
+    model: nn.Module,
+    fn: LossFunction,
+    batch: FlatBatch,
+    settings: TraceSettings,
+    wider: Mapping[str, Shape],
+    training: bool,
 ) -> TracedGraph:
     call = _Call(model, fn, batch, settings, training)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -179,6 +232,10 @@ def _trace(
     counter = torch.empty((), dtype=torch.int64)
     originals = [*call.reach.own, *batch.tensors]
     fakes = [_fake(mode, tensor, settings) for tensor in (*originals, counter, counter, scalar)]
+    for place, name in enumerate(call.reach.named):
+        if name in wider:
+            with mode:
+                fakes[place] = fakes[place].new_empty(wider[name])
     with deterministic_algorithms(settings.deterministic):
         module = call.traced(call.once, fakes, mode)
         _refuse_effects(call, module, fakes, mode)

@@ -189,6 +189,20 @@ def test_a_base_whose_statistics_change_has_them_for_each_member() -> None:
     assert not torch.equal(members[0].model.base[1].running_mean, base[1].running_mean)  # type: ignore[union-attr, index, arg-type]
 
 
+def test_a_base_in_another_layout_or_place_of_its_memory_is_used_as_it_is_seen() -> None:
+    base = backbone()
+    flat = torch.empty(1 + WIDTH * WIDTH, dtype=torch.float64)
+    square = flat[1:].view(WIDTH, WIDTH).t()
+    with torch.no_grad():
+        base[2].weight = nn.Parameter(square.copy_(base[2].weight))  # type: ignore[index, union-attr, assignment]
+    members = probes(base, None, None)
+    expected = alone(members)
+    fleet = tm.Fleet(members, mse, EXAMPLE)
+    for batch in BATCHES:
+        fleet.step(batch)
+    assert_trained_alike(fleet, expected)
+
+
 # ---- refusals ------------------------------------------------------------------------------------------
 
 

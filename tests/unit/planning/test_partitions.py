@@ -77,6 +77,20 @@ def test_groups_are_split_alike_first_and_never_mixed() -> None:
     assert sub_arrays == [("a0", "a1"), ("a2", "a3"), ("b0",), ("b1",)]
 
 
+def test_a_group_that_does_not_fuse_well_is_fused_last() -> None:
+    def widths(sizes: list[int], bound: int, last: tuple[int, ...]) -> list[tuple[tuple[int, ...], ...]]:
+        found = find_partitions(sizes, max_partitions=bound, fused_last=last).partitions
+        return [partition.widths for partition in found]
+
+    assert widths([8], 4, (0,)) == [((1,) * 8,), ((4, 4),), ((2,) * 4,), ((3, 3, 2),)]
+    everything = widths([8], 100, ())
+    assert sorted(widths([8], 100, (0,))) == sorted(everything)
+    assert widths([8], 100, (0,))[-1] == ((8,),)
+    assert widths([1], 2, (0,)) == [((1,),)]
+    assert widths([2], 2, (0,)) == [((1, 1),), ((2,),)]
+    assert ((1, 1), (1, 1)) in widths([2, 2], 2, (1,))
+
+
 @pytest.mark.parametrize(("sizes", "bound"), [([], 16), ([3, 0], 16), ([3], 1)])
 def test_what_is_refused(sizes: list[int], bound: int) -> None:
     with pytest.raises(ConfigError):

@@ -14,6 +14,7 @@ from trainmux.planning.partition import (
     MAX_PARTITIONS,
     Partition,
     PartitionSearch,
+    PlannedGroup,
     Rule,
     ends,
     find_partitions,
@@ -134,7 +135,12 @@ POLICY_NAMES = ("auto", *_BASELINES)
 
 
 def partitions_to_try(
-    policy: str, group_sizes: Sequence[int], max_partitions: int = MAX_PARTITIONS
+    policy: str, groups: Sequence[PlannedGroup], max_partitions: int = MAX_PARTITIONS
 ) -> PartitionSearch:
-    """The partitions of groups of the given sizes that a policy is tried with."""
-    return find_partitions(group_sizes, rules=policy_named(policy).rules, max_partitions=max_partitions)
+    """The partitions of groups that a policy is tried with."""
+    return find_partitions(
+        [len(group.members) for group in groups],
+        rules=policy_named(policy).rules,
+        max_partitions=max_partitions,
+        fused_last=[number for number, group in enumerate(groups) if not group.fuses_well],
+    )
