@@ -90,8 +90,8 @@ class Owners:
                     what = "parameters" if isinstance(tensor, nn.Parameter) else "buffers"
                     raise MemberError(
                         f"member {owner!r}: expected {what} of its own where training changes them, got "
-                        f"{name} in memory of member {other.owner!r} ({other.name}); copy.deepcopy the "
-                        "model, or freeze it by trainmux.share_frozen"
+                        f"{name} in memory of member {other.owner!r} ({other.name}); freeze it by "
+                        "requires_grad_(False), or make a copy: tensor.data = tensor.data.clone()"
                     )
 
     def _others(self, owner: str, tensor: Tensor) -> Iterator[_Owned]:

@@ -216,6 +216,25 @@ def _one_optimizer_less(base: nn.Module) -> list[tm.Member]:
     return members
 
 
+def test_a_copy_in_place_is_enough_to_train_a_part_of_a_shared_base() -> None:
+    """As the message says; PEFT's ``bias="all"`` trains biases of the base."""
+    members = []
+    for number in range(2):
+        model = Probe(tm.share_frozen(backbone()), number)
+        model.base[0].bias.requires_grad_()  # type: ignore[index, union-attr]
+        members.append(tm.Member(model, torch.optim.SGD(model.parameters(), 0.1), f"m{number}"))
+    shared = members[0].model.get_parameter("base.0.bias")
+    members[1].model.get_parameter("base.0.bias").data = shared.data
+    with pytest.raises(MemberError, match=r"or make a copy: tensor\.data = tensor\.data\.clone"):
+        tm.Fleet(members, mse, EXAMPLE)
+    shared.data = shared.data.clone()
+    expected = alone(members)
+    fleet = tm.Fleet(members, mse, EXAMPLE)
+    for batch in BATCHES:
+        fleet.step(batch)
+    assert_trained_alike(fleet, expected)
+
+
 def _one_normalisation(base: nn.Module) -> list[tm.Member]:
     members, norm = probes(base, None, None), nn.BatchNorm1d(2, affine=False).double()
     for member in members:
