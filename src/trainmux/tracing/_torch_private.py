@@ -36,7 +36,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import _symbolic_trace
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _MakefxTracer, get_proxy_mode
+from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
+    _MakefxTracer,
+    get_proxy_mode,
+    get_proxy_slot,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -423,6 +428,13 @@ def tracer_graph() -> fx.Graph:
     graph = mode.tracer.graph
     assert isinstance(graph, fx.Graph)
     return graph
+
+
+def traced_node(value: Tensor) -> fx.Node | None:
+    """The node that the innermost running ``make_fx`` has for a tensor; ``None`` for a constant."""
+    mode = get_proxy_mode()
+    slot: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
 
 
 def refuses_generators(error: Exception) -> bool:
