@@ -277,6 +277,7 @@ class Group:
             self.unfused_because,
             self.notes,
             planned or self.programs.engine.memory,
+            self.programs.engine.not_captured,
         )
 
     # ---- programs ----------------------------------------------------------------------------------

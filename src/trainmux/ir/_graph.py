@@ -86,7 +86,7 @@ class GroupSummary:
     """A group of members that trains as one: who is in it and how its operators were fused.
 
     ``notes`` say how its step runs: sub-arrays, compiled regions, the precision of products; ``memory`` is
-    known once a step was captured.
+    known once a step was captured, ``not_captured`` says why a step that should be was not.
     """
 
     members: tuple[str, ...]
@@ -97,3 +97,4 @@ class GroupSummary:
     unfused_because: str = ""
     notes: tuple[str, ...] = ()
     memory: MemoryUse | None = None
+    not_captured: str = ""

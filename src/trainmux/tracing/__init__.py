@@ -13,7 +13,7 @@ from trainmux.tracing._passes import (
     split_joint,
 )
 from trainmux.tracing._reach import Holder, Identity, Items, Reach, same_items, tensor_digest
-from trainmux.tracing._source import node_location
+from trainmux.tracing._source import failed_node, failure_text, node_location
 from trainmux.tracing._torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -47,6 +47,8 @@ __all__ = [
     "TracedGraph",
     "check_batch",
     "copy_node",
+    "failed_node",
+    "failure_text",
     "flatten_batch",
     "functionalized",
     "graph_constant",

@@ -46,7 +46,7 @@ from trainmux.tracing._passes import (
 from trainmux.tracing._randomness import (
     DrawnBranchError,
     Draws,
-    known_choice,
+    known_scalar,
     own_generator_error,
     random_decompositions,
     refuse_random_nodes,
@@ -254,7 +254,7 @@ class _Call:
         table: dict[Any, Callable[..., Any]] = torch._decomp.get_decompositions(_DECOMPOSE)
         table |= random_decompositions(lambda: self._draws)
         table[torch.ops.aten._linalg_check_errors.default] = self._note_check
-        table[torch.ops.aten._local_scalar_dense.default] = known_choice
+        table[torch.ops.aten._local_scalar_dense.default] = known_scalar
         tracer = make_fx(run, decomposition_table=table, user_frames=frames_of(is_user_file))
         # What torch says about its own fake kernels is not news to the user.
         with ignored_warnings(), mode, tracing_thread(), own_composites(), checkpoint_regions(mark):
@@ -484,7 +484,7 @@ def _trace_error(error: Exception) -> TraceError:
     elif isinstance(error, DrawnBranchError):
         what = "Python reads a random number"
         reason = (
-            ", which a graph cannot; expected a layer to be skipped with a probability of 0 or 1: set it to 0 "
+            ", which a graph cannot; expected layers to be skipped with a probability of 0 or 1: set it to 0 "
             "(layerdrop, stochastic depth by batch), or choose by torch.where"
         )
     elif isinstance(error, DATA_DEPENDENT_ERRORS):

@@ -16,9 +16,9 @@ from torch import Tensor, fx
 
 from trainmux.errors import TraceError
 from trainmux.runtime import WORD_RANGE, random_words
-from trainmux.tracing._passes import is_attention
+from trainmux.tracing._passes import constant_value, is_attention
 from trainmux.tracing._source import node_location, refusal
-from trainmux.tracing._torch_private import traced_node
+from trainmux.tracing._torch_private import traced_module, traced_node
 
 aten = torch.ops.aten
 
@@ -151,7 +151,7 @@ _DRAWN = "drawn from [0, 1)"
 _COPIES = frozenset(
     {aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default, aten.view.default}
 )
-_COMPARISONS = {
+_COMPARISONS: dict[Any, bool] = {
     aten.lt.Scalar: True,
     aten.le.Scalar: True,
     aten.gt.Scalar: False,
@@ -185,17 +185,24 @@ class DrawnBranchError(RuntimeError):
     """Python reads a number that is drawn anew in every step."""
 
 
-def known_choice(value: Tensor) -> Any:
-    """The outcome of ``draw < p`` and the like that Python asks for, where ``p`` is 0 or 1: layers are then
-    never or always skipped. Raises ``DrawnBranchError`` for other ``p``; ``NotImplemented`` is for no draw.
+def known_scalar(value: Tensor) -> Any:
+    """A number that Python reads while it is traced, where it is the same in every step.
+
+    That is a constant, or the outcome of ``draw < p`` and the like where ``p`` is 0 or 1: layers are then
+    never or always skipped. Raises ``DrawnBranchError`` for other ``p``; else returns ``NotImplemented``.
     """
     node = _original(traced_node(value))
-    is_less = None if node is None else _COMPARISONS.get(node.target)
-    draw = node if node is None or is_less is None else _original(node.all_input_nodes[0])
-    if node is None or draw is None or not draw.meta.get(_DRAWN):
+    if node is None:
+        return NotImplemented
+    constant = constant_value(traced_module(), node)
+    if constant is not None:
+        return constant.item()
+    is_less = _COMPARISONS.get(node.target)
+    draw = node if is_less is None else _original(node.all_input_nodes[0])
+    if draw is None or not draw.meta.get(_DRAWN):
         return NotImplemented
     bound = None if is_less is None else node.args[1]
-    if isinstance(bound, int | float):
+    if is_less is not None and isinstance(bound, int | float):
         if bound < 0 or (bound == 0 and node.target in _HALF_OPEN):
             return not is_less
         if bound >= 1:

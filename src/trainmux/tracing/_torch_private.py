@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -43,6 +43,7 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
 from trainmux.runtime import process_lock
@@ -428,6 +429,21 @@ def tracer_graph() -> fx.Graph:
     graph = mode.tracer.graph
     assert isinstance(graph, fx.Graph)
     return graph
+
+
+def traced_module() -> torch.nn.Module:
+    """The module that holds the constants of the innermost running ``make_fx``."""
+    mode = get_proxy_mode()
+    if mode is None:
+        raise RuntimeError("expected to run inside make_fx, got no active tracer")
+    root: Any = mode.tracer.root  # type: ignore[union-attr]
+    assert isinstance(root, torch.nn.Module)
+    return root
+
+
+def outside_of_tracing() -> AbstractContextManager[Any]:
+    """While active, operators compute as if nothing was being traced."""
+    return _disable_current_modes()
 
 
 def traced_node(value: Tensor) -> fx.Node | None:

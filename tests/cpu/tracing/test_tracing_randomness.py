@@ -159,7 +159,7 @@ class LayerDrop(nn.Module):
     ("skips", "num_layers"),
     [
         (lambda draw: draw < 0.0, 2),
-        (lambda draw: 0.0 > draw, 2),
+        (lambda draw: torch.lt(draw, 0), 2),
         (lambda draw: not draw >= 0, 2),
         (lambda draw: draw < 1.0, 1),
         (lambda draw: draw <= 1, 1),
