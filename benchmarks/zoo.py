@@ -129,47 +129,68 @@ def _judged(
 def _compared(
     models: Sequence[nn.Module], loss: Callable[..., Tensor], batch: Any, optimizer: int, device: torch.device
 ) -> dict[str, Any]:
-    """Steps of a fleet in double precision and of plain torch, on the same batch."""
-    double = map_tensors(lambda t: t.to(device, torch.float64 if t.is_floating_point() else t.dtype), batch)
-    alone = [copy.deepcopy(model).to(device, torch.float64) for model in models]
-    begin = [copy.deepcopy(list(model.parameters())) for model in alone]
-    optimizers = [_optimizer(model, optimizer, number) for number, model in enumerate(alone)]
-    dtypes = _Dtypes()
-
+    """Steps of a fleet and of plain torch on the same batch: in double precision, if plain torch can."""
+    dtype, precision, dtypes = torch.float64, "fp64", _Dtypes()
+    try:
+        with dtypes:
+            alone, theirs = _trained_alone(
+                models, loss, _placed(batch, device, dtype), optimizer, device, dtype
+            )
+    except RuntimeError:
+        dtype, precision, dtypes.has_single = torch.float32, "fp32", True
+        alone, theirs = _trained_alone(models, loss, _placed(batch, device, dtype), optimizer, device, dtype)
+    given = _placed(batch, device, dtype)
     members = []
     for number, model in enumerate(models):
-        own = copy.deepcopy(model).double()  # handed back without rounding
+        own = copy.deepcopy(model).to(dtype)  # handed back without rounding
         members.append(tm.Member(own, _optimizer(own, optimizer, number)))
     started = time.perf_counter()
-    fleet = tm.Fleet(members, loss, double, device=device, precision="fp64", lowering="aten")
-    ours = [fleet.step(double).clone()]
+    fleet = tm.Fleet(members, loss, given, device=device, precision=precision, lowering="aten")
+    ours = [fleet.step(given).clone()]
     build_s = time.perf_counter() - started
-    ours += [fleet.step(double).clone() for _ in range(NUM_STEPS - 1)]
+    ours += [fleet.step(given).clone() for _ in range(NUM_STEPS - 1)]
     fleet.sync()
     groups = fleet.summary()
-    del fleet
-
-    theirs = []
-    with dtypes:
-        for _ in range(NUM_STEPS):
-            losses = []
-            for model, updates in zip(alone, optimizers, strict=True):
-                updates.zero_grad()
-                value = loss(model, double)
-                value.backward()
-                updates.step()
-                losses.append(value.detach().double())
-            theirs.append(torch.stack(losses))
+    begin = [[parameter.to(dtype) for parameter in model.parameters()] for model in models]
     return {
         "num_groups": len(groups),
         "unfused_because": groups[0].unfused_because,
         "is_captured": all(group.memory is not None for group in groups) if device.type == "cuda" else None,
+        "not_captured": groups[0].not_captured,
         "num_nodes": groups[0].num_nodes,
         "computes_in": "single" if dtypes.has_single else "double",
         "loss_error": max(_error(a, b) for a, b in zip(ours, theirs, strict=True)),
         "update_error": _update_error(begin, alone, [member.model for member in members]),
         "build_s": round(build_s, 2),
     }
+
+
+def _placed(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype), batch)
+
+
+def _trained_alone(
+    models: Sequence[nn.Module],
+    loss: Callable[..., Tensor],
+    batch: Any,
+    optimizer: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[list[nn.Module], list[Tensor]]:
+    """Models after a few steps of plain torch, one by one, and their losses by step."""
+    alone = [copy.deepcopy(model).to(device, dtype) for model in models]
+    optimizers = [_optimizer(model, optimizer, number) for number, model in enumerate(alone)]
+    found = []
+    for _ in range(NUM_STEPS):
+        losses = []
+        for model, updates in zip(alone, optimizers, strict=True):
+            updates.zero_grad()
+            value = loss(model, batch)
+            value.backward()
+            updates.step()
+            losses.append(value.detach().double())
+        found.append(torch.stack(losses))
+    return alone, found
 
 
 def _trained_in_bf16(
@@ -205,8 +226,8 @@ def _update_error(
     for before, theirs, ours in zip(begin, alone, fused, strict=True):
         apart = moved = torch.zeros((), dtype=torch.float64)
         for start, their, our in zip(before, theirs.parameters(), ours.parameters(), strict=True):
-            apart = apart + (our.detach().double().cpu() - their.detach().cpu()).square().sum()
-            moved = moved + (their.detach() - start.detach()).square().sum().cpu()
+            apart = apart + (our.detach().cpu() - their.detach().cpu()).square().sum()
+            moved = moved + (their.detach().cpu() - start.detach()).square().sum()
         errors.append(float((apart / moved.clamp_min(1e-300)).sqrt()))
     return max(errors)
 

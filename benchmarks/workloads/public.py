@@ -75,6 +75,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16},
     "beit": {"out_indices": [1, 2]},
     "codegen": {"rotary_dim": 4},
+    "cvt": {"depth": [1, 1, 1]},
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "deepseek_v3": _LATENT,
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16] * 4},
@@ -114,8 +115,8 @@ def _shrunk(kind: type[Any], **own: Any) -> Any:
     for name, value in vars(usual).items():
         if hasattr(value, "model_type"):
             fields[name] = _shrunk(type(value))
-        elif isinstance(value, float) and any(part in name for part in _OFF):
-            fields[name] = 0.0
+        elif any(part in name for part in _OFF) and isinstance(value, float | list):
+            fields[name] = [0.0] * len(value) if isinstance(value, list) else 0.0
         elif name == "depths":
             fields[name] = [1] * len(value)
     if in_stages and type(getattr(usual, "image_size", None)) is int:
@@ -142,6 +143,11 @@ def _pixels(config: Any) -> Tensor:
 def _text(config: Any) -> dict[str, Tensor]:
     tokens = _tokens()
     return {"input_ids": tokens, "labels": tokens}
+
+
+def _pair(config: Any) -> dict[str, Tensor]:
+    whole = torch.ones(BATCH_SIZE, NUM_TOKENS, dtype=torch.long)
+    return {"input_ids": _tokens(), "attention_mask": whole, "labels": _tokens()}
 
 
 def _image(config: Any) -> dict[str, Tensor]:
@@ -222,7 +228,7 @@ _TASKS = (
     _Task(
         "text, encoder and decoder",
         "AutoModelForSeq2SeqLM",
-        _text,
+        _pair,
         "bart bigbird_pegasus blenderbot blenderbot-small fsmt led longt5 m2m_100 marian mbart mt5 mvp "
         "nllb-moe pegasus pegasus_x plbart prophetnet switch_transformers t5 t5gemma umt5",
     ),
@@ -373,5 +379,37 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *_of("torchvision", "video", _torchvision_video, _TORCHVISION_VIDEO),
 )
 
-REMEDIES: dict[str, tuple[str, Callable[[], tuple[nn.Module, Loss, Any]]]] = {}
+Remedied = tuple[str, Callable[[], tuple[nn.Module, Loss, Any]]]
+
+
+def _with_batch(name: str, **own: Tensor) -> tuple[nn.Module, Loss, Any]:
+    model, loss, batch = _named(name).build()
+    return model, loss, {**batch, **own}
+
+
+def _with_batched_experts(name: str) -> tuple[nn.Module, Loss, Any]:
+    model, loss, batch = _named(name).build()
+    model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    return model, loss, batch
+
+
+def _named(name: str) -> Architecture:
+    return next(each for each in ARCHITECTURES if each.name == name)
+
+
+def _remedies() -> dict[str, Remedied]:
+    whole = torch.ones(BATCH_SIZE, NUM_TOKENS, dtype=torch.long)
+    fsmt, prophetnet = "transformers:fsmt", "transformers:prophetnet"
+    found: dict[str, Remedied] = {
+        fsmt: ("pass decoder_attention_mask", partial(_with_batch, fsmt, decoder_attention_mask=whole)),
+        prophetnet: ("pass decoder_input_ids", partial(_with_batch, prophetnet, decoder_input_ids=whole)),
+    }
+    switch = "model.set_experts_implementation('batched_mm')"
+    for each in ARCHITECTURES:
+        if each.family in ("mixture of experts", "state space and recurrent"):
+            found[each.name] = (switch, partial(_with_batched_experts, each.name))
+    return found
+
+
+REMEDIES = _remedies()
 """What to change where a model is refused as it is, and the model with that change."""
