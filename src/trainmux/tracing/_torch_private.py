@@ -7,6 +7,7 @@ each of them to what we rely on.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import threading
 import traceback
@@ -49,6 +50,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from trainmux.runtime import process_lock
 
 __all__ = ["CheckpointPolicy", "FakeTensor"]  # torch's own, used under these names
+
+# Torch has a function of this name in the module's place.
+_scans: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
 
 # A composite operator's, and one in the place of autograd's formula for an operator that has a kernel.
 DECOMPOSITION_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
@@ -297,6 +301,11 @@ def frames_of(wanted: Callable[[str], bool]) -> Callable[[], str]:
     return frames
 
 
+def _plain_scan(combine: Callable[..., Any], leaves: Sequence[Tensor], additional_inputs: Any = ()) -> Any:
+    """An associative scan over the first dimension by operators on tensors."""
+    return _scans.generic_associative_scan(combine, leaves, 0, additional_inputs)
+
+
 def _no_effects(op: Any) -> bool:
     return False
 
@@ -354,6 +363,7 @@ def tracing_thread() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, own))
         # Checks of linear algebra would otherwise be threaded through the graph with tokens.
         stack.enter_context(replaced(torch._higher_order_ops.effects, has_effects=_no_effects))
+        stack.enter_context(replaced(_scans, associative_scan_op=_plain_scan))
         yield
 
 
