@@ -79,9 +79,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "deepseek_v3": _LATENT,
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16] * 4},
-    "efficientnet": {"hidden_dim": None},
+    "efficientnet": {"hidden_dim": None, "width_coefficient": 1.0, "depth_coefficient": 1.0},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 2},
     "falcon": {"head_dim": None},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
     "funnel": {"num_hidden_layers": None, "block_sizes": [1, 1, 1]},
     "glpn": {"image_size": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -156,6 +157,12 @@ def _image(config: Any) -> dict[str, Tensor]:
 
 def _image_alone(config: Any) -> dict[str, Tensor]:
     return {"pixel_values": _pixels(config)}
+
+
+def _image_and_noise(config: Any) -> dict[str, Tensor]:
+    """The patches that a masked autoencoder hides are those of the largest noise."""
+    num_patches = (config.image_size // config.patch_size) ** 2
+    return {"pixel_values": _pixels(config), "noise": torch.rand(BATCH_SIZE, num_patches)}
 
 
 def _image_and_text(config: Any) -> dict[str, Tensor]:
@@ -241,7 +248,8 @@ _TASKS = (
         "segformer siglip swiftformer swin swinv2 textnet vit vit_msn",
     ),
     _Task("dense images", "AutoModelForDepthEstimation", _image_alone, "dpt glpn"),
-    _Task("dense images", "AutoModel", _image_alone, "vit_mae vitdet yolos sam_vision_model"),
+    _Task("dense images", "AutoModel", _image_alone, "vitdet yolos sam_vision_model"),
+    _Task("dense images", "AutoModel", _image_and_noise, "vit_mae"),
     _Task("images and text", "AutoModel", _image_and_text, "altclip blip chinese_clip clip clipseg"),
     _Task(
         "sound",
@@ -387,12 +395,6 @@ def _with_batch(name: str, **own: Tensor) -> tuple[nn.Module, Loss, Any]:
     return model, loss, {**batch, **own}
 
 
-def _with_batched_experts(name: str) -> tuple[nn.Module, Loss, Any]:
-    model, loss, batch = _named(name).build()
-    model.set_experts_implementation("batched_mm")  # type: ignore[operator]
-    return model, loss, batch
-
-
 def _named(name: str) -> Architecture:
     return next(each for each in ARCHITECTURES if each.name == name)
 
@@ -400,15 +402,10 @@ def _named(name: str) -> Architecture:
 def _remedies() -> dict[str, Remedied]:
     whole = torch.ones(BATCH_SIZE, NUM_TOKENS, dtype=torch.long)
     fsmt, prophetnet = "transformers:fsmt", "transformers:prophetnet"
-    found: dict[str, Remedied] = {
+    return {
         fsmt: ("pass decoder_attention_mask", partial(_with_batch, fsmt, decoder_attention_mask=whole)),
         prophetnet: ("pass decoder_input_ids", partial(_with_batch, prophetnet, decoder_input_ids=whole)),
     }
-    switch = "model.set_experts_implementation('batched_mm')"
-    for each in ARCHITECTURES:
-        if each.family in ("mixture of experts", "state space and recurrent"):
-            found[each.name] = (switch, partial(_with_batched_experts, each.name))
-    return found
 
 
 REMEDIES = _remedies()
