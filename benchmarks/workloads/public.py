@@ -75,12 +75,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16},
     "beit": {"out_indices": [1, 2]},
     "codegen": {"rotary_dim": 4},
+    "cvt": {"depth": [1, 1, 1]},
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "deepseek_v3": _LATENT,
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16] * 4},
-    "efficientnet": {"hidden_dim": None},
+    "efficientnet": {"hidden_dim": None, "width_coefficient": 1.0, "depth_coefficient": 1.0},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 2},
     "falcon": {"head_dim": None},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
     "funnel": {"num_hidden_layers": None, "block_sizes": [1, 1, 1]},
     "glpn": {"image_size": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -114,8 +116,8 @@ def _shrunk(kind: type[Any], **own: Any) -> Any:
     for name, value in vars(usual).items():
         if hasattr(value, "model_type"):
             fields[name] = _shrunk(type(value))
-        elif isinstance(value, float) and any(part in name for part in _OFF):
-            fields[name] = 0.0
+        elif any(part in name for part in _OFF) and isinstance(value, float | list):
+            fields[name] = [0.0] * len(value) if isinstance(value, list) else 0.0
         elif name == "depths":
             fields[name] = [1] * len(value)
     if in_stages and type(getattr(usual, "image_size", None)) is int:
@@ -144,12 +146,23 @@ def _text(config: Any) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def _pair(config: Any) -> dict[str, Tensor]:
+    whole = torch.ones(BATCH_SIZE, NUM_TOKENS, dtype=torch.long)
+    return {"input_ids": _tokens(), "attention_mask": whole, "labels": _tokens()}
+
+
 def _image(config: Any) -> dict[str, Tensor]:
     return {"pixel_values": _pixels(config), "labels": _labels()}
 
 
 def _image_alone(config: Any) -> dict[str, Tensor]:
     return {"pixel_values": _pixels(config)}
+
+
+def _image_and_noise(config: Any) -> dict[str, Tensor]:
+    """The patches that a masked autoencoder hides are those of the largest noise."""
+    num_patches = (config.image_size // config.patch_size) ** 2
+    return {"pixel_values": _pixels(config), "noise": torch.rand(BATCH_SIZE, num_patches)}
 
 
 def _image_and_text(config: Any) -> dict[str, Tensor]:
@@ -222,7 +235,7 @@ _TASKS = (
     _Task(
         "text, encoder and decoder",
         "AutoModelForSeq2SeqLM",
-        _text,
+        _pair,
         "bart bigbird_pegasus blenderbot blenderbot-small fsmt led longt5 m2m_100 marian mbart mt5 mvp "
         "nllb-moe pegasus pegasus_x plbart prophetnet switch_transformers t5 t5gemma umt5",
     ),
@@ -235,7 +248,8 @@ _TASKS = (
         "segformer siglip swiftformer swin swinv2 textnet vit vit_msn",
     ),
     _Task("dense images", "AutoModelForDepthEstimation", _image_alone, "dpt glpn"),
-    _Task("dense images", "AutoModel", _image_alone, "vit_mae vitdet yolos sam_vision_model"),
+    _Task("dense images", "AutoModel", _image_alone, "vitdet yolos sam_vision_model"),
+    _Task("dense images", "AutoModel", _image_and_noise, "vit_mae"),
     _Task("images and text", "AutoModel", _image_and_text, "altclip blip chinese_clip clip clipseg"),
     _Task(
         "sound",
@@ -373,5 +387,26 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *_of("torchvision", "video", _torchvision_video, _TORCHVISION_VIDEO),
 )
 
-REMEDIES: dict[str, tuple[str, Callable[[], tuple[nn.Module, Loss, Any]]]] = {}
+Remedied = tuple[str, Callable[[], tuple[nn.Module, Loss, Any]]]
+
+
+def _with_batch(name: str, **own: Tensor) -> tuple[nn.Module, Loss, Any]:
+    model, loss, batch = _named(name).build()
+    return model, loss, {**batch, **own}
+
+
+def _named(name: str) -> Architecture:
+    return next(each for each in ARCHITECTURES if each.name == name)
+
+
+def _remedies() -> dict[str, Remedied]:
+    whole = torch.ones(BATCH_SIZE, NUM_TOKENS, dtype=torch.long)
+    fsmt, prophetnet = "transformers:fsmt", "transformers:prophetnet"
+    return {
+        fsmt: ("pass decoder_attention_mask", partial(_with_batch, fsmt, decoder_attention_mask=whole)),
+        prophetnet: ("pass decoder_input_ids", partial(_with_batch, prophetnet, decoder_input_ids=whole)),
+    }
+
+
+REMEDIES = _remedies()
 """What to change where a model is refused as it is, and the model with that change."""

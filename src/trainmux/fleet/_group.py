@@ -409,6 +409,7 @@ class Group:
             self.unfused_because,
             (*self.notes, *self._padding_notes()),
             planned or self.programs.engine.memory,
+            self.programs.engine.not_captured,
             numbers,
             split_because,
         )

@@ -30,7 +30,7 @@ from trainmux.fleet._group import Group
 from trainmux.fleet._slots import Slot
 from trainmux.fleet._traces import Trace
 from trainmux.ir import MemoryUse, Timeline
-from trainmux.tracing import BatchSpec, FlatBatch, plain_torch
+from trainmux.tracing import BatchSpec, FlatBatch, failed_node, failure_text, plain_torch
 
 Batches = Sequence[Sequence[Tensor]]
 """Leaves of each part's batch on the device."""
@@ -150,7 +150,12 @@ def _run(jobs: Sequence[tuple[Group, StepProgram]], batches: Batches) -> None:
                 num_done += 1
     except BaseException as error:
         if not num_begun:
-            raise
+            if failed_node(error) is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise FleetError(
+                f"a step failed in {failure_text(error)}; all members are as they were: expected labels and "
+                "indices in range, and operators that run on this device"
+            ) from error
         groups = [group for group, _ in jobs]
         raise half_step(
             error, ahead=groups[:num_done], torn=groups[num_done:num_begun], behind=groups[num_begun:]

@@ -96,8 +96,9 @@ class GroupSummary:
     """A group of members that trains as one: who is in it and how its operators were fused.
 
     ``notes`` say how its step runs: sub-arrays, compiled regions, the precision of products; ``memory`` is
-    known once a step was captured. ``numbers`` are those of the members' code that may differ between them,
-    and ``split_because`` says what keeps the members out of an earlier group.
+    known once a step was captured, ``not_captured`` says why a step that should be was not. ``numbers`` are
+    those of the members' code that may differ between them, and ``split_because`` says what keeps the members
+    out of an earlier group.
     """
 
     members: tuple[str, ...]
@@ -108,5 +109,6 @@ class GroupSummary:
     unfused_because: str = ""
     notes: tuple[str, ...] = ()
     memory: MemoryUse | None = None
+    not_captured: str = ""
     numbers: tuple[FreeNumber, ...] = ()
     split_because: str = ""

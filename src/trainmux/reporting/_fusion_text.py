@@ -11,8 +11,17 @@ _MAX_NAMES = 6
 
 
 def format_fusion(groups: Sequence[GroupSummary]) -> str:
-    """One block per group: members, width, each operator with how it was fused, then what fell back."""
-    return "\n\n".join(_group(index, group) for index, group in enumerate(groups))
+    """One block per group: members, width, each operator with how it was fused, then what fell back.
+
+    Steps that are not captured come first.
+    """
+    blocks = [_group(index, group) for index, group in enumerate(groups)]
+    slow = [
+        f"group {index} is not captured and runs node by node: {group.not_captured}"
+        for index, group in enumerate(groups)
+        if group.not_captured
+    ]
+    return "\n\n".join(["\n".join(slow), *blocks] if slow else blocks)
 
 
 def _group(index: int, group: GroupSummary) -> str:

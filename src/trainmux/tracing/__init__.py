@@ -37,7 +37,7 @@ from trainmux.tracing._reach import (
     same_items,
     tensor_digest,
 )
-from trainmux.tracing._source import node_location
+from trainmux.tracing._source import failed_node, failure_text, node_location
 from trainmux.tracing._torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -74,6 +74,8 @@ __all__ = [
     "TracedGraph",
     "check_batch",
     "copy_node",
+    "failed_node",
+    "failure_text",
     "first_difference",
     "flatten_batch",
     "functionalized",

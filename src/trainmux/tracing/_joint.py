@@ -45,7 +45,9 @@ from trainmux.tracing._passes import (
     source_of,
 )
 from trainmux.tracing._randomness import (
+    DrawnBranchError,
     Draws,
+    known_scalar,
     own_generator_error,
     random_decompositions,
     refuse_random_nodes,
@@ -309,6 +311,7 @@ class _Call:
         table: dict[Any, Callable[..., Any]] = torch._decomp.get_decompositions(_DECOMPOSE)
         table |= random_decompositions(lambda: self._draws)
         table[torch.ops.aten._linalg_check_errors.default] = self._note_check
+        table[torch.ops.aten._local_scalar_dense.default] = known_scalar
         tracer = make_fx(run, decomposition_table=table, user_frames=frames_of(is_user_file))
         # What torch says about its own fake kernels is not news to the user.
         with ignored_warnings(), mode, tracing_thread(), own_composites(), checkpoint_regions(mark):
@@ -534,6 +537,12 @@ def _trace_error(error: Exception) -> TraceError:
         reason = (
             " changes a tensor in place that is not part of the model; expected only buffers of the model to "
             "be changed: register the tensor as a buffer of the model, or make a new one"
+        )
+    elif isinstance(error, DrawnBranchError):
+        what = "Python reads a random number"
+        reason = (
+            ", which a graph cannot; expected layers to be skipped with a probability of 0 or 1: set it to 0 "
+            "(layerdrop, stochastic depth by batch), or choose by torch.where"
         )
     elif isinstance(error, DATA_DEPENDENT_ERRORS):
         what = str(op)

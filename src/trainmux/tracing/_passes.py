@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
-from trainmux.tracing._torch_private import FakeTensor, min_cut
+from trainmux.tracing._torch_private import FakeTensor, min_cut, outside_of_tracing
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def output_nodes(module: fx.GraphModule) -> list[fx.Node]:
     return nodes
 
 
-def graph_constant(module: fx.GraphModule, node: fx.Node) -> Tensor:
+def graph_constant(module: nn.Module, node: fx.Node) -> Tensor:
     """The tensor that a ``get_attr`` node stands for."""
     value = operator.attrgetter(str(node.target))(module)
     assert isinstance(value, Tensor)
@@ -135,8 +135,8 @@ def move_to(module: fx.GraphModule, device: torch.device) -> None:
 # ---- attention masks -----------------------------------------------------------------------------------
 
 _BIAS_NAMES = frozenset({"attn_bias", "bias", "attn_mask"})
-_MAX_MASK_NODES = 400
-"""A mask computed by more nodes than this is left alone."""
+_MAX_CONSTANT_NODES = 400
+"""A constant computed by more nodes than this, or a mask, is left alone."""
 
 
 def drop_constant_masks(module: fx.GraphModule) -> None:
@@ -189,20 +189,8 @@ def _replace_mask(node: fx.Node, *, is_causal: bool) -> None:
 
 def _is_causal(module: fx.GraphModule, bias: fx.Node) -> bool | None:
     """True for a constant mask that hides what lies after each query, false for one that hides nothing."""
-    order = _constant_history(bias)
-    if order is None:
-        return None
-    values: dict[fx.Node, Any] = {}
-    with torch.no_grad():
-        for node in order:
-            if node.op == "get_attr":
-                values[node] = graph_constant(module, node).cpu()
-                continue
-            given = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
-            args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    mask = values[bias]
-    if not isinstance(mask, Tensor):
+    mask = constant_value(module, bias)
+    if mask is None:
         return None
     seen = mask if mask.dtype == torch.bool else mask == 0
     hidden = ~mask if mask.dtype == torch.bool else mask.isneginf() | (mask <= torch.finfo(mask.dtype).min)
@@ -214,6 +202,24 @@ def _is_causal(module: fx.GraphModule, bias: fx.Node) -> bool | None:
     return True if bool((seen == lower).all() and (hidden == ~lower).all()) else None
 
 
+def constant_value(module: nn.Module, wanted: fx.Node) -> Tensor | None:
+    """The value of a node, on the CPU, where it depends on no input and no draw and takes few nodes."""
+    order = _constant_history(wanted)
+    if order is None:
+        return None
+    values: dict[fx.Node, Any] = {}
+    with torch.no_grad(), outside_of_tracing():
+        for node in order:
+            if node.op == "get_attr":
+                values[node] = graph_constant(module, node).cpu()
+                continue
+            given = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+            args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    value = values[wanted]
+    return value if isinstance(value, Tensor) else None
+
+
 def _constant_history(node: fx.Node) -> list[fx.Node] | None:
     """All nodes that ``node`` is computed from, in order; ``None`` if an input or a draw is among them."""
     found: set[fx.Node] = set()
@@ -223,7 +229,7 @@ def _constant_history(node: fx.Node) -> list[fx.Node] | None:
         if current in found:
             continue
         is_random = torch.Tag.nondeterministic_seeded in getattr(current.target, "tags", ())
-        if current.op == "placeholder" or is_random or len(found) >= _MAX_MASK_NODES:
+        if current.op == "placeholder" or is_random or len(found) >= _MAX_CONSTANT_NODES:
             return None
         found.add(current)
         waiting += current.all_input_nodes

@@ -7,11 +7,12 @@ each of them to what we rely on.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -36,13 +37,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import _symbolic_trace
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _MakefxTracer, get_proxy_mode
+from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
+    _MakefxTracer,
+    get_proxy_mode,
+    get_proxy_slot,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
 from trainmux.runtime import process_lock
 
 __all__ = ["CheckpointPolicy", "FakeTensor"]  # torch's own, used under these names
+
+# Torch has a function of this name in the module's place.
+_scans: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
 
 # A composite operator's, and one in the place of autograd's formula for an operator that has a kernel.
 DECOMPOSITION_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
@@ -291,6 +301,11 @@ def frames_of(wanted: Callable[[str], bool]) -> Callable[[], str]:
     return frames
 
 
+def _plain_scan(combine: Callable[..., Any], leaves: Sequence[Tensor], additional_inputs: Any = ()) -> Any:
+    """An associative scan over the first dimension by operators on tensors."""
+    return _scans.generic_associative_scan(combine, leaves, 0, additional_inputs)
+
+
 def _no_effects(op: Any) -> bool:
     return False
 
@@ -348,6 +363,7 @@ def tracing_thread() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, own))
         # Checks of linear algebra would otherwise be threaded through the graph with tokens.
         stack.enter_context(replaced(torch._higher_order_ops.effects, has_effects=_no_effects))
+        stack.enter_context(replaced(_scans, associative_scan_op=_plain_scan))
         yield
 
 
@@ -423,6 +439,28 @@ def tracer_graph() -> fx.Graph:
     graph = mode.tracer.graph
     assert isinstance(graph, fx.Graph)
     return graph
+
+
+def traced_module() -> torch.nn.Module:
+    """The module that holds the constants of the innermost running ``make_fx``."""
+    mode = get_proxy_mode()
+    if mode is None:
+        raise RuntimeError("expected to run inside make_fx, got no active tracer")
+    root: Any = mode.tracer.root  # type: ignore[union-attr]
+    assert isinstance(root, torch.nn.Module)
+    return root
+
+
+def outside_of_tracing() -> AbstractContextManager[Any]:
+    """While active, operators compute as if nothing was being traced."""
+    return _disable_current_modes()
+
+
+def traced_node(value: Tensor) -> fx.Node | None:
+    """The node that the innermost running ``make_fx`` has for a tensor; ``None`` for a constant."""
+    mode = get_proxy_mode()
+    slot: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
 
 
 def refuses_generators(error: Exception) -> bool:

@@ -74,7 +74,8 @@ def _aligned(bias: Tensor) -> Tensor:
     if keys % _ALIGNED_KEYS == 0:
         return bias
     padded = aten.constant_pad_nd.default(bias, [0, -keys % _ALIGNED_KEYS])
-    return aten.slice.Tensor(padded, -1, 0, keys)
+    sliced: Tensor = aten.slice.Tensor(padded, -1, 0, keys)
+    return sliced
 
 
 def _unfold(context: Context, result: Any, member: Any, batch: int) -> Any:
