@@ -134,6 +134,20 @@ def test_zoo_judges_models_against_plain_torch(tmp_path: Path) -> None:
     assert found["timm:resnet26"]["verdict"] == "absent"
 
 
+@pytest.mark.extensive
+def test_adapters_train_on_one_base_in_every_way(tmp_path: Path) -> None:
+    for package in ("transformers", "peft"):
+        pytest.importorskip(package)
+    out = tmp_path / "adapters.json"
+    words = ["--size", "tiny", "--adapters", "3x2x8", "--ranks", "2,4", "--block-seconds", "0.01"]
+    run("adapters", *words, "--device", "cpu", "--out", str(out))
+    found = {row["way"]: row for row in rows(out)}
+    assert found.keys() == {"trainmux", "compiled_graph", "ceiling"}
+    for row in found.values():
+        assert row["median_ms"] > 0
+        assert row["first_losses"] != row["last_losses"]
+
+
 def test_zoo_has_enough_architectures_under_names_of_their_own() -> None:
     names = [architecture.name for architecture in zoo.ZOO]
     assert len(set(names)) == len(names) >= 150
