@@ -62,12 +62,9 @@ def adapters(base: nn.Module, configs: Sequence[Any]) -> list[tm.Member]:
             torch.manual_seed(number)
             model = peft.get_peft_model(tm.share_frozen(base), config)
             learning = [item for item in model.parameters() if item.requires_grad]
-            for (
-                parameter
-            ) in learning:  # in the type of the base, if that is a wide one; no adapter begins at zero
-                parameter.data = parameter.data.to(
-                    torch.promote_types(parameter.dtype, next(base.parameters()).dtype)
-                )
+            for parameter in learning:  # not in single precision on a wide base, and none begins at zero
+                wide = torch.promote_types(parameter.dtype, next(base.parameters()).dtype)
+                parameter.data = parameter.data.to(wide)
                 parameter.data += 0.05 * torch.randn_like(parameter)
         members.append(tm.Member(model, torch.optim.AdamW(learning, 0.01 * (number + 1)), f"m{number}"))
     return members
@@ -136,12 +133,26 @@ def test_lora_of_other_ranks_and_targets_on_one_base(tmp_path: Path) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)  # files have what is in single precision
 
 
-def test_prompts_on_one_base() -> None:
-    members = adapters(gpt(), [prompts(), prompts()])
-    fleet = tm.Fleet(members, next_token, batches(1)[0])
+SAME_GROUP = {
+    "prompts": [prompts(), prompts()],
+    "prefixes": [peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)] * 2,
+    "DoRA of two ranks": [lora(2, use_dora=True), lora(4, use_dora=True)],
+    "two ranks of an embedding": [lora(2, target_modules=["wte"]), lora(4, target_modules=["wte"])],
+    "a head that learns, too": [lora(rank, modules_to_save=["lm_head"]) for rank in (2, 4)],
+    "ranks by layer": [
+        lora(2, target_modules=["c_attn", "c_fc"], rank_pattern={"c_fc": 6}, alpha_pattern={"c_fc": 12}),
+        lora(4, target_modules=["c_attn", "c_fc"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", SAME_GROUP)
+def test_adapters_of_one_kind_share_a_group_and_train_as_alone(kind: str) -> None:
+    configs = SAME_GROUP[kind]
+    fleet = tm.Fleet(adapters(gpt(), configs), next_token, batches(1)[0])
     assert len(fleet.summary()) == 1
     losses = [fleet.step(tokens) for tokens in batches(3)]
-    for got, expected in zip(losses, train_alone(adapters(gpt(), [prompts()] * 2), batches(3)), strict=True):
+    for got, expected in zip(losses, train_alone(adapters(gpt(), configs), batches(3)), strict=True):
         torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=0)
 
 
