@@ -349,7 +349,8 @@ class Fleet:
         (new_name,) = names_of([member], dict(zip(self._names, self.members, strict=True)), name)
         owners = self._owners({new_name: member}, leaving=name)
         plan = self._describe_joining(member, new_name, position, owners)
-        self._find_bases(owners, leaving=name)
+        if plan.key.base:
+            self._find_bases(owners, leaving=name)
         group.check_export(row)
         if plan.key == group.key:
             if self._plans.is_active and not group.accepts_constants(member):
@@ -375,7 +376,8 @@ class Fleet:
         (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)))
         owners = self._owners({name: member})
         plan = self._describe_joining(member, name, len(self._names), owners)
-        self._find_bases(owners)
+        if plan.key.base:
+            self._find_bases(owners)
         self._place(plan)
         await_update(self._groups, name, self._num_steps)
         self._names.append(name)
@@ -667,7 +669,7 @@ class Fleet:
         for group in self._groups:
             changing = changing_names(group.traced)
             slots = [slot for _, slot in group.members if slot.name != leaving]
-            found = {owners.base(named_tensors(slot.member), changing) for slot in slots}
+            found = {owners.base(slot.name, named_tensors(slot.member), changing) for slot in slots}
             if len(found) == 1:
                 group.key = replace(group.key, base=found.pop())
 

@@ -139,7 +139,7 @@ def describe_newcomer(
     _refuse_shared_memory(name, reach, trace)
     tensors, changing = named_tensors(member), changing_names(trace.graph)
     owners.check(name, tensors, changing)
-    base = owners.base(tensors, changing)
+    base = owners.base(name, tensors, changing)
     key = GroupKey(trace.key, structure, member.example_batch is not None, base)
     steps, states = _optimizer_state(member, name, structure, trace.graph)
     watch = MemberWatch(member, name, loss, structure, reach, sums)

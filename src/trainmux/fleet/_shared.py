@@ -51,18 +51,21 @@ def share_frozen(module: nn.Module) -> nn.Module:
 
 def view_key(tensor: Tensor) -> Hashable:
     """Equal for tensors that are one view of one memory; ``None`` where there is no memory."""
-    is_odd = nn.parameter.is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided
-    if is_odd or tensor.device.type == "meta" or not tensor.numel():
+    if not _has_memory(tensor):
         return None
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    is_odd = tensor.layout is not torch.strided or tensor.is_nested or nn.parameter.is_lazy(tensor)
+    return not is_odd and not tensor.is_meta and tensor.numel() > 0
 
 
 @dataclass(frozen=True)
 class _Owned:
     owner: str
     name: str
-    begin: int
-    end: int
+    tensor: Tensor
     changes: bool
 
 
@@ -70,23 +73,21 @@ class Owners:
     """Members by the memory that their tensors lie in."""
 
     def __init__(self) -> None:
-        self._by_storage: dict[tuple[torch.device, int], list[_Owned]] = {}
-        self._by_view: dict[Hashable, set[str]] = {}
+        self._by_storage: dict[int, list[_Owned]] = {}
 
     def add(self, owner: str, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
         """Enter a member's parameters and buffers; training writes to those in ``changing``."""
         for name, tensor in tensors.items():
-            key = view_key(tensor)
-            if key is not None:
-                entry = _Owned(owner, name, *memory_span(tensor), name in changing)
-                self._by_storage.setdefault(_storage_of(tensor), []).append(entry)
-                self._by_view.setdefault(key, set()).add(owner)
+            if _has_memory(tensor):
+                storage = tensor.untyped_storage().data_ptr()
+                entry = _Owned(owner, name, tensor, name in changing)
+                self._by_storage.setdefault(storage, []).append(entry)
 
     def check(self, owner: str, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
         """Refuse memory in common with another member, if training changes it for either of them."""
         for name, tensor in tensors.items():
             for other in self._others(owner, tensor):
-                if name in changing or other.changes:
+                if (name in changing or other.changes) and _overlap(tensor, other.tensor):
                     what = "parameters" if isinstance(tensor, nn.Parameter) else "buffers"
                     raise MemberError(
                         f"member {owner!r}: expected {what} of its own where training changes them, got "
@@ -94,26 +95,28 @@ class Owners:
                         "requires_grad_(False), or make a copy: tensor.data = tensor.data.clone()"
                     )
 
-    def _others(self, owner: str, tensor: Tensor) -> Iterator[_Owned]:
-        if view_key(tensor) is None:
-            return
-        begin, end = memory_span(tensor)
-        for entry in self._by_storage.get(_storage_of(tensor), ()):
-            if entry.owner != owner and entry.begin < end and begin < entry.end:
-                yield entry
-
     def base(
-        self, tensors: Mapping[str, Tensor], changing: Collection[str]
+        self, owner: str, tensors: Mapping[str, Tensor], changing: Collection[str]
     ) -> tuple[tuple[str, Hashable], ...]:
         """Names and views of the constants that a member has in common with others, or by `share_frozen`."""
-        return tuple(
-            (name, view_key(tensor))
-            for name, tensor in tensors.items()
-            if name not in changing
-            and view_key(tensor) is not None
-            and (len(self._by_view[view_key(tensor)]) > 1 or hasattr(tensor, _MARK))
-        )
+        found = []
+        for name, tensor in tensors.items():
+            if name in changing or not _has_memory(tensor):
+                continue
+            key = view_key(tensor)
+            if hasattr(tensor, _MARK) or any(
+                view_key(other.tensor) == key for other in self._others(owner, tensor)
+            ):
+                found.append((name, key))
+        return tuple(found)
+
+    def _others(self, owner: str, tensor: Tensor) -> Iterator[_Owned]:
+        """What other members have in the same storage."""
+        if _has_memory(tensor):
+            entries = self._by_storage.get(tensor.untyped_storage().data_ptr(), ())
+            yield from (entry for entry in entries if entry.owner != owner)
 
 
-def _storage_of(tensor: Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    (begin, end), (low, high) = memory_span(one), memory_span(other)
+    return begin < high and low < end
