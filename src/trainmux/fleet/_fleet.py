@@ -670,8 +670,10 @@ class Fleet:
             changing = changing_names(group.traced)
             slots = [slot for _, slot in group.members if slot.name != leaving]
             found = {owners.base(slot.name, named_tensors(slot.member), changing) for slot in slots}
-            if len(found) == 1:
-                group.key = replace(group.key, base=found.pop())
+            base = found.pop() if len(found) == 1 else ()
+            # What was held per member, because of one who has left, stays so.
+            if base and all(name in group.state.shared for name, _ in base):
+                group.key = replace(group.key, base=base)
 
     def _take_base(self, group: Group, edited: Sequence[str]) -> None:
         """Take edited values of constants over for all members that have them in common."""

@@ -292,6 +292,7 @@ class Group:
         """Copy a member's weights, buffers and optimizer state into a row."""
         member, state = newcomer.member, self.state
         member.name = newcomer.name
+        tensors = named_tensors(member)
         slot = Slot(
             member,
             newcomer.name,
@@ -299,8 +300,8 @@ class Group:
             newcomer.steps,
             counter=member.num_draws,
             wider=newcomer.wider,
+            own_shapes={name: tuple(tensors[name].shape) for name in newcomer.wider},
         )
-        tensors = named_tensors(member)
         pairs = [(slot.cut(name, rows[row]), tensors[name]) for name, rows in state.tensors.items()]
         with torch.no_grad():
             for name in newcomer.wider:
@@ -333,9 +334,7 @@ class Group:
         slot = self.slot(row)
         found = named_tensors(slot.member)
         for name, rows in self.state.tensors.items():
-            shape = tuple(rows.shape[1:])
-            if name in found and name in slot.wider:
-                continue
+            shape = slot.own_shapes.get(name, tuple(rows.shape[1:]))
             if name not in found or found[name].shape != shape:
                 got = tuple(found[name].shape) if name in found else "none"
                 raise MemberError(

@@ -28,7 +28,7 @@ class Slot:
     those enqueued since (a member that froze on the device did fewer); ``counter`` the micro-batches seen,
     which number the random draws; ``watch`` finds out whether its owner has changed it since. One that
     ``waits`` came between two updates and is not active before the next whole one. ``wider`` has the shapes
-    of parameters that are padded with zeros in the group's storage.
+    of parameters that are padded with zeros in the group's storage, ``own_shapes`` those in the model.
     """
 
     member: Member
@@ -41,12 +41,12 @@ class Slot:
     waits: bool = False
     reason: str | None = None
     wider: Mapping[str, Shape] = field(default_factory=dict)
+    own_shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     def cut(self, parameter: str, value: Tensor) -> Tensor:
         """The member's own part of a row of a parameter, or of something that has its shape."""
-        if parameter in self.wider:
-            for axis, size in enumerate(self.member.model.get_parameter(parameter).shape):
-                value = value.narrow(axis, 0, size)
+        for axis, size in enumerate(self.own_shapes.get(parameter, ())):
+            value = value.narrow(axis, 0, size)
         return value
 
 

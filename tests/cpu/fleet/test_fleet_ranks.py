@@ -198,6 +198,14 @@ def test_a_member_that_is_edited_keeps_its_rank() -> None:
     assert_trains_alike(fleet, plain, BATCHES[2:4])
 
 
+def test_a_padded_member_whose_rank_was_changed_is_refused() -> None:
+    members = adapters(2, 5)
+    fleet = tm.Fleet(members, mse, EXAMPLE)
+    members[0].model.get_parameter("down.weight").data = torch.zeros(3, 3, dtype=torch.float64)
+    with pytest.raises(tm.MemberError, match=r"expected a tensor down\.weight of shape \(2, 3\)"):
+        fleet.sync()
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_checkpoints_have_each_member_at_its_own_rank(accumulate: int, tmp_path: Path) -> None:
     """So one of them goes on beside other ranks, or alone."""

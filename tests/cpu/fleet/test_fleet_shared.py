@@ -280,6 +280,18 @@ def test_a_member_that_was_alone_on_its_base_is_joined_by_one_that_shares_it() -
     assert [len(group.members) for group in fleet.summary()] == [2]
 
 
+def test_constants_held_per_member_stay_so_when_a_newcomer_shares_them() -> None:
+    bases = [backbone(seed).requires_grad_(False) for seed in (1, 2)]
+    members = [probe(bases[0], 0), probe(bases[1], 1), probe(bases[0], 2)]
+    expected = alone([members[0], members[2]])
+    fleet = tm.Fleet(members[:2], mse, EXAMPLE)
+    fleet.drop("m1")
+    fleet.add(members[2])
+    for batch in BATCHES:
+        fleet.step(batch)
+    assert_trained_alike(fleet, expected)
+
+
 def test_members_on_another_base_form_a_group_of_their_own() -> None:
     one, other = backbone(1), backbone(2)
     members = probes(one, None, None)
