@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainmux.fleet._member import Member
+from trainmux.fleet._shared import has_memory
 from trainmux.fleet._slots import named_tensors
 from trainmux.tracing import Shape
 
@@ -48,11 +49,15 @@ class Outline:
         self.ranks: dict[str, Shape] = {}
         described: list[Any] = [type(member.model), type(member.optimizer)]
         for name, tensor in tensors.items():
-            is_adapter = adapts and tensor.requires_grad and tensor.dim() == 2
-            if is_adapter:
-                self.ranks[name] = wider.get(name, tuple(tensor.shape))
-            shape = None if is_adapter else tuple(tensor.shape)
-            described.append((name, tensor.dtype, tensor.requires_grad, shape))
+            described.append((name, tensor.dtype, tensor.requires_grad))
+            if not has_memory(tensor):
+                continue
+            shape = tuple(tensor.shape)
+            if adapts and tensor.requires_grad and len(shape) == 2:
+                self.ranks[name] = wider.get(name, shape)
+            else:
+                described.append(shape)
+        described.append(tuple(self.ranks))
         self.key: Hashable = tuple(described)
 
     def widened(self, *others: Outline) -> dict[str, Shape]:

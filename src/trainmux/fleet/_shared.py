@@ -51,12 +51,13 @@ def share_frozen(module: nn.Module) -> nn.Module:
 
 def view_key(tensor: Tensor) -> Hashable:
     """Equal for tensors that are one view of one memory; ``None`` where there is no memory."""
-    if not _has_memory(tensor):
+    if not has_memory(tensor):
         return None
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def _has_memory(tensor: Tensor) -> bool:
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is dense and has values; others are refused, or have nothing to share."""
     is_odd = tensor.layout is not torch.strided or tensor.is_nested or nn.parameter.is_lazy(tensor)
     return not is_odd and not tensor.is_meta and tensor.numel() > 0
 
@@ -78,7 +79,7 @@ class Owners:
     def add(self, owner: str, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
         """Enter a member's parameters and buffers; training writes to those in ``changing``."""
         for name, tensor in tensors.items():
-            if _has_memory(tensor):
+            if has_memory(tensor):
                 storage = tensor.untyped_storage().data_ptr()
                 entry = _Owned(owner, name, tensor, name in changing)
                 self._by_storage.setdefault(storage, []).append(entry)
@@ -101,7 +102,7 @@ class Owners:
         """Names and views of the constants that a member has in common with others, or by `share_frozen`."""
         found = []
         for name, tensor in tensors.items():
-            if name in changing or not _has_memory(tensor):
+            if name in changing or not has_memory(tensor):
                 continue
             key = view_key(tensor)
             if hasattr(tensor, _MARK) or any(
@@ -112,7 +113,7 @@ class Owners:
 
     def _others(self, owner: str, tensor: Tensor) -> Iterator[_Owned]:
         """What other members have in the same storage."""
-        if _has_memory(tensor):
+        if has_memory(tensor):
             entries = self._by_storage.get(tensor.untyped_storage().data_ptr(), ())
             yield from (entry for entry in entries if entry.owner != owner)
 
