@@ -34,7 +34,7 @@ from trainmux.planning import (
     NUM_ALWAYS,
     TIME_LIMIT_SECONDS,
     BudgetCost,
-    Partition,
+    PartitionSearch,
     PlannedGroup,
     Planner,
     PlanProgress,
@@ -152,10 +152,10 @@ class FleetPlanner:
         if plan is not None:
             self._tell(f"scheduling by {request.policy}", 1, 1, "a plan that was kept")
             return plan
-        partitions = partitions_to_try(request.policy, planned, **bound).partitions
+        search = partitions_to_try(request.policy, planned, **bound)
         if self.kernels == "compiled":
-            self._compile_ahead(partitions)
-        plan = self._search(request, budget, planned, partitions)
+            self._compile_ahead(search)
+        plan = self._search(request, budget, planned, search)
         self._plans.put(key, plan)
         return plan
 
@@ -185,7 +185,7 @@ class FleetPlanner:
         request: PlanRequest,
         budget: int,
         planned: Sequence[PlannedGroup],
-        partitions: Sequence[Partition],
+        search: PartitionSearch,
     ) -> Plan:
         """Plan over profiles, some of them worked out, until those of the plan are of real kernels."""
         begin = monotonic()
@@ -193,7 +193,7 @@ class FleetPlanner:
         if self._device is None:
             # Measuring may take streams with their workspaces, which are part of the fixed bytes.
             for index in range(len(planned)):
-                for width in sorted(_widths(partitions[:NUM_ALWAYS], index)):
+                for width in sorted(_widths(search, index, NUM_ALWAYS)):
                     self.profile(index, width)
         planner = Planner(
             planned,
@@ -206,7 +206,7 @@ class FleetPlanner:
             profile_seconds=_PROFILE_SHARE * request.time_limit - (monotonic() - begin),
             time_limit=request.time_limit,
             progress=request.progress,
-            max_partitions=max(NUM_ALWAYS, len(partitions)),
+            max_partitions=max(NUM_ALWAYS, len(search.partitions)),
         )
         left = request.time_limit - (monotonic() - begin)
         planner.time_limit = max(left, min(request.time_limit, _SEARCH_SECONDS))
@@ -214,7 +214,7 @@ class FleetPlanner:
         by_name = {profile.fingerprint: profile for profile in self._profiles.values()}
         lowered = self._lowered({fingerprint: by_name[fingerprint] for fingerprint in record.profiles})
         if not all(same_but_for_origin(by_name[name], profile) for name, profile in lowered.items()):
-            return self._search(request, budget, planned, partitions)
+            return self._search(request, budget, planned, search)
         record = replace(record, profiles=tuple(profile.fingerprint for profile in lowered.values()))
         curve: tuple[BudgetCost, ...] = planner.curve(request.num_budgets) if request.num_budgets else ()
         return Plan(record, list(lowered.values()), curve)
@@ -319,10 +319,10 @@ class FleetPlanner:
             "again"
         )
 
-    def _compile_ahead(self, partitions: Sequence[Partition]) -> None:
+    def _compile_ahead(self, search: PartitionSearch) -> None:
         """Compile the kernels of every width that will be needed, in parallel."""
         for index, group in enumerate(self._groups):
-            widths = _widths(partitions, index)
+            widths = _widths(search, index)
             self._tell("compiling", index, len(self._groups), f"{len(widths)} widths side by side")
             settings, builder, stacked = group.settings(), group.builder(), group.stacked_batch
             lower = partial(
@@ -503,9 +503,10 @@ class FleetPlanner:
         return [replace(groups[0], members=tuple(names))]
 
 
-def _widths(partitions: Sequence[Partition], index: int) -> set[int]:
-    """The widths of a group's sub-arrays."""
-    return {width for partition in partitions for width in partition.widths[index]}
+def _widths(search: PartitionSearch, index: int, num_partitions: int | None = None) -> set[int]:
+    """The widths of a group that the first partitions, or all, are profiled with."""
+    tried = search.partitions[:num_partitions]
+    return {width for each in tried for number, width in search.profiled_widths(each) if number == index}
 
 
 def _check_branches(plan: Plan, width: int, profile: Profile) -> None:

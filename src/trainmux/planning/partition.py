@@ -14,7 +14,7 @@ equal widths, halvings before thirds before fifths, then the paper's uneven ones
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -22,8 +22,7 @@ from trainmux.errors import ConfigError
 
 MAX_PARTITIONS = 16
 NUM_ALWAYS = 2
-"""Partitions tried in any case, the first ones: complete fusion and width 1, if the rules make them, or
-width 1 and halves where a group does not fuse well."""
+"""Partitions tried in any case, the first ones: complete fusion and width 1, if the rules make them."""
 
 Rule = Callable[[int], Sequence[tuple[int, ...]]]
 """The partitions of so many members, as widths of sub-arrays."""
@@ -36,7 +35,7 @@ class PlannedGroup:
     name: str
     members: tuple[str, ...]
     fuses_well: bool = True
-    """Whether all members as one sub-array may be the quickest; where not, that is tried last."""
+    """Whether fused members may be quicker than the same side by side."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,14 @@ class PartitionSearch:
 
     partitions: tuple[Partition, ...]
     num_left_out: int
+    fuses: bool = True
+    """Whether members of a sub-array are fused, or else only run side by side: then width 1 is all there is
+    to profile."""
+
+    def profiled_widths(self, partition: Partition) -> list[tuple[int, int]]:
+        """Each group's number and a width of it that must be profiled for a partition."""
+        every = [(number, width) for number, widths in enumerate(partition.widths) for width in widths]
+        return list(dict.fromkeys(key if self.fuses else (key[0], 1) for key in every))
 
 
 def paper_partitions(num_members: int) -> tuple[tuple[int, ...], ...]:
@@ -124,18 +131,13 @@ ALL_RULES: tuple[Rule, ...] = (equal_partitions, paper_partitions, filled_partit
 
 
 def find_partitions(
-    group_sizes: Sequence[int],
-    *,
-    rules: Sequence[Rule] = ALL_RULES,
-    max_partitions: int = MAX_PARTITIONS,
-    fused_last: Collection[int] = (),
+    group_sizes: Sequence[int], *, rules: Sequence[Rule] = ALL_RULES, max_partitions: int = MAX_PARTITIONS
 ) -> PartitionSearch:
     """The partitions that ``rules`` make of groups of the given sizes, at most so many, in a fixed order.
 
     With several groups those come first in which every group has about the same number of sub-arrays, then
-    the other combinations, beginning with the best of each group. Groups whose numbers are ``fused_last``
-    are fused completely after all else. Refused with `ConfigError`: no group, an empty group, a bound
-    below 2.
+    the other combinations, beginning with the best of each group. Refused with `ConfigError`: no group, an
+    empty group, a bound below 2.
     """
     if not group_sizes or min(group_sizes) < 1:
         sizes = list(group_sizes)
@@ -147,9 +149,7 @@ def find_partitions(
             f"max_partitions must be at least {NUM_ALWAYS}, but got {max_partitions}; complete fusion and "
             "width 1 are always tried"
         )
-    choices = [
-        _choices(size, rules, fused_last=number in fused_last) for number, size in enumerate(group_sizes)
-    ]
+    choices = [_choices(size, rules) for size in group_sizes]
     num_possible = prod(len(widths) for widths in choices)
     found: dict[Partition, None] = {}
     for partition in _in_order(choices):
@@ -159,15 +159,13 @@ def find_partitions(
     return PartitionSearch(tuple(found), num_possible - len(found))
 
 
-def _choices(num_members: int, rules: Sequence[Rule], *, fused_last: bool) -> list[tuple[int, ...]]:
+def _choices(num_members: int, rules: Sequence[Rule]) -> list[tuple[int, ...]]:
     """Every partition of one group: complete fusion and width 1, then rule by rule, the cheapest first."""
     rank_of: dict[tuple[int, ...], tuple[int, ...]] = {}
     for rule_number, rule in enumerate(rules):
         for widths in rule(num_members):
-            is_fused, is_width_1 = len(widths) == 1, len(widths) == num_members
-            last = fused_last and is_fused and not is_width_1
-            first = is_width_1 or (is_fused and not last)
-            rank_of.setdefault(widths, (last, not first, rule_number, *_cost(widths)))
+            is_end = len(widths) in (1, num_members)
+            rank_of.setdefault(widths, (not is_end, rule_number, *_cost(widths)))
     return sorted(rank_of, key=rank_of.__getitem__)
 
 

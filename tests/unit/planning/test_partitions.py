@@ -77,20 +77,6 @@ def test_groups_are_split_alike_first_and_never_mixed() -> None:
     assert sub_arrays == [("a0", "a1"), ("a2", "a3"), ("b0",), ("b1",)]
 
 
-def test_a_group_that_does_not_fuse_well_is_fused_last() -> None:
-    def widths(sizes: list[int], bound: int, last: tuple[int, ...]) -> list[tuple[tuple[int, ...], ...]]:
-        found = find_partitions(sizes, max_partitions=bound, fused_last=last).partitions
-        return [partition.widths for partition in found]
-
-    assert widths([8], 4, (0,)) == [((1,) * 8,), ((4, 4),), ((2,) * 4,), ((3, 3, 2),)]
-    everything = widths([8], 100, ())
-    assert sorted(widths([8], 100, (0,))) == sorted(everything)
-    assert widths([8], 100, (0,))[-1] == ((8,),)
-    assert widths([1], 2, (0,)) == [((1,),)]
-    assert widths([2], 2, (0,)) == [((1, 1),), ((2,),)]
-    assert ((1, 1), (1, 1)) in widths([2, 2], 2, (1,))
-
-
 @pytest.mark.parametrize(("sizes", "bound"), [([], 16), ([3, 0], 16), ([3], 1)])
 def test_what_is_refused(sizes: list[int], bound: int) -> None:
     with pytest.raises(ConfigError):
@@ -132,6 +118,37 @@ def test_three_at_a_time_are_measured_where_they_are_tried(
     num_members: int, numbers: tuple[int, ...]
 ) -> None:
     assert branches_to_measure(num_members) == numbers
+
+
+@pytest.mark.parametrize(
+    ("policy", "profiled", "found"),
+    [
+        ("auto", [1], {(2, 2, 2, 2), (4, 4), (1,) * 8}),
+        ("none", [1], {(2, 2, 2, 2), (4, 4), (1,) * 8}),
+        ("capuchin", [8, 1], {(8,)}),
+        ("mutwo", [1, 4, 2, 3], {(2, 2, 2, 2), (4, 4), (3, 3, 1, 1), (1,) * 8}),
+    ],
+)
+def test_members_that_do_not_fuse_well_only_run_side_by_side(
+    policy: str, profiled: list[int], found: set[tuple[int, ...]]
+) -> None:
+    asked: list[int] = []
+
+    def profile_of(group: PlannedGroup, width: int) -> Profile:
+        asked.append(width)
+        return side_by_side(STEP, width)
+
+    def branched_of(group: PlannedGroup, members: int, branches: int) -> Profile | None:
+        return side_by_side(STEP, branches, members) if members in (2, 4) else None
+
+    group = PlannedGroup("a", tuple(map(str, range(8))), fuses_well=False)
+    given = {"profile_of": profile_of, "branched_of": branched_of, "policy": policy, "max_partitions": 5}
+    plan = Planner([group], **given).plan(1 << 50)  # type: ignore[arg-type]
+    assert asked == profiled
+    assert {attempt.widths for attempt in plan.attempts} == found
+    if policy in ("auto", "none"):  # the others fuse, as published
+        assert {max(attempt.widths) for attempt in plan.attempts} == {1, 2, 4}
+        assert plan.num_left_out == find_partitions([8], max_partitions=3).num_left_out
 
 
 @pytest.mark.parametrize(("seconds", "profiled"), [(0.0, [8, 1]), (0.5, [8, 1, 4]), (60.0, [8, 1, 4, 2, 3])])

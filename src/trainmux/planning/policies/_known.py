@@ -137,10 +137,11 @@ POLICY_NAMES = ("auto", *_BASELINES)
 def partitions_to_try(
     policy: str, groups: Sequence[PlannedGroup], max_partitions: int = MAX_PARTITIONS
 ) -> PartitionSearch:
-    """The partitions of groups that a policy is tried with."""
-    return find_partitions(
-        [len(group.members) for group in groups],
-        rules=policy_named(policy).rules,
-        max_partitions=max_partitions,
-        fused_last=[number for number, group in enumerate(groups) if not group.fuses_well],
-    )
+    """The partitions of groups that a policy is tried with.
+
+    Where no group fuses well, members are not fused, unless the policy was published with fused ones.
+    """
+    known, sizes = policy_named(policy), [len(group.members) for group in groups]
+    search = find_partitions(sizes, rules=known.rules, max_partitions=max_partitions)
+    fuses = policy not in ("auto", "none") or any(group.fuses_well for group in groups)
+    return replace(search, fuses=fuses)
