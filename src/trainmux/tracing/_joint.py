@@ -10,6 +10,7 @@ fused afterwards (D1): the cost of tracing does not grow with the width.
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -55,9 +56,11 @@ from trainmux.tracing._reach import GeneratorState, Items, Reach
 from trainmux.tracing._source import innermost_user_frame, is_user_file, node_location, refusal
 from trainmux.tracing._torch_private import (
     DATA_DEPENDENT_ERRORS,
+    MAX_NODES,
     CheckpointPolicy,
     ConstantChangedError,
     FakeTensorMode,
+    TooLongError,
     checkpoint_regions,
     frames_of,
     functionalized,
@@ -76,6 +79,10 @@ _INDEPENDENT = (
     "of them); compute it from the model's output without detach() or no_grad()"
 )
 _REMEDY = "replace .item(), `if tensor`, nonzero or boolean indexing by torch.where or a fixed shape"
+_EXPERTS = (
+    "let experts compute in fixed shapes: model.set_experts_implementation('batched_mm') in transformers, or "
+    "every expert for every token, weighted by its gate"
+)
 _REMEDIES = {
     "_pack_padded_sequence": "run the layer on the padded sequences and mask what comes after their ends",
     "_ctc_loss": "compute the loss from padded tensors by torch.logsumexp, one time step after another",
@@ -481,6 +488,12 @@ def _trace_error(error: Exception) -> TraceError:
             " changes a tensor in place that is not part of the model; expected only buffers of the model to "
             "be changed: register the tensor as a buffer of the model, or make a new one"
         )
+    elif isinstance(error, TooLongError):
+        what = "a step is too long to be traced"
+        reason = (
+            f": {error}; expected loops and recurrent layers of at most {MAX_NODES:,} operators unrolled: "
+            "train on shorter sequences (cut long ones and carry the state in the batch) or fewer layers"
+        )
     elif isinstance(error, DrawnBranchError):
         what = "Python reads a random number"
         reason = (
@@ -489,7 +502,7 @@ def _trace_error(error: Exception) -> TraceError:
         )
     elif isinstance(error, DATA_DEPENDENT_ERRORS):
         what = str(op)
-        remedy = next((text for part, text in _REMEDIES.items() if part in what), _REMEDY)
+        remedy = next((text for part, text in _REMEDIES.items() if part in what), _remedy_at(error))
         reason = (
             ": the result or its shape depends on the values in a tensor, which a graph cannot express; "
             f"{remedy}"
@@ -507,6 +520,16 @@ def _trace_error(error: Exception) -> TraceError:
             "values read from tensors, constants registered as buffers"
         )
     return refusal(what, reason, location, op)
+
+
+def _remedy_at(error: Exception) -> str:
+    """A remedy by the code around the line that reads values."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
+    if any((frame.line or "").lstrip().startswith("assert ") for frame in frames[-2:]):
+        return "run Python with -O, which leaves assertions out"
+    if any("expert" in f"{frame.name} {frame.line}".lower() for frame in frames):
+        return _EXPERTS
+    return _REMEDY
 
 
 def _refuse_mixed_products(module: fx.GraphModule, settings: TraceSettings) -> None:

@@ -81,6 +81,16 @@ class FakeTensorMode(_FakeTensorMode):
             process_lock.__exit__()
 
 
+MAX_NODES = 50_000
+"""Operators that a trace may record: to fuse as many takes about two minutes."""
+_NODES_OF_A_STEP = 45
+"""Operators of a step of a recurrent layer, backward included."""
+
+
+class TooLongError(RuntimeError):
+    """A trace would record more operators than is sensible."""
+
+
 class _Tracer(PythonKeyTracer):
     """Torch's tracer, but for what it does to the process.
 
@@ -89,6 +99,8 @@ class _Tracer(PythonKeyTracer):
     """
 
     user_frames: Callable[[], str] | None = None
+    num_steps = 0
+    """Steps of recurrent layers so far."""
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self.root = torch.nn.Module()
@@ -99,6 +111,8 @@ class _Tracer(PythonKeyTracer):
         return self.graph
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if len(self.graph.nodes) > MAX_NODES:
+            raise TooLongError(f"more than {MAX_NODES:,} operators")
         node = super().create_node(*args, **kwargs)
         if self.user_frames is not None and not node.stack_trace:
             node.stack_trace = self.user_frames()
@@ -513,6 +527,17 @@ def copy_node(graph: fx.Graph, node: fx.Node, place: Callable[[fx.Node], Any]) -
         if number.isdecimal():
             names._base_count[node.name] = names._base_count.get(base, 0)
     return graph.node_copy(node, place)
+
+
+def expect_recurrence(length: int, num_layers: int) -> None:
+    """Refuse a recurrence that makes the trace too long before it is unrolled."""
+    mode = get_proxy_mode()
+    tracer: Any = None if mode is None else mode.tracer
+    tracer.num_steps += length * num_layers
+    if tracer.num_steps * _NODES_OF_A_STEP > MAX_NODES:
+        raise TooLongError(
+            f"a recurrence over {length} steps, of {tracer.num_steps} in all layers and directions so far"
+        )
 
 
 def nodes_after(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
