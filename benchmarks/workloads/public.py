@@ -395,6 +395,13 @@ def _with_batch(name: str, **own: Tensor) -> tuple[nn.Module, Loss, Any]:
     return model, loss, {**batch, **own}
 
 
+def _with_smaller_images(name: str, side: int) -> tuple[nn.Module, Loss, Any]:
+    import timm
+
+    model = timm.create_model(name, pretrained=False, num_classes=NUM_CLASSES, img_size=side)
+    return _without_dropout(model), _classify, (torch.randn(BATCH_SIZE, 3, side, side), _labels())
+
+
 def _named(name: str) -> Architecture:
     return next(each for each in ARCHITECTURES if each.name == name)
 
@@ -404,6 +411,7 @@ def _remedies() -> dict[str, Remedied]:
     fsmt, prophetnet = "transformers:fsmt", "transformers:prophetnet"
     return {
         fsmt: ("pass decoder_attention_mask", partial(_with_batch, fsmt, decoder_attention_mask=whole)),
+        "timm:sequencer2d_s": ("images of 56 pixels", partial(_with_smaller_images, "sequencer2d_s", 56)),
         prophetnet: ("pass decoder_input_ids", partial(_with_batch, prophetnet, decoder_input_ids=whole)),
     }
 
