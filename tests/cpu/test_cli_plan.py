@@ -46,7 +46,7 @@ number = 3
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(KernelCache, "compile", lambda self, kernels: None)
+    monkeypatch.setattr(KernelCache, "compile_batches", lambda self, batches: None)
     monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
 
 

@@ -87,3 +87,13 @@ def test_the_cost_of_waiting_for_copies_is_measured() -> None:
     for profile in make_fleet(NAME, 2, lowering="aten").plan(None, "none").profiles:
         step = sum(node.seconds for node in profile.nodes)
         assert 0.2e-6 < profile.sync_seconds < min(1e-4, step)
+
+
+def test_a_width_is_measured_after_another_plan_was_used() -> None:
+    """The state lies in host memory then, where filters and the counters of batch norm lie otherwise."""
+    fleet, other = (make_fleet("cnn_with_dropout", lowering="aten") for _ in range(2))
+    for number, (max_partitions, widths) in enumerate([(2, {1, 4}), (5, {1, 2, 3, 4})]):
+        plan = fleet.plan("20GiB", "none", max_partitions=max_partitions)
+        assert {max(attempt.widths) for attempt in plan.record.attempts} == widths
+        batch = batch_of("cnn_with_dropout", number)
+        torch.testing.assert_close(fleet.step(batch), other.step(batch), rtol=1e-4, atol=1e-5)

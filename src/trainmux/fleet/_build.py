@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import ParamSpec, TypeVar
@@ -103,7 +103,7 @@ class ProgramBuilder:
             return replace(in_sub_arrays(program, width // array, branches), notes=notes)
 
         def compiled(step: StoredStep) -> StepProgram:
-            self.compile(step)
+            self.compile([step])
             return whole(step.program(settings), step.lowered.text())
 
         def prepare() -> tuple[Callable[[], None], Callable[[], StepProgram]]:
@@ -162,10 +162,9 @@ class ProgramBuilder:
             updates_rows=not self._config.deterministic,
         )
 
-    def compile(self, *steps: StoredStep) -> None:
-        """Compile the kernels of lowered steps in parallel."""
-        kernels = {kernel.key: kernel for step in steps for kernel in step.lowered.kernels}
-        self._cache().compile(kernels.values())
+    def compile(self, steps: Iterable[StoredStep]) -> None:
+        """Compile the kernels of lowered steps in parallel, those of the first while the next is lowered."""
+        self._cache().compile_batches(step.lowered.kernels for step in steps)
 
     @_typed
     def forward(self, traced: TracedGraph, width: int, *, stacked_batch: bool) -> ForwardProgram:
@@ -236,11 +235,15 @@ def _precision_text(config: FleetConfig) -> str:
 
 def choose_partition(traced: TracedGraph, width: int, config: FleetConfig) -> tuple[int, int]:
     """The width of each sub-array and the number of parallel branches for ``width`` members."""
-    separate = config.device.type == "cuda" and convolution_flops(traced) >= _LARGE_CONVOLUTIONS_FLOPS
-    wanted = config.width or (1 if separate else width)
+    wanted = config.width or (width if fuses_well(traced, config) else 1)
     array = max(size for size in range(1, min(wanted, width) + 1) if width % size == 0)
     branches = config.branches or (_NUM_BRANCHES if array < width else 1)
     return array, min(branches, width // array)
+
+
+def fuses_well(traced: TracedGraph, config: FleetConfig) -> bool:
+    """Whether one array of all members may be the quickest: not where convolutions are large."""
+    return config.device.type != "cuda" or convolution_flops(traced) < _LARGE_CONVOLUTIONS_FLOPS
 
 
 def convolution_flops(traced: TracedGraph) -> float:

@@ -146,6 +146,13 @@ class Group:
         self.state = self.state.with_rows(sources, width, device, self._transfers)
         self.programs.clear()
 
+    def state_on(self, device: torch.device, width: int) -> StackedState:
+        """The state, if it is on ``device``, else a copy of its first rows as steps there want it."""
+        if self.state.alive.device.type == device.type:
+            return self.state
+        rows = [(self.state, row) for row in range(width)]
+        return self.state.with_rows(rows, width, device, self._transfers)
+
     def taken(self, rows: Sequence[int]) -> Group:
         """Make a group of these rows' members alone, with copies of their state in host memory."""
         return self.gathered([(self, row) for row in rows])
@@ -352,7 +359,7 @@ class Group:
             return builder.aten_step(graph, width, settings, stacked_batch=stacked)
         step = builder.lowered_step(graph, width, settings, stacked_batch=stacked, for_plan=True)
         if kernels == "compiled":
-            builder.compile(step)
+            builder.compile([step])
         return step.program(settings)
 
     # ---- running -----------------------------------------------------------------------------------
@@ -386,10 +393,13 @@ class Group:
         """List all tensors that a program takes, in order."""
         return with_batch(self.programs.held_arguments(program, self.held_arguments), batch)
 
-    def held_arguments(self, program: Program) -> list[Tensor | None]:
-        """List the arguments of a program, with ``None`` for each leaf of the batch."""
+    def held_arguments(self, program: Program, state: StackedState | None = None) -> list[Tensor | None]:
+        """List the arguments of a program, with ``None`` for each leaf of the batch.
+
+        ``state`` is a copy to use in place of the group's own.
+        """
         own = {"neutral": self._neutral, "tangent": self._tangent, "evaluation": self._evaluation}
-        return held_arguments(program, self.state, {**self._numbers.tensors, **own})
+        return held_arguments(program, state or self.state, {**self._numbers.tensors, **own})
 
     def forget_fed(self) -> None:
         """Write what the host feeds anew, after members came, left or stopped."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from time import monotonic
 
 import torch
@@ -22,6 +22,7 @@ from trainmux.engine import (
     run_into,
 )
 from trainmux.errors import BudgetError, ConfigError, PlanError, first_line
+from trainmux.fleet._build import fuses_well
 from trainmux.fleet._config import FleetConfig, whole_number
 from trainmux.fleet._group import Group
 from trainmux.fleet._other_steps import PlannedPrograms, Wanted, other_programs, read_step
@@ -33,7 +34,7 @@ from trainmux.planning import (
     NUM_ALWAYS,
     TIME_LIMIT_SECONDS,
     BudgetCost,
-    Partition,
+    PartitionSearch,
     PlannedGroup,
     Planner,
     PlanProgress,
@@ -151,11 +152,10 @@ class FleetPlanner:
         if plan is not None:
             self._tell(f"scheduling by {request.policy}", 1, 1, "a plan that was kept")
             return plan
-        sizes = [len(group.members) for group in planned]
-        partitions = partitions_to_try(request.policy, sizes, **bound).partitions
+        search = partitions_to_try(request.policy, planned, **bound)
         if self.kernels == "compiled":
-            self._compile_ahead(partitions)
-        plan = self._search(request, budget, planned, partitions)
+            self._compile_ahead(search)
+        plan = self._search(request, budget, planned, search)
         self._plans.put(key, plan)
         return plan
 
@@ -185,7 +185,7 @@ class FleetPlanner:
         request: PlanRequest,
         budget: int,
         planned: Sequence[PlannedGroup],
-        partitions: Sequence[Partition],
+        search: PartitionSearch,
     ) -> Plan:
         """Plan over profiles, some of them worked out, until those of the plan are of real kernels."""
         begin = monotonic()
@@ -193,7 +193,7 @@ class FleetPlanner:
         if self._device is None:
             # Measuring may take streams with their workspaces, which are part of the fixed bytes.
             for index in range(len(planned)):
-                for width in sorted(_widths(partitions[:NUM_ALWAYS], index)):
+                for width in sorted(_widths(search, index, NUM_ALWAYS)):
                     self.profile(index, width)
         planner = Planner(
             planned,
@@ -206,7 +206,7 @@ class FleetPlanner:
             profile_seconds=_PROFILE_SHARE * request.time_limit - (monotonic() - begin),
             time_limit=request.time_limit,
             progress=request.progress,
-            max_partitions=max(NUM_ALWAYS, len(partitions)),
+            max_partitions=max(NUM_ALWAYS, len(search.partitions)),
         )
         left = request.time_limit - (monotonic() - begin)
         planner.time_limit = max(left, min(request.time_limit, _SEARCH_SECONDS))
@@ -214,7 +214,7 @@ class FleetPlanner:
         by_name = {profile.fingerprint: profile for profile in self._profiles.values()}
         lowered = self._lowered({fingerprint: by_name[fingerprint] for fingerprint in record.profiles})
         if not all(same_but_for_origin(by_name[name], profile) for name, profile in lowered.items()):
-            return self._search(request, budget, planned, partitions)
+            return self._search(request, budget, planned, search)
         record = replace(record, profiles=tuple(profile.fingerprint for profile in lowered.values()))
         curve: tuple[BudgetCost, ...] = planner.curve(request.num_budgets) if request.num_budgets else ()
         return Plan(record, list(lowered.values()), curve)
@@ -302,7 +302,7 @@ class FleetPlanner:
 
     def fit_others(self, plan: Plan) -> Callable[[Sequence[Wanted], bool | None], PlannedPrograms]:
         """Return what fits other steps of the plan's sub-arrays into its budget; see `other_programs`."""
-        return functools.partial(other_programs, plan, self._kernels_of(plan), self._facts.host_bytes)
+        return partial(other_programs, plan, self._kernels_of(plan), self._facts.host_bytes)
 
     def _kernels_of(self, plan: Plan) -> str:
         """Of what the plan's steps are made: analytic ones are made for regions."""
@@ -319,17 +319,16 @@ class FleetPlanner:
             "again"
         )
 
-    def _compile_ahead(self, partitions: Sequence[Partition]) -> None:
+    def _compile_ahead(self, search: PartitionSearch) -> None:
         """Compile the kernels of every width that will be needed, in parallel."""
         for index, group in enumerate(self._groups):
-            widths = _widths(partitions, index)
+            widths = _widths(search, index)
             self._tell("compiling", index, len(self._groups), f"{len(widths)} widths side by side")
             settings, builder, stacked = group.settings(), group.builder(), group.stacked_batch
-            steps = [
-                builder.lowered_step(group.traced, width, settings, stacked_batch=stacked, for_plan=True)
-                for width in sorted(widths, reverse=True)
-            ]
-            builder.compile(*steps)
+            lower = partial(
+                builder.lowered_step, group.traced, settings=settings, stacked_batch=stacked, for_plan=True
+            )
+            builder.compile(lower(width=width) for width in sorted(widths, reverse=True))
         self._tell("compiling", len(self._groups), len(self._groups), "all kernels")
 
     # ---- profiles ----------------------------------------------------------------------------------
@@ -420,12 +419,12 @@ class FleetPlanner:
 
     def _arguments(self, index: int, program: StepProgram, width: int) -> list[Tensor]:
         """Arguments for the first members of a group, none of them active: a step changes nothing."""
-        group = self._groups[index]
-        batch = [tensor.to(self._config.device) for tensor in self._examples[index].tensors]
+        group, device = self._groups[index], self._config.device
+        batch = [tensor.to(device) for tensor in self._examples[index].tensors]
         if group.stacked_batch:
             batch = [tensor.expand(group.width, *tensor.shape) for tensor in batch]
-        arguments = first_rows(program, with_batch(group.held_arguments(program), batch), width)
-        arguments = [argument.to(self._config.device) for argument in arguments]
+        held = group.held_arguments(program, group.state_on(device, width))
+        arguments = [argument.to(device) for argument in first_rows(program, with_batch(held, batch), width)]
         active = program.position_of("active")
         arguments[active] = torch.zeros_like(arguments[active])
         for position in program.accumulator_positions():  # they change even where nobody is active
@@ -462,7 +461,7 @@ class FleetPlanner:
 
     # ---- the machine -------------------------------------------------------------------------------
 
-    @functools.cached_property
+    @cached_property
     def _facts(self) -> DeviceFacts:
         if self._device is not None:
             return self._device.facts
@@ -485,7 +484,11 @@ class FleetPlanner:
     def _planned_groups(self, num_members: int | None) -> list[PlannedGroup]:
         """The groups by number; with ``num_members``, as if the only group had so many."""
         groups = [
-            PlannedGroup(str(index), tuple(slot.name for _, slot in group.members))
+            PlannedGroup(
+                str(index),
+                tuple(slot.name for _, slot in group.members),
+                self._device is not None or fuses_well(group.traced, self._config),
+            )
             for index, group in enumerate(self._groups)
         ]
         if num_members is None:
@@ -497,12 +500,13 @@ class FleetPlanner:
             )
         names = list(groups[0].members[:num_members])
         names += [f"member {number}" for number in range(len(names), num_members)]
-        return [PlannedGroup("0", tuple(names))]
+        return [replace(groups[0], members=tuple(names))]
 
 
-def _widths(partitions: Sequence[Partition], index: int) -> set[int]:
-    """The widths of a group's sub-arrays."""
-    return {width for partition in partitions for width in partition.widths[index]}
+def _widths(search: PartitionSearch, index: int, num_partitions: int | None = None) -> set[int]:
+    """The widths of a group that the first partitions, or all, are profiled with."""
+    tried = search.partitions[:num_partitions]
+    return {width for each in tried for number, width in search.profiled_widths(each) if number == index}
 
 
 def _check_branches(plan: Plan, width: int, profile: Profile) -> None:

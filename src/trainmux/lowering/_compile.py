@@ -26,12 +26,11 @@ from trainmux.lowering._known import (
     stored_key,
 )
 from trainmux.lowering._regions import RegionGraph, to_payload
-from trainmux.lowering._workers import Job, compile_in_workers
+from trainmux.lowering._workers import Job, Workers, num_workers
 from trainmux.runtime import deterministic_algorithms, ignored_warnings, process_lock
 from trainmux.tracing import FakeTensorMode
 
 _MAX_WORKERS = 12
-_MIN_FOR_WORKER = 6  # kernels that make up for the start of a process
 
 
 def _max_workers() -> int:
@@ -117,6 +116,10 @@ class Kernel:
             self._payload = to_payload(self._region)
         return self._payload
 
+    def job(self) -> Job:
+        """The region, as a worker wants it."""
+        return self.payload(), self.combines, self.stored_key
+
     def compile(self) -> None:
         """Compile once; a failure is kept in ``failure`` and the kernel goes on through ATen."""
         if self.is_settled:
@@ -167,9 +170,22 @@ class KernelCache:
 
     def compile(self, kernels: Iterable[Kernel]) -> None:
         """Compile what is not compiled yet, side by side; warns about kernels that stay on ATen."""
-        waiting = self._loaded([kernel for kernel in kernels if not kernel.is_settled])
-        self.fill(waiting)()
-        waiting = self._loaded(waiting)
+        self.compile_batches([kernels])
+
+    def compile_batches(self, batches: Iterable[Iterable[Kernel]]) -> None:
+        """Compile kernels that come in batches, of which workers have the first while others are made."""
+        found: dict[str, Kernel] = {}
+        with Workers(_max_workers(), deterministic=self._deterministic) as workers:
+            for batch in batches:
+                new = {kernel.key: kernel for kernel in batch if kernel.key not in found}
+                missing = self._loaded([kernel for kernel in new.values() if not kernel.is_settled])
+                found |= {kernel.key: kernel for kernel in missing}
+                for kernel in missing:
+                    if not kernel.is_claimed:
+                        workers.add(kernel.job())
+            with self._filling:  # what another thread has workers compile is needed, too
+                workers.finish()
+        waiting = self._loaded(list(found.values()))
         # One after another: Inductor's settings are those of the process, and its threads trip over them.
         for kernel in waiting:
             with self._settings(combines=kernel.combines):
@@ -221,16 +237,18 @@ class KernelCache:
         """
         waiting = [kernel for kernel in kernels if not kernel.is_settled and not kernel.is_claimed]
         keys = self._stored_keys(waiting)
-        waiting = [kernel for kernel in waiting if not is_known(keys[kernel.key])]
-        num_workers = min(_max_workers(), len(waiting) // _MIN_FOR_WORKER)
+        for kernel in waiting:
+            kernel.stored_key = keys[kernel.key]
+        waiting = [kernel for kernel in waiting if not is_known(kernel.stored_key)]
         jobs: list[Job] = []
-        for kernel in waiting if num_workers >= 2 else ():
+        for kernel in waiting if num_workers(len(waiting), _max_workers()) else ():
             kernel.is_claimed = True
-            jobs.append((kernel.payload(), kernel.combines, keys[kernel.key]))
+            jobs.append(kernel.job())
 
         def work() -> None:
-            with self._filling:
-                if jobs:
-                    compile_in_workers(jobs, num_workers=num_workers, deterministic=self._deterministic)
+            with self._filling, Workers(_max_workers(), deterministic=self._deterministic) as workers:
+                for job in jobs:
+                    workers.add(job)
+                workers.finish()
 
         return work

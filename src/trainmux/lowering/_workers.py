@@ -13,7 +13,6 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,38 +21,66 @@ import torch
 Job = tuple[bytes, bool, str]
 """A region's payload, whether it combines kernels, and the key to keep its code by."""
 
+MIN_FOR_WORKER = 6
+"""Kernels that make up for the start of a process."""
 
-def compile_in_workers(jobs: Sequence[Job], *, num_workers: int, deterministic: bool) -> int:
-    """Compile all regions into the cache on disk; returns how many a worker finished.
 
-    What no worker could finish, for whatever reason, is left to the caller.
+class Workers:
+    """Processes that compile regions into the cache on disk, started as jobs come: one for so many jobs.
+
+    As a context: however it ends, nothing more comes. What no worker could finish, for whatever reason, is
+    left to the caller.
     """
-    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    for job in jobs:
-        waiting.put(job)
-    finished = [0] * num_workers
 
-    def serve(index: int) -> None:
+    def __init__(self, most: int, *, deterministic: bool) -> None:
+        self._most = most
+        self._deterministic = deterministic
+        self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._num_jobs = 0
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _ in self._threads:
+            self._waiting.put(None)
+
+    def add(self, job: Job) -> None:
+        """Compile this one as soon as a worker is free."""
+        self._waiting.put(job)
+        self._num_jobs += 1
+        wanted = num_workers(self._num_jobs, self._most)
+        while len(self._threads) < wanted:
+            self._threads.append(threading.Thread(target=self._serve, daemon=True))
+            self._threads[-1].start()
+
+    def finish(self) -> None:
+        """Wait for all jobs. None may be added after that."""
+        self.__exit__()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
         # A worker that has died leaves what was not sent to it, and closing its pipe fails.
-        with suppress(BrokenPipeError), _started(deterministic) as worker:
+        with suppress(BrokenPipeError), _started(self._deterministic) as worker:
             assert worker.stdin is not None
             assert worker.stdout is not None
             try:
-                while True:
-                    pickle.dump(waiting.get_nowait(), worker.stdin)
+                while (job := self._waiting.get()) is not None:
+                    pickle.dump(job, worker.stdin)
                     worker.stdin.flush()
-                    finished[index] += pickle.load(worker.stdout) == ""
-            except (queue.Empty, EOFError, BrokenPipeError, pickle.UnpicklingError):
+                    pickle.load(worker.stdout)
+            except (EOFError, BrokenPipeError, pickle.UnpicklingError):
                 pass
             finally:
                 worker.kill()
 
-    threads = [threading.Thread(target=serve, args=(index,), daemon=True) for index in range(num_workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(finished)
+
+def num_workers(num_jobs: int, most: int) -> int:
+    """How many workers so many jobs pay for, two at least; 0 where that is not worth it."""
+    wanted = min(most, num_jobs // MIN_FOR_WORKER)
+    return wanted if wanted >= 2 else 0
 
 
 def _started(deterministic: bool) -> subprocess.Popen[bytes]:

@@ -8,7 +8,7 @@ from trainmux.planning._plan import TIME_LIMIT_SECONDS, BudgetCost, Planner, Pla
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._slab import Slab, Tenant, pack
 from trainmux.planning._timeline import lane_times, measured_timeline, timeline
-from trainmux.planning.partition import NUM_ALWAYS, Partition, PlannedGroup, find_partitions
+from trainmux.planning.partition import NUM_ALWAYS, Partition, PartitionSearch, PlannedGroup, find_partitions
 from trainmux.planning.policies._known import POLICY_NAMES, partitions_to_try, policy_named
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "BudgetCost",
     "Infeasible",
     "Partition",
+    "PartitionSearch",
     "PlanProgress",
     "PlannedGroup",
     "Planner",

@@ -32,7 +32,13 @@ from trainmux.planning._candidate import (
 )
 from trainmux.planning._rewrite import rewrite
 from trainmux.planning._timeline import timeline
-from trainmux.planning.partition import MAX_PARTITIONS, NUM_ALWAYS, Partition, PlannedGroup
+from trainmux.planning.partition import (
+    MAX_PARTITIONS,
+    NUM_ALWAYS,
+    Partition,
+    PartitionSearch,
+    PlannedGroup,
+)
 from trainmux.planning.policies._known import partitions_to_try, policy_named
 from trainmux.planning.policies.auto import Auto
 from trainmux.sizes import exact_bytes
@@ -138,21 +144,20 @@ class Planner:
         self.time_limit = checked_time_limit(time_limit)
         self.by = known.policy
         self.progress = progress
-        search = partitions_to_try(policy, [len(group.members) for group in groups], max_partitions)
-        partitions, profiles = self._profiled(groups, search.partitions, profile_of, profile_seconds)
-        self._num_left_out = search.num_left_out + len(search.partitions) - len(partitions)
+        search = partitions_to_try(policy, groups, max_partitions)
+        partitions, profiles = self._profiled(groups, search, profile_of, profile_seconds)
         if host_bytes is None:
             host_bytes = min(profile.device.host_bytes for profile in profiles.values())
         self.host_bytes = host_bytes
-        self.arrangements = [
-            arrangement
-            for partition in partitions
-            for ways in (profiles, _branched(groups, partition, branched_of))
-            if ways
-            for arrangement in _arrangements(
-                groups, partition, ways, known.multiplexings(partition), scratch_of
-            )
-        ]
+        self.arrangements: list[Arrangement] = []
+        self._num_left_out = search.num_left_out + len(search.partitions) - len(partitions)
+        for partition in partitions:
+            fused = search.fuses or max(map(max, partition.widths)) == 1
+            ways = [profiles if fused else {}, _branched(groups, partition, branched_of)]
+            self._num_left_out += not any(ways)
+            for found in filter(None, ways):
+                multiplexings = known.multiplexings(partition)
+                self.arrangements += _arrangements(groups, partition, found, multiplexings, scratch_of)
         self.found: list[Candidate] = []
         """Plans for any budget."""
         self._smallest: Candidate | None = None
@@ -299,21 +304,18 @@ class Planner:
     def _profiled(
         self,
         groups: Sequence[PlannedGroup],
-        partitions: Sequence[Partition],
+        search: PartitionSearch,
         profile_of: ProfileOf,
         seconds: float,
     ) -> tuple[list[Partition], dict[tuple[int, int], Profile]]:
         """The partitions that are profiled in time, and the profile of each of their groups and widths."""
         ends_at = monotonic() + seconds
-        widths_of = {
-            partition: [(number, width) for number, widths in enumerate(partition.widths) for width in widths]
-            for partition in partitions
-        }
+        widths_of = {partition: search.profiled_widths(partition) for partition in search.partitions}
         total = len({key for keys in widths_of.values() for key in keys})
         kept: list[Partition] = []
         profiles: dict[tuple[int, int], Profile] = {}
         for partition, keys in widths_of.items():
-            missing = [key for key in dict.fromkeys(keys) if key not in profiles]
+            missing = [key for key in keys if key not in profiles]
             if missing and len(kept) >= NUM_ALWAYS and monotonic() >= ends_at:
                 continue
             kept.append(partition)

@@ -34,6 +34,8 @@ class PlannedGroup:
 
     name: str
     members: tuple[str, ...]
+    fuses_well: bool = True
+    """Whether fused members may be quicker than the same side by side."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,14 @@ class PartitionSearch:
 
     partitions: tuple[Partition, ...]
     num_left_out: int
+    fuses: bool = True
+    """Whether members of a sub-array are fused, or else only run side by side: then width 1 is all there is
+    to profile."""
+
+    def profiled_widths(self, partition: Partition) -> list[tuple[int, int]]:
+        """Each group's number and a width of it that must be profiled for a partition."""
+        every = [(number, width) for number, widths in enumerate(partition.widths) for width in widths]
+        return list(dict.fromkeys(key if self.fuses else (key[0], 1) for key in every))
 
 
 def paper_partitions(num_members: int) -> tuple[tuple[int, ...], ...]:

@@ -66,6 +66,16 @@ def test_names_of_newcomers() -> None:
     assert_alone(fleet, (adam_member(5, "member-1"), BATCHES[:2]))
 
 
+def test_a_copy_of_the_state_lies_as_steps_on_its_device_read_it() -> None:
+    """Rows of one number each, as batch norm's counter has, are 16 bytes apart."""
+    (group,) = Fleet([sgd(bn_mlp(), str(i)) for i in range(3)], mse, EXAMPLE)._groups
+    assert group.state_on(torch.device("cpu"), 2) is group.state
+    there = group.state_on(torch.device("meta"), 2)
+    found = {name: (rows.shape[0], rows.stride()) for name, rows in there.tensors.items()}
+    assert found == {name: (2, rows.stride()) for name, rows in group.state.tensors.items()}
+    assert (2, (2,)) in found.values()
+
+
 def test_free_slots_are_refilled_for_nothing_and_groups_grow_and_shrink_without_tracing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing is compiled; ``steps``, ``plans`` and ``profiles`` lie here."""
-    monkeypatch.setattr(KernelCache, "compile", lambda self, kernels: None)
+    monkeypatch.setattr(KernelCache, "compile_batches", lambda self, batches: None)
     monkeypatch.setattr(_program_store, "cache_folder", lambda: tmp_path / "steps")
     monkeypatch.setenv("TRAINMUX_PROFILE_DIR", str(tmp_path / "profiles"))
     monkeypatch.setenv("TRAINMUX_PLAN_DIR", str(tmp_path / "plans"))
@@ -110,7 +110,7 @@ import torch
 import trainmux as tm
 from trainmux.lowering import KernelCache
 
-KernelCache.compile = lambda self, kernels: None
+KernelCache.compile_batches = lambda self, batches: None
 model = torch.nn.Linear(3, 2)
 optimizer = torch.optim.AdamW(model.parameters())
 loss = lambda model, x: model(x).square().mean()

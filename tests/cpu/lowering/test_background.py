@@ -87,7 +87,7 @@ def test_what_cannot_be_compiled_goes_on_through_aten(
     where: str, finished: list[Upgrade[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse = Mock(side_effect=RuntimeError("not today"))
-    monkeypatch.setattr(UncompiledCache, "fill" if where == "prepare" else "compile", refuse)
+    monkeypatch.setattr(UncompiledCache, "fill" if where == "prepare" else "compile_batches", refuse)
     fleet = fleet_of(MLP, "auto")
     fleet.wait_until_compiled()
     with pytest.warns(TrainmuxWarning, match="goes on through ATen.*not today") as told:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,10 +16,10 @@ import torch
 from lowering_tools import traced
 from torch._inductor import config
 
-from trainmux.lowering import KernelCache, Lowered, _compile, _inductor, _known, _workers, lower
+from trainmux.lowering import Kernel, KernelCache, Lowered, _inductor, _known, _workers, lower
 from trainmux.lowering._inductor import _SELDOM_USED, LoadedCode, _without_unused_imports, surroundings
 from trainmux.lowering._known import is_known, recall, remember, stored_key
-from trainmux.lowering._workers import compile_in_workers
+from trainmux.lowering._workers import Workers
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
@@ -122,7 +122,8 @@ from pathlib import Path
 import torch
 from trainmux.lowering import KernelCache, _inductor, decompositions, lower
 from trainmux.lowering._regions import from_payload
-from trainmux.lowering._workers import compile_in_workers
+from trainmux.lowering import _workers
+from trainmux.lowering._workers import Workers
 from trainmux.tracing import make_fx, static_fake_mode
 
 folder, key, factor = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
@@ -147,7 +148,11 @@ assert not graph.find_nodes(op="call_function", target=torch.ops.aten.max_pool2d
 lowered = lower(module, cache)
 (kernel,) = lowered.kernels
 (key,) = cache._stored_keys([kernel]).values()
-assert compile_in_workers([(kernel.payload(), False, key)], num_workers=1, deterministic=False) == 1
+kernel.stored_key = key
+_workers.num_workers = lambda *_: 1
+with Workers(1, deterministic=False) as workers:
+    workers.add(kernel.job())
+    workers.finish()
 cache.compile([kernel])
 assert isinstance(kernel._compiled, _inductor.LoadedCode), kernel.failure
 assert "torch._inductor.compile_fx" not in sys.modules
@@ -175,26 +180,25 @@ def test_a_new_process_loads_what_others_compiled(folder: Path) -> None:
 
 ECHO = """
 import pickle, sys
+from pathlib import Path
 for _ in range(int(sys.argv[1])):
     try:
         payload, combines, key = pickle.load(sys.stdin.buffer)
     except EOFError:
         break
-    pickle.dump("" if payload != b"bad" else "cannot", sys.stdout.buffer)
+    Path(key).touch()
+    pickle.dump("", sys.stdout.buffer)
     sys.stdout.buffer.flush()
 """
 
 
 @pytest.mark.parametrize(
-    ("lives", "payloads", "num_finished"),
-    [
-        ([100, 100], [b"x" * 100_000] * 20, 20),
-        ([3], [b"good", b"bad", *[b"good"] * 8], 2),  # it dies after three
-        ([0, 0], [b"1", b"2"], 0),
-    ],
+    ("lives", "num_jobs", "num_finished"),
+    [([100, 100], 20, 20), ([100, 100], 11, 0), ([3, 0], 20, 3), ([0, 0, 0], 20, 0), ([100], 20, 0)],
+    ids=["all", "too few for two", "they die", "all die at once", "one alone"],
 )
 def test_workers_share_the_work_and_leave_what_they_cannot_do(
-    lives: list[int], payloads: list[bytes], num_finished: int, monkeypatch: pytest.MonkeyPatch
+    lives: list[int], num_jobs: int, num_finished: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     waiting = list(lives)
 
@@ -203,16 +207,19 @@ def test_workers_share_the_work_and_leave_what_they_cannot_do(
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ))
 
     monkeypatch.setattr(_workers, "_started", start)
-    jobs = [(payload, False, "key") for payload in payloads]
-    found = compile_in_workers(jobs, num_workers=len(lives), deterministic=False)
-    assert found == num_finished
+    with Workers(len(lives), deterministic=False) as workers:
+        for number in range(num_jobs):
+            workers.add((b"x" * 100_000, False, str(tmp_path / str(number))))
+        workers.finish()
+    assert len(list(tmp_path.iterdir())) == num_finished
 
 
 def test_few_kernels_and_known_ones_need_no_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_known, "cache_folder", lambda: tmp_path)
     monkeypatch.setenv("TRAINMUX_COMPILE_WORKERS", "2")
     asked: list[int] = []
-    monkeypatch.setattr(_compile, "compile_in_workers", lambda jobs, **_: asked.append(len(jobs)))
+    monkeypatch.setattr(Workers, "finish", lambda workers: asked.append(workers._num_jobs))
+    monkeypatch.setattr(Workers, "_serve", lambda workers: None)
 
     def fill(deterministic: bool = False) -> list[str]:
         """Two kernels; the keys that their code is kept by."""
@@ -223,12 +230,34 @@ def test_few_kernels_and_known_ones_need_no_worker(monkeypatch: pytest.MonkeyPat
         return list(cache._stored_keys(kernels).values())
 
     fill()
-    assert asked == []
-    monkeypatch.setattr(_compile, "_MIN_FOR_WORKER", 1)
+    assert asked == [0]
+    monkeypatch.setattr(_workers, "MIN_FOR_WORKER", 1)
     for key in fill():
         remember(key, b"code")
-    assert asked == [2]
+    assert asked == [0, 2]
     fill()
-    assert asked == [2]
+    assert asked == [0, 2, 0]
     fill(deterministic=True)
-    assert asked == [2, 2]
+    assert asked == [0, 2, 0, 2]
+
+
+def test_workers_begin_while_other_kernels_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_known, "cache_folder", lambda: tmp_path)
+    given: list[str] = []
+    monkeypatch.setattr(Workers, "add", lambda workers, job: given.append(job[2]))
+    served = Mock(return_value=None)
+    monkeypatch.setattr(Workers, "__exit__", served)
+    cache = KernelCache()
+
+    def batches() -> Iterator[Sequence[Kernel]]:
+        first, second = (lower(traced(lambda x: x.exp(), torch.zeros(n)), cache).kernels for n in (3, 5))
+        yield first
+        assert len(given) == 1
+        yield [*first, *second]
+        assert len(given) == 2
+        served.assert_not_called()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.compile_batches(batches())
+    served.assert_called_once()

@@ -9,4 +9,4 @@ from trainmux.lowering import KernelCache
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KernelCache, "compile", lambda self, kernels: None)
+    monkeypatch.setattr(KernelCache, "compile_batches", lambda self, batches: None)

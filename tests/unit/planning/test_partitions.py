@@ -120,6 +120,37 @@ def test_three_at_a_time_are_measured_where_they_are_tried(
     assert branches_to_measure(num_members) == numbers
 
 
+@pytest.mark.parametrize(
+    ("policy", "profiled", "found"),
+    [
+        ("auto", [1], {(2, 2, 2, 2), (4, 4), (1,) * 8}),
+        ("none", [1], {(2, 2, 2, 2), (4, 4), (1,) * 8}),
+        ("capuchin", [8, 1], {(8,)}),
+        ("mutwo", [1, 4, 2, 3], {(2, 2, 2, 2), (4, 4), (3, 3, 1, 1), (1,) * 8}),
+    ],
+)
+def test_members_that_do_not_fuse_well_only_run_side_by_side(
+    policy: str, profiled: list[int], found: set[tuple[int, ...]]
+) -> None:
+    asked: list[int] = []
+
+    def profile_of(group: PlannedGroup, width: int) -> Profile:
+        asked.append(width)
+        return side_by_side(STEP, width)
+
+    def branched_of(group: PlannedGroup, members: int, branches: int) -> Profile | None:
+        return side_by_side(STEP, branches, members) if members in (2, 4) else None
+
+    group = PlannedGroup("a", tuple(map(str, range(8))), fuses_well=False)
+    given = {"profile_of": profile_of, "branched_of": branched_of, "policy": policy, "max_partitions": 5}
+    plan = Planner([group], **given).plan(1 << 50)  # type: ignore[arg-type]
+    assert asked == profiled
+    assert {attempt.widths for attempt in plan.attempts} == found
+    if policy in ("auto", "none"):  # the others fuse, as published
+        assert {max(attempt.widths) for attempt in plan.attempts} == {1, 2, 4}
+        assert plan.num_left_out == find_partitions([8], max_partitions=3).num_left_out
+
+
 @pytest.mark.parametrize(("seconds", "profiled"), [(0.0, [8, 1]), (0.5, [8, 1, 4]), (60.0, [8, 1, 4, 2, 3])])
 def test_partitions_whose_profiles_would_take_too_long_are_left_out(
     seconds: float, profiled: list[int]

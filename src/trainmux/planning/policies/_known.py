@@ -14,6 +14,7 @@ from trainmux.planning.partition import (
     MAX_PARTITIONS,
     Partition,
     PartitionSearch,
+    PlannedGroup,
     Rule,
     ends,
     find_partitions,
@@ -134,7 +135,13 @@ POLICY_NAMES = ("auto", *_BASELINES)
 
 
 def partitions_to_try(
-    policy: str, group_sizes: Sequence[int], max_partitions: int = MAX_PARTITIONS
+    policy: str, groups: Sequence[PlannedGroup], max_partitions: int = MAX_PARTITIONS
 ) -> PartitionSearch:
-    """The partitions of groups of the given sizes that a policy is tried with."""
-    return find_partitions(group_sizes, rules=policy_named(policy).rules, max_partitions=max_partitions)
+    """The partitions of groups that a policy is tried with.
+
+    Where no group fuses well, members are not fused, unless the policy was published with fused ones.
+    """
+    known, sizes = policy_named(policy), [len(group.members) for group in groups]
+    search = find_partitions(sizes, rules=known.rules, max_partitions=max_partitions)
+    fuses = policy not in ("auto", "none") or any(group.fuses_well for group in groups)
+    return replace(search, fuses=fuses)
