@@ -395,6 +395,14 @@ def _with_batch(name: str, **own: Tensor) -> tuple[nn.Module, Loss, Any]:
     return model, loss, {**batch, **own}
 
 
+def _with_batched_experts(name: str) -> tuple[nn.Module, Loss, Any]:
+    model, loss, batch = _named(name).build()
+    choose: Any = getattr(model, "set_experts_implementation", None)
+    if choose is not None:
+        choose("batched_mm")
+    return model, loss, batch
+
+
 def _with_smaller_images(name: str, side: int) -> tuple[nn.Module, Loss, Any]:
     import timm
 
@@ -409,7 +417,13 @@ def _named(name: str) -> Architecture:
 def _remedies() -> dict[str, Remedied]:
     whole = torch.ones(BATCH_SIZE, NUM_TOKENS, dtype=torch.long)
     fsmt, prophetnet = "transformers:fsmt", "transformers:prophetnet"
+    switch = "model.set_experts_implementation('batched_mm')"
     return {
+        **{
+            each.name: (switch, partial(_with_batched_experts, each.name))
+            for each in ARCHITECTURES
+            if each.family in ("mixture of experts", "state space and recurrent")
+        },
         fsmt: ("pass decoder_attention_mask", partial(_with_batch, fsmt, decoder_attention_mask=whole)),
         "timm:sequencer2d_s": ("images of 56 pixels", partial(_with_smaller_images, "sequencer2d_s", 56)),
         prophetnet: ("pass decoder_input_ids", partial(_with_batch, prophetnet, decoder_input_ids=whole)),
