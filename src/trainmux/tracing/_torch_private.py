@@ -369,10 +369,14 @@ def tracing_thread() -> Iterator[None]:
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
         patches: tuple[tuple[Any, str, Any], ...] = (
             (torch.compiler, "_is_compiling_flag", _InTracingThread()),
-            (_symbolic_trace, "_is_fx_tracing_flag", _InTracingThread()),
             (compiled, "_stance", _EagerWhileTracing(compiled._stance)),
             (distribution, "_validate_args", _unchecked_while_tracing(distribution._validate_args)),
         )
+        if hasattr(_symbolic_trace, "_is_fx_tracing_flag"):
+            patches += ((_symbolic_trace, "_is_fx_tracing_flag", _InTracingThread()),)
+        else:  # torch 2.14 has one for each thread
+            own_flag: Any = _symbolic_trace
+            stack.enter_context(own_flag._is_fx_tracing_context(True))
         for owner, name, own in patches:
             stack.enter_context(mock.patch.object(owner, name, own))
         # Checks of linear algebra would otherwise be threaded through the graph with tokens.
@@ -569,8 +573,10 @@ def checkpoint_regions(on_region: Callable[[list[fx.Node]], None]) -> Iterator[N
             return run_function(*args)
 
     module = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" if hasattr(module, f"{name}_impl") else ""  # from torch 2.14 on
     with (
-        replaced(module, _checkpoint_without_reentrant_generator=region),
+        replaced(module, **{name: region}),
         replaced(module.CheckpointFunction, apply=apply),
     ):
         yield
