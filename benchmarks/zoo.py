@@ -169,7 +169,9 @@ def _compared(
     try:
         with dtypes:
             alone, theirs = plain(begin)
-    except RuntimeError:
+        if not torch.stack(theirs).isfinite().all():
+            raise ArithmeticError("plain torch is not finite in double precision")
+    except (RuntimeError, ArithmeticError):
         dtype, precision, begin, dtypes.has_single = torch.float32, "fp32", list(models), True
         alone, theirs = plain(begin)
     given = _placed(batch, device, dtype)
