@@ -18,7 +18,7 @@ from trainmux.fleet._numbers import GroupNumbers
 from trainmux.fleet._programs import Program, ProgramCache, groups_of, held_arguments, with_batch
 from trainmux.fleet._slots import Slot, StackedState, named_tensors, same_values
 from trainmux.fleet._traces import Trace
-from trainmux.fusion.optimizers import OptimizerStructure, state_names, write_state
+from trainmux.fusion.optimizers import OptimizerStructure, StateEntry, state_entries, write_state
 from trainmux.ir import FusionRecord, GroupSummary, InputKind, MemoryUse, OutputKind
 from trainmux.runtime import stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
@@ -64,11 +64,13 @@ class Group:
         self._kinds = {item.name: item.kind.value for item in traced.inputs if item.kind in own}
         self._gradients = tuple(o.name for o in traced.outputs if o.kind is OutputKind.GRADIENT)
         self._transfers = Transfers(config.device)
+        owners = groups_of(self._gradients, traced, key.structure)
         self.usual = UpdateSettings(  # with all optimizer state, and no clipping
             structure=key.structure,
             idle=(),
             parameters=self._gradients,
-            group_of=groups_of(self._gradients, traced, key.structure),
+            group_of=owners,
+            entries=tuple(map(self._entries_of, self._gradients, owners)),
             clips_norm=False,
             clips_value=False,
             accumulates=config.accumulate > 1,
@@ -78,6 +80,15 @@ class Group:
         neutral = [[value] for value in self.usual.neutral_scalars()]
         self._neutral = torch.tensor(neutral, dtype=torch.float64, device=config.device).reshape(-1, 1)
         self._make_numbers()
+
+    def _entries_of(self, parameter: str, index: int | None) -> tuple[StateEntry, ...]:
+        """Optimizer state of a parameter in the precision that it is held in."""
+        if index is None:
+            return ()
+        item = next(item for item in self.traced.inputs if item.name == parameter)
+        dtype = self.config.held_dtype(getattr(torch, item.dtype.removeprefix("torch.")))
+        like = torch.empty(item.shape, dtype=dtype, device="meta")
+        return state_entries(self.key.structure.groups[index], like)
 
     def _make_numbers(self) -> None:
         """Make what the host feeds, and the counters of an evaluation's draws, for the current width."""
@@ -98,14 +109,20 @@ class Group:
                 state.shared[name] = example.detach().to(device, dtype, copy=True)
             else:
                 state.tensors[name] = stacked_zeros(self.width, example.shape, dtype, device)
-        for key in self.usual.state_keys():
-            state.states[key] = self._zeros_like(key[0])
+        for name, entry in self.usual.state_entries():
+            dtype = entry.dtype or state.tensors[name].dtype
+            state.states[name, entry.name] = stacked_zeros(self.width, entry.shape, dtype, device)
         if self.config.accumulate > 1:
             state.totals = {name: self._zeros_like(name) for name in self._gradients}
 
     def _zeros_like(self, parameter: str) -> Tensor:
         rows = self.state.tensors[parameter]
         return stacked_zeros(rows.shape[0], rows.shape[1:], rows.dtype, rows.device)
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """Names of the parameters that get gradients."""
+        return self._gradients
 
     def kind_of(self, name: str) -> str:
         """Whether a name is a "parameter"'s or a "buffer"'s."""
@@ -253,7 +270,8 @@ class Group:
             for item in (parameters[position] for position in group.params):
                 if item.name not in self._gradients:
                     continue
-                values = {name: state.states[item.name, name][row] for name in state_names(group)}
+                entries = self.usual.entries[self._gradients.index(item.name)]
+                values = {entry.name: state.states[item.name, entry.name][row] for entry in entries}
                 steps = slot.base_steps[index] + done
                 pairs += write_state(slot.member.optimizer, index, group, item.tensor, values, steps)
         self._transfers.copy(pairs)

@@ -130,7 +130,7 @@ def _optimizer_state(
     states: dict[tuple[str, str], Tensor | float] = {}
     for index, group in enumerate(structure.groups):
         for position in used.intersection(group.params):
-            values, _ = read_state(member.optimizer, index, tensors[position])
+            values, _ = read_state(member.optimizer, index, group, tensors[position])
             states |= {(parameters[position].name, state): value for state, value in values.items()}
     return steps, states
 

@@ -21,6 +21,7 @@ from trainmux.fusion.optimizers import (
     OptimizerStructure,
     SettingColumns,
     check_hyperparameters,
+    idle_decisions,
     idle_settings,
     scalar_specs,
     scalar_values,
@@ -92,6 +93,8 @@ class GroupNumbers:
                 for row, slot in members:
                     if slot.active:
                         table[:, row] = self._scalars_of(slot, index)
+            if self._structure.groups[index].traced is not None:
+                idle[-1] = idle_decisions(self._structure.groups[index], table[:, self._rows])
             offset += num_scalars
         self.idle = tuple(idle)
 

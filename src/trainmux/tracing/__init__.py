@@ -6,7 +6,7 @@ from trainmux.tracing._effects import unique_buffers, unique_parameters
 from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
 from trainmux.tracing._passes import SplitGraph, graph_constant, inherit_meta, output_nodes, split_joint
 from trainmux.tracing._reach import Holder, Identity, Items, Reach, same_items, tensor_digest
-from trainmux.tracing._source import node_location
+from trainmux.tracing._source import innermost_user_frame, node_location
 from trainmux.tracing._torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -19,6 +19,8 @@ from trainmux.tracing._torch_private import (
     make_fx,
     nodes_after,
     plain_torch,
+    replaced,
+    replacing_thread,
     static_fake_mode,
     tracer_graph,
 )
@@ -46,6 +48,7 @@ __all__ = [
     "graph_module",
     "has_vmap_rule",
     "inherit_meta",
+    "innermost_user_frame",
     "is_plain",
     "last_node",
     "make_fx",
@@ -53,6 +56,8 @@ __all__ = [
     "nodes_after",
     "output_nodes",
     "plain_torch",
+    "replaced",
+    "replacing_thread",
     "same_items",
     "split_joint",
     "static_fake_mode",

@@ -318,6 +318,13 @@ def _unchecked_while_tracing(usual: bool) -> property:
 
 
 @contextmanager
+def replacing_thread() -> Iterator[None]:
+    """While active, ``replaced`` functions act in this thread, and nothing else is told that it is traced."""
+    with process_lock, mock.patch.object(_thread, "is_tracing", new=True):
+        yield
+
+
+@contextmanager
 def tracing_thread() -> Iterator[None]:
     """While active, patches of torch act in this thread; no other one traces meanwhile.
 
