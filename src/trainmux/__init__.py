@@ -19,6 +19,8 @@ from trainmux.errors import (
     TrainmuxWarning,
 )
 from trainmux.fleet import (
+    EMA,
+    SWA,
     Callback,
     CSVLog,
     EarlyStopping,
@@ -36,6 +38,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DEVICES",
+    "EMA",
+    "SWA",
     "BatchError",
     "BudgetError",
     "CSVLog",

@@ -1,5 +1,6 @@
 """The facade: members, groups and slots over the stages above."""
 
+from trainmux.fleet._averages import EMA, SWA
 from trainmux.fleet._callbacks import Callback, CSVLog, EarlyStopping, FitState
 from trainmux.fleet._cursor import END_OF_PASS, BatchCursor
 from trainmux.fleet._fleet import Fleet
@@ -10,7 +11,9 @@ from trainmux.fleet._plan import Plan
 from trainmux.fleet._segment_runner import GroupPiece
 
 __all__ = [
+    "EMA",
     "END_OF_PASS",
+    "SWA",
     "BatchCursor",
     "CSVLog",
     "CacheFacts",

@@ -502,6 +502,26 @@ class Fleet:
         )
 
     @door
+    def parameters(self, name: str) -> dict[str, Tensor]:
+        """A member's trainable parameters as they train, by name: views, valid until the next call.
+
+        Writing into them changes what the member trains and is evaluated with.
+        """
+        self._plans.runner.finish()
+        group, row = self._find(name)
+        return {key: rows[row] for key, rows in group.state.tensors.items() if key in group.trainable}
+
+    def num_updates(self, name: str) -> int:
+        """Updates that a member was given since it came, as the host counts them."""
+        group, row = self._find(name)
+        return group.slot(row).num_updates
+
+    def is_finite(self, name: str) -> Tensor:
+        """Whether a member has been finite up to now; a bool on the device, which is not waited for."""
+        group, row = self._find(name)
+        return group.state.alive[row]
+
+    @door
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write all members' weights, optimizer and schedule state and counters to a directory."""
         self._plans.runner.finish()
