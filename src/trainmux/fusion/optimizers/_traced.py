@@ -415,7 +415,6 @@ class TracedUpdate:
         self._pinned = {s.label: float(s.read(group)) for s in self.settings if s.label in pinned}
         for example, existing in zip(examples, self._existing, strict=True):
             self.kind(tuple(example.shape), example.dtype, existing)
-        self.default_dtype = examples[0].dtype if examples else torch.float32
         parts = [
             part for kind in self._kinds.values() for part in _host_parts(kind.values, _operands(kind.tree))
         ]
