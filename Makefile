@@ -1,14 +1,20 @@
-# Needs Python 3.11 or 3.12 and make; everything else goes into $(VENV).
+# Needs Linux, Python 3.11 or 3.12 and make; everything else goes into $(VENV).
 #
 #   PYTHON=...       the interpreter to use (otherwise the first that fits, see scripts/choose_python.sh)
+#   TORCH=...        the version of torch to test with (otherwise that in scripts/make_env.py), in a
+#                    folder of its own: make test TORCH=2.12.1 PYTHON=python3.12
 #   TORCH_INDEX=...  the package index to take torch from (otherwise see scripts/make_env.py)
 
-VENV ?= .venv
 PYTHON ?=
+TORCH ?=
+VENV ?= .venv$(if $(TORCH),-$(TORCH)$(if $(PYTHON),-$(notdir $(PYTHON))))
 TORCH_INDEX ?=
 DEMO_ARGS ?=
 BENCH_OUT ?= runs/bench/step_cpu.json
 export TORCH_INDEX
+ifneq ($(TORCH),)
+export TORCH
+endif
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed

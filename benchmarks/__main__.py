@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import overhead, plans, report, step, zoo
+from benchmarks import adapters, overhead, plans, report, step, zoo
 
 app = typer.Typer(
     name="benchmarks", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -13,6 +13,7 @@ app.command("step")(step.command)
 app.command("plans")(plans.command)
 app.command("zoo")(zoo.command)
 app.command("overhead")(overhead.command)
+app.command("adapters")(adapters.command)
 app.command("report")(report.command)
 
 

@@ -38,7 +38,7 @@ class Case:
     def models(self, count: int, first: int = 0) -> list[nn.Module]:
         """Build one model and scale its parameters for the others: drawing all weights takes seconds each."""
         built = self.build(0).train()
-        return [_scaled(built, number) for number in range(first, first + count)]
+        return [scaled(built, number) for number in range(first, first + count)]
 
 
 def find_case(name: str, batch_size: int | None = None) -> Case:
@@ -79,7 +79,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
-def _scaled(built: nn.Module, number: int) -> nn.Module:
+def scaled(built: nn.Module, number: int) -> nn.Module:
+    """Copy a model with its parameters shrunk a little, ``number`` times as much as from one to the next."""
     model = copy.deepcopy(built)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -45,13 +45,15 @@ def isolated(
     *arguments: Any,
     limit_s: float = 600.0,
     variables: Mapping[str, str] | None = None,
+    method: str = "spawn",
 ) -> dict[str, Any]:
     """Give what ``function`` returns, or ``error`` and ``detail`` where it raised, died or took too long.
 
     ``function`` belongs to a module; ``variables`` are added to the environment of its process. On a CPU,
-    which has no state to leave behind, call `guarded` instead: that saves starting processes.
+    which has no state to leave behind, call `guarded` instead: that saves starting processes. With ``method``
+    "forkserver" what that server has loaded need not be imported again; ``variables`` must be left out then.
     """
-    context = get_context("spawn")
+    context: Any = get_context(method)
     answers, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_call, args=(theirs, function, arguments))
     with _starting, _environment(variables or {}):

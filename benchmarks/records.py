@@ -16,6 +16,7 @@ KEYS = {
     "step": ("workload", "batch_size", "width", "way"),
     "plans": ("workload", "batch_size", "width", "share", "policy"),
     "zoo": ("model", "width"),
+    "adapters": ("size", "adapters", "batch_size", "length", "ranks", "way"),
     "overhead": ("workload", "width", "budget"),
 }
 """By benchmark: what names a row. A row measured anew replaces the one of the same name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,9 @@ def command(
 ) -> None:
     """Print the tables of a file of results, and draw its chart."""
     document = read(file)
-    tables = {"step": step_tables, "plans": plan_tables}.get(document["benchmark"], plain_tables)(document)
+    tables = {"step": step_tables, "plans": plan_tables, "zoo": zoo_tables}.get(
+        document["benchmark"], plain_tables
+    )(document)
     for title, table in tables.items():
         shown = table.map(_cell)
         print(f"{title}\n\n{shown.to_markdown(disable_numparse=True) if markdown else shown.to_string()}\n")
@@ -79,6 +82,44 @@ def plan_tables(document: dict[str, Any]) -> dict[str, Any]:
         table.index = pd.Index(group.share + " " + group.policy, name="share, policy")
         tables[f"{width} × {workload}, batch {batch_size}"] = table
     return tables
+
+
+def zoo_tables(document: dict[str, Any]) -> dict[str, Any]:
+    """By family how many are fused, captured and right, and what became of each of the others."""
+    import pandas as pd
+
+    rows = pd.DataFrame([row for row in document["rows"] if row["verdict"] != "absent"])
+    rows["right"] = rows.verdict == "right"
+    columns = {"loss_error": "largest loss error", "update_error": "largest update error"}
+    columns |= {"build_s": "median s to first step"}
+
+    def summary(group: Any) -> Any:
+        right = group[group.right]
+        values = [right.loss_error.max(), right.update_error.max(), right.build_s.median()]
+        return pd.Series([len(group), len(right), *values], ["models", "right", *columns.values()])
+
+    families = {name: summary(group) for name, group in rows.groupby("family", sort=False)}
+    table = pd.DataFrame([*families.values(), summary(rows)], index=[*families, "all"])
+    table[["models", "right"]] = table[["models", "right"]].astype(int)
+    others = pd.DataFrame(
+        [
+            {
+                "model": row["model"],
+                "verdict": row["verdict"],
+                "because": _brief(row.get("message") or row.get("not_captured") or row.get("error") or ""),
+                "remedy": f"{row['remedy']}: {row['with_remedy']}" if "remedy" in row else "",
+            }
+            for row in document["rows"]
+            if row["verdict"] not in ("right", "absent")
+        ],
+        columns=["model", "verdict", "because", "remedy"],
+    )
+    return {"Architectures by family": table, "All others": others.set_index("model")}
+
+
+def _brief(message: str) -> str:
+    """An error without the folders of its paths."""
+    return re.sub(r"/\S*/", "", message).replace("|", "/")
 
 
 def plain_tables(document: dict[str, Any]) -> dict[str, Any]:

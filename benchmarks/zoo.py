@@ -1,149 +1,336 @@
-"""``python -m benchmarks zoo``: public architectures as fleets, compared with plain torch.
+"""``python -m benchmarks zoo``: public and classic architectures as fleets, compared with plain torch.
 
-For each model of torchvision, timm or transformers that is installed: does it fuse, is its step captured as a
-CUDA graph, are its losses those of plain torch, and how long is a step per member.
+For each model: is it one fused group, is its step captured as a CUDA graph, are losses and updates in double
+precision those of plain torch, does it train in bf16, and how long do tracing and fusing take.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 import typer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainmux as tm
+from trainmux.errors import TrainmuxError
 
-from .cases import map_tensors, split
+from .cases import map_tensors, scaled, split
 from .environment import choose_device, describe
-from .processes import guarded, isolated
+from .processes import isolated
 from .records import Results
-from .timing import summary, time_blocks
+from .workloads.classic import CLASSIC
+from .workloads.public import ARCHITECTURES, REMEDIES, Architecture
 
-NUM_STEPS = 5
-"""Steps whose losses are compared: longer, and rounding errors grow by themselves."""
-LEARNING_RATE = 1e-4
-MODELS = (
-    *(
-        "torchvision:resnet18",
-        "torchvision:convnext_tiny",
-        "torchvision:efficientnet_b0",
-        "torchvision:swin_t",
-    ),
-    *("timm:vit_small_patch16_224", "timm:mixer_s32_224", "timm:regnety_002", "timm:mobilenetv4_conv_small"),
-    *("transformers:bert", "transformers:gpt2", "transformers:llama", "transformers:distilbert"),
-    *("transformers:t5", "transformers:gpt_neox", "transformers:mamba"),
+NUM_STEPS = 3
+"""Steps that are compared: longer, and rounding errors grow by themselves."""
+OPTIMIZERS: tuple[tuple[str, Callable[..., torch.optim.Optimizer], dict[str, float]], ...] = (
+    ("SGD", torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+    ("AdamW", torch.optim.AdamW, {"lr": 1e-4}),
+    ("RMSprop", torch.optim.RMSprop, {"lr": 1e-4}),
 )
-TEXT = {
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 256,
-    "vocab_size": 1000,
-}
-"""Small sizes for text models; a configuration takes those that it knows."""
+"""In rotation; from one member to the next the learning rate doubles."""
+TOLERANCES = {"double": (1e-10, 1e-6), "single": (1e-5, 1e-2)}
+"""Relative errors of losses and of updates that are rounding: of models that compute in double precision
+throughout, and of those that cast to single precision whatever they are given."""
+
+MAX_TIMES_ROUNDING = 10.0
+"""Errors may be this many times what it makes to change weights by their last bit: where a model divides by
+next to nothing, or chooses among equals, rounding is not small."""
+
+ZOO: tuple[Architecture, ...] = (
+    *(Architecture(f"classic:{name}", "classic", build) for name, build in CLASSIC.items()),
+    *ARCHITECTURES,
+)
 
 
-def build(name: str, batch_size: int) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Any]:
-    """Make a model without pretrained weights, with its loss and a batch."""
-    library, _, model_name = name.partition(":")
-    torch.manual_seed(0)
-    if library == "transformers":
-        import transformers
+def find(patterns: Sequence[str]) -> list[Architecture]:
+    """The architectures of which a name, with ``*`` for any text, is among ``patterns``."""
+    found = [each for each in ZOO if any(fnmatch(each.name, pattern) for pattern in patterns)]
+    if not found:
+        raise typer.BadParameter(f"expected names like {ZOO[0].name} or timm:*, got {', '.join(patterns)}")
+    return found
 
-        config = transformers.AutoConfig.for_model(model_name)
-        for field, value in TEXT.items():
-            if hasattr(config, field):
-                setattr(config, field, value)
-        config.use_cache = False
-        _without_dropout(config)
-        masked = model_name in ("bert", "distilbert")
-        kind: Any = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
-        if config.is_encoder_decoder:
-            kind = transformers.AutoModelForSeq2SeqLM
-        tokens = torch.randint(TEXT["vocab_size"], (batch_size, 32))
-        model = kind.from_config(config)
-        return model, lambda model, batch: model(**batch).loss, {"input_ids": tokens, "labels": tokens}
-    if library == "torchvision":
-        import torchvision
 
-        model = torchvision.models.get_model(model_name, weights=None)
+def measure(name: str, width: int, device: str) -> dict[str, Any]:
+    """Train as a fleet and one by one from the same weights, and compare.
+
+    A refusal is in the result, and where there is a remedy for it, what came of the remedy.
+    """
+    number, architecture = next((n, each) for n, each in enumerate(ZOO) if each.name == name)
+    optimizer = number % len(OPTIMIZERS)
+    row = {"family": architecture.family, "optimizer": OPTIMIZERS[optimizer][0]}
+    try:
+        with _installed():
+            torch.manual_seed(0)
+            built = architecture.build()
+    except _MissingError as error:
+        return {**row, "verdict": "absent", "message": str(error)}
+    found = _judged(*built, optimizer, width, torch.device(device))
+    if found["verdict"] in ("refused", "not captured") and name in REMEDIES:
+        text, build = REMEDIES[name]
+        torch.manual_seed(0)
+        remedied = _judged(*build(), optimizer, width, torch.device(device))
+        found |= {"remedy": text, "with_remedy": remedied["verdict"]}
+    elif found["verdict"] == "refused" and "-O" in found["message"] and __debug__:
+        found |= {"remedy": "python -O", "with_remedy": _without_assertions(name, width, device)}
+    return {**row, **found}
+
+
+def _without_assertions(name: str, width: int, device: str) -> str:
+    """The verdict under Python's -O."""
+    code = f"import json, benchmarks.zoo as z; print(json.dumps(z.measure({name!r}, {width}, {device!r})))"
+    done = subprocess.run([sys.executable, "-O", "-W", "ignore", "-c", code], capture_output=True, text=True)
+    if done.returncode != 0:
+        return "failed"
+    return str(json.loads(done.stdout.splitlines()[-1])["verdict"])
+
+
+class _MissingError(Exception):
+    """A library, or a model of it, is not installed."""
+
+
+@contextmanager
+def _installed() -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, KeyError) as error:
+        raise _MissingError(f"{type(error).__name__}: {error}") from error
+    except RuntimeError as error:
+        if "nknown model" not in str(error):
+            raise
+        raise _MissingError(str(error)) from error
+
+
+def _judged(
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    batch: Any,
+    optimizer: int,
+    width: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    models = [scaled(model.train(), number) for number in range(width)]
+    row: dict[str, Any] = {"num_parameters": sum(parameter.numel() for parameter in model.parameters())}
+    try:
+        row |= _compared(models, loss, batch, optimizer, device)
+        row |= _trained_in_bf16(models, loss, batch, optimizer, device)
+    except TrainmuxError as error:
+        lines = str(error).strip().splitlines()
+        return {**row, "verdict": "refused", "refusal": type(error).__name__, "message": lines[0]}
+    limits = TOLERANCES[row["computes_in"]]
+    errors, floors = (row["loss_error"], row["update_error"]), row.get("rounding", (0.0, 0.0))
+    is_right = all(
+        error <= max(limit, MAX_TIMES_ROUNDING * floor)
+        for error, limit, floor in zip(errors, limits, floors, strict=True)
+    )
+    if not is_right:
+        verdict = "wrong"
+    elif row["num_groups"] > 1 or row["unfused_because"]:
+        verdict = "not fused"
+    elif row["not_captured"]:
+        verdict = "not captured"
     else:
-        import timm
-
-        model = timm.create_model(model_name, pretrained=False)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    images = torch.randn(batch_size, 3, 224, 224), torch.randint(1000, (batch_size,))
-    return model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), images
+        verdict = "right"
+    return {**row, "verdict": verdict}
 
 
-def measure(name: str, width: int, batch_size: int, device: str, block_seconds: float) -> dict[str, Any]:
-    """Train as a fleet and one by one from the same weights, compare the losses, time both."""
-    place = torch.device(device)
-    built, loss, batch = build(name, batch_size)
-    batch = map_tensors(lambda tensor: tensor.to(place), batch)
-    alone = [copy.deepcopy(built).to(place).train() for _ in range(width)]
-    rates = [LEARNING_RATE * (1 + number) for number in range(width)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr) for model, lr in zip(alone, rates, strict=True)]
+def _compared(
+    models: Sequence[nn.Module], loss: Callable[..., Tensor], batch: Any, optimizer: int, device: torch.device
+) -> dict[str, Any]:
+    """Steps of a fleet and of plain torch on the same batch: in double precision, if plain torch can.
 
-    def step_alone(batch: Any) -> Tensor:
+    Experts multiply by ``batched_mm`` in double precision: torch's grouped product has none.
+    """
+    double = [copy.deepcopy(model).double() for model in models]
+    each: Any
+    for each in double:
+        if getattr(getattr(each, "config", None), "_experts_implementation", "") == "grouped_mm":
+            each.set_experts_implementation("batched_mm")
+    dtype, precision, begin, dtypes = torch.float64, "fp64", double, _Dtypes()
+
+    def plain(begin: Sequence[nn.Module]) -> tuple[list[nn.Module], list[Tensor]]:
+        return _trained_alone(begin, loss, _placed(batch, device, dtype), optimizer, device)
+
+    try:
+        with dtypes:
+            alone, theirs = plain(begin)
+        if not torch.stack(theirs).isfinite().all():
+            raise ArithmeticError("plain torch is not finite in double precision")
+    except (RuntimeError, ArithmeticError):
+        dtype, precision, begin, dtypes.has_single = torch.float32, "fp32", list(models), True
+        alone, theirs = plain(begin)
+    given = _placed(batch, device, dtype)
+    members = [
+        tm.Member(own := copy.deepcopy(model), _optimizer(own, optimizer, number))
+        for number, model in enumerate(begin)
+    ]
+    started = time.perf_counter()
+    fleet = tm.Fleet(members, loss, given, device=device, precision=precision, lowering="aten")
+    ours = [fleet.step(given).clone()]
+    build_s = time.perf_counter() - started
+    ours += [fleet.step(given).clone() for _ in range(NUM_STEPS - 1)]
+    fleet.sync()
+    groups = fleet.summary()
+    row: dict[str, Any] = {
+        "num_groups": len(groups),
+        "unfused_because": groups[0].unfused_because,
+        "is_captured": all(group.memory is not None for group in groups) if device.type == "cuda" else None,
+        "not_captured": groups[0].not_captured,
+        "num_nodes": groups[0].num_nodes,
+        "computes_in": "single" if dtypes.has_single else "double",
+        "loss_error": max(map(_error, ours, theirs)),
+        "update_error": _update_error(begin, alone, [member.model for member in members]),
+        "build_s": round(build_s, 2),
+    }
+    loss_limit, update_limit = TOLERANCES[row["computes_in"]]
+    if not (row["loss_error"] <= loss_limit and row["update_error"] <= update_limit):
+        again, losses = plain([_nudged(model) for model in begin])
+        row["rounding"] = max(map(_error, losses, theirs)), _update_error(begin, alone, again)
+    return row
+
+
+def _nudged(model: nn.Module) -> nn.Module:
+    """A copy whose weights are off by their last bit, up or down."""
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            if parameter.is_floating_point():
+                signs = torch.randint(0, 2, parameter.shape) * 2 - 1
+                parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+    return copied
+
+
+def _placed(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype), batch)
+
+
+def _trained_alone(
+    models: Sequence[nn.Module], loss: Callable[..., Tensor], batch: Any, optimizer: int, device: torch.device
+) -> tuple[list[nn.Module], list[Tensor]]:
+    """Models after a few steps of plain torch, one by one, and their losses by step."""
+    alone = [copy.deepcopy(model).to(device) for model in models]
+    optimizers = [_optimizer(model, optimizer, number) for number, model in enumerate(alone)]
+    found = []
+    for _ in range(NUM_STEPS):
         losses = []
-        for model, optimizer in zip(alone, optimizers, strict=True):
-            optimizer.zero_grad()
+        for model, updates in zip(alone, optimizers, strict=True):
+            updates.zero_grad()
             value = loss(model, batch)
             value.backward()
-            optimizer.step()
-            losses.append(value.detach())
-        return torch.stack(losses)
+            updates.step()
+            losses.append(value.detach().double())
+        found.append(torch.stack(losses))
+    return alone, found
 
-    members = []
-    for lr in rates:
-        model = copy.deepcopy(built).train()
-        members.append(tm.Member(model, torch.optim.AdamW(model.parameters(), lr)))
-    lowering = "inductor" if place.type == "cuda" else "aten"
-    fleet = tm.Fleet(members, loss, batch, device=device, lowering=lowering)
-    pairs = [(fleet.step(batch).clone(), step_alone(batch)) for _ in range(NUM_STEPS)]
-    (group,) = fleet.summary()
-    return {
-        "num_parameters": sum(parameter.numel() for parameter in built.parameters()),
-        "fused_width": group.width,
-        "unfused_because": group.unfused_because,
-        "is_captured": group.memory is not None,
-        "loss_difference": max((ours - theirs).abs().max().item() for ours, theirs in pairs),
-        "step_ms": summary(time_blocks(fleet.step, [batch], place, 3, block_seconds), width)["median_ms"],
-        "alone_ms": summary(time_blocks(step_alone, [batch], place, 3, block_seconds), width)["median_ms"],
-    }
+
+def _trained_in_bf16(
+    models: Sequence[nn.Module], loss: Callable[..., Tensor], batch: Any, optimizer: int, device: torch.device
+) -> dict[str, Any]:
+    """A step in bf16: seconds until it is done, or that plain torch fails in bf16, too."""
+    batch = map_tensors(lambda tensor: tensor.to(device), batch)
+    try:
+        with torch.autocast(device.type, torch.bfloat16):
+            value = loss(copy.deepcopy(models[0]).to(device), batch)
+        value.backward()
+    except RuntimeError as error:
+        return {"bf16": f"plain torch fails, too: {str(error).splitlines()[0][:100]}"}
+    started = time.perf_counter()
+    members = [tm.Member(each, _optimizer(each, optimizer, number)) for number, each in enumerate(models)]
+    fleet = tm.Fleet(members, loss, batch, device=device, precision="bf16", lowering="aten")
+    losses = fleet.step(batch)
+    if not losses.isfinite().all() and value.isfinite():
+        raise ArithmeticError(f"losses in bf16 are {losses.tolist()}")
+    found: dict[str, Any] = {"bf16_s": round(time.perf_counter() - started, 2)}
+    because = fleet.summary()[0].not_captured
+    return {**found, "not_captured": because} if because else found
+
+
+def _optimizer(model: nn.Module, kind: int, number: int) -> torch.optim.Optimizer:
+    _, make, settings = OPTIMIZERS[kind]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return make(parameters, **{**settings, "lr": settings["lr"] * 2**number})
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    scale = theirs.abs().clamp_min(1e-12)
+    return float(((ours.double() - theirs).abs() / scale).max())
+
+
+def _update_error(
+    begin: Sequence[nn.Module], alone: Sequence[nn.Module], fused: Sequence[nn.Module]
+) -> float:
+    """How far the updates of all parameters are apart, relative to their size; the worst member."""
+    errors = []
+    for before, theirs, ours in zip(begin, alone, fused, strict=True):
+        apart = moved = torch.zeros((), dtype=torch.float64)
+        for start, their, our in zip(
+            before.parameters(), theirs.parameters(), ours.parameters(), strict=True
+        ):
+            apart = apart + (our.detach().cpu() - their.detach().cpu()).square().sum()
+            moved = moved + (their.detach().cpu() - start.detach().cpu()).square().sum()
+        errors.append(float((apart / moved.clamp_min(1e-300)).sqrt()))
+    return max(errors)
+
+
+class _Dtypes(TorchDispatchMode):
+    """Notes whether numbers of single precision are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_single = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype is torch.float32 and result.numel() > 1:
+            self.has_single = True
+        return result
 
 
 def command(
-    models: Annotated[str, typer.Option(help="LIBRARY:NAME, with commas.")] = ",".join(MODELS),
-    members: Annotated[int, typer.Option(min=1, help="Models to train at once.")] = 4,
-    batch_size: Annotated[int, typer.Option(min=1, help="Of each member.")] = 4,
+    models: Annotated[str, typer.Option(help="LIBRARY:NAME, with commas; * is any text.")] = "*",
+    members: Annotated[int, typer.Option(min=1, help="Models to train at once.")] = 3,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    block_seconds: Annotated[float, typer.Option(help="Seconds of a block of steps.")] = 0.3,
+    processes: Annotated[int, typer.Option(min=1, help="Models to try at the same time.")] = 1,
     limit: Annotated[float, typer.Option(help="Seconds that one model may take.")] = 300.0,
     out: Annotated[Path, typer.Option(help="File of results; rows measured before stay.")] = Path(
         "runs/bench/zoo.json"
     ),
 ) -> None:
-    """Train public architectures as fleets: do they fuse, match plain torch, and how fast are they."""
+    """Train public architectures as fleets: are they fused, captured and right."""
+    # Processes are forked from one that has torch, which must not touch the device to see that it is there.
+    os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    get_context("forkserver").set_forkserver_preload(["benchmarks.zoo"])
     place = choose_device(device)
-    results = Results(out, "zoo", describe(place) if place == "cpu" else isolated(describe, place))
-    for name in split(models):
-        what = (name, members, batch_size, place, block_seconds)
-        row = guarded(measure, *what) if place == "cpu" else isolated(measure, *what, limit_s=limit)
-        results.add({"model": name, "width": members, "batch_size": batch_size, **row})
-        print(name, {key: value for key, value in row.items() if key != "detail"}, flush=True)
+    results = Results(out, "zoo", isolated(describe, place))
+    chosen = find(split(models))
+    counts: Counter[str] = Counter()
+    with ThreadPoolExecutor(processes) as pool:
+        what = {
+            pool.submit(
+                isolated, measure, each.name, members, place, limit_s=limit, method="forkserver"
+            ): each
+            for each in chosen
+        }
+        for number, future in enumerate(as_completed(what), 1):
+            row = {"verdict": "failed", "family": what[future].family, **future.result()}
+            results.add({"model": what[future].name, "width": members, **row})
+            counts[row["verdict"]] += 1
+            told = row.get("error") or row.get("message") or ""
+            print(f"{number}/{len(chosen)} {what[future].name}: {row['verdict']} {told}"[:200], flush=True)
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
     print(f"written to {out}")
-
-
-def _without_dropout(config: Any) -> None:
-    for field, value in vars(config).items():
-        if ("dropout" in field or field.endswith("_pdrop")) and isinstance(value, float):
-            setattr(config, field, 0.0)

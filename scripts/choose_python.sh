@@ -34,6 +34,6 @@ for python in python3.11 python3.12 python3; do
     fi
 done
 
-echo "no usable Python among python3.11, python3.12 and python3: expected version 3.11 or 3.12 with the" >&2
-echo "modules venv and ensurepip (on Debian and Ubuntu: python3-venv); install one, or name it with PYTHON=..." >&2
+echo "no usable Python among python3.11, python3.12 and python3: expected version 3.11 or 3.12" >&2
+echo "with the modules venv and ensurepip (on Debian and Ubuntu: python3-venv); install one, or name it with PYTHON=..." >&2
 exit 1

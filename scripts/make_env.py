@@ -16,7 +16,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-TORCH_VERSION = "2.13.0"
+TORCH_VERSION = os.environ.get("TORCH", "2.13.0")
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 # The index that the PyTorch project publishes its CPU builds on.
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -116,7 +116,7 @@ def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit("usage: make_env.py FOLDER")
     gpu = has_gpu()
-    reuse_torch = gpu and has_usable_torch()
+    reuse_torch = gpu and "TORCH" not in os.environ and has_usable_torch()
     python = create(Path(sys.argv[1]), reuse_torch)
     if not reuse_torch:
         install_torch(python, gpu)

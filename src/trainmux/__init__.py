@@ -19,6 +19,9 @@ from trainmux.errors import (
     TrainmuxWarning,
 )
 from trainmux.fleet import (
+    EMA,
+    SWA,
+    BucketCollate,
     Callback,
     CSVLog,
     EarlyStopping,
@@ -29,6 +32,7 @@ from trainmux.fleet import (
     Member,
     Plan,
     inspect_machine,
+    share_frozen,
 )
 from trainmux.profiling import DEVICES, Device
 
@@ -36,7 +40,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DEVICES",
+    "EMA",
+    "SWA",
     "BatchError",
+    "BucketCollate",
     "BudgetError",
     "CSVLog",
     "Callback",
@@ -70,4 +77,5 @@ __all__ = [
     "colocate",
     "errors",
     "inspect_machine",
+    "share_frozen",
 ]

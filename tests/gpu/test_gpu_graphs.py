@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -92,8 +94,24 @@ def test_a_step_that_cannot_be_captured_runs_node_by_node_with_a_warning() -> No
     weight = model.weight.detach().clone()
     batch = torch.randn(8, 4)
     fleet = captured_fleet([model], lambda m, x: waits(m(x)).square().mean(), batch)
-    with pytest.warns(tm.errors.TrainmuxWarning, match="node by node"):
+    with pytest.warns(tm.errors.TrainmuxWarning, match=r"node by node: .*waits.* at .*test_gpu_graphs\.py"):
         fleet.step(batch)
+    assert re.match(r"group 0 is not captured .*waits.* at .*test_gpu_graphs\.py", fleet.explain())
     fleet.step(batch)
     fleet.sync()
     assert not torch.equal(model.weight, weight)
+
+
+def test_a_step_with_constants_of_the_cpu_is_captured() -> None:
+    """A table, a range and a scalar that the model makes on the CPU are on the device when the step runs."""
+    table = torch.linspace(0, 1, 4)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        shifted = x + table.to(x.device) + torch.arange(4).to(x.device) * torch.tensor(0.5)
+        return (model(shifted) - x.cpu().mean(0).to(x.device)).square().mean()
+
+    model, batch = nn.Linear(4, 4), torch.randn(8, 4)
+    expected = loss(copy.deepcopy(model), batch)
+    fleet = captured_fleet([model], loss, batch)
+    assert torch.allclose(fleet.step(batch).cpu(), expected.detach(), rtol=1e-5)
+    assert fleet.summary()[0].memory is not None

@@ -25,14 +25,26 @@ def make_env() -> ModuleType:
 
 
 def test_which_torch_is_asked_for(make_env: ModuleType) -> None:
+    torch = f"torch=={make_env.TORCH_VERSION}"
     cpu = make_env.torch_attempts(False, "", "Linux")
-    assert cpu[0] == ["torch==2.13.0+cpu"]
-    assert {attempt[0] for attempt in cpu} == {"torch==2.13.0+cpu"}
+    assert cpu[0] == [f"{torch}+cpu"]
+    assert {attempt[0] for attempt in cpu} == {f"{torch}+cpu"}
     for gpu, system in ((True, "Linux"), (False, "Darwin")):
-        assert make_env.torch_attempts(gpu, "", system) == [["torch==2.13.0"]]
+        assert make_env.torch_attempts(gpu, "", system) == [[torch]]
     index = "https://example.invalid/simple"  # one that the user names is the only one
     for gpu in (True, False):
-        assert make_env.torch_attempts(gpu, index, "Linux") == [["torch==2.13.0", "--index-url", index]]
+        assert make_env.torch_attempts(gpu, index, "Linux") == [[torch, "--index-url", index]]
+
+
+def test_another_torch_is_asked_for_in_a_folder_of_its_own() -> None:
+    def planned(*words: str) -> str:
+        command = ["make", "--dry-run", "lint", *words]
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+
+    usual, other = planned("PYTHON=python3"), planned("TORCH=2.12.1", "PYTHON=python3.12")
+    assert ".venv/bin/python" in usual
+    assert ".venv-2.12.1-python3.12/bin/python -m mypy" in other
+    assert ".venv/bin" not in other
 
 
 def choose_python(folder: Path, wanted: str = "") -> subprocess.CompletedProcess[str]:

@@ -23,9 +23,10 @@ from trainmux.engine._capture_room import CaptureRoom
 from trainmux.engine._order import Apply
 from trainmux.engine._program import ForwardProgram, StepProgram
 from trainmux.engine._reference import ReferenceEngine
-from trainmux.errors import BudgetError, TrainmuxWarning, first_line
+from trainmux.errors import BudgetError, TrainmuxWarning
 from trainmux.ir import MemoryUse
 from trainmux.sizes import format_bytes
+from trainmux.tracing import failure_text
 
 _MAX_RETIRED = 16
 
@@ -71,6 +72,8 @@ class CudaGraphEngine:
         self._captured: dict[int, tuple[StepProgram | ForwardProgram, _Captured | None]] = {}
         self._retired: list[torch.cuda.CUDAGraph] = []
         self._made_room: CaptureRoom | None = None
+        self.not_captured = ""
+        """Why the last program was not captured, if so: the operator, the user's line, torch's reason."""
 
     @property
     def memory(self) -> MemoryUse | None:
@@ -132,6 +135,7 @@ class CudaGraphEngine:
         captured = None
         try:
             captured = self._capture(program, arguments)
+            self.not_captured = ""
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self._device)
             raise BudgetError(
@@ -140,9 +144,9 @@ class CudaGraphEngine:
                 "it was not enough; train fewer members at once, smaller batches, or plan for a budget"
             ) from error
         except RuntimeError as error:
-            reason = first_line(error)
+            self.not_captured = failure_text(error)
             warnings.warn(
-                f"a step could not be captured as a CUDA graph and runs node by node: {reason}",
+                f"a step could not be captured as a CUDA graph and runs node by node: {self.not_captured}",
                 TrainmuxWarning,
                 stacklevel=2,
             )

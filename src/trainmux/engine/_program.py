@@ -21,7 +21,9 @@ from trainmux.engine._order import Apply, Halves, make_masks_late
 from trainmux.engine._row_gradients import as_row_gradient, erase_unread
 from trainmux.engine._updates import TailInputs, UpdateSettings, make_tail
 from trainmux.fusion import FusedGraph
+from trainmux.fusion.optimizers import StateEntry
 from trainmux.ir import ByteClass, GraphInput, InputKind, OutputKind, Phase
+from trainmux.runtime import stacked_strides
 from trainmux.tracing import (
     FakeTensor,
     copy_node,
@@ -43,6 +45,7 @@ _BYTE_CLASSES = {
     InputKind.BUFFER: ByteClass.BUFFER,
     InputKind.BATCH: ByteClass.BATCH,
     InputKind.COUNTER: ByteClass.BATCH,
+    InputKind.NUMBER: ByteClass.BATCH,
     InputKind.SEED: ByteClass.BUFFER,
 }
 
@@ -83,9 +86,10 @@ class _Arguments:
     @functools.cached_property
     def positions_fed_anew(self) -> tuple[int, ...]:
         """Positions of arguments with new values in every run: the batch, and the host's numbers."""
-        counters = [i for i, item in enumerate(self.inputs) if item.kind is InputKind.COUNTER]
+        own = (InputKind.COUNTER, InputKind.NUMBER)
+        of_members = [i for i, item in enumerate(self.inputs) if item.kind in own]
         fed = [name for name in self.number_names() if name in FED_NUMBERS]
-        return (*self.fed_positions, *counters, *map(self.position_of, fed))
+        return (*self.fed_positions, *of_members, *map(self.position_of, fed))
 
     def byte_classes(self) -> list[ByteClass]:
         """Class of each argument in a budget."""
@@ -367,9 +371,21 @@ def _new_placeholder(graph: fx.Graph, name: str, value: Tensor) -> fx.Node:
 def _state_placeholders(
     graph: fx.Graph, settings: UpdateSettings, parameters: Mapping[str, Tensor]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Optimizer state and accumulators, each shaped like its parameter."""
+    """Optimizer state, and accumulators shaped like their parameters."""
+
+    def fake(entry: StateEntry, parameter: Tensor) -> Tensor:
+        dtype = entry.dtype or parameter.dtype
+        if entry.shape == parameter.shape[1:] and dtype == parameter.dtype:
+            return parameter
+        assert isinstance(parameter, FakeTensor)
+        shape, device = (parameter.shape[0], *entry.shape), parameter.device
+        with parameter.fake_mode:
+            strides = stacked_strides(entry.shape, dtype, device)
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
     states = [
-        _new_placeholder(graph, f"{name}:{state}", parameters[name]) for name, state in settings.state_keys()
+        _new_placeholder(graph, f"{name}:{entry.name}", fake(entry, parameters[name]))
+        for name, entry in settings.state_entries()
     ]
     totals = settings.parameters if settings.accumulates else ()
     return states, [_new_placeholder(graph, f"total:{name}", parameters[name]) for name in totals]
@@ -409,9 +425,12 @@ def _append_tail(
     loss = outputs[OutputKind.LOSS]["loss"]
     parameters = [inputs[InputKind.PARAMETER, name] for name in settings.parameters]
     whole = [outputs[OutputKind.GRADIENT][name] for name in settings.parameters]
+    elementwise = [
+        settings.is_elementwise(position, node.meta["val"]) for position, node in enumerate(parameters)
+    ]
     gradients = [
-        (as_row_gradient(gradient, parameter) if updates_rows else None) or gradient
-        for gradient, parameter in zip(whole, parameters, strict=True)
+        (as_row_gradient(gradient, parameter) if updates_rows and alone else None) or gradient
+        for gradient, parameter, alone in zip(whole, parameters, elementwise, strict=True)
     ]
     new_buffers = list(outputs[OutputKind.BUFFER].values())
     buffers = [inputs[InputKind.BUFFER, name] for name in outputs[OutputKind.BUFFER]]
@@ -423,7 +442,7 @@ def _append_tail(
     nodes, spec = pytree.tree_flatten(roles)
     forward_outputs = {loss, *outputs[OutputKind.METRIC].values(), *new_buffers}
     fresh = [reuses_gradients and _owns_memory(node, forward_outputs) for node in whole]
-    tail = make_tail(settings, fresh)
+    tail = make_tail(settings, fresh, elementwise)
 
     def flat(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         return tail(TailInputs(*pytree.tree_unflatten(list(tensors), spec)))

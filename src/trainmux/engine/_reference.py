@@ -19,6 +19,7 @@ class ReferenceEngine:
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
         self.memory: MemoryUse | None = None
+        self.not_captured = ""
 
     def run(self, program: StepProgram | ForwardProgram, arguments: Sequence[Tensor]) -> list[Tensor]:
         """One step; what it returns is new memory each time."""

@@ -7,6 +7,7 @@ scalars and a zero gradient, which leaves its rows bitwise as they were.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,11 @@ from trainmux.engine._row_gradients import GradientRows, RowGradient, zero_like
 from trainmux.engine._units import Unit, large_alone
 from trainmux.fusion.optimizers import (
     OptimizerStructure,
+    StateEntry,
     apply_update,
+    is_elementwise,
     scalar_dtype,
     scalar_specs,
-    state_names,
 )
 from trainmux.tracing import copy_node, last_node, nodes_after, tracer_graph
 
@@ -33,15 +35,16 @@ class UpdateSettings:
     """Settings that decide the update, besides the graph.
 
     ``parameters`` are the names that get gradients; ``group_of`` gives the optimizer's parameter group
-    of each, ``None`` for one that no optimizer owns. ``idle`` names, for each group, the settings that no
-    member makes use of. A step that applies nothing need not have ``carries_state``: optimizer state is then
-    none of its arguments.
+    of each, ``None`` for one that no optimizer owns, and ``entries`` its optimizer state. ``idle`` names, for
+    each group, the settings that no member makes use of. A step that applies nothing need not have
+    ``carries_state``: optimizer state is then none of its arguments.
     """
 
     structure: OptimizerStructure
     idle: tuple[frozenset[str], ...]
     parameters: tuple[str, ...]
     group_of: tuple[int | None, ...]
+    entries: tuple[tuple[StateEntry, ...], ...]
     clips_norm: bool
     clips_value: bool
     accumulates: bool
@@ -53,14 +56,19 @@ class UpdateSettings:
 
     def state_keys(self) -> tuple[tuple[str, str], ...]:
         """(parameter, state name) of every optimizer state tensor, in a fixed order."""
-        if not self.carries_state:
-            return ()
-        return tuple(
-            (parameter, name)
-            for parameter, index in zip(self.parameters, self.group_of, strict=True)
-            if index is not None
-            for name in state_names(self.structure.groups[index])
-        )
+        return tuple((parameter, entry.name) for parameter, entry in self.state_entries())
+
+    def state_entries(self) -> Iterator[tuple[str, StateEntry]]:
+        """Every optimizer state tensor with the name of its parameter, in the order of ``state_keys``."""
+        if self.carries_state:
+            for parameter, entries in zip(self.parameters, self.entries, strict=True):
+                yield from ((parameter, entry) for entry in entries)
+
+    def is_elementwise(self, position: int, parameter: Tensor) -> bool:
+        """Whether each element of a stacked parameter is updated by itself; no trace may be under way."""
+        index = self.group_of[position]
+        like = parameter.new_empty(parameter.shape[1:], device="meta")
+        return index is None or is_elementwise(self.structure.groups[index], like)
 
     def neutral_scalars(self) -> tuple[float, ...]:
         """The neutral value of each row of the scalar matrix."""
@@ -145,13 +153,21 @@ class _InDtype:
 class Updates:
     """Writes the updates of one step's parameters; members outside of ``commits`` get neutral scalars.
 
-    ``norm`` is the one that clipping goes by; ``shaped`` has shapes that were made before.
+    ``norm`` is the one that clipping goes by; ``shaped`` has shapes that were made before; ``elementwise``
+    says whose elements are updated one by one.
     """
 
     def __init__(
-        self, settings: UpdateSettings, given: TailInputs, commits: Tensor, norm: Tensor, shaped: Broadcast
+        self,
+        settings: UpdateSettings,
+        given: TailInputs,
+        commits: Tensor,
+        norm: Tensor,
+        shaped: Broadcast,
+        elementwise: Sequence[bool],
     ) -> None:
         self._settings = settings
+        self._elementwise = elementwise
         self._given = given
         self._shaped = shaped
         self._states = dict(zip(settings.state_keys(), given.states, strict=True))
@@ -166,16 +182,18 @@ class Updates:
         name, index = settings.parameters[position], settings.group_of[position]
         if index is None:
             return
-        names = state_names(settings.structure.groups[index])
+        names = tuple(entry.name for entry in settings.entries[position])
         parameter = self._given.parameters[position]
+        shape = tuple(parameter.shape[1:])
+        change_one = functools.partial(self._change, index, names, shape)
         tensors = [parameter, *(self._states[name, state_name] for state_name in names)]
         if isinstance(gradient, GradientRows):
             with unit_of_graph(f"rows of update {unit.number}"):
                 rows = [gradient.take(tensor) for tensor in tensors]
-                self._change(index, rows[0], gradient.gradient, rows[1:], fresh=False)
+                change_one(rows[0], gradient.gradient, rows[1:], fresh=False)
             with unit_of_graph(f"update {unit.number}"):
                 parameter, *state = flat(*tensors)
-                self._change(index, parameter, None, state, fresh=False)
+                change_one(parameter, None, state, fresh=False)
             with unit_of_graph(f"rows into {unit.number}"):
                 for tensor, row in zip(tensors, rows, strict=True):
                     gradient.put(tensor, row)
@@ -183,21 +201,26 @@ class Updates:
         own = [parameter, gradient, *tensors[1:]]
 
         def change() -> None:
-            parameter, gradient, *state = flat(*own)
-            self._change(index, parameter, gradient, state, fresh=fresh)
+            numbers = [tensor.dim() == 1 < parameter.dim() for tensor in own]
+            together = iter(flat(*(t for t, is_number in zip(own, numbers, strict=True) if not is_number)))
+            flattened = [t if n else next(together) for t, n in zip(own, numbers, strict=True)]
+            first, second, *state = flattened if self._elementwise[position] else own
+            change_one(first, second, state, fresh=fresh)
 
         self._traced.write(own, (index, fresh), unit, change)
 
     def _change(
         self,
         index: int,
+        names: Sequence[str],
+        shape: tuple[int, ...],
         parameter: Tensor,
         gradient: Tensor | None,
         state: Sequence[Tensor],
         *,
         fresh: bool,
     ) -> None:
-        """Update one parameter, or rows of it; ``None`` is a gradient of zero."""
+        """Update a parameter of ``shape`` in a member, or rows of it; ``None`` is a gradient of zero."""
         known, shaped, group = (
             self._in_dtype[parameter.dtype],
             self._shaped,
@@ -217,9 +240,10 @@ class Updates:
             group,
             parameter,
             gradient,
-            dict(zip(state_names(group), state, strict=True)),
+            dict(zip(names, state, strict=True)),
             {key: shaped(value, parameter) for key, value in known.of_group(index).items()},
             idle=self._settings.idle[index],
+            shape=shape,
         )
 
 
@@ -297,10 +321,11 @@ def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
 Tail = Callable[[TailInputs], tuple[Tensor, Tensor]]
 
 
-def make_tail(settings: UpdateSettings, fresh: Sequence[bool]) -> Tail:
+def make_tail(settings: UpdateSettings, fresh: Sequence[bool], elementwise: Sequence[bool]) -> Tail:
     """The tail as a function to trace; it returns the gradient norm and who is finite, ``[k]`` each.
 
-    ``fresh`` says which gradients are in memory that nothing else refers to.
+    ``fresh`` says which gradients are in memory that nothing else refers to, ``elementwise`` which parameters
+    are updated element by element.
     """
 
     def tail(given: TailInputs) -> tuple[Tensor, Tensor]:
@@ -317,7 +342,7 @@ def make_tail(settings: UpdateSettings, fresh: Sequence[bool]) -> Tail:
         finite, commits = _commit_buffers(given, norm, shaped)
         if settings.applies:
             given.updates.add_(commits)
-            updates = Updates(settings, given, commits, norm, shaped)
+            updates = Updates(settings, given, commits, norm, shaped, elementwise)
             for unit in large_alone(given.parameters):
                 for position in unit.positions:
                     mine = fresh[position] and not settings.accumulates

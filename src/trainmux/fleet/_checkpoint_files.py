@@ -61,7 +61,7 @@ _CODES = {
 PathLike = str | os.PathLike[str]
 
 
-@file_format("checkpoint", version=2, remedy=_REPLACE, error=CheckpointError)
+@file_format("checkpoint", version=3, remedy=_REPLACE, error=CheckpointError)
 @dataclass(frozen=True)
 class _Checkpoint:
     """The JSON file: which tensors file belongs to it, and the document without its tensors.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -12,12 +14,13 @@ from torch import Tensor
 
 from trainmux.errors import ConfigError, FleetError, FusionError, MemberError, warn_user
 from trainmux.fleet._callbacks import Callback
-from trainmux.fleet._checkpoint import SavedFleet, fleet_document
+from trainmux.fleet._checkpoint import SavedFleet, SavedMember, fleet_document, member_document
 from trainmux.fleet._checkpoint_files import write_checkpoint
 from trainmux.fleet._config import make_config
 from trainmux.fleet._feed import BatchFeed
 from trainmux.fleet._fit import FitOptions, fit
-from trainmux.fleet._group import Group, GroupKey
+from trainmux.fleet._free_numbers import GroupTrace
+from trainmux.fleet._group import Group, GroupKey, changing_names
 from trainmux.fleet._history import History
 from trainmux.fleet._member import Member
 from trainmux.fleet._newcomer import (
@@ -30,18 +33,21 @@ from trainmux.fleet._newcomer import (
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._plan_keeper import PlanKeeper, request_like, without_empty
 from trainmux.fleet._planning import FleetPlanner, PlanRequest
+from trainmux.fleet._ranks import Outline, widened
 from trainmux.fleet._runner import Batches, Gather, GroupPart, HalfStepError, StepRunner, evaluate_fleet
 from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
-from trainmux.fleet._slots import Slot
+from trainmux.fleet._shared import Owners, view_key
+from trainmux.fleet._slots import Slot, named_tensors
+from trainmux.fleet._split import splits, warn_of_small_splits
 from trainmux.fleet._traces import Trace, TraceCache
-from trainmux.fleet._watch import Edits, FleetWatch, MemberWatch
+from trainmux.fleet._watch import Checksums, Edits, FleetWatch, MemberWatch
 from trainmux.ir import GroupSummary, Timeline
 from trainmux.planning import TIME_LIMIT_SECONDS, PlanProgress
 from trainmux.profiling import Device
 from trainmux.reporting import format_fusion
 from trainmux.runtime import deferred_interrupts
-from trainmux.tracing import FlatBatch, LossFunction, is_plain, plain_torch
+from trainmux.tracing import FlatBatch, LossFunction, Shape, is_plain, plain_torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,9 +86,10 @@ def door(method: Call[P, T]) -> Call[P, T]:
 class Fleet:
     """Many models that train as one.
 
-    Members of one architecture, loss, batch shape and optimizer structure are fused into one group; others
-    form groups of their own. Everything is traced and fused here, before the first step: what cannot be
-    trained is refused with a typed error that changes nothing.
+    Members of one architecture, loss, batch shape and optimizer structure are fused into one group, whatever
+    the numbers in their code (dropout probability, loss weight); others form groups of their own. Everything
+    is traced and fused here, before the first step: what cannot be trained is refused with a typed error that
+    changes nothing.
 
     ``loss(model, batch)`` returns a scalar, or ``(scalar, {name: tensor})``. ``data="shared"`` gives every
     member the same batch; with ``"per_member"`` each leaf has a leading axis of one entry per member, in
@@ -131,12 +138,22 @@ class Fleet:
         self._feed = BatchFeed(self._config, example_batch, len(members))
         by_key: dict[GroupKey, list[Newcomer]] = {}
         with plain_torch(self._config.default_dtype):
-            for position, (member, name) in enumerate(zip(members, names, strict=True)):
-                plan = self._describe(member, name, position)
+            joining = dict(zip(names, members, strict=True))
+            owners, sums = self._owners(joining), Checksums()
+            wider = widened({name: Outline(member) for name, member in joining.items()})
+            for position, (name, member) in enumerate(joining.items()):
+                plan = self._describe(member, name, position, owners, sums, wider[name])
                 by_key.setdefault(plan.key, []).append(plan)
+            for key, (plan, *others) in list(by_key.items()):
+                if plan.wider and not others:  # padded for nobody
+                    del by_key[key]
+                    member, position = plan.member, names.index(plan.name)
+                    plan = self._describe(member, plan.name, position, owners, sums)
+                    by_key.setdefault(plan.key, []).append(plan)
             for group_plans in by_key.values():
                 self._groups += self._make_groups(group_plans)
         self._names: list[str] = names
+        warn_of_small_splits(self._groups)
 
     # ---- training ----------------------------------------------------------------------------------
 
@@ -295,7 +312,7 @@ class Fleet:
 
         def trace_of(slot: Slot, example: FlatBatch) -> Trace:
             metric = metric_fn if metric_fn is not None else self._loss_of(slot.member)
-            return self._traces.forward(slot.name, slot.member.model, metric, example)
+            return self._traces.forward(slot, metric, example)
 
         return evaluate_fleet(self._plans.runner.forward, groups, self._names, self._feed, loader, trace_of)
 
@@ -334,10 +351,13 @@ class Fleet:
         position = self._names.index(name) if name in self._names else -1
         group, row = self._find(name)
         (new_name,) = names_of([member], dict(zip(self._names, self.members, strict=True)), name)
-        plan = self._describe(member, new_name, position)
+        owners = self._owners({new_name: member}, leaving=name)
+        plan = self._describe_joining(member, new_name, position, owners)
+        if plan.key.base:
+            self._find_bases(owners, leaving=name)
         group.check_export(row)
         if plan.key == group.key:
-            if self._plans.is_active and not group.accepts_constants(member):
+            if self._plans.is_active and not group.accepts(plan):
                 self._leave_plan()
                 group, row = self._find(name)
             old = self._take_out(group, row)
@@ -358,7 +378,10 @@ class Fleet:
         """
         self._plans.runner.finish()
         (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)))
-        plan = self._describe(member, name, len(self._names))
+        owners = self._owners({name: member})
+        plan = self._describe_joining(member, name, len(self._names), owners)
+        if plan.key.base:
+            self._find_bases(owners)
         self._place(plan)
         await_update(self._groups, name, self._num_steps)
         self._names.append(name)
@@ -373,17 +396,28 @@ class Fleet:
         """
         self._plans.runner.finish()
         names = self._names if name is None else [name]
+        owners, sums = self._owners(), Checksums()
         for one in names:
             group, row = self._find(one)
-            self._describe(group.slot(row).member, one, self._names.index(one))  # refused before any changes
+            slot = group.slot(row)
+            # Refused before any changes.
+            self._describe(slot.member, one, self._names.index(one), owners, sums, slot.wider)
+        self._find_bases(owners)
+        for one in names:
+            group, row = self._find(one)
+            self._take_base(group, group.slot(row).watch.edits(sums).tensors)
         changed: list[tuple[Newcomer, Edits]] = []
+        after = Checksums()
         for one in names:
             group, row = self._find(one)
-            member, edits = group.slot(row).member, group.slot(row).watch.edits()
+            slot = group.slot(row)
+            edits = slot.watch.edits(sums)
             group.check_export(row)
-            with kept_edits(member, edits):
-                group.export(row)
-            changed.append((self._describe(member, one, self._names.index(one)), edits))
+            with kept_edits(slot.member, edits):
+                group.export(row, sums)
+            position = self._names.index(one)
+            plan = self._describe(slot.member, one, position, owners, after, slot.wider)
+            changed.append((plan, edits))
         if self._plans.is_active and not all(self._stays(plan) for plan, _ in changed):
             self._leave_plan()
         moving: dict[GroupKey, list[tuple[Newcomer, Edits]]] = {}
@@ -413,10 +447,11 @@ class Fleet:
         for group in self._groups:
             for row, _ in group.members:
                 group.check_export(row)
-        self._watch.warn(self._places(), "it trained on without it, and edited values are overwritten")
+        sums = Checksums()
+        self._watch.warn(self._places(), "it trained on without it, and edited values are overwritten", sums)
         for group in self._groups:
             for row, _ in group.members:
-                group.export(row)
+                group.export(row, sums)
 
     @door
     def plan(
@@ -484,7 +519,11 @@ class Fleet:
 
     def summary(self) -> tuple[GroupSummary, ...]:
         """Return what ``explain`` says as records."""
-        return tuple(group.summary(self._plans.runner.memory) for group in self._groups)
+        memory = self._plans.runner.memory
+        return tuple(
+            group.summary(memory, split.text)
+            for group, split in zip(self._groups, splits(self._groups), strict=True)
+        )
 
     @door
     def end_epoch(self, monitored: Mapping[str, Mapping[str, float]]) -> None:
@@ -502,10 +541,30 @@ class Fleet:
         )
 
     @door
+    def parameters(self, name: str) -> dict[str, Tensor]:
+        """A member's trainable parameters as they train, by name: views, valid until the next call.
+
+        Writing into them changes what the member trains and is evaluated with.
+        """
+        self._plans.runner.finish()
+        group, row = self._find(name)
+        return {key: rows[row] for key, rows in group.state.tensors.items() if key in group.trainable}
+
+    def num_updates(self, name: str) -> int:
+        """Updates that a member was given since it came, as the host counts them."""
+        group, row = self._find(name)
+        return group.slot(row).num_updates
+
+    def is_finite(self, name: str) -> Tensor:
+        """Whether a member has been finite up to now; a bool on the device, which is not waited for."""
+        group, row = self._find(name)
+        return group.state.alive[row]
+
+    @door
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write all members' weights, optimizer and schedule state and counters to a directory."""
         self._plans.runner.finish()
-        self._watch.warn(self._places(), "what is saved was trained without it")
+        self._watch.warn(self._places(), "what is saved was trained without it", Checksums())
         tensors, document = fleet_document(self._groups, self._names, self._num_steps, self._config)
         write_checkpoint(path, tensors, {**document, "extra": dict(extra or {})})
 
@@ -523,6 +582,36 @@ class Fleet:
         self._broken = ""
         return dict(saved.document["extra"])
 
+    @door
+    def save_member(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Write one member's weights, optimizer and schedule state and counters to a directory.
+
+        Not what it shares with others in memory: of a frozen base, only checksums are written. Gradients
+        accumulated since the last update are left out.
+        """
+        self._plans.runner.finish()
+        group, row = self._find(name)
+        text = "what is saved was trained without it"
+        self._watch.warn([(group, group.slot(row))], text, Checksums())
+        write_checkpoint(path, *member_document(group, row, self._config))
+
+    @door
+    def load_member(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Have a member go on from a state that `save_member` wrote, in this fleet or in another one.
+
+        It must be built like the one that was saved, on the same base; ``CheckpointError`` says what does not
+        fit, and nothing changes. With ``accumulate=n``, it starts with the next n batches.
+        """
+        saved = SavedMember(path)
+        self._plans.runner.finish()
+        group, row = self._find(name)
+        saved.check(group, row, self._config)
+        if self._plans.is_active and saved.has_other_constants(group):
+            self._leave_plan()
+            group, row = self._find(name)
+        saved.load(group, row)
+        await_update(self._groups, name, self._num_steps)
+
     # ---- inside ------------------------------------------------------------------------------------
 
     def _require_members(self) -> None:
@@ -539,13 +628,12 @@ class Fleet:
             )
         return loss
 
-    def _trace_for(self, group: Group, example: FlatBatch) -> Trace:
-        trace = group.traces.get(example.spec)
-        if trace is None:
-            slots = [slot for _, slot in group.members]
-            losses = [self._loss_of(slot.member) for slot in slots]
-            trace = group.traces[example.spec] = self._traces.joint_for_group(slots, losses, example)
-        return trace
+    def _trace_for(self, group: Group, example: FlatBatch) -> GroupTrace:
+        return group.trace_for(example.spec, lambda slot: self._trace(slot, example))
+
+    def _trace(self, slot: Slot, example: FlatBatch) -> Trace:
+        loss = self._loss_of(slot.member)
+        return self._traces.joint(slot.name, slot.member.model, loss, example, slot.wider)
 
     def _places(self) -> list[tuple[Group, Slot]]:
         return [(group, slot) for group in self._groups for _, slot in group.members]
@@ -553,8 +641,9 @@ class Fleet:
     def _computes_alike(self, group: Group, slot: Slot) -> bool:
         """Whether a member as it is now has the graph of its group."""
         example = self._feed.example_for(slot.member, self._names.index(slot.name))
-        trace = self._traces.joint(slot.name, slot.member.model, self._loss_of(slot.member), example)
-        return trace.key == group.key.graph
+        trace = self._trace(slot, example)
+        known = slot.traces.get(example.spec, trace)
+        return (trace.key, trace.numbers) == (known.key, known.numbers)
 
     def _find(self, name: str, watch: MemberWatch | None = None) -> tuple[Group, int]:
         """Find a member's group and row; with ``watch``, the one of two that has it while it moves."""
@@ -567,8 +656,67 @@ class Fleet:
             f"{', '.join(self._names) or 'none'})"
         )
 
-    def _describe(self, member: Member, name: str, position: int) -> Newcomer:
-        return describe_newcomer(member, name, position, self._loss_of(member), self._feed, self._traces)
+    def _describe(
+        self,
+        member: Member,
+        name: str,
+        position: int,
+        owners: Owners,
+        sums: Checksums,
+        wider: Mapping[str, Shape] = MappingProxyType({}),
+    ) -> Newcomer:
+        where = (self._feed, self._traces, owners, sums)
+        return describe_newcomer(member, name, position, self._loss_of(member), *where, wider)
+
+    def _describe_joining(self, member: Member, name: str, position: int, owners: Owners) -> Newcomer:
+        """Describe a newcomer, padded to the rank of a group that is there, if it fits there so."""
+        outline, sums = Outline(member), Checksums()
+        for group in self._groups:
+            for _, slot in group.members[:1]:
+                wider = outline.padded_to(Outline(slot.member, slot.wider))
+                if wider:
+                    plan = self._describe(member, name, position, owners, sums, wider)
+                    if plan.wider and plan.key.graph == group.key.graph:
+                        return plan
+        return self._describe(member, name, position, owners, sums)
+
+    def _owners(self, joining: Mapping[str, Member] | None = None, leaving: str | None = None) -> Owners:
+        """Find the memory of all members but one who leaves, and of those that join."""
+        owners = Owners()
+        for group, slot in self._places():
+            if slot.name != leaving:
+                owners.add(slot.name, named_tensors(slot.member), changing_names(group.traced))
+        for name, member in (joining or {}).items():
+            tensors = named_tensors(member)
+            owners.add(name, tensors, [key for key, tensor in tensors.items() if tensor.requires_grad])
+        return owners
+
+    def _find_bases(self, owners: Owners, leaving: str | None = None) -> None:
+        """Find anew which constants groups have in common with other members, when some come or change."""
+        for group in self._groups:
+            changing = changing_names(group.traced)
+            slots = [slot for _, slot in group.members if slot.name != leaving]
+            found = {owners.base(slot.name, named_tensors(slot.member), changing) for slot in slots}
+            base = found.pop() if len(found) == 1 else ()
+            # What was held per member, because of one who has left, stays so.
+            if base and all(name in group.state.shared for name, _ in base):
+                group.key = replace(group.key, base=base)
+
+    def _take_base(self, group: Group, edited: Sequence[str]) -> None:
+        """Take edited values of constants over for all members that have them in common."""
+        homes = group.homes
+        views = {view_key(homes[name]) for name in edited if name in homes}
+        if not views:
+            return
+        if self._plans.is_active:
+            self._leave_plan()
+        for other in self._groups:
+            names = [name for name, home in other.homes.items() if view_key(home) in views]
+            for name in names:
+                if view_key(other.state.shared[name]) not in views:
+                    other.state.shared[name].copy_(other.homes[name])
+            for _, slot in other.members:
+                slot.watch.settle(written=names)
 
     def _make_groups(self, plans: list[Newcomer]) -> list[Group]:
         """One group for all plans, or one for each where the graph cannot be fused."""
@@ -588,19 +736,19 @@ class Fleet:
 
     def _new_group(self, plans: list[Newcomer]) -> Group:
         group = Group(plans[0].key, plans[0].trace.graph, self._config, len(plans))
-        group.traces[plans[0].example.spec] = plans[0].trace
-        group.allocate([plan.member for plan in plans])
+        known = {key: value for other in self._groups for key, value in other.constants().items()}
+        group.allocate([plan.member for plan in plans], known)
         for row, plan in enumerate(plans):
             group.load(row, plan)
         return group
 
     def _prepare(self, group: Group, plan: Newcomer) -> None:
-        group.prepare(plan.trace, stacked_batch=self._feed.stacks(plan.member))
+        group.prepare(self._trace_for(group, plan.example), stacked_batch=self._feed.stacks(plan.member))
 
     def _place(self, plan: Newcomer) -> None:
         same = [group for group in self._groups if group.key == plan.key]
         with_room = [group for group in same if group.free_row() is not None]
-        if self._plans.is_active and not any(group.accepts_constants(plan.member) for group in with_room):
+        if self._plans.is_active and not any(group.accepts(plan) for group in with_room):
             self._leave_plan()
             self._place(plan)
         elif with_room:
@@ -619,13 +767,14 @@ class Fleet:
     def _stays(self, plan: Newcomer) -> bool:
         """Whether a member that was described anew still fits its row, constants included."""
         group, _ = self._find(plan.name)
-        return plan.key == group.key and group.accepts_constants(plan.member)
+        return plan.key == group.key and group.accepts(plan)
 
     def _put(self, group: Group, row: int | None, plan: Newcomer) -> None:
         """Load a member into a row of its group."""
         assert row is not None
-        if not group.accepts_constants(plan.member):
-            group.unshare()
+        others = group.other_constants(plan.member)
+        if others:
+            group.unshare(others)
         group.load(row, plan)
 
     def _grow(self, group: Group, plan: Newcomer) -> bool:
@@ -633,7 +782,8 @@ class Fleet:
         width = group.width
         group.resize(width + 1)
         try:
-            self._prepare(group, plan)
+            trace = group.trace_with(plan)
+            group.prepare(trace, stacked_batch=self._feed.stacks(plan.member))
         except FusionError as error:
             group.resize(width)
             group.unfused_because = str(error)
@@ -644,8 +794,9 @@ class Fleet:
     def _take_out(self, group: Group, row: int) -> Member:
         slot = group.slot(row)
         group.check_export(row)
-        self._watch.warn([(group, slot)], "it leaves without it, and edited values are overwritten")
-        group.export(row)
+        sums = Checksums()
+        self._watch.warn([(group, slot)], "it leaves without it, and edited values are overwritten", sums)
+        group.export(row, sums)
         group.clear(row)
         return slot.member
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,29 +13,56 @@ from trainmux.engine import ForwardProgram, StepProgram, Transfers, UpdateSettin
 from trainmux.errors import MemberError
 from trainmux.fleet._build import ProgramBuilder
 from trainmux.fleet._config import FleetConfig
+from trainmux.fleet._free_numbers import FreeNumbers, GroupTrace
 from trainmux.fleet._member import Member
 from trainmux.fleet._numbers import GroupNumbers
 from trainmux.fleet._programs import Program, ProgramCache, groups_of, held_arguments, with_batch
+from trainmux.fleet._shared import view_key
 from trainmux.fleet._slots import Slot, StackedState, named_tensors, same_values
 from trainmux.fleet._traces import Trace
-from trainmux.fusion.optimizers import OptimizerStructure, state_names, write_state
-from trainmux.ir import FusionRecord, GroupSummary, InputKind, MemoryUse, OutputKind
-from trainmux.runtime import stacked_zeros
+from trainmux.fusion.optimizers import OptimizerStructure, StateEntry, state_entries, write_state
+from trainmux.ir import FreeNumber, FusionRecord, GroupSummary, InputKind, MemoryUse, OutputKind
+from trainmux.runtime import ALIGNMENT_BYTES, stacked_zeros
 from trainmux.tracing import BatchSpec, TracedGraph, unique_parameters
 
 if TYPE_CHECKING:
     from trainmux.fleet._newcomer import Newcomer
+    from trainmux.fleet._watch import Checksums
 
 _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class GroupKey:
-    """Key of members that can be fused."""
+    """Key of members that can be fused.
+
+    ``base`` has names and views of the constants that they have in common with each other, or with members of
+    other groups, in memory.
+    """
 
     graph: str
     structure: OptimizerStructure
     own_batch: bool
+    base: tuple[tuple[str, Hashable], ...] = ()
+
+
+Constants = dict[tuple[Hashable, torch.dtype], Tensor]
+"""Constants on the device, by the view of the members' memory that they are copies of, and their type."""
+
+
+def changing_names(traced: TracedGraph) -> frozenset[str]:
+    """Names of the parameters and buffers that a step changes."""
+    kinds = (OutputKind.GRADIENT, OutputKind.BUFFER)
+    return frozenset(output.name for output in traced.outputs if output.kind in kinds)
+
+
+def _on_device(home: Tensor, dtype: torch.dtype, device: torch.device, known: Constants) -> Tensor:
+    """Return a constant on the device: the members' own memory if it can be used there, else the one copy."""
+    key = (view_key(home), dtype)
+    if key not in known:
+        found = home.detach().to(device, dtype).contiguous()
+        known[key] = found.clone() if found.data_ptr() % ALIGNMENT_BYTES else found
+    return known[key]
 
 
 class Group:
@@ -43,7 +70,6 @@ class Group:
 
     def __init__(self, key: GroupKey, traced: TracedGraph, config: FleetConfig, width: int) -> None:
         self.key = key
-        self.traced = traced
         self.config = config
         self.width = width
         self.slots: list[Slot | None] = [None] * width
@@ -58,17 +84,23 @@ class Group:
         self.notes: tuple[str, ...] = ()
         """How the last prepared step runs, in words."""
         self.stacked_batch = False
-        self.traces: dict[BatchSpec, Trace] = {}
+        self.example_spec: BatchSpec | None = None
+        self.member_graph = traced
+        """The graph of one member, with the literals of any."""
+        self._free = FreeNumbers(width)
+        self._traces: dict[BatchSpec, GroupTrace] = {}
         self.state = StackedState.blank(width, config.device)
         own = (InputKind.PARAMETER, InputKind.BUFFER)
         self._kinds = {item.name: item.kind.value for item in traced.inputs if item.kind in own}
         self._gradients = tuple(o.name for o in traced.outputs if o.kind is OutputKind.GRADIENT)
         self._transfers = Transfers(config.device)
+        owners = groups_of(self._gradients, traced, key.structure)
         self.usual = UpdateSettings(  # with all optimizer state, and no clipping
             structure=key.structure,
             idle=(),
             parameters=self._gradients,
-            group_of=groups_of(self._gradients, traced, key.structure),
+            group_of=owners,
+            entries=tuple(map(self._entries_of, self._gradients, owners)),
             clips_norm=False,
             clips_value=False,
             accumulates=config.accumulate > 1,
@@ -79,27 +111,47 @@ class Group:
         self._neutral = torch.tensor(neutral, dtype=torch.float64, device=config.device).reshape(-1, 1)
         self._make_numbers()
 
+    def _entries_of(self, parameter: str, index: int | None) -> tuple[StateEntry, ...]:
+        """Optimizer state of a parameter in the precision that it is held in."""
+        if index is None:
+            return ()
+        item = next(item for item in self.member_graph.inputs if item.name == parameter)
+        dtype = self.config.held_dtype(getattr(torch, item.dtype.removeprefix("torch.")))
+        like = torch.empty(item.shape, dtype=dtype, device="meta")
+        return state_entries(self.key.structure.groups[index], like)
+
     def _make_numbers(self) -> None:
         """Make what the host feeds, and the counters of an evaluation's draws, for the current width."""
-        self._numbers = GroupNumbers(self.key.structure, self.width, self.config.device)
+        num_free = len(self._free.values)
+        self._numbers = GroupNumbers(self.key.structure, self.width, num_free, self.config.device)
+        self._numbers.set_free(self._free.values)
         self._evaluation = torch.zeros(self.width, dtype=torch.int64, device=self.config.device)
 
     # ---- storage -----------------------------------------------------------------------------------
 
-    def allocate(self, members: Sequence[Member]) -> None:
-        """Make storage for ``width`` members shaped like ``members``, whose common constants are shared."""
-        state, device = self.state, self.config.device
-        kinds = (OutputKind.GRADIENT, OutputKind.BUFFER)
-        changing = {output.name for output in self.traced.outputs if output.kind in kinds}
+    def allocate(self, members: Sequence[Member], known: Constants) -> None:
+        """Make storage for ``width`` members shaped like ``members``, whose common constants are shared.
+
+        Of a constant in memory that members have in common, the fleet has one copy: ``known`` has those that
+        are there, and gets the others.
+        """
+        state, device, base = self.state, self.config.device, dict(self.key.base)
+        changing = changing_names(self.member_graph)
         first, *others = (named_tensors(member) for member in members)
+        shapes = {item.name: item.shape for item in self.traced.inputs}
         for name, example in first.items():
             dtype = self.config.held_dtype(example.dtype)
-            if name not in changing and all(same_values(example, other[name]) for other in others):
-                state.shared[name] = example.detach().to(device, dtype, copy=True)
+            if name in base:
+                state.shared[name] = _on_device(example, dtype, device, known)
+            elif name not in changing and all(same_values(example, other[name]) for other in others):
+                state.shared[name] = example.detach().to(
+                    device, dtype, copy=True, memory_format=torch.contiguous_format
+                )
             else:
-                state.tensors[name] = stacked_zeros(self.width, example.shape, dtype, device)
-        for key in self.usual.state_keys():
-            state.states[key] = self._zeros_like(key[0])
+                state.tensors[name] = stacked_zeros(self.width, shapes[name], dtype, device)
+        for name, entry in self.usual.state_entries():
+            dtype = entry.dtype or state.tensors[name].dtype
+            state.states[name, entry.name] = stacked_zeros(self.width, entry.shape, dtype, device)
         if self.config.accumulate > 1:
             state.totals = {name: self._zeros_like(name) for name in self._gradients}
 
@@ -107,43 +159,91 @@ class Group:
         rows = self.state.tensors[parameter]
         return stacked_zeros(rows.shape[0], rows.shape[1:], rows.dtype, rows.device)
 
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """Names of the parameters that get gradients."""
+        return self._gradients
+
     def kind_of(self, name: str) -> str:
         """Whether a name is a "parameter"'s or a "buffer"'s."""
         return self._kinds[name]
 
-    def accepts_constants(self, member: Member) -> bool:
-        """Whether the tensors that this group shares have the same values in ``member``."""
-        found = named_tensors(member)
-        return all(
-            same_values(value, found[name].to(value.device, value.dtype))
-            for name, value in self.state.shared.items()
-        )
+    @property
+    def homes(self) -> dict[str, Tensor]:
+        """The members' own memory of the constants that they have in common; it has the group's values."""
+        if not self.key.base or not self.members:
+            return {}
+        found = named_tensors(self.members[0][1].member)
+        return {name: found[name].detach() for name, _ in self.key.base}
 
-    def unshare(self) -> None:
-        """Give every member its own copy of what was shared, because a newcomer differs."""
-        for name, value in self.state.shared.items():
+    def constants(self) -> Constants:
+        """Constants of this group that other groups may use: those on the device."""
+        return {
+            (view_key(home), self.state.shared[name].dtype): self.state.shared[name]
+            for name, home in self.homes.items()
+            if self.state.shared[name].device == self.config.device
+        }
+
+    def accepts_constants(self, member: Member) -> bool:
+        """Whether the tensors that this group shares have the same values in ``member``, of its key."""
+        return not self.other_constants(member)
+
+    def other_constants(self, member: Member) -> list[str]:
+        """Names of shared tensors that have other values in ``member``, which has the group's key."""
+        found, base = named_tensors(member), dict(self.key.base)
+        return [
+            name
+            for name, value in self.state.shared.items()
+            if name not in base and not same_values(value, found[name].to(value.device, value.dtype))
+        ]
+
+    def set_constants(self, values: Mapping[str, Tensor]) -> None:
+        """Give shared tensors these values, here and in the members' own memory."""
+        for name, value in values.items():
+            self.state.shared[name].copy_(value)
+        for _, slot in self.members if values else ():
+            found = named_tensors(slot.member)
+            for name, value in values.items():
+                found[name].detach().copy_(value)
+            slot.watch.settle(written=values)
+
+    def unshare(self, names: Collection[str]) -> None:
+        """Give every member its own copy of shared tensors, because a newcomer's differ."""
+        if not names:
+            return
+        for name in names:
+            value = self.state.shared.pop(name)
             rows = stacked_zeros(self.width, value.shape, value.dtype, value.device)
             self.state.tensors[name] = rows.copy_(value.unsqueeze(0).expand_as(rows))
-        self.state.shared.clear()
         self.programs.clear()
 
     def resize(self, width: int) -> None:
         """Change the number of slots, keeping the members (moved together) and their state."""
         kept = [row for row, _ in self.members]
-        self._restack(kept, width, self.state.alive.device)
+        self._restack(kept, width, self.state.alive.device, self.state.shared)
         self.slots = [self.slots[row] for row in kept] + [None] * (width - len(kept))
         self.width = width
         self.last = {}
+        self._free.resized(kept, width)
         self._make_numbers()
         self.forget_fed()
 
-    def restack(self, device: torch.device) -> None:
-        """Put the state into storage of its own on ``device``."""
-        self._restack(range(self.width), self.width, device)
+    def restack(self, device: torch.device, known: Constants) -> None:
+        """Put the state into storage of its own on ``device``, but for constants that ``known`` has there."""
+        self._restack(range(self.width), self.width, device, self._shared_on(device, known))
 
-    def _restack(self, rows: Sequence[int], width: int, device: torch.device) -> None:
+    def _shared_on(self, device: torch.device, known: Constants) -> dict[str, Tensor]:
+        homes = self.homes
+        return {
+            name: _on_device(homes[name], value.dtype, device, known) if name in homes else value.to(device)
+            for name, value in self.state.shared.items()
+        }
+
+    def _restack(
+        self, rows: Sequence[int], width: int, device: torch.device, shared: Mapping[str, Tensor]
+    ) -> None:
         sources = [(self.state, row) for row in rows]
-        self.state = self.state.with_rows(sources, width, device, self._transfers)
+        self.state = self.state.with_rows(sources, width, device, self._transfers, shared)
         self.programs.clear()
 
     def state_on(self, device: torch.device, width: int) -> StackedState:
@@ -151,7 +251,7 @@ class Group:
         if self.state.alive.device.type == device.type:
             return self.state
         rows = [(self.state, row) for row in range(width)]
-        return self.state.with_rows(rows, width, device, self._transfers)
+        return self.state.with_rows(rows, width, device, self._transfers, self._shared_on(device, {}))
 
     def taken(self, rows: Sequence[int]) -> Group:
         """Make a group of these rows' members alone, with copies of their state in host memory."""
@@ -159,11 +259,18 @@ class Group:
 
     def gathered(self, places: Sequence[tuple[Group, int]]) -> Group:
         """Make a group like this one of members of several, with copies of their state in host memory."""
-        other = Group(self.key, self.traced, self.config, len(places))
+        other = Group(self.key, self.member_graph, self.config, len(places))
+        other._free = self._free.taken([(group._free, row) for group, row in places])
+        other._make_numbers()
         other.slots = [group.slots[row] for group, row in places]
         sources = [(group.state, row) for group, row in places]
-        other.state = self.state.with_rows(sources, len(places), _HOST, self._transfers)
-        for name in ("traces", "records", "num_nodes", "notes", "unfused_because", "stacked_batch"):
+        at_home = self._at_home()
+        shared = {
+            name: at_home[name] if name in at_home else value.to(_HOST)
+            for name, value in self.state.shared.items()
+        }
+        other.state = self.state.with_rows(sources, len(places), _HOST, self._transfers, shared)
+        for name in ("example_spec", "records", "num_nodes", "notes", "unfused_because", "stacked_batch"):
             setattr(other, name, getattr(self, name))
         return other
 
@@ -173,6 +280,15 @@ class Group:
         self.programs = ProgramCache(self.config)  # the old one's graphs hold memory
         self.slots = [None] * self.width
         self._members = None
+
+    def _at_home(self) -> dict[str, Tensor]:
+        """Constants in the members' own memory, where types agree."""
+        shared = self.state.shared
+        return {name: home.to(shared[name].dtype) for name, home in self.homes.items()}
+
+    def homes_by_id(self) -> dict[int, Tensor]:
+        """Constants in the members' own memory, by the id of the tensor of the state that they stand for."""
+        return {id(self.state.shared[name]): home for name, home in self._at_home().items()}
 
     def rebase(self, change: Callable[[Tensor], Tensor]) -> None:
         """Put every tensor of the state where ``change`` says; programs made before are forgotten."""
@@ -203,21 +319,38 @@ class Group:
         member, state = newcomer.member, self.state
         member.name = newcomer.name
         tensors = named_tensors(member)
-        pairs = [(rows[row], tensors[name]) for name, rows in state.tensors.items()]
+        slot = Slot(
+            member,
+            newcomer.name,
+            newcomer.watch,
+            {newcomer.example.spec: newcomer.trace},
+            newcomer.steps,
+            counter=member.num_draws,
+            wider=newcomer.wider,
+            own_shapes={name: tuple(tensors[name].shape) for name in newcomer.wider},
+        )
+        pairs = [(slot.cut(name, rows[row]), tensors[name]) for name, rows in state.tensors.items()]
         with torch.no_grad():
+            for name in newcomer.wider:
+                state.tensors[name][row].zero_()
             for key, value in newcomer.states.items():
+                target = state.states[key][row]
+                if key[0] in newcomer.wider:
+                    target.zero_()
                 if isinstance(value, Tensor):
-                    pairs.append((state.states[key][row], value))
+                    pairs.append((slot.cut(key[0], target), value))
                 else:
-                    state.states[key][row].fill_(value)
+                    slot.cut(key[0], target).fill_(value)
             self._transfers.copy(pairs)
             for total in state.totals.values():
                 total[row].zero_()
             state.alive[row].fill_(True)
             state.updates[row].fill_(0)
             state.seeds[row].fill_(member.random_key)
-        slot = Slot(member, newcomer.name, newcomer.watch, newcomer.steps, counter=member.num_draws)
         self.slots[row] = slot
+        self.example_spec = self.example_spec or newcomer.example.spec
+        self._free.forget(row)
+        self._traces.clear()
         self.last = {}
         self.forget_fed()
 
@@ -231,7 +364,7 @@ class Group:
         slot = self.slot(row)
         found = named_tensors(slot.member)
         for name, rows in self.state.tensors.items():
-            shape = tuple(rows.shape[1:])
+            shape = slot.own_shapes.get(name, tuple(rows.shape[1:]))
             if name not in found or found[name].shape != shape:
                 got = tuple(found[name].shape) if name in found else "none"
                 raise MemberError(
@@ -239,25 +372,30 @@ class Group:
                     f"{got}; do not change a model while it is in the fleet (drop it first)"
                 )
 
-    def export(self, row: int) -> None:
+    def export(self, row: int, sums: Checksums) -> None:
         """Write a row back into the member's own model and optimizer."""
         slot, state = self.slot(row), self.state
         tensors = named_tensors(slot.member)
         parameters = unique_parameters(slot.member.model)
         done = int(state.updates[row])
         slot.member.num_draws = slot.counter
-        pairs = [(tensors[name], rows[row]) for name, rows in state.tensors.items()]
-        # Constants too: a restored checkpoint may have brought others.
-        pairs += [(tensors[name], value) for name, value in state.shared.items()]
+        pairs = [(tensors[name], slot.cut(name, rows[row])) for name, rows in state.tensors.items()]
+        # Constants are there already, but for those that somebody has edited.
+        edited = slot.watch.edited(state.shared, sums)
+        pairs += [(tensors[name], state.shared[name]) for name in edited]
         for index, group in enumerate(self.key.structure.groups):
             for item in (parameters[position] for position in group.params):
                 if item.name not in self._gradients:
                     continue
-                values = {name: state.states[item.name, name][row] for name in state_names(group)}
+                entries = self.usual.entries[self._gradients.index(item.name)]
+                values = {
+                    entry.name: slot.cut(item.name, state.states[item.name, entry.name][row])
+                    for entry in entries
+                }
                 steps = slot.base_steps[index] + done
                 pairs += write_state(slot.member.optimizer, index, group, item.tensor, values, steps)
         self._transfers.copy(pairs)
-        slot.watch.settle()
+        slot.watch.settle(written=state.tensors)
 
     def stop(self, row: int, reason: str) -> None:
         """No more changes to a row; the member stays in it."""
@@ -273,8 +411,12 @@ class Group:
                 slot.reason = f"not finite at step {max(slot.base_steps, default=0) + updates[row] + 1}"
         return {slot.name: slot.reason for _, slot in self.members if slot.reason is not None}
 
-    def summary(self, planned: MemoryUse | None) -> GroupSummary:
+    def summary(self, planned: MemoryUse | None, split_because: str) -> GroupSummary:
         """Record how the group trains; ``planned`` is the memory of all groups together, under a plan."""
+        numbers: tuple[FreeNumber, ...] = ()
+        if self.example_spec is not None and self._example_trace() is not None:
+            (first, *_), rows = self.members, [row for row, _ in self.members]
+            numbers = self._free.described(self.example_spec, first[1].traces[self.example_spec], rows)
         return GroupSummary(
             tuple(slot.name for _, slot in self.members),
             self.width,
@@ -282,9 +424,74 @@ class Group:
             self.num_nodes,
             self.records,
             self.unfused_because,
-            self.notes,
+            (*self.notes, *self._padding_notes()),
             planned or self.programs.engine.memory,
+            self.programs.engine.not_captured,
+            numbers,
+            split_because,
         )
+
+    def _padding_notes(self) -> list[str]:
+        padded = [slot.name for _, slot in self.members if slot.wider]
+        return (
+            [f"adapters of {', '.join(padded)} are padded with zeros to the largest rank"] if padded else []
+        )
+
+    # ---- graphs ------------------------------------------------------------------------------------
+
+    @property
+    def traced(self) -> TracedGraph:
+        """The graph of a step on a batch like the example."""
+        trace = self._example_trace()
+        return self.member_graph if trace is None else trace.graph
+
+    def _example_trace(self) -> GroupTrace | None:
+        spec = self.example_spec
+        if spec is None or not self.members or any(spec not in slot.traces for _, slot in self.members):
+            return None
+        return self.trace_for(spec, lambda slot: slot.traces[spec])
+
+    def trace_for(self, spec: BatchSpec, find: Callable[[Slot], Trace]) -> GroupTrace:
+        """The graph of a step on batches of this kind; ``find`` traces a member's."""
+        if spec not in self._traces:
+            for _, slot in self.members:
+                if spec not in slot.traces:
+                    slot.traces[spec] = find(slot)
+            rows = [row for row, _ in self.members]
+            traces = [slot.traces[spec] for _, slot in self.members]
+            if len({trace.key for trace in traces}) != 1:
+                names = ", ".join(slot.name for _, slot in self.members)
+                raise MemberError(
+                    f"members {names}: expected models that compute alike on {spec.leaves}, got different "
+                    "graphs for them; do not change models while they are in the fleet"
+                )
+            self._traces[spec] = self.merged(spec, rows, traces)
+        return self._traces[spec]
+
+    def trace_with(self, newcomer: Newcomer) -> GroupTrace:
+        """The graph of a step once a newcomer has come into a free row."""
+        spec, row = newcomer.example.spec, self.free_row()
+        assert row is not None
+        found = [(row, newcomer.trace)]
+        found += [(row, slot.traces[spec]) for row, slot in self.members if spec in slot.traces]
+        self._free.forget(row)
+        return self.merged(spec, *zip(*found, strict=True))
+
+    def merged(self, purpose: Hashable, rows: Sequence[int], traces: Sequence[Trace]) -> GroupTrace:
+        """One graph for members in ``rows`` whose graphs differ in numbers only."""
+        num_free = len(self._free.values)
+        found = self._free.merged(purpose, rows, traces)
+        if len(self._free.values) > num_free:
+            self._make_numbers()  # at other addresses
+            self.programs.clear()
+            self.forget_fed()
+        self._numbers.set_free(self._free.values)
+        return found
+
+    def accepts(self, newcomer: Newcomer) -> bool:
+        """Whether a newcomer fits the group's programs, with its constants and the numbers of its code."""
+        fits = self._free.accepts(newcomer.example.spec, newcomer.trace)
+        return fits and self.accepts_constants(newcomer.member)
 
     # ---- programs ----------------------------------------------------------------------------------
 
@@ -305,7 +512,7 @@ class Group:
         """Builds the group's programs."""
         return ProgramBuilder(self.config, self.state.shared)
 
-    def prepare(self, trace: Trace, *, stacked_batch: bool, applies: bool = True) -> StepProgram:
+    def prepare(self, trace: GroupTrace, *, stacked_batch: bool, applies: bool = True) -> StepProgram:
         """Find or build the program for a batch like the one that was traced.
 
         Reads the members' settings as they are now, for the program and for the step that comes next.
@@ -325,7 +532,7 @@ class Group:
         self.notes = program.notes
         return program
 
-    def forward_program(self, trace: Trace, spec: BatchSpec, *, stacked_batch: bool) -> ForwardProgram:
+    def forward_program(self, trace: GroupTrace, spec: BatchSpec, *, stacked_batch: bool) -> ForwardProgram:
         """Find or build the program that computes metrics of all members, ``[width]`` each."""
         return self.programs.get(
             ("evaluate", trace.key, spec, stacked_batch),
@@ -366,6 +573,11 @@ class Group:
     def push_numbers(self) -> None:
         """Send the members' numbers as they were read last."""
         self._numbers.push()
+
+    def push_free(self) -> None:
+        """Send the numbers of the members' code, if they differ in any."""
+        if len(self._free.values):
+            self.push_numbers()
 
     def told(self, *, applies: bool) -> Hashable:
         """Return all that a step would be fed now but its batch; equal as long as nothing changes."""

@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from trainmux.errors import MemberError
+from trainmux.errors import MemberError, TrainmuxError
 from trainmux.fleet._feed import BatchFeed
-from trainmux.fleet._group import Group, GroupKey
+from trainmux.fleet._group import Group, GroupKey, changing_names
 from trainmux.fleet._member import Member
+from trainmux.fleet._ranks import is_elementwise
+from trainmux.fleet._shared import Owners
 from trainmux.fleet._slots import named_tensors
 from trainmux.fleet._traces import Trace, TraceCache
-from trainmux.fleet._watch import Edits, MemberWatch
+from trainmux.fleet._watch import Checksums, Edits, MemberWatch
 from trainmux.fusion.optimizers import OptimizerStructure, describe, read_state, read_steps
 from trainmux.ir import OutputKind
-from trainmux.tracing import FlatBatch, LossFunction, Reach, TracedGraph, unique_buffers, unique_parameters
+from trainmux.tracing import (
+    FlatBatch,
+    LossFunction,
+    Reach,
+    Shape,
+    TracedGraph,
+    unique_buffers,
+    unique_parameters,
+)
 
 
 def names_of(
@@ -30,8 +40,8 @@ def names_of(
 ) -> list[str]:
     """Name the members that join ``others``, one of whom may be ``leaving`` for them.
 
-    Names are given or made up. Refused: members that cannot be told apart from others, or have a model or a
-    parameter in common with one.
+    Names are given or made up. Refused: members that cannot be told apart from others, or have a model in
+    common with one.
     """
     for member in joining:
         if not isinstance(member, Member):
@@ -54,14 +64,11 @@ def names_of(
     everyone = [*others.items(), *zip(names, joining, strict=True)]
     owners: dict[int, int] = {}
     for position, (name, member) in enumerate(everyone):
-        for part in (member.model, *member.model.parameters()):
-            owner = owners.setdefault(id(part), position)
-            if owner == position:
-                continue
-            what = "a model" if part is member.model else "parameters"
+        owner = owners.setdefault(id(member.model), position)
+        if owner != position:
             raise MemberError(
-                f"member {name!r}: expected {what} of its own, got some of member {everyone[owner][0]!r}; "
-                "copy.deepcopy the model"
+                f"member {name!r}: expected a model of its own, got that of member {everyone[owner][0]!r}; "
+                "copy.deepcopy the model, or give each member a tree by trainmux.share_frozen"
             )
     return names
 
@@ -77,7 +84,8 @@ class Newcomer:
     """A member that was found fit to join, and where.
 
     ``steps`` has the updates done, one number per parameter group. ``states`` maps (parameter, state name) to
-    a tensor, or to the number that fills a state torch has not made yet.
+    a tensor, or to the number that fills a state torch has not made yet. ``wider`` has the shapes of
+    parameters that the trace has padded with zeros.
     """
 
     member: Member
@@ -88,12 +96,24 @@ class Newcomer:
     watch: MemberWatch
     steps: tuple[int, ...]
     states: dict[tuple[str, str], Tensor | float]
+    wider: Mapping[str, Shape]
 
 
 def describe_newcomer(
-    member: Member, name: str, position: int, loss: LossFunction, feed: BatchFeed, traces: TraceCache
+    member: Member,
+    name: str,
+    position: int,
+    loss: LossFunction,
+    feed: BatchFeed,
+    traces: TraceCache,
+    owners: Owners,
+    sums: Checksums,
+    wider: Mapping[str, Shape],
 ) -> Newcomer:
-    """Check and trace a member; typed errors say what is wrong with it."""
+    """Check and trace a member, one of ``owners``; typed errors say what is wrong with it.
+
+    Where that is exact, its parameters are padded with zeros to ``wider`` shapes.
+    """
     _refuse_unfit_parts(member.model, name)
     parameters = unique_parameters(member.model)
     devices = {str(item.tensor.device) for item in (*parameters, *unique_buffers(member.model))}
@@ -109,13 +129,21 @@ def describe_newcomer(
         )
     structure = describe(member.optimizer, [item.tensor for item in parameters], member=name)
     example = feed.example_for(member, position)
-    trace = traces.joint(name, member.model, loss, example)
+    trace = None
+    if wider and is_elementwise(member.optimizer):
+        with suppress(TrainmuxError):
+            trace = traces.joint(name, member.model, loss, example, wider)
+    wider = wider if trace is not None else {}
+    trace = trace or traces.joint(name, member.model, loss, example)
     reach = Reach(member.model, loss)
     _refuse_shared_memory(name, reach, trace)
-    key = GroupKey(trace.key, structure, member.example_batch is not None)
+    tensors, changing = named_tensors(member), changing_names(trace.graph)
+    owners.check(name, tensors, changing)
+    base = owners.base(name, tensors, changing)
+    key = GroupKey(trace.key, structure, member.example_batch is not None, base)
     steps, states = _optimizer_state(member, name, structure, trace.graph)
-    watch = MemberWatch(member, name, loss, structure, reach)
-    return Newcomer(member, name, key, trace, example, watch, steps, states)
+    watch = MemberWatch(member, name, loss, structure, reach, sums)
+    return Newcomer(member, name, key, trace, example, watch, steps, states, wider)
 
 
 def _optimizer_state(
@@ -130,7 +158,7 @@ def _optimizer_state(
     states: dict[tuple[str, str], Tensor | float] = {}
     for index, group in enumerate(structure.groups):
         for position in used.intersection(group.params):
-            values, _ = read_state(member.optimizer, index, tensors[position])
+            values, _ = read_state(member.optimizer, index, group, tensors[position])
             states |= {(parameters[position].name, state): value for state, value in values.items()}
     return steps, states
 
@@ -197,23 +225,27 @@ def carry_over(old: Group, old_row: int, new: Group, new_row: int, edits: Edits)
     Its own objects have it too, but perhaps in another precision, and without the gradients of an update that
     is not complete.
     """
-    before, after = old.state, new.state
+    before, after, base = old.state, new.state, dict(new.key.base)
+    was, now = old.slot(old_row), new.slot(new_row)
+
+    def copy_row(name: str, target: Tensor, source: Tensor) -> None:
+        now.cut(name, target[new_row]).copy_(was.cut(name, source[old_row]))
+
     with torch.no_grad():
         for name, rows in before.tensors.items():
             if name in edits.tensors:
                 continue
             if name in after.tensors:
-                after.tensors[name][new_row].copy_(rows[old_row])
-            elif name in after.shared:
+                copy_row(name, after.tensors[name], rows)
+            elif name in after.shared and name not in base:
                 after.shared[name].copy_(rows[old_row])
         for key, states in after.states.items():
             if key in before.states and key[0] not in edits.states:
-                states[new_row].copy_(before.states[key][old_row])
+                copy_row(key[0], states, before.states[key])
         for name, total in after.totals.items():
             if name in before.totals:
-                total[new_row].copy_(before.totals[name][old_row])
+                copy_row(name, total, before.totals[name])
         after.alive[new_row].copy_(before.alive[old_row])
         after.seeds[new_row].copy_(before.seeds[old_row])
-    was, now = old.slot(old_row), new.slot(new_row)
     now.active, now.waits, now.reason = was.active, was.waits, was.reason
     new.forget_fed()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from trainmux.fusion.optimizers import (
     OptimizerStructure,
     SettingColumns,
     check_hyperparameters,
+    idle_decisions,
     idle_settings,
     scalar_specs,
     scalar_values,
@@ -33,11 +35,15 @@ Members = Sequence[tuple[int, Slot]]
 class GroupNumbers:
     """The numbers of one group of ``width`` slots, in tensors that are the same ones for ever.
 
+    ``num_free`` of them are of the members' code, in which they differ.
+
     ``read`` looks at every member's settings as they are now, ``push`` sends all there is to tell. Rows
     without a member, and members that do not train, hold numbers that nobody reads.
     """
 
-    def __init__(self, structure: OptimizerStructure, width: int, device: torch.device) -> None:
+    def __init__(
+        self, structure: OptimizerStructure, width: int, num_free: int, device: torch.device
+    ) -> None:
         self._structure = structure
         self._num_scalars = [len(scalar_specs(group)) for group in structure.groups]
         self._columns = [SettingColumns(group) for group in structure.groups]
@@ -47,6 +53,7 @@ class GroupNumbers:
                 "scalars": (torch.float64, (sum(self._num_scalars), width)),
                 "limits": (torch.float64, (2, width)),
                 "active": (torch.bool, (width,)),
+                "free": (torch.float64, (num_free, width)),
             },
             device,
         )
@@ -62,7 +69,7 @@ class GroupNumbers:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """``counters``, ``scalars``, ``limits`` and ``active``, as a program takes them."""
+        """``counters``, ``scalars``, ``limits``, ``active`` and ``free``, as a program takes them."""
         return self._feed.device
 
     def forget(self) -> None:
@@ -92,6 +99,8 @@ class GroupNumbers:
                 for row, slot in members:
                     if slot.active:
                         table[:, row] = self._scalars_of(slot, index)
+            if self._structure.groups[index].traced is not None:
+                idle[-1] = idle_decisions(self._structure.groups[index], table[:, self._rows])
             offset += num_scalars
         self.idle = tuple(idle)
 
@@ -113,7 +122,12 @@ class GroupNumbers:
         """Return what ``push`` would send now, after ``read``; equal as long as nothing has changed."""
         host = self._feed.host
         counters = np.array([slot.counter for _, slot in members], np.int64)
-        return (counters.tobytes(), *(host[name].tobytes() for name in ("scalars", "limits", "active")))
+        others = ("scalars", "limits", "active", "free")
+        return (counters.tobytes(), *(host[name].tobytes() for name in others))
+
+    def set_free(self, values: npt.NDArray[np.float64]) -> None:
+        """Take over the numbers of the members' code in which they differ, a row for each."""
+        self._feed.host["free"][:] = values
 
     def _start_over(self, members: Members) -> None:
         host = self._feed.host

@@ -37,7 +37,8 @@ def plan_key(groups: Sequence[Group], *decisive: Any) -> str:
     digest = hashlib.sha256()
     for group in groups:
         shared = sorted(group.state.shared)
-        facts = (group.variant(), group.key, group.stacked_batch, shared, group.width, group.config)
+        key = replace(group.key, base=())  # has addresses
+        facts = (group.variant(), key, group.stacked_batch, shared, group.width, group.config)
         digest.update(step_key(group.traced, facts, *decisive, _source_version()).encode())
     return digest.hexdigest()
 

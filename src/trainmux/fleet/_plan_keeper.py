@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -181,8 +181,9 @@ class PlanKeeper:
         return split
 
     def _back_to_device(self, groups: Sequence[Group]) -> None:
+        known = {key: value for group in groups for key, value in group.constants().items()}
         for group in groups:
-            group.restack(self._config.device)
+            group.restack(self._config.device, known)
 
 
 def without_empty(groups: Sequence[Group]) -> list[Group]:
@@ -216,17 +217,20 @@ def join_groups(groups: Sequence[Group]) -> list[Group]:
 
 def _joined(groups: Sequence[Group]) -> Group:
     """Make one group of all members of ``groups``, with copies of their state in host memory."""
-    first = groups[0].state.shared
-    if not all(_same_constants(group.state.shared, first) for group in groups[1:]):
-        for group in groups:
-            group.unshare()
+    first, base = groups[0].state.shared, dict(groups[0].key.base)
+    common = [
+        name
+        for name in first
+        if name in base or all(_has_constant(group, name, first[name]) for group in groups[1:])
+    ]
+    for group in groups:
+        group.unshare([name for name in group.state.shared if name not in common])
     return groups[0].gathered([(group, row) for group in groups for row, _ in group.members])
 
 
-def _same_constants(shared: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return shared.keys() == other.keys() and all(
-        torch.equal(value.cpu(), other[name].cpu()) for name, value in shared.items()
-    )
+def _has_constant(group: Group, name: str, value: Tensor) -> bool:
+    shared = group.state.shared
+    return name in shared and torch.equal(value.cpu(), shared[name].cpu())
 
 
 def rejoined(groups: Sequence[Group]) -> list[Group]:

@@ -184,6 +184,8 @@ class PlannedRunner:
         self._learn(variant, parts, None)
         with deferred_interrupts():  # state may move, and must not stop half-way
             forwards, engine = self._turn_to(variant)
+            for group in self.groups:
+                group.push_free()
             results = engine.step(self._fed(forwards, batches))
         return [
             dict(zip(forward.metrics, found, strict=True))
@@ -251,8 +253,10 @@ class PlannedRunner:
     def _to_host(self) -> None:
         """Move the groups' state to host memory."""
         for group in self.groups:
-            tensors = group.state.everything()
+            homes = group.homes_by_id()
+            tensors = [tensor for tensor in group.state.everything() if id(tensor) not in homes]
             copies = dict(zip(map(id, tensors), _host_copies(tensors, self._transfers), strict=True))
+            copies |= homes
             group.rebase(lambda tensor, copies=copies: copies[id(tensor)])  # type: ignore[misc]
 
     def _let_go(self) -> None:
@@ -287,12 +291,14 @@ class PlannedRunner:
         for which the engine has no place stay there.
         """
         steps, engine = self._engines[self._in_use]
+        copies: dict[int, Tensor] = {}
         moved: list[dict[int, Tensor]] = [{} for _ in self.groups]
         waiting: list[tuple[Tensor, Tensor]] = []
         inside: list[Tensor] = []
         programs: Sequence[StepProgram | ForwardProgram] = steps.steps
         for sub_array, (group, step) in enumerate(zip(self.groups, programs, strict=True)):
             fed = set(step.positions_fed_anew)
+            copies |= group.homes_by_id()
             for position, argument in enumerate(group.held_arguments(step)):
                 if argument is None or position in fed:
                     continue
@@ -301,9 +307,9 @@ class PlannedRunner:
                 moved[sub_array][id(argument)] = place[0] if is_shared else place
                 if place.data_ptr() != argument.data_ptr():
                     waiting.append((place, argument))
-                    if argument.device == self._slab.device:
+                    if argument.device == self._slab.device and id(argument) not in copies:
                         inside.append(argument)
-        copies = dict(zip(map(id, inside), _host_copies(inside, self._transfers), strict=True))
+        copies |= dict(zip(map(id, inside), _host_copies(inside, self._transfers), strict=True))
         for group, places in zip(self.groups, moved, strict=True):
             for tensor in group.state.everything():
                 if id(tensor) not in places:

@@ -14,7 +14,7 @@ from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._slots import StackedState
 from trainmux.fusion.optimizers import OptimizerStructure
 from trainmux.ir import InputKind
-from trainmux.tracing import TracedGraph
+from trainmux.tracing import TracedGraph, number_name
 
 Program = StepProgram | ForwardProgram
 
@@ -34,6 +34,7 @@ def held_arguments(
         InputKind.TANGENT: numbers["tangent"],
     }
     by_name = {**state.shared, **state.tensors}
+    by_name |= {number_name(column): row for column, row in enumerate(numbers["free"])}
     given = {**numbers, "alive": state.alive, "updates": state.updates}
     return [
         *(own[item.kind] if item.kind in own else by_name[item.name] for item in program.inputs),

@@ -25,11 +25,12 @@ from torch import Tensor
 from trainmux.engine import StepProgram
 from trainmux.errors import BatchError, FleetError, LossError, PlanError, first_line
 from trainmux.fleet._feed import BatchFeed, GroupFeed
+from trainmux.fleet._free_numbers import GroupTrace
 from trainmux.fleet._group import Group
 from trainmux.fleet._slots import Slot
 from trainmux.fleet._traces import Trace
 from trainmux.ir import MemoryUse, Timeline
-from trainmux.tracing import BatchSpec, FlatBatch, plain_torch
+from trainmux.tracing import BatchSpec, FlatBatch, failed_node, failure_text, plain_torch
 
 Batches = Sequence[Sequence[Tensor]]
 """Leaves of each part's batch on the device."""
@@ -45,7 +46,7 @@ class GroupPart:
     """
 
     group: Group
-    trace: Trace
+    trace: GroupTrace
     feed: GroupFeed
     applies: bool = False
 
@@ -122,6 +123,7 @@ class PlainRunner:
         for part, batch in zip(parts, batches, strict=True):
             group = part.group
             program = group.forward_program(part.trace, part.spec, stacked_batch=part.feed.stacked)
+            group.push_free()
             values = group.programs.engine.run(program, group.arguments(program, batch))
             results.append(dict(zip(program.metrics, values, strict=True)))
         return results
@@ -148,7 +150,12 @@ def _run(jobs: Sequence[tuple[Group, StepProgram]], batches: Batches) -> None:
                 num_done += 1
     except BaseException as error:
         if not num_begun:
-            raise
+            if failed_node(error) is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise FleetError(
+                f"a step failed in {failure_text(error)}; all members are as they were: expected labels and "
+                "indices in range, and operators that run on this device"
+            ) from error
         groups = [group for group, _ in jobs]
         raise half_step(
             error, ahead=groups[:num_done], torn=groups[num_done:num_begun], behind=groups[num_begun:]
@@ -213,7 +220,7 @@ def evaluate_fleet(
     passes as the group with the most traces needs, and the others repeat their last one.
     """
     sums: list[dict[str, Tensor]] = [{} for _ in groups]
-    known: dict[tuple[int, BatchSpec], list[tuple[Trace, list[int]]]] = {}
+    known: dict[tuple[int, BatchSpec], list[tuple[GroupTrace, list[int]]]] = {}
     num_samples = 0
     for index, batch in enumerate(loader):
         with plain_torch(groups[0].config.default_dtype):
@@ -265,13 +272,16 @@ def _checked(name: str, value: Tensor) -> Tensor:
 
 def _row_traces(
     group: Group, example: FlatBatch, trace_of: Callable[[Slot, FlatBatch], Trace]
-) -> list[tuple[Trace, list[int]]]:
+) -> list[tuple[GroupTrace, list[int]]]:
     """Find the distinct traces of a group, with the rows that each is for."""
-    found: dict[str, tuple[Trace, list[int]]] = {}
+    found: dict[str, tuple[list[Trace], list[int]]] = {}
     for row, slot in group.members:
         trace = trace_of(slot, example)
-        found.setdefault(trace.key, (trace, []))[1].append(row)
-    return list(found.values())
+        traces, rows = found.setdefault(trace.key, ([], []))
+        traces.append(trace)
+        rows.append(row)
+    purpose = ("evaluate", example.spec)
+    return [(group.merged(purpose, rows, traces), rows) for traces, rows in found.values()]
 
 
 def _merge_rows(known: dict[str, Tensor], new: Mapping[str, Tensor], rows: Sequence[int]) -> None:

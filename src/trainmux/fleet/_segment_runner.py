@@ -18,7 +18,7 @@ from torch import Tensor
 from trainmux.engine import StepProgram
 from trainmux.errors import ConfigError
 from trainmux.fleet._config import FleetConfig
-from trainmux.fleet._group import Group
+from trainmux.fleet._group import Constants, Group
 from trainmux.fleet._other_steps import read_step
 from trainmux.fleet._runner import Batches, GroupPart
 from trainmux.profiling import KernelGraph
@@ -179,6 +179,10 @@ class SegmentRunner:
             self._stay_on_host()
 
     def _restack(self, device: torch.device) -> None:
+        known: Constants = {}
         for group in self.groups:
-            group.restack(device)
-            group.state.shared = {name: value.clone() for name, value in group.state.shared.items()}
+            group.restack(device, known)
+            base = dict(group.key.base)
+            group.state.shared |= {
+                name: value.clone() for name, value in group.state.shared.items() if name not in base
+            }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from trainmux.engine import Transfers
 from trainmux.fleet._member import Member
 from trainmux.runtime import stacked_zeros
-from trainmux.tracing import unique_buffers, unique_parameters
+from trainmux.tracing import BatchSpec, Shape, unique_buffers, unique_parameters
 
 if TYPE_CHECKING:
+    from trainmux.fleet._traces import Trace
     from trainmux.fleet._watch import MemberWatch
 
 K = TypeVar("K")
@@ -27,18 +28,29 @@ class Slot:
     ``base_steps`` are the updates that each parameter group had behind it on arrival; ``num_updates``
     those enqueued since (a member that froze on the device did fewer); ``counter`` the micro-batches seen,
     which number the random draws; ``watch`` finds out whether its owner has changed it since. One that
-    ``waits`` came between two updates and is not active before the next whole one.
+    ``waits`` came between two updates and is not active before the next whole one. ``traces`` are those of
+    its step, by batch; ``wider`` has the shapes of parameters that are padded with zeros in the group's
+    storage, ``own_shapes`` those in the model.
     """
 
     member: Member
     name: str
     watch: MemberWatch
+    traces: dict[BatchSpec, Trace]
     base_steps: tuple[int, ...]
     num_updates: int = 0
     counter: int = 0
     active: bool = True
     waits: bool = False
     reason: str | None = None
+    wider: Mapping[str, Shape] = field(default_factory=dict)
+    own_shapes: Mapping[str, Shape] = field(default_factory=dict)
+
+    def cut(self, parameter: str, value: Tensor) -> Tensor:
+        """The member's own part of a row of a parameter, or of a state of it; numbers are whole."""
+        for axis, size in enumerate(self.own_shapes.get(parameter, ()) if value.dim() else ()):
+            value = value.narrow(axis, 0, size)
+        return value
 
 
 @dataclass
@@ -90,10 +102,11 @@ class StackedState:
         width: int,
         device: torch.device,
         transfers: Transfers,
+        shared: Mapping[str, Tensor],
     ) -> StackedState:
         """Make a state like this one with ``width`` rows, the first ones copied from ``sources``.
 
-        Sources are other states like it and rows of theirs. What is shared is that of this one.
+        Sources are other states like it and rows of theirs; ``shared`` are the constants, in place.
         """
 
         def zeros(rows: Tensor) -> Tensor:
@@ -102,7 +115,7 @@ class StackedState:
         new = StackedState.blank(width, device)
         new.tensors, new.states = _each(self.tensors, zeros), _each(self.states, zeros)
         new.totals = _each(self.totals, zeros)
-        new.shared = _each(self.shared, lambda value: value.to(device))
+        new.shared = dict(shared)
         transfers.copy(
             [
                 (rows[row], given[number])

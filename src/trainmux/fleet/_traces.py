@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from weakref import WeakValueDictionary
 
 from torch import nn
 
-from trainmux.errors import MemberError, TrainmuxError
+from trainmux.errors import TrainmuxError
 from trainmux.fleet._slots import Slot
 from trainmux.tracing import (
     FlatBatch,
     LossFunction,
+    Number,
     Reach,
+    Shape,
     TracedGraph,
     TraceSettings,
     graph_constant,
+    structure_of,
     tensor_digest,
     trace_forward,
     trace_joint,
@@ -36,13 +42,24 @@ def graph_key(traced: TracedGraph) -> str:
 
 _MAX_TRACES = 64
 
+Tracer = Callable[..., TracedGraph]
+
 
 @dataclass(frozen=True)
 class Trace:
-    """A member's graph and the key that equal graphs share."""
+    """A member's graph, apart from the numbers of its code.
+
+    ``key`` is equal for graphs that differ in such ``numbers`` only. They are kept as one ``graph``: its
+    literals may be another member's.
+    """
 
     graph: TracedGraph
     key: str
+    numbers: tuple[Number, ...] = ()
+
+
+def _widened(trace: Tracer, wider: Mapping[str, Shape]) -> Tracer:
+    return functools.partial(trace, wider=wider) if wider else trace
 
 
 class TraceCache:
@@ -51,39 +68,33 @@ class TraceCache:
     def __init__(self, settings: TraceSettings) -> None:
         self._settings = settings
         self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
+        self._graphs: WeakValueDictionary[str, TracedGraph] = WeakValueDictionary()
 
-    def joint(self, name: str, model: nn.Module, loss: LossFunction, batch: FlatBatch) -> Trace:
-        """Forward and backward of one training step."""
-        return self._get("joint", name, model, loss, batch, trace_joint)
-
-    def joint_for_group(
-        self, slots: Sequence[Slot], losses: Sequence[LossFunction], batch: FlatBatch
+    def joint(
+        self,
+        name: str,
+        model: nn.Module,
+        loss: LossFunction,
+        batch: FlatBatch,
+        wider: Mapping[str, Shape] = MappingProxyType({}),
     ) -> Trace:
-        """The trace that members of one group share for a batch of another shape."""
-        found: dict[str, Trace] = {}
-        for slot, loss in zip(slots, losses, strict=True):
-            trace = self.joint(slot.name, slot.member.model, loss, batch)
-            found[trace.key] = trace
-        if len(found) != 1:
-            names = ", ".join(slot.name for slot in slots)
-            raise MemberError(
-                f"members {names}: expected models that compute alike on {batch.spec.leaves}, got "
-                f"{len(found)} graphs for them; do not change models while they are in the fleet"
-            )
-        return next(iter(found.values()))
+        """Forward and backward of one training step, with parameters padded to ``wider`` shapes."""
+        purpose = ("joint", *wider.items())
+        return self._get(purpose, name, model, loss, batch, _widened(trace_joint, wider))
 
-    def forward(self, name: str, model: nn.Module, metric: LossFunction, batch: FlatBatch) -> Trace:
+    def forward(self, slot: Slot, metric: LossFunction, batch: FlatBatch) -> Trace:
         """Metrics in evaluation mode."""
-        return self._get("forward", name, model, metric, batch, trace_forward)
+        purpose, trace = ("forward", *slot.wider.items()), _widened(trace_forward, slot.wider)
+        return self._get(purpose, slot.name, slot.member.model, metric, batch, trace)
 
     def _get(
         self,
-        purpose: str,
+        purpose: Hashable,
         name: str,
         model: nn.Module,
         fn: LossFunction,
         batch: FlatBatch,
-        trace: Callable[..., TracedGraph],
+        trace: Tracer,
     ) -> Trace:
         key = (purpose, Reach(model, fn).signature, batch.spec)
         if key in self._traces:
@@ -94,7 +105,9 @@ class TraceCache:
         except TrainmuxError as error:
             error.add_note(f"while tracing member {name!r}")
             raise
-        self._traces[key] = Trace(graph, graph_key(graph))
+        structure = structure_of(graph)
+        known = self._graphs.setdefault(structure.key, graph)
+        self._traces[key] = Trace(known, structure.key, structure.numbers)
         while len(self._traces) > _MAX_TRACES:
             self._traces.popitem(last=False)
         return self._traces[key]

@@ -108,19 +108,22 @@ class OperatorFuser:
     def _loop(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         by_storage = "as_strided" in str(target)  # counts offsets from the beginning of the storage
+        given, form = pytree.tree_flatten((args, kwargs), is_leaf=is_stacked)
+        traced = pytree.tree_leaves((node.args, node.kwargs))
 
-        def row(leaf: Any, index: int) -> Any:
+        def row(leaf: Any, source: Any, index: int) -> Any:
             if not isinstance(leaf, Stacked):
                 return leaf
-            return leaf.tensor[index].clone() if by_storage else leaf.tensor[index]
+            if by_storage:
+                return leaf.tensor[index].clone()
+            # A kernel may want the strides that it was traced with.
+            is_dense = isinstance(source, fx.Node) and source.meta["val"].is_contiguous()
+            return leaf.tensor[index].contiguous() if is_dense else leaf.tensor[index]
 
         results = []
         for index in range(self._width):
-            member_args, member_kwargs = pytree.tree_map(
-                lambda leaf, index=index: row(leaf, index),
-                (args, kwargs),
-                is_leaf=is_stacked,
-            )
+            rows = [row(leaf, source, index) for leaf, source in zip(given, traced, strict=True)]
+            member_args, member_kwargs = pytree.tree_unflatten(rows, form)
             results.append(target(*member_args, **member_kwargs))
         columns = [pytree.tree_flatten(result)[0] for result in results]
         spec = pytree.tree_flatten(results[0])[1]

@@ -11,6 +11,7 @@ from trainmux.ir._files import (
     write_file,
 )
 from trainmux.ir._graph import (
+    FreeNumber,
     FusionRecord,
     GraphInput,
     GraphOutput,
@@ -46,6 +47,7 @@ __all__ = [
     "Compute",
     "DeviceFacts",
     "Free",
+    "FreeNumber",
     "FusionRecord",
     "GraphInput",
     "GraphOutput",

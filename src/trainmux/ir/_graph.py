@@ -27,6 +27,8 @@ class InputKind(Enum):
     SEED = "seed"
     COUNTER = "counter"
     TANGENT = "tangent"
+    NUMBER = "number"
+    """A number of a member's code, such as a dropout probability, in which members differ."""
 
 
 class OutputKind(Enum):
@@ -73,6 +75,14 @@ class FusionRecord:
 
 
 @dataclass(frozen=True)
+class FreeNumber:
+    """A number of the members' code that is an input of the fused step: where it is read, and its values."""
+
+    locations: tuple[str, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class MemoryUse:
     """Device bytes that torch's allocator holds for this process: as predicted before a step was captured,
     and as they were after it. ``predicted_bytes`` is ``None`` where nothing could be predicted."""
@@ -86,7 +96,9 @@ class GroupSummary:
     """A group of members that trains as one: who is in it and how its operators were fused.
 
     ``notes`` say how its step runs: sub-arrays, compiled regions, the precision of products; ``memory`` is
-    known once a step was captured.
+    known once a step was captured, ``not_captured`` says why a step that should be was not. ``numbers`` are
+    those of the members' code that may differ between them, and ``split_because`` says what keeps the members
+    out of an earlier group.
     """
 
     members: tuple[str, ...]
@@ -97,3 +109,6 @@ class GroupSummary:
     unfused_because: str = ""
     notes: tuple[str, ...] = ()
     memory: MemoryUse | None = None
+    not_captured: str = ""
+    numbers: tuple[FreeNumber, ...] = ()
+    split_because: str = ""

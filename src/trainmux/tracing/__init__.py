@@ -3,10 +3,46 @@
 from trainmux.tracing._batch import BatchSpec, FlatBatch, Text, check_batch, flatten_batch
 from trainmux.tracing._composites import RESIZES
 from trainmux.tracing._effects import unique_buffers, unique_parameters
-from trainmux.tracing._joint import LossFunction, TracedGraph, TraceSettings, trace_forward, trace_joint
-from trainmux.tracing._passes import SplitGraph, graph_constant, inherit_meta, output_nodes, split_joint
-from trainmux.tracing._reach import Holder, Identity, Items, Reach, same_items, tensor_digest
-from trainmux.tracing._source import node_location
+from trainmux.tracing._joint import (
+    LossFunction,
+    Shape,
+    TracedGraph,
+    TraceSettings,
+    trace_forward,
+    trace_joint,
+)
+from trainmux.tracing._numbers import (
+    Number,
+    Structure,
+    first_difference,
+    number_locations,
+    number_name,
+    structure_of,
+    with_inputs,
+)
+from trainmux.tracing._passes import (
+    SplitGraph,
+    graph_constant,
+    inherit_meta,
+    move_to,
+    output_nodes,
+    split_joint,
+)
+from trainmux.tracing._reach import (
+    Holder,
+    Identity,
+    Items,
+    Reach,
+    memory_span,
+    same_items,
+    tensor_digest,
+)
+from trainmux.tracing._source import (
+    failed_node,
+    failure_text,
+    innermost_user_frame,
+    node_location,
+)
 from trainmux.tracing._torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -19,6 +55,8 @@ from trainmux.tracing._torch_private import (
     make_fx,
     nodes_after,
     plain_torch,
+    replaced,
+    replacing_thread,
     static_fake_mode,
     tracer_graph,
 )
@@ -33,33 +71,48 @@ __all__ = [
     "Identity",
     "Items",
     "LossFunction",
+    "Number",
     "Reach",
+    "Shape",
     "SplitGraph",
+    "Structure",
     "Text",
     "TraceSettings",
     "TracedGraph",
     "check_batch",
     "copy_node",
+    "failed_node",
+    "failure_text",
+    "first_difference",
     "flatten_batch",
     "functionalized",
     "graph_constant",
     "graph_module",
     "has_vmap_rule",
     "inherit_meta",
+    "innermost_user_frame",
     "is_plain",
     "last_node",
     "make_fx",
+    "memory_span",
+    "move_to",
     "node_location",
     "nodes_after",
+    "number_locations",
+    "number_name",
     "output_nodes",
     "plain_torch",
+    "replaced",
+    "replacing_thread",
     "same_items",
     "split_joint",
     "static_fake_mode",
+    "structure_of",
     "tensor_digest",
     "trace_forward",
     "trace_joint",
     "tracer_graph",
     "unique_buffers",
     "unique_parameters",
+    "with_inputs",
 ]

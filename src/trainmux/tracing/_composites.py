@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainmux.tracing._torch_private import (
+    expect_recurrence,
     layer_parameters,
     native_composite,
     override_composites,
@@ -257,6 +258,7 @@ def _stack_recurrent_layers(
 ) -> tuple[Tensor, list[Any]]:
     """Layer after layer, with dropout between them; torch's own decomposition leaves the dropout out."""
     values = input.transpose(0, 1) if batch_first else input
+    expect_recurrence(values.shape[0], num_layers * (2 if bidirectional else 1))
     final_states = []
     for layer in range(num_layers):
         forwards, state, backwards, backward_state = layer_parameters(

@@ -10,10 +10,12 @@ fused afterwards (D1): the cost of tracing does not grow with the width.
 
 from __future__ import annotations
 
+import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,12 +40,15 @@ from trainmux.tracing._effects import (
 from trainmux.tracing._passes import (
     drop_constant_masks,
     graph_constant,
+    move_to,
     output_nodes,
     simplify,
     source_of,
 )
 from trainmux.tracing._randomness import (
+    DrawnBranchError,
     Draws,
+    known_scalar,
     own_generator_error,
     random_decompositions,
     refuse_random_nodes,
@@ -52,9 +57,11 @@ from trainmux.tracing._reach import GeneratorState, Items, Reach
 from trainmux.tracing._source import innermost_user_frame, is_user_file, node_location, refusal
 from trainmux.tracing._torch_private import (
     DATA_DEPENDENT_ERRORS,
+    MAX_NODES,
     CheckpointPolicy,
     ConstantChangedError,
     FakeTensorMode,
+    TooLongError,
     checkpoint_regions,
     frames_of,
     functionalized,
@@ -65,6 +72,7 @@ from trainmux.tracing._torch_private import (
     traced_tensor,
     tracing_thread,
 )
+from trainmux.tracing._wider import extends_by_zeros
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -73,6 +81,10 @@ _INDEPENDENT = (
     "of them); compute it from the model's output without detach() or no_grad()"
 )
 _REMEDY = "replace .item(), `if tensor`, nonzero or boolean indexing by torch.where or a fixed shape"
+_EXPERTS = (
+    "let experts compute in fixed shapes: model.set_experts_implementation('batched_mm') in transformers, or "
+    "every expert for every token, weighted by its gate"
+)
 _REMEDIES = {
     "_pack_padded_sequence": "run the layer on the padded sequences and mask what comes after their ends",
     "_ctc_loss": "compute the loss from padded tensors by torch.logsumexp, one time step after another",
@@ -115,18 +127,36 @@ class TracedGraph:
     outputs: tuple[GraphOutput, ...]
 
 
+Shape = tuple[int, ...]
+
+
 def trace_joint(
-    model: nn.Module, loss_fn: LossFunction, batch: FlatBatch, settings: TraceSettings
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: FlatBatch,
+    settings: TraceSettings,
+    wider: Mapping[str, Shape] = MappingProxyType({}),
 ) -> TracedGraph:
-    """Trace forward, backward and buffer updates of one member, or raise ``TraceError`` or ``LossError``."""
+    """Trace forward, backward and buffer updates of one member, or raise ``TraceError`` or ``LossError``.
+
+    ``wider`` has larger shapes for some parameters: the graph is for them padded with zeros. ``TraceError``
+    where it would not compute the same.
+    """
     with process_lock:
-        return _trace_as_read(model, loss_fn, batch, settings, training=True)
+        return _trace_wider(model, loss_fn, batch, settings, wider, training=True)
 
 
 def trace_forward(
-    model: nn.Module, metric_fn: LossFunction, batch: FlatBatch, settings: TraceSettings
+    model: nn.Module,
+    metric_fn: LossFunction,
+    batch: FlatBatch,
+    settings: TraceSettings,
+    wider: Mapping[str, Shape] = MappingProxyType({}),
 ) -> TracedGraph:
-    """Trace ``metric_fn(model, batch) -> tensor | {name: tensor}`` without gradients, in evaluation mode."""
+    """Trace ``metric_fn(model, batch) -> tensor | {name: tensor}`` without gradients, in evaluation mode.
+
+    ``wider`` is as for `trace_joint`.
+    """
     with process_lock, Reach(model).restored() as before:
         model.eval()
         if dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys() != before.named.keys():
@@ -134,17 +164,45 @@ def trace_forward(
                 "eval() gives the model other parameters or buffers; expected the same ones in both modes: "
                 "keep what it needs for evaluation in a plain attribute, or compute it in forward"
             )
-        return _trace_as_read(model, metric_fn, batch, settings, training=False)
+        return _trace_wider(model, metric_fn, batch, settings, wider, training=False)
+
+
+def _trace_wider(
+    model: nn.Module,
+    fn: LossFunction,
+    batch: FlatBatch,
+    settings: TraceSettings,
+    wider: Mapping[str, Shape],
+    *,
+    training: bool,
+) -> TracedGraph:
+    """Trace for parameters padded with zeros, and refuse what then computes something else."""
+    traced = _trace_as_read(model, fn, batch, settings, wider, training=training)
+    if wider:
+        own = _trace_as_read(model, fn, batch, settings, {}, training=training)
+        kinds = [output.kind for output in traced.outputs]
+        if own.outputs != traced.outputs or not extends_by_zeros(own.module, traced.module, kinds):
+            raise TraceError(
+                f"expected a model that computes alike with {next(iter(wider))} padded with zeros, got one "
+                "that depends on its size; members of several ranks train in a group each"
+            )
+    return traced
 
 
 def _trace_as_read(
-    model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, *, training: bool
+    model: nn.Module,
+    fn: LossFunction,
+    batch: FlatBatch,
+    settings: TraceSettings,
+    wider: Mapping[str, Shape],
+    *,
+    training: bool,
 ) -> TracedGraph:
     """Trace for any text in the batch or, if the code reads it, for its own text; with typed errors."""
 
     def trace() -> TracedGraph:
         try:
-            return _trace(model, fn, batch, settings, training)
+            return _trace(model, fn, batch, settings, wider, training)
         except TrainmuxError:
             raise
         except Exception as error:
@@ -170,7 +228,12 @@ def _trace_as_read(
 
 
 def _trace(
-    model: nn.Module, fn: LossFunction, batch: FlatBatch, settings: TraceSettings, training: bool
+    model: nn.Module,
+    fn: LossFunction,
+    batch: FlatBatch,
+    settings: TraceSettings,
+    wider: Mapping[str, Shape],
+    training: bool,
 ) -> TracedGraph:
     call = _Call(model, fn, batch, settings, training)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -178,12 +241,17 @@ def _trace(
     counter = torch.empty((), dtype=torch.int64)
     originals = [*call.reach.own, *batch.tensors]
     fakes = [_fake(mode, tensor, settings) for tensor in (*originals, counter, counter, scalar)]
+    for place, name in enumerate(call.reach.named):
+        if name in wider:
+            with mode:
+                fakes[place] = fakes[place].new_empty(wider[name])
     with deterministic_algorithms(settings.deterministic):
         module = call.traced(call.once, fakes, mode)
         _refuse_effects(call, module, fakes, mode)
     _refuse_mixed_products(module, settings)
     refuse_random_nodes(module)
     _refuse_own_constants(module, call)
+    move_to(module, settings.device)
     drop_constant_masks(module)
 
     names = (
@@ -250,6 +318,7 @@ class _Call:
         table: dict[Any, Callable[..., Any]] = torch._decomp.get_decompositions(_DECOMPOSE)
         table |= random_decompositions(lambda: self._draws)
         table[torch.ops.aten._linalg_check_errors.default] = self._note_check
+        table[torch.ops.aten._local_scalar_dense.default] = known_scalar
         tracer = make_fx(run, decomposition_table=table, user_frames=frames_of(is_user_file))
         # What torch says about its own fake kernels is not news to the user.
         with ignored_warnings(), mode, tracing_thread(), own_composites(), checkpoint_regions(mark):
@@ -476,9 +545,21 @@ def _trace_error(error: Exception) -> TraceError:
             " changes a tensor in place that is not part of the model; expected only buffers of the model to "
             "be changed: register the tensor as a buffer of the model, or make a new one"
         )
+    elif isinstance(error, TooLongError):
+        what = "a step is too long to be traced"
+        reason = (
+            f": {error}; expected loops and recurrent layers of at most {MAX_NODES:,} operators unrolled: "
+            "train on shorter sequences (cut long ones and carry the state in the batch) or fewer layers"
+        )
+    elif isinstance(error, DrawnBranchError):
+        what = "Python reads a random number"
+        reason = (
+            ", which a graph cannot; expected layers to be skipped with a probability of 0 or 1: set it to 0 "
+            "(layerdrop, stochastic depth by batch), or choose by torch.where"
+        )
     elif isinstance(error, DATA_DEPENDENT_ERRORS):
         what = str(op)
-        remedy = next((text for part, text in _REMEDIES.items() if part in what), _REMEDY)
+        remedy = next((text for part, text in _REMEDIES.items() if part in what), _remedy_at(error))
         reason = (
             ": the result or its shape depends on the values in a tensor, which a graph cannot express; "
             f"{remedy}"
@@ -496,6 +577,16 @@ def _trace_error(error: Exception) -> TraceError:
             "values read from tensors, constants registered as buffers"
         )
     return refusal(what, reason, location, op)
+
+
+def _remedy_at(error: Exception) -> str:
+    """A remedy by the code around the line that reads values."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
+    if any((frame.line or "").lstrip().startswith("assert ") for frame in frames[-2:]):
+        return "run Python with -O, which leaves assertions out"
+    if any("expert" in f"{frame.name} {frame.line}".lower() for frame in frames):
+        return _EXPERTS
+    return _REMEDY
 
 
 def _refuse_mixed_products(module: fx.GraphModule, settings: TraceSettings) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from trainmux.ir import GraphInput, GraphOutput, InputKind, OutputKind
-from trainmux.tracing._torch_private import min_cut
+from trainmux.tracing._torch_private import FakeTensor, min_cut, outside_of_tracing
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def output_nodes(module: fx.GraphModule) -> list[fx.Node]:
     return nodes
 
 
-def graph_constant(module: fx.GraphModule, node: fx.Node) -> Tensor:
+def graph_constant(module: nn.Module, node: fx.Node) -> Tensor:
     """The tensor that a ``get_attr`` node stands for."""
     value = operator.attrgetter(str(node.target))(module)
     assert isinstance(value, Tensor)
@@ -98,11 +98,45 @@ def inherit_meta(new: fx.Node, old: fx.Node) -> None:
             new.meta[key] = old.meta[key]
 
 
+# ---- devices -------------------------------------------------------------------------------------------
+
+
+def move_to(module: fx.GraphModule, device: torch.device) -> None:
+    """Compute on ``device`` what user code makes on the CPU: constants, ranges, what it fetched itself.
+
+    A graph's inputs are all on one device. A copy from the host in the middle of a step would wait for the
+    device, and a step that waits cannot be captured.
+    """
+
+    def moved(value: Tensor) -> Tensor:
+        if value.device.type == device.type:
+            return value
+        if not isinstance(value, FakeTensor):
+            return value.to(device)
+        with value.fake_mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            owner, _, name = str(node.target).rpartition(".")
+            setattr(module.get_submodule(owner), name, moved(graph_constant(module, node)))
+        values = pytree.tree_leaves(node.meta.get("val"))
+        if all(value.device.type == device.type for value in values if isinstance(value, Tensor)):
+            continue
+        if isinstance(node.target, OpOverload) and any(
+            argument.name == "device" for argument in node.target._schema.arguments
+        ):
+            kept = {name: value for name, value in node.kwargs.items() if name != "pin_memory"}
+            node.kwargs = {**kept, "device": device}
+        node.meta["val"] = pytree.tree_map_only(Tensor, moved, node.meta["val"])
+    module.recompile()
+
+
 # ---- attention masks -----------------------------------------------------------------------------------
 
 _BIAS_NAMES = frozenset({"attn_bias", "bias", "attn_mask"})
-_MAX_MASK_NODES = 400
-"""A mask computed by more nodes than this is left alone."""
+_MAX_CONSTANT_NODES = 400
+"""A constant computed by more nodes than this, or a mask, is left alone."""
 
 
 def drop_constant_masks(module: fx.GraphModule) -> None:
@@ -116,7 +150,7 @@ def drop_constant_masks(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if not is_attention(node.target):
             continue
-        given = _arguments(node)
+        given = arguments_by_name(node)
         bias = next((value for name, value in given.items() if name in _BIAS_NAMES and value), None)
         if not isinstance(bias, fx.Node) or given["is_causal"]:
             continue
@@ -137,7 +171,7 @@ def is_attention(target: Any) -> bool:
     return isinstance(target, OpOverload) and "_scaled_dot_product" in target.name()
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def arguments_by_name(node: fx.Node) -> dict[str, Any]:
     """All arguments of an operator by name, defaults included, in the order of its schema."""
     described = node.target._schema.arguments  # type: ignore[union-attr]
     given = zip((argument.name for argument in described), node.args, strict=False)
@@ -147,7 +181,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 def _replace_mask(node: fx.Node, *, is_causal: bool) -> None:
     """Write positional arguments out, so that fusion rules find each of them by its place."""
     described = node.target._schema.arguments  # type: ignore[union-attr]
-    new = _arguments(node) | {"is_causal": is_causal} | dict.fromkeys(_BIAS_NAMES)
+    new = arguments_by_name(node) | {"is_causal": is_causal} | dict.fromkeys(_BIAS_NAMES)
     by_name = {argument.name for argument in described if argument.kwarg_only}
     node.args = tuple(new[argument.name] for argument in described if not argument.kwarg_only)
     node.kwargs = {name: new[name] for name in node.kwargs if name in by_name}
@@ -155,20 +189,8 @@ def _replace_mask(node: fx.Node, *, is_causal: bool) -> None:
 
 def _is_causal(module: fx.GraphModule, bias: fx.Node) -> bool | None:
     """True for a constant mask that hides what lies after each query, false for one that hides nothing."""
-    order = _constant_history(bias)
-    if order is None:
-        return None
-    values: dict[fx.Node, Any] = {}
-    with torch.no_grad():
-        for node in order:
-            if node.op == "get_attr":
-                values[node] = graph_constant(module, node).cpu()
-                continue
-            given = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
-            args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    mask = values[bias]
-    if not isinstance(mask, Tensor):
+    mask = constant_value(module, bias)
+    if mask is None:
         return None
     seen = mask if mask.dtype == torch.bool else mask == 0
     hidden = ~mask if mask.dtype == torch.bool else mask.isneginf() | (mask <= torch.finfo(mask.dtype).min)
@@ -180,6 +202,24 @@ def _is_causal(module: fx.GraphModule, bias: fx.Node) -> bool | None:
     return True if bool((seen == lower).all() and (hidden == ~lower).all()) else None
 
 
+def constant_value(module: nn.Module, wanted: fx.Node) -> Tensor | None:
+    """The value of a node, on the CPU, where it depends on no input and no draw and takes few nodes."""
+    order = _constant_history(wanted)
+    if order is None:
+        return None
+    values: dict[fx.Node, Any] = {}
+    with torch.no_grad(), outside_of_tracing():
+        for node in order:
+            if node.op == "get_attr":
+                values[node] = graph_constant(module, node).cpu()
+                continue
+            given = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+            args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    value = values[wanted]
+    return value if isinstance(value, Tensor) else None
+
+
 def _constant_history(node: fx.Node) -> list[fx.Node] | None:
     """All nodes that ``node`` is computed from, in order; ``None`` if an input or a draw is among them."""
     found: set[fx.Node] = set()
@@ -189,7 +229,7 @@ def _constant_history(node: fx.Node) -> list[fx.Node] | None:
         if current in found:
             continue
         is_random = torch.Tag.nondeterministic_seeded in getattr(current.target, "tags", ())
-        if current.op == "placeholder" or is_random or len(found) >= _MAX_MASK_NODES:
+        if current.op == "placeholder" or is_random or len(found) >= _MAX_CONSTANT_NODES:
             return None
         found.add(current)
         waiting += current.all_input_nodes

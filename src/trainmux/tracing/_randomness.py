@@ -16,8 +16,9 @@ from torch import Tensor, fx
 
 from trainmux.errors import TraceError
 from trainmux.runtime import WORD_RANGE, random_words
-from trainmux.tracing._passes import is_attention
+from trainmux.tracing._passes import constant_value, is_attention
 from trainmux.tracing._source import node_location, refusal
+from trainmux.tracing._torch_private import traced_module, traced_node
 
 aten = torch.ops.aten
 
@@ -144,6 +145,23 @@ _RULES: dict[Any, Callable[..., Any]] = {
 }
 
 
+_UNIFORM = (_RULES[aten.rand.default], _RULES[aten.rand_like.default])
+_DRAWN = "drawn from [0, 1)"
+"""Mark of a node."""
+_COPIES = frozenset(
+    {aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default, aten.view.default}
+)
+_COMPARISONS: dict[Any, bool] = {
+    aten.lt.Scalar: True,
+    aten.le.Scalar: True,
+    aten.gt.Scalar: False,
+    aten.ge.Scalar: False,
+}
+"""Comparisons of a draw with a number, and whether they ask for it to be less."""
+_HALF_OPEN = frozenset({aten.lt.Scalar, aten.ge.Scalar})
+"""Those that know of a draw, which may be 0, how it compares with 0."""
+
+
 def random_decompositions(draws: Callable[[], Draws]) -> dict[Any, Callable[..., Any]]:
     """Decompositions of random operators into ``draws()``, those of the call that is being traced."""
 
@@ -151,11 +169,51 @@ def random_decompositions(draws: Callable[[], Draws]) -> dict[Any, Callable[...,
         def draw(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("generator") is not None:
                 return NotImplemented  # becomes a node, which is refused when the trace is done
-            return rule(draws().by_next_operator(), *args, **kwargs)
+            drawn = rule(draws().by_next_operator(), *args, **kwargs)
+            if rule in _UNIFORM and (node := traced_node(drawn)) is not None:
+                node.meta[_DRAWN] = True
+            # Words are made where the seed is, and go where the user's code expects them.
+            place = kwargs.get("device")
+            return drawn if place is None or place.type == drawn.device.type else drawn.to(place)
 
         return draw
 
     return {op: decomposed(rule) for op, rule in _RULES.items()}
+
+
+class DrawnBranchError(RuntimeError):
+    """Python reads a number that is drawn anew in every step."""
+
+
+def known_scalar(value: Tensor) -> Any:
+    """A number that Python reads while it is traced, where it is the same in every step.
+
+    That is a constant, or the outcome of ``draw < p`` and the like where ``p`` is 0 or 1: layers are then
+    never or always skipped. Raises ``DrawnBranchError`` for other ``p``; else returns ``NotImplemented``.
+    """
+    node = _original(traced_node(value))
+    if node is None:
+        return NotImplemented
+    constant = constant_value(traced_module(), node)
+    if constant is not None:
+        return constant.item()
+    is_less = _COMPARISONS.get(node.target)
+    draw = node if is_less is None else _original(node.all_input_nodes[0])
+    if draw is None or not draw.meta.get(_DRAWN):
+        return NotImplemented
+    bound = None if is_less is None else node.args[1]
+    if is_less is not None and isinstance(bound, int | float):
+        if bound < 0 or (bound == 0 and node.target in _HALF_OPEN):
+            return not is_less
+        if bound >= 1:
+            return is_less
+    raise DrawnBranchError
+
+
+def _original(node: fx.Node | None) -> fx.Node | None:
+    while node is not None and node.target in _COPIES:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def refuse_random_nodes(module: fx.GraphModule) -> None:

@@ -307,7 +307,7 @@ class OwnMemory:
     """Map from bytes to the model's own tensors."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        spans = [(*_span(tensor), index) for index, tensor in enumerate(tensors) if _has_memory(tensor)]
+        spans = [(*memory_span(tensor), index) for index, tensor in enumerate(tensors) if _has_memory(tensor)]
         self._spans = sorted(spans)
         self._tensors = tensors
 
@@ -315,7 +315,7 @@ class OwnMemory:
         """The model's tensors, by number, that share bytes with ``tensor``."""
         if not self._spans or not _has_memory(tensor):
             return []
-        begin, end = _span(tensor)
+        begin, end = memory_span(tensor)
         last = bisect.bisect_left(self._spans, (end, 0, 0))
         return [index for low, high, index in self._spans[:last] if low < end and begin < high]
 
@@ -331,7 +331,7 @@ class OwnMemory:
         if len(owners) != 1:
             return None
         owner = self._tensors[owners[0]]
-        (begin, end), (low, high) = _span(tensor), _span(owner)
+        (begin, end), (low, high) = memory_span(tensor), memory_span(owner)
         if tensor.dtype != owner.dtype or not owner.is_contiguous() or begin < low or end > high:
             return None
         return owners[0], (begin - low) // tensor.element_size()
@@ -343,7 +343,7 @@ def _has_memory(tensor: Tensor) -> bool:
     return is_real and is_dense and tensor.numel() > 0
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def memory_span(tensor: Tensor) -> tuple[int, int]:
     """Addresses of a tensor's first byte and of the one behind its last."""
     begin = tensor.data_ptr()
     length = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import fx
 
-from trainmux.errors import TraceError
+from trainmux.errors import TraceError, first_line
 
 _TORCH_ROOT = str(Path(torch.__file__).parent)
 _OWN_ROOT = str(Path(__file__).parent.parent)
@@ -55,6 +55,27 @@ def node_location(node: fx.Node) -> str | None:
         if is_user_file(match["file"]):
             return f"{match['file']}:{match['line']} in {match['function']}"
     return None
+
+
+def failed_node(error: BaseException) -> fx.Node | None:
+    """The node that was run when an error came up in the code of a graph."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_locals.get("self")
+        if isinstance(module, fx.GraphModule) and frame.f_code.co_filename.startswith("<eval_with_key>"):
+            lines = module.code.splitlines()
+            name = lines[line - 1].partition(" = ")[0].strip() if line <= len(lines) else ""
+            return next((node for node in module.graph.nodes if node.name == name), None)
+    return None
+
+
+def failure_text(error: BaseException) -> str:
+    """The first line of an error that came up in a graph, with the operator and the user's line."""
+    node = failed_node(error)
+    if node is None:
+        return first_line(error)
+    location = node_location(node)
+    where = f" at {location}" if location else ""
+    return f"{node.target}{where}: {first_line(error)}"
 
 
 def refusal(what: str, reason: str, location: str | None, op: object = None) -> TraceError:

@@ -7,11 +7,12 @@ each of them to what we rely on.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -36,13 +37,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import _symbolic_trace
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _MakefxTracer, get_proxy_mode
+from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
+    _MakefxTracer,
+    get_proxy_mode,
+    get_proxy_slot,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
 from trainmux.runtime import process_lock
 
 __all__ = ["CheckpointPolicy", "FakeTensor"]  # torch's own, used under these names
+
+# Torch has a function of this name in the module's place.
+_scans: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
 
 # A composite operator's, and one in the place of autograd's formula for an operator that has a kernel.
 DECOMPOSITION_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
@@ -71,6 +81,16 @@ class FakeTensorMode(_FakeTensorMode):
             process_lock.__exit__()
 
 
+MAX_NODES = 50_000
+"""Operators that a trace may record: to fuse as many takes about two minutes."""
+_NODES_OF_A_STEP = 45
+"""Operators of a step of a recurrent layer, backward included."""
+
+
+class TooLongError(RuntimeError):
+    """A trace would record more operators than is sensible."""
+
+
 class _Tracer(PythonKeyTracer):
     """Torch's tracer, but for what it does to the process.
 
@@ -79,6 +99,8 @@ class _Tracer(PythonKeyTracer):
     """
 
     user_frames: Callable[[], str] | None = None
+    num_steps = 0
+    """Steps of recurrent layers so far."""
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self.root = torch.nn.Module()
@@ -89,6 +111,8 @@ class _Tracer(PythonKeyTracer):
         return self.graph
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if len(self.graph.nodes) > MAX_NODES:
+            raise TooLongError(f"more than {MAX_NODES:,} operators")
         node = super().create_node(*args, **kwargs)
         if self.user_frames is not None and not node.stack_trace:
             node.stack_trace = self.user_frames()
@@ -291,6 +315,11 @@ def frames_of(wanted: Callable[[str], bool]) -> Callable[[], str]:
     return frames
 
 
+def _plain_scan(combine: Callable[..., Any], leaves: Sequence[Tensor], additional_inputs: Any = ()) -> Any:
+    """An associative scan over the first dimension by operators on tensors."""
+    return _scans.generic_associative_scan(combine, leaves, 0, additional_inputs)
+
+
 def _no_effects(op: Any) -> bool:
     return False
 
@@ -318,6 +347,13 @@ def _unchecked_while_tracing(usual: bool) -> property:
 
 
 @contextmanager
+def replacing_thread() -> Iterator[None]:
+    """While active, ``replaced`` functions act in this thread, and nothing else is told that it is traced."""
+    with process_lock, mock.patch.object(_thread, "is_tracing", new=True):
+        yield
+
+
+@contextmanager
 def tracing_thread() -> Iterator[None]:
     """While active, patches of torch act in this thread; no other one traces meanwhile.
 
@@ -340,14 +376,19 @@ def tracing_thread() -> Iterator[None]:
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
         patches: tuple[tuple[Any, str, Any], ...] = (
             (torch.compiler, "_is_compiling_flag", _InTracingThread()),
-            (_symbolic_trace, "_is_fx_tracing_flag", _InTracingThread()),
             (compiled, "_stance", _EagerWhileTracing(compiled._stance)),
             (distribution, "_validate_args", _unchecked_while_tracing(distribution._validate_args)),
         )
+        if hasattr(_symbolic_trace, "_is_fx_tracing_flag"):
+            patches += ((_symbolic_trace, "_is_fx_tracing_flag", _InTracingThread()),)
+        else:  # torch 2.14 has one for each thread
+            own_flag: Any = _symbolic_trace
+            stack.enter_context(own_flag._is_fx_tracing_context(True))
         for owner, name, own in patches:
             stack.enter_context(mock.patch.object(owner, name, own))
         # Checks of linear algebra would otherwise be threaded through the graph with tokens.
         stack.enter_context(replaced(torch._higher_order_ops.effects, has_effects=_no_effects))
+        stack.enter_context(replaced(_scans, associative_scan_op=_plain_scan))
         yield
 
 
@@ -425,6 +466,28 @@ def tracer_graph() -> fx.Graph:
     return graph
 
 
+def traced_module() -> torch.nn.Module:
+    """The module that holds the constants of the innermost running ``make_fx``."""
+    mode = get_proxy_mode()
+    if mode is None:
+        raise RuntimeError("expected to run inside make_fx, got no active tracer")
+    root: Any = mode.tracer.root  # type: ignore[union-attr]
+    assert isinstance(root, torch.nn.Module)
+    return root
+
+
+def outside_of_tracing() -> AbstractContextManager[Any]:
+    """While active, operators compute as if nothing was being traced."""
+    return _disable_current_modes()
+
+
+def traced_node(value: Tensor) -> fx.Node | None:
+    """The node that the innermost running ``make_fx`` has for a tensor; ``None`` for a constant."""
+    mode = get_proxy_mode()
+    slot: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
 def refuses_generators(error: Exception) -> bool:
     """Whether a tracer stopped at a ``torch.Generator``: that of torch 2.11 has no nodes with one."""
     return isinstance(error, NotImplementedError) and str(torch._C.Generator) in str(error)
@@ -477,6 +540,19 @@ def copy_node(graph: fx.Graph, node: fx.Node, place: Callable[[fx.Node], Any]) -
     return graph.node_copy(node, place)
 
 
+def expect_recurrence(length: int, num_layers: int) -> None:
+    """Refuse a recurrence that makes the trace under way, if any, too long before it is unrolled."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    tracer: Any = mode.tracer
+    tracer.num_steps += length * num_layers
+    if tracer.num_steps * _NODES_OF_A_STEP > MAX_NODES:
+        raise TooLongError(
+            f"a recurrence over {length} steps, of {tracer.num_steps} in all layers and directions so far"
+        )
+
+
 def nodes_after(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
     """The nodes added to ``graph`` since ``last`` was its last one."""
     added = []
@@ -506,8 +582,10 @@ def checkpoint_regions(on_region: Callable[[list[fx.Node]], None]) -> Iterator[N
             return run_function(*args)
 
     module = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" if hasattr(module, f"{name}_impl") else ""  # from torch 2.14 on
     with (
-        replaced(module, _checkpoint_without_reentrant_generator=region),
+        replaced(module, **{name: region}),
         replaced(module.CheckpointFunction, apply=apply),
     ):
         yield

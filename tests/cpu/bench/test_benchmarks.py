@@ -17,6 +17,8 @@ from benchmarks.step import StepJob, measure
 from benchmarks.ways import WAYS, Setup
 from typer.testing import CliRunner
 
+import trainmux as tm
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 QUICK = ["--device", "cpu", "--block-seconds", "0.01"]
 
@@ -121,16 +123,45 @@ def test_overhead_compares_two_trees(tmp_path: Path) -> None:
     assert 0.1 < row["step_us_ratio"] < 10
 
 
-def test_zoo_matches_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zoo_judges_models_against_plain_torch(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr(zoo, "TEXT", {**zoo.TEXT, "hidden_size": 16, "num_hidden_layers": 1})
     out = tmp_path / "zoo.json"
-    models = ["--models", "transformers:bert,timm:no_such_model", "--members", "2"]
-    run("zoo", *models, *QUICK, "--out", str(out))
-    bert, unknown = rows(out)
-    assert bert.get("fused_width") == 2, bert
-    assert bert["loss_difference"] < 1e-4
-    assert unknown["error"]
+    models = "classic:dqn,transformers:bert,timm:resnet26"
+    run("zoo", "--models", models, "--members", "2", "--device", "cpu", "--out", str(out))
+    found = {row["model"]: row for row in rows(out)}
+    for name in ("classic:dqn", "transformers:bert"):
+        assert found[name]["verdict"] == "right", found[name]
+        assert found[name]["loss_error"] < 1e-12
+        assert found[name]["update_error"] < 1e-9
+    assert found["timm:resnet26"]["verdict"] == "absent"
+
+
+@pytest.mark.extensive
+def test_adapters_train_on_one_base_in_every_way(tmp_path: Path) -> None:
+    for package in ("transformers", "peft"):
+        pytest.importorskip(package)
+    out = tmp_path / "adapters.json"
+    words = ["--size", "tiny", "--adapters", "3x2x8", "--ranks", "2,4", "--block-seconds", "0.01"]
+    run("adapters", *words, "--device", "cpu", "--out", str(out))
+    found = {row["way"]: row for row in rows(out)}
+    assert found.keys() == {"trainmux", "compiled_graph", "ceiling"}
+    for row in found.values():
+        assert row["median_ms"] > 0
+        assert row["first_losses"] != row["last_losses"]
+
+
+def test_zoo_has_enough_architectures_under_names_of_their_own() -> None:
+    names = [architecture.name for architecture in zoo.ZOO]
+    assert len(set(names)) == len(names) >= 150
+
+
+def test_zoo_calls_wrong_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet on a batch of its own is far from plain torch, whose rounding is small."""
+    step = tm.Fleet.step
+    monkeypatch.setattr(tm.Fleet, "step", lambda self, batch: step(self, (batch[0] + 1e-3, *batch[1:])))
+    row = zoo.measure("classic:dqn", 2, "cpu")
+    assert row["verdict"] == "wrong"
+    assert max(row["rounding"]) < 1e-9
 
 
 def test_committed_results_say_how_they_were_made() -> None:

@@ -30,7 +30,7 @@ from trainmux.colocate._fused_work import _SCRATCH_BYTES, _SPARE_BYTES
 from trainmux.colocate._segment_graphs import GRAPHS_BYTES, SegmentSet
 from trainmux.errors import BatchError, BudgetError, ConfigError, PlanError
 from trainmux.fleet._feed import BatchFeed
-from trainmux.fleet._group import Group
+from trainmux.fleet._group import Constants, Group
 from trainmux.runtime import MATRIX_LIBRARIES_BYTES
 
 pytestmark = [
@@ -215,11 +215,11 @@ def test_weights_go_by_the_host_where_the_device_has_no_room(
     assert fleet is not None
     restack, refused = Group.restack, []
 
-    def full(group: Group, device: torch.device) -> None:
+    def full(group: Group, device: torch.device, known: Constants) -> None:
         if group in fleet._groups and not (has_host and refused):
             refused.append(device)
             raise torch.OutOfMemoryError("full")
-        restack(group, device)
+        restack(group, device, known)
 
     monkeypatch.setattr(Group, "restack", full)
     result = tm.colocate(jobs, "4GiB").run()

@@ -70,7 +70,7 @@ class Case:
                 row += width // count
         for group in found:
             group.slots = [None if slot is None else replace(slot) for slot in group.slots]
-            group.restack(self._fleet._config.device)
+            group.restack(self._fleet._config.device, {})
         return found
 
     def batch(self, number: int) -> list[Tensor]:

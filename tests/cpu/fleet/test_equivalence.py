@@ -217,7 +217,8 @@ def test_hooks_of_gradients_and_modules_are_honoured() -> None:
         HOOKS[i](member.model, member.optimizer)
         return member
 
-    fleet = tm.Fleet([make(i) for i in range(len(HOOKS))], mse, EXAMPLE)
+    with pytest.warns(tm.TrainmuxWarning, match="train apart"):
+        fleet = tm.Fleet([make(i) for i in range(len(HOOKS))], mse, EXAMPLE)
     assert [group.members for group in fleet.summary()] == [
         *((f"m{i}",) for i in range(5)),
         ("m5", "m6", "m7"),

@@ -177,10 +177,6 @@ AROUND_THE_UPDATE: dict[str, Callable[[Member], object]] = {
 }
 
 
-class _MyAdam(torch.optim.Adam):
-    pass
-
-
 BAD_MEMBERS: dict[str, tuple[type[tm.TrainmuxError], Callable[[], list[Any]]]] = {
     "none": (tm.MemberError, list),
     "no member": (tm.MemberError, lambda: [sgd_member(0), nn.Linear(3, 2)]),
@@ -203,7 +199,6 @@ BAD_MEMBERS: dict[str, tuple[type[tm.TrainmuxError], Callable[[], list[Any]]]] =
         lambda: [with_optimizer(lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(7))]))],
     ),
     "LBFGS": (tm.OptimizerError, lambda: [sgd_member(0), with_optimizer(torch.optim.LBFGS)]),
-    "own class": (tm.OptimizerError, lambda: [sgd_member(0), with_optimizer(_MyAdam)]),
     "two parameters in the same memory": (tm.MemberError, lambda: [changed(_shared_memory)]),
     **{
         kind: (tm.OptimizerError, lambda install=install: [changed(install)])

@@ -158,10 +158,10 @@ class Fleet:
         for number, group in enumerate(self.structure.groups):
             for index in group.params:
                 like = members[0].params[index]
-                rows = [optim.read_state(m.optimizer, number, m.params[index])[0] for m in members]
+                rows = [optim.read_state(m.optimizer, number, group, m.params[index])[0] for m in members]
                 self.state[index] = {
                     name: _stack_padded([torch.as_tensor(row[name]).to(like).expand_as(like) for row in rows])
-                    for name in optim.state_names(group)
+                    for name in (entry.name for entry in optim.state_entries(group, members[0].params[index]))
                 }
 
     def scalars(self, number: int, frozen: Collection[int] = ()) -> dict[str, Tensor]:

@@ -252,3 +252,26 @@ def test_attention_kernels_of_a_gpu_are_fused_by_shape(
         assert node.meta["val"].shape == (width, *shape)
     attention = [record for record in fused.records if "scaled_dot_product" in record.op]
     assert {record.how for record in attention} == {"fold model axis into batch"}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("num_keys", [8, 7])
+def test_attention_biases_have_the_strides_that_kernels_of_a_gpu_accept(batch: int, num_keys: int) -> None:
+    """Rows begin at multiples of 16 bytes and are dense, however the model computes its bias."""
+    shape = (batch, 3, num_keys, 16)
+    with FakeTensorMode():
+        inputs = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in [shape] * 4]
+        table = torch.empty(batch, num_keys, num_keys, 3, dtype=torch.bfloat16, device="cuda")
+
+        def step(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, table: Tensor) -> list[Any]:
+            return attention_step("efficient")(query, key, value, grad, table.permute(0, 3, 1, 2))
+
+        fused = fuse(described(make_fx(step)(*inputs, table)), 2, [True] * 5)
+    kernels = [node for node in fused.module.graph.nodes if "scaled_dot_product" in str(node.target)]
+    assert len(kernels) == 2
+    for node in kernels:
+        *rows, last = (
+            node.all_input_nodes[3 if "backward" not in str(node.target) else 4].meta["val"].stride()
+        )
+        assert last == 1
+        assert all(stride % 8 == 0 for stride in rows)

@@ -23,10 +23,12 @@ def test_state_that_is_missing_comes_as_its_initial_value():
     param, late = torch.zeros(3), torch.zeros(2)
     adagrad = torch.optim.Adagrad([param], initial_accumulator_value=0.5)
     adagrad.add_param_group({"params": [late]})
-    assert optim.read_state(adagrad, 1, late) == ({"sum": 0.5}, 0)
+    groups = optim.describe(adagrad, [param, late], member="a").groups
+    assert optim.read_state(adagrad, 1, groups[1], late) == ({"sum": 0.5}, 0)
     sgd = torch.optim.SGD([param], lr=0.1, momentum=0.9)
     sgd.state[param]["momentum_buffer"] = None
-    assert optim.read_state(sgd, 0, param) == ({"momentum_buffer": 0.0}, 0)
+    (group,) = optim.describe(sgd, [param], member="a").groups
+    assert optim.read_state(sgd, 0, group, param) == ({"momentum_buffer": 0.0}, 0)
 
 
 def test_steps_are_read_per_group_from_the_used_parameters():

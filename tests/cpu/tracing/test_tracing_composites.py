@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -245,3 +246,33 @@ def test_recurrent_cells_are_torchs(cell: type[nn.Module]) -> None:
 
     torch.manual_seed(0)
     assert_equals_torch(cell(3, 4).double(), unrolled, doubles(2, 2, 3))
+
+
+# ---- scans -----------------------------------------------------------------------------------------------
+
+
+class Scan(nn.Module):
+    """A linear recurrence: an associative scan where code is compiled, as in Mamba, else a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep, self.enter = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep, enter = torch.sigmoid(self.keep(x)), self.enter(x)
+        if torch.compiler.is_compiling():
+            # What the public function calls on a GPU.
+            scan = importlib.import_module("torch._higher_order_ops.associative_scan").associative_scan_op
+            _, states = scan(
+                lambda a, b, c, d: (a * c, b * c + d), [keep.movedim(1, 0), enter.movedim(1, 0)], ()
+            )
+            return states.movedim(0, 1)
+        states = [enter[:, 0]]
+        for time in range(1, x.shape[1]):
+            states.append(keep[:, time] * states[-1] + enter[:, time])
+        return torch.stack(states, 1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_associative_scans_are_taken_apart(length: int) -> None:
+    assert_equals_torch(Scan(), summed, doubles(2, length, 4))

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tracing_tools import assert_equals_torch, square_loss
+from tracing_tools import assert_equals_torch, joint, square_loss
+
+from trainmux.errors import TraceError
 
 LENGTH = 6
 
@@ -76,3 +78,29 @@ def test_a_mask_is_dropped_from_forward_and_backward_if_the_kernel_has_it_built_
         assert (given["attn_mask"] is None) == (is_causal is not None)
         assert given["is_causal"] is bool(is_causal)
         assert given["dropout_p"] == 0.0
+
+
+def test_python_may_read_what_is_the_same_in_every_step() -> None:
+    """Libraries ask whether a mask of ones that they made themselves hides anything."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(x.shape[:2], device=x.device)
+            mask[:, 0] = 2
+            if (mask > 1).any(dim=0).flatten().any().item() and not (mask == 0).any():
+                x = x * int(mask.sum())
+            return self.layer(x)
+
+    assert_equals_torch(Asks(), square_loss, torch.ones(2, 5, 3, dtype=torch.float64))
+
+
+def test_python_may_not_read_what_depends_on_the_batch() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return square_loss(model, x) * (2 if (x > 0).all() else 3)
+
+    with pytest.raises(TraceError, match="depends on the values"):
+        joint(nn.Linear(3, 3), loss, torch.ones(2, 3))

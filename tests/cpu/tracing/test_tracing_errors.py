@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,3 +133,59 @@ def test_an_exception_raised_on_purpose_keeps_its_words() -> None:
         joint(nn.Linear(3, 3), loss, X)
     assert "in loss" in (raised.value.location or "")
     assert isinstance(raised.value.__cause__, KeyError)
+
+
+# ---- too long --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrence_that_is_too_long_is_refused_with_its_length_at_once(kind: type[nn.RNNBase]) -> None:
+    model = kind(3, 2, num_layers=2, bidirectional=True, batch_first=True)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)[0].mean()  # unrolled here
+
+    joint(model, loss, torch.ones(1, 20, 3))
+    begin = time.perf_counter()
+    with pytest.raises(TraceError, match=r"over 500 steps, of 2000 in all .*shorter sequences") as raised:
+        joint(model, loss, torch.ones(1, 500, 3))
+    assert time.perf_counter() - begin < 5
+    assert raised.value.location == f"{__file__}:{inspect.getsourcelines(loss)[1] + 1} in loss"
+
+
+def test_a_loop_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainmux.tracing._torch_private.MAX_NODES", 300)
+
+    def grow(x: Tensor, model: Model) -> Tensor:
+        for _ in range(1000):
+            x = x * 1.5  # over and over
+        return x
+
+    error = refused(grow)
+    assert "more than 300 operators" in str(error)
+    assert error.location == f"{__file__}:{inspect.getsourcelines(grow)[1] + 2} in grow"
+
+
+# ---- remedies by the code around -------------------------------------------------------------------------
+
+
+def checked(y: Tensor, model: Model) -> Tensor:
+    assert (y < 100).all(), "too large"
+    return y
+
+
+def routed_to_experts(y: Tensor, model: Model) -> Tensor:
+    parts = y.split((y > 0).sum(0).tolist())
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(
+    ("act", "remedy"),
+    [
+        (checked, "run Python with -O"),
+        (routed_to_experts, r"set_experts_implementation\('batched_mm'\)"),
+        (lambda y, model: y * y.sum().item(), "torch.where or a fixed shape"),
+    ],
+)
+def test_the_remedy_fits_the_code_that_reads_values(act: Callable[..., Any], remedy: str) -> None:
+    assert re.search(remedy, str(refused(act)))

@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor, nn
-from tracing_tools import joint, run, targets
+from tracing_tools import doubles, joint, run, square_loss, targets
 
+from trainmux.errors import TraceError
 from trainmux.ir import OutputKind
+
+aten = torch.ops.aten
 
 N = 20_000
 X = torch.ones(N)
@@ -138,3 +141,38 @@ def test_a_double_draw_uses_more_than_32_bits() -> None:
 def test_dropout_at_its_limits(p: float) -> None:
     x = torch.arange(10.0)
     assert torch.equal(drawn(lambda v: F.dropout(v, p), x), x * (1 - p))
+
+
+class LayerDrop(nn.Module):
+    """Skips its layer as Hugging Face's speech models do, for a whole batch."""
+
+    def __init__(self, skips: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.skips = nn.Linear(3, 3).double(), skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x if self.training and self.skips(torch.rand([])) else self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("skips", "num_layers"),
+    [
+        (lambda draw: draw < 0.0, 2),
+        (lambda draw: torch.lt(draw, 0), 2),
+        (lambda draw: not draw >= 0, 2),
+        (lambda draw: draw < 1.0, 1),
+        (lambda draw: draw <= 1, 1),
+        (lambda draw: draw > 1.0, 2),
+    ],
+)
+def test_a_layer_that_is_never_or_always_skipped_is_traced(skips: Any, num_layers: int) -> None:
+    found = targets(joint(LayerDrop(skips), square_loss, doubles(4, 3)).module)
+    assert found.count(aten.addmm.default) == num_layers
+    assert not any("random" in str(target) for target in found)
+
+
+@pytest.mark.parametrize("skips", [lambda draw: draw < 0.1, lambda draw: draw > 0, lambda draw: draw.item()])
+def test_a_layer_that_is_sometimes_skipped_is_refused_with_the_setting_to_change(skips: Any) -> None:
+    with pytest.raises(TraceError, match=r"random number at .*test_tracing_randomness.*layerdrop"):
+        joint(LayerDrop(skips), square_loss, doubles(4, 3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from trainmux.ir import FusionRecord, GroupSummary, MemoryUse
 from trainmux.reporting import format_fusion
 
@@ -39,3 +41,13 @@ def test_groups_from_first_to_last_line() -> None:
         "  aten.mm.default  bmm  x3",
         "  nothing fell back",
     ]
+
+
+def test_a_step_that_is_not_captured_is_named_first() -> None:
+    groups = [
+        GroupSummary((name,), 1, "SGD", 3, (), not_captured=why) for name, why in (("a", ""), ("b", "no"))
+    ]
+    first, empty, *rest = format_fusion(groups).splitlines()
+    assert first == "group 1 is not captured and runs node by node: no"
+    assert not empty
+    assert rest == format_fusion([groups[0], dataclasses.replace(groups[1], not_captured="")]).splitlines()

@@ -7,11 +7,14 @@ from trainmux.fusion.optimizers._describe import (
     describe,
 )
 from trainmux.fusion.optimizers._families import FAMILIES
-from trainmux.fusion.optimizers._state import read_state, read_steps, state_names, write_state
+from trainmux.fusion.optimizers._state import read_state, read_steps, state_entries, write_state
+from trainmux.fusion.optimizers._traced import StateEntry
 from trainmux.fusion.optimizers._update import (
     SettingColumns,
     apply_update,
+    idle_decisions,
     idle_settings,
+    is_elementwise,
     scalar_dtype,
     scalar_specs,
     scalar_values,
@@ -22,15 +25,18 @@ __all__ = [
     "GroupStructure",
     "OptimizerStructure",
     "SettingColumns",
+    "StateEntry",
     "apply_update",
     "check_hyperparameters",
     "describe",
+    "idle_decisions",
     "idle_settings",
+    "is_elementwise",
     "read_state",
     "read_steps",
     "scalar_dtype",
     "scalar_specs",
     "scalar_values",
-    "state_names",
+    "state_entries",
     "write_state",
 ]

@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from trainmux.errors import OptimizerError
 from trainmux.fusion.optimizers._families import FAMILIES
 from trainmux.fusion.optimizers._rule import OptimizerFamily, Settings, UpdateRule
+from trainmux.fusion.optimizers._traced import TracedUpdate, numeric_settings, traced_update
 
 _BY_CLASS = {family.torch_class: family for family in FAMILIES}
 _RULES = {family.kind: family.make_rule for family in FAMILIES}
@@ -26,11 +27,13 @@ class GroupStructure:
     ``kind`` names the update rule (AdamW is kind ``"Adam"`` with the flag ``decoupled``), ``flags`` are
     the switches that change which operations run, sorted by name, and ``params`` are indices into the
     member's list of parameters. ``maximize`` is no flag: it is a number, +1 or -1, like the learning rate.
+    A class without a rule has its update ``traced``, and its own name as the kind.
     """
 
     kind: str
     flags: tuple[tuple[str, bool], ...]
     params: tuple[int, ...]
+    traced: TracedUpdate | None = None
 
 
 @dataclass(frozen=True)
@@ -40,20 +43,9 @@ class OptimizerStructure:
     groups: tuple[GroupStructure, ...]
 
 
-def family_of(optimizer: torch.optim.Optimizer, *, where: str = "") -> OptimizerFamily:
-    """The family of an optimizer. Refuses every other class, also subclasses of the supported ones.
-
-    ``where`` begins the error message. A subclass may change the update in ways that cannot be seen here.
-    """
-    family = _BY_CLASS.get(type(optimizer))
-    if family is None:
-        got = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        supported = ", ".join(f"torch.optim.{family.torch_class.__name__}" for family in FAMILIES)
-        raise OptimizerError(
-            f"{where}expected one of {supported} (the class itself, no subclass), "
-            f"got {got}. Use a supported optimizer for this member, or train it outside the fleet."
-        )
-    return family
+def family_of(optimizer: torch.optim.Optimizer) -> OptimizerFamily | None:
+    """The family of an optimizer; none for other classes, also subclasses of those that have one."""
+    return _BY_CLASS.get(type(optimizer))
 
 
 def flags_of(family: OptimizerFamily, settings: Settings) -> tuple[tuple[str, bool], ...]:
@@ -62,9 +54,13 @@ def flags_of(family: OptimizerFamily, settings: Settings) -> tuple[tuple[str, bo
 
 
 @functools.cache
-def rule_for(kind: str, flags: tuple[tuple[str, bool], ...]) -> UpdateRule:
-    """The update rule of a param group."""
+def _rule_for(kind: str, flags: tuple[tuple[str, bool], ...]) -> UpdateRule:
     return _RULES[kind](**dict(flags))
+
+
+def rule_of(group: GroupStructure) -> UpdateRule | TracedUpdate:
+    """The update of a param group."""
+    return group.traced or _rule_for(group.kind, group.flags)
 
 
 def describe(
@@ -73,11 +69,11 @@ def describe(
     """The structure of ``optimizer``, its parameters named by their position in ``params``.
 
     ``params`` are all parameters of the member, each once; those that the optimizer does not hold stay
-    untouched. Refuses an optimizer class that is not supported, ``differentiable=True``, a hyper-parameter
+    untouched. Refuses an optimizer whose step cannot be traced, ``differentiable=True``, a hyper-parameter
     out of its range, a parameter that is not in ``params``, that appears twice, or that is not of a real
     floating dtype.
     """
-    family = family_of(optimizer, where=f"Member {member!r}: ")
+    family = family_of(optimizer)
     check_hyperparameters(optimizer, member=member)
     _refuse_own_code(optimizer, member)
     position = {id(param): index for index, param in enumerate(params)}
@@ -115,7 +111,11 @@ def describe(
                 )
             seen.add(index)
             indices.append(index)
-        groups.append(GroupStructure(family.kind, flags_of(family, group), tuple(indices)))
+        if family is not None:
+            groups.append(GroupStructure(family.kind, flags_of(family, group), tuple(indices)))
+        else:
+            traced = traced_update(optimizer, number, group["params"], where=where)
+            groups.append(GroupStructure(type(optimizer).__name__, (), tuple(indices), traced))
     return OptimizerStructure(tuple(groups))
 
 
@@ -126,7 +126,7 @@ _WITHOUT = (
 
 
 def _refuse_own_code(optimizer: torch.optim.Optimizer, member: str) -> None:
-    """Refuse hooks around ``step``, and a ``step`` that is not torch's; schedulers may have wrapped it."""
+    """Refuse hooks around ``step``, and a ``step`` not of the class; schedulers may have wrapped it."""
     hooks = (
         *optimizer._optimizer_step_pre_hooks.values(),
         *optimizer._optimizer_step_post_hooks.values(),
@@ -139,7 +139,8 @@ def _refuse_own_code(optimizer: torch.optim.Optimizer, member: str) -> None:
             f"{getattr(hooks[0], '__qualname__', hooks[0])!r}). {_WITHOUT}"
         )
     step = inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step))
-    if not str(getattr(step, "__module__", "")).startswith("torch.optim."):
+    is_torch = str(getattr(step, "__module__", "")).startswith("torch.optim.")
+    if step is not inspect.unwrap(type(optimizer).step) or (type(optimizer) in _BY_CLASS and not is_torch):
         raise OptimizerError(
             f"Member {member!r}: expected the step method of {type(optimizer).__name__}, got "
             f"{getattr(step, '__qualname__', step)!r} in its place. {_WITHOUT}"
@@ -148,9 +149,9 @@ def _refuse_own_code(optimizer: torch.optim.Optimizer, member: str) -> None:
 
 def check_hyperparameters(optimizer: torch.optim.Optimizer, *, member: str) -> None:
     """Refuse hyper-parameters that are NaN, infinite, negative or beyond their upper bound."""
-    family = family_of(optimizer, where=f"Member {member!r}: ")
+    family = family_of(optimizer)
     for number, group in enumerate(optimizer.param_groups):
-        for setting in family.settings:
+        for setting in numeric_settings(group) if family is None else family.settings:
             got = setting.read(group)
             try:
                 allowed = setting.allows(float(got))

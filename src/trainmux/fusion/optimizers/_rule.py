@@ -49,7 +49,7 @@ Numbers = Mapping[str, Number]
 
 @dataclass(frozen=True)
 class NumericSetting:
-    """A numeric hyper-parameter and the values it may take: from zero up to ``upper``.
+    """A numeric hyper-parameter and the values it may take: from zero up to ``upper``, all if ``signed``.
 
     ``index`` picks one entry of a setting that is a tuple, such as Adam's ``betas``.
     """
@@ -58,6 +58,7 @@ class NumericSetting:
     index: int | None = None
     upper: float = math.inf
     upper_included: bool = False
+    signed: bool = False
 
     @property
     def label(self) -> str:
@@ -66,6 +67,8 @@ class NumericSetting:
     @property
     def expected(self) -> str:
         """The allowed values in words."""
+        if self.signed:
+            return "a finite number"
         if math.isinf(self.upper):
             return "a finite number that is not negative"
         return f"a number in [0, {self.upper:g}{']' if self.upper_included else ')'}"
@@ -75,7 +78,7 @@ class NumericSetting:
         return value if self.index is None else value[self.index]
 
     def allows(self, value: float) -> bool:
-        if not math.isfinite(value) or value < 0.0:
+        if not math.isfinite(value) or (value < 0.0 and not self.signed):
             return False
         return value <= self.upper if self.upper_included else value < self.upper
 

@@ -9,45 +9,47 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import OptimizerError
-from trainmux.fusion.optimizers._describe import (
-    GroupStructure,
-    OptimizerStructure,
-    family_of,
-    flags_of,
-    rule_for,
-)
+from trainmux.fusion.optimizers._describe import GroupStructure, OptimizerStructure, rule_of
 from trainmux.fusion.optimizers._rule import Settings
+from trainmux.fusion.optimizers._traced import StateEntry, TracedUpdate
 
 
-def state_names(group: GroupStructure) -> tuple[str, ...]:
-    """Names of the state tensors of a group, as torch spells and orders them, without ``step``."""
-    return rule_for(group.kind, group.flags).state_names
+def state_entries(group: GroupStructure, param: Tensor) -> tuple[StateEntry, ...]:
+    """The state tensors of a parameter, as torch spells and orders them, without its count of steps."""
+    rule = rule_of(group)
+    if isinstance(rule, TracedUpdate):
+        return tuple(entry for entry in rule.entries(param) if entry.kind in ("tensor", "number"))
+    return tuple(StateEntry(name, "tensor", tuple(param.shape)) for name in rule.state_names)
 
 
 def read_state(
-    optimizer: torch.optim.Optimizer, group_index: int, param: Tensor
+    optimizer: torch.optim.Optimizer, group_index: int, group: GroupStructure, param: Tensor
 ) -> tuple[dict[str, Tensor | float], int]:
     """State tensors of ``param`` by name, and the number of steps that were taken.
 
-    The tensors are torch's own, no copies; one that does not exist yet is given as the number that torch
-    would fill it with. SGD keeps no count, so its steps are 1 where there is a momentum buffer and 0
-    elsewhere. Refuses a state tensor whose shape is not the parameter's.
+    The tensors are torch's own, no copies; one that does not exist yet is given as the tensor or number that
+    torch would start from. SGD keeps no count, so its steps are 1 where there is a momentum buffer and 0
+    elsewhere. Refuses a state tensor whose shape is not the one that ``group`` has.
     """
-    family = family_of(optimizer)
-    rule = rule_for(family.kind, flags_of(family, optimizer.param_groups[group_index]))
+    rule = rule_of(group)
     stored: Mapping[str, Any] = optimizer.state.get(param, {})
+    if isinstance(rule, TracedUpdate):
+        initial = {} if stored else rule.initial(optimizer.param_groups[group_index], param)
+        count = next((stored.get(e.name) for e in rule.entries(param) if e.kind == "count"), None)
+        steps = int(bool(stored)) if count is None else int(count)
+    else:
+        start = 0.0 if rule.initial_setting is None else float(optimizer.defaults[rule.initial_setting])
+        initial = dict.fromkeys(rule.state_names, start)
+        steps = int(stored.get("step", 0))
     state: dict[str, Tensor | float] = {}
-    for name in rule.state_names:
-        value = stored.get(name)
-        if value is None:
-            initial = rule.initial_setting
-            state[name] = 0.0 if initial is None else float(optimizer.defaults[initial])
-        else:
-            _check_shape(name, value, param)
-            state[name] = value
-    if rule.counts_steps:
-        return state, int(stored.get("step", 0))
-    return state, int(any(isinstance(value, Tensor) for value in state.values()))
+    for entry in state_entries(group, param):
+        value = stored.get(entry.name)
+        state[entry.name] = initial.get(entry.name, 0.0) if value is None else value
+        if isinstance(value, Tensor):
+            _check_shape(entry.name, value, entry.shape)
+    if not isinstance(rule, TracedUpdate) and not rule.counts_steps:
+        steps = int(any(isinstance(value, Tensor) for value in state.values()))
+    return state, steps
 
 
 def read_steps(
@@ -70,7 +72,8 @@ def read_steps(
         by_count: dict[int, list[int]] = {}
         for index in group.params:
             if index in wanted:
-                by_count.setdefault(read_state(optimizer, number, params[index])[1], []).append(index)
+                done = read_state(optimizer, number, group, params[index])[1]
+                by_count.setdefault(done, []).append(index)
         if len(by_count) > 1:
             found = ", ".join(f"{count} for parameters {who}" for count, who in sorted(by_count.items()))
             where = "" if member is None else f"Member {member!r}: "
@@ -92,40 +95,63 @@ def write_state(
 ) -> list[tuple[Tensor, Tensor]]:
     """Replace the state of ``param`` so that plain torch continues after ``steps`` steps.
 
-    ``group`` is what it was trained by, and ``state`` has a tensor of the parameter's shape for every name of
-    its ``state_names``. The state becomes fresh tensors with the parameter's dtype, device and memory format;
-    filling them is left to the caller: (fresh tensor, its value) pairs are returned, so that many can be
-    copied at once. With no steps taken, the state is what torch has before the first step: nothing, and for
-    Adagrad its accumulator.
-    Refuses a shape that is not the parameter's.
+    ``group`` is what it was trained by, and ``state`` has a tensor for each of its ``state_entries``. The
+    state becomes fresh tensors; those shaped like the parameter have its dtype, device and memory format.
+    Filling them is left to the caller: (fresh tensor, its value) pairs are returned, so that many can be
+    copied at once. With no steps taken, the state is what torch has before the first step: nothing, or what
+    the constructor makes.
+    Refuses a shape that is not the expected one.
     """
-    rule, settings = rule_for(group.kind, group.flags), optimizer.param_groups[group_index]
-    if not rule.state_names:
+    rule, settings = rule_of(group), optimizer.param_groups[group_index]
+    if isinstance(rule, TracedUpdate):
+        entries, starts_empty = rule.entries(param), not rule.starts_filled(param)
+    else:
+        entries, starts_empty = state_entries(group, param), rule.initial_setting is None
+        if entries and rule.counts_steps:
+            entries = (StateEntry("step", "count"), *entries)
+    if not entries:
         return []
-    if steps == 0 and rule.initial_setting is None:
+    if steps == 0 and starts_empty:
         optimizer.state.pop(param, None)
         return []
-    fresh: dict[str, Tensor] = {}
-    if rule.counts_steps:
-        fresh["step"] = _step_tensor(settings, param, steps)
-    for name in rule.state_names:
-        _check_shape(name, state[name], param)
-        fresh[name] = torch.empty_like(param.detach(), memory_format=torch.preserve_format)
+    fresh: dict[str, Any] = {}
+    for entry in entries:
+        match entry.kind:
+            case "constant":
+                fresh[entry.name] = entry.example
+            case "number":
+                fresh[entry.name] = float(state[entry.name])
+            case "count":
+                fresh[entry.name] = _count(entry, settings, param, steps)
+            case _:
+                _check_shape(entry.name, state[entry.name], entry.shape)
+                fresh[entry.name] = _empty(entry, param)
     optimizer.state[param] = fresh
-    return [(fresh[name], state[name].detach()) for name in rule.state_names]
+    return [(fresh[e.name], state[e.name].detach()) for e in entries if e.kind == "tensor"]
 
 
-def _step_tensor(settings: Settings, param: Tensor, steps: int) -> Tensor:
+def _empty(entry: StateEntry, param: Tensor) -> Tensor:
+    if entry.shape == param.shape:
+        return torch.empty_like(param.detach(), dtype=entry.dtype, memory_format=torch.preserve_format)
+    device = "cpu" if entry.on_host else param.device
+    return torch.empty(entry.shape, dtype=entry.dtype or param.dtype, device=device)
+
+
+def _count(entry: StateEntry, settings: Settings, param: Tensor, steps: int) -> Tensor | float:
+    """A count of steps as torch keeps it, or Python, or the optimizer's own ``step``."""
+    if entry.example is not None:
+        return float(steps) if isinstance(entry.example, float) else int(steps)
     fused = bool(settings.get("fused"))
     double = torch.get_default_dtype() == torch.float64 and not fused
+    dtype = entry.dtype or (torch.float64 if double else torch.float32)
     # Torch keeps the count on the host unless a kernel on the device has to read it.
     device = param.device if fused or settings.get("capturable") else torch.device("cpu")
-    return torch.tensor(float(steps), dtype=torch.float64 if double else torch.float32, device=device)
+    return torch.tensor(float(steps), dtype=dtype, device=device)
 
 
-def _check_shape(name: str, value: Tensor, param: Tensor) -> None:
-    if value.shape != param.shape:
+def _check_shape(name: str, value: Tensor, shape: Sequence[int]) -> None:
+    if tuple(value.shape) != tuple(shape):
         raise OptimizerError(
-            f"expected optimizer state {name!r} to have the parameter's shape {tuple(param.shape)}, got "
-            f"{tuple(value.shape)}. Load the state that belongs to this model."
+            f"expected optimizer state {name!r} to have the shape {tuple(shape)}, got {tuple(value.shape)}. "
+            "Load the state that belongs to this model."
         )

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import OptimizerError
-from trainmux.fusion.optimizers._describe import GroupStructure, rule_for
+from trainmux.fusion.optimizers._describe import GroupStructure, rule_of
 from trainmux.fusion.optimizers._rule import Number, NumericSetting, ScalarSpec, Settings
+from trainmux.fusion.optimizers._traced import TracedUpdate
 
 _SETTINGS_THAT_IDLE = ("maximize", "weight_decay", "dampening")
 """Settings whose part of an update can be left out where no member makes use of them."""
@@ -28,7 +29,7 @@ _PLAIN = frozenset({float, int, bool, np.float64})
 
 def scalar_specs(group: GroupStructure) -> tuple[ScalarSpec, ...]:
     """The per-member scalars of a group's update, with the values that turn the update into a no-op."""
-    return rule_for(group.kind, group.flags).scalars
+    return rule_of(group).scalars
 
 
 def scalar_values(
@@ -40,10 +41,11 @@ def scalar_values(
     Refuses a momentum that was switched on or off since the optimizer was described, and values for which
     the update is undefined, such as a beta of 1.
     """
-    rule = rule_for(group.kind, group.flags)
+    rule = rule_of(group)
     try:
         numbers = {setting.label: float(setting.read(torch_group)) for setting in rule.settings}
-        numbers["sign"] = -1.0 if torch_group["maximize"] else 1.0
+        if group.traced is None:
+            numbers["sign"] = -1.0 if torch_group["maximize"] else 1.0
         return rule.formula(numbers, steps_done)
     except (ArithmeticError, ValueError, TypeError) as error:
         if isinstance(error, OptimizerError):
@@ -77,13 +79,15 @@ def apply_update(
     scalars: Mapping[str, Tensor],
     *,
     idle: frozenset[str] = frozenset(),
+    shape: tuple[int, ...] | None = None,
 ) -> None:
     """One optimizer step on a stacked parameter: ``param`` and ``state`` change in place, ``grad`` does not.
 
     ``param``, ``grad`` and each state tensor have shape ``[k, *shape]``, rows may be strided. ``scalars``
     have shape ``[k]``, or are views ``[k, 1, ...]`` that many parameters share, and the dtype
     ``scalar_dtype(param.dtype)``. ``idle`` is the intersection of ``idle_settings`` over the members, or
-    empty.
+    empty; for a traced update what ``idle_decisions`` gives. ``shape`` is that of one member's parameter,
+    where ``param`` was flattened or holds some of its rows.
 
     A row with neutral scalars and a gradient of +0.0 keeps its bits, provided that its values are finite.
     """
@@ -93,16 +97,34 @@ def apply_update(
         return scalar if scalar.ndim == param.ndim else scalar.view(-1, *(1,) * (param.ndim - 1))
 
     with torch.no_grad():
-        rule_for(group.kind, group.flags).update(param, grad, state, at, idle)
+        rule = rule_of(group)
+        if isinstance(rule, TracedUpdate):
+            rule.update(tuple(param.shape[1:]) if shape is None else shape, param, grad, state, at, idle)
+        else:
+            rule.update(param, grad, state, at, idle)
+
+
+def is_elementwise(group: GroupStructure, param: Tensor) -> bool:
+    """Whether each element of a member's parameter is updated without a look at others.
+
+    A traced update of such parameters is traced here, if it was not yet: no other trace may be under way.
+    """
+    return group.traced is None or group.traced.is_elementwise(param)
+
+
+def idle_decisions(group: GroupStructure, table: np.ndarray[Any, Any]) -> frozenset[str]:
+    """The outcomes of a traced update's decisions that no member has, by its scalars ``[num_scalars, k]``."""
+    return frozenset() if group.traced is None else group.traced.idle(table)
 
 
 class SettingColumns:
     """One param group of every member. Keeps what it read, to compare with the next time."""
 
     def __init__(self, group: GroupStructure) -> None:
-        self._rule = rule_for(group.kind, group.flags)
+        self._rule = rule_of(group)
+        signs = (_MAXIMIZE,) if group.traced is None else ()
         self._settings = [
-            (setting.label, setting.name, setting.index) for setting in (*self._rule.settings, _MAXIMIZE)
+            (setting.label, setting.name, setting.index) for setting in (*self._rule.settings, *signs)
         ]
         self._values = itemgetter(*dict.fromkeys(name for _, name, _ in self._settings))
         self._rows: list[Any] | None = None
@@ -124,8 +146,10 @@ class SettingColumns:
             return False
         self._rows = rows if _hold_no_lists(rows) else None
         if any(changed):
-            maximize = self._columns["maximize"]
-            self._numbers["sign"] = _number([-1.0 if value else 1.0 for value in maximize])
+            maximize = self._columns.get("maximize", ())
+            self._numbers["sign"] = (
+                _number([-1.0 if value else 1.0 for value in maximize]) if maximize else 1.0
+            )
             self.idle = frozenset(
                 name
                 for name in _SETTINGS_THAT_IDLE

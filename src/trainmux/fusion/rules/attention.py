@@ -30,6 +30,8 @@ _BACKWARD = (
 # Tensor arguments that do not hold one value per batch element.
 _NOT_BATCHED = frozenset({"philox_seed", "philox_offset", "rng_state", "unused", "cum_seq_q", "cum_seq_k"})
 _MASKS = frozenset({"attn_bias", "attn_mask"})
+_ALIGNED_KEYS = 16
+"""Kernels read a bias in vectors: its rows must begin at multiples of 16 bytes. Torch pads to 16 numbers."""
 
 
 def _folded(context: Context, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,11 +48,8 @@ def _folded(context: Context, op: OpOverload, args: tuple[Any, ...], kwargs: dic
         if name in _MASKS:
             mask = context.stack(value)
             heads, queries, keys = mask.shape[-3:] if mask.dim() == 5 else (1, *mask.shape[-2:])
-            return (
-                mask.reshape(context.width, -1, heads, queries, keys)
-                .expand(-1, batch, -1, -1, -1)
-                .flatten(0, 1)
-            )
+            mask = mask.reshape(context.width, -1, heads, queries, keys).expand(-1, batch, -1, -1, -1)
+            return _aligned(mask.flatten(0, 1)) if name == "attn_bias" else mask.flatten(0, 1)
         return context.stack(value).flatten(0, 1)
 
     folded = {name: fold(name, value) for name, value in named.items()}
@@ -65,6 +64,18 @@ def _folded(context: Context, op: OpOverload, args: tuple[Any, ...], kwargs: dic
         if spec.kwarg_only and spec.name in folded
     }
     return op(*positional, **keyword)
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    """Give a bias the strides that CUDA kernels accept."""
+    keys = bias.shape[-1]
+    if not bias.is_contiguous():
+        bias = bias.clone(memory_format=torch.contiguous_format)
+    if keys % _ALIGNED_KEYS == 0:
+        return bias
+    padded = aten.constant_pad_nd.default(bias, [0, -keys % _ALIGNED_KEYS])
+    sliced: Tensor = aten.slice.Tensor(padded, -1, 0, keys)
+    return sliced
 
 
 def _unfold(context: Context, result: Any, member: Any, batch: int) -> Any:

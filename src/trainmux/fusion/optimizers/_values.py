@@ -1,0 +1,336 @@
+"""A traced update as values: each computed by an operator from others, equal ones once."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from trainmux.fusion.optimizers._symbols import (
+    LEAVES,
+    Expression,
+    UnresolvedError,
+    is_on_host,
+    pin,
+    tensor_value,
+)
+
+_SAME = tuple(
+    f"aten::{name}"
+    for name in ("_to_copy", "clone", "alias", "detach", "lift_fresh_copy", "copy", "view", "expand")
+)
+_LIKE = ("aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::_to_copy", "aten::copy")
+_FILLS = ("aten::full", "aten::full_like", "aten::fill", "aten::scalar_tensor")
+# Operators of torch that take a tensor wherever they take a number.
+_PLAIN = (
+    *("mul", "div", "pow", "eq", "ne", "lt", "le", "gt", "ge", "where", "maximum", "minimum", "remainder"),
+    *("fmod", "floor_divide"),
+)
+_SPECIAL = ("add", "sub", "rsub", "addcmul", "addcdiv", "lerp", "clamp", "clamp_min", "clamp_max")
+_NUMBERED = frozenset({*_FILLS, *(f"aten::{name}" for name in (*_PLAIN, *_SPECIAL))})
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A number that is not the same for all members or steps."""
+
+    expression: Expression
+
+
+@dataclass(frozen=True)
+class Value:
+    """What computes a value: an operator, or "leaf" with its role as the only argument.
+
+    ``shape`` is "parameter" where it is the parameter's, so that parameters of many shapes have one update.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    shape: tuple[int, ...] | str
+    dtype: torch.dtype | None
+
+    @property
+    def name(self) -> str:
+        """The operator without its overload."""
+        return self.target._schema.name if isinstance(self.target, OpOverload) else str(self.target)
+
+    def operands(self, kind: type) -> Iterator[Any]:
+        """Operands of one kind, ``Ref`` or ``Computed``."""
+        for leaf in pytree.tree_leaves((self.args, dict(self.kwargs))):
+            if isinstance(leaf, kind):
+                yield leaf
+
+
+class Values:
+    """All values of an update's traces; a value that is computed alike has one number in all of them."""
+
+    def __init__(self) -> None:
+        self.found: list[Value] = []
+        self._numbers: dict[Any, int] = {}
+
+    def leaf(self, role: str, example: Tensor, shape: tuple[int, ...]) -> int:
+        """The number of an input, for parameters of a ``shape``."""
+        return self._number(Value("leaf", (role,), {}, _named(example, shape), example.dtype))
+
+    def take(
+        self,
+        graph: fx.Graph,
+        wanted: Sequence[fx.Node],
+        given: Mapping[fx.Node, int],
+        symbols: Mapping[float, Expression],
+        reads: Sequence[fx.Node],
+        shape: tuple[int, ...],
+    ) -> Callable[[Any], Any]:
+        """Number what the ``wanted`` nodes need; the result turns nodes and expressions into operands.
+
+        ``shape`` is the parameter's. ``given`` nodes have numbers already.
+        """
+        needed: set[fx.Node] = set()
+        waiting = list(wanted)
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting += [] if node in given else node.all_input_nodes
+        numbers = dict(given)
+
+        def resolved(expression: Expression) -> Expression:
+            if not isinstance(expression, tuple) or expression[0] in LEAVES[:2]:
+                return expression
+            if expression[0] == "read":
+                number = numbers[reads[expression[1]]]
+                known = self.known_to_host(number)
+                return ("read", number) if known is None else known
+            return (expression[0], *map(resolved, expression[1:]))
+
+        def operand(item: Any) -> Any:
+            if isinstance(item, fx.Node):
+                return Ref(numbers[item])
+            if isinstance(item, tuple):
+                return Computed(resolved(item))
+            return Computed(resolved(symbols[item])) if type(item) is float and item in symbols else item
+
+        for node in graph.nodes:
+            if node not in needed or node in numbers:
+                continue
+            if node.op != "call_function":
+                raise UnresolvedError("it reads a tensor that is neither the parameter's nor its state's")
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                raise UnresolvedError(f"it draws random numbers ({node.target})")
+            args, kwargs = pytree.tree_map(operand, (tuple(node.args), dict(node.kwargs)), is_leaf=_is_item)
+            for name in ("device", "pin_memory", "layout", "memory_format"):
+                kwargs.pop(name, None)
+            made = node.meta.get("val")
+            is_tensor = isinstance(made, Tensor)
+            named, dtype = (_named(made, shape), made.dtype) if is_tensor else ((), None)
+            value = Value(node.target, args, kwargs, named, dtype)
+            same = value.args[int(value.name == "aten::copy")] if value.name in _SAME else None
+            if isinstance(same, Ref):
+                source = self.found[same.number]
+                if (source.shape, source.dtype) == (named, dtype):
+                    numbers[node] = same.number  # values never change, so that a copy is the value itself
+                    continue
+            if value.name not in _NUMBERED:
+                for computed in value.operands(Computed):
+                    raise pin(computed.expression, f"{node.target} takes a number that changes")
+            numbers[node] = self._number(value)
+        return operand
+
+    def reached(self, operands: Iterable[Any]) -> list[int]:
+        """Numbers of all values that these operands need, each behind those that it needs."""
+        needed: set[int] = set()
+        waiting = [item.number for item in operands if isinstance(item, Ref)]
+        for item in operands:
+            waiting += _reads(item.expression) if isinstance(item, Computed) else []
+        while waiting:
+            number = waiting.pop()
+            if number in needed:
+                continue
+            needed.add(number)
+            waiting += [ref.number for ref in self.found[number].operands(Ref)]
+            for computed in self.found[number].operands(Computed):
+                waiting += _reads(computed.expression)
+        return sorted(needed)
+
+    def is_elementwise(self, operands: Iterable[Any]) -> bool:
+        """Whether each element of a parameter is updated without a look at others."""
+        for value in map(self.found.__getitem__, self.reached(operands)):
+            if value.shape not in ("parameter", ()):
+                return False
+            sources = [self.found[ref.number].shape for ref in value.operands(Ref)]
+            is_point = torch.Tag.pointwise in getattr(value.target, "tags", ())
+            if not (is_point or value.target == "leaf" or value.name in _LIKE or not value.shape):
+                return False
+            if not value.shape and any(sources):
+                return False
+        return True
+
+    def _number(self, value: Value) -> int:
+        key = _frozen((value.target, value.args, sorted(value.kwargs.items()), value.shape, value.dtype))
+        if key not in self._numbers:
+            self._numbers[key] = len(self.found)
+            self.found.append(value)
+        return self._numbers[key]
+
+    def known_to_host(self, number: int) -> Expression | None:
+        """A count, or a constant, as an expression."""
+        value = self.found[number]
+        if value.target == "leaf":
+            return ("steps",) if value.args[0].startswith("count ") else None
+        if value.shape:
+            return None
+        if value.name == "aten::_to_copy" and value.dtype is torch.float64:
+            return self.known_to_host(value.args[0].number)
+        if value.name == "aten::full" and isinstance(value.args[1], (int, float)):
+            return value.args[1] if float(value.args[1]).is_integer() else None
+        if value.name in ("aten::zeros", "aten::ones"):
+            return float(value.name == "aten::ones")
+        if value.name == "aten::add" and not value.kwargs and isinstance(value.args[1], (int, float)):
+            count = self.known_to_host(value.args[0].number)
+            return None if count is None else ("add", count, value.args[1])
+        return None
+
+    def evaluate(
+        self,
+        numbers: Sequence[int],
+        leaves: Mapping[str, Tensor],
+        number_of: Callable[[Expression], Tensor],
+        known: dict[int, Any],
+    ) -> None:
+        """Compute values of one member into ``known``; ``number_of`` gives what the host knows."""
+
+        def scalar(expression: Expression) -> Tensor:
+            if isinstance(expression, tuple) and expression[0] == "read":
+                found: Tensor = known[expression[1]]
+                return found.reshape(()).to(number_of(0.0).dtype)
+            return number_of(expression)
+
+        def operand(item: Any) -> Any:
+            if isinstance(item, Ref):
+                return known[item.number]
+            if not isinstance(item, Computed):
+                return item
+            given.append(tensor_value(item.expression, scalar))
+            return given[-1]
+
+        given: list[Tensor] = []
+        for number in numbers:
+            if number in known:
+                continue
+            value = self.found[number]
+            if value.target == "leaf":
+                known[number] = leaves[value.args[0]]
+                continue
+            given.clear()
+            args, kwargs = pytree.tree_map(operand, (value.args, dict(value.kwargs)), is_leaf=_is_item)
+            if given:
+                known[number] = _with_numbers(value, args, kwargs, given, number_of)
+            elif value.name == "aten::copy":
+                known[number] = args[1].to(value.dtype).expand_as(args[0])
+            else:
+                if not any(True for _ in value.operands(Ref)):
+                    kwargs["device"] = number_of(0.0).device
+                known[number] = value.target(*args, **kwargs)
+
+
+def _named(value: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | str:
+    return "parameter" if shape and tuple(value.shape) == shape else tuple(value.shape)
+
+
+def _is_item(item: Any) -> bool:
+    return isinstance(item, (Ref, Computed))
+
+
+def _reads(expression: Expression) -> list[int]:
+    if not isinstance(expression, tuple):
+        return []
+    if expression[0] in LEAVES:
+        return [expression[1]] if expression[0] == "read" else []
+    return [number for item in expression[1:] for number in _reads(item)]
+
+
+def host_parts(expression: Expression) -> Iterator[Expression]:
+    """The largest parts of an expression that the host knows."""
+    if not isinstance(expression, tuple) or is_on_host(expression):
+        if isinstance(expression, tuple):
+            yield expression
+    elif expression[0] != "read":
+        for item in expression[1:]:
+            yield from host_parts(item)
+
+
+def _frozen(item: Any) -> Any:
+    if isinstance(item, (list, tuple)):
+        return tuple(map(_frozen, item))
+    return item if isinstance(item, (Ref, Computed)) else (type(item).__name__, str(item))
+
+
+def _with_numbers(
+    value: Value,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: Sequence[Tensor],
+    number_of: Callable[[Expression], Tensor],
+) -> Tensor:
+    """Compute an operator some of whose numbers are ``given`` as tensors of no dimension.
+
+    Torch computes half precision with Python's numbers in single precision, and rounds the result.
+    """
+    name = value.name.removeprefix("aten::")
+    if value.name in _FILLS:
+        *rest, fill = (item for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
+        filled = fill.to(value.dtype)
+        return filled.expand_as(rest[0]) if rest else filled.expand(args[0] if name == "full" else ())
+
+    numbers = {id(item) for item in given}
+    tensors = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+    dtypes = [item.dtype for item in tensors if id(item) not in numbers and item.is_floating_point()]
+    dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else number_of(0.0).dtype
+    dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+    def wide(item: Any) -> Any:
+        return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
+
+    args, kwargs = pytree.tree_map(wide, (args, kwargs))
+    factor = kwargs.get("alpha", kwargs.get("value", 1))
+    match name:
+        case "add" | "sub":
+            result = getattr(operator, name)(args[0], args[1] * factor)
+        case "rsub":
+            result = args[1] - args[0] * factor
+        case "addcmul":
+            result = args[0] + factor * args[1] * args[2]
+        case "addcdiv":
+            result = args[0] + factor * (args[1] / args[2])
+        case "lerp":
+            result = torch.lerp(args[0], args[1], args[2].to(args[0].dtype))
+        case "clamp" | "clamp_min" | "clamp_max":
+            limits = {name.removeprefix("clamp_"): args[1]} if name != "clamp" else _limits(args, kwargs)
+            result = args[0]
+            for side, limit in limits.items():
+                if limit is not None:
+                    other = limit if isinstance(limit, Tensor) else number_of(limit)
+                    result = (torch.maximum if side == "min" else torch.minimum)(result, other)
+        case _:
+            result = getattr(torch, name)(*args, **kwargs)
+    return result.to(value.dtype)  # type: ignore[no-any-return]
+
+
+def _limits(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    positional = dict(zip(("min", "max"), args[1:], strict=False))
+    return {**positional, **{name: kwargs[name] for name in ("min", "max") if name in kwargs}}
