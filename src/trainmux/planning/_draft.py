@@ -16,7 +16,7 @@ from itertools import starmap
 
 from trainmux.errors import PlanError
 from trainmux.ir import Compute, Multiplexing, Part, Profile, Recompute, Schedule, Tenancy
-from trainmux.planning._facts import Facts, Key, facts_of, remembered
+from trainmux.planning._facts import SYNCS_PER_SWAP, Facts, Key, facts_of, remembered
 from trainmux.planning._lane_writer import LaneWriter
 from trainmux.planning._rows import (
     Action,
@@ -40,9 +40,9 @@ class Draft:
     """A program of which every byte is known but not its offset (`UNPLACED`).
 
     What will be reserved is a little more than the live bytes and is known only from `rewrite`. ``seconds``
-    is the time of the body without cross-stream dependencies: a draft has several times as many of them as
-    the program made of it. ``parts`` makes prologue, body and epilogue, or refuses the schedule with
-    `PlanError`: most drafts are only timed.
+    is the time of the body, with as many cross-stream dependencies as a program made of it usually has: a
+    draft has several times as many. ``parts`` makes prologue, body and epilogue, or refuses the schedule
+    with `PlanError`: most drafts are only timed.
     """
 
     schedule: Schedule
@@ -91,6 +91,8 @@ def _make_draft(schedule: Schedule, *profiles: Profile) -> Draft:
 
     host_bytes = sum(profiles[s].tensors[tensor].size_bytes for s, tensor in residency.swapped)
     seconds = lane_times(Part(tuple(body.instructions), ()), profiles, counts_sync=False).seconds
+    sync_seconds = max(profile.sync_seconds for profile in profiles)
+    seconds += SYNCS_PER_SWAP * len(schedule.swaps) * sync_seconds
     resident = tuple(sorted(always | outside))
     return Draft(schedule, parts, resident, host_bytes, seconds)
 

@@ -44,15 +44,17 @@ def fewer_waits(part: Part, profiles: Sequence[Profile]) -> Part:
     """
     if not any(isinstance(item, Wait) for item in part.instructions):
         return part
-    times = [lane_times(part, profiles, slow_copies) for slow_copies in (1.0, _SLOW_COPIES)]
+    times = _times(part, profiles)
     at_most, at_most_slow = (
         each.seconds * (1 + tolerance) for each, tolerance in zip(times, _TOLERANCES, strict=True)
     )
     best, best_rank = part, _rank(part, times[0].seconds, at_most)
-    for by_bytes in (True, False):
+    for by_bytes in (True, False, True):
+        if best is not part:  # ends are others where nodes wait less often
+            times = _times(best, profiles)
         # A copy that begins earlier may meet one of the other direction, and both take longer; and what a
         # wait taught others that is gone now, they may have to wait for themselves.
-        found = _Waits(part, profiles, times, by_bytes=by_bytes).part()
+        found = _Waits(best, profiles, times, by_bytes=by_bytes).part()
         if len(found.instructions) > len(part.instructions):
             continue
         taken = lane_times(found, profiles).seconds
@@ -62,6 +64,10 @@ def fewer_waits(part: Part, profiles: Sequence[Profile]) -> Part:
         if lane_times(found, profiles, _SLOW_COPIES).seconds <= at_most_slow:
             best, best_rank = found, rank
     return best
+
+
+def _times(part: Part, profiles: Sequence[Profile]) -> list[LaneTimes]:
+    return [lane_times(part, profiles, slow_copies) for slow_copies in (1.0, _SLOW_COPIES)]
 
 
 def _rank(part: Part, seconds: float, at_most: float) -> tuple[int, int]:

@@ -1,10 +1,11 @@
 """Decisions with every copy placed.
 
-Offloads run in the order of the last uses. A tensor's bytes are given back when its copy has ended. Where
-memory demands it earlier, compute waits for the copies that end first. Prefetches run in the order of their
-deadlines; each is issued as soon as the lane is free and there is memory for it until it is used. Taking
-memory early for the one that is due first never holds up one that is due later, as that could not have been
-copied before it. What is due first in the next pass may be fetched before this one ends.
+Offloads run in the order of the last uses, several behind one dependency on compute where memory allows. A
+tensor's bytes are given back when its copy has ended. Where memory demands it earlier, compute waits for the
+copies that end first. Prefetches run in the order of their deadlines; each is issued as soon as the lane is
+free and there is memory for it until it is used, or with the one before it. Taking memory early for the one
+that is due first never holds up one that is due later, as that could not have been copied before it. What is
+due first in the next pass may be fetched before this one ends.
 
 What must be on the device in any case decides whether the decisions fit at all; the rest is slack. The times
 that serve to place copies are those of a link that is always busy both ways for copies to the host, because
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -28,6 +30,8 @@ _SLACK = 1.5
 """How much longer copies to the host may take before compute waits for one, if there is room."""
 _SLACK_ROOM = 0.96
 """The part of the limit that slack may fill: in a full slab tensors find no place."""
+_BATCH = 120
+"""Copies begin behind one cross-stream dependency until they take so many times as long as it costs."""
 _TRIES_AHEAD = 4
 """How often it is tried to fetch more for the next pass, or less where that was too much."""
 
@@ -196,9 +200,10 @@ def lay_out(
     turns = body.starts.copy()
     turns[1:] += np.cumsum(needs.recompute_seconds)  # a turn begins with what is recomputed before its node
     placing = _Placing(body, gaps, curve, turns, needs.recompute_seconds, limit_bytes)
-    released = placing.releases(needs.swaps)
+    wanted = placing.gathered(needs.swaps)
+    released = placing.releases(wanted)
     if prompts is None:
-        fetched = _quickest(placing, needs.swaps, released, late)
+        fetched = _quickest(placing, wanted, released, late)
         swaps, curve = fetched.swaps, fetched.curve
     else:
         by_deadline = sorted(needs.swaps, key=lambda swap: (swap.deadline, swap.gap))
@@ -267,6 +272,40 @@ class _Placing:
     recompute_seconds: Floats
     limit: int
     out_ends: dict[int, float] = field(default_factory=dict)
+
+    @cached_property
+    def batch_seconds(self) -> float:
+        """Copies of so many seconds are worth a cross-stream dependency."""
+        return _BATCH * max(profile.sync_seconds for profile in self.body.profiles)
+
+    def gathered(self, swaps: Sequence[WantedSwap]) -> list[WantedSwap]:
+        """Hold copies to the host back until there are enough for a dependency on compute.
+
+        None is held back where memory is short, nor for more than half of the way to its deadline.
+        """
+        found: list[WantedSwap] = []
+        held: list[WantedSwap] = []
+        seconds, size, latest = 0.0, 0, self.body.length
+        for swap in sorted(swaps, key=lambda swap: (swap.out, swap.gap)):
+            if held:
+                until = held[-1].out
+                is_short = self.curve[until + 1 : swap.out + 1].max(initial=0) + size > self.limit
+                if is_short or seconds >= self.batch_seconds or swap.out > latest:
+                    found += self._held_until(until, held)
+                    held, seconds, size, latest = [], 0.0, 0, self.body.length
+            due = swap.deadline if swap.deadline > swap.out else self.body.length
+            held.append(swap)
+            size += self.gaps[swap.gap].size_bytes
+            latest = min(latest, (swap.out + due) // 2)
+            if swap.copies_out:
+                seconds += self.body.record(self.gaps[swap.gap]).swap_out_seconds
+        return found + (self._held_until(held[-1].out, held) if held else [])
+
+    def _held_until(self, out: int, held: Sequence[WantedSwap]) -> list[WantedSwap]:
+        """Swaps that all begin after position ``out``, whose bytes stay until then."""
+        for swap in held:
+            self.curve[swap.out + 1 : out + 1] += self.gaps[swap.gap].size_bytes
+        return [replace(swap, out=out) for swap in held]
 
     def releases(self, swaps: Sequence[WantedSwap]) -> dict[int, int]:
         """For each swapped gap the position before which its bytes are given back.
@@ -370,6 +409,8 @@ class _Placing:
                 by_memory = lowest + int(over[-1]) + 1 if len(over) else lowest
                 start = max(free_from, latest.get(swap.gap, 0.0))
                 by_lane = int(np.searchsorted(turns[:-1], start, side="right")) - 1
+                if by_memory <= issued and 0 < free_from - turns[issued] < self.batch_seconds:
+                    by_lane = issued  # behind the copies that begin there: no dependency more
                 back = min(max(by_memory, by_lane), due)
                 curve[back:due] += gap.size_bytes
             if back == length:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from trainmux.planning._body import FixedBody, Floats
-from trainmux.planning._facts import Gap, RecomputePrices
+from trainmux.planning._facts import SYNCS_PER_SWAP, Gap, RecomputePrices
 
 _NUM_BINS = 160
 _MOST_CLASSES = 2000
@@ -66,30 +66,44 @@ class Relaxation:
         sync = max(profile.sync_seconds for profile in body.profiles) * self._second
         counts = np.bincount(self._class_of, minlength=len(self._classes)) if gaps else np.zeros(0)
         copies = np.asarray([each.out + each.back for each in self._classes])
-        self._prices = (counts * sync + copies * _SPARED).tolist()
+        self._prices = (SYNCS_PER_SWAP * counts * sync + copies * _SPARED).tolist()
         self._program = self._write() if self._total > 0 and gaps else None
+        self._sparing: _LinearProgram | None = None
 
     def solve(self, limit_bytes: int, host_bytes: int, *, sparing: bool = False) -> Relaxed | None:
         """Return the least time within limits and the shares that lead to it; ``None`` if nothing fits.
 
         With ``sparing``, copies that would be hidden cost a little, too, so that there are no more of them
-        than it takes; ``seconds`` is no bound then.
+        than it takes, and bytes flow as in copies of the tensors that are chosen, not as in the largest ones;
+        ``seconds`` is no bound then.
         """
         nothing = np.zeros(len(self._gaps))
         if int(self._needed.max()) <= limit_bytes:
             return Relaxed(self._total, nothing, nothing)
-        if self._program is None:
+        program, prices = self._program, self._prices if sparing else None
+        if program is None:
             return None
         room = np.asarray((limit_bytes - self._needed[self._probes]) * self._byte, dtype=np.float64)
-        self._program.set_bounds("room", room)
-        self._program.set_bounds("host", np.asarray([host_bytes * self._byte]))
-        found = self._program.solve(self._prices if sparing else None)
+        host = np.asarray([host_bytes * self._byte])
+        if sparing and self._sparing is None:
+            first = program.solve(room, host, prices)
+            if first is not None:
+                self._sparing = self._write(self._slowness(first[1][: len(self._classes)]))
+        if sparing and self._sparing is not None:
+            program = self._sparing
+        found = program.solve(room, host, prices)
         if found is None:
             return None
         value, x = found
         num = len(self._classes)
         swapped, recomputed = self._shares(x[:num]), self._shares(x[num : 2 * num])
         return Relaxed(self._total + value / self._second, swapped, np.minimum(recomputed, 1 - swapped))
+
+    def _slowness(self, swapped: Floats) -> float:
+        """How many times as long copies of these shares of classes take as bytes in the largest copies."""
+        size, back = np.asarray([(each.size, each.back) for each in self._classes]).T
+        quickest = float(swapped @ size) * float((back / size).min())
+        return float(swapped @ back) / quickest if quickest > 0 else 1.0
 
     def _shares(self, of_classes: Floats) -> Floats:
         """Shares of gaps: those of a class are given up one after another, the last one in part."""
@@ -136,7 +150,7 @@ class Relaxation:
             class_of.append(known[key])
         return classes, class_of
 
-    def _write(self) -> _LinearProgram:
+    def _write(self, slowness: float = 1.0) -> _LinearProgram:
         classes, num_bins = self._classes, len(self._probes)
         lp = _LinearProgram()
         swap = lp.variables(len(classes), upper=1.0)
@@ -166,7 +180,7 @@ class Relaxation:
                 reopens[each.opens].append(of_again)
                 reopens[each.closes].append((-each.size, again[number]))
                 lp.at_most([(1.0, swap[number]), (1.0, again[number])], 1.0)
-        # Bytes flow as in the largest copies, whose share of latency is the least.
+        # Bytes flow as in the largest copies, whose share of latency is the least, or more slowly.
         leaving = [c for c in classes if c.copies_out]
         rate_out, both_out = (
             min((getattr(c, name) / c.size for c in leaving), default=0.0) for name in ("out", "out_duplex")
@@ -174,6 +188,7 @@ class Relaxation:
         rate_in, both_in = (min(getattr(c, n) / c.size for c in classes) for n in ("back", "back_duplex"))
         quick = min(1.0, max(_ratio(rate_in, both_in), _ratio(rate_out, both_out) if leaving else 0.0))
         lost = (1 - quick) / quick if quick > 0 else 0.0
+        rate_out, rate_in = rate_out * slowness, rate_in * slowness
         slowed = 1 - 1 / self._slowdown
         for b in range(num_bins):
             before = b - 1
@@ -274,14 +289,15 @@ class _LinearProgram:
     def equal(self, terms: _Terms, bound: float) -> None:
         self._rows[True].add(terms, bound)
 
-    def set_bounds(self, name: str, bounds: Floats) -> None:
-        for row, bound in zip(self._named[name], bounds.tolist(), strict=True):
-            self._rows[False].bounds[row] = bound
-
-    def solve(self, first_costs: Sequence[float] | None = None) -> tuple[float, Floats] | None:
-        """Minimize; ``first_costs`` are those of the first variables, in place of their own."""
+    def solve(
+        self, room: Floats, host: Floats, first_costs: Sequence[float] | None = None
+    ) -> tuple[float, Floats] | None:
+        """Minimize with these bounds of the named rows, and other costs of the first variables if given."""
         from scipy.optimize import linprog  # takes longer to import than the rest of the package's planning
 
+        for name, bounds in (("room", room), ("host", host)):
+            for row, bound in zip(self._named[name], bounds.tolist(), strict=True):
+                self._rows[False].bounds[row] = bound
         num = len(self._costs)
         costs = self._costs if first_costs is None else [*first_costs, *self._costs[len(first_costs) :]]
         found = linprog(

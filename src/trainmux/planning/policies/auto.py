@@ -20,6 +20,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import product
 
 import numpy as np
 
@@ -36,7 +38,7 @@ LINK_PRICES = (0.0, 0.2, 1.0, float("inf"))
 _REPAIR_PRICE = 0.2
 _NUM_ROUNDS = 40
 """Rounds an eviction should take; in larger bodies each gives up more tensors at once."""
-_ROOMS = (0.04, 0.08, 0.02, 0.0, 0.01, 0.16)
+_ROOMS = (0.04, 0.02, 0.08, 0.01, 0.0, 0.16)
 """Shares of the bytes that can be given up: so much below the limit the relaxation is solved."""
 _THRESHOLDS = (0.5, 0.25, 0.75)
 _EVALUATED_NODES = 200_000
@@ -135,9 +137,9 @@ class _AutoSearch:
         handed_out: _Found | None = None
         for choices in self._roundings():
             is_quicker = self._look_at(self._made_to_fit(choices))
-            if self.best is not None and not is_small:
+            if not is_small:
                 handed_out = self.best
-                yield self.best.schedule if is_quicker else None
+                yield self.best.schedule if self.best is not None and is_quicker else None
             if self._is_done():
                 break
         if self.best is None:
@@ -157,23 +159,23 @@ class _AutoSearch:
         """Decisions to begin with: the relaxation's, rounded; in small bodies the greedy ones, too."""
         limit = self.task.limit_bytes
         way = int(self.body.needed().max()) - self.known.all_swapped.peak_bytes
+        solve = cache(partial(self.known.relaxation.solve, host_bytes=self.task.host_bytes, sparing=True))
         seen = set()
-        for room in _ROOMS:
-            relaxed = self.known.relaxation.solve(limit - int(room * way), self.task.host_bytes, sparing=True)
+        for threshold, room in product(_THRESHOLDS, _ROOMS):
+            relaxed = solve(limit - int(room * way))
             if relaxed is None:
                 continue
-            for threshold in _THRESHOLDS:
-                choices = tuple(
-                    Choice.KEEP
-                    if swapped + recomputed < threshold
-                    else Choice.SWAP
-                    if swapped >= recomputed
-                    else Choice.RECOMPUTE_EARLY
-                    for swapped, recomputed in zip(relaxed.swapped, relaxed.recomputed, strict=True)
-                )
-                if choices not in seen:
-                    seen.add(choices)
-                    yield choices
+            choices = tuple(
+                Choice.KEEP
+                if swapped + recomputed < threshold
+                else Choice.SWAP
+                if swapped >= recomputed
+                else Choice.RECOMPUTE_EARLY
+                for swapped, recomputed in zip(relaxed.swapped, relaxed.recomputed, strict=True)
+            )
+            if choices not in seen:
+                seen.add(choices)
+                yield choices
         if self.body.length <= _SMALL_BODY:
             for price in LINK_PRICES:
                 nothing = [Choice.KEEP] * len(self.gaps)
