@@ -192,7 +192,7 @@ _FORMS = dict(_forms())
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Literal:
     """A number of a graph: the argument of a node, or the value of a constant with one element."""
 
     node: fx.Node
@@ -209,23 +209,23 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float)
 
 
-def _places(module: fx.GraphModule) -> Iterator[_Place]:
+def _literals(module: fx.GraphModule) -> Iterator[_Literal]:
     """The numbers of a graph that can become inputs, in a fixed order."""
     for node in module.graph.nodes:
-        yield from _places_of(module, node)
+        yield from _literals_of(module, node)
 
 
-def _places_of(module: fx.GraphModule, node: fx.Node) -> Iterator[_Place]:
+def _literals_of(module: fx.GraphModule, node: fx.Node) -> Iterator[_Literal]:
     if node.op == "get_attr":
         value = graph_constant(module, node)
         if _is_free_constant(value):
-            yield _Place(node, "", value.item(), is_whole=False)
+            yield _Literal(node, "", value.item(), is_whole=False)
     elif node.op == "call_function" and node.target in _FORMS:
         names, result = _FORMS[node.target].numbers, node.meta.get("val")
         if isinstance(result, (Tensor, tuple, list)):
             for name, value in arguments_by_name(node).items():
                 if name in names and _is_number(value):
-                    yield _Place(node, name, value, isinstance(value, int) and not _is_floating(node))
+                    yield _Literal(node, name, value, isinstance(value, int) and not _is_floating(node))
 
 
 def _is_free_constant(value: Tensor) -> bool:
@@ -244,7 +244,7 @@ def structure_of(traced: TracedGraph) -> Structure:
     digest = hashlib.sha256(repr((traced.inputs, traced.outputs)).encode())
     for _, line in _lines(traced):
         digest.update(line.encode())
-    return Structure(digest.hexdigest(), tuple(place.value for place in _places(traced.module)))
+    return Structure(digest.hexdigest(), tuple(place.value for place in _literals(traced.module)))
 
 
 def first_difference(first: TracedGraph, second: TracedGraph) -> str:
@@ -264,7 +264,7 @@ def _told_place(node: fx.Node) -> str:
 def _lines(traced: TracedGraph) -> Iterator[tuple[fx.Node, str]]:
     """Each node of a graph as text without its numbers."""
     for node in traced.module.graph.nodes:
-        own = {place.argument: place for place in _places_of(traced.module, node)}
+        own = {place.argument: place for place in _literals_of(traced.module, node)}
         if node.op == "get_attr":
             value = graph_constant(traced.module, node)
             told: Any = f"{value.shape}{value.dtype}{value.device}" if own else tensor_digest(value).hex()
@@ -280,7 +280,7 @@ def _lines(traced: TracedGraph) -> Iterator[tuple[fx.Node, str]]:
 
 def number_locations(traced: TracedGraph, positions: Sequence[int]) -> list[str]:
     """Operator and line of numbers, by their positions in ``structure_of``."""
-    places = list(_places(traced.module))
+    places = list(_literals(traced.module))
     found = []
     for position in positions:
         place, location = places[position], node_location(places[position].node)
@@ -311,7 +311,7 @@ class _Rewriter:
         self._traced = traced
         self._literals: dict[fx.Node, dict[str, Number]] = {}
         self._columns: dict[fx.Node, dict[str, tuple[int, bool]]] = {}
-        for position, place in enumerate(_places(traced.module)):
+        for position, place in enumerate(_literals(traced.module)):
             if position in columns:
                 own = self._columns.setdefault(place.node, {})
                 own[place.argument] = (columns[position], place.is_whole)

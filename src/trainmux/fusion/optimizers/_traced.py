@@ -137,7 +137,7 @@ def _host_parts(values: Values, operands: Sequence[Any]) -> list[Expression]:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _ShapeUpdate:
     """The update of parameters of one shape and dtype."""
 
     shape: tuple[int, ...]
@@ -202,7 +202,7 @@ class _Entries(dict[str, Any]):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _StepRun:
     """One recorded run of ``step``: its graph, and which node is what."""
 
     graph: fx.Graph
@@ -262,7 +262,7 @@ class _StandIn:
         recording: Recording,
         *,
         copies: int = 1,
-    ) -> _Run:
+    ) -> _StepRun:
         """Record ``step`` for a parameter like ``example``; ``None`` entries mean that it has no state yet.
 
         Of several ``copies`` of the parameter, the last one is in a param group of its own.
@@ -328,7 +328,7 @@ class _StandIn:
         module = make_fx(functionalized(step))(*examples)
         found = output_nodes(module)
         ends = len(results), len(results) + len(created)
-        return _Run(
+        return _StepRun(
             module.graph,
             dict(zip(names, module.graph.find_nodes(op="placeholder"), strict=True)),
             dict(zip(results, found, strict=False)),
@@ -410,7 +410,7 @@ class TracedUpdate:
         self._stand_in = _StandIn(optimizer, number, pinned, forks=forks, capturable=capturable)
         self._existing = [optimizer.state.get(param) for param in group["params"]]
         self._device = examples[0].device if examples else torch.device("cpu")
-        self._kinds: dict[tuple[tuple[int, ...], torch.dtype], _Kind] = {}
+        self._kinds: dict[tuple[tuple[int, ...], torch.dtype], _ShapeUpdate] = {}
         self.settings = numeric_settings(group)
         self._pinned = {s.label: float(s.read(group)) for s in self.settings if s.label in pinned}
         for example, existing in zip(examples, self._existing, strict=True):
@@ -446,7 +446,7 @@ class TracedUpdate:
 
     def kind(
         self, shape: tuple[int, ...], dtype: torch.dtype, existing: Mapping[str, Any] | None = None
-    ) -> _Kind:
+    ) -> _ShapeUpdate:
         """The update of parameters of one shape and dtype, traced when it is first asked for."""
         if (shape, dtype) not in self._kinds:
             with FakeTensorMode(), torch.no_grad(), replacing_thread():
@@ -484,7 +484,7 @@ class TracedUpdate:
 
     def _fill(
         self,
-        kind: _Kind,
+        kind: _ShapeUpdate,
         tree: _Tree,
         rows: np.ndarray[Any, Any],
         who: np.ndarray[Any, Any],
@@ -667,7 +667,7 @@ def _results(
 # ---- from runs to a tree -----------------------------------------------------------------------------------
 
 
-class _Tracer:
+class _UpdateTracer:
     """Runs a stand-in until every decision was taken both ways."""
 
     def __init__(self, stand_in: _StandIn, example: Tensor, values: Values) -> None:
@@ -707,12 +707,12 @@ class _Tracer:
             return guards, _Failure(f"the optimizer raised {type(error).__name__}: {first_line(error)}")
         return self.read(run, self.inputs(run, entries), entries)
 
-    def paths(self, first: _Run | None, later: _Run, entries: Sequence[StateEntry]) -> list[Any]:
+    def paths(self, first: _StepRun | None, later: _StepRun, entries: Sequence[StateEntry]) -> list[Any]:
         """What a first and a later step compute on one path of decisions."""
         runs = [later] if first is None else [first, later]
         return [self.read(run, self.inputs(run, entries), entries) for run in runs]
 
-    def continued(self, first: _Run, entries: Sequence[StateEntry]) -> Any:
+    def continued(self, first: _StepRun, entries: Sequence[StateEntry]) -> Any:
         """What a first step computes of the state that it makes, as if that had been given."""
         given = self.inputs(first, entries)
         for entry in entries:
@@ -722,7 +722,7 @@ class _Tracer:
                 given[node] = self.values.leaf(f"{role} {entry.name}", node.meta["val"], self.shape)
         return self.read(first, given, entries)
 
-    def inputs(self, run: _Run, entries: Sequence[StateEntry], prefix: str = "") -> dict[fx.Node, int]:
+    def inputs(self, run: _StepRun, entries: Sequence[StateEntry], prefix: str = "") -> dict[fx.Node, int]:
         """The numbers of a run's inputs, named as if the parameter with this prefix were the only one."""
         counts = {f"state {e.name}": f"count {e.name}" for e in entries if e.kind == "count"}
         found = {}
@@ -736,7 +736,7 @@ class _Tracer:
         return found
 
     def read(
-        self, run: _Run, given: Mapping[fx.Node, int], entries: Sequence[StateEntry], prefix: str = ""
+        self, run: _StepRun, given: Mapping[fx.Node, int], entries: Sequence[StateEntry], prefix: str = ""
     ) -> tuple[list[Expression], _Tree]:
         """The decisions of a run, and its new values as operands."""
         nodes = {
@@ -772,7 +772,7 @@ class _Tracer:
             )
         return guards, _Leaf(tuple(outputs.items()))
 
-    def counts_on(self, run: _Run, entry: StateEntry, entries: Sequence[StateEntry]) -> bool:
+    def counts_on(self, run: _StepRun, entry: StateEntry, entries: Sequence[StateEntry]) -> bool:
         """Whether a run with state adds one to an entry."""
         after: Any = run.state.get(entry.name)
         if entry.example is not None:
@@ -788,11 +788,11 @@ class _Tracer:
 
 
 def _trace(
-    stand_in: _StandIn, example: Tensor, existing: Mapping[str, Any] | None, others: Sequence[_Kind]
-) -> _Kind:
+    stand_in: _StandIn, example: Tensor, existing: Mapping[str, Any] | None, others: Sequence[_ShapeUpdate]
+) -> _ShapeUpdate:
     """Trace the update of parameters like ``example``; one of ``others`` may do for them as well."""
     shape = tuple(example.shape)
-    first: _Run | None = None
+    first: _StepRun | None = None
     try:
         first = _any_run(stand_in, example, None)
         entries = _entries(first, example)
@@ -803,10 +803,10 @@ def _trace(
     later = _any_run(stand_in, example, entries)
     for other in others:
         same = tuple(replace(e, shape=shape if e.shape == other.shape else e.shape) for e in other.entries)
-        tracer = _Tracer(stand_in, example, other.values)
+        tracer = _UpdateTracer(stand_in, example, other.values)
         if _fits(first, later, tracer, entries, same) and tracer.paths(first, later, same) == other.paths:
             return replace(other, entries=same, shape=shape)
-    tracer = _Tracer(stand_in, example, Values())
+    tracer = _UpdateTracer(stand_in, example, Values())
     entries = tuple(
         _no_count(entry) if entry.kind == "count" and not tracer.counts_on(later, entry, entries) else entry
         for entry in entries
@@ -832,13 +832,13 @@ def _trace(
             tree = _Branch(("eq", ("steps",), 0), tracer.tree(entries, first=True), tree)
     alike = all(entry.shape in (shape, ()) for entry in entries)
     is_elementwise = alike and tracer.values.is_elementwise(_operands(tree))
-    return _Kind(shape, entries, tracer.values, tree, initial, paths, is_elementwise, first is None)
+    return _ShapeUpdate(shape, entries, tracer.values, tree, initial, paths, is_elementwise, first is None)
 
 
 def _fits(
-    first: _Run | None,
-    later: _Run,
-    tracer: _Tracer,
+    first: _StepRun | None,
+    later: _StepRun,
+    tracer: _UpdateTracer,
     entries: Sequence[StateEntry],
     others: Sequence[StateEntry],
 ) -> bool:
@@ -852,7 +852,7 @@ def _fits(
     )
 
 
-def _initial(run: _Run, tracer: _Tracer, entries: Sequence[StateEntry]) -> dict[str, Any]:
+def _initial(run: _StepRun, tracer: _UpdateTracer, entries: Sequence[StateEntry]) -> dict[str, Any]:
     """Operands of the state that a first step makes of parameter and settings; empty where it needs more."""
     nodes = {name: node.all_input_nodes[0] for name, node in run.created.items()}
     values, given = tracer.values, tracer.inputs(run, entries)
@@ -870,7 +870,7 @@ def _initial(run: _Run, tracer: _Tracer, entries: Sequence[StateEntry]) -> dict[
 
 def _any_run(
     stand_in: _StandIn, example: Tensor, entries: Sequence[StateEntry] | None, copies: int = 1
-) -> _Run:
+) -> _StepRun:
     """Record a run on whichever side of its decisions there is no error."""
     most = copies * MAX_DECISIONS
     try:
@@ -881,7 +881,7 @@ def _any_run(
         return stand_in.run(example, entries, stand_in.recording((False,) * most, 1, most), copies=copies)
 
 
-def _entries(first: _Run, example: Tensor) -> tuple[StateEntry, ...]:
+def _entries(first: _StepRun, example: Tensor) -> tuple[StateEntry, ...]:
     """Describe the state that a first step leaves; whatever is 1 may be a count."""
     found = []
     for name in first.order:
@@ -925,7 +925,7 @@ def _no_count(entry: StateEntry) -> StateEntry:
 
 
 def _check_alone(
-    stand_in: _StandIn, tracer: _Tracer, example: Tensor, entries: Sequence[StateEntry], tree: _Tree
+    stand_in: _StandIn, tracer: _UpdateTracer, example: Tensor, entries: Sequence[StateEntry], tree: _Tree
 ) -> None:
     """Refuse an update that is another one where the optimizer holds more parameters."""
     run = _any_run(stand_in, example, entries, copies=3)
