@@ -138,7 +138,9 @@ def test_an_exception_raised_on_purpose_keeps_its_words() -> None:
 # ---- too long --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    "kind", [nn.RNN, *(pytest.param(kind, marks=pytest.mark.extensive) for kind in (nn.LSTM, nn.GRU))]
+)
 def test_a_recurrence_that_is_too_long_is_refused_with_its_length_at_once(kind: type[nn.RNNBase]) -> None:
     model = kind(3, 2, num_layers=2, bidirectional=True, batch_first=True)
 
