@@ -69,7 +69,7 @@ class FreeNumbers:
         return free_ones_agree and all(is_same[i] or i in used for i in range(len(numbers)))
 
     def taken(self, sources: Sequence[tuple[FreeNumbers, int]]) -> FreeNumbers:
-        """The same columns for rows of this and of others like it."""
+        """Make columns like these for rows of this and of others like it."""
         other = FreeNumbers(len(sources))
         other._add_columns(len(self.values))
         for new, (numbers, row) in enumerate(sources):

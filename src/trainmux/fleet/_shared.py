@@ -112,7 +112,7 @@ class Owners:
         return tuple(found)
 
     def _others(self, owner: str, tensor: Tensor) -> Iterator[_Owned]:
-        """What other members have in the same storage."""
+        """Tensors of other members in the same storage."""
         if has_memory(tensor):
             entries = self._by_storage.get(tensor.untyped_storage().data_ptr(), ())
             yield from (entry for entry in entries if entry.owner != owner)

@@ -26,7 +26,7 @@ class Split:
 
 
 def splits(groups: Sequence[Group]) -> list[Split]:
-    """What keeps each group apart from the ones before it."""
+    """Find the first difference of each group from the earlier group most like it."""
     found = []
     for number, group in enumerate(groups):
         reasons = [(_difference(other, group), index) for index, other in enumerate(groups[:number])]

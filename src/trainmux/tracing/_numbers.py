@@ -387,7 +387,7 @@ class _Rewriter:
         return self._append(node, shaped, [self._inputs[column]])[0]
 
     def _by_form(self, node: fx.Node) -> fx.Node | tuple[fx.Node, ...]:
-        """What a node computes, with tensors in the place of numbers that differ."""
+        """Write a node with tensors in the place of numbers that differ."""
         assert isinstance(node.target, OpOverload)
         form, own = _FORMS[node.target], self._columns[node]
         given = {**arguments_by_name(node), **self._literals.get(node, {})}

@@ -159,7 +159,7 @@ _COMPARISONS: dict[Any, bool] = {
 }
 """Comparisons of a draw with a number, and whether they ask for it to be less."""
 _HALF_OPEN = frozenset({aten.lt.Scalar, aten.ge.Scalar})
-"""Those that know of a draw, which may be 0, how it compares with 0."""
+"""Comparisons with 0 whose result is known for a draw, which may be 0 itself."""
 
 
 def random_decompositions(draws: Callable[[], Draws]) -> dict[Any, Callable[..., Any]]:

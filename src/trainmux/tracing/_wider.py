@@ -139,7 +139,7 @@ def _product(operands: Sequence[Pair], result: Pair) -> bool:
 
 
 def _sum_and_product(operands: Sequence[Pair], result: Pair) -> bool:
-    """What a product of matrices is added to must be zero where the product is."""
+    """A term that a product of matrices is added to must be zero where the product is."""
     return _aligned(operands[:1], result)[0] == _wide_axes(result)
 
 

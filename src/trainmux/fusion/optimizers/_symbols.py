@@ -42,7 +42,7 @@ class PinnedError(Exception):
 
 
 class ForkedError(Exception):
-    """What settings decide changes which state there is: they are traced on one side of their decisions."""
+    """Settings decide which state there is: they are traced on one side of their decisions."""
 
 
 class UnresolvedError(Exception):

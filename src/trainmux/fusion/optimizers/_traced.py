@@ -147,7 +147,7 @@ class _ShapeUpdate:
     initial: Mapping[str, Any]
     """Operands that give the state before the first step, where that does not depend on a gradient."""
     paths: list[Any]
-    """What tells whether parameters of another shape have the same update."""
+    """Decisions by which parameters of another shape are found to have the same update."""
     is_elementwise: bool
     starts_filled: bool
     """Whether the constructor makes the state."""
@@ -708,12 +708,12 @@ class _UpdateTracer:
         return self.read(run, self.inputs(run, entries), entries)
 
     def paths(self, first: _StepRun | None, later: _StepRun, entries: Sequence[StateEntry]) -> list[Any]:
-        """What a first and a later step compute on one path of decisions."""
+        """Trace a first and a later step on one path of decisions."""
         runs = [later] if first is None else [first, later]
         return [self.read(run, self.inputs(run, entries), entries) for run in runs]
 
     def continued(self, first: _StepRun, entries: Sequence[StateEntry]) -> Any:
-        """What a first step computes of the state that it makes, as if that had been given."""
+        """Express a first step by the state that it makes, as if that had been given."""
         given = self.inputs(first, entries)
         for entry in entries:
             if entry.name in first.created:

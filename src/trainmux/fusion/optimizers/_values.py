@@ -53,7 +53,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Value:
-    """What computes a value: an operator, or "leaf" with its role as the only argument.
+    """The computation of a value: an operator, or "leaf" with its role as the only argument.
 
     ``shape`` is "parameter" where it is the parameter's, so that parameters of many shapes have one update.
     """
