@@ -17,7 +17,7 @@ from trainmux.errors import MemberError, TrainmuxError
 from trainmux.fleet._feed import BatchFeed
 from trainmux.fleet._group import Group, GroupKey, changing_names
 from trainmux.fleet._member import Member
-from trainmux.fleet._ranks import is_elementwise
+from trainmux.fleet._ranks import keeps_zeros
 from trainmux.fleet._shared import Owners
 from trainmux.fleet._slots import named_tensors
 from trainmux.fleet._traces import Trace, TraceCache
@@ -130,7 +130,7 @@ def describe_newcomer(
     structure = describe(member.optimizer, [item.tensor for item in parameters], member=name)
     example = feed.example_for(member, position)
     trace = None
-    if wider and is_elementwise(member.optimizer):
+    if wider and keeps_zeros(member.optimizer):
         with suppress(TrainmuxError):
             trace = traces.joint(name, member.model, loss, example, wider)
     wider = wider if trace is not None else {}

@@ -25,7 +25,7 @@ _ELEMENTWISE = (
 one at zero whose gradients are."""
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+def keeps_zeros(optimizer: torch.optim.Optimizer) -> bool:
     """Whether zeros that pad a parameter stay zeros; without an epsilon they would be divided by zero."""
     return type(optimizer) in _ELEMENTWISE and all(
         float(group.get("eps", 1.0)) > 0 for group in optimizer.param_groups

@@ -13,7 +13,6 @@ from trainmux.tracing._joint import (
 )
 from trainmux.tracing._numbers import (
     Number,
-    Structure,
     first_difference,
     number_locations,
     number_name,
@@ -75,7 +74,6 @@ __all__ = [
     "Reach",
     "Shape",
     "SplitGraph",
-    "Structure",
     "Text",
     "TraceSettings",
     "TracedGraph",
