@@ -14,6 +14,7 @@ from trainmux.errors import (
     MemberError,
     OptimizerError,
     PlanError,
+    SearchError,
     TraceError,
     TrainmuxError,
     TrainmuxWarning,
@@ -35,6 +36,7 @@ from trainmux.fleet import (
     share_frozen,
 )
 from trainmux.profiling import DEVICES, Device
+from trainmux.search import Candidate, Results, SearchCallback, Trial, TrialState, sweep
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,7 @@ __all__ = [
     "BudgetError",
     "CSVLog",
     "Callback",
+    "Candidate",
     "CheckpointError",
     "Colocation",
     "ColocationResult",
@@ -70,12 +73,18 @@ __all__ = [
     "OptimizerError",
     "Plan",
     "PlanError",
+    "Results",
+    "SearchCallback",
+    "SearchError",
     "TraceError",
     "TrainmuxError",
     "TrainmuxWarning",
+    "Trial",
+    "TrialState",
     "__version__",
     "colocate",
     "errors",
     "inspect_machine",
     "share_frozen",
+    "sweep",
 ]

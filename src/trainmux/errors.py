@@ -42,6 +42,10 @@ class CheckpointError(TrainmuxError):
     """A checkpoint cannot be written, is damaged, or does not fit the fleet."""
 
 
+class SearchError(TrainmuxError):
+    """A search cannot go on: none of its trials can be trained, or its storage is out of reach."""
+
+
 class TraceError(TrainmuxError):
     """A model or loss function cannot be traced into a graph.
 

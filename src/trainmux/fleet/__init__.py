@@ -2,19 +2,23 @@
 
 from trainmux.fleet._averages import EMA, SWA
 from trainmux.fleet._callbacks import Callback, CSVLog, EarlyStopping, FitState
+from trainmux.fleet._checkpoint_files import checkpoint_exists
 from trainmux.fleet._collate import BucketCollate
-from trainmux.fleet._cursor import END_OF_PASS, BatchCursor
+from trainmux.fleet._config import require_choice, whole_number
+from trainmux.fleet._cursor import END_OF_PASS, BatchCursor, first_batch
 from trainmux.fleet._fleet import Fleet
-from trainmux.fleet._history import EpochRecord, History
+from trainmux.fleet._history import STOPPED_ON_REQUEST, EpochRecord, History, Mode, check_mode
 from trainmux.fleet._machine import CacheFacts, MachineFacts, Rates, inspect_machine
 from trainmux.fleet._member import Member
 from trainmux.fleet._plan import Plan
 from trainmux.fleet._segment_runner import GroupPiece
 from trainmux.fleet._shared import share_frozen
+from trainmux.fleet._slots import Room
 
 __all__ = [
     "EMA",
     "END_OF_PASS",
+    "STOPPED_ON_REQUEST",
     "SWA",
     "BatchCursor",
     "BucketCollate",
@@ -29,8 +33,15 @@ __all__ = [
     "History",
     "MachineFacts",
     "Member",
+    "Mode",
     "Plan",
     "Rates",
+    "Room",
+    "check_mode",
+    "checkpoint_exists",
+    "first_batch",
     "inspect_machine",
+    "require_choice",
     "share_frozen",
+    "whole_number",
 ]

@@ -19,6 +19,15 @@ from trainmux.errors import BatchError
 Batch = Any
 
 
+def first_batch(loader: Iterable[Batch], what: str = "the loader") -> Batch:
+    """Look at a loader's first batch, leaving the host's random state as it was."""
+    before = random_state()
+    try:
+        return BatchCursor(loader, what).next()
+    finally:
+        restore_random_state(before)
+
+
 class EndOfPass:
     """Returned by ``BatchCursor.next`` once between two passes over the loader."""
 

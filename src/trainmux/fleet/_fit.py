@@ -115,10 +115,8 @@ class _FitRun:
         self._options = options
         self._display = display
         self._batches = BatchCursor(options.loader)
-        self._member_batches = {
-            name: BatchCursor(loader, f"the loader of member {name!r}")
-            for name, loader in (options.member_loaders or {}).items()
-        }
+        self._member_batches: dict[str, BatchCursor] = {}
+        self._own_cursors()
         self._epoch = 0  # finished epochs
         self._step = 0  # finished steps
         self._history = History()
@@ -193,9 +191,8 @@ class _FitRun:
 
     def _train_step(self, batch: Batch) -> None:
         names = self._fleet.names
-        overrides = {
-            name: cursor.next_cycled() for name, cursor in self._member_batches.items() if name in names
-        }
+        cursors = self._own_cursors()
+        overrides = {name: cursors[name].next_cycled() for name in cursors if name in names}
         self._losses = self._fleet.step(batch, overrides) if overrides else self._fleet.step(batch)
         self._step += 1
         self._recorder.add(names, self._losses, self._fleet.metrics)
@@ -204,6 +201,13 @@ class _FitRun:
             self._display.show(self._snapshot(self._epoch + 1))
         for callback in self._options.callbacks:
             callback.on_step_end(self._state(self._epoch + 1))
+
+    def _own_cursors(self) -> dict[str, BatchCursor]:
+        """The members' own loaders, also of those that came since."""
+        for name, loader in (self._options.member_loaders or {}).items():
+            if name not in self._member_batches:
+                self._member_batches[name] = BatchCursor(loader, f"the loader of member {name!r}")
+        return self._member_batches
 
     def _refresh_is_due(self) -> bool:
         if self._options.log_every is not None:

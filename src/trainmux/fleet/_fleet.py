@@ -38,7 +38,7 @@ from trainmux.fleet._runner import Batches, Gather, GroupPart, HalfStepError, St
 from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
 from trainmux.fleet._shared import Owners, view_key
-from trainmux.fleet._slots import Slot, named_tensors
+from trainmux.fleet._slots import Room, Slot, named_tensors
 from trainmux.fleet._split import splits, warn_of_small_splits
 from trainmux.fleet._traces import Trace, TraceCache
 from trainmux.fleet._watch import Checksums, Edits, FleetWatch, MemberWatch
@@ -386,6 +386,23 @@ class Fleet:
         await_update(self._groups, name, self._num_steps)
         self._names.append(name)
 
+    def room_for(self, member: Member) -> Room:
+        """Where ``add`` would put a member; refuses what it would refuse, and changes nothing."""
+        with plain_torch(self._config.default_dtype):
+            (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)))
+            owners = self._owners({name: member})
+            plan = self._describe_joining(member, name, len(self._names), owners)
+        same = [group for group in self._groups if group.key == plan.key and group.members]
+        if any(group.free_row() is not None for group in same):
+            return Room.FREE_SLOT
+        return Room.MORE_SLOTS if same else Room.NEW_GROUP
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of members that train as one, group by group."""
+        found = (tuple(slot.name for _, slot in group.members) for group in self._groups)
+        return tuple(names for names in found if names)
+
     @door
     def refresh(self, name: str | None = None) -> None:
         """Take over what was changed about a member: its code and attributes, its optimizer, edited values.
@@ -583,7 +600,9 @@ class Fleet:
         return dict(saved.document["extra"])
 
     @door
-    def save_member(self, name: str, path: str | os.PathLike[str]) -> None:
+    def save_member(
+        self, name: str, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None
+    ) -> None:
         """Write one member's weights, optimizer and schedule state and counters to a directory.
 
         Not what it shares with others in memory: of a frozen base, only checksums are written. Gradients
@@ -593,14 +612,16 @@ class Fleet:
         group, row = self._find(name)
         text = "what is saved was trained without it"
         self._watch.warn([(group, group.slot(row))], text, Checksums())
-        write_checkpoint(path, *member_document(group, row, self._config))
+        tensors, document = member_document(group, row, self._config)
+        write_checkpoint(path, tensors, {**document, "extra": dict(extra or {})})
 
     @door
-    def load_member(self, name: str, path: str | os.PathLike[str]) -> None:
+    def load_member(self, name: str, path: str | os.PathLike[str]) -> Mapping[str, Any]:
         """Have a member go on from a state that `save_member` wrote, in this fleet or in another one.
 
         It must be built like the one that was saved, on the same base; ``CheckpointError`` says what does not
-        fit, and nothing changes. With ``accumulate=n``, it starts with the next n batches.
+        fit, and nothing changes. With ``accumulate=n``, it starts with the next n batches. Returns what
+        ``extra`` was.
         """
         saved = SavedMember(path)
         self._plans.runner.finish()
@@ -611,6 +632,7 @@ class Fleet:
             group, row = self._find(name)
         saved.load(group, row)
         await_update(self._groups, name, self._num_steps)
+        return dict(saved.document["extra"])
 
     # ---- inside ------------------------------------------------------------------------------------
 

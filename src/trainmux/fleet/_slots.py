@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
     from trainmux.fleet._watch import MemberWatch
 
 K = TypeVar("K")
+
+
+class Room(StrEnum):
+    """Where a member that comes finds its place in a fleet."""
+
+    FREE_SLOT = "free slot"  # nothing is captured anew
+    MORE_SLOTS = "more slots"  # in a group like it, which is captured anew
+    NEW_GROUP = "new group"
 
 
 @dataclass

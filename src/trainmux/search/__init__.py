@@ -1,0 +1,25 @@
+"""Searches: trials flow through the slots of one fleet."""
+
+from trainmux.search._callbacks import SearchCallback
+from trainmux.search._results import Results
+from trainmux.search._search import Search, SearchOptions
+from trainmux.search._source import LATER, AskTell, Later, MemberSource, Source, build_trial
+from trainmux.search._sweep import sweep
+from trainmux.search._trial import Candidate, Trial, TrialState
+
+__all__ = [
+    "LATER",
+    "AskTell",
+    "Candidate",
+    "Later",
+    "MemberSource",
+    "Results",
+    "Search",
+    "SearchCallback",
+    "SearchOptions",
+    "Source",
+    "Trial",
+    "TrialState",
+    "build_trial",
+    "sweep",
+]

@@ -1,0 +1,80 @@
+"""The thread on which a search asks for trials and reports, so that storages and builders hold up no step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypeVar
+
+from trainmux.search._source import Later, Source
+from trainmux.search._trial import Trial
+
+T = TypeVar("T")
+
+
+class Office:
+    """Calls a source from one thread, in the order of the requests, and asks for trials ahead of time.
+
+    What a call raises is raised by ``check``, ``take``, or the future that it returned.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainmux-search")
+        self._asked: deque[Future[Trial | Later | None]] = deque()
+        self._told: deque[Future[Any]] = deque()
+        self.is_exhausted = False
+        """No more trials will come."""
+
+    def __enter__(self) -> Office:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        """Wait for what was requested; after an exception, only for calls that tell results."""
+        for future in self._asked:
+            future.cancel()
+        self._pool.shutdown(wait=True)
+        if kind is None:
+            self.check()
+
+    def want(self, count: int) -> None:
+        """Have ``count`` trials ready or asked for."""
+        while not self.is_exhausted and len(self._asked) < count:
+            self._asked.append(self._pool.submit(self._source.ask))
+
+    def take(self, count: int) -> list[Trial]:
+        """Return the next trials, waiting for them: ``count``, or fewer where the source has no more now."""
+        self.want(count)
+        found: list[Trial] = []
+        while self._asked and len(found) < count:
+            trial = self._asked.popleft().result()
+            if isinstance(trial, Trial):
+                found.append(trial)
+                self.want(count - len(found))
+                continue
+            self.is_exhausted |= trial is None
+            # Those asked for behind it are most likely answered alike: ask anew next time.
+            behind = [future for future in self._asked if not future.cancel()]
+            self._asked = deque(future for future in behind if isinstance(future.result(), Trial))
+            break
+        return found
+
+    def give_back(self) -> list[Trial]:
+        """Return the trials that were asked for and that nobody took; there will be no more."""
+        self.is_exhausted = True
+        asked, self._asked = self._asked, deque()
+        found = [future.result() for future in asked if not future.cancel() and not future.exception()]
+        return [trial for trial in found if isinstance(trial, Trial)]
+
+    def do(self, call: Callable[..., T], *args: Any) -> Future[T]:
+        """Have ``call(*args)`` done after what was requested before."""
+        future = self._pool.submit(call, *args)
+        self._told.append(future)
+        return future
+
+    def check(self) -> None:
+        """Raise what calls that are done have raised."""
+        while self._told and self._told[0].done():
+            self._told.popleft().result()

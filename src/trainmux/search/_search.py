@@ -1,0 +1,461 @@
+"""Continuous batching of trials: a queue of members through the slots of one fleet."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trainmux.errors import ConfigError, SearchError, TrainmuxError, first_line, warn_user
+from trainmux.fleet import (
+    STOPPED_ON_REQUEST,
+    Callback,
+    EpochRecord,
+    FitState,
+    Fleet,
+    Mode,
+    Room,
+    check_mode,
+    first_batch,
+    whole_number,
+)
+from trainmux.search._callbacks import SearchCallback
+from trainmux.search._office import Office
+from trainmux.search._results import Results, score
+from trainmux.search._source import Source
+from trainmux.search._store import TrialStore
+from trainmux.search._trial import Trial, TrialState
+
+_PATIENCE = 0.1
+"""Share of an epoch's time for which pruning decisions are waited for."""
+_FLEET_ARGUMENTS = {
+    "device",
+    "precision",
+    "accumulate",
+    "deterministic",
+    "engine",
+    "lowering",
+    "width",
+    "branches",
+}
+_IDLE_S = 0.5
+"""Between two questions to a source that has nothing now, while nothing trains."""
+
+
+@dataclass
+class SearchOptions:
+    """How a search trains its trials; ``fleet`` has further arguments of `Fleet`.
+
+    Settings are checked: ``ConfigError`` says which one is wrong. No loader is iterated.
+    """
+
+    loss: Callable[..., Any] | None
+    loader: Iterable[Any] | None
+    metric: str | Sequence[str]
+    mode: Mode | Sequence[Mode]
+    slots: int
+    steps_per_epoch: int | None = None
+    validation: Iterable[Any] | None = None
+    metric_fn: Callable[..., Any] | None = None
+    example_batch: Any = None
+    callbacks: Iterable[Callback | SearchCallback] = ()
+    checkpoint: str | os.PathLike[str] | None = None
+    checkpoint_every: int = 1
+    resume: str | bool = "auto"
+    keep: int | None = None
+    max_groups: int = 4
+    timeout: float | None = None
+    fleet: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for setting in ("slots", "steps_per_epoch", "checkpoint_every", "keep", "max_groups"):
+            if getattr(self, setting) is not None:
+                setattr(self, setting, whole_number(setting, getattr(self, setting)))
+        if len(self.metrics) != len(self.modes) or not self.metrics:
+            raise ConfigError(
+                f"expected one mode for each metric, got metric={self.metric!r} and mode={self.mode!r}"
+            )
+        for mode in self.modes:
+            check_mode(mode)
+        self.callbacks = tuple(self.callbacks)
+        for item in self.callbacks:
+            if not isinstance(item, (Callback, SearchCallback)):
+                raise ConfigError(f"expected callbacks derived from Callback or SearchCallback, got {item!r}")
+        if self.loader is None and self.steps_per_epoch is None:
+            raise ConfigError(
+                "expected loader= or, where every trial has its own, steps_per_epoch=; got neither"
+            )
+        for setting in ("loader", "validation"):
+            if isinstance(getattr(self, setting), Iterator):
+                raise ConfigError(
+                    f"{setting}= is iterated again and again, but got the iterator "
+                    f"{type(getattr(self, setting)).__name__}, which runs out. Give a DataLoader or a list"
+                )
+        if self.keep is not None and len(self.metrics) > 1:
+            raise ConfigError("keep= needs one metric, got several: which members are best is not defined")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(f"timeout must be a number of seconds above 0, but got {self.timeout!r}")
+        unknown = sorted(set(self.fleet) - _FLEET_ARGUMENTS)
+        if unknown:
+            raise ConfigError(
+                f"expected arguments of a search or of Fleet, got {unknown[0]!r}; those of Fleet are "
+                f"{', '.join(sorted(_FLEET_ARGUMENTS))}"
+            )
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics by name."""
+        return (self.metric,) if isinstance(self.metric, str) else tuple(self.metric)
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """The direction of each metric."""
+        return (self.mode,) if isinstance(self.mode, str) else tuple(self.mode)
+
+
+class Search:
+    """One run of a search: asks a source for trials and trains them in the slots of a fleet.
+
+    An epoch is a pass over the loader, or ``steps_per_epoch`` steps, for all trials at once. The slots of
+    trials that are finished by its end are refilled before the next one.
+    """
+
+    def __init__(self, source: Source, options: SearchOptions) -> None:
+        self.options = options
+        self.trials: list[Trial] = []
+        """All that have been asked for, in this order."""
+        self.running: dict[str, Trial] = {}
+        self._source = source
+        self._office = Office(source)
+        self._listeners = [item for item in options.callbacks if isinstance(item, SearchCallback)]
+        self._store = TrialStore(options.checkpoint, options.resume)
+        self._fleet: Fleet | None = None
+        self._names: set[str] = set()
+        self._waiting: list[Trial] = []  # built, but no group has room for them yet
+        self._newest: list[Trial] = []  # that have not done an epoch yet
+        self._decisions: dict[str, Future[bool]] = {}
+        self._begun_s: dict[str, float] = {}
+        self._loaders: dict[str, Iterable[Any]] = {}
+        self._kept: list[Trial] = []  # that still have their members, best first
+        self._must_end = threading.Event()
+        self._step = 0
+        self._start_s = self._epoch_start_s = time.monotonic()
+
+    def end(self) -> None:
+        """Have the search end after this epoch, with unfinished trials given back; from any thread."""
+        self._must_end.set()
+
+    def run(self) -> Results:
+        """Train until there are no more trials."""
+        with self._office:
+            try:
+                self._refill()
+                while self.running and self._fit_ran_out_of_memory():
+                    self._refill()
+            finally:
+                self._give_back()
+            results = Results(self.trials, self.options.metrics, self.options.modes)
+            for listener in self._listeners:
+                self._office.do(listener.on_search_end, results)
+        return results
+
+    # ---- epochs ------------------------------------------------------------------------------------
+
+    def _fit_ran_out_of_memory(self) -> bool:
+        """Train until the search ends, or until there is no memory for the trials that came last."""
+        options = self.options
+        every = options.steps_per_epoch
+        others = [item for item in options.callbacks if isinstance(item, Callback)]
+        assert self._fleet is not None
+        self._step, self._epoch_start_s = 0, time.monotonic()
+        try:
+            self._fleet.fit(
+                options.loader if options.loader is not None else _NoBatches(),
+                epochs=None if every else sys.maxsize,
+                steps=sys.maxsize if every else None,
+                validate_every=every,
+                validation=options.validation,
+                metric_fn=options.metric_fn if options.validation is not None else None,
+                callbacks=[*others, _AtEpochEnd(self._end_epoch)],
+                member_loaders=self._loaders,
+                progress=False,
+            )
+        except torch.OutOfMemoryError as error:
+            if not self._newest:
+                raise
+            newest, self._newest = self._newest, []
+            for trial in newest:
+                self._finish(trial, TrialState.FAILED, _text(error))
+            return True
+        return False
+
+    def _end_epoch(self, state: FitState) -> None:
+        """Record the epoch of each trial, end those that are done, refill their slots."""
+        self._office.check()
+        self._newest = []
+        num_steps, self._step = state.step - self._step, state.step
+        late, self._decisions = self._decisions, {}
+        for name, trial in list(self.running.items()):
+            if name in late and late[name].result():
+                self._finish(trial, TrialState.PRUNED)
+                continue
+            self._record(trial, state.history[name][-1], num_steps)
+            reason = state.stopped.get(name)
+            if reason is not None and reason != STOPPED_ON_REQUEST:
+                self._finish(trial, TrialState.FAILED, reason)
+            elif reason is not None or trial.epoch >= trial.max_epochs:
+                is_number = not any(map(math.isnan, trial.values or ()))
+                how = (TrialState.COMPLETE, None) if is_number else (TrialState.FAILED, "its value is NaN")
+                self._finish(trial, *how)
+        self._prune()
+        every = self.options.checkpoint_every
+        must_end = self._must_end.is_set()
+        self._save([trial for trial in self.running.values() if must_end or trial.epoch % every == 0])
+        if must_end:
+            state.end_fit()
+        else:
+            self._refill()
+        self._epoch_start_s = time.monotonic()
+
+    def _record(self, trial: Trial, last: EpochRecord, num_steps: int) -> None:
+        """Note a trial's epoch and report it."""
+        steps = num_steps + (trial.records[-1].step if trial.records else 0)
+        record = EpochRecord(trial.epoch + 1, steps, last.loss, last.metrics)
+        trial.values = tuple(metric_of(record, metric) for metric in self.options.metrics)
+        trial.records.append(record)
+        self._decisions[trial.name] = self._office.do(self._source.report, trial, record)
+        for listener in self._listeners:
+            self._office.do(listener.on_trial_epoch, trial, record)
+
+    def _prune(self) -> None:
+        """End the trials that are to be pruned, as far as that is known soon; the others train on."""
+        self._decisions = {name: told for name, told in self._decisions.items() if name in self.running}
+        patience_s = _PATIENCE * (time.monotonic() - self._epoch_start_s)
+        wait(self._decisions.values(), None if self.options.fleet.get("deterministic") else patience_s)
+        for name, told in list(self._decisions.items()):
+            if told.done():
+                del self._decisions[name]
+                if told.result():
+                    self._finish(self.running[name], TrialState.PRUNED)
+
+    # ---- slots -------------------------------------------------------------------------------------
+
+    def _refill(self) -> None:
+        """Give free slots to trials: first to those that wait, then to those that come next."""
+        slots = self.options.slots
+        waiting, self._waiting = self._waiting, []
+        self._begin(waiting)
+        while not self._is_late():
+            # As many may wait as there are slots, so that some are like the members of a group with room.
+            num_free = min(slots - len(self.running), slots - len(self._waiting))
+            taken = self._office.take(num_free)
+            self._begin([trial for trial in taken if self._admit(trial)])
+            if taken:
+                continue
+            if not num_free or self.running or self._waiting or self._office.is_exhausted:
+                break
+            time.sleep(_IDLE_S)
+        if self._fleet is None and self.trials and not self._names:
+            first = self.trials[0]
+            raise SearchError(
+                f"expected trials that can be trained, got {len(self.trials)} in a row that cannot; the "
+                f"first of them: {first.error}"
+            ) from first.cause
+        if not self._is_late():
+            ending = sum(trial.epoch + 1 >= trial.max_epochs for trial in self.running.values())
+            self._office.want(max(ending, math.ceil(slots / 4)))
+
+    def _is_late(self) -> bool:
+        """Whether no more trials are begun."""
+        timeout = self.options.timeout
+        is_over = timeout is not None and time.monotonic() - self._start_s >= timeout
+        return is_over or self._must_end.is_set()
+
+    def _admit(self, trial: Trial) -> bool:
+        """Note a trial that was asked for; true where it is to be trained."""
+        self.trials.append(trial)
+        if trial.state is TrialState.FAILED:
+            self._tell(trial)
+            if self._fleet is None and len(self.trials) >= max(self.options.slots, 3) and not self._names:
+                self._must_end.set()
+            return False
+        if trial.name in self._names:
+            raise ConfigError(
+                f"expected trials with names of their own, got a second {trial.name!r}; leave the name "
+                "out, or make one of the parameters"
+            )
+        self._names.add(trial.name)
+        if self._store.was_finished(trial):
+            trial.member = None
+            self._office.do(self._source.tell, trial)
+            return False
+        if trial.loader is not None and trial.member is not None and trial.member.example_batch is None:
+            trial.member.example_batch = first_batch(trial.loader, f"the loader of trial {trial.name!r}")
+        return True
+
+    def _begin(self, trials: list[Trial]) -> None:
+        """Give trials slots; those whose group has no room wait."""
+        if self._fleet is None:
+            trials = self._begin_fleet(trials)
+        for trial in trials:
+            assert self._fleet is not None
+            assert trial.member is not None
+            try:
+                is_like_others = self._fleet.room_for(trial.member) is not Room.NEW_GROUP
+                if not is_like_others and len(self._fleet.groups) >= self.options.max_groups:
+                    self._waiting.append(trial)
+                    continue
+                self._fleet.add(trial.member)
+            except (TrainmuxError, torch.OutOfMemoryError) as error:
+                self._fail(trial, error)
+                continue
+            self._enter(trial)
+
+    def _begin_fleet(self, trials: list[Trial]) -> list[Trial]:
+        """Make the fleet of the first trials; returns those that are left, of further groups."""
+        options = self.options
+        example = options.example_batch
+        if example is None and options.loader is not None and trials:
+            example = first_batch(options.loader)
+
+        def fleet_of(some: Sequence[Trial]) -> Fleet:
+            members = [trial.member for trial in some if trial.member is not None]
+            return Fleet(members, options.loss, example, **options.fleet)
+
+        if not trials:
+            return []
+        try:
+            self._fleet = fleet_of(trials)
+        except (TrainmuxError, torch.OutOfMemoryError):
+            good = []
+            for trial in trials:
+                try:
+                    fleet_of([trial])
+                    good.append(trial)
+                except (TrainmuxError, torch.OutOfMemoryError) as error:
+                    self._fail(trial, error)
+            if len(good) in (0, len(trials)):  # nobody is to blame alone
+                if good:
+                    raise
+                return []
+            self._fleet, trials = fleet_of(good), good
+        inside = {name for names in self._fleet.groups[: options.max_groups] for name in names}
+        for trial in trials:
+            if trial.name in inside:
+                self._enter(trial)
+            else:
+                self._fleet.drop(trial.name)
+                self._waiting.append(trial)
+        return []
+
+    def _enter(self, trial: Trial) -> None:
+        """Have a trial that has just got a slot start, or go on from where it was saved."""
+        assert self._fleet is not None
+        if trial.loader is not None:
+            self._loaders[trial.name] = trial.loader
+        self._store.resume(trial, self._fleet)
+        trial.state = TrialState.RUNNING
+        self.running[trial.name] = trial
+        self._newest.append(trial)
+        self._begun_s[trial.name] = time.monotonic() - trial.seconds
+        for listener in self._listeners:
+            self._office.do(listener.on_trial_start, trial)
+
+    def _finish(self, trial: Trial, state: TrialState, error: str | None = None) -> None:
+        """Take a trial out of its slot, its weights in its member where the search keeps them."""
+        assert self._fleet is not None
+        del self.running[trial.name]
+        self._decisions.pop(trial.name, None)
+        self._loaders.pop(trial.name, None)
+        trial.state, trial.error = state, error
+        trial.seconds = time.monotonic() - self._begun_s.pop(trial.name)
+        if self._is_best(trial):
+            self._store.save_best(trial, self._fleet)
+        self._fleet.drop(trial.name)
+        self._keep(trial)
+        self._tell(trial)
+
+    def _is_best(self, trial: Trial) -> bool:
+        if trial.state is not TrialState.COMPLETE or len(self.options.modes) > 1:
+            return False
+        mode = self.options.modes
+        done = (other for other in self.trials if other.state is TrialState.COMPLETE and other is not trial)
+        return score(trial, mode) < min((score(other, mode) for other in done), default=math.inf)
+
+    def _keep(self, trial: Trial) -> None:
+        """Let go of the members that are not among the best ``keep``."""
+        if self.options.keep is not None:
+            self._kept.append(trial)
+            self._kept.sort(key=self._rank)
+            for other in self._kept[self.options.keep :]:
+                other.member = None
+            del self._kept[self.options.keep :]
+
+    def _rank(self, trial: Trial) -> tuple[bool, float]:
+        return trial.state is not TrialState.COMPLETE, score(trial, self.options.modes)
+
+    def _fail(self, trial: Trial, error: BaseException) -> None:
+        """End a trial that cannot be trained."""
+        trial.state, trial.error, trial.cause, trial.member = TrialState.FAILED, _text(error), error, None
+        self._tell(trial)
+
+    def _tell(self, trial: Trial) -> None:
+        """Tell everybody that a trial is finished."""
+        if trial.state is TrialState.FAILED:
+            warn_user(f"trial {trial.name!r} failed: {trial.error}")
+        self._office.do(self._store.finish, trial)
+        self._office.do(self._source.tell, trial)
+        for listener in self._listeners:
+            self._office.do(listener.on_trial_end, trial)
+
+    def _save(self, trials: Iterable[Trial]) -> None:
+        assert self._fleet is not None
+        for trial in trials:
+            trial.seconds = time.monotonic() - self._begun_s[trial.name]
+            self._store.save(trial, self._fleet)
+
+    def _give_back(self) -> None:
+        """Let the source know which trials the search leaves unfinished."""
+        unfinished = [*self.running.values(), *self._waiting, *self._office.give_back()]
+        for trial in unfinished:
+            trial.state = TrialState.WAITING
+            self._office.do(self._source.give_back, trial)
+
+
+class _AtEpochEnd(Callback):
+    """Calls a function at the end of every epoch."""
+
+    def __init__(self, call: Callable[[FitState], None]) -> None:
+        self._call = call
+
+    def on_epoch_end(self, state: FitState) -> None:
+        self._call(state)
+
+
+class _NoBatches:
+    """A loader for a fleet whose members all have loaders of their own."""
+
+    def __iter__(self) -> Iterator[None]:
+        while True:
+            yield None
+
+
+def metric_of(record: EpochRecord, metric: str) -> float:
+    """A metric's value: of the validation, or else of the training."""
+    values = record.values()
+    for name in (f"val_{metric}", metric):
+        if name in values:
+            return values[name]
+    raise ConfigError(f"expected metric= to be one of {sorted(values)}, got {metric!r}; name one of these")
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"

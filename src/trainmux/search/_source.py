@@ -1,0 +1,126 @@
+"""Where trials come from, and to whom their results go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Any, Final, Protocol, runtime_checkable
+
+from torch import nn
+
+from trainmux.errors import ConfigError, first_line
+from trainmux.fleet import EpochRecord, Member
+from trainmux.search._trial import Candidate, Trial
+
+
+class Later(Enum):
+    """Returned by ``Source.ask`` while there is no trial, but may be one when others have finished."""
+
+    LATER = "later"
+
+
+LATER: Final = Later.LATER
+
+
+class Source(Protocol):
+    """Gives a search its trials and hears what becomes of them. All calls come from one thread of its own."""
+
+    def ask(self) -> Trial | Later | None:
+        """Return the next trial, `LATER`, or ``None`` when there will be no more.
+
+        A trial whose member cannot be built comes as failed.
+        """
+        ...
+
+    def report(self, trial: Trial, record: EpochRecord) -> bool:
+        """Hear of an epoch; returns whether to prune the trial."""
+        ...
+
+    def tell(self, trial: Trial) -> None:
+        """Hear that a trial is finished."""
+        ...
+
+    def give_back(self, trial: Trial) -> None:
+        """Hear that the search ends with the trial unfinished."""
+        ...
+
+
+@runtime_checkable
+class AskTell(Protocol):
+    """What a user may pass in place of a list: asked for members, and told what became of them.
+
+    ``ask`` returns a `Member`, a `Candidate` or ``None`` when there are no more.
+    """
+
+    def ask(self) -> Member | Candidate | None: ...
+
+    def tell(self, trial: Trial) -> None: ...
+
+
+Given = Member | Candidate | Callable[[], Member | Candidate]
+"""A member of a search, or a function that builds it when its turn comes."""
+
+
+class MemberSource:
+    """The trials of a list, a generator, or an object with ``ask`` and ``tell``; they are never pruned."""
+
+    def __init__(self, members: Iterable[Given] | AskTell, max_epochs: int) -> None:
+        self._asked = members if isinstance(members, AskTell) else None
+        self._rest: Iterator[Given | None] = iter(self._asked_for() if self._asked else _checked(members))
+        self._max_epochs = max_epochs
+        self._numbers = itertools.count()
+
+    def ask(self) -> Trial | Later | None:
+        try:
+            given = next(self._rest)
+        except StopIteration:
+            return None
+        return None if given is None else build_trial(given, next(self._numbers), self._max_epochs)
+
+    def report(self, trial: Trial, record: EpochRecord) -> bool:
+        return False
+
+    def tell(self, trial: Trial) -> None:
+        if self._asked is not None:
+            self._asked.tell(trial)
+
+    def give_back(self, trial: Trial) -> None:
+        pass
+
+    def _asked_for(self) -> Iterator[Given | None]:
+        assert self._asked is not None
+        while (given := self._asked.ask()) is not None:
+            yield given
+
+
+def build_trial(given: Given, number: int, max_epochs: int, params: Mapping[str, Any] | None = None) -> Trial:
+    """Make the trial of a member; one that cannot be built comes as failed."""
+    try:
+        built: Any = given() if callable(given) and not isinstance(given, nn.Module) else given
+        candidate = built if isinstance(built, Candidate) else Candidate(built)
+        if not isinstance(candidate.member, Member):
+            raise ConfigError(
+                f"expected trial {number} to be a trainmux.Member or Candidate, got "
+                f"{type(candidate.member).__name__}"
+            )
+    except Exception as error:
+        failed = Trial(number, f"trial-{number}", params or {}, max_epochs)
+        failed.fail(f"{type(error).__name__}: {first_line(error)}")
+        failed.cause = error
+        return failed
+    member = candidate.member
+    if member.name is None:
+        member.name = f"trial-{number}"
+    epochs = max_epochs if candidate.epochs is None else candidate.epochs
+    return Trial(number, member.name, candidate.params or params or {}, epochs, member, candidate.loader)
+
+
+def _checked(members: Any) -> Iterator[Given]:
+    try:
+        return iter(members)
+    except TypeError:
+        raise ConfigError(
+            "expected members as a list, a generator, or an object with ask() and tell(), got "
+            f"{type(members).__name__}"
+        ) from None
