@@ -191,9 +191,7 @@ class Search:
         except torch.OutOfMemoryError as error:
             if not self._newest:
                 raise
-            newest, self._newest = self._newest, []
-            for trial in newest:
-                self._finish(trial, TrialState.FAILED, _text(error))
+            self._finish(self._newest.pop(), TrialState.FAILED, _text(error))
             return True
         return False
 
@@ -208,6 +206,7 @@ class Search:
                 self._finish(trial, TrialState.PRUNED)
                 continue
             self._record(trial, state.history[name][-1], num_steps)
+        for name, trial in list(self.running.items()):
             reason = state.stopped.get(name)
             if reason is not None and reason != STOPPED_ON_REQUEST:
                 self._finish(trial, TrialState.FAILED, reason)
@@ -269,7 +268,7 @@ class Search:
                 f"expected trials that can be trained, got {len(self.trials)} in a row that cannot; the "
                 f"first of them: {first.error}"
             ) from first.cause
-        if not self._is_late():
+        if self._source.asks_ahead and not self._is_late():
             ending = sum(trial.epoch + 1 >= trial.max_epochs for trial in self.running.values())
             self._office.want(max(ending, math.ceil(slots / 4)))
 

@@ -24,7 +24,12 @@ LATER: Final = Later.LATER
 
 
 class Source(Protocol):
-    """Gives a search its trials and hears what becomes of them. All calls come from one thread of its own."""
+    """Gives a search its trials and hears what becomes of them. All calls come from one thread of its own.
+
+    One that ``asks_ahead`` may be asked before there is a slot, and before it has heard of earlier trials.
+    """
+
+    asks_ahead: bool
 
     def ask(self) -> Trial | Later | None:
         """Return the next trial, `LATER`, or ``None`` when there will be no more.
@@ -67,6 +72,7 @@ class MemberSource:
 
     def __init__(self, members: Iterable[Given] | AskTell, max_epochs: int) -> None:
         self._asked = members if isinstance(members, AskTell) else None
+        self.asks_ahead = self._asked is None
         self._rest: Iterator[Given | None] = iter(self._asked_for() if self._asked else _checked(members))
         self._max_epochs = max_epochs
         self._numbers = itertools.count()
