@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainmux.errors import ConfigError, SearchError, TrainmuxError, first_line, warn_user
+from trainmux.errors import BudgetError, ConfigError, SearchError, TrainmuxError, first_line, warn_user
 from trainmux.fleet import (
     STOPPED_ON_REQUEST,
     Callback,
@@ -28,6 +28,7 @@ from trainmux.fleet import (
     whole_number,
 )
 from trainmux.search._callbacks import SearchCallback
+from trainmux.search._capacity import SAMPLE, most_slots
 from trainmux.search._office import Office
 from trainmux.search._results import Results, score
 from trainmux.search._source import Source
@@ -61,7 +62,8 @@ class SearchOptions:
     loader: Iterable[Any] | None
     metric: str | Sequence[str]
     mode: Mode | Sequence[Mode]
-    slots: int
+    slots: int | None
+    budget: int | str | None = None
     steps_per_epoch: int | None = None
     validation: Iterable[Any] | None = None
     metric_fn: Callable[..., Any] | None = None
@@ -79,6 +81,8 @@ class SearchOptions:
         for setting in ("slots", "steps_per_epoch", "checkpoint_every", "keep", "max_groups"):
             if getattr(self, setting) is not None:
                 setattr(self, setting, whole_number(setting, getattr(self, setting)))
+        if self.slots is None and self.budget is None:
+            raise ConfigError("expected slots=, or a budget= that says how many there are, got neither")
         if len(self.metrics) != len(self.modes) or not self.metrics:
             raise ConfigError(
                 f"expected one mode for each metric, got metric={self.metric!r} and mode={self.mode!r}"
@@ -138,6 +142,7 @@ class Search:
         self._listeners = [item for item in options.callbacks if isinstance(item, SearchCallback)]
         self._store = TrialStore(options.checkpoint, options.resume)
         self._fleet: Fleet | None = None
+        self._slots: int = options.slots or SAMPLE  # until it is known how many the budget holds
         self._names: set[str] = set()
         self._waiting: list[Trial] = []  # built, but no group has room for them yet
         self._newest: list[Trial] = []  # that have not done an epoch yet
@@ -249,19 +254,15 @@ class Search:
 
     def _refill(self) -> None:
         """Give free slots to trials: first to those that wait, then to those that come next."""
-        slots = self.options.slots
-        waiting, self._waiting = self._waiting, []
-        self._begin(waiting)
         while not self._is_late():
             # As many may wait as there are slots, so that some are like the members of a group with room.
-            num_free = min(slots - len(self.running), slots - len(self._waiting))
-            taken = self._office.take(num_free)
-            self._begin([trial for trial in taken if self._admit(trial)])
-            if taken:
-                continue
-            if not num_free or self.running or self._waiting or self._office.is_exhausted:
-                break
-            time.sleep(_IDLE_S)
+            taken = self._office.take(self._slots - max(len(self.running), len(self._waiting)))
+            waiting, self._waiting = self._waiting, []
+            self._begin([*waiting, *(trial for trial in taken if self._admit(trial))])
+            if not taken:
+                if self.running or self._office.is_exhausted:
+                    break
+                time.sleep(_IDLE_S)
         if self._fleet is None and self.trials and not self._names:
             first = self.trials[0]
             raise SearchError(
@@ -270,7 +271,7 @@ class Search:
             ) from first.cause
         if self._source.asks_ahead and not self._is_late():
             ending = sum(trial.epoch + 1 >= trial.max_epochs for trial in self.running.values())
-            self._office.want(max(ending, math.ceil(slots / 4)))
+            self._office.want(max(ending, math.ceil(self._slots / 4)))
 
     def _is_late(self) -> bool:
         """Whether no more trials are begun."""
@@ -283,7 +284,7 @@ class Search:
         self.trials.append(trial)
         if trial.state is TrialState.FAILED:
             self._tell(trial)
-            if self._fleet is None and len(self.trials) >= max(self.options.slots, 3) and not self._names:
+            if self._fleet is None and len(self.trials) >= max(self._slots, 3) and not self._names:
                 self._must_end.set()
             return False
         if trial.name in self._names:
@@ -307,6 +308,9 @@ class Search:
         for trial in trials:
             assert self._fleet is not None
             assert trial.member is not None
+            if len(self.running) == self._slots:
+                self._waiting.append(trial)
+                continue
             try:
                 is_like_others = self._fleet.room_for(trial.member) is not Room.NEW_GROUP
                 if not is_like_others and len(self._fleet.groups) >= self.options.max_groups:
@@ -332,6 +336,11 @@ class Search:
         if not trials:
             return []
         try:
+            if options.slots is None and options.budget is not None:
+                self._slots = most_slots(fleet_of(trials[:1]), fleet_of(trials), options.budget)
+                more = self._office.take(max(0, self._slots - len(trials)))
+                trials += [trial for trial in more if self._admit(trial)]
+                trials, self._waiting = trials[: self._slots], trials[self._slots :]
             self._fleet = fleet_of(trials)
         except (TrainmuxError, torch.OutOfMemoryError):
             good = []
@@ -341,19 +350,40 @@ class Search:
                     good.append(trial)
                 except (TrainmuxError, torch.OutOfMemoryError) as error:
                     self._fail(trial, error)
-            if len(good) in (0, len(trials)):  # nobody is to blame alone
-                if good:
-                    raise
+            if len(good) == len(trials):  # nobody is to blame alone
+                raise
+            if not good:
                 return []
             self._fleet, trials = fleet_of(good), good
         inside = {name for names in self._fleet.groups[: options.max_groups] for name in names}
+        self._hold_back([trial for trial in trials if trial.name not in inside])
+        self._plan([trial for trial in trials if trial.name in inside])
         for trial in trials:
-            if trial.name in inside:
+            if trial not in self._waiting:
                 self._enter(trial)
-            else:
-                self._fleet.drop(trial.name)
-                self._waiting.append(trial)
         return []
+
+    def _hold_back(self, trials: Sequence[Trial]) -> None:
+        """Have trials that are in the fleet wait, untrained."""
+        assert self._fleet is not None
+        for trial in trials:
+            self._fleet.drop(trial.name)
+            self._waiting.append(trial)
+
+    def _plan(self, trials: Sequence[Trial]) -> None:
+        """Have the fleet train within the budget, if there is one; of as many trials as it holds."""
+        assert self._fleet is not None
+        options = self.options
+        while options.budget is not None:
+            try:
+                self._fleet.plan(options.budget)
+                return
+            except BudgetError:
+                if options.slots is not None or len(trials) == 1:
+                    raise
+                self._slots = len(trials) - math.ceil(len(trials) / 20)
+                self._hold_back(trials[self._slots :])
+                trials = trials[: self._slots]
 
     def _enter(self, trial: Trial) -> None:
         """Have a trial that has just got a slot start, or go on from where it was saved."""

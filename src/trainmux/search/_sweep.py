@@ -20,7 +20,8 @@ def sweep(
     loader: Iterable[Any] | None = None,
     metric: str | Sequence[str] = "loss",
     mode: Mode | Sequence[Mode] = "min",
-    slots: int = 16,
+    slots: int | None = 16,
+    budget: int | str | None = None,
     max_epochs: int = 1,
     steps_per_epoch: int | None = None,
     validation: Iterable[Any] | None = None,
@@ -47,13 +48,16 @@ def sweep(
     validation metric, or else a training metric. ``callbacks`` are those of ``fit`` (`EarlyStopping`, …)
     and `SearchCallback`s. ``max_groups`` is how many structures train side by side; others wait.
 
+    With a ``budget`` the fleet trains by a plan within it (see `Fleet.plan`); ``slots=None`` takes as many as
+    it holds without one that offloads.
+
     With ``checkpoint=``, a folder, trials are saved every ``checkpoint_every`` epochs, and a search that was
     killed goes on from it (``resume`` as for ``fit``); the best trial's weights are in its folder ``best``.
     ``keep=n`` keeps the members of the best n trials only. After ``timeout`` seconds no trial is begun.
     Further arguments (``device``, ``precision``, ``deterministic``, …) are those of `Fleet`.
     """
     options = SearchOptions(
-        loss, loader, metric, mode, slots, steps_per_epoch, validation, metric_fn, example_batch, callbacks,
-        checkpoint, checkpoint_every, resume, keep, max_groups, timeout, fleet,
+        loss, loader, metric, mode, slots, budget, steps_per_epoch, validation, metric_fn, example_batch,
+        callbacks, checkpoint, checkpoint_every, resume, keep, max_groups, timeout, fleet,
     )  # fmt: skip
     return Search(MemberSource(members, whole_number("max_epochs", max_epochs)), options).run()

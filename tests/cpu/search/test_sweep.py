@@ -268,10 +268,32 @@ def test_out_of_memory_fails_the_newest_alone(monkeypatch: pytest.MonkeyPatch) -
     assert states(results) == ["complete"] * 3 + ["failed", "complete"]
 
 
+def test_a_budget_says_how_many_slots_there_are() -> None:
+    """All that it holds; trained within it, to the same weights."""
+    num_running: list[int] = []
+
+    def peak(count: int) -> int:
+        members = [make(i, hidden=512).member for i in range(count)]
+        return tm.Fleet(members, mse, LOADER[0]).plan(policy="none").peak_bytes
+
+    budget = (peak(3) + peak(4)) // 2
+    note = Each(lambda state: num_running.append(len(state.fleet.names)))
+    members = [make(i, hidden=512) for i in range(7)]
+    results = run(members, slots=None, budget=budget, callbacks=[note])
+    assert max(num_running) == 3
+    assert states(results) == ["complete"] * 7
+    expected = weights(alone(6, 2, 512))
+    torch.testing.assert_close(weights(results[6].member.model), expected, rtol=1e-10, atol=1e-12)
+    with pytest.raises(tm.BudgetError) as refused:
+        run([make(0)], slots=None, budget=100)
+    assert refused.value.smallest_bytes
+
+
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
         ({"slots": 0}, "slots"),
+        ({"slots": None}, "budget"),
         ({"metric": "accuracy"}, "accuracy"),
         ({"mode": "best"}, "mode"),
         ({"metric": ("loss", "grad_norm")}, "one mode for each"),
@@ -301,23 +323,19 @@ def test_wrong_members_are_refused() -> None:
 # ---- ending and going on ---------------------------------------------------------------------------
 
 
-class Stop(Exception):
-    pass
-
-
 def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
     """Finished trials are not trained again, the others from their last epoch on, to the same bits."""
     notes = Notes()
 
     def interrupt(state: Any) -> None:
         if state.epoch == 3:
-            raise Stop
+            raise KeyboardInterrupt
 
     def members() -> Iterator[Callable[[], tm.Candidate]]:
         return (partial(make, i, 0.25, epochs=2 + i % 2) for i in range(5))
 
     options = {"slots": 2, "deterministic": True}
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         run(members(), checkpoint=tmp_path / "a", callbacks=[Each(interrupt)], **options)
     results = run(members(), checkpoint=tmp_path / "a", callbacks=[notes], **options)
     whole = run(members(), **options)
