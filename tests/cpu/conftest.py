@@ -71,13 +71,20 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     get_anew = _traces.TraceCache._get
 
     def get(
-        cache: _traces.TraceCache, purpose: str, name: str, model: Any, fn: Any, batch: Any, how: Any
+        cache: _traces.TraceCache,
+        purpose: str,
+        name: str,
+        model: Any,
+        fn: Any,
+        batch: Any,
+        how: Any,
+        reach: Reach,
     ) -> _traces.Trace:
         def trace_once(model: Any, fn: Any, batch: Any, settings: Any) -> Any:
-            key = (purpose, Reach(model, fn).signature, batch.spec, settings)
+            key = (purpose, reach.signature, batch.spec, settings)
             return _kept_traces.get(key, lambda: how(model, fn, batch, settings))
 
-        return get_anew(cache, purpose, name, model, fn, batch, trace_once if how in _TRACERS else how)
+        return get_anew(cache, purpose, name, model, fn, batch, trace_once if how in _TRACERS else how, reach)
 
     monkeypatch.setattr(_traces.TraceCache, "_get", get)
 

@@ -49,6 +49,19 @@ class Transfers:
                     self._copy_outward(outward)
                     self._copy_inward(inward)
 
+    def send(self, pairs: Sequence[Pair]) -> None:
+        """Copy behind the work that the device has: sources may change at once, and nothing is waited for.
+
+        What comes from the host takes pinned memory of its size until it has arrived.
+        """
+        with torch.no_grad():
+            for destination, source in pairs:
+                given = source.detach()
+                if destination.device.type == "cuda" and source.device.type == "cpu":
+                    # Torch gives this memory away again when the copy that reads it is done.
+                    given = torch.empty(source.shape, dtype=destination.dtype, pin_memory=True).copy_(given)
+                destination.copy_(given, non_blocking=destination.device.type == "cuda")
+
     def _is_staged(self, destination: Tensor, source: Tensor) -> bool:
         """Whether two tensors are the same row of bytes, one on the host and one on the device."""
         if self._device.type != "cuda" or {destination.device, source.device} != {

@@ -331,21 +331,23 @@ class Fleet:
         return {name: found[name] for name in self._names if name in found}
 
     @door
-    def drop(self, name: str) -> Member:
+    def drop(self, name: str, *, write_back: bool = True) -> Member:
         """Take a member out, with its weights and optimizer state written back; its slot is free.
 
-        Gradients accumulated for it since the last update are lost.
+        Without ``write_back`` nothing waits for the device, and the member's own objects stay as the last
+        ``sync`` left them. Gradients accumulated for it since the last update are lost.
         """
         self._plans.runner.finish()
-        member = self._take_out(*self._find(name))
+        member = self._take_out(*self._find(name), write_back)
         self._names.remove(name)
         return member
 
     @door
-    def replace(self, name: str, member: Member) -> Member:
+    def replace(self, name: str, member: Member, *, write_back: bool = True) -> Member:
         """Put ``member`` in the place of another, which comes back as from ``drop``.
 
-        No retracing where the new member fits the old one's group. It starts as one that comes by ``add``.
+        No retracing where the new member fits the old one's group. It starts as one that comes by ``add``:
+        its values are on their way to the device when this returns, behind the steps that are under way.
         """
         self._plans.runner.finish()
         position = self._names.index(name) if name in self._names else -1
@@ -355,17 +357,18 @@ class Fleet:
         plan = self._describe_joining(member, new_name, position, owners)
         if plan.key.base:
             self._find_bases(owners, leaving=name)
-        group.check_export(row)
+        if write_back:
+            group.check_export(row)
         if plan.key == group.key:
             if self._plans.is_active and not group.accepts(plan):
                 self._leave_plan()
                 group, row = self._find(name)
-            old = self._take_out(group, row)
+            old = self._take_out(group, row, write_back)
             self._put(group, row, plan)
         else:
             watch = group.slot(row).watch
             self._place(plan)
-            old = self._take_out(*self._find(name, watch))  # it moved if that left the plan in use
+            old = self._take_out(*self._find(name, watch), write_back)  # moved if that left the plan in use
         await_update(self._groups, new_name, self._num_steps)
         self._names[position] = new_name
         return old
@@ -455,20 +458,20 @@ class Fleet:
             for (plan, edits), (group, row) in zip(together, places, strict=True):
                 carry_over(group, row, *self._find(plan.name, plan.watch), edits)
                 group.clear(row)
-        self._watch.handed_out()
+        self._watch.handed_out(self._places())
 
     @door
-    def sync(self) -> None:
-        """Write weights, buffers and optimizer state back into the members' own objects."""
+    def sync(self, name: str | None = None) -> None:
+        """Write weights, buffers and optimizer state back into the members' own objects, or into one's."""
         self._plans.runner.finish()
-        for group in self._groups:
-            for row, _ in group.members:
-                group.check_export(row)
+        found = [self._find(one) for one in (self._names if name is None else [name])]
+        for group, row in found:
+            group.check_export(row)
         sums = Checksums()
-        self._watch.warn(self._places(), "it trained on without it, and edited values are overwritten", sums)
-        for group in self._groups:
-            for row, _ in group.members:
-                group.export(row, sums)
+        places = [(group, group.slot(row)) for group, row in found]
+        self._watch.warn(places, "it trained on without it, and edited values are overwritten", sums)
+        for group, row in found:
+            group.export(row, sums)
 
     @door
     def plan(
@@ -707,7 +710,7 @@ class Fleet:
         owners = Owners()
         for group, slot in self._places():
             if slot.name != leaving:
-                owners.add(slot.name, named_tensors(slot.member), changing_names(group.traced))
+                owners.add(slot.name, slot.watch.own, changing_names(group.traced))
         for name, member in (joining or {}).items():
             tensors = named_tensors(member)
             owners.add(name, tensors, [key for key, tensor in tensors.items() if tensor.requires_grad])
@@ -813,12 +816,13 @@ class Fleet:
             return False
         return True
 
-    def _take_out(self, group: Group, row: int) -> Member:
+    def _take_out(self, group: Group, row: int, write_back: bool) -> Member:
         slot = group.slot(row)
-        group.check_export(row)
-        sums = Checksums()
-        self._watch.warn([(group, slot)], "it leaves without it, and edited values are overwritten", sums)
-        group.export(row, sums)
+        if write_back:
+            group.check_export(row)
+            sums = Checksums()
+            self._watch.warn([(group, slot)], "it leaves without it, and edited values are overwritten", sums)
+            group.export(row, sums)
         group.clear(row)
         return slot.member
 

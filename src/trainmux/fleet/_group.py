@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -94,6 +95,7 @@ class Group:
         self._kinds = {item.name: item.kind.value for item in traced.inputs if item.kind in own}
         self._gradients = tuple(o.name for o in traced.outputs if o.kind is OutputKind.GRADIENT)
         self._transfers = Transfers(config.device)
+        self._known: dict[str, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         owners = groups_of(self._gradients, traced, key.structure)
         self.usual = UpdateSettings(  # with all optimizer state, and no clipping
             structure=key.structure,
@@ -194,8 +196,17 @@ class Group:
         return [
             name
             for name, value in self.state.shared.items()
-            if name not in base and not same_values(value, found[name].to(value.device, value.dtype))
+            if name not in base and not same_values(self._on_host(name), found[name].cpu().to(value.dtype))
         ]
+
+    def _on_host(self, name: str) -> Tensor:
+        """Return a shared tensor's values on the host, read from the device once for as long as they stay."""
+        value = self.state.shared[name]
+        seen, version, copy = self._known.get(name, (None, 0, value))
+        if seen is None or seen() is not value or version != value._version:
+            copy = value.cpu()
+            self._known[name] = (weakref.ref(value), value._version, copy)
+        return copy
 
     def set_constants(self, values: Mapping[str, Tensor]) -> None:
         """Give shared tensors these values, here and in the members' own memory."""
@@ -330,20 +341,25 @@ class Group:
             own_shapes={name: tuple(tensors[name].shape) for name in newcomer.wider},
         )
         pairs = [(slot.cut(name, rows[row]), tensors[name]) for name, rows in state.tensors.items()]
+        blank = [state.tensors[name][row] for name in newcomer.wider]
+        blank += [total[row] for total in state.totals.values()]
+        filled: list[tuple[Tensor, float]] = []
+        for key, value in newcomer.states.items():
+            target = state.states[key][row]
+            if key[0] in newcomer.wider:
+                blank.append(target)
+            if isinstance(value, Tensor):
+                pairs.append((slot.cut(key[0], target), value))
+            elif value:
+                filled.append((slot.cut(key[0], target), value))
+            else:
+                blank.append(target)
         with torch.no_grad():
-            for name in newcomer.wider:
-                state.tensors[name][row].zero_()
-            for key, value in newcomer.states.items():
-                target = state.states[key][row]
-                if key[0] in newcomer.wider:
-                    target.zero_()
-                if isinstance(value, Tensor):
-                    pairs.append((slot.cut(key[0], target), value))
-                else:
-                    slot.cut(key[0], target).fill_(value)
-            self._transfers.copy(pairs)
-            for total in state.totals.values():
-                total[row].zero_()
+            if blank:
+                torch._foreach_zero_(blank)
+            for target, value in filled:
+                target.fill_(value)
+            self._transfers.send(pairs)
             state.alive[row].fill_(True)
             state.updates[row].fill_(0)
             state.seeds[row].fill_(member.random_key)

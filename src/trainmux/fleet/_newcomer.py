@@ -129,13 +129,12 @@ def describe_newcomer(
         )
     structure = describe(member.optimizer, [item.tensor for item in parameters], member=name)
     example = feed.example_for(member, position)
-    trace = None
+    reach, trace = Reach(member.model, loss), None
     if wider and keeps_zeros(member.optimizer):
         with suppress(TrainmuxError):
-            trace = traces.joint(name, member.model, loss, example, wider)
+            trace = traces.joint(name, member.model, loss, example, wider, reach)
     wider = wider if trace is not None else {}
-    trace = trace or traces.joint(name, member.model, loss, example)
-    reach = Reach(member.model, loss)
+    trace = trace or traces.joint(name, member.model, loss, example, reach=reach)
     _refuse_shared_memory(name, reach, trace)
     tensors, changing = named_tensors(member), changing_names(trace.graph)
     owners.check(name, tensors, changing)

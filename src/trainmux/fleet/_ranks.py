@@ -72,7 +72,7 @@ class Outline:
 
     def padded_to(self, other: Outline) -> dict[str, Shape]:
         """The shapes of ``other``'s adapters, where this model is a smaller one of its kind."""
-        if self.key != other.key or other.widened(self):
+        if not self.ranks or self.key != other.key or other.widened(self):
             return {}
         return self.widened(other)
 

@@ -199,7 +199,9 @@ class Gather:
         if order == list(range(joined.shape[0])):
             return joined
         if order != self._order:
-            self._order, self._index = order, torch.tensor(order, device=joined.device)
+            # From pinned memory nobody waits for it.
+            index = torch.tensor(order, pin_memory=joined.is_cuda)
+            self._order, self._index = order, index.to(joined.device, non_blocking=True)
         return joined.index_select(0, self._index)
 
 

@@ -77,15 +77,20 @@ class TraceCache:
         loss: LossFunction,
         batch: FlatBatch,
         wider: Mapping[str, Shape] = MappingProxyType({}),
+        reach: Reach | None = None,
     ) -> Trace:
-        """Forward and backward of one training step, with parameters padded to ``wider`` shapes."""
-        purpose = ("joint", *wider.items())
-        return self._get(purpose, name, model, loss, batch, _widened(trace_joint, wider))
+        """Forward and backward of one training step, with parameters padded to ``wider`` shapes.
+
+        ``reach`` is of the model and the loss as they are now, where the caller has it.
+        """
+        purpose, reach = ("joint", *wider.items()), reach or Reach(model, loss)
+        return self._get(purpose, name, model, loss, batch, _widened(trace_joint, wider), reach)
 
     def forward(self, slot: Slot, metric: LossFunction, batch: FlatBatch) -> Trace:
         """Metrics in evaluation mode."""
         purpose, trace = ("forward", *slot.wider.items()), _widened(trace_forward, slot.wider)
-        return self._get(purpose, slot.name, slot.member.model, metric, batch, trace)
+        model = slot.member.model
+        return self._get(purpose, slot.name, model, metric, batch, trace, Reach(model, metric))
 
     def _get(
         self,
@@ -95,8 +100,9 @@ class TraceCache:
         fn: LossFunction,
         batch: FlatBatch,
         trace: Tracer,
+        reach: Reach,
     ) -> Trace:
-        key = (purpose, Reach(model, fn).signature, batch.spec)
+        key = (purpose, reach.signature, batch.spec)
         if key in self._traces:
             self._traces.move_to_end(key)
             return self._traces[key]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ _containers = attrgetter("state", "param_groups")
 _tensor_marks = attrgetter("_version", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _step_hooks = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
-Places = Iterable[tuple["Group", Slot]]
+Places = Collection[tuple["Group", Slot]]
 """Members with the groups that they are in."""
 
 
@@ -70,6 +70,8 @@ class MemberWatch:
     ) -> None:
         self._member, self._name, self._loss, self._structure = member, name, loss, structure
         self._parts = _parts(member)
+        self.looks = FIRST_STEPS
+        """Steps to come at which the member is looked at, because it was in the user's hands."""
         self._take(reach)
         self._sums = {name: sums.of(tensor) for name, tensor in named_tensors(member).items()}
         self.settle()
@@ -84,6 +86,11 @@ class MemberWatch:
         self._constants = [
             value for key, value in values.items() if isinstance(value, Tensor) and key not in own
         ]
+
+    @property
+    def own(self) -> Mapping[str, Tensor]:
+        """The member's own tensors, by name."""
+        return self._own
 
     def settle(self, *, written: Iterable[str] = ()) -> None:
         """Take optimizer state, and the tensors ``written`` by the fleet, for unedited as they are now."""
@@ -263,20 +270,25 @@ class FleetWatch:
         self._computes_alike = computes_alike
         self._num_steps = 0
 
-    def handed_out(self) -> None:
-        """Expect changes: members are in the user's hands now."""
-        self._num_steps = 0
+    def handed_out(self, places: Places) -> None:
+        """Expect changes: these members are in the user's hands now."""
+        for _, slot in places:
+            slot.watch.looks = FIRST_STEPS
 
     def at_step(self, places: Places) -> None:
         """Refuse a step of members that have changed, where it is time to look."""
         self._num_steps += 1
-        if self._num_steps <= FIRST_STEPS or self._num_steps % EVERY_STEPS == 0:
-            self._refuse([place for place in places if not place[1].watch.is_current()])
+        due = places
+        if self._num_steps % EVERY_STEPS:
+            due = [place for place in places if place[1].watch.looks]
+        for _, slot in due:
+            slot.watch.looks = max(0, slot.watch.looks - 1)
+        self._refuse([place for place in due if not place[1].watch.is_current()])
 
     def check(self, places: Places, *, ignores_mode: bool = False) -> None:
         """Refuse to go on with members that have changed, edits of values included."""
         self._refuse(places, ignores_mode)
-        self.handed_out()
+        self.handed_out(places)
 
     def warn(self, places: Places, what: str, sums: Checksums) -> None:
         """Say of members that have changed that ``what`` happens all the same."""
@@ -285,7 +297,7 @@ class FleetWatch:
                 f"member {name!r}: a change of {text}; {what}. Call fleet.refresh({name!r}) to take a change "
                 "over"
             )
-        self.handed_out()
+        self.handed_out(places)
 
     def _refuse(self, places: Places, ignores_mode: bool = False) -> None:
         for name, text in self._changes(places, Checksums(), ignores_mode):
