@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import ConfigError, MemberError
-from trainmux.fleet._callbacks import Callback, FitState
+from trainmux.fleet._callbacks import Callback, Departures, FitState
 from trainmux.fleet._config import whole_number
 
 if TYPE_CHECKING:
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 class WeightAverage(Callback):
     """Base of both averages: what a member's weights were, on the device, in single precision or better.
 
-    A member that is stopped, or that is not finite, keeps its average. Buffers are not averaged: after
-    averaging, running statistics of batch norms are those of the last step.
+    A member that is stopped, or that is not finite, keeps its average; that of one that leaves is forgotten
+    at the next look, and one that goes on from another's state begins a new one. Buffers are not averaged:
+    after averaging, running statistics of batch norms are those of the last step.
     """
 
     def __init__(self) -> None:
         self._averages: dict[str, dict[str, Tensor]] = {}
         self._counts: dict[str, int] = {}
         self._updates: dict[str, int] = {}
+        self._departures = Departures()
 
     def weights(self, name: str) -> dict[str, Tensor]:
         """Copies of a member's averaged parameters, by name."""
@@ -62,6 +64,7 @@ class WeightAverage(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._averages = {name: dict(average) for name, average in state["averages"].items()}
         self._counts, self._updates = dict(state["counts"]), dict(state["updates"])
+        self._departures = Departures()
 
     def _weight(self, count: int) -> float:
         """How far the average moves towards the weights, when ``count`` are in it."""
@@ -69,6 +72,9 @@ class WeightAverage(Callback):
 
     @torch.no_grad()
     def _average(self, fleet: Fleet) -> None:
+        for name in self._departures.since_last(fleet):
+            for known in (self._averages, self._counts, self._updates):
+                known.pop(name, None)
         for name in fleet.names:
             count, updates = self._counts.get(name, 0), fleet.num_updates(name)
             if updates == self._updates.get(name, 0):

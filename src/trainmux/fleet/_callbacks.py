@@ -76,6 +76,18 @@ class Callback:
         """Take over what ``state_dict`` returned in the run that is resumed."""
 
 
+class Departures:
+    """Notices members that left, and names whose member began anew: by ``replace`` or ``copy_member``."""
+
+    def __init__(self) -> None:
+        self._origins: dict[str, object] = {}
+
+    def since_last(self, fleet: Fleet) -> list[str]:
+        """Names whose member of the last call is gone."""
+        before, self._origins = self._origins, fleet._origins
+        return [name for name, origin in before.items() if self._origins.get(name) is not origin]
+
+
 def callback_states(callbacks: Iterable[Callback]) -> list[dict[str, Any]]:
     """Collect type and state of all callbacks, in order, for a checkpoint."""
     return [{"type": type(callback).__qualname__, "state": callback.state_dict()} for callback in callbacks]
@@ -113,8 +125,12 @@ class EarlyStopping(Callback):
         self.min_delta = min_delta
         self._best: dict[str, float] = {}
         self._num_bad: dict[str, int] = {}
+        self._departures = Departures()
 
     def on_epoch_end(self, state: FitState) -> None:
+        for name in self._departures.since_last(state.fleet):
+            self._best.pop(name, None)
+            self._num_bad.pop(name, None)
         for name in state.active:
             record = state.history[name][-1] if name in state.history else None
             if record is None or record.epoch != state.epoch:
@@ -139,6 +155,7 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._best = dict(state["best"])
         self._num_bad = dict(state["num_bad"])
+        self._departures = Departures()
 
     def _improves(self, name: str, value: float) -> bool:
         best = self._best.get(name, math.inf if self.mode == "min" else -math.inf)

@@ -407,6 +407,20 @@ class Fleet:
         return tuple(names for names in found if names)
 
     @door
+    def copy_member(self, source: str, target: str) -> None:
+        """Have a member go on from another one's state: weights, buffers, optimizer state, counted updates.
+
+        As ``load_state_dict`` of model and optimizer would, but ``target`` keeps the settings of its own
+        optimizer (learning rate and the like), its schedule, name and seed; like the source, it trains or is
+        stopped. Nothing waits for the device. ``MemberError`` for members that differ in structure.
+        """
+        group, row = self._find(target)
+        other = self._find(source)
+        self._plans.runner.finish()
+        if source != target:
+            group.take_over(row, *other)
+
+    @door
     def refresh(self, name: str | None = None) -> None:
         """Take over what was changed about a member: its code and attributes, its optimizer, edited values.
 
@@ -659,6 +673,11 @@ class Fleet:
     def _trace(self, slot: Slot, example: FlatBatch) -> Trace:
         loss = self._loss_of(slot.member)
         return self._traces.joint(slot.name, slot.member.model, loss, example, slot.wider)
+
+    @property
+    def _origins(self) -> dict[str, object]:
+        """By name: an object that is another one where the member of that name began anew."""
+        return {slot.name: slot.origin for _, slot in self._places()}
 
     def _places(self) -> list[tuple[Group, Slot]]:
         return [(group, slot) for group in self._groups for _, slot in group.members]

@@ -19,7 +19,7 @@ from trainmux.fleet._member import Member
 from trainmux.fleet._numbers import GroupNumbers
 from trainmux.fleet._programs import Program, ProgramCache, groups_of, held_arguments, with_batch
 from trainmux.fleet._shared import view_key
-from trainmux.fleet._slots import Slot, StackedState, named_tensors, same_values
+from trainmux.fleet._slots import Slot, StackedState, named_tensors, same_values, volatile_names
 from trainmux.fleet._traces import Trace
 from trainmux.fusion.optimizers import OptimizerStructure, StateEntry, state_entries, write_state
 from trainmux.ir import FreeNumber, FusionRecord, GroupSummary, InputKind, MemoryUse, OutputKind
@@ -369,6 +369,60 @@ class Group:
         self._traces.clear()
         self.last = {}
         self.forget_fed()
+
+    def take_over(self, row: int, source: Group, source_row: int) -> None:
+        """Have a member go on from the state of another one, on the device; its seed and draws stay its own.
+
+        Copied is what ``state_dict`` has, so no buffers that are not persistent, but for those that training
+        changes. Refuses members that are not of one structure (``MemberError``).
+        """
+        slot, other, state, given = self.slot(row), source.slot(source_row), self.state, source.state
+        if (self.key, slot.own_shapes) != (source.key, other.own_shapes):
+            raise MemberError(
+                f"expected members of one structure, got {other.name!r} and {slot.name!r}, which differ in "
+                "code, optimizer, rank or frozen base; copy between members that train alike"
+            )
+        kept = volatile_names(slot.member) - changing_names(self.member_graph)
+        names = [name for name in (*state.tensors, *state.shared) if name not in kept]
+        constants = self._constants_of(source, source_row, names)
+        if constants and len(self.members) > 1:
+            raise MemberError(
+                f"expected members with the same constants, got other values of {next(iter(constants))} in "
+                f"{other.name!r} than in {slot.name!r}, which shares them; copy between members of one group"
+            )
+        self.set_constants(constants)
+        pairs = [
+            (state.tensors[name][row], source.value(name, source_row))
+            for name in names
+            if name in state.tensors
+        ]
+        pairs += [(rows[row], given.states[key][source_row]) for key, rows in state.states.items()]
+        pairs += [(rows[row], given.totals[name][source_row]) for name, rows in state.totals.items()]
+        pairs += [
+            (state.alive[row], given.alive[source_row]),
+            (state.updates[row], given.updates[source_row]),
+        ]
+        self._transfers.send(pairs)
+        for name in ("base_steps", "num_updates", "active", "waits", "reason"):
+            setattr(slot, name, getattr(other, name))
+        slot.origin = object()
+        self.forget_fed()
+
+    def value(self, name: str, row: int) -> Tensor:
+        """A parameter or buffer of a member, or of all members."""
+        return self.state.tensors[name][row] if name in self.state.tensors else self.state.shared[name]
+
+    def _constants_of(self, source: Group, row: int, names: Sequence[str]) -> dict[str, Tensor]:
+        """Values that a member of another group has for constants of this one, where they differ."""
+        found = {}
+        for name in names if self is not source else ():
+            if name in self.state.shared and name not in dict(self.key.base):
+                value = (
+                    source._on_host(name) if name in source.state.shared else source.value(name, row).cpu()
+                )
+                if not same_values(self._on_host(name), value):
+                    found[name] = value
+        return found
 
     def clear(self, row: int) -> None:
         """Free a row. Its stale numbers stay, and no other row reads them."""

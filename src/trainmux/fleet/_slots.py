@@ -37,8 +37,9 @@ class Slot:
     ``base_steps`` are the updates that each parameter group had behind it on arrival; ``num_updates``
     those enqueued since (a member that froze on the device did fewer); ``counter`` the micro-batches seen,
     which number the random draws; ``watch`` finds out whether its owner has changed it since. One that
-    ``waits`` came between two updates and is not active before the next whole one. ``traces`` are those of
-    its step, by batch; ``wider`` has the shapes of parameters that are padded with zeros in the group's
+    ``waits`` came between two updates and is not active before the next whole one. ``origin`` is another one
+    where training begins anew: with another member, or from another's state. ``traces`` are those of its
+    step, by batch; ``wider`` has the shapes of parameters that are padded with zeros in the group's
     storage, ``own_shapes`` those in the model.
     """
 
@@ -54,6 +55,7 @@ class Slot:
     reason: str | None = None
     wider: Mapping[str, Shape] = field(default_factory=dict)
     own_shapes: Mapping[str, Shape] = field(default_factory=dict)
+    origin: object = field(default_factory=object)
 
     def cut(self, parameter: str, value: Tensor) -> Tensor:
         """The member's own part of a row of a parameter, or of a state of it; numbers are whole."""
@@ -143,6 +145,15 @@ def named_tensors(member: Member) -> dict[str, Tensor]:
     """Parameters and buffers of a member's model by name, tied ones once."""
     found = (*unique_parameters(member.model), *unique_buffers(member.model))
     return {item.name: item.tensor for item in found}
+
+
+def volatile_names(member: Member) -> set[str]:
+    """Names of the buffers that ``state_dict`` leaves out."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, module in member.model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,211 @@
+"""Trials flow through slots: copies between members, refills, and what is left of those who were there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from equivalence import assert_same, same_bits
+from fleet_cases import (
+    BATCHES,
+    EXAMPLE,
+    SCHEDULERS,
+    adam,
+    adam_member,
+    assert_same_states,
+    bn_mlp,
+    coded,
+    count_work,
+    dropout_member,
+    mlp,
+    mse,
+    projected,
+    scheduled,
+    sgd_member,
+    state_of,
+    states_of,
+)
+
+from trainmux import EMA, SWA, EarlyStopping, Fleet, Member
+from trainmux.errors import MemberError
+
+pytestmark = pytest.mark.usefixtures("built_once")
+
+WAYS = pytest.mark.parametrize("is_planned", [False, True], ids=["plain", "planned"])
+
+
+def fleet_of(members: Sequence[Member], *, is_planned: bool = False, **options: Any) -> Fleet:
+    fleet = Fleet(members, mse, EXAMPLE, deterministic=True, **options)
+    if is_planned:
+        fleet.use(fleet.plan("1 GiB", time_limit=1))
+    return fleet
+
+
+def run(fleet: Fleet, first: int, end: int) -> None:
+    for batch in BATCHES[first:end]:
+        fleet.step(batch)
+
+
+def trial(i: int) -> Member:
+    """Running statistics, dropout, state with counts, a schedule and clipping."""
+    model = bn_mlp(i, dropout=0.4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02 * (i + 1), amsgrad=True)
+    return scheduled(Member(model, optimizer, f"m{i}", clip_norm=0.5 + i), SCHEDULERS["lambda"])
+
+
+# ---- copies --------------------------------------------------------------------------------------------
+
+
+def copied_by_hand(source: Member, target: Member) -> None:
+    target.model.load_state_dict(source.model.state_dict())
+    own = target.optimizer.state_dict()["param_groups"]
+    target.optimizer.load_state_dict({**source.optimizer.state_dict(), "param_groups": own})
+
+
+@WAYS
+def test_a_copy_is_what_state_dicts_give(is_planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, other = (fleet_of([trial(i) for i in range(3)], is_planned=way) for way in (is_planned, False))
+    run(fleet, 0, 3)
+    run(other, 0, 3)
+    work = count_work(monkeypatch)
+    fleet.copy_member("m0", "m2")
+    assert fleet.num_updates("m2") == 3
+    run(fleet, 3, 6)
+    assert work.total() == 0
+    other.sync()
+    copied_by_hand(other.members[0], other.members[2])
+    by_hand = fleet_of(other.members)
+    run(by_hand, 3, 6)
+    assert_same_states(states_of(fleet), states_of(by_hand))
+    one, two = fleet.members[2], by_hand.members[2]
+    assert one.optimizer.param_groups[0]["lr"] == two.optimizer.param_groups[0]["lr"] != 0.02
+
+
+def test_a_copy_brings_a_member_back_that_was_not_finite() -> None:
+    broken = dropout_member(1)
+    torch.nn.init.constant_(broken.model[4].weight, math.inf)
+    fleet = fleet_of([dropout_member(0), broken])
+    run(fleet, 0, 2)
+    assert list(fleet.stopped()) == ["m1"]
+    fleet.copy_member("m0", "m1")
+    assert fleet.stopped() == {}
+    states = states_of(fleet)
+    assert_same(states["m1"], states["m0"])
+    assert torch.isfinite(fleet.step(EXAMPLE)).all()
+
+
+def weighted(i: int) -> Member:
+    """A loss weight in a buffer that is no state, and a projection that is."""
+    model = coded(lambda model, x: model.layer(x * model.projection) * model.weight, layer=mlp(i))
+    model.register_buffer("projection", torch.full((3,), 1.0 + i, dtype=torch.float64))
+    model.register_buffer("weight", torch.full((), 1.0 + i, dtype=torch.float64), persistent=False)
+    return adam(model, f"m{i}")
+
+
+@pytest.mark.parametrize("width", [None, 1], ids=["fused", "apart"])
+def test_a_copy_leaves_out_what_is_no_state(width: int | None) -> None:
+    fleet = fleet_of([weighted(0), weighted(1)], width=width)
+    run(fleet, 0, 2)
+    fleet.copy_member("m0", "m1")
+    fleet.sync("m1")
+    model = fleet.members[1].model
+    assert (model.projection[0].item(), model.weight.item()) == (1.0, 2.0)
+
+
+def test_copies_in_the_midst_of_an_update() -> None:
+    """Gradients of half an update come along."""
+    fleet = fleet_of([adam_member(0), adam_member(1)], accumulate=2)
+    fleet.members[1].optimizer.param_groups[0]["lr"] = 0.02
+    run(fleet, 0, 3)
+    fleet.copy_member("m0", "m1")
+    run(fleet, 3, 6)
+    states = states_of(fleet)
+    assert_same(states["m1"], states["m0"])
+
+
+@pytest.mark.parametrize("other", [sgd_member, lambda i: adam(mlp(hidden=5), f"m{i}")])
+def test_members_that_differ_in_structure_are_not_copied(other: Callable[[int], Member]) -> None:
+    fleet = fleet_of([adam_member(0), adam_member(1), other(2)])
+    for names in (("m0", "m2"), ("m2", "m0")):
+        with pytest.raises(MemberError, match="one structure"):
+            fleet.copy_member(*names)
+    with pytest.raises(MemberError, match="m7"):
+        fleet.copy_member("m7", "m0")
+    before = states_of(fleet)
+    fleet.copy_member("m0", "m0")
+    assert_same_states(states_of(fleet), before)
+
+
+# ---- refills -------------------------------------------------------------------------------------------
+
+
+def infinite(i: int) -> Member:
+    member = trial(i)
+    torch.nn.init.constant_(member.model[4].weight, math.inf)
+    return member
+
+
+@WAYS
+@pytest.mark.parametrize("write_back", [True, False])
+def test_a_trial_is_the_same_in_any_slot_and_after_anybody(is_planned: bool, write_back: bool) -> None:
+    """Bit for bit as in a fleet from the start, beside others and in another row."""
+    first = fleet_of([trial(0), trial(3), trial(4)], is_planned=is_planned)
+    average, expected = EMA(0.8), EMA(0.8)
+    first.fit(BATCHES[:5], epochs=1, callbacks=[expected], progress=False)
+    fleet = fleet_of([trial(5), infinite(6), trial(7)], is_planned=is_planned)
+    run(fleet, 6, 9)
+    fleet.replace("m6", trial(0), write_back=write_back)
+    fleet.drop("m7", write_back=write_back)
+    run(fleet, 9, 10)
+    fleet.replace("m0", trial(0), write_back=write_back)
+    fleet.add(trial(8))
+    fleet.fit(BATCHES[:5], epochs=1, callbacks=[average], progress=False)
+    assert_same(states_of(fleet)["m0"], states_of(first)["m0"])
+    assert_same(average.weights("m0"), expected.weights("m0"))
+    assert (
+        fleet.members[1].optimizer.param_groups[0]["lr"] == first.members[0].optimizer.param_groups[0]["lr"]
+    )
+
+
+def test_members_that_leave_without_a_write_are_as_after_the_last_sync() -> None:
+    fleet = fleet_of([trial(i) for i in range(3)])
+    run(fleet, 0, 2)
+    fleet.sync("m1")
+    then = state_of(fleet.members[1])
+    untouched = state_of(trial(0))
+    run(fleet, 2, 4)
+    left = [fleet.replace("m1", trial(3), write_back=False), fleet.drop("m0", write_back=False)]
+    assert_same(state_of(left[0]), then)
+    assert_same(state_of(left[1]), untouched)
+    assert same_bits(fleet.step(BATCHES[4]).isfinite(), torch.tensor([True, True]))
+
+
+def test_callbacks_forget_those_who_left() -> None:
+    """Another member of the same name has an average of its own, and its own patience."""
+    fleet, alone = (fleet_of([adam_member(i) for i in range(2)]) for _ in range(2))
+    callbacks: list[Any] = [SWA(), EMA(0.8), EarlyStopping("loss", patience=1, mode="max")]
+    fleet.fit(BATCHES[:2], epochs=1, callbacks=callbacks, progress=False)
+    alone = fleet_of([adam_member(5, "m1"), adam_member(6)])
+    fleet.replace("m1", adam_member(5, "m1"))
+    fleet.replace("m0", adam_member(6))
+    others = [SWA(), EMA(0.8)]
+    fleet.fit(BATCHES[2:4], epochs=1, callbacks=callbacks, progress=False)
+    alone.fit(BATCHES[2:4], epochs=1, callbacks=others, progress=False)
+    for average, expected in zip(callbacks, others, strict=False):
+        assert_same(average.weights("m1"), expected.weights("m1"))
+        with pytest.raises(MemberError, match="m0"):
+            average.weights("m0")
+    assert fleet.stopped() == {}
+
+
+def test_a_fixed_projection_that_differs_is_seen_without_another_look_at_the_device() -> None:
+    fleet = fleet_of([adam(projected(i, 1.0), f"m{i}") for i in range(2)])
+    for number, constant in ((2, 1.0), (3, 1.0), (4, 2.0)):
+        fleet.replace(fleet.names[0], adam(projected(number, constant), f"m{number}"))
+        run(fleet, 0, 2)
+    alone = fleet_of([adam(projected(4, 2.0), "m4"), adam(projected(5, 1.0), "m5")])
+    run(alone, 0, 2)
+    assert_same(states_of(fleet)["m4"], states_of(alone)["m4"])
