@@ -1,7 +1,7 @@
 """``python -m benchmarks search``: an Optuna search with ASHA, through the slots of a fleet or one by one.
 
-Real images (scikit-learn's digits), a small CNN or an MLP. Every way sees the same configurations, batches and
-initial weights, and the same pruner. The space has optimizer settings only, so that ``compiled``, the
+Real images (scikit-learn's digits), a small CNN or an MLP. Every way sees the same configurations, batches
+and initial weights, and the same pruner. The space has optimizer settings only, so that ``compiled``, the
 model's forward and backward pass by ``torch.compile``, is compiled once for all trials.
 """
 
@@ -189,7 +189,12 @@ def command(
             about = {"model": model, "way": way, "trials": trials, "max_epochs": max_epochs, "seed": seed}
             if found is not None:
                 found.add({**about, "slots": slots, "batch_size": batch, **row})
-            print(f"{way}, seed {seed}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+            print(
+                f"{way}, seed {seed}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()),
+                flush=True,
+            )
     for way, rows in table.items():
         rates = [row["trials_per_hour"] for row in rows]
-        print(f"{way:12} {statistics.median(rates):10.0f} trials/h, best {min(row['best'] for row in rows):.4f}")
+        print(
+            f"{way:12} {statistics.median(rates):10.0f} trials/h, best {min(row['best'] for row in rows):.4f}"
+        )

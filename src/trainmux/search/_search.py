@@ -408,8 +408,7 @@ class Search:
         trial.seconds = time.monotonic() - self._begun_s.pop(trial.name)
         if self._is_best(trial):
             self._store.save_best(trial, self._fleet)
-        self._fleet.drop(trial.name)
-        self._keep(trial)
+        self._fleet.drop(trial.name, write_back=self._keeps(trial))
         self._tell(trial)
 
     def _is_best(self, trial: Trial) -> bool:
@@ -419,14 +418,16 @@ class Search:
         done = (other for other in self.trials if other.state is TrialState.COMPLETE and other is not trial)
         return score(trial, mode) < min((score(other, mode) for other in done), default=math.inf)
 
-    def _keep(self, trial: Trial) -> None:
-        """Let go of the members that are not among the best ``keep``."""
-        if self.options.keep is not None:
-            self._kept.append(trial)
-            self._kept.sort(key=self._rank)
-            for other in self._kept[self.options.keep :]:
-                other.member = None
-            del self._kept[self.options.keep :]
+    def _keeps(self, trial: Trial) -> bool:
+        """Whether a finished trial's member is kept; lets go of one that is not among the best any more."""
+        if self.options.keep is None:
+            return True
+        self._kept.append(trial)
+        self._kept.sort(key=self._rank)
+        for other in self._kept[self.options.keep :]:
+            other.member = None
+        del self._kept[self.options.keep :]
+        return trial in self._kept
 
     def _rank(self, trial: Trial) -> tuple[bool, float]:
         return trial.state is not TrialState.COMPLETE, score(trial, self.options.modes)
