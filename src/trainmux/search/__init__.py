@@ -3,7 +3,7 @@
 from trainmux.search._callbacks import SearchCallback
 from trainmux.search._results import Results
 from trainmux.search._search import Search, SearchOptions
-from trainmux.search._source import LATER, AskTell, Later, MemberSource, Source, build_trial
+from trainmux.search._source import LATER, AskTell, Later, MemberSource, Source, Verdict, build_trial
 from trainmux.search._sweep import sweep
 from trainmux.search._trial import Candidate, Trial, TrialState
 
@@ -20,6 +20,7 @@ __all__ = [
     "Source",
     "Trial",
     "TrialState",
+    "Verdict",
     "build_trial",
     "sweep",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -12,6 +14,9 @@ from trainmux.search._source import Later, Source
 from trainmux.search._trial import Trial
 
 T = TypeVar("T")
+
+_LOOK_S = 0.05
+"""Between two looks at whether the source is stuck, while a call is waited for."""
 
 
 class Office:
@@ -44,11 +49,14 @@ class Office:
         while not self.is_exhausted and len(self._asked) < count:
             self._asked.append(self._pool.submit(self._source.ask))
 
-    def take(self, count: int) -> list[Trial]:
+    def take(self, count: int, even_if_stuck: bool = True) -> list[Trial]:
         """Return the next trials, waiting for them: ``count``, or fewer where the source has no more now."""
         self.want(count)
         found: list[Trial] = []
         while self._asked and len(found) < count:
+            self.wait([self._asked[0]], even_if_stuck)
+            if not self._asked[0].done():
+                break
             trial = self._asked.popleft().result()
             if isinstance(trial, Trial):
                 found.append(trial)
@@ -57,7 +65,9 @@ class Office:
             self.is_exhausted |= trial is None
             # Those asked for behind it are most likely answered alike: ask anew next time.
             behind = [future for future in self._asked if not future.cancel()]
-            self._asked = deque(future for future in behind if isinstance(future.result(), Trial))
+            self._asked = deque(
+                future for future in behind if not future.done() or isinstance(future.result(), Trial)
+            )
             break
         return found
 
@@ -73,6 +83,16 @@ class Office:
         future = self._pool.submit(call, *args)
         self._told.append(future)
         return future
+
+    def wait(self, calls: Sequence[Future[Any]], even_if_stuck: bool, patience_s: float = math.inf) -> None:
+        """Wait for calls: ``patience_s`` seconds at most, and no longer than until the source is stuck."""
+        if even_if_stuck and patience_s == math.inf:
+            wait(calls)
+            return
+        end_s = time.monotonic() + patience_s
+        while wait(calls, max(0.0, min(_LOOK_S, end_s - time.monotonic()))).not_done:
+            if time.monotonic() >= end_s or (self._source.is_stuck() and not even_if_stuck):
+                return
 
     def check(self) -> None:
         """Raise what calls that are done have raised."""

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +31,13 @@ from trainmux.search._callbacks import SearchCallback
 from trainmux.search._capacity import SAMPLE, most_slots
 from trainmux.search._office import Office
 from trainmux.search._results import Results, score
-from trainmux.search._source import Source
+from trainmux.search._source import Source, Verdict
 from trainmux.search._store import TrialStore
 from trainmux.search._trial import Trial, TrialState
 
 _PATIENCE = 0.1
 """Share of an epoch's time for which pruning decisions are waited for."""
+_LOST = "another worker has taken it over, because nothing was heard of this one for too long"
 _FLEET_ARGUMENTS = {
     "device",
     "precision",
@@ -146,17 +147,22 @@ class Search:
         self._names: set[str] = set()
         self._waiting: list[Trial] = []  # built, but no group has room for them yet
         self._newest: list[Trial] = []  # that have not done an epoch yet
-        self._decisions: dict[str, Future[bool]] = {}
+        self._verdicts: dict[str, list[Future[Verdict]]] = {}  # that nobody has looked at yet
         self._begun_s: dict[str, float] = {}
         self._loaders: dict[str, Iterable[Any]] = {}
         self._kept: list[Trial] = []  # that still have their members, best first
         self._must_end = threading.Event()
+        self._no_more = threading.Event()
         self._step = 0
         self._start_s = self._epoch_start_s = time.monotonic()
 
     def end(self) -> None:
         """Have the search end after this epoch, with unfinished trials given back; from any thread."""
         self._must_end.set()
+
+    def begin_no_more(self) -> None:
+        """Have the search end when the trials that have slots are finished; from any thread."""
+        self._no_more.set()
 
     def run(self) -> Results:
         """Train until there are no more trials."""
@@ -202,13 +208,11 @@ class Search:
 
     def _end_epoch(self, state: FitState) -> None:
         """Record the epoch of each trial, end those that are done, refill their slots."""
-        self._office.check()
         self._newest = []
         num_steps, self._step = state.step - self._step, state.step
-        late, self._decisions = self._decisions, {}
+        self._office.wait(self._unread(), self._must_wait())
         for name, trial in list(self.running.items()):
-            if name in late and late[name].result():
-                self._finish(trial, TrialState.PRUNED)
+            if self._was_ended(trial):
                 continue
             self._record(trial, state.history[name][-1], num_steps)
         for name, trial in list(self.running.items()):
@@ -223,10 +227,15 @@ class Search:
         every = self.options.checkpoint_every
         must_end = self._must_end.is_set()
         self._save([trial for trial in self.running.values() if must_end or trial.epoch % every == 0])
+        try:
+            self._office.check()
+            if not must_end:
+                self._refill()
+        except Exception:
+            self._save(self.running.values())
+            raise
         if must_end:
             state.end_fit()
-        else:
-            self._refill()
         self._epoch_start_s = time.monotonic()
 
     def _record(self, trial: Trial, last: EpochRecord, num_steps: int) -> None:
@@ -235,20 +244,37 @@ class Search:
         record = EpochRecord(trial.epoch + 1, steps, last.loss, last.metrics)
         trial.values = tuple(metric_of(record, metric) for metric in self.options.metrics)
         trial.records.append(record)
-        self._decisions[trial.name] = self._office.do(self._source.report, trial, record)
+        told = self._office.do(self._source.report, trial, record)
+        self._verdicts.setdefault(trial.name, []).append(told)
         for listener in self._listeners:
             self._office.do(listener.on_trial_epoch, trial, record)
 
     def _prune(self) -> None:
         """End the trials that are to be pruned, as far as that is known soon; the others train on."""
-        self._decisions = {name: told for name, told in self._decisions.items() if name in self.running}
         patience_s = _PATIENCE * (time.monotonic() - self._epoch_start_s)
-        wait(self._decisions.values(), None if self.options.fleet.get("deterministic") else patience_s)
-        for name, told in list(self._decisions.items()):
-            if told.done():
-                del self._decisions[name]
-                if told.result():
-                    self._finish(self.running[name], TrialState.PRUNED)
+        self._office.wait(self._unread(), self._must_wait(), math.inf if self._must_wait() else patience_s)
+        for trial in list(self.running.values()):
+            self._was_ended(trial)
+
+    def _must_wait(self) -> bool:
+        """Whether results depend on when answers of the source come."""
+        return bool(self.options.fleet.get("deterministic"))
+
+    def _unread(self) -> list[Future[Verdict]]:
+        return [told for some in self._verdicts.values() for told in some]
+
+    def _was_ended(self, trial: Trial) -> bool:
+        """End a trial if that is what the source has said by now."""
+        told = self._verdicts.get(trial.name, [])
+        known = [future for future in told if future.done()]
+        self._verdicts[trial.name] = [future for future in told if future not in known]
+        # What a call raised is raised by `Office.check`.
+        verdicts = {future.result() for future in known if future.exception() is None}
+        if Verdict.LOST in verdicts:
+            self._finish(trial, TrialState.FAILED, _LOST, is_ours=False)
+        elif Verdict.PRUNE in verdicts:
+            self._finish(trial, TrialState.PRUNED)
+        return trial.state.is_finished
 
     # ---- slots -------------------------------------------------------------------------------------
 
@@ -256,19 +282,20 @@ class Search:
         """Give free slots to trials: first to those that wait, then to those that come next."""
         while not self._is_late():
             # As many may wait as there are slots, so that some are like the members of a group with room.
-            taken = self._office.take(self._slots - max(len(self.running), len(self._waiting)))
+            num_free = self._slots - max(len(self.running), len(self._waiting))
+            taken = self._office.take(num_free, even_if_stuck=not self.running or self._must_wait())
             waiting, self._waiting = self._waiting, []
             self._begin([*waiting, *(trial for trial in taken if self._admit(trial))])
             if not taken:
                 if self.running or self._office.is_exhausted:
                     break
                 time.sleep(_IDLE_S)
-        if self._fleet is None and self.trials and not self._names:
-            first = self.trials[0]
+        failed = [trial for trial in self.trials if trial.state is TrialState.FAILED]
+        if self._fleet is None and failed and not self._names:
             raise SearchError(
-                f"expected trials that can be trained, got {len(self.trials)} in a row that cannot; the "
-                f"first of them: {first.error}"
-            ) from first.cause
+                f"expected trials that can be trained, got {len(failed)} in a row that cannot; the "
+                f"first of them: {failed[0].error}"
+            ) from failed[0].cause
         if self._source.asks_ahead and not self._is_late():
             ending = sum(trial.epoch + 1 >= trial.max_epochs for trial in self.running.values())
             self._office.want(max(ending, math.ceil(self._slots / 4)))
@@ -277,12 +304,12 @@ class Search:
         """Whether no more trials are begun."""
         timeout = self.options.timeout
         is_over = timeout is not None and time.monotonic() - self._start_s >= timeout
-        return is_over or self._must_end.is_set()
+        return is_over or self._must_end.is_set() or self._no_more.is_set()
 
     def _admit(self, trial: Trial) -> bool:
         """Note a trial that was asked for; true where it is to be trained."""
         self.trials.append(trial)
-        if trial.state is TrialState.FAILED:
+        if trial.state.is_finished:
             self._tell(trial)
             if self._fleet is None and len(self.trials) >= max(self._slots, 3) and not self._names:
                 self._must_end.set()
@@ -398,18 +425,20 @@ class Search:
         for listener in self._listeners:
             self._office.do(listener.on_trial_start, trial)
 
-    def _finish(self, trial: Trial, state: TrialState, error: str | None = None) -> None:
+    def _finish(
+        self, trial: Trial, state: TrialState, error: str | None = None, is_ours: bool = True
+    ) -> None:
         """Take a trial out of its slot, its weights in its member where the search keeps them."""
         assert self._fleet is not None
         del self.running[trial.name]
-        self._decisions.pop(trial.name, None)
+        self._verdicts.pop(trial.name, None)
         self._loaders.pop(trial.name, None)
         trial.state, trial.error = state, error
         trial.seconds = time.monotonic() - self._begun_s.pop(trial.name)
         if self._is_best(trial):
             self._store.save_best(trial, self._fleet)
         self._fleet.drop(trial.name, write_back=self._keeps(trial))
-        self._tell(trial)
+        self._tell(trial, is_ours)
 
     def _is_best(self, trial: Trial) -> bool:
         if trial.state is not TrialState.COMPLETE or len(self.options.modes) > 1:
@@ -437,12 +466,13 @@ class Search:
         trial.state, trial.error, trial.cause, trial.member = TrialState.FAILED, _text(error), error, None
         self._tell(trial)
 
-    def _tell(self, trial: Trial) -> None:
-        """Tell everybody that a trial is finished."""
+    def _tell(self, trial: Trial, is_ours: bool = True) -> None:
+        """Tell everybody that a trial is finished; only those who look on where it is not ours any more."""
         if trial.state is TrialState.FAILED:
             warn_user(f"trial {trial.name!r} failed: {trial.error}")
-        self._office.do(self._store.finish, trial)
-        self._office.do(self._source.tell, trial)
+        if is_ours:
+            self._office.do(self._store.finish, trial)
+            self._office.do(self._source.tell, trial)
         for listener in self._listeners:
             self._office.do(listener.on_trial_end, trial)
 
@@ -456,8 +486,12 @@ class Search:
         """Let the source know which trials the search leaves unfinished."""
         unfinished = [*self.running.values(), *self._waiting, *self._office.give_back()]
         for trial in unfinished:
-            trial.state = TrialState.WAITING
-            self._office.do(self._source.give_back, trial)
+            if trial.state.is_finished:  # could not be built
+                self.trials.append(trial)
+                self._tell(trial)
+            else:
+                trial.state = TrialState.WAITING
+                self._office.do(self._source.give_back, trial)
 
 
 class _AtEpochEnd(Callback):

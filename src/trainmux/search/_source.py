@@ -23,10 +23,20 @@ class Later(Enum):
 LATER: Final = Later.LATER
 
 
-class Source(Protocol):
-    """Gives a search its trials and hears what becomes of them. All calls come from one thread of its own.
+class Verdict(Enum):
+    """What a source says about a trial after an epoch."""
 
-    One that ``asks_ahead`` may be asked before there is a slot, and before it has heard of earlier trials.
+    GO_ON = "go on"
+    PRUNE = "prune"
+    LOST = "lost"
+    """Somebody else has the trial by now: it ends here, and nobody is told."""
+
+
+class Source(Protocol):
+    """Gives a search its trials and hears what becomes of them.
+
+    All calls come from one thread of its own, but for ``is_stuck``. One that ``asks_ahead`` may be asked
+    before there is a slot, and before it has heard of earlier trials.
     """
 
     asks_ahead: bool
@@ -34,12 +44,12 @@ class Source(Protocol):
     def ask(self) -> Trial | Later | None:
         """Return the next trial, `LATER`, or ``None`` when there will be no more.
 
-        A trial whose member cannot be built comes as failed.
+        A trial whose member cannot be built comes as failed or pruned.
         """
         ...
 
-    def report(self, trial: Trial, record: EpochRecord) -> bool:
-        """Hear of an epoch; returns whether to prune the trial."""
+    def report(self, trial: Trial, record: EpochRecord) -> Verdict:
+        """Hear of an epoch; the trial may be further by now."""
         ...
 
     def tell(self, trial: Trial) -> None:
@@ -48,6 +58,10 @@ class Source(Protocol):
 
     def give_back(self, trial: Trial) -> None:
         """Hear that the search ends with the trial unfinished."""
+        ...
+
+    def is_stuck(self) -> bool:
+        """Whether a call hangs, so that training should go on without its answer."""
         ...
 
 
@@ -84,8 +98,8 @@ class MemberSource:
             return None
         return None if given is None else build_trial(given, next(self._numbers), self._max_epochs)
 
-    def report(self, trial: Trial, record: EpochRecord) -> bool:
-        return False
+    def report(self, trial: Trial, record: EpochRecord) -> Verdict:
+        return Verdict.GO_ON
 
     def tell(self, trial: Trial) -> None:
         if self._asked is not None:
@@ -93,6 +107,9 @@ class MemberSource:
 
     def give_back(self, trial: Trial) -> None:
         pass
+
+    def is_stuck(self) -> bool:
+        return False
 
     def _asked_for(self) -> Iterator[Given | None]:
         assert self._asked is not None

@@ -57,11 +57,12 @@ class TrialStore:
 
     def was_finished(self, trial: Trial) -> bool:
         """Whether a trial was finished before; if so, it is filled with what is known."""
-        folder = self._folder(trial)
-        if folder is None or not (folder / _RESULT).exists():
+        folder = next((folder for folder in self._folders(trial) if (folder / _RESULT).exists()), None)
+        if folder is None:
             return False
         result = load(folder / _RESULT, _Result)
-        _require_same(trial, result.name, result.params)
+        if not trial.resumes:
+            _require_same(trial, result.name, result.params)
         trial.state = TrialState(result.state)
         trial.records = [
             EpochRecord(
@@ -75,11 +76,11 @@ class TrialStore:
 
     def resume(self, trial: Trial, fleet: Fleet) -> None:
         """Have a trial that has just got a slot go on from its last saved state, if there is one."""
-        folder = self._folder(trial, trial.resumes)
-        if folder is None or not checkpoint_exists(folder / _STATE):
+        folder = next((one for one in self._folders(trial) if checkpoint_exists(one / _STATE)), None)
+        if folder is None:
             return
         saved = fleet.load_member(trial.name, folder / _STATE)["trial"]
-        if trial.resumes is None:
+        if not trial.resumes:
             _require_same(trial, saved["name"], saved["params"])
         trial.records = [EpochRecord(*fields) for fields in saved["records"]]
         trial.seconds = saved["seconds"]
@@ -117,12 +118,17 @@ class TrialStore:
             trial.seconds,
         )
         save(folder / _RESULT, result)
-        shutil.rmtree(folder / _STATE, ignore_errors=True)
+        for other in self._folders(trial):
+            shutil.rmtree(other / _STATE, ignore_errors=True)
 
-    def _folder(self, trial: Trial, number: int | None = None) -> Path | None:
+    def _folder(self, trial: Trial) -> Path | None:
+        return next(iter(self._folders(trial)), None)
+
+    def _folders(self, trial: Trial) -> list[Path]:
+        """The trial's folder, and those of the trials that it resumes."""
         if self._path is None:
-            return None
-        return self._path / f"trial-{trial.number if number is None else number:05d}"
+            return []
+        return [self._path / f"trial-{number:05d}" for number in (trial.number, *trial.resumes)]
 
 
 def params_text(params: Mapping[str, Any]) -> str:

@@ -46,9 +46,9 @@ class Trial:
     ``number`` counts from 0 in the order in which trials were asked for. ``records`` has an `EpochRecord` for
     each epoch, counted by trial. ``values`` are the metrics of the last epoch, in the order of the search's
     ``metric``; ``None`` before the first epoch. ``error`` says why a trial failed, ``cause`` is the exception
-    if there was one. ``seconds`` is the time that it had a slot. ``resumes`` is the number of a trial whose
-    saved state it goes on from. ``member`` has the trained weights once the trial is finished, or is ``None``
-    where the search does not keep it.
+    if there was one. ``seconds`` is the time that it had a slot. ``resumes`` has the numbers of trials that
+    were this one under other numbers, latest first; it goes on from where they were saved. ``member`` has
+    the trained weights once the trial is finished, or is ``None`` where the search does not keep it.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Trial:
     max_epochs: int
     member: Member | None = field(default=None, repr=False)
     loader: Iterable[Any] | None = field(default=None, repr=False)
-    resumes: int | None = None
+    resumes: tuple[int, ...] = ()
     state: TrialState = TrialState.WAITING
     records: list[EpochRecord] = field(default_factory=list, repr=False)
     values: tuple[float, ...] | None = None
