@@ -1,6 +1,6 @@
 """Train many PyTorch models at once, inside a memory budget you name."""
 
-from trainmux import errors
+from trainmux import errors, optuna
 from trainmux.colocate import Colocation, ColocationResult, Job, JobResult, JobStep, JobUsage, colocate
 from trainmux.errors import (
     BatchError,
@@ -85,6 +85,7 @@ __all__ = [
     "colocate",
     "errors",
     "inspect_machine",
+    "optuna",
     "share_frozen",
     "sweep",
 ]
