@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import adapters, overhead, plans, report, step, zoo
+from benchmarks import adapters, overhead, plans, report, search, step, zoo
 
 app = typer.Typer(
     name="benchmarks", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -14,6 +14,7 @@ app.command("plans")(plans.command)
 app.command("zoo")(zoo.command)
 app.command("overhead")(overhead.command)
 app.command("adapters")(adapters.command)
+app.command("search")(search.command)
 app.command("report")(report.command)
 
 

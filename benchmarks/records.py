@@ -17,6 +17,7 @@ KEYS = {
     "plans": ("workload", "batch_size", "width", "share", "policy"),
     "zoo": ("model", "width"),
     "adapters": ("size", "adapters", "batch_size", "length", "ranks", "way"),
+    "search": ("model", "way", "trials", "max_epochs", "slots", "seed"),
     "overhead": ("workload", "width", "budget"),
 }
 """By benchmark: what names a row. A row measured anew replaces the one of the same name."""

@@ -131,7 +131,6 @@ def run(
             n_trials=trials,
             max_epochs=max_epochs,
             device=device,
-            progress=False,
         )
     else:
         step_loss = torch.compile(loss) if way == "compiled" else loss

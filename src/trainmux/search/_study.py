@@ -33,6 +33,8 @@ class StudySource:
     A trial that is given back waits in the study for the next who asks, with what it has reported.
     """
 
+    asks_ahead = True
+
     def __init__(
         self,
         study: optuna.Study,
