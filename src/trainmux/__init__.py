@@ -36,7 +36,15 @@ from trainmux.fleet import (
     share_frozen,
 )
 from trainmux.profiling import DEVICES, Device
-from trainmux.search import Candidate, Results, SearchCallback, Trial, TrialState, sweep
+from trainmux.search import (
+    Candidate,
+    PopulationBasedTraining,
+    Results,
+    SearchCallback,
+    Trial,
+    TrialState,
+    sweep,
+)
 
 __version__ = "0.1.0"
 
@@ -73,6 +81,7 @@ __all__ = [
     "OptimizerError",
     "Plan",
     "PlanError",
+    "PopulationBasedTraining",
     "Results",
     "SearchCallback",
     "SearchError",

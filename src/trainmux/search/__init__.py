@@ -1,6 +1,7 @@
 """Searches: trials flow through the slots of one fleet."""
 
 from trainmux.search._callbacks import SearchCallback
+from trainmux.search._population import PopulationBasedTraining
 from trainmux.search._results import Results
 from trainmux.search._search import Search, SearchOptions
 from trainmux.search._source import LATER, AskTell, Later, MemberSource, Source, Verdict, build_trial
@@ -13,6 +14,7 @@ __all__ = [
     "Candidate",
     "Later",
     "MemberSource",
+    "PopulationBasedTraining",
     "Results",
     "Search",
     "SearchCallback",

@@ -339,8 +339,8 @@ class Search:
                 self._waiting.append(trial)
                 continue
             try:
-                is_like_others = self._fleet.room_for(trial.member) is not Room.NEW_GROUP
-                if not is_like_others and len(self._fleet.groups) >= self.options.max_groups:
+                is_full = len(self._fleet.groups) >= self.options.max_groups
+                if is_full and self._fleet.room_for(trial.member) is Room.NEW_GROUP:
                     self._waiting.append(trial)
                     continue
                 self._fleet.add(trial.member)
