@@ -53,6 +53,7 @@ class StudySource:
     ) -> None:
         self.on_stop: Callable[[], None] = lambda: None
         """Called when ``study.stop()`` was."""
+        self.asks_ahead = True
         self._study = study
         self._storage = study._storage
         self._make_member = make_member
