@@ -1,6 +1,6 @@
 """Create the virtual environment and install trainmux into it with everything that tests need.
 
-Called by the Makefile with the folder of the environment. Uses the standard library only. On a
+Called by the Makefile with the folder of the environment and the extras to install. Uses the standard library only. On a
 machine without a GPU only a CPU build of torch is ever installed; where the running interpreter
 already has a CUDA build in the supported range, and there is a GPU, that one is used as it is.
 """
@@ -113,15 +113,16 @@ def compile_modules(python: Path) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: make_env.py FOLDER")
+    if len(sys.argv) != 3:
+        raise SystemExit("usage: make_env.py FOLDER EXTRAS")
     gpu = has_gpu()
     reuse_torch = gpu and "TORCH" not in os.environ and has_usable_torch()
     python = create(Path(sys.argv[1]), reuse_torch)
     if not reuse_torch:
         install_torch(python, gpu)
-    print("installing trainmux with its development tools", flush=True)
-    error = pip_error(python, ["--editable", ".[dev]"])
+    extras = sys.argv[2]
+    print(f"installing trainmux with its extras {extras}", flush=True)
+    error = pip_error(python, ["--editable", f".[{extras}]"])
     if error:
         raise SystemExit(f"trainmux could not be installed ({error})")
     compile_modules(python)

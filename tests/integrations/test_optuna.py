@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import trainmux as tm
@@ -22,7 +21,6 @@ optuna = pytest.importorskip("optuna")
 
 from optuna.storages import JournalStorage, RDBStorage  # noqa: E402
 from optuna.storages.journal import JournalFileBackend  # noqa: E402
-
 from tests.integrations.study_cases import Do, losses_alone, make_member, member, settings, terminate  # noqa: E402
 
 STATES = optuna.trial.TrialState
