@@ -1,8 +1,8 @@
 """Create the virtual environment and install trainmux into it with everything that tests need.
 
-Called by the Makefile with the folder of the environment and the extras to install. Uses the standard library only. On a
-machine without a GPU only a CPU build of torch is ever installed; where the running interpreter
-already has a CUDA build in the supported range, and there is a GPU, that one is used as it is.
+Called by the Makefile with the folder of the environment and the extras to install. Uses the standard
+library only. On a machine without a GPU only a CPU build of torch is ever installed; where the running
+interpreter already has a CUDA build in the supported range, and there is a GPU, that one is used as it is.
 """
 
 from __future__ import annotations

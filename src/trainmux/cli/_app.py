@@ -115,6 +115,55 @@ def colocate(
 
 
 @app.command()
+def sweep(
+    search: Annotated[
+        str,
+        typer.Argument(
+            help="FILE:NAME, a dict of arguments of trainmux.optuna.optimize, or a function that makes one; "
+            "its 'study' has arguments of optuna.create_study."
+        ),
+    ],
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the study is: the URL of a database, or journal:FILE.", show_default="in memory"
+        ),
+    ] = None,
+    study: Annotated[str, typer.Option(help="Name of the study; made if it is not there.")] = "trainmux",
+    slots: Annotated[int | None, typer.Option(min=1, help="Trials that train at the same time.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Configurations in the study, whoever trains them.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which no trial is begun.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder for the state of trials, which all workers see.")
+    ] = None,
+    workers: Annotated[
+        str | None, typer.Option(help="Processes on this machine; auto: one per visible GPU.")
+    ] = None,
+    worker: Annotated[str | None, typer.Option(help="This worker's name.", show_default="made up")] = None,
+    heartbeat: Annotated[float | None, typer.Option(help="Seconds between a worker's signs of life.")] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="One worker per GPU of a Ray cluster.")] = False,
+) -> None:
+    """Train trials of an Optuna study, many at a time, alone or beside other workers.
+
+    SIGTERM ends it after the epoch, with everything saved and given back to the study.
+    """
+    from trainmux.cli.sweep import run_sweep
+
+    options: dict[str, Any] = {
+        "slots": slots,
+        "total_trials": trials,
+        "timeout": timeout,
+        "checkpoint": checkpoint,
+        "worker": worker,
+        "heartbeat": heartbeat,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    raise typer.Exit(run_sweep(search, storage, study, given, workers, use_ray=ray))
+
+
+@app.command()
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
     json_file: Annotated[

@@ -28,10 +28,14 @@ def load(text: str, kind: type[T]) -> T:
     made = found() if callable(found) and not isinstance(found, kind) else found
     if not isinstance(made, kind):
         raise typer.BadParameter(
-            f"expected {name!r} in {path} to be a trainmux.{kind.__name__} or a function that makes one, "
+            f"expected {name!r} in {path} to be a {_kind_text(kind)} or a function that makes one, "
             f"got {type(made).__name__}"
         )
     return made
+
+
+def _kind_text(kind: type) -> str:
+    return kind.__name__ if kind.__module__ == "builtins" else f"trainmux.{kind.__name__}"
 
 
 def _module(path: Path) -> ModuleType:

@@ -129,12 +129,12 @@ def optimize(
     )
     search = Search(source, options)
     source.on_stop = search.begin_no_more
-    source.open()
-    try:
-        with ends_on_sigterm(search, sigterm):
+    with ends_on_sigterm(search, sigterm):
+        source.open()
+        try:
             return search.run()
-    finally:
-        source.close()
+        finally:
+            source.close()
 
 
 def _is_of_study(item: Any) -> bool:

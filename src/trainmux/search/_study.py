@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from trainmux.search._workers import ERROR, MARK, Worker, retried_number, retry_
 _CATCH_UP = 4
 """Epochs of a trial that are reported at once, when training is faster than the storage."""
 _LONGEST_ERROR = 1000
+_TOO_MANY = "another worker was faster: total_trials is reached"
 
 StudyCallback = Callable[[optuna.Study, FrozenTrial], None]
 MakeMember = Callable[[optuna.Trial], Member | Candidate]
@@ -53,7 +55,6 @@ class StudySource:
     ) -> None:
         self.on_stop: Callable[[], None] = lambda: None
         """Called when ``study.stop()`` was."""
-        self.asks_ahead = True
         self._study = study
         self._storage = study._storage
         self._make_member = make_member
@@ -125,8 +126,23 @@ class StudySource:
         """Whether the study is to have one more configuration."""
         if self._total_trials is None:
             return True
+        return self._num_configurations(math.inf) < self._total_trials
+
+    def _is_one_too_many(self, trial_id: int) -> bool:
+        """Whether other workers made the last configurations between a look at the study and this trial."""
+        if self._total_trials is None:
+            return False
+        number = self._patiently(self._storage.get_trial, trial_id).number
+        return number >= self._total_trials and self._num_configurations(number) >= self._total_trials
+
+    def _num_configurations(self, end: float) -> int:
+        """Configurations in the study, among the trials with numbers below ``end``."""
         trials = self._patiently(self._study.get_trials, deepcopy=False)
-        return sum(retried_number(trial) is None for trial in trials) < self._total_trials
+        return sum(
+            retried_number(trial) is None and trial.user_attrs.get(ERROR) != _TOO_MANY
+            for trial in trials
+            if trial.number < end
+        )
 
     def _begin(self, frozen: FrozenTrial | None) -> Trial | None:
         """Build the member of a trial that waited, or of a new one; ``None`` where it is another's by now."""
@@ -137,6 +153,9 @@ class StudySource:
                 state=optuna.trial.TrialState.RUNNING, user_attrs={MARK: self._worker.mark}
             )
             trial_id = patiently(storage.create_new_trial, study._study_id, template_trial=running)
+            if self._is_one_too_many(trial_id):
+                self._fail(trial_id, _TOO_MANY)
+                return None
         else:
             trial_id = frozen._trial_id
         asked = patiently(optuna.Trial, study, trial_id)
