@@ -43,7 +43,6 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     get_proxy_slot,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -255,6 +254,8 @@ def plain_torch(dtype: torch.dtype) -> Iterator[None]:
 
 def static_fake_mode() -> FakeTensorMode:
     """A mode for graphs that a compiler will see: it wants a shape environment, though shapes are fixed."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # late: it imports sympy
+
     return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
 
 
