@@ -19,9 +19,10 @@ endif
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 INTEGRATIONS := $(VENV)-integrations
+DOCS := $(VENV)-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-extensive test-operators test-integrations lint test-gpu bench clean distclean
+.PHONY: help env demo test test-extensive test-operators test-integrations docs lint test-gpu bench clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -42,6 +43,9 @@ test-operators: $(INSTALLED) ## all of torch's operator database, of which make 
 
 test-integrations: $(INTEGRATIONS)/.installed ## tests against Optuna and the like, in an environment of their own
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations -n 2 --dist worksteal
+
+docs: $(DOCS)/.installed ## the site, into build/site, with tutorials that are run while it is built
+	$(DOCS)/bin/python -m mkdocs build --strict
 
 lint: $(INSTALLED) ## ruff, mypy and the order of imports
 	$(PY) -m ruff check .
@@ -72,13 +76,14 @@ bench: $(INSTALLED) ## CPU benchmark: a fleet of small models against eager torc
 clean: ## remove caches and build output
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f $(INSTALLED) $(INTEGRATIONS)/.installed
+	rm -f $(INSTALLED) $(INTEGRATIONS)/.installed $(DOCS)/.installed
 
 distclean: clean ## also remove the environment
-	rm -rf $(VENV) $(INTEGRATIONS)
+	rm -rf $(VENV) $(INTEGRATIONS) $(DOCS)
 
 $(INSTALLED): EXTRAS := dev
 $(INTEGRATIONS)/.installed: EXTRAS := dev,optuna
-$(INSTALLED) $(INTEGRATIONS)/.installed: pyproject.toml scripts/make_env.py
+$(DOCS)/.installed: EXTRAS := docs
+$(INSTALLED) $(INTEGRATIONS)/.installed $(DOCS)/.installed: pyproject.toml scripts/make_env.py
 	@python=$$(sh scripts/choose_python.sh '$(PYTHON)') && "$$python" scripts/make_env.py '$(@D)' '$(EXTRAS)'
 	@touch $@

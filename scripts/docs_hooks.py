@@ -1,0 +1,60 @@
+"""What `make docs` does besides MkDocs: pages of the repository's root, and tutorials that are run.
+
+Named in mkdocs.yml under ``hooks``; MkDocs calls the functions ``on_...``.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+"""Pages beside docs/ that are part of the site, and their names there."""
+LINK = re.compile(r"(\]\()((?!https?:|#)[^)#\s]+)")
+
+
+def on_config(config: Any) -> None:
+    """Put the pages that a pattern stands for into the navigation."""
+    docs = Path(config.docs_dir)
+
+    def expanded(item: Any) -> Any:
+        if isinstance(item, list):
+            return [expanded(one) for one in item]
+        if isinstance(item, dict):
+            return {title: expanded(one) for title, one in item.items()}
+        return sorted(path.relative_to(docs).as_posix() for path in docs.glob(item)) if "*" in item else item
+
+    config.nav = expanded(config.nav)
+
+
+def on_files(files: Files, config: Any) -> None:
+    """Add the pages of the root, and what pages link to outside of docs/."""
+    for name, place in PAGES.items():
+        files.append(File.generated(config, place, content=(REPOSITORY / name).read_text(encoding="utf-8")))
+    for file in list(files.documentation_pages()):
+        for _, link in LINK.findall(file.content_string):
+            path = _in_repository(file.src_uri, link)
+            if not (path in PAGES or path.startswith("docs/") or files.get_file_from_path(path)):
+                files.append(File.generated(config, path, abs_src_path=str(REPOSITORY / path)))
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Point links at where pages are in the site."""
+
+    def moved(found: re.Match[str]) -> str:
+        path = _in_repository(page.file.src_uri, found[2])
+        place = PAGES.get(path, path.removeprefix("docs/"))
+        return found[1] + posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or ".")
+
+    return LINK.sub(moved, markdown)
+
+
+def _in_repository(page: str, link: str) -> str:
+    """The path in the repository of what a page of the site links to."""
+    folder = "" if page in PAGES.values() else posixpath.join("docs", posixpath.dirname(page))
+    return posixpath.normpath(posixpath.join(folder, link))
