@@ -8,6 +8,7 @@ from trainmux.fleet._config import require_choice, whole_number
 from trainmux.fleet._cursor import END_OF_PASS, BatchCursor, first_batch
 from trainmux.fleet._fleet import Fleet
 from trainmux.fleet._history import STOPPED_ON_REQUEST, EpochRecord, History, Mode, check_mode
+from trainmux.fleet._index_batches import IndexBatches, PartialBatch, rows_of, whole_data
 from trainmux.fleet._machine import CacheFacts, MachineFacts, Rates, inspect_machine
 from trainmux.fleet._member import Member
 from trainmux.fleet._plan import Plan
@@ -31,9 +32,11 @@ __all__ = [
     "Fleet",
     "GroupPiece",
     "History",
+    "IndexBatches",
     "MachineFacts",
     "Member",
     "Mode",
+    "PartialBatch",
     "Plan",
     "Rates",
     "Room",
@@ -42,6 +45,8 @@ __all__ = [
     "first_batch",
     "inspect_machine",
     "require_choice",
+    "rows_of",
     "share_frozen",
+    "whole_data",
     "whole_number",
 ]

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from trainmux.engine import HostLeaf, Landing
-from trainmux.errors import BatchError
+from trainmux.errors import BatchError, ConfigError
 from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._group import Group
+from trainmux.fleet._index_batches import PartialBatch
 from trainmux.fleet._member import Member
 from trainmux.tracing import FlatBatch, Text, check_batch, flatten_batch
 
@@ -53,7 +54,9 @@ class BatchFeed:
         self._config = config
         self._landing = Landing(config.device) if config.device.type == "cuda" else None
         self._text = Text()
-        self._example_batch = example_batch
+        self._example_batch = (
+            example_batch.batch if isinstance(example_batch, PartialBatch) else example_batch
+        )
         self._flat_examples: dict[bool, FlatBatch] = {}
         if self._example is not None and config.data == "per_member":
             _check_rows(self._example, num_members)
@@ -87,6 +90,24 @@ class BatchFeed:
         if self._config.data == "shared":
             return self._example
         return _member_rows(self._example, min(position, self._example.tensors[0].shape[0] - 1))
+
+    def attendance(self, batch: Any, names: Sequence[str]) -> tuple[Any, frozenset[str]]:
+        """A batch without what says whom it is for, and the names of those whom it is not for."""
+        if not isinstance(batch, PartialBatch):
+            return batch, frozenset()
+        there = set(batch.members)
+        if not there or not there <= set(range(len(names))):
+            raise BatchError(
+                f"expected a PartialBatch for some of {len(names)} members, got positions {batch.members}; "
+                "count them in the order of fleet.names"
+            )
+        if self._config.data != "per_member" or self._config.accumulate > 1:
+            raise ConfigError(
+                "expected data='per_member' and accumulate=1 for a PartialBatch, got "
+                f"data={self._config.data!r} and accumulate={self._config.accumulate}; IndexBatches gives "
+                "none with drop_last=True and views of one length"
+            )
+        return batch.batch, frozenset(name for i, name in enumerate(names) if i not in there)
 
     def for_groups(
         self, batch: Any, overrides: Mapping[str, Any], groups: Sequence[Group], names: Sequence[str]

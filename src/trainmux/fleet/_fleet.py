@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -178,21 +180,41 @@ class Fleet:
         """One training step of every member on ``batch``; losses in the order of ``names``.
 
         ``overrides`` holds the batches of members that were given an ``example_batch`` of their own, by
-        name. The result is on the fleet's device: nothing waits for it. A member whose loss or gradient is
-        not finite is frozen before its weights or buffers change (but see ``update``); ``stopped()`` tells.
-        A step that fails changes no member; where it has, ``FleetError`` says whom, until ``restore``.
+        name. A `PartialBatch` is for some members only. The result is on the fleet's device: nothing waits
+        for it. A member whose loss or gradient is not finite is frozen before its weights or buffers change
+        (but see ``update``); ``stopped()`` tells. A step that fails changes no member; where it has,
+        ``FleetError`` says whom, until ``restore``.
         """
         self._require_members()
         self._watch.at_step(self._places())
         self._arrange_groups()
         applies = (self._num_steps + 1) % self._config.accumulate == 0
-        ready, batches = self._begin_step(self._plans.runner, batch, overrides or {}, applies)
-        # Only now, when nothing is left to be refused, does any group change; and then all of them do.
-        with deferred_interrupts():
-            ready(batches)
-            losses = self._end_step(applies)
+        batch, absent = self._feed.attendance(batch, self._names)
+        with self._left_out(absent):
+            ready, batches = self._begin_step(self._plans.runner, batch, overrides or {}, applies)
+            # Only now, when nothing is left to be refused, does any group change; and then all of them do.
+            with deferred_interrupts():
+                ready(batches)
+                losses = self._end_step(applies)
         self._plans.hold_budget()
+        if absent:
+            gone = torch.tensor([name in absent for name in self._names], pin_memory=losses.is_cuda)
+            losses = losses.masked_fill(gone.to(losses.device, non_blocking=True), math.nan)
         return losses
+
+    @contextmanager
+    def _left_out(self, absent: frozenset[str]) -> Iterator[None]:
+        """Inside, a step changes nothing about these members."""
+        places = [(group, slot) for group, slot in self._places() if slot.name in absent and slot.active]
+        for group, slot in places:
+            slot.active = False
+            group.forget_fed()
+        try:
+            yield
+        finally:
+            for group, slot in places:
+                slot.active = True
+                group.forget_fed()
 
     def _begin_step(
         self, runner: StepRunner[T], batch: Any, overrides: Mapping[str, Any], applies: bool
@@ -299,9 +321,10 @@ class Fleet:
         """Every member's metrics over ``loader``, fused and forward only, in evaluation mode.
 
         ``metric_fn(model, batch)`` returns a scalar tensor or a dict of them; without one the fleet's loss
-        is used. Values are means over samples: batches count by the size of their first dimension. Under a
-        plan it stays within the plan's budget, or is refused with ``BudgetError``. Random draws differ from
-        batch to batch and are the same ones in every call.
+        is used. Values are means over samples: batches count by the size of their first dimension, and a
+        `PartialBatch` for the members that it is for. Under a plan it stays within the plan's budget, or is
+        refused with ``BudgetError``. Random draws differ from batch to batch and are the same ones in every
+        call.
         """
         with plain_torch(self._config.default_dtype):  # without the loader, which is the user's
             self._require_members()

@@ -219,7 +219,9 @@ class Recorder:
             counted = self._counted(losses, None if finite is None else finite != 0, stopped)
             for key, values in rows.items():
                 self._accumulate(key, values, counted & np.isfinite(values))
-            self.current_losses = dict(zip(self.names, losses[-1].tolist(), strict=True))
+            known = np.where(np.isnan(losses), -1, np.arange(len(losses))[:, None]).max(axis=0)
+            latest = losses[known, np.arange(len(self.names))]  # also of those not in the last step
+            self.current_losses = dict(zip(self.names, latest.tolist(), strict=True))
         self.stopped = stopped
         self._was_active.update(name for name in self.names if name not in stopped)
 
@@ -239,14 +241,14 @@ class Recorder:
     def _counted(self, losses: FloatArray, finite: BoolArray | None, stopped: Mapping[str, str]) -> BoolArray:
         """Mark the (row, member) values of active members in finite steps."""
         good = np.isfinite(losses)
-        if finite is not None:
-            good &= finite
+        unhurt = good.copy() if finite is None else finite  # the loss of a step without them is NaN
+        good &= unhurt
         for index, name in enumerate(self.names):
             if name in self.stopped:
                 good[:, index] = False
             elif stopped.get(name, STOPPED_ON_REQUEST) != STOPPED_ON_REQUEST:
                 # Frozen within this block, at its first bad step; later losses are of frozen weights.
-                good[:, index] = np.logical_and.accumulate(good[:, index])
+                good[:, index] &= np.logical_and.accumulate(unhurt[:, index])
         return good
 
     def _accumulate(self, key: str, values: FloatArray, counted: BoolArray) -> None:

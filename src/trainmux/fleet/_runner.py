@@ -223,8 +223,9 @@ def evaluate_fleet(
     """
     sums: list[dict[str, Tensor]] = [{} for _ in groups]
     known: dict[tuple[int, BatchSpec], list[tuple[GroupTrace, list[int]]]] = {}
-    num_samples = 0
-    for index, batch in enumerate(loader):
+    num_samples = dict.fromkeys(names, 0)
+    for index, given in enumerate(loader):
+        batch, absent = feed.attendance(given, names)
         with plain_torch(groups[0].config.default_dtype):
             feeds = feed.for_evaluation(batch, groups, names)
             tensors = feed.tensors(feeds, groups, names)
@@ -245,21 +246,29 @@ def evaluate_fleet(
                 for total, (_, rows), new in zip(values, chosen, forward(parts, tensors), strict=True):
                     _merge_rows(total, new, rows)
             size = 1
-            for total, new, part in zip(sums, values, feeds, strict=True):
+            for group, total, new, part in zip(groups, sums, values, feeds, strict=True):
                 first = part.example.tensors[0]
                 size = first.shape[0] if first.dim() else 1
+                gone = [row for row, slot in group.members if slot.name in absent]
                 for name, value in new.items():
                     weighted = _checked(name, value).to(torch.float64) * size
+                    if gone:
+                        weighted[torch.tensor(gone, device=weighted.device)] = 0.0
                     total[name] = total[name] + weighted if name in total else weighted
-            num_samples += size
-    if num_samples == 0:
-        raise BatchError("expected at least one batch to evaluate on, got an empty loader")
+            for name in num_samples.keys() - absent:
+                num_samples[name] += size
+    missed = [name for name, count in num_samples.items() if not count]
+    if missed:
+        raise BatchError(
+            f"expected at least one batch to evaluate each member on, got none for {', '.join(missed[:5])}; "
+            "does the loader have any?"
+        )
     results: dict[str, dict[str, float]] = {name: {} for name in names}
     for group, totals in zip(groups, sums, strict=True):
         for metric, values_sum in totals.items():
-            means = (values_sum / num_samples).tolist()
+            values_sums = values_sum.tolist()
             for row, slot in group.members:
-                results[slot.name][metric] = means[row]
+                results[slot.name][metric] = values_sums[row] / num_samples[slot.name]
     return results
 
 
