@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,7 @@ class Stage:
         self.history = History()
         self.active = ("m",)
         self.epoch = 0
+        self.fleet = SimpleNamespace(_origins={"m": self})
         self.stops: list[int] = []
 
     def stop_member(self, name: str) -> None:
