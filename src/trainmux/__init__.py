@@ -40,11 +40,14 @@ from trainmux.fleet import (
 from trainmux.profiling import DEVICES, Device
 from trainmux.search import (
     Candidate,
+    Ensemble,
     PopulationBasedTraining,
     Results,
     SearchCallback,
     Trial,
     TrialState,
+    ensemble,
+    seeds,
     sweep,
 )
 
@@ -66,6 +69,7 @@ __all__ = [
     "ConfigError",
     "Device",
     "EarlyStopping",
+    "Ensemble",
     "EpochRecord",
     "Fleet",
     "FleetError",
@@ -96,9 +100,11 @@ __all__ = [
     "TrialState",
     "__version__",
     "colocate",
+    "ensemble",
     "errors",
     "inspect_machine",
     "optuna",
+    "seeds",
     "share_frozen",
     "sweep",
 ]

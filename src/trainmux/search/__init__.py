@@ -1,9 +1,11 @@
 """Searches: trials flow through the slots of one fleet."""
 
 from trainmux.search._callbacks import SearchCallback
+from trainmux.search._ensemble import Ensemble, ensemble
 from trainmux.search._population import PopulationBasedTraining
 from trainmux.search._results import Results
 from trainmux.search._search import Search, SearchOptions
+from trainmux.search._seeds import seeds
 from trainmux.search._source import LATER, AskTell, Later, MemberSource, Source, Verdict, build_trial
 from trainmux.search._sweep import sweep
 from trainmux.search._trial import Candidate, Trial, TrialState
@@ -12,6 +14,7 @@ __all__ = [
     "LATER",
     "AskTell",
     "Candidate",
+    "Ensemble",
     "Later",
     "MemberSource",
     "PopulationBasedTraining",
@@ -24,5 +27,7 @@ __all__ = [
     "TrialState",
     "Verdict",
     "build_trial",
+    "ensemble",
+    "seeds",
     "sweep",
 ]
