@@ -1,6 +1,6 @@
 """Train many PyTorch models at once, inside a memory budget you name."""
 
-from trainmux import errors, optuna
+from trainmux import errors, loggers, optuna
 from trainmux.colocate import Colocation, ColocationResult, Job, JobResult, JobStep, JobUsage, colocate
 from trainmux.errors import (
     BatchError,
@@ -103,6 +103,7 @@ __all__ = [
     "ensemble",
     "errors",
     "inspect_machine",
+    "loggers",
     "optuna",
     "seeds",
     "share_frozen",

@@ -27,7 +27,7 @@ from trainmux.fleet import (
     first_batch,
     whole_number,
 )
-from trainmux.search._callbacks import SearchCallback
+from trainmux.search._callbacks import Listeners, SearchCallback
 from trainmux.search._capacity import SAMPLE, most_slots
 from trainmux.search._office import Office
 from trainmux.search._results import Results, score
@@ -140,7 +140,7 @@ class Search:
         self.running: dict[str, Trial] = {}
         self._source = source
         self._office = Office(source)
-        self._listeners = [item for item in options.callbacks if isinstance(item, SearchCallback)]
+        self._listeners = Listeners([item for item in options.callbacks if isinstance(item, SearchCallback)])
         self._store = TrialStore(options.checkpoint, options.resume)
         self._fleet: Fleet | None = None
         self._slots: int = options.slots or SAMPLE  # until it is known how many the budget holds
@@ -166,7 +166,9 @@ class Search:
 
     def run(self) -> Results:
         """Train until there are no more trials."""
-        with self._office:
+        with self._listeners, self._office:
+            self._listeners.tell("on_search_start", self._source.is_resumed() or self._store.is_resumed)
+            self._listeners.wait()
             try:
                 self._refill()
                 while self.running and self._fit_ran_out_of_memory():
@@ -174,8 +176,7 @@ class Search:
             finally:
                 self._give_back()
             results = Results(self.trials, self.options.metrics, self.options.modes)
-            for listener in self._listeners:
-                self._office.do(listener.on_search_end, results)
+            self._listeners.tell("on_search_end", results)
         return results
 
     # ---- epochs ------------------------------------------------------------------------------------
@@ -229,6 +230,7 @@ class Search:
         self._save([trial for trial in self.running.values() if must_end or trial.epoch % every == 0])
         try:
             self._office.check()
+            self._listeners.check()
             if not must_end:
                 self._refill()
         except Exception:
@@ -246,8 +248,7 @@ class Search:
         trial.records.append(record)
         told = self._office.do(self._source.report, trial, record)
         self._verdicts.setdefault(trial.name, []).append(told)
-        for listener in self._listeners:
-            self._office.do(listener.on_trial_epoch, trial, record)
+        self._listeners.tell("on_trial_epoch", trial, record)
 
     def _prune(self) -> None:
         """End the trials that are to be pruned, as far as that is known soon; the others train on."""
@@ -418,12 +419,12 @@ class Search:
         if trial.loader is not None:
             self._loaders[trial.name] = trial.loader
         self._store.resume(trial, self._fleet)
+        trial.resumed_epoch = trial.epoch
         trial.state = TrialState.RUNNING
         self.running[trial.name] = trial
         self._newest.append(trial)
         self._begun_s[trial.name] = time.monotonic() - trial.seconds
-        for listener in self._listeners:
-            self._office.do(listener.on_trial_start, trial)
+        self._listeners.tell("on_trial_start", trial)
 
     def _finish(
         self, trial: Trial, state: TrialState, error: str | None = None, is_ours: bool = True
@@ -473,8 +474,7 @@ class Search:
         if is_ours:
             self._office.do(self._store.finish, trial)
             self._office.do(self._source.tell, trial)
-        for listener in self._listeners:
-            self._office.do(listener.on_trial_end, trial)
+        self._listeners.tell("on_trial_end", trial)
 
     def _save(self, trials: Iterable[Trial]) -> None:
         assert self._fleet is not None
@@ -492,6 +492,7 @@ class Search:
             else:
                 trial.state = TrialState.WAITING
                 self._office.do(self._source.give_back, trial)
+                self._listeners.tell("on_trial_given_back", trial)
 
 
 class _AtEpochEnd(Callback):

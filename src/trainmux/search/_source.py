@@ -41,6 +41,10 @@ class Source(Protocol):
 
     asks_ahead: bool
 
+    def is_resumed(self) -> bool:
+        """Whether trials of an earlier search may come."""
+        ...
+
     def ask(self) -> Trial | Later | None:
         """Return the next trial, `LATER`, or ``None`` when there will be no more.
 
@@ -90,6 +94,9 @@ class MemberSource:
         self._rest: Iterator[Given | None] = iter(self._asked_for() if self._asked else _checked(members))
         self._max_epochs = max_epochs
         self._numbers = itertools.count()
+
+    def is_resumed(self) -> bool:
+        return False
 
     def ask(self) -> Trial | Later | None:
         try:

@@ -51,6 +51,8 @@ class TrialStore:
         found = [] if self._path is None else sorted(self._path.glob("trial-*"))
         if resume == "must" and not found:
             raise CheckpointError(f"resume='must', but there is no search in {path}. Check checkpoint=")
+        self.is_resumed = bool(found) and resume != "never"
+        """Whether there are trials of an earlier search."""
         if resume == "never":
             for folder in found:
                 shutil.rmtree(folder)

@@ -82,6 +82,11 @@ class StudySource:
             self._put_back(number)
         self._patiently(self._worker.stop)
 
+    def is_resumed(self) -> bool:
+        # Another worker may make the first trials of a study at this moment.
+        is_private = isinstance(self._storage, optuna.storages.InMemoryStorage)
+        return not is_private or bool(self._study.get_trials(deepcopy=False))
+
     # ---- asking ------------------------------------------------------------------------------------
 
     def ask(self) -> Trial | Later | None:

@@ -47,8 +47,10 @@ class Trial:
     each epoch, counted by trial. ``values`` are the metrics of the last epoch, in the order of the search's
     ``metric``; ``None`` before the first epoch. ``error`` says why a trial failed, ``cause`` is the exception
     if there was one. ``seconds`` is the time that it had a slot. ``resumes`` has the numbers of trials that
-    were this one under other numbers, latest first; it goes on from where they were saved. ``member`` has
-    the trained weights once the trial is finished, or is ``None`` where the search does not keep it.
+    were this one under other numbers, latest first; it goes on from where they were saved.
+    ``resumed_epoch`` is the last epoch that is taken over from an earlier search, 0 where there is none.
+    ``member`` has the trained weights once the trial is finished, or is ``None`` where the search does not
+    keep it.
     """
 
     number: int
@@ -58,6 +60,7 @@ class Trial:
     member: Member | None = field(default=None, repr=False)
     loader: Iterable[Any] | None = field(default=None, repr=False)
     resumes: tuple[int, ...] = ()
+    resumed_epoch: int = 0
     state: TrialState = TrialState.WAITING
     records: list[EpochRecord] = field(default_factory=list, repr=False)
     values: tuple[float, ...] | None = None
