@@ -145,7 +145,7 @@ class MLflowLogger(Logger[str]):
         experiment, name = self._names
         found = self._client.get_experiment_by_name(experiment)
         self._experiment = found.experiment_id if found else self._client.create_experiment(experiment)
-        self._parent = self._run_with({"trainmux.search": name}, name)
+        self._parent = self._run_with({"trainmux.search": name.replace('"', "'")}, name)
 
     def on_search_end(self, results: Results) -> None:
         self._attempt(self._client.set_terminated, self._parent, "FINISHED")
@@ -182,7 +182,7 @@ class MLflowLogger(Logger[str]):
         """The run of these tags, if the search is resumed and there is one, or else a new one."""
         found = []
         if self._is_resumed:
-            text = " and ".join(f"tags.`{key}` = '{_quoted(value)}'" for key, value in tags.items())
+            text = " and ".join(f'tags.`{key}` = "{value}"' for key, value in tags.items())
             newest = ["attributes.start_time DESC"]
             found = self._client.search_runs([self._experiment], text, max_results=1, order_by=newest)
         if not found:
@@ -224,10 +224,6 @@ def _import(module: str, package: str) -> Any:
 def _key(name: str) -> str:
     """A name that MLflow takes."""
     return re.sub(r"[^\w./ :-]", "_", name)
-
-
-def _quoted(text: str) -> str:
-    return text.replace("'", "\\'")
 
 
 def _session_end(is_success: bool) -> Any:
