@@ -75,7 +75,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16},
     "beit": {"out_indices": [1, 2]},
     "codegen": {"rotary_dim": 4},
-    "cvt": {"depth": [1, 1, 1]},
+    "cvt": {"depth": [1, 2, 3]},
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "deepseek_v3": _LATENT,
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16] * 4},

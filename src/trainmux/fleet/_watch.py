@@ -16,7 +16,8 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from trainmux.fleet._member import Member
 from trainmux.fleet._shared import view_key
 from trainmux.fleet._slots import Slot, named_tensors
 from trainmux.fusion.optimizers import OptimizerStructure, describe
-from trainmux.tracing import Holder, Identity, Items, LossFunction, Reach, same_items, unique_parameters
+from trainmux.tracing import Identity, LossFunction, Reach, same_items, unique_parameters
 
 if TYPE_CHECKING:
     from trainmux.fleet._group import Group
@@ -42,6 +43,7 @@ _PARTS = ("model", "optimizer", "loss", "example_batch")
 _parts = attrgetter(*_PARTS)
 _containers = attrgetter("state", "param_groups")
 _tensor_marks = attrgetter("_version", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_values = methodcaller("values")
 _step_hooks = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 Places = Collection[tuple["Group", Slot]]
@@ -80,7 +82,14 @@ class MemberWatch:
         """Remember what code can reach, and the tensors among it that are not the model's own."""
         self._signature = reach.signature
         found = zip(reach.holders, reach.contents, strict=True)
-        self._held = [(holder, items) for holder, items in found if holder.can_change]
+        held = [(holder, items) for holder, items in found if holder.can_change]
+        self._held = [(holder, items) for holder, items in held if holder.mapping is None]
+        # Thousands of dicts, which are compared by a few calls.
+        self._dicts = [holder.mapping for holder, _ in held if holder.mapping is not None]
+        before = [items for holder, items in held if holder.mapping is not None]
+        self._sizes = list(map(len, before))
+        self._keys = list(chain.from_iterable(before))
+        self._values = list(chain.from_iterable(map(_values, before)))
         own = {id(tensor) for tensor in reach.own}
         values = {id(value): value for items in reach.contents for value in items.values()}
         self._constants = [
@@ -131,7 +140,10 @@ class MemberWatch:
                 all(map(operator.is_, _parts(member), self._parts))
                 and all(map(operator.is_, _containers(member.optimizer), self._containers))
                 and self._read_marks() == self._marks
-                and all(_is_unchanged(holder, items) for holder, items in self._held)
+                and list(map(len, self._dicts)) == self._sizes
+                and all(map(operator.is_, chain.from_iterable(self._dicts), self._keys))
+                and all(map(operator.is_, chain.from_iterable(map(_values, self._dicts)), self._values))
+                and all(same_items(holder.read(), items) for holder, items in self._held)
             )
         except Exception:  # arrays and tensors have no plain answer: signatures have
             return False
@@ -253,11 +265,6 @@ def _state_of(member: Member, tensor: Tensor) -> list[tuple[str, Identity, int]]
     """Entries of a parameter's optimizer state, with the number of times each was written to."""
     entries = member.optimizer.state.get(tensor, {})
     return [(name, Identity(value), getattr(value, "_version", 0)) for name, value in entries.items()]
-
-
-def _is_unchanged(holder: Holder, items: Items) -> bool:
-    """Whether a container holds what it held; a dict is compared without copying it first."""
-    return holder.mapping == items if holder.mapping is not None else same_items(holder.read(), items)
 
 
 class FleetWatch:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from trainmux.errors import BatchError
+from trainmux.tracing._reach import rebuilt_tuple
 
 
 class Text:
@@ -148,8 +150,9 @@ class _Flat:
             return "*", next
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         if isinstance(value, Mapping):
-            keys = tuple(value)
-            parts, build = self._children((f"{path}[{key!r}]", value[key]) for key in keys)
+            stored = _stored(value)
+            keys = tuple(stored)
+            parts, build = self._children((f"{path}[{key!r}]", item) for key, item in stored.items())
             text = ",".join(sorted(f"{key!r}:{part}" for key, part in zip(keys, parts, strict=True)))
             self.order.append(keys)
             return f"{name}{{{text}}}", lambda it: _like_mapping(
@@ -209,18 +212,27 @@ def _from_numpy(value: np.ndarray[Any, Any], path: str) -> Tensor:
         ) from error
 
 
+def _stored(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Entries as they are stored: the class of a dict may hand out others than it was given."""
+    if isinstance(mapping, OrderedDict):
+        return dict(OrderedDict.items(mapping))
+    return dict(dict.items(mapping) if isinstance(mapping, dict) else mapping.items())
+
+
 def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(original) is dict:
         return items
+    if isinstance(original, dict):
+        clone: Any = copy.copy(original)
+        for key, item in items.items():
+            clone[key] = item  # what the class notes besides, such as an attribute, comes along
+            if dict.__getitem__(clone, key) is not item:
+                dict.__setitem__(clone, key, item)
+        return clone
     if isinstance(getattr(original, "data", None), dict):
         # UserDict and tokenizer outputs: a shallow copy would still write through to the original.
-        clone: Any = copy.copy(original)
-        clone.data = items
-        return clone
-    if isinstance(original, dict):
         clone = copy.copy(original)
-        for key, item in items.items():
-            clone[key] = item
+        clone.data = items
         return clone
     try:
         return type(original)(items)  # type: ignore[call-arg]
@@ -229,9 +241,11 @@ def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _like_sequence(original: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    if hasattr(original, "_fields"):
-        return type(original)(*items)
-    return type(original)(items)
+    if isinstance(original, tuple):
+        return rebuilt_tuple(original, items)
+    clone = copy.copy(original)
+    list.__setitem__(clone, slice(None), items)
+    return clone
 
 
 def _like_object(original: Any, fields: dict[str, Any]) -> Any:

@@ -26,8 +26,8 @@ import random
 import sys
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,23 +85,35 @@ class Holder:
             self.replace(items)
 
 
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
+"""Built-in containers, by whose methods those of a class of its own are read and written, too."""
+
+
 def _container_holder(value: Any, label: Hashable) -> Holder:
-    """A dict, list, deque or set, with the attributes that one of a class of its own carries."""
+    """A dict, list, deque or set, with the attributes that one of a class of its own carries.
+
+    Its class may read or write otherwise than its base: what is stored counts.
+    """
+    base = next(kind for kind in _CONTAINERS if isinstance(value, kind))
     is_dict = isinstance(value, dict)
 
     def read() -> Items:
-        entries = value if is_dict else _sorted(value) if isinstance(value, set) else dict(enumerate(value))
-        return {**entries, **_attributes_of(value)}
+        if is_dict:
+            return {**dict(base.items(value)), **_attributes_of(value)}
+        stored = base.__iter__(value)
+        ordered = sorted(stored, key=repr) if base is set else stored
+        return {**dict(enumerate(ordered)), **_attributes_of(value)}
 
     def replace(items: Items) -> None:
         kept = {key: item for key, item in items.items() if key is not _ATTRIBUTES}
-        value.clear()
-        if isinstance(value, (list, deque)):
-            value.extend(kept.values())
+        base.clear(value)
+        if is_dict:
+            for key, item in kept.items():
+                base.__setitem__(value, key, item)
         else:
-            value.update(kept if is_dict else kept.values())
+            (base.update if base is set else base.extend)(value, kept.values())
 
-    return Holder(value, label, read, replace, value if is_dict else None)
+    return Holder(value, label, read, replace, value if is_dict and not _is_own_class(value) else None)
 
 
 def _sorted(value: Any) -> Items:
@@ -110,8 +122,12 @@ def _sorted(value: Any) -> Items:
 
 def _attributes_of(container: Any) -> Items:
     """Attributes that a container of a class of its own carries besides its items."""
-    is_own_class = type(container).__module__ not in ("builtins", "collections")
-    return {_ATTRIBUTES: vars(container)} if is_own_class and hasattr(container, "__dict__") else {}
+    has_some = _is_own_class(container) and hasattr(container, "__dict__")
+    return {_ATTRIBUTES: vars(container)} if has_some else {}
+
+
+def _is_own_class(container: Any) -> bool:
+    return type(container).__module__ not in ("builtins", "collections")
 
 
 def _object_holder(value: Any) -> Holder:
@@ -484,7 +500,7 @@ class Reach:
         elif isinstance(value, tuple):
             items = [self.stand_in(item, replace, views) for item in value]
             if any(new is not old for new, old in zip(items, value, strict=True)):
-                found = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+                found = rebuilt_tuple(value, items)
         elif isinstance(value, functools.partial):
             args = self.stand_in(value.args, replace, views)
             keywords = {name: self.stand_in(item, replace, views) for name, item in value.keywords.items()}
@@ -591,6 +607,14 @@ class Reach:
         if has_values and tensor.numel() * tensor.element_size() <= _DIGESTED_BYTES:
             return ("tensor", tensor_digest(tensor), tensor.requires_grad)
         return ("tensor", Identity(tensor), tensor._version, tensor.requires_grad)
+
+
+def rebuilt_tuple(original: tuple[Any, ...], items: Iterable[Any]) -> Any:
+    """A tuple of the same class, whatever its constructor takes, with other items."""
+    found = tuple.__new__(type(original), items)
+    if hasattr(original, "__dict__"):
+        vars(found).update(vars(original))
+    return found
 
 
 def same_items(one: Items, other: Items) -> bool:

@@ -169,6 +169,23 @@ def test_changes_without_consequence_and_values_that_are_put_back_are_no_changes
     pair.assert_same()
 
 
+class Titled(dict[str, float]):
+    """A dict with attributes of its own."""
+
+
+def test_a_dict_of_a_class_of_its_own_is_unchanged_at_a_glance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every one of the first steps would walk through all of the member's code."""
+    models = [net(seed) for seed in range(2)]
+    for model in models:
+        model.settings = Titled(scale=2.0)  # type: ignore[assignment]
+    fleet = tm.Fleet([sgd(model, f"m{i}") for i, model in enumerate(models)], mse, EXAMPLE)
+    monkeypatch.setattr("trainmux.fleet._watch.Reach", None)
+    fleet.step(EXAMPLE)
+    models[0].settings["scale"] = 3.0  # type: ignore[index, operator]
+    with pytest.raises(TypeError):  # looks at it again
+        fleet.step(EXAMPLE)
+
+
 def test_a_change_late_in_training_is_noticed_within_a_hundred_steps() -> None:
     pair = Pair()
     for number in range(40):

@@ -55,7 +55,47 @@ class Carrier:
         self.image, self.scale = image, scale
 
 
+class Named(dict[str, Any]):
+    """Entries as attributes; one that is missing is a ``KeyError``."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+class Doubling(dict[str, Any]):
+    """Hands out twice what is stored."""
+
+    def __getitem__(self, key: str) -> Any:
+        return 2 * super().__getitem__(key)
+
+
+class Output(OrderedDict[str, Any]):
+    """Like a model's output in transformers: its entries are attributes, and it is not to be updated."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError
+
+
+class Two(tuple[Any, ...]):
+    """Made of two things, not of one sequence."""
+
+    def __new__(cls, first: Any, second: Any) -> Two:
+        return super().__new__(cls, (first, second))
+
+
+class Titled(list[Any]):
+    def __init__(self, title: str, items: Any = ()) -> None:
+        super().__init__(items)
+        self.title = title
+
+
 A, B = torch.arange(3.0), torch.arange(3.0) + 10
+OUTPUT = Output()
+OUTPUT["x"], OUTPUT["y"] = A, B
 CASES: dict[str, tuple[Any, list[str]]] = {
     "tensor": (A, ["batch"]),
     "list": ([A, B], ["batch[0]", "batch[1]"]),
@@ -66,6 +106,11 @@ CASES: dict[str, tuple[Any, list[str]]] = {
     "default dict": (defaultdict(list, x=A, y=B), ["batch['x']", "batch['y']"]),
     "user dict": (UserDict({"x": A, "y": B}), ["batch['x']", "batch['y']"]),
     "encoding": (Encoding({"x": A, "y": B}, object()), ["batch['x']", "batch['y']"]),
+    "dict with attributes": (Named(x=A, y=B), ["batch['x']", "batch['y']"]),
+    "dict that computes": (Doubling(x=A, y=B), ["batch['x']", "batch['y']"]),
+    "model output": (OUTPUT, ["batch['x']", "batch['y']"]),
+    "tuple of its own": (Two(A, B), ["batch[0]", "batch[1]"]),
+    "list of its own": (Titled("t", [A, B]), ["batch[0]", "batch[1]"]),
     "read-only mapping": (MappingProxyType({"x": A, "y": B}), ["batch['x']", "batch['y']"]),
     "named tuple": (Pair(A, B), ["batch[0]", "batch[1]"]),
     "dataclass": (Sample(A, B), ["batch.image", "batch.label"]),
@@ -105,6 +150,15 @@ def test_attributes_of_an_encoding_answer_with_the_new_tensors() -> None:
     assert rebuilt.x is B
     assert rebuilt["x"] is B
     assert rebuilt._encodings is state
+
+
+def test_containers_of_a_class_of_their_own_stay_what_they_are() -> None:
+    rebuilt = flatten_batch([Named(x=A), Doubling(x=A), OUTPUT, Titled("t", [A])]).rebuild([B, B, B, B, B])
+    assert rebuilt[0].x is B
+    assert torch.equal(rebuilt[1]["x"], 2 * B)
+    assert rebuilt[2].x is rebuilt[2]["x"] is B
+    assert rebuilt[3].title == "t"
+    assert OUTPUT.x is A
 
 
 def test_numpy_arrays_count_as_tensors() -> None:
