@@ -69,7 +69,9 @@ def _open_study(storage: str | None, name: str, arguments: Mapping[str, Any]) ->
         try:
             place: Any = storage
             if storage is not None and storage.startswith(_JOURNAL):
-                backend = optuna.storages.journal.JournalFileBackend(storage.removeprefix(_JOURNAL))
+                # Absolute: otherwise a lock that a killed worker leaves is never released.
+                path = os.path.abspath(storage.removeprefix(_JOURNAL))
+                backend = optuna.storages.journal.JournalFileBackend(path)
                 place = optuna.storages.JournalStorage(backend)
             return optuna.create_study(
                 **{**arguments, "storage": place, "study_name": name, "load_if_exists": True}

@@ -171,7 +171,9 @@ class Search:
             self._listeners.wait()
             try:
                 self._refill()
-                while self.running and self._fit_ran_out_of_memory():
+                # Asked to end by now: nothing has been trained that an epoch should complete.
+                has_begun = not self._must_end.is_set()
+                while has_begun and self.running and self._fit_ran_out_of_memory():
                     self._refill()
             finally:
                 self._give_back()
@@ -286,7 +288,11 @@ class Search:
             num_free = self._slots - max(len(self.running), len(self._waiting))
             taken = self._office.take(num_free, even_if_stuck=not self.running or self._must_wait())
             waiting, self._waiting = self._waiting, []
-            self._begin([*waiting, *(trial for trial in taken if self._admit(trial))])
+            waiting += [trial for trial in taken if self._admit(trial)]
+            if self._must_end.is_set():  # while they were built; to trace them may take long
+                self._waiting = waiting
+                break
+            self._begin(waiting)
             if not taken:
                 if self.running or self._office.is_exhausted:
                     break
@@ -326,7 +332,11 @@ class Search:
             self._office.do(self._source.tell, trial)
             return False
         if trial.loader is not None and trial.member is not None and trial.member.example_batch is None:
-            trial.member.example_batch = first_batch(trial.loader, f"the loader of trial {trial.name!r}")
+            try:
+                trial.member.example_batch = first_batch(trial.loader, f"the loader of trial {trial.name!r}")
+            except TrainmuxError as error:
+                self._fail(trial, error)
+                return False
         return True
 
     def _begin(self, trials: list[Trial]) -> None:

@@ -66,6 +66,7 @@ class StudySource:
         self._patiently = Patience(patience_s)
         self._worker = Worker(study, worker, heartbeat, self._trial_ids)
         self._begun = 0
+        self._asking_id: int | None = None
         self._mine: dict[int, optuna.Trial] = {}
         self._reported: dict[int, set[int]] = {}
         self._names: set[str] = set()
@@ -115,10 +116,12 @@ class StudySource:
                 continue
             trial_id = frozen._trial_id
             try:
-                running = optuna.trial.TrialState.RUNNING
+                running, mark = optuna.trial.TrialState.RUNNING, (trial_id, MARK, self._worker.mark)
+                if MARK not in frozen.user_attrs:  # without one it would run for ever if we were killed now
+                    self._patiently(self._storage.set_trial_user_attr, *mark)
                 if not self._patiently(self._storage.set_trial_state_values, trial_id, running):
                     continue
-                self._patiently(self._storage.set_trial_user_attr, trial_id, MARK, self._worker.mark)
+                self._patiently(self._storage.set_trial_user_attr, *mark)
                 if _is_second_retry(frozen, trials):
                     self._fail(trial_id, "another retry of the same trial came first")
                     continue
@@ -163,9 +166,11 @@ class StudySource:
                 return None
         else:
             trial_id = frozen._trial_id
+        self._asking_id = trial_id  # ours, however long the sampler takes
         asked = patiently(optuna.Trial, study, trial_id)
         number = asked.number
         self._mine[number] = asked
+        self._asking_id = None
         self._reported[number] = set() if frozen is None else set(frozen.intermediate_values)
         patiently(self._worker.begin, trial_id)
 
@@ -278,7 +283,8 @@ class StudySource:
         self._reported.pop(number, None)
 
     def _trial_ids(self) -> list[int]:
-        return [trial._trial_id for trial in list(self._mine.values())]
+        asking = [] if self._asking_id is None else [self._asking_id]
+        return asking + [trial._trial_id for trial in list(self._mine.values())]
 
     def _require_alive(self) -> None:
         if self._worker.error is not None:

@@ -24,7 +24,7 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from trainmux.errors import ConfigError
+from trainmux.errors import ConfigError, warn_user
 from trainmux.search._patience import Patience, is_out_of_reach
 
 MARK = "trainmux_worker"
@@ -72,6 +72,7 @@ class Worker:
         """Give the first sign of life, and go on from a thread; refuses a name that a living worker has."""
         if isinstance(self._storage, optuna.storages.InMemoryStorage):
             return  # nobody else can see it
+        _warn_of_lock(self._storage)
         if self._is_named:
             patience(self._require_name_of_its_own)
         patience(self._beat)
@@ -142,7 +143,14 @@ class Worker:
         seen = {}
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             mark = trial.user_attrs.get(MARK)
-            if mark is None or trial._trial_id in mine:
+            if mark is None:
+                continue
+            if trial._trial_id in mine:
+                if (
+                    mark != self.mark
+                ):  # of one who marked it at the same time, but was not the first to run it
+                    with suppress(optuna.exceptions.UpdateFinishedTrialError):
+                        self._storage.set_trial_user_attr(trial._trial_id, MARK, self.mark)
                 continue
             key = (trial.number, mark, None if mark == self.mark else beats.get(mark))
             seen[key] = self._seen.get(key, 0) + 1
@@ -220,6 +228,19 @@ def retried_number(trial: FrozenTrial) -> int | None:
     """The number of the trial that this one is a retry of."""
     history = retry_history(trial)
     return history[-1] if history else None
+
+
+def _warn_of_lock(storage: Any) -> None:
+    """Warn where Optuna would not find out that a journal's lock is old, as a killed worker leaves it."""
+    lock = getattr(getattr(storage, "_backend", None), "_lock", None)
+    if isinstance(lock, optuna.storages.journal.JournalFileSymlinkLock):
+        path = lock._lock_target_file
+        if not os.path.exists(os.path.join(os.path.dirname(lock._lock_file), path)):
+            warn_user(
+                f"expected the journal at an absolute path, got {path!r}: if a worker is killed while it "
+                "writes, its lock stays, and all others wait for ever. Give JournalFileBackend "
+                "os.path.abspath(...)"
+            )
 
 
 def _interval_of(storage: Any) -> int | None:
