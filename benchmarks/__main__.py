@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import adapters, overhead, plans, report, search, step, zoo
+from benchmarks import adapters, chaos, overhead, plans, report, search, step, zoo
 
 app = typer.Typer(
     name="benchmarks", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -15,6 +15,7 @@ app.command("zoo")(zoo.command)
 app.command("overhead")(overhead.command)
 app.command("adapters")(adapters.command)
 app.command("search")(search.command)
+app.command("chaos")(chaos.command)
 app.command("report")(report.command)
 
 

@@ -18,6 +18,7 @@ KEYS = {
     "zoo": ("model", "width"),
     "adapters": ("size", "adapters", "batch_size", "length", "ranks", "way"),
     "search": ("model", "way", "trials", "max_epochs", "slots", "seed"),
+    "chaos": ("storage", "trials", "kills", "outages", "seed"),
     "overhead": ("workload", "width", "budget"),
 }
 """By benchmark: what names a row. A row measured anew replaces the one of the same name."""
