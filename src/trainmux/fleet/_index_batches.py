@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,15 +119,20 @@ class IndexBatches:
 
     def rows(self, rows: Tensor) -> Any:
         """These rows of the data set as one batch, on its device."""
-        index = rows.to(self._leaves[0].device)
+        index = rows.to(self.device)
         return self._data.rebuild([leaf[index] for leaf in self._leaves])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the data set lies."""
+        return self._leaves[0].device
 
     def _orders(self, number: int) -> Tensor:
         """One line of rows for each member, on the device; shorter ones are repeated, as filling."""
         longest = max(map(len, self._views))
         lines = [self.order(i, number) for i in range(len(self._views))]
         table = torch.stack([line.repeat(-(-longest // len(line)))[:longest] for line in lines])
-        return table.to(self._leaves[0].device)
+        return table.to(self.device)
 
     def _tails(self) -> list[int]:
         return sorted({len(view) % self.batch_size for view in self._views} - {0}, reverse=True)
@@ -141,7 +146,7 @@ def whole_data(dataset: Any) -> FlatBatch:
     """Take a data set apart into tensors with one row per sample; refuses one where rows are missing."""
     if isinstance(dataset, TensorDataset):
         dataset = dataset.tensors
-    elif hasattr(dataset, "__getitem__") and not isinstance(dataset, (Tensor, np.ndarray, dict, tuple, list)):
+    elif hasattr(dataset, "__getitem__") and not isinstance(dataset, (Tensor, np.ndarray, Mapping, tuple)):
         try:
             dataset = default_collate([dataset[number] for number in range(len(dataset))])
         except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
@@ -149,7 +154,7 @@ def whole_data(dataset: Any) -> FlatBatch:
                 f"dataset: expected samples that can be stacked, got {type(dataset).__name__}: "
                 f"{first_line(error)}; pass a tuple or dict of tensors"
             ) from error
-    elif not isinstance(dataset, (Tensor, np.ndarray, dict, tuple, list)):
+    elif not isinstance(dataset, (Tensor, np.ndarray, Mapping, tuple)):
         raise BatchError(
             f"dataset: expected tensors, or a data set with len() and samples by number, got "
             f"{type(dataset).__name__}; load it first"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from trainmux.errors import ConfigError
@@ -87,13 +87,18 @@ class Results(Sequence[Trial]):
 
     def table(self) -> pandas.DataFrame:
         """``to_rows`` as a table; needs pandas."""
-        try:
-            import pandas
-        except ImportError:
-            raise ConfigError(
-                "expected pandas for a table, got none: pip install 'trainmux[search]', or take to_rows()"
-            ) from None
-        return pandas.DataFrame(self.to_rows())
+        return as_table(self.to_rows())
+
+
+def as_table(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
+    """Make a table of rows; refuses without pandas."""
+    try:
+        import pandas
+    except ImportError:
+        raise ConfigError(
+            "expected pandas for a table, got none: pip install 'trainmux[search]', or take to_rows()"
+        ) from None
+    return pandas.DataFrame(rows)
 
 
 def _signed(trial: Trial, mode: tuple[Mode, ...]) -> tuple[float, ...]:

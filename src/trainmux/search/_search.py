@@ -108,12 +108,7 @@ class SearchOptions:
             raise ConfigError("keep= needs one metric, got several: which members are best is not defined")
         if self.timeout is not None and not self.timeout > 0:
             raise ConfigError(f"timeout must be a number of seconds above 0, but got {self.timeout!r}")
-        unknown = sorted(set(self.fleet) - _FLEET_ARGUMENTS)
-        if unknown:
-            raise ConfigError(
-                f"expected arguments of a search or of Fleet, got {unknown[0]!r}; those of Fleet are "
-                f"{', '.join(sorted(_FLEET_ARGUMENTS))}"
-            )
+        check_fleet_arguments(self.fleet)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -124,6 +119,17 @@ class SearchOptions:
     def modes(self) -> tuple[Mode, ...]:
         """The direction of each metric."""
         return (self.mode,) if isinstance(self.mode, str) else tuple(self.mode)
+
+
+def check_fleet_arguments(given: Iterable[str], refused: Iterable[str] = ()) -> None:
+    """Refuse what is no argument of `Fleet` that can be chosen here."""
+    allowed = _FLEET_ARGUMENTS - set(refused)
+    unknown = sorted(set(given) - allowed)
+    if unknown:
+        raise ConfigError(
+            f"expected arguments of a search or of Fleet, got {unknown[0]!r}; those of Fleet are "
+            f"{', '.join(sorted(allowed))}"
+        )
 
 
 class Search:
