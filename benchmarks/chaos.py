@@ -3,7 +3,8 @@
 Each worker is a process that works on the study with ``trainmux.optuna.optimize``. One of them at a time is
 killed (SIGKILL) at a random moment, start-up included, and a new one is started at once, until there were as
 many kills as asked for; then the workers may finish. Meanwhile the study's storage may be away for some
-seconds: a journal's folder is renamed, a SQLite database is locked by another process.
+seconds: a journal's folder is renamed, a SQLite database is locked by another process. Workers that end for
+that are started again, too.
 
 Each worker writes down the epochs that each trial was trained, from the thread that trains. Afterwards the
 study says what became of each configuration, and the epochs say what was trained more than once.
@@ -17,10 +18,9 @@ import os
 import random
 import sqlite3
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -123,8 +123,10 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return error.square().mean()
 
 
-def work(run: Run) -> None:
+def work(run: Run, pause_s: float) -> None:
     """Be a worker until the study has all its trials."""
+    os.dup2(os.open(run.folder / "workers.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    time.sleep(pause_s)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(_STEPS, 32, 8, generator=generator)
     tm.optuna.optimize(
@@ -145,25 +147,24 @@ def work(run: Run) -> None:
 # ---- what happens to it -------------------------------------------------------------------------------
 
 
-@contextmanager
-def away(run: Run) -> Iterator[None]:
-    """Have the storage out of reach."""
+def take_away(run: Run) -> None:
+    """Have the storage out of reach for a while."""
     if run.storage == "sqlite":
-        with sqlite3.connect(run.store / "study.db", timeout=60, isolation_level=None) as database:
-            database.execute("BEGIN EXCLUSIVE")
-            yield
-            database.execute("ROLLBACK")
+        database = sqlite3.connect(run.store / "study.db", timeout=60, isolation_level=None)
+        database.execute("BEGIN EXCLUSIVE")
+        time.sleep(run.outage_s)
+        database.execute("ROLLBACK")
         database.close()
-        return
-    elsewhere = run.store.with_name("elsewhere")
-    run.store.rename(elsewhere)
-    yield
-    elsewhere.rename(run.store)
+    else:
+        elsewhere = run.store.with_name("elsewhere")
+        run.store.rename(elsewhere)
+        time.sleep(run.outage_s)
+        elsewhere.rename(run.store)
 
 
 @dataclass
 class Workers:
-    """The processes. One that ends by itself before the study is finished is started again, too."""
+    """The processes that work on the study."""
 
     run: Run
     processes: list[ForkServerProcess] = field(default_factory=list)
@@ -175,8 +176,8 @@ class Workers:
         self._context.set_forkserver_preload([__name__, *_IMPORTS])
         self.processes = [self._start() for _ in range(self.run.workers)]
 
-    def _start(self) -> ForkServerProcess:
-        process = self._context.Process(target=work, args=(self.run,), daemon=True)
+    def _start(self, pause_s: float = 0.0) -> ForkServerProcess:
+        process = self._context.Process(target=work, args=(self.run, pause_s), daemon=True)
         process.start()
         return process
 
@@ -186,12 +187,18 @@ class Workers:
         self.processes[index].join()
         self.processes[index] = self._start()
 
-    def mend(self) -> None:
-        """Start those again that have failed by themselves."""
-        for index, process in enumerate(self.processes):
-            if process.exitcode:
-                self.num_ended += 1
-                self.processes[index] = self._start()
+    def watch(self, seconds: float) -> None:
+        """Wait, and start those again that end with an error meanwhile."""
+        end_s = time.monotonic() + seconds
+        while True:
+            for index, process in enumerate(self.processes):
+                if process.exitcode:
+                    self.num_ended += 1
+                    self.processes[index] = self._start(pause_s=1.0)
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return
+            time.sleep(min(0.05, left_s))
 
     def are_done(self) -> bool:
         """Whether a worker has found the search to be over."""
@@ -208,38 +215,28 @@ def execute(run: Run) -> dict[str, Any]:
     run.store.mkdir(parents=True)
     run.open_study()
     chance = random.Random(run.seed)
-    begin = time.monotonic()
+    outages = [run.kills * (number + 1) // (run.outages + 1) for number in range(run.outages)]
+    absences = [threading.Thread(target=take_away, args=(run,)) for _ in outages]
+    begin_s = time.monotonic()
     workers = Workers(run)
-    absent: Any = None
     try:
-        outages = [run.kills * (number + 1) // (run.outages + 1) for number in range(run.outages)]
         for number in range(run.kills):
             if number in outages:
-                absent = away(run)
-                absent.__enter__()
-                end_s = time.monotonic() + run.outage_s
-            pause_end_s = time.monotonic() + chance.uniform(0, 2 * run.between_s)
-            while time.monotonic() < pause_end_s:
-                time.sleep(min(0.05, max(0.0, pause_end_s - time.monotonic())))
-                workers.mend()
-                if absent is not None and time.monotonic() > end_s:
-                    absent = absent.__exit__(None, None, None)
+                absences[outages.index(number)].start()
+            workers.watch(chance.uniform(0, 2 * run.between_s))
             if workers.are_done():
                 raise SystemExit(
                     f"the search was over after {number} of {run.kills} kills: give it more trials"
                 )
             workers.kill(chance.randrange(run.workers))
-        if absent is not None:
-            time.sleep(max(0.0, end_s - time.monotonic()))
-            absent = absent.__exit__(None, None, None)
         while not workers.are_done():
-            time.sleep(0.05)
-            workers.mend()
+            workers.watch(0.1)
     finally:
-        if absent is not None:
-            absent.__exit__(None, None, None)
+        for absence in absences:
+            if absence.is_alive():
+                absence.join()
         workers.stop()
-    return {"seconds": time.monotonic() - begin, "ended": workers.num_ended, **judge(run)}
+    return {"seconds": time.monotonic() - begin_s, "ended": workers.num_ended, **judge(run)}
 
 
 # ---- what came of it ----------------------------------------------------------------------------------

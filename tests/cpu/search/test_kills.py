@@ -1,0 +1,22 @@
+"""Workers of one study that are killed: every configuration ends once, and little is trained again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("optuna", reason="needs Optuna")
+
+from benchmarks.chaos import Run, execute, is_as_promised  # noqa: E402
+
+
+@pytest.mark.slow
+def test_five_kills_lose_no_trial(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path / "run", "journal", trials=16, kills=5, slots=4, epoch_s=0.25, between_s=1.5, heartbeat=0.5
+    )
+    found = execute(run)
+    assert is_as_promised(run, found), found
+    assert found["fail"] > 0, "kills hit trials that were running"
+    assert found["complete"] + found["pruned"] == 16
