@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from trainmux.profiling import KernelGraph, LinkRates, _measured
 from trainmux.tracing import Reach, TracedGraph, graph_module
 
 _MOST_KEPT = 64
+
+_build._CPU_PATIENCE_S = math.inf  # a test that takes long must not begin to compile
 
 
 class _Kept:
@@ -103,11 +106,12 @@ def built_once(
 
     def once(original: Callable[..., Any], self: Any, given: tuple[Any, ...], stacked_batch: bool) -> Any:
         def make() -> Any:
-            return original(self, *given, stacked_batch=stacked_batch)
+            built = original(self, *given, stacked_batch=stacked_batch)
+            return replace(built, upgrade=None) if original is step else built
 
         config = self._config
         is_patched = _build.fuse is not _fuse_once
-        if is_patched or (original is step and config.lowering != "aten"):
+        if is_patched or (original is step and config.lowering == "inductor"):
             return make()
         units = (_units.SMALL, _units.MOST_TOGETHER)
         decisive = (original.__name__, *given[1:], stacked_batch, config, self._shared, units)

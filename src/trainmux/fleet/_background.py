@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -16,11 +17,15 @@ class Upgrade(Generic[T]):
 
     ``prepare`` returns ``(work, finish)``. It and ``finish``, which makes the result, run on the caller's
     thread, because they trace, which only one thread can do at a time. ``work``, which waits for other
-    processes, runs on a thread. A failure is warned about once; then there is no upgrade.
+    processes, runs on a thread. A failure is warned about once; then there is no upgrade. Nothing happens
+    for the first ``patience_s`` seconds.
     """
 
-    def __init__(self, prepare: Callable[[], tuple[Callable[[], None], Callable[[], T]]]) -> None:
+    def __init__(
+        self, prepare: Callable[[], tuple[Callable[[], None], Callable[[], T]]], patience_s: float = 0.0
+    ) -> None:
         self._prepare = prepare
+        self._earliest_s = time.monotonic() + patience_s
         self._finish: Callable[[], T] | None = None
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -29,9 +34,11 @@ class Upgrade(Generic[T]):
     def is_ready(self) -> bool:
         return self._error is not None or (self._thread is not None and not self._thread.is_alive())
 
-    def start(self) -> None:
-        """Prepare now and start working in the background."""
+    def start(self, *, at_once: bool = False) -> None:
+        """Prepare and start working in the background, unless it is too early."""
         if self._thread is not None or self._error is not None:
+            return
+        if not at_once and time.monotonic() < self._earliest_s:
             return
         try:
             work, self._finish = self._prepare()
@@ -43,7 +50,7 @@ class Upgrade(Generic[T]):
 
     def wait(self) -> None:
         """Wait until it is ready."""
-        self.start()
+        self.start(at_once=True)
         if self._thread is not None:
             self._thread.join()
 

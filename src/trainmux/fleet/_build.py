@@ -42,6 +42,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LARGE_CONVOLUTIONS_FLOPS = 2e10
+_CPU_PATIENCE_S = 5.0
+"""What compiling for a CPU keeps a step waiting for, about: who trains for less than that goes on without."""
 _NUM_BRANCHES = 4
 """Measured on an H200 (bf16, eight members, `benchmarks/results/`): transformers, recommenders and small
 models gain from complete fusion; large convolutions do not, because one grouped convolution is slower than
@@ -95,7 +97,7 @@ class ProgramBuilder:
     ) -> BuiltStep:
         """The step of ``width`` members."""
         array, branches = choose_partition(traced, width, self._config)
-        lowering = self._config.lowering
+        lowering, on_cpu = self._config.lowering, self._config.device.type == "cpu"
         lowered = functools.partial(self.lowered_step, traced, array, settings, stacked_batch=stacked_batch)
 
         def whole(program: StepProgram, how: str) -> StepProgram:
@@ -108,7 +110,8 @@ class ProgramBuilder:
 
         def prepare() -> tuple[Callable[[], None], Callable[[], StepProgram]]:
             step = lowered()
-            return self._cache().fill(step.lowered.kernels), lambda: compiled(step)
+            work = self._cache().fill(step.lowered.kernels, least_workers=int(on_cpu))
+            return work, lambda: compiled(step)
 
         if lowering == "inductor":
             step = lowered()
@@ -116,7 +119,7 @@ class ProgramBuilder:
         fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
         how = "runs through ATen" + ("" if lowering == "aten" else " until its kernels are compiled")
         program = whole(self._build(fused, settings, compiles=False), how)
-        upgrade = None if lowering == "aten" else Upgrade(prepare)
+        upgrade = None if lowering == "aten" else Upgrade(prepare, _CPU_PATIENCE_S if on_cpu else 0.0)
         return BuiltStep(program, fused.records, len(fused.module.graph.nodes), upgrade)
 
     @_typed

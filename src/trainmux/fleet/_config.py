@@ -57,6 +57,11 @@ class FleetConfig:
             return CudaGraphEngine(self.device, deterministic=self.deterministic)
         return ReferenceEngine(deterministic=self.deterministic)
 
+    @property
+    def compiles_plans(self) -> bool:
+        """Whether steps whose memory is placed in advance, in a plan or beside other jobs, are compiled."""
+        return self.lowering == "inductor" or (self.lowering == "auto" and self.device.type == "cuda")
+
     def held_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a tensor of ``dtype`` is held and fed."""
         held = _PRECISIONS[self.precision][1]
@@ -104,7 +109,7 @@ def whole_number(setting: str, value: Any) -> int:
 
 
 def _lowering(device: torch.device, settings: Mapping[str, Any]) -> str:
-    """Resolve "auto": "aten" without a compiler or as an oracle, "inductor" where runs must repeat."""
+    """Resolve "auto": "aten" without a compiler or as an oracle; as it is where it may change on the way."""
     wanted = settings["lowering"]
     missing = compiler_missing(device) if wanted != "aten" else ""
     if wanted == "inductor" and missing:
@@ -113,10 +118,12 @@ def _lowering(device: torch.device, settings: Mapping[str, Any]) -> str:
         )
     if wanted != "auto":
         return str(wanted)
-    if device.type != "cuda" or missing or settings["engine"] == "reference":
+    if missing or settings["engine"] == "reference":
         return "aten"
+    if not settings["deterministic"]:
+        return "auto"
     # When compiled kernels take over depends on the clock, and with it the last bits.
-    return "inductor" if settings["deterministic"] else "auto"
+    return "inductor" if device.type == "cuda" else "aten"
 
 
 def _device(device: Any) -> torch.device:

@@ -294,7 +294,7 @@ class FleetPlanner:
         """Kind of kernels: the fleet's own where they are measured, lowered regions elsewhere."""
         if self._device is not None:
             return "lowered"
-        return "aten" if self._config.lowering == "aten" else "compiled"
+        return "compiled" if self._config.compiles_plans else "aten"
 
     def example_spec(self, sub_array: SubArray) -> BatchSpec:
         """Of the batch that a sub-array's members were planned with."""

@@ -63,7 +63,7 @@ class GroupPiece:
                 step = group.prepare(trace, stacked_batch=stacked, applies=self.applies)
             if step is None or not isinstance(step.module, torch.fx.GraphModule):
                 group.stacked_batch = stacked
-                is_compiled = group.config.lowering != "aten" and trace.graph is group.traced
+                is_compiled = group.config.compiles_plans and trace.graph is group.traced
                 step = group.sub_array_program(
                     group.width,
                     kernels="compiled" if is_compiled else "aten",
@@ -116,9 +116,8 @@ class SegmentRunner:
     @property
     def compiles_usual_only(self) -> bool:
         """Whether steps on other batches than the usual ones may run through ATen, unlike those."""
-        lowering = self._config.lowering
         is_wide = any(group.width > 1 for group in self.groups)
-        return lowering == "auto" or (lowering == "inductor" and is_wide)
+        return self._config.compiles_plans and (self._config.lowering == "auto" or is_wide)
 
     def begin(self, batch: Any, *, applies: bool | None = None) -> tuple[GroupPiece, ...]:
         """Check a batch and read the members' settings as they are now; refuses what `Fleet.step` would.

@@ -38,7 +38,7 @@ def _max_workers() -> int:
     given = os.environ.get("TRAINMUX_COMPILE_WORKERS", "")
     if given and not given.isdecimal():
         raise ConfigError(f"TRAINMUX_COMPILE_WORKERS: expected a whole number, got {given!r}")
-    return int(given) if given else min(_MAX_WORKERS, (os.cpu_count() or 1) - 1)
+    return int(given) if given else max(1, min(_MAX_WORKERS, (os.cpu_count() or 1) - 1))
 
 
 class Kernel:
@@ -229,11 +229,12 @@ class KernelCache:
         ):
             yield
 
-    def fill(self, kernels: Iterable[Kernel]) -> Callable[[], None]:
+    def fill(self, kernels: Iterable[Kernel], *, least_workers: int = 0) -> Callable[[], None]:
         """A function that has workers compile kernels into the cache on disk, where that pays.
 
-        It may be called on any thread. Calls wait for one another, so that the last to return finds the
-        kernels of all before it as well.
+        With ``least_workers`` above 0 it pays always, because nobody waits. The function may be called on any
+        thread. Calls wait for one another, so that the last to return finds the kernels of all before it as
+        well.
         """
         waiting = [kernel for kernel in kernels if not kernel.is_settled and not kernel.is_claimed]
         keys = self._stored_keys(waiting)
@@ -241,12 +242,16 @@ class KernelCache:
             kernel.stored_key = keys[kernel.key]
         waiting = [kernel for kernel in waiting if not is_known(kernel.stored_key)]
         jobs: list[Job] = []
-        for kernel in waiting if num_workers(len(waiting), _max_workers()) else ():
+        for kernel in waiting if num_workers(len(waiting), _max_workers(), least_workers) else ():
             kernel.is_claimed = True
             jobs.append(kernel.job())
 
         def work() -> None:
-            with self._filling, Workers(_max_workers(), deterministic=self._deterministic) as workers:
+            most = _max_workers()
+            with (
+                self._filling,
+                Workers(most, least_workers, deterministic=self._deterministic) as workers,
+            ):
                 for job in jobs:
                     workers.add(job)
                 workers.finish()

@@ -32,8 +32,8 @@ class Workers:
     left to the caller.
     """
 
-    def __init__(self, most: int, *, deterministic: bool) -> None:
-        self._most = most
+    def __init__(self, most: int, least: int = 0, *, deterministic: bool) -> None:
+        self._least, self._most = least, most
         self._deterministic = deterministic
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_jobs = 0
@@ -50,7 +50,7 @@ class Workers:
         """Compile this one as soon as a worker is free."""
         self._waiting.put(job)
         self._num_jobs += 1
-        wanted = num_workers(self._num_jobs, self._most)
+        wanted = num_workers(self._num_jobs, self._most, self._least)
         while len(self._threads) < wanted:
             self._threads.append(threading.Thread(target=self._serve, daemon=True))
             self._threads[-1].start()
@@ -77,10 +77,10 @@ class Workers:
                 worker.kill()
 
 
-def num_workers(num_jobs: int, most: int) -> int:
-    """How many workers so many jobs pay for, two at least; 0 where that is not worth it."""
+def num_workers(num_jobs: int, most: int, least: int = 0) -> int:
+    """How many workers so many jobs pay for, two at least; ``least`` where that is not worth it."""
     wanted = min(most, num_jobs // MIN_FOR_WORKER)
-    return wanted if wanted >= 2 else 0
+    return wanted if wanted >= 2 else min(least, most, num_jobs)
 
 
 def _started(deterministic: bool) -> subprocess.Popen[bytes]:

@@ -14,6 +14,7 @@ from short_workloads import SHORT
 
 import trainmux.fleet._config as config_module
 from trainmux.errors import TrainmuxWarning
+from trainmux.fleet import _build
 from trainmux.fleet._background import Upgrade
 
 MLP = SHORT["mlp"]
@@ -23,9 +24,10 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 
 @pytest.fixture
 def finished(monkeypatch: pytest.MonkeyPatch) -> list[Upgrade[Any]]:
-    """Lower as "auto" does on a CUDA device; gives the upgrades that were taken, in order."""
+    """Compile without patience, with a compiler; gives the upgrades that were taken, in order."""
     leave_uncompiled(monkeypatch)
-    monkeypatch.setattr(config_module, "_lowering", lambda *_, **__: "auto")
+    monkeypatch.setattr(config_module, "compiler_missing", lambda _: "")
+    monkeypatch.setattr(_build, "_CPU_PATIENCE_S", 0.0)
     taken: list[Upgrade[Any]] = []
     original = Upgrade.result
 
@@ -45,7 +47,7 @@ def batch(step: int) -> Any:
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is compiled until it is set."""
     go = threading.Event()
-    monkeypatch.setattr(UncompiledCache, "fill", lambda self, kernels: lambda: go.wait(30))
+    monkeypatch.setattr(UncompiledCache, "fill", lambda self, kernels, **_: lambda: go.wait(30))
     return go
 
 
@@ -59,9 +61,7 @@ def test_programs_are_switched_once_and_training_goes_on(
     fleet.wait_until_compiled()
     losses += [fleet.step(batch(step)) for step in (2, 3, 4)]
     assert len(finished) == 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config_module, "_lowering", lambda *_, **__: "aten")
-        expected = trained(MLP, fleet_of(MLP, "aten"), 5)
+    expected = trained(MLP, fleet_of(MLP, "aten"), 5)
     for step, loss in enumerate(losses):
         torch.testing.assert_close(loss, expected[f"loss {step}"], rtol=1e-5, atol=1e-5)
     got = trained(MLP, fleet, 0)
@@ -108,3 +108,23 @@ def test_a_step_that_runs_once_is_never_compiled(
     fleet = fleet_of(MLP, "auto")
     fleet.step(tuple(leaf[:2] for leaf in batch(0)))
     assert begun == finished == []
+
+
+def test_who_trains_for_a_moment_on_a_cpu_is_not_kept_waiting(
+    finished: list[Upgrade[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_build, "_CPU_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(UncompiledCache, "fill", Mock(side_effect=AssertionError))
+    fleet = fleet_of(MLP, "auto")
+    for step in range(3):
+        fleet.step(batch(step))
+    assert not finished
+    assert "until its kernels are compiled" in fleet.explain()
+
+
+def test_deterministic_runs_on_a_cpu_stay_on_aten(finished: list[Upgrade[Any]]) -> None:
+    fleet = fleet_of(MLP, "auto", deterministic=True)
+    for step in range(3):
+        fleet.step(batch(step))
+        fleet.wait_until_compiled()
+    assert not finished

@@ -221,16 +221,18 @@ def test_few_kernels_and_known_ones_need_no_worker(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Workers, "finish", lambda workers: asked.append(workers._num_jobs))
     monkeypatch.setattr(Workers, "_serve", lambda workers: None)
 
-    def fill(deterministic: bool = False) -> list[str]:
+    def fill(deterministic: bool = False, least_workers: int = 0) -> list[str]:
         """Two kernels; the keys that their code is kept by."""
         cache = KernelCache(deterministic=deterministic)
         lowered = [lower(traced(lambda x: x.relu() + 1, torch.zeros(4, n)), cache) for n in (3, 5)]
         kernels = [kernel for each in lowered for kernel in each.kernels]
-        cache.fill(kernels)()
+        cache.fill(kernels, least_workers=least_workers)()
         return list(cache._stored_keys(kernels).values())
 
     fill()
     assert asked == [0]
+    fill(least_workers=1)
+    assert asked.pop() == 2, "expected a worker where nobody waits for it"
     monkeypatch.setattr(_workers, "MIN_FOR_WORKER", 1)
     for key in fill():
         remember(key, b"code")
