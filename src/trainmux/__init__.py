@@ -1,6 +1,6 @@
 """Train many PyTorch models at once, inside a memory budget you name."""
 
-from trainmux import errors, loggers, optuna
+from trainmux import errors, lightning, loggers, optuna
 from trainmux.colocate import Colocation, ColocationResult, Job, JobResult, JobStep, JobUsage, colocate
 from trainmux.errors import (
     BatchError,
@@ -111,6 +111,7 @@ __all__ = [
     "ensemble",
     "errors",
     "inspect_machine",
+    "lightning",
     "loggers",
     "optuna",
     "seeds",
