@@ -45,7 +45,7 @@ test-integrations: $(INTEGRATIONS)/.installed ## tests against Optuna and the li
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations -n 2 --dist worksteal
 
 docs: $(DOCS)/.installed ## the site, into build/site, with tutorials that are run while it is built
-	$(DOCS)/bin/python -m mkdocs build --strict
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 lint: $(INSTALLED) ## ruff, mypy and the order of imports
 	$(PY) -m ruff check .

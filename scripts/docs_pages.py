@@ -1,4 +1,4 @@
-"""What `make docs` does besides MkDocs: pages of the repository's root, and tutorials that are run.
+"""Pages of the repository's root in the site, and links as they are there.
 
 Named in mkdocs.yml under ``hooks``; MkDocs calls the functions ``on_...``.
 """
