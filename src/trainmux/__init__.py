@@ -1,6 +1,6 @@
 """Train many PyTorch models at once, inside a memory budget you name."""
 
-from trainmux import errors, lightning, loggers, optuna
+from trainmux import errors, huggingface, lightning, loggers, optuna
 from trainmux.colocate import Colocation, ColocationResult, Job, JobResult, JobStep, JobUsage, colocate
 from trainmux.errors import (
     BatchError,
@@ -110,6 +110,7 @@ __all__ = [
     "cross_validate",
     "ensemble",
     "errors",
+    "huggingface",
     "inspect_machine",
     "lightning",
     "loggers",
