@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from benchmarks.chaos import Run, execute, is_as_promised  # noqa: E402
+from benchmarks.chaos import Run, execute, is_as_promised
 
 
 def test_kills_while_the_storage_is_away_lose_no_trial(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("optuna", reason="needs Optuna")
 
-from benchmarks.chaos import Run, execute, is_as_promised  # noqa: E402
+from benchmarks.chaos import Run, execute, is_as_promised
 
 
 @pytest.mark.slow
