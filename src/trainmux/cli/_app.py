@@ -144,6 +144,10 @@ def sweep(
     worker: Annotated[str | None, typer.Option(help="This worker's name.", show_default="made up")] = None,
     heartbeat: Annotated[float | None, typer.Option(help="Seconds between a worker's signs of life.")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="One worker per GPU of a Ray cluster.")] = False,
+    progress: Annotated[
+        str | None,
+        typer.Option(help="auto, rich, plain or off.", show_default="auto, a live table in a terminal"),
+    ] = None,
 ) -> None:
     """Train trials of an Optuna study, many at a time, alone or beside other workers.
 
@@ -158,6 +162,7 @@ def sweep(
         "checkpoint": checkpoint,
         "worker": worker,
         "heartbeat": heartbeat,
+        "progress": progress,
     }
     given = {name: value for name, value in options.items() if value is not None}
     raise typer.Exit(run_sweep(search, storage, study, given, workers, use_ray=ray))

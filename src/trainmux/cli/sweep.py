@@ -44,6 +44,8 @@ def run_sweep(
         raise typer.BadParameter("expected --worker for a single worker, got it with --workers or --ray")
     # What is wrong is said once, and only one process makes the tables.
     _open_study(storage, study_name, load(name, dict).get("study", {}))
+    # A terminal has room for one table only.
+    options = {"progress": "plain", **options}
     if use_ray:
         return _on_ray(name, storage, study_name, options, workers)
     return _in_processes(_command(name, storage, study_name, options), _devices(workers))

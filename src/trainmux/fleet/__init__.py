@@ -12,6 +12,16 @@ from trainmux.fleet._index_batches import IndexBatches, PartialBatch, rows_of, w
 from trainmux.fleet._machine import CacheFacts, MachineFacts, Rates, inspect_machine
 from trainmux.fleet._member import Member
 from trainmux.fleet._plan import Plan
+from trainmux.fleet._progress import (
+    Row,
+    left_text,
+    memory_text,
+    open_display,
+    printable,
+    progress_setting,
+    rate_text,
+    value_text,
+)
 from trainmux.fleet._segment_runner import GroupPiece
 from trainmux.fleet._shared import share_frozen
 from trainmux.fleet._slots import Room
@@ -40,13 +50,21 @@ __all__ = [
     "Plan",
     "Rates",
     "Room",
+    "Row",
     "check_mode",
     "checkpoint_exists",
     "first_batch",
     "inspect_machine",
+    "left_text",
+    "memory_text",
+    "open_display",
+    "printable",
+    "progress_setting",
+    "rate_text",
     "require_choice",
     "rows_of",
     "share_frozen",
+    "value_text",
     "whole_data",
     "whole_number",
 ]

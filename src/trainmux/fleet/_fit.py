@@ -20,8 +20,9 @@ from trainmux.fleet._callbacks import Callback, FitState, callback_states, load_
 from trainmux.fleet._checkpoint_files import checkpoint_exists
 from trainmux.fleet._config import require_choice, whole_number
 from trainmux.fleet._cursor import END_OF_PASS, Batch, BatchCursor, random_state, restore_random_state
+from trainmux.fleet._fit_view import Curves, FitView
 from trainmux.fleet._history import STOPPED_ON_REQUEST, EpochRecord, History, Recorder
-from trainmux.fleet._progress import Display, Snapshot, open_display, printable
+from trainmux.fleet._progress import Display, open_display, printable, progress_setting
 
 if TYPE_CHECKING:
     from trainmux.fleet._fleet import Fleet
@@ -97,9 +98,7 @@ class FitOptions:
         require_choice("resume", self.resume, ("auto", "must", "never"))
         if self.resume == "must" and self.checkpoint is None:
             raise ConfigError("resume='must' needs checkpoint=, the directory to resume from")
-        if isinstance(self.progress, bool):
-            self.progress = "auto" if self.progress else "off"
-        require_choice("progress", self.progress, ("auto", "rich", "plain", "off"))
+        self.progress = progress_setting(self.progress)
 
     @property
     def unit(self) -> str:
@@ -127,6 +126,7 @@ class _FitRun:
         self._reported = set(self._recorder.stopped)
         self._timed_step, self._timed_s = self._step, time.monotonic()
         self._steps_per_s: float | None = None
+        self._curves = Curves()
 
     def run(self) -> History:
         with self._display:
@@ -198,7 +198,7 @@ class _FitRun:
         self._recorder.add(names, self._losses, self._fleet.metrics)
         if self._refresh_is_due():
             self._recorder.flush()
-            self._display.show(self._snapshot(self._epoch + 1))
+            self._display.show(self._view(self._epoch + 1))
         for callback in self._options.callbacks:
             callback.on_step_end(self._state(self._epoch + 1))
 
@@ -236,7 +236,7 @@ class _FitRun:
         self._history.mark_stopped(recorder.stopped)
         if options.checkpoint is not None:
             fleet.save(options.checkpoint, {_STATE_KEY: self._checkpoint_state()})
-        self._display.show(self._snapshot(self._epoch), ends_epoch=True)
+        self._display.show(self._view(self._epoch), ends_epoch=True)
         self._report_frozen()
 
     def _report_frozen(self) -> None:
@@ -279,11 +279,23 @@ class _FitRun:
             end_fit=self._request_end,
         )
 
-    def _snapshot(self, epoch: int) -> Snapshot:
+    def _view(self, epoch: int) -> FitView:
         """``epoch`` as shown; call right after a flush, when the device has caught up."""
         self._time_steps()
-        losses, rate = self._recorder.current_losses, self._steps_per_s
-        return Snapshot(self._state(epoch), losses, rate, self._remaining_steps())
+        losses = self._recorder.current_losses
+        self._curves.add(losses)
+        return FitView(
+            epoch,
+            self._options.epochs,
+            self._step,
+            self._options.steps,
+            losses,
+            self._curves.current(),
+            self._recorder.stopped,
+            self._steps_per_s,
+            self._remaining_steps(),
+            self._fleet._config.device,
+        )
 
     def _time_steps(self) -> None:
         """Update the smoothed speed, now that the device has caught up with the host."""

@@ -2,7 +2,7 @@
 
 from trainmux.runtime._capturing import allocating_from, capturing, no_collections
 from trainmux.runtime._determinism import deterministic_algorithms, is_depthwise, measured_convolutions
-from trainmux.runtime._driver_memory import bytes_outside_torch
+from trainmux.runtime._driver_memory import bytes_outside_torch, device_memory
 from trainmux.runtime._gpu import (
     CudaFacts,
     DriverFacts,
@@ -49,6 +49,7 @@ __all__ = [
     "capturing",
     "deferred_interrupts",
     "deterministic_algorithms",
+    "device_memory",
     "device_name",
     "ignored_warnings",
     "is_depthwise",

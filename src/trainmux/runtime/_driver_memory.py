@@ -49,6 +49,26 @@ def bytes_outside_torch(device: torch.device) -> int | None:
     return max(0, held - empty - torch.cuda.memory_reserved(device))
 
 
+class _MemoryInfo(ctypes.Structure):
+    """``nvmlMemory_t`` of NVML."""
+
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total_bytes", "free_bytes", "used_bytes")]
+
+
+def device_memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of a CUDA device that are in use, by whomever, and all it has; asks the driver, not the device.
+
+    ``None`` for other devices, and where the driver does not tell.
+    """
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    library, handle, found = _library(), _handle(index), _MemoryInfo()
+    if library is None or handle is None or library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(found)):
+        return None
+    return int(found.used_bytes), int(found.total_bytes)
+
+
 @functools.cache
 def _empty_context_bytes(index: int) -> int | None:
     """Bytes of a process that has nothing but a context on the device."""
@@ -61,19 +81,29 @@ def _empty_context_bytes(index: int) -> int | None:
 
 def _process_bytes(index: int, pid: int) -> int | None:
     """Bytes of a process on the device, by the driver's library."""
-    library = _library()
-    uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
-    if library is None or not uuid:
+    library, handle = _library(), _handle(index)
+    if library is None or handle is None:
         return None
-    handle, count = ctypes.c_void_p(), ctypes.c_uint(_MAX_PROCESSES)
+    count = ctypes.c_uint(_MAX_PROCESSES)
     found = (_ProcessInfo * _MAX_PROCESSES)()
-    if library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)):
-        return None
     if library.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), found):
         return None
     known = [info.used_bytes for info in found[: count.value] if info.pid == pid]
     not_told = ctypes.c_ulonglong(-1).value
     return int(known[0]) if known and known[0] != not_told else None
+
+
+@functools.cache
+def _handle(index: int) -> ctypes.c_void_p | None:
+    """NVML's name for a device."""
+    library = _library()
+    uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+    handle = ctypes.c_void_p()
+    if library is None or not uuid:
+        return None
+    if library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)):
+        return None
+    return handle
 
 
 @functools.cache

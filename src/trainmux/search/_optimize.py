@@ -50,6 +50,7 @@ def optimize(
     heartbeat: float = 60.0,
     storage_timeout: float = 300.0,
     sigterm: bool = False,
+    progress: str | bool = "auto",
     **fleet: Any,
 ) -> Results:
     """Train trials of an Optuna study, ``slots`` at a time, and return what became of each.
@@ -108,6 +109,7 @@ def optimize(
         keep=keep,
         max_groups=max_groups,
         timeout=timeout,
+        progress=progress,
         fleet=fleet,
     )
     for name, seconds in (("heartbeat", heartbeat), ("storage_timeout", storage_timeout)):

@@ -25,6 +25,8 @@ from trainmux.fleet import (
     Room,
     check_mode,
     first_batch,
+    open_display,
+    progress_setting,
     whole_number,
 )
 from trainmux.search._callbacks import Listeners, SearchCallback
@@ -34,6 +36,7 @@ from trainmux.search._results import Results, score
 from trainmux.search._source import Source, Verdict
 from trainmux.search._store import TrialStore
 from trainmux.search._trial import Trial, TrialState
+from trainmux.search._view import SearchView
 
 _PATIENCE = 0.1
 """Share of an epoch's time for which pruning decisions are waited for."""
@@ -76,6 +79,7 @@ class SearchOptions:
     keep: int | None = None
     max_groups: int = 4
     timeout: float | None = None
+    progress: str | bool = "auto"
     fleet: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -108,6 +112,7 @@ class SearchOptions:
             raise ConfigError("keep= needs one metric, got several: which members are best is not defined")
         if self.timeout is not None and not self.timeout > 0:
             raise ConfigError(f"timeout must be a number of seconds above 0, but got {self.timeout!r}")
+        self.progress = progress_setting(self.progress)
         check_fleet_arguments(self.fleet)
 
     @property
@@ -172,7 +177,9 @@ class Search:
 
     def run(self) -> Results:
         """Train until there are no more trials."""
-        with self._listeners, self._office:
+        with open_display(str(self.options.progress)) as display, self._listeners, self._office:
+            if display.wants_updates:
+                display.follow(self._view())
             self._listeners.tell("on_search_start", self._source.is_resumed() or self._store.is_resumed)
             self._listeners.wait()
             try:
@@ -186,6 +193,18 @@ class Search:
             results = Results(self.trials, self.options.metrics, self.options.modes)
             self._listeners.tell("on_search_end", results)
         return results
+
+    def _view(self) -> SearchView:
+        options = self.options
+        return SearchView(
+            self.trials,
+            options.metrics,
+            options.modes,
+            lambda: self._slots,
+            self._source.num_trials,
+            torch.device(options.fleet.get("device", "cpu")),
+            options.timeout,
+        )
 
     # ---- epochs ------------------------------------------------------------------------------------
 
@@ -334,7 +353,7 @@ class Search:
             )
         self._names.add(trial.name)
         if self._store.was_finished(trial):
-            trial.member = None
+            trial.member, trial.resumed_epoch = None, trial.epoch
             self._office.do(self._source.tell, trial)
             return False
         if trial.loader is not None and trial.member is not None and trial.member.example_batch is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from enum import Enum
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -43,6 +43,10 @@ class Source(Protocol):
 
     def is_resumed(self) -> bool:
         """Whether trials of an earlier search may come."""
+        ...
+
+    def num_trials(self) -> int | None:
+        """How many trials a search will get in all, as far as that is known; from any thread, at once."""
         ...
 
     def ask(self) -> Trial | Later | None:
@@ -92,11 +96,15 @@ class MemberSource:
         self._asked = members if isinstance(members, AskTell) else None
         self.asks_ahead = self._asked is None
         self._rest: Iterator[Given | None] = iter(self._asked_for() if self._asked else _checked(members))
+        self._num_trials = len(members) if isinstance(members, Sized) else None
         self._max_epochs = max_epochs
         self._numbers = itertools.count()
 
     def is_resumed(self) -> bool:
         return False
+
+    def num_trials(self) -> int | None:
+        return self._num_trials
 
     def ask(self) -> Trial | Later | None:
         try:

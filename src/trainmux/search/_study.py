@@ -67,6 +67,7 @@ class StudySource:
         self._worker = Worker(study, worker, heartbeat, self._trial_ids)
         self._begun = 0
         self._asking_id: int | None = None
+        self._num_left: int | None = None  # configurations that the study was missing when last asked
         self._mine: dict[int, optuna.Trial] = {}
         self._reported: dict[int, set[int]] = {}
         self._names: set[str] = set()
@@ -88,6 +89,12 @@ class StudySource:
         is_private = isinstance(self._storage, optuna.storages.InMemoryStorage)
         return not is_private or bool(self._study.get_trials(deepcopy=False))
 
+    def num_trials(self) -> int | None:
+        left = self._num_left
+        if self._n_trials is not None and (left is None or self._n_trials - self._begun < left):
+            return self._n_trials
+        return None if left is None else self._begun + left
+
     # ---- asking ------------------------------------------------------------------------------------
 
     def ask(self) -> Trial | Later | None:
@@ -104,6 +111,8 @@ class StudySource:
                 continue  # taken over by another worker meanwhile
             if trial is not None:
                 self._begun += 1
+                if frozen is None and self._num_left is not None:
+                    self._num_left -= 1
                 return trial
         return None
 
@@ -134,7 +143,8 @@ class StudySource:
         """Whether the study is to have one more configuration."""
         if self._total_trials is None:
             return True
-        return self._num_configurations(math.inf) < self._total_trials
+        self._num_left = max(self._total_trials - self._num_configurations(math.inf), 0)
+        return self._num_left > 0
 
     def _is_one_too_many(self, trial_id: int) -> bool:
         """Whether other workers made the last configurations between a look at the study and this trial."""

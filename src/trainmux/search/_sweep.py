@@ -34,6 +34,7 @@ def sweep(
     keep: int | None = None,
     max_groups: int = 4,
     timeout: float | None = None,
+    progress: str | bool = "auto",
     **fleet: Any,
 ) -> Results:
     """Train a queue of members, ``slots`` at a time, and return what became of each.
@@ -54,10 +55,11 @@ def sweep(
     With ``checkpoint=``, a folder, trials are saved every ``checkpoint_every`` epochs, and a search that was
     killed goes on from it (``resume`` as for ``fit``); the best trial's weights are in its folder ``best``.
     ``keep=n`` keeps the members of the best n trials only. After ``timeout`` seconds no trial is begun.
+    ``progress`` is as for `Fleet.fit`: a live table in a terminal, or lines, or nothing (False).
     Further arguments (``device``, ``precision``, ``deterministic``, …) are those of `Fleet`.
     """
     options = SearchOptions(
         loss, loader, metric, mode, slots, budget, steps_per_epoch, validation, metric_fn, example_batch,
-        callbacks, checkpoint, checkpoint_every, resume, keep, max_groups, timeout, fleet,
+        callbacks, checkpoint, checkpoint_every, resume, keep, max_groups, timeout, progress, fleet,
     )  # fmt: skip
     return Search(MemberSource(members, whole_number("max_epochs", max_epochs)), options).run()

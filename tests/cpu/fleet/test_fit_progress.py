@@ -25,12 +25,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Put a terminal of twelve lines in the place of stdout."""
+def open_terminal(monkeypatch: pytest.MonkeyPatch, width: int = 40, height: int = 12) -> Terminal:
+    """Put a terminal in the place of stdout."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("LINES", "12")
+    monkeypatch.setenv("LINES", str(height))
+    monkeypatch.setenv("COLUMNS", str(width))
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "JUPYTER_COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     return stream
@@ -70,8 +71,21 @@ def test_the_terminal_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, error: 
     # Best and worst, by name: the best at first is the slowest; brackets are no markup.
     assert "[red]m0" in shown
     assert "[red]m15" not in shown
-    assert "… 25 more" in shown
+    assert "… 23 more" in shown
     assert shown.rindex(SHOW_CURSOR) > shown.rindex(HIDE_CURSOR)
+
+
+@pytest.mark.parametrize(("count", "num_hidden"), [(64, 0), (500, 397)])
+def test_many_members_stand_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, count: int, num_hidden: int
+) -> None:
+    pytest.importorskip("rich")
+    terminal = open_terminal(monkeypatch, 160, 30)
+    points({f"m{index}": 0.001 * index for index in range(count)}).fit(BATCHES, epochs=1)
+    shown = re.sub(r"\x1b\[[\d;?]*\w", "", terminal.getvalue().rpartition("epoch 1/1")[2])
+    assert len({int(name) for name in re.findall(r"\bm(\d+)\b", shown)}) == count - num_hidden
+    assert (f"… {num_hidden} more" in shown) == bool(num_hidden)
+    assert max(map(len, shown.splitlines())) <= 160
 
 
 @pytest.mark.parametrize("how", ["no rich", "dumb terminal", "plain"])
