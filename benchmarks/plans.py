@@ -25,7 +25,7 @@ from .cases import find_case, split
 from .environment import choose_device, describe
 from .records import Results
 from .timing import time_blocks, used_bytes
-from .ways import LEARNING_RATE
+from .ways import LEARNING_RATE, make_optimizer
 
 NUM_BATCHES = 3
 UNPLANNED = "no plan"
@@ -39,20 +39,29 @@ class PlanBench:
     """One fleet, trained by one plan after another; or a fleet of one, planned for another device."""
 
     def __init__(
-        self, workload: str, batch_size: int | None, num_members: int, device: str, for_device: str | None
+        self,
+        workload: str,
+        batch_size: int | None,
+        num_members: int,
+        device: str,
+        for_device: str | None,
+        *,
+        optimizer: str = "adamw",
+        precision: str = "bf16",
     ) -> None:
         case = find_case(workload, batch_size)
         self._device, self._for_device, self._num_members = torch.device(device), for_device, num_members
         self._before = used_bytes(self._device)
         models = case.models(1 if for_device else num_members)
+        self.num_parameters = sum(parameter.numel() for parameter in models[0].parameters())
         members = [
-            tm.Member(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), seed=number)
+            tm.Member(model, make_optimizer(optimizer, model, LEARNING_RATE), seed=number)
             for number, model in enumerate(models)
         ]
-        self._batches = [case.batch(seed) for seed in range(NUM_BATCHES)]
+        self.batches = [case.batch(seed) for seed in range(NUM_BATCHES)]
         lowering = "inductor" if device == "cuda" else "aten"
-        self._fleet = tm.Fleet(
-            members, case.loss, self._batches[0], device=device, precision="bf16", lowering=lowering
+        self.fleet = tm.Fleet(
+            members, case.loss, self.batches[0], device=device, precision=precision, lowering=lowering
         )
         self.name = {"workload": workload, "batch_size": case.batch_size, "width": num_members}
 
@@ -60,13 +69,16 @@ class PlanBench:
         """Time steps by the plan in use, and see what the device holds; nothing for another device."""
         if self._for_device is not None:
             return {}
-        seconds = time_blocks(self._fleet.step, self._batches, self._device, num_blocks, block_seconds)
+        seconds = time_blocks(self.fleet.step, self.batches, self._device, num_blocks, block_seconds)
         ms = sorted(1e3 * each for each in seconds)
-        row: dict[str, Any] = {"step_ms": ms[len(ms) // 2], "min_ms": ms[0], "max_ms": ms[-1]}
-        if self._device.type == "cuda":
-            row["device_bytes"] = used_bytes(self._device) - self._before
-            row["reserved_bytes"] = torch.cuda.memory_reserved(self._device)
-        return row
+        return {"step_ms": ms[len(ms) // 2], "min_ms": ms[0], "max_ms": ms[-1], **self.held()}
+
+    def held(self) -> dict[str, int]:
+        """See what the fleet holds on a GPU."""
+        if self._device.type != "cuda":
+            return {}
+        device_bytes = used_bytes(self._device) - self._before
+        return {"device_bytes": device_bytes, "reserved_bytes": torch.cuda.memory_reserved(self._device)}
 
     def plan(
         self, budget: int | None, policy: str, max_partitions: int | None, time_limit: float
@@ -85,7 +97,7 @@ class PlanBench:
             if progress.best_seconds < math.inf:
                 first = min(first, now)
 
-        plan = self._fleet.plan(
+        plan = self.fleet.plan(
             budget,
             policy,
             device=self._for_device,
@@ -102,6 +114,10 @@ class PlanBench:
             "predicted_ms": plan.step_seconds * 1e3,
             "predicted_bytes": plan.peak_bytes,
             "bound_ms": plan.bound_seconds * 1e3,
+            "stall_ms": plan.record.stall_seconds * 1e3,
+            "recompute_ms": plan.record.recompute_seconds * 1e3,
+            "plain_peak_bytes": plan.record.plain_peak_bytes,
+            "host_bytes": plan.record.host_bytes,
             "widths": [len(sub_array.members) for sub_array in plan.partition],
             "multiplexing": plan.record.schedule.multiplexing.value,
             "num_swaps": len(plan.swaps),

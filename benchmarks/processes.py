@@ -9,14 +9,15 @@ import subprocess
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import BrokenBarrierError
+from time import monotonic
 from typing import Any
 
 MAX_DETAIL_CHARACTERS = 2000
@@ -53,20 +54,46 @@ def isolated(
     which has no state to leave behind, call `guarded` instead: that saves starting processes. With ``method``
     "forkserver" what that server has loaded need not be imported again; ``variables`` must be left out then.
     """
+    with closing(_answers(_call, (function, arguments), limit_s, variables, method)) as answers:
+        return next(answers)
+
+
+def streamed(
+    function: Callable[..., Iterator[dict[str, Any]]], *arguments: Any, limit_s: float = 600.0
+) -> Iterator[dict[str, Any]]:
+    """Give every dict that the generator ``function`` yields in a process of its own, as soon as it does.
+
+    ``error`` and ``detail`` come last where it raised, died or took too long in all.
+    """
+    with closing(_answers(_stream, (function, arguments), limit_s)) as answers:
+        yield from answers
+
+
+def _answers(
+    target: Callable[..., None],
+    work: tuple[Any, ...],
+    limit_s: float,
+    variables: Mapping[str, str] | None = None,
+    method: str = "spawn",
+) -> Generator[dict[str, Any], None, None]:
+    """Start ``target`` in a process; what it sends, until it sends ``None``."""
     context: Any = get_context(method)
     answers, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_call, args=(theirs, function, arguments))
+    process = context.Process(target=target, args=(theirs, *work))
     with _starting, _environment(variables or {}):
         process.start()
     theirs.close()
+    end = monotonic() + limit_s
     try:
-        if not answers.poll(limit_s):
-            return {"error": f"no result within {limit_s:g} s"}
-        result: dict[str, Any] = answers.recv()
-        return result
+        while answers.poll(max(0.0, end - monotonic())):
+            answer: dict[str, Any] | None = answers.recv()
+            if answer is None:
+                return
+            yield answer
+        yield {"error": f"no result within {limit_s:g} s"}
     except EOFError:
         process.join()
-        return {"error": f"the process ended with status {process.exitcode} and no result"}
+        yield {"error": f"the process ended with status {process.exitcode} and no result"}
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid or 0, signal.SIGKILL)
@@ -86,6 +113,20 @@ def guarded(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[st
             result = {"error": f"{type(error).__name__}: {lines[0][:300]}", "detail": detail}
     told = dict.fromkeys(str(each.message).splitlines()[0] for each in caught if "trainmux" in each.filename)
     return {**result, "warnings": list(told)} if told else result
+
+
+def _stream(
+    answers: Connection, function: Callable[..., Iterator[dict[str, Any]]], arguments: tuple[Any, ...]
+) -> None:
+    os.setpgid(0, 0)
+    rows = function(*arguments)
+    row: dict[str, Any] | None = {}
+    while row is not None:
+        found = guarded(lambda: {"row": next(rows, None)})
+        row = found.pop("row", {})
+        if row is not None:
+            row |= found
+        answers.send(row)
 
 
 def _call(answers: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+_INNERMOST_LIST = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")
 KEYS = {
     "step": ("workload", "batch_size", "width", "way"),
     "plans": ("workload", "batch_size", "width", "share", "policy"),
@@ -19,6 +21,7 @@ KEYS = {
     "adapters": ("size", "adapters", "batch_size", "length", "ranks", "way"),
     "search": ("model", "way", "trials", "max_epochs", "slots", "seed"),
     "chaos": ("storage", "trials", "kills", "outages", "seed"),
+    "mutwo": ("experiment", "workload", "batch_size", "optimizer", "members", "budget", "way"),
     "overhead": ("workload", "width", "budget"),
 }
 """By benchmark: what names a row. A row measured anew replaces the one of the same name."""
@@ -52,6 +55,17 @@ class Results:
         self.rows[:] = [*kept, {**row, "run": len(self._runs) - 1}]
         self._write()
 
+    def take(self, other: Mapping[str, Any]) -> None:
+        """Add the rows of another document that this one lacks, with the runs that measured them."""
+        names = KEYS[self._benchmark]
+        known = [[row.get(name) for name in names] for row in self.rows]
+        first = len(self._runs)
+        self._runs += other["runs"]
+        for row in other["rows"]:
+            if [row.get(name) for name in names] not in known:
+                self.rows.append({**row, "run": first + row["run"]})
+        self._write()
+
     def _write(self) -> None:
         """Write the rows, and the runs that still have some."""
         used = sorted({row["run"] for row in self.rows})
@@ -61,7 +75,13 @@ class Results:
             "runs": [self._runs[number] for number in used],
             "rows": [{**row, "run": used.index(row["run"])} for row in self.rows],
         }
-        write_text(self._path, json.dumps(document, indent=1) + "\n")
+        write_text(self._path, json_text(document))
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """Format a document, with lists of plain values on one line each."""
+    text = json.dumps(document, indent=1)
+    return _INNERMOST_LIST.sub(lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]", text) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:

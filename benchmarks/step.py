@@ -45,6 +45,7 @@ class StepJob:
     num_blocks: int = 5
     block_seconds: float = 0.3
     fleet: Mapping[str, Any] | None = None
+    optimizer: str = "adamw"
 
     @property
     def device(self) -> torch.device:
@@ -56,7 +57,8 @@ class StepJob:
         torch.manual_seed(first)  # for dropout; weights and batches have seeds of their own
         torch.backends.cudnn.benchmark = True  # every shape is fixed, so that the search pays
         batches = [to_device(case.batch(seed), self.device) for seed in range(NUM_BATCHES)]
-        setup = Setup(case.models(count, first), case.loss, batches[0], self.device, self.fleet or {})
+        models = case.models(count, first)
+        setup = Setup(models, case.loss, batches[0], self.device, self.fleet or {}, self.optimizer)
         return setup, batches
 
 

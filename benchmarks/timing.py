@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -57,6 +57,36 @@ def time_blocks(
         num_steps = max(1, math.ceil(block_seconds / max(taken[-1], 1e-9)))
         taken.append(run(num_steps))
     return [run(num_steps) for _ in range(num_blocks)]
+
+
+def time_iterations(
+    step: Callable[[Any], Any],
+    batches: Sequence[Any],
+    device: torch.device,
+    num_warmups: int,
+    num_measured: int,
+    warmup_seconds: float = math.inf,
+) -> tuple[list[float], int]:
+    """Time iteration after iteration, without waiting in between: (seconds of each, warm-up steps made).
+
+    Warming up ends early after ``warmup_seconds``. On a GPU an iteration lasts from the moment at which the
+    one before has handed out its losses to its own.
+    """
+    supply = cycle(batches)
+    begin, num_warmed = perf_counter(), 0
+    while num_warmed < num_warmups and (num_warmed < 2 or perf_counter() - begin < warmup_seconds):
+        seconds_of(lambda: step(next(supply)), device)
+        num_warmed += 1
+    if device.type != "cuda":
+        return [seconds_of(lambda: step(next(supply)), device) for _ in range(num_measured)], num_warmed
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_measured + 1)]
+    step(next(supply))  # so that the first one that counts follows another, as all of them do
+    marks[0].record()
+    for mark in marks[1:]:
+        step(next(supply))
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(marks)], num_warmed
 
 
 def summary(step_seconds: Sequence[float], num_members: int) -> dict[str, Any]:

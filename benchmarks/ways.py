@@ -20,6 +20,7 @@ import trainmux as tm
 from .cases import map_tensors, to_device
 
 LEARNING_RATE, WEIGHT_DECAY, BETAS, EPS = 1e-4, 0.01, (0.9, 0.999), 1e-8
+SGD_LEARNING_RATE = 1e-2
 NUM_CAPTURE_WARMUPS = 3
 NUM_COMPILED_MODELS = 2
 """Models whose graphs alternate, so that none finds its weights in a cache from its own last step."""
@@ -32,7 +33,8 @@ Step = Callable[[Any], Tensor]
 class Setup:
     """Models in host memory in fp32, one per member, and what to train them with.
 
-    ``example`` is a batch on the device; ``fleet`` has further arguments for ``trainmux.Fleet``.
+    ``example`` is a batch on the device; ``fleet`` has further arguments for ``trainmux.Fleet``. The
+    ``optimizer`` is ``"adamw"``, or ``"sgd"`` without momentum.
     """
 
     models: Sequence[nn.Module]
@@ -40,12 +42,14 @@ class Setup:
     example: Any
     device: torch.device
     fleet: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
 
     @property
     def learning_rates(self) -> list[float]:
         """One rate per member, all different."""
         count = len(self.models)
-        return [LEARNING_RATE * (1 + number / count) for number in range(count)]
+        rate = SGD_LEARNING_RATE if self.optimizer == "sgd" else LEARNING_RATE
+        return [rate * (1 + number / count) for number in range(count)]
 
     @property
     def has_images(self) -> bool:
@@ -73,6 +77,14 @@ class Setup:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
+def make_optimizer(name: str, model: nn.Module, lr: float, **settings: Any) -> torch.optim.Optimizer:
+    """``"adamw"``, or ``"sgd"`` without momentum."""
+    if name == "sgd":
+        settings.pop("capturable", None)  # it counts nothing: a graph may hold it as it is
+        return torch.optim.SGD(model.parameters(), lr, **settings)
+    return torch.optim.AdamW(model.parameters(), lr, weight_decay=WEIGHT_DECAY, **settings)
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to train. ``prepare`` gives the step and notes on what had to be done differently."""
@@ -85,7 +97,7 @@ class Way:
 def prepare_fleet(setup: Setup) -> tuple[Step, list[str]]:
     """All members as one fleet, whose first step waits for the compiler on a GPU."""
     members = [
-        tm.Member(model, torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=WEIGHT_DECAY), seed=number)
+        tm.Member(model, make_optimizer(setup.optimizer, model, lr), seed=number)
         for number, (model, lr) in enumerate(zip(setup.models, setup.learning_rates, strict=True))
     ]
     lowering = "inductor" if setup.device.type == "cuda" else "auto"
@@ -95,9 +107,9 @@ def prepare_fleet(setup: Setup) -> tuple[Step, list[str]]:
 
 
 def prepare_eager(setup: Setup) -> tuple[Step, list[str]]:
-    """One model after another in eager torch, AdamW fused on CUDA."""
+    """One model after another in eager torch, the optimizer fused on CUDA."""
     members = [
-        (model, torch.optim.AdamW(model.parameters(), lr, weight_decay=WEIGHT_DECAY, fused=fused))
+        (model, make_optimizer(setup.optimizer, model, lr, fused=fused))
         for model, lr in zip(setup.placed(), setup.learning_rates, strict=True)
         for fused in (setup.device.type == "cuda",)
     ]
@@ -121,9 +133,7 @@ def prepare_compiled(setup: Setup) -> tuple[Step, list[str]]:
     compiled = torch.compile(lambda model, batch: setup.loss(model, setup.laid_out(batch)), dynamic=False)
 
     def member(model: nn.Module, lr: float) -> Step:
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
-        )
+        optimizer = make_optimizer(setup.optimizer, model, lr, fused=True, capturable=True)
 
         def train(batch: Any) -> Tensor:
             optimizer.zero_grad(set_to_none=True)
@@ -140,7 +150,7 @@ def prepare_compiled(setup: Setup) -> tuple[Step, list[str]]:
 
 
 def prepare_vmap(setup: Setup) -> tuple[Step, list[str]]:
-    """All members in one ``vmap``, operator after operator, with a multi-tensor AdamW."""
+    """All members in one ``vmap``, operator after operator, with a multi-tensor optimizer."""
     stack = _Stack(setup)
 
     def step(batch: Any) -> Tensor:
@@ -161,6 +171,34 @@ def prepare_compiled_vmap(setup: Setup) -> tuple[Step, list[str]]:
         return losses
 
     return captured(torch.compile(train, dynamic=False), setup), stack.notes
+
+
+def prepare_save_on_cpu(setup: Setup) -> tuple[Step, list[str]]:
+    """All members in one ``vmap``; what autograd saves waits in host memory (torch's ``save_on_cpu``)."""
+    stack = _Stack(setup)
+
+    def step(batch: Any) -> Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=setup.device.type == "cuda"):
+            losses = stack.losses(to_device(batch, setup.device))
+        stack.update_all(stack.backward(losses))
+        return losses.detach()
+
+    return step, stack.notes
+
+
+def prepare_activation_budget(setup: Setup, share: float) -> tuple[Step, list[str]]:
+    """All members in one ``vmap``, compiled; torch keeps ``share`` of what it would save and recomputes the
+    rest (its ``activation_memory_budget``)."""
+    stack = _Stack(setup)
+    compiled = torch.compile(stack.losses, dynamic=False)
+
+    def step(batch: Any) -> Tensor:
+        with torch._functorch.config.patch(activation_memory_budget=share):
+            losses: Tensor = compiled(to_device(batch, setup.device))
+        stack.update_all(stack.backward(losses))
+        return losses.detach()
+
+    return step, stack.notes
 
 
 WAYS = {
@@ -215,7 +253,7 @@ class _WithLoss(nn.Module):
 
 
 class _Stack:
-    """Stacked members ``[members, ...]``: loss and gradients by ``vmap``, AdamW with a rate per member."""
+    """Stacked members ``[members, ...]``: loss and gradients by ``vmap``, updates with a rate per member."""
 
     def __init__(self, setup: Setup) -> None:
         models = [_WithLoss(model, setup.loss) for model in setup.models]
@@ -233,8 +271,9 @@ class _Stack:
         rates = torch.tensor(setup.learning_rates, device=setup.device)
         shaped = [rates.view(-1, *[1] * (value.dim() - 1)) for value in values]
         self._values = values
-        self._averages = [torch.zeros_like(value) for value in values]
-        self._squares = [torch.zeros_like(value) for value in values]
+        held = values if setup.optimizer == "adamw" else []
+        self._averages = [torch.zeros_like(value) for value in held]
+        self._squares = [torch.zeros_like(value) for value in held]
         self._keeps = [1 - rate * WEIGHT_DECAY for rate in shaped]
         self._descents = [-rate for rate in shaped]
         self._num_steps = torch.zeros((), device=setup.device)
@@ -245,13 +284,29 @@ class _Stack:
     def _gradients(
         self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
     ) -> tuple[Tensor, list[Tensor]]:
+        loss_of_one = self._loss_on(batch)
+        with self._setup.autocast():
+            gradients, losses = vmap(grad_and_value(loss_of_one), randomness="different")(parameters, buffers)
+        return losses, list(gradients.values())
+
+    def _loss_on(self, batch: Any) -> Callable[[dict[str, Tensor], dict[str, Tensor]], Tensor]:
         def loss_of_one(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
             loss: Tensor = functional_call(self._skeleton, (parameters, buffers), (batch,))
             return loss
 
+        return loss_of_one
+
+    def losses(self, batch: Any) -> Tensor:
+        """Losses for `backward`: autograd records operators on all members, so that its hooks apply."""
+        parameters = {name: value.requires_grad_() for name, value in self._parameters.items()}
         with self._setup.autocast():
-            gradients, losses = vmap(grad_and_value(loss_of_one), randomness="different")(parameters, buffers)
-        return losses, list(gradients.values())
+            losses: Tensor = vmap(self._loss_on(batch), randomness="different")(parameters, self._buffers)
+        return losses
+
+    def backward(self, losses: Tensor) -> list[Tensor]:
+        return list(
+            torch.autograd.grad(losses.sum(), self._values, allow_unused=True, materialize_grads=True)
+        )
 
     def _work_around_norms(self) -> list[str]:
         """Try the first member; where normalisation fails under autocast, give it fp32 inputs."""
@@ -265,8 +320,12 @@ class _Stack:
             return [f"{NORMS_IN_FP32} (torch: {str(error).splitlines()[0]})"]
         return []
 
+    @torch.no_grad()
     def update_all(self, gradients: list[Tensor]) -> None:
-        """AdamW, all parameters in each operator: fastest in eager torch."""
+        """All parameters in each operator: fastest in eager torch."""
+        if self._setup.optimizer == "sgd":
+            torch._foreach_addcmul_(self._values, gradients, self._descents)
+            return
         beta1, beta2 = BETAS
         correction1, correction2_sqrt = self._corrections()
         torch._foreach_lerp_(self._averages, gradients, 1 - beta1)
@@ -281,7 +340,11 @@ class _Stack:
         torch._foreach_addcmul_(self._values, changes, self._descents)
 
     def update_each(self, gradients: list[Tensor]) -> None:
-        """AdamW, parameter after parameter: ``torch.compile`` fuses this best."""
+        """Parameter after parameter: ``torch.compile`` fuses this best."""
+        if self._setup.optimizer == "sgd":
+            for value, gradient, descent in zip(self._values, gradients, self._descents, strict=True):
+                value.addcmul_(gradient, descent)
+            return
         beta1, beta2 = BETAS
         correction1, correction2_sqrt = self._corrections()
         for value, gradient, average, square, keep, descent in zip(

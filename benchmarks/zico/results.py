@@ -8,14 +8,13 @@ name, ``cases`` says what the names stand for.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from benchmarks.records import write_text
+from benchmarks.records import json_text, write_text
 
 from .colocated import ALL_MEMORY, CHANGES
 from .pair import TEMPORAL
@@ -25,7 +24,6 @@ _COLUMNS = (
     *("pair", "is_equal", "way", "first_rate", "work", "excess"),
     *("budget_bytes", "smallest_budget_bytes"),
 )
-_INNERMOST_LIST = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")
 
 Document = dict[str, Any]
 
@@ -48,10 +46,7 @@ def read(path: Path) -> Document:
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:
-    """Write the file, with lists of plain values on one line each."""
-    text = json.dumps(document, indent=1)
-    text = _INNERMOST_LIST.sub(lambda found: "[" + re.sub(r"\n\s*", " ", found[1]) + "]", text)
-    write_text(path, text + "\n")
+    write_text(path, json_text(document))
 
 
 def put_pair(document: Document, record: Mapping[str, Any]) -> None:
