@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from benchmarks import adapters, chaos, overhead, plans, report, search, step, zoo
+from benchmarks.mutwo import command as mutwo
 
 app = typer.Typer(
     name="benchmarks", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -16,6 +17,7 @@ app.command("overhead")(overhead.command)
 app.command("adapters")(adapters.command)
 app.command("search")(search.command)
 app.command("chaos")(chaos.command)
+app.command("mutwo")(mutwo.command)
 app.command("report")(report.command)
 
 
