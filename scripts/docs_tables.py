@@ -41,7 +41,7 @@ def gains_by_model() -> str:
         workload, batch_size, width = fleet
         member, alone, eager = (times[(*fleet, way)] for way in ("trainmux", "compiled_graph", "eager"))
         what = f"{width} × {MODELS[workload]}, batch {batch_size}"
-        return f"| {what} | {alone:.3g} | {member:.3g} | **{alone / member:.1f}×** | {eager / member:.1f}× |"
+        return f"| {what} | {alone:#.3g} | {member:#.3g} | **{alone / member:.1f}×** | {eager / member:.3g}× |"
 
     head = "| | one model alone, ms | in a fleet, ms | faster | than eager torch |\n|---|---:|---:|---:|---:|"
     ordered = sorted(fleets, key=lambda fleet: times[(*fleet, "compiled_graph")])

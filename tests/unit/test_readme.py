@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import trainmux
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
@@ -47,3 +49,10 @@ def test_linked_and_named_files_exist() -> None:
         named = re.findall(r"`([a-z_0-9/]+\.py)`", text)
         missing += [(page.name, name) for name in named if not any(one.endswith(f"/{name}") for one in known)]
     assert missing == []
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    pages = sorted((REPOSITORY / "docs" / "reference").glob("*.md"))
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    named = [name for text in texts for name in re.findall(r"^::: trainmux\.(\w+)$", text, re.MULTILINE)]
+    assert sorted(named) == sorted(set(trainmux.__all__) - {"__version__", "errors"})

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class JobStep:
     """An iteration that has ended, for callbacks.
 
-    ``step`` counts from 1. ``losses`` has one entry per member. A callback may call ``add``, ``remove`` and
-    ``set_budget`` of ``colocation``.
+    ``job`` is its name. ``step`` counts from 1. ``losses`` has one entry per member, ``metrics`` one row
+    each. A callback may call ``add``, ``remove`` and ``set_budget`` of ``colocation``.
     """
 
     colocation: Colocation
@@ -43,9 +43,9 @@ class Job:
     ``loss(model, batch)`` is as for a fleet. ``steps`` iterations are run, cycling over ``loader``; without
     ``steps``, one pass over it. A job with twice the ``share`` gets twice the device time where jobs compete
     for memory; of two different jobs with equal shares, one may get half more than the other. Each of
-    ``callbacks`` is called with a `JobStep` after every iteration. ``seed``, ``scheduler``, ``precision``,
-    ``device``, ``deterministic`` and ``accumulate`` are for a model, as in `Member` and `Fleet`; a fleet has
-    its own. Where gradients are accumulated, an iteration is a micro-batch.
+    ``callbacks`` is called with a `JobStep` after every iteration. ``optimizer``, ``seed``, ``scheduler``,
+    ``precision``, ``device``, ``deterministic`` and ``accumulate`` are for a model, as in `Member` and
+    `Fleet`; a fleet has its own. Where gradients are accumulated, an iteration is a micro-batch.
 
     A loader draws its order from random numbers of the job's own, which start at torch's state when the job
     is handed over, so other jobs do not change it. Refused with `ConfigError`: a job with both a model and a
@@ -239,8 +239,8 @@ class JobResult:
     absent; ``metrics`` are those of the last step. ``seconds`` last from the job's admission to the end of
     its last step. ``num_mispredicted`` iterations were held up by memory that was not free as predicted;
     ``shift_seconds`` is how long iterations were held back on purpose. The job owned ``local_bytes`` and up
-    to ``peak_bytes`` of the arena. An iteration had ``num_segments`` segments. ``error`` ended it early, if
-    any.
+    to ``peak_bytes`` of the arena. An iteration had ``num_segments`` segments; a job that ``is_eager`` could
+    not be traced and has one. ``error`` ended it early, if any.
     """
 
     name: str
@@ -290,7 +290,10 @@ class ColocationResult:
 
 @dataclass(frozen=True)
 class JobUsage:
-    """A job at one moment: its local bytes, its bytes of the arena, steps done of those to do."""
+    """A job at one moment: ``num_steps`` done of ``steps``, and the bytes that it holds.
+
+    ``local_bytes`` are its own, ``arena_bytes`` those of the arena.
+    """
 
     name: str
     local_bytes: int

@@ -93,12 +93,13 @@ class Fleet:
     is traced and fused here, before the first step: what cannot be trained is refused with a typed error that
     changes nothing.
 
-    ``loss(model, batch)`` returns a scalar, or ``(scalar, {name: tensor})``. ``data="shared"`` gives every
-    member the same batch; with ``"per_member"`` each leaf has a leading axis of one entry per member, in
-    the order of ``names``. With ``accumulate=n`` every n-th call of ``step`` updates, with the mean of the
-    gradients of n batches. ``precision`` is "fp32" (no autocast; tensors keep their own dtype), "bf16"
-    (autocast) or "fp64" (everything floating is held in fp64). ``engine`` is "auto" (CUDA graphs on a CUDA
-    device), "cuda_graphs" or "reference" (node by node).
+    ``loss(model, batch)`` returns a scalar, or ``(scalar, {name: tensor})``; it is traced with
+    ``example_batch``, a batch like those to come. ``data="shared"`` gives every member the same batch; with
+    ``"per_member"`` each leaf has a leading axis of one entry per member, in the order of ``names``. With
+    ``accumulate=n`` every n-th call of ``step`` updates, with the mean of the gradients of n batches.
+    ``precision`` is "fp32" (no autocast; tensors keep their own dtype), "bf16" (autocast) or "fp64"
+    (everything floating is held in fp64). ``engine`` is "auto" (CUDA graphs on a CUDA device), "cuda_graphs"
+    or "reference" (node by node).
 
     ``lowering`` is "auto" (training begins on ATen's kernels at once and switches to compiled ones as soon as
     they are ready; on a CPU they are begun after some seconds, and never with ``deterministic``),
@@ -564,7 +565,7 @@ class Fleet:
 
     @door
     def watch(self, batch: Any = None, overrides: Mapping[str, Any] | None = None) -> Timeline:
-        """A step by the plan in use, as ``step``; returns when each instruction ran.
+        """Train for a step by the plan in use, as ``step`` does; returns when each instruction ran.
 
         To compare with what the plan predicts: ``plan.report(path, measured=fleet.watch(batch))``.
         """
@@ -620,7 +621,11 @@ class Fleet:
 
     @door
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
-        """Write all members' weights, optimizer and schedule state and counters to a directory."""
+        """Write all members' weights, optimizer and schedule state and counters to the directory ``path``.
+
+        ``extra`` is kept beside them, as JSON; ``restore`` returns it. A save that is interrupted leaves the
+        last one whole.
+        """
         self._plans.runner.finish()
         self._watch.warn(self._places(), "what is saved was trained without it", Checksums())
         tensors, document = fleet_document(self._groups, self._names, self._num_steps, self._config)

@@ -45,10 +45,12 @@ class Plan:
 
     @property
     def policy(self) -> str:
+        """What it was made by: a name that `Fleet.plan` takes."""
         return self.record.policy
 
     @property
     def budget_bytes(self) -> int:
+        """The bytes that it had to stay within."""
         return self.record.budget_bytes
 
     @property
@@ -58,6 +60,7 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
+        """One step of all members."""
         return self.record.step_seconds
 
     @property
@@ -77,10 +80,12 @@ class Plan:
 
     @property
     def swaps(self) -> tuple[Swap, ...]:
+        """The tensors that are offloaded to the host, and when."""
         return self.record.swaps
 
     @property
     def recomputes(self) -> tuple[Recomputation, ...]:
+        """The tensors that are freed and computed again, and when."""
         return self.record.recomputes
 
     @property

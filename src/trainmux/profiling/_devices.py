@@ -29,13 +29,14 @@ NODE_SECONDS = 2e-6
 
 @dataclass(frozen=True)
 class Device:
-    """A device and its link to the host.
+    """A device and its link to the host, by which plans for it are worked out.
 
-    ``half_flops`` and ``single_flops`` are operations per second of 16-bit and 32-bit products (the latter as
-    tensor cores do them where there is such a mode), ``num_multiprocessors`` what they are spread over,
-    ``bandwidth`` and the two ``link`` rates bytes per second; ``duplex_link`` is the rate of each direction
-    while both are busy. ``host_bytes`` is this device's share of the host's memory. Refused with
-    `ConfigError`: numbers that are not above 0, bytes and multiprocessors that are not whole.
+    ``memory_bytes`` is all the memory it has. ``half_flops`` and ``single_flops`` are operations per
+    second of 16-bit and 32-bit products (the latter as tensor cores do them where there is such a mode),
+    ``num_multiprocessors`` what they are spread over, ``bandwidth`` and the two ``link`` rates bytes per
+    second; ``duplex_link`` is the rate of each direction while both are busy. ``host_bytes`` is this device's
+    share of the host's memory. Refused with `ConfigError`: numbers that are not above 0, bytes and
+    multiprocessors that are not whole.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Device:
 
     @property
     def facts(self) -> DeviceFacts:
+        """Its name and memory, as records of profiles have them."""
         return DeviceFacts(self.name, self.memory_bytes, self.host_bytes)
 
 

@@ -71,10 +71,10 @@ def cross_validate(
     `Bootstrap`, or pairs of rows to train on and rows held out. Splitters are given ``y`` and ``groups``;
     ``y`` is by default the last part of a data set of several, where it has one number per row.
 
-    After each epoch every fold is evaluated on its own held-out rows with ``metric_fn`` (default: the loss),
-    as with ``fit``: `EarlyStopping` and schedules may look at them. ``predict(model, batch)`` returns one
-    row for each of the batch: with it, each candidate's predictions for rows held out are collected. A fold
-    that stops being finite has NaN for scores, and the others go on.
+    After each of the ``epochs`` every fold is evaluated on its own held-out rows with ``metric_fn`` (default:
+    the loss), as with ``fit``: ``callbacks`` (`EarlyStopping`) and schedules may look at them.
+    ``predict(model, batch)`` returns one row for each of the batch: with it, each candidate's predictions for
+    rows held out are collected. A fold that stops being finite has NaN for scores, and the others go on.
 
     With a ``budget`` the fleet trains by a plan within it. ``checkpoint``, ``resume`` and ``progress`` are as
     for ``fit``. Further arguments (``device``, ``precision``, ``deterministic``, …) are those of `Fleet`.
@@ -136,8 +136,8 @@ def cross_validate(
 class FoldResult:
     """One fold of a candidate under one seed.
 
-    ``scores`` are the metrics of its ``test_rows`` at the end: NaN where it stopped being finite, which
-    ``error`` tells. ``records`` has its epochs, ``member`` its weights.
+    It trained on ``train_rows``. ``scores`` are the metrics of its ``test_rows`` at the end: NaN where it
+    stopped being finite, which ``error`` tells. ``records`` has its epochs, ``member`` its weights.
     """
 
     candidate: str

@@ -30,7 +30,7 @@ class Bootstrap:
     """Splits rows into ``num_bags`` bags: as many rows as there are, drawn with replacement.
 
     Held out of each bag are the rows that are not in it. To be used as ``cv=``, or by ``split``, which takes
-    anything with a length.
+    anything with a length. ``seed`` decides the draws.
     """
 
     num_bags: int

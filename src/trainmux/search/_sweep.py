@@ -45,9 +45,11 @@ def sweep(
     is like the others. A member that cannot be built or trained fails alone.
 
     All trials train on the same batches of ``loader``; an epoch is a pass over it, or ``steps_per_epoch``
-    steps. ``validation`` is evaluated after each with ``metric_fn`` (default: the loss). ``metric`` names a
-    validation metric, or else a training metric. ``callbacks`` are those of ``fit`` (`EarlyStopping`, …)
-    and `SearchCallback`s. ``max_groups`` is how many structures train side by side; others wait.
+    steps, and a trial has ``max_epochs`` of them. ``validation`` is evaluated after each with ``metric_fn``
+    (default: the loss). ``metric`` names a validation metric, or else a training metric; less of it is
+    better, or with ``mode="max"`` more. ``example_batch`` is by default the loader's first. ``callbacks`` are
+    those of ``fit`` (`EarlyStopping`, …) and `SearchCallback`s. ``max_groups`` is how many structures train
+    side by side; others wait.
 
     With a ``budget`` the fleet trains by a plan within it (see `Fleet.plan`); ``slots=None`` takes as many as
     it holds without one that offloads.

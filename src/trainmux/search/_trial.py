@@ -43,11 +43,12 @@ class Candidate:
 class Trial:
     """One configuration in a search, and what became of it.
 
-    ``number`` counts from 0 in the order in which trials were asked for. ``records`` has an `EpochRecord` for
-    each epoch, counted by trial. ``values`` are the metrics of the last epoch, in the order of the search's
-    ``metric``; ``None`` before the first epoch. ``error`` says why a trial failed, ``cause`` is the exception
-    if there was one. ``seconds`` is the time that it had a slot. ``resumes`` has the numbers of trials that
-    were this one under other numbers, latest first; it goes on from where they were saved.
+    ``number`` counts from 0 in the order in which trials were asked for. ``params`` and ``loader`` are those
+    of its `Candidate`; it trains for ``max_epochs`` unless it is pruned or stopped. ``records`` has an
+    `EpochRecord` for each epoch, counted by trial. ``values`` are the metrics of the last epoch, in the order
+    of the search's ``metric``; ``None`` before the first epoch. ``error`` says why a trial failed, ``cause``
+    is the exception if there was one. ``seconds`` is the time that it had a slot. ``resumes`` has the numbers
+    of trials that were this one under other numbers, latest first; it goes on from where they were saved.
     ``resumed_epoch`` is the last epoch that is taken over from an earlier search, 0 where there is none.
     ``member`` has the trained weights once the trial is finished, or is ``None`` where the search does not
     keep it.
