@@ -19,15 +19,19 @@ LINK = re.compile(r"(\]\()((?!https?:|#)[^)#\s]+)")
 
 
 def on_config(config: Any) -> None:
-    """Put the pages that a pattern stands for into the navigation."""
+    """Put the pages that a pattern stands for into the navigation: those that are not named in it."""
     docs = Path(config.docs_dir)
+    named = set(re.findall(r"[\w/.-]+\.md", str(config.nav)))
 
     def expanded(item: Any) -> Any:
-        if isinstance(item, list):
-            return [expanded(one) for one in item]
         if isinstance(item, dict):
             return {title: expanded(one) for title, one in item.items()}
-        return sorted(path.relative_to(docs).as_posix() for path in docs.glob(item)) if "*" in item else item
+        if isinstance(item, str) and "*" in item:
+            return sorted({path.relative_to(docs).as_posix() for path in docs.glob(item)} - named)
+        if isinstance(item, list):
+            found = [expanded(one) for one in item]
+            return [page for one in found for page in (one if isinstance(one, list) else [one])]
+        return item
 
     config.nav = expanded(config.nav)
 
