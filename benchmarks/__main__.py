@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import adapters, chaos, overhead, plans, report, search, step, zoo
+from benchmarks import adapters, chaos, claims, overhead, plans, report, search, step, zoo
 from benchmarks.mutwo import command as mutwo
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app.command("search")(search.command)
 app.command("chaos")(chaos.command)
 app.command("mutwo")(mutwo.command)
 app.command("report")(report.command)
+app.command("claims")(claims.command)
 
 
 @app.command(

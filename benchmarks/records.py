@@ -35,9 +35,10 @@ class Results:
         document = read(path, benchmark) if path.exists() else {"runs": [], "rows": []}
         self.rows: list[dict[str, Any]] = document["rows"]
         self._runs: list[dict[str, Any]] = document["runs"]
+        words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
         self._runs.append(
             {
-                "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+                "command": shlex.join(["python", "-m", "benchmarks", *words]),
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 **environment,
             }

@@ -16,6 +16,8 @@ CONVERGENCE_WAYS = ("one by one", "fleet", "planned fleet")
 ALL = "all"
 """The budget of a cell that may take the whole device. Others are bytes in words ("40GB"), or a share ("1/6",
 "2") of what the plan of the same members needs with nothing offloaded or recomputed."""
+TIGHT = "tight"
+"""The budget of the planned fleet that converges: a part of what its feature maps take."""
 A100, V100, SMALL_GPU = "40GB", "32GB", "16GB"
 BERT, VIT, GPT2, DLRM = "bert_base_nsp_no_dropout", "vit_60m", "gpt2_no_dropout", "dlrm"
 TEXT = "python text"
@@ -246,7 +248,7 @@ def _convergence(sizes: Sizes) -> Iterator[Ranked]:
                 32,
                 "adamw",
                 sizes.text.members,
-                "2/3" if way == "planned fleet" else ALL,
+                TIGHT if way == "planned fleet" else ALL,
                 way,
             ),
         )

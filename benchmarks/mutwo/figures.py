@@ -106,7 +106,8 @@ def _latency(found: Found) -> Figure | None:
     for subject in found.sizes.subjects:
         for members in dict.fromkeys(subject.counts) if subject.both else ():
             for way in (HFTA, "capuchin", "mutwo", "auto"):
-                if row := found.step(subject, members, way):
+                row = found.step(subject, members, way)
+                if row and "unwatched" not in row:
                     recompute = row.get("watched_recompute_ms", 0.0)
                     useful = row.get("watched_compute_ms", row["step_ms"]) - recompute
                     rest = max(0.0, row["step_ms"] - useful - recompute)

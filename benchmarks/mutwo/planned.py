@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
+from statistics import median
 from typing import Any
 
 import torch
@@ -48,8 +49,8 @@ class Protocol:
         seconds, warmed = time_iterations(
             step, batches, self.device, self.warmups, self.measured, self.warmup_seconds
         )
-        ms = sorted(1e3 * each for each in seconds)
-        return {"step_ms": ms[len(ms) // 2], "min_ms": ms[0], "max_ms": ms[-1], "warmups": warmed}
+        ms = [1e3 * each for each in seconds]
+        return {"step_ms": median(ms), "min_ms": min(ms), "max_ms": max(ms), "warmups": warmed}
 
     def really_run(self, step: Any, batches: Sequence[Any]) -> float:
         """Seconds of ``real`` iterations."""
@@ -86,7 +87,10 @@ def _measured(cell: Cell, bench: PlanBench, protocol: Protocol) -> Row:
     if cell.experiment == "run":
         row |= {"run_s": protocol.really_run(bench.fleet.step, bench.batches), "iterations": protocol.real}
     row |= bench.held()
-    watched = bench.fleet.watch(bench.batches[0])
+    try:
+        watched = bench.fleet.watch(bench.batches[0])
+    except (tm.TrainmuxError, RuntimeError) as error:  # the step's time stands without its parts
+        return row | {"unwatched": str(error).splitlines()[0]}
     for name in ("compute", "recompute", "stall", "copy", "hidden_copy"):
         row[f"watched_{name}_ms"] = 1e3 * getattr(watched, f"{name}_seconds")
     return row

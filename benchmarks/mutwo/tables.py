@@ -214,10 +214,11 @@ def figure_9(found: Found) -> Table:
         hfta = found.step(subject, members, HFTA)
         for way in PLANNED:
             if row := found.step(subject, members, way):
-                useful = row["watched_compute_ms"] - row["watched_recompute_ms"]
+                recompute = row.get("watched_recompute_ms")
+                useful = None if recompute is None else row["watched_compute_ms"] - recompute
                 about = {"models": f"{members} × {name}", "policy": TITLES[way], "HFTA, ms": _ms(hfta)}
                 about |= {"iteration, ms": _ms(row), "useful compute, ms": number(useful)}
-                about |= {"recompute, ms": number(row["watched_recompute_ms"])}
+                about |= {"recompute, ms": number(recompute)}
                 about |= {"recompute share": number(row["recompute_share"], ".1%")}
                 about |= {
                     "swaps hidden": number(row["swap_overlap"], ".0%") if row["num_swaps"] else "no swaps"

@@ -59,7 +59,7 @@ def test_every_figure_is_measured_resumed_and_drawn(tmp_path: Path) -> None:
     assert max(map(sum, timeline["memory"])) > min(map(sum, timeline["memory"])) > 0
     alone, fleet, planned = (
         found[f"convergence {way} {budget} adamw"]
-        for way, budget in zip(cells.CONVERGENCE_WAYS, ("all", "all", "2/3"), strict=True)
+        for way, budget in zip(cells.CONVERGENCE_WAYS, ("all", "all", "tight"), strict=True)
     )
     assert len(alone["accuracy"]) == len(alone["steps"]) == SMALL_SIZES.text.steps
     for other in (fleet, planned):
@@ -173,3 +173,5 @@ def test_the_page_says_what_the_committed_results_say(tmp_path: Path) -> None:
     copied = Path(shutil.copy(PAGE, tmp_path / "mutwo.md"))
     refresh(document, copied)
     assert copied.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
+    drawn = {path.name for path in (tmp_path / "mutwo").glob("*.svg")}
+    assert drawn == {path.name for path in (PAGE.parent / "mutwo").glob("*.svg")}
