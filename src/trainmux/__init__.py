@@ -1,6 +1,6 @@
 """Train many PyTorch models at once, inside a memory budget you name."""
 
-from trainmux import errors, huggingface, lightning, loggers, optuna
+from trainmux import errors, huggingface, lightning, loggers, optuna, sklearn
 from trainmux.colocate import Colocation, ColocationResult, Job, JobResult, JobStep, JobUsage, colocate
 from trainmux.errors import (
     BatchError,
@@ -117,5 +117,6 @@ __all__ = [
     "optuna",
     "seeds",
     "share_frozen",
+    "sklearn",
     "sweep",
 ]
