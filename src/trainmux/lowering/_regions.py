@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import operator
 import pickle
 from collections.abc import Callable, Sequence
@@ -284,5 +285,7 @@ def op_of(name: str) -> Callable[..., Any]:
     if name == "getitem":
         return operator.getitem
     namespace, packet, overload = name.split(".")
+    if namespace == "prims" and not hasattr(torch.ops.prims, packet):
+        importlib.import_module("torch._inductor.inductor_prims")  # Inductor's own, of pooling and the like
     op: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     return op

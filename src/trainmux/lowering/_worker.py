@@ -21,15 +21,19 @@ def main() -> None:
             payload, combines, key = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        kernel = Kernel("", from_payload(payload))
-        with (
-            settings(deterministic=deterministic, combines=combines),
-            deterministic_algorithms(deterministic),
-        ):
-            kernel.compile()
-        kernel.stored_key = key
-        kernel.store()
-        pickle.dump(kernel.failure, answers)
+        failure = ""
+        try:
+            kernel = Kernel("", from_payload(payload))
+            with (
+                settings(deterministic=deterministic, combines=combines),
+                deterministic_algorithms(deterministic),
+            ):
+                kernel.compile()
+            failure, kernel.stored_key = kernel.failure, key
+            kernel.store()
+        except Exception as error:  # one region must not cost the others their worker
+            failure = repr(error)
+        pickle.dump(failure, answers)
         answers.flush()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -212,6 +214,26 @@ def test_workers_share_the_work_and_leave_what_they_cannot_do(
             workers.add((b"x" * 100_000, False, str(tmp_path / str(number))))
         workers.finish()
     assert len(list(tmp_path.iterdir())) == num_finished
+
+
+def test_a_worker_outlives_a_region_that_it_cannot_read() -> None:
+    jobs = [(b"damaged", False, ""), (b"damaged, too", False, "")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "trainmux.lowering._worker", ""],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as worker:
+        found, _ = worker.communicate(b"".join(map(pickle.dumps, jobs)))
+    answers = io.BytesIO(found)
+    assert all(pickle.load(answers) for _ in jobs)
+
+
+def test_pooling_that_is_the_compilers_own_is_found_in_a_new_process() -> None:
+    name = "prims._low_memory_max_pool_with_offsets.default"
+    code = f"from trainmux.lowering._regions import op_name, op_of; print(op_name(op_of({name!r})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == name
 
 
 def test_few_kernels_and_known_ones_need_no_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
