@@ -55,4 +55,5 @@ def test_the_reference_has_every_public_name_once() -> None:
     pages = sorted((REPOSITORY / "docs" / "reference").glob("*.md"))
     texts = [page.read_text(encoding="utf-8") for page in pages]
     named = [name for text in texts for name in re.findall(r"^::: trainmux\.(\w+)$", text, re.MULTILINE)]
-    assert sorted(named) == sorted(set(trainmux.__all__) - {"__version__", "errors"})
+    public = set(trainmux.__all__) - {"__version__", "errors"}
+    assert sorted(named) == sorted(public), "put `::: trainmux.NAME` onto a page of docs/reference"
