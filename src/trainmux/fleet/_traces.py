@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from weakref import WeakValueDictionary
 
@@ -18,11 +19,16 @@ from trainmux.tracing import (
     FlatBatch,
     LossFunction,
     Number,
+    NumberForms,
+    Numbers,
+    Place,
     Reach,
     Shape,
     TracedGraph,
     TraceSettings,
+    follow,
     graph_constant,
+    same_numbers,
     structure_of,
     tensor_digest,
     trace_forward,
@@ -41,6 +47,8 @@ def graph_key(traced: TracedGraph) -> str:
 
 
 _MAX_TRACES = 64
+_MAX_KNOWN = 4
+"""Members that were traced as they are, of those that differ in numbers only."""
 
 Tracer = Callable[..., TracedGraph]
 
@@ -58,6 +66,58 @@ class Trace:
     numbers: tuple[Number, ...] = ()
 
 
+@dataclass
+class _Family:
+    """Members whose code is the same but for numbers: some traced as they are, and forms for others.
+
+    ``tried`` has the sets of places at which numbers were followed, and how many members were known then.
+    """
+
+    known: list[tuple[Trace, Numbers]] = field(default_factory=list)
+    forms: list[tuple[Trace, NumberForms]] = field(default_factory=list)
+    tried: dict[frozenset[Place], float] = field(default_factory=dict)
+
+    def note(self, trace: Trace, numbers: Numbers) -> None:
+        """Remember the trace of a member that was made as it is."""
+        if len(self.known) < _MAX_KNOWN:
+            self.known.append((trace, numbers))
+
+    def found(self, numbers: Numbers) -> Trace | None:
+        """The trace of a member with these numbers, if that is known."""
+        for like, forms in self.forms:
+            found = forms.numbers(numbers)
+            if found is not None:
+                return replace(like, numbers=found)
+        return None
+
+    def followed(
+        self,
+        numbers: Numbers,
+        trace: Callable[[LossFunction], TracedGraph],
+        code: LossFunction,
+        reach: Reach,
+    ) -> Trace | None:
+        """The trace of a member with these numbers, by ``trace`` once; ``None`` if that failed, or would."""
+        others = self.known[0][1] if self.known else numbers
+        differing = {place for place, number in numbers.items() if number != others[place]}
+        places = frozenset(differing.union(*(forms.places for _, forms in self.forms)))
+        if len(self.known) <= self.tried.get(places, 0):
+            return None
+        forms = follow(trace, code, reach, places, numbers)
+        if forms is None:
+            self.tried[places] = math.inf
+            return None
+        self.tried[places] = len(self.known)  # a member that comes to be known later may be more like it
+        for like, given in self.known:
+            found = forms.numbers(given) if forms.key == like.key else None
+            if found is not None:
+                if not same_numbers(found, like.numbers):
+                    return None
+                self.forms.append((like, forms))
+                return self.found(numbers)
+        return None
+
+
 def _widened(trace: Tracer, wider: Mapping[str, Shape]) -> Tracer:
     return functools.partial(trace, wider=wider) if wider else trace
 
@@ -68,6 +128,7 @@ class TraceCache:
     def __init__(self, settings: TraceSettings) -> None:
         self._settings = settings
         self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
+        self._families: OrderedDict[Hashable, _Family] = OrderedDict()
         self._graphs: WeakValueDictionary[str, TracedGraph] = WeakValueDictionary()
 
     def joint(
@@ -106,14 +167,27 @@ class TraceCache:
         if key in self._traces:
             self._traces.move_to_end(key)
             return self._traces[key]
+        outline, numbers = reach.apart_from_numbers()
+        family = self._families.get((purpose, outline, batch.spec), _Family())
+
+        def traced(code: LossFunction) -> TracedGraph:
+            return trace(model, code, batch, self._settings)
+
         try:
-            graph = trace(model, fn, batch, self._settings)
+            found = family.found(numbers) or family.followed(numbers, traced, fn, reach)
+            if found is None:
+                graph = traced(fn)
+                structure = structure_of(graph)
+                known = self._graphs.setdefault(structure.key, graph)
+                found = Trace(known, structure.key, structure.numbers)
+                family.note(found, numbers)
         except TrainmuxError as error:
             error.add_note(f"while tracing member {name!r}")
             raise
-        structure = structure_of(graph)
-        known = self._graphs.setdefault(structure.key, graph)
-        self._traces[key] = Trace(known, structure.key, structure.numbers)
-        while len(self._traces) > _MAX_TRACES:
-            self._traces.popitem(last=False)
-        return self._traces[key]
+        # The spec may be another one by now: of a batch whose text is read.
+        self._families[purpose, outline, batch.spec] = family
+        self._traces[key] = found
+        for kept in (self._families, self._traces):
+            while len(kept) > _MAX_TRACES:
+                kept.popitem(last=False)
+        return found

@@ -3,6 +3,7 @@
 from trainmux.tracing._batch import BatchSpec, FlatBatch, Text, check_batch, flatten_batch
 from trainmux.tracing._composites import RESIZES
 from trainmux.tracing._effects import unique_buffers, unique_parameters
+from trainmux.tracing._follow import NumberForms, Numbers, follow, same_numbers
 from trainmux.tracing._joint import (
     LossFunction,
     Shape,
@@ -31,6 +32,7 @@ from trainmux.tracing._reach import (
     Holder,
     Identity,
     Items,
+    Place,
     Reach,
     memory_span,
     same_items,
@@ -71,6 +73,9 @@ __all__ = [
     "Items",
     "LossFunction",
     "Number",
+    "NumberForms",
+    "Numbers",
+    "Place",
     "Reach",
     "Shape",
     "SplitGraph",
@@ -83,6 +88,7 @@ __all__ = [
     "failure_text",
     "first_difference",
     "flatten_batch",
+    "follow",
     "functionalized",
     "graph_constant",
     "graph_module",
@@ -103,6 +109,7 @@ __all__ = [
     "replaced",
     "replacing_thread",
     "same_items",
+    "same_numbers",
     "split_joint",
     "static_fake_mode",
     "structure_of",

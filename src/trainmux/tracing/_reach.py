@@ -21,6 +21,7 @@ import enum
 import functools
 import hashlib
 import itertools
+import math
 import pickle
 import random
 import sys
@@ -39,6 +40,9 @@ from torch import Tensor, nn
 from trainmux.tracing._source import is_library_file
 
 Items = dict[Any, Any]
+
+Place = tuple[int, Any]
+"""An entry of a container: the container's number, and the key."""
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OPAQUE_PACKAGES = ("trainmux.", "torch.optim.", "torch.utils.data.")
@@ -408,7 +412,7 @@ class Reach:
         self._places: dict[int, int] = {}
         self._namespaces: dict[int, tuple[Any, set[str]]] = {}
         self._mentioned: set[str] = {"forward"}
-        self._tokens: list[Hashable] = []
+        self._tokens: list[tuple[Hashable, tuple[tuple[Hashable, Hashable], ...]]] = []
         roots: Items = {} if model is None else {"model": model}
         roots |= {f"function {number}" if number else "loss": fn for number, fn in enumerate(functions)}
         roots |= {
@@ -424,6 +428,30 @@ class Reach:
         """Equal for what would trace to the same graph."""
         own = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in self.own)
         return (own, *self._tokens)
+
+    def apart_from_numbers(self) -> tuple[Hashable, dict[Place, int | float]]:
+        """``signature`` without numbers of the code but for their kinds, and those numbers.
+
+        Numbers count where they can be replaced, and where they are not special: 0, 1 and the like.
+        """
+        own = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in self.own)
+        outline: list[Hashable] = [own]
+        found: dict[Place, int | float] = {}
+        for number, (holder, (label, entries)) in enumerate(zip(self.holders, self._tokens, strict=False)):
+            if holder.replace is not None and not isinstance(holder.value, set):
+                items = self.contents[number]
+                names = [name for name in items if name not in _WITHOUT_EFFECT]
+                kinds = [kind_of_number(items[name]) if isinstance(name, PLAIN) else None for name in names]
+                if any(kinds):
+                    found |= {
+                        (number, name): items[name] for name, kind in zip(names, kinds, strict=True) if kind
+                    }
+                    entries = tuple(
+                        (key, (type(items[name]), kind) if kind else token)
+                        for (key, token), name, kind in zip(entries, names, kinds, strict=True)
+                    )
+            outline.append((label, entries))
+        return tuple(outline), found
 
     def include(self, holders: list[Holder]) -> None:
         """Restore these, too; they are no part of the signature."""
@@ -615,6 +643,13 @@ def rebuilt_tuple(original: tuple[Any, ...], items: Iterable[Any]) -> Any:
     if hasattr(original, "__dict__"):
         vars(found).update(vars(original))
     return found
+
+
+def kind_of_number(value: Any) -> str | None:
+    """What numbers have in common that code treats alike; ``None`` for special ones, and for other values."""
+    if type(value) not in (int, float) or value in (0, 1, -1) or not math.isfinite(value):
+        return None
+    return "positive" if value > 0 else "negative"
 
 
 def same_items(one: Items, other: Items) -> bool:
