@@ -45,7 +45,7 @@ def limit_memory(budget: str, device: torch.device) -> int | None:
         return None
     total = torch.cuda.mem_get_info(device)[1]
     limit = parse_budget(budget, device_bytes=total)
-    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    torch.cuda.set_per_process_memory_fraction(limit / total)
     return limit
 
 

@@ -47,6 +47,7 @@ def run(
         if left <= 0:
             break
         limit = min(CELL_SECONDS * len(cells), left + LATE_SECONDS)
+        since = time.monotonic()
         waiting = {key_of(cell.key): cell for cell in cells}
         for row in _rows(cells, protocol, limit, left):
             cell = waiting.get(key_of(row)) if "way" in row else next(iter(waiting.values()), None)
@@ -56,7 +57,8 @@ def run(
                 tell(f"{cell}: cut off, the time is over")
                 break
             waiting.pop(key_of(cell.key))
-            results.add({**cell.key, **row, "measured_s": round(time.monotonic() - begin, 1)})
+            since, took = time.monotonic(), time.monotonic() - since
+            results.add({**cell.key, **row, "took_s": round(took, 1)})
             tell(f"{cell}: {_told(row)}")
     known = {key_of(row) for row in results.rows}
     return sum(key_of(cell.key) not in known for cells in tasks for cell in cells)

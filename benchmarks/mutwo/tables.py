@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,12 +67,24 @@ class Found:
         row = self.any_row(cell)
         return None if row is None or "error" in row else row
 
-    def step(self, subject: Subject, members: int, way: str, budget: str = "", **other: Any) -> Row | None:
-        """A row of Figure 8, or of an experiment, batch size or optimizer apart from it."""
+    def cell(self, subject: Subject, members: int, way: str, budget: str = "", **other: Any) -> Cell:
+        """A cell of Figure 8, or of an experiment, batch size or optimizer apart from it."""
         batch_size = other.get("batch_size", subject.batch_sizes[0])
         experiment, optimizer = other.get("experiment", "step"), other.get("optimizer", "sgd")
         budget = budget or self.sizes.budget
-        return self.row(Cell(experiment, subject.workload, batch_size, optimizer, members, budget, way))
+        return Cell(experiment, subject.workload, batch_size, optimizer, members, budget, way)
+
+    def step(self, subject: Subject, members: int, way: str, budget: str = "", **other: Any) -> Row | None:
+        return self.row(self.cell(subject, members, way, budget, **other))
+
+    def times(self, cell: Cell, base: Row | None) -> str:
+        """How many times faster a cell is than ``base``, or why nobody can tell."""
+        row = self.any_row(cell)
+        if row is None or base is None:
+            return "–"
+        if "error" in row:
+            return "no plan fits" if row["error"].startswith("BudgetError") else "failed"
+        return f"{base['step_ms'] / row['step_ms']:.2f}×"
 
     def compared(self) -> Iterator[tuple[str, Subject, int, int, str]]:
         """Name, workload, batch size, number of models and budget of every point of Figure 8."""
@@ -110,13 +123,14 @@ def number(value: float | None, form: str = ".3g") -> str:
     return "–" if value is None else f"{value:.0f}" if form == ".3g" and value >= 100 else f"{value:{form}}"
 
 
-def times(row: Row | None, base: Row | None) -> str:
-    """How many times faster ``row`` is than ``base``."""
-    return f"{base['step_ms'] / row['step_ms']:.2f}×" if row and base else "–"
-
-
 def _ms(row: Row | None) -> str:
     return number(row["step_ms"] if row else None)
+
+
+def _subsets(row: Row | None) -> str:
+    """Widths of HFTA's subsets, with how many there are of each."""
+    counts: Counter[int] = Counter(row["subsets"] if row else [])
+    return " + ".join(f"{count} × {width}" for width, count in counts.items()) or "–"
 
 
 def _gib(value: float | None) -> str:
@@ -187,20 +201,18 @@ def figure_7(found: Found) -> Table:
 def figure_8(found: Found) -> Table:
     rows = []
     for name, subject, batch_size, members, budget in found.compared():
-        ways = [found.step(subject, members, way, budget, batch_size=batch_size) for way in (HFTA, *PLANNED)]
-        if sum(map(bool, ways)) < 2:
+        cells = [found.cell(subject, members, way, budget, batch_size=batch_size) for way in (HFTA, *PLANNED)]
+        if sum(found.row(cell) is not None for cell in cells) < 2:
             continue
-        hfta = ways[0]
+        hfta = found.row(cells[0])
         row = {"models": f"{members} × {name}, batch {batch_size}", "budget": budget}
-        row |= {"HFTA's subsets": "+".join(map(str, hfta["subsets"])) if hfta else "–", "HFTA, ms": _ms(hfta)}
-        rows.append(
-            row | {TITLES[way]: times(each, hfta) for way, each in zip(PLANNED, ways[1:], strict=True)}
-        )
-    for place, said in enumerate(("few", "middle", "most")):
+        row |= {"HFTA's subsets": _subsets(hfta), "HFTA, ms": _ms(hfta)}
+        rows.append(row | {TITLES[cell.way]: found.times(cell, hfta) for cell in cells[1:]})
+    for place, said in enumerate(("the fewest", "twice as many", "four times as many")):
         means = {way: list(found.speedups(way, place=place).values()) for way in PLANNED}
         if rows and all(means.values()):
             shown = {TITLES[way]: f"{geometric_mean(each):.2f}× ({len(each)})" for way, each in means.items()}
-            about = {"models": f"geometric mean, {said} models", "budget": found.sizes.budget}
+            about = {"models": f"geometric mean, {said}", "budget": found.sizes.budget}
             rows.append({**about, "HFTA's subsets": "", "HFTA, ms": "", **shown})
     return rows
 
@@ -258,8 +270,11 @@ def table_e(found: Found) -> Table:
             continue
         row = {"models": f"{subject.counts[1]} × {named(subject)}"}
         for way, each in measured.items():
-            shares = each and f"{each['recompute_share']:.0%}, {each['stall_ms'] / each['predicted_ms']:.0%}"
-            row[f"`{way}`"] = f"{_ms(each)} ({shares})" if each else "–"
+            if each:
+                shares = f"{each['recompute_share']:.0%}, {each['stall_ms'] / each['predicted_ms']:.0%}"
+                row[f"`{way}`"] = f"{_ms(each)} ({shares})"
+            else:
+                row[f"`{way}`"] = found.times(found.cell(subject, subject.counts[1], way), {})
         rows.append(row)
     return rows
 
@@ -290,9 +305,16 @@ def adamw(found: Found) -> Table:
         if hfta and auto:
             row = {
                 "models": f"{members} × {named(subject)}",
-                "HFTA's subsets": "+".join(map(str, hfta["subsets"])),
+                "HFTA's subsets": _subsets(hfta),
             }
-            rows.append({**row, "HFTA, ms": _ms(hfta), "`auto`, ms": _ms(auto), "`auto`": times(auto, hfta)})
+            rows.append(
+                {
+                    **row,
+                    "HFTA, ms": _ms(hfta),
+                    "`auto`, ms": _ms(auto),
+                    "faster": f"{hfta['step_ms'] / auto['step_ms']:.2f}×",
+                }
+            )
     return rows
 
 
