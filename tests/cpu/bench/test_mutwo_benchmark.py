@@ -78,7 +78,7 @@ def test_every_figure_is_measured_resumed_and_drawn(tmp_path: Path) -> None:
     for path in drawn:
         ElementTree.parse(path)
         assert f"](mutwo/{path.name})" in text
-    assert "| 2 × small:mlp, batch 4 | 2 | 2 |" in text
+    assert "| 2 × small:mlp, batch 4 | 2 | 1 × 2 |" in text
     assert text.count("Not measured.") == 3  # the others
 
 
