@@ -110,8 +110,7 @@ class ProgramBuilder:
 
         def prepare() -> tuple[Callable[[], None], Callable[[], StepProgram]]:
             step = lowered()
-            work = self._cache().fill(step.lowered.kernels, least_workers=int(on_cpu))
-            return work, lambda: compiled(step)
+            return self._cache().fill(step.lowered.kernels), lambda: compiled(step)
 
         if lowering == "inductor":
             step = lowered()

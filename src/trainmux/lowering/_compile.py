@@ -26,7 +26,7 @@ from trainmux.lowering._known import (
     stored_key,
 )
 from trainmux.lowering._regions import RegionGraph, to_payload
-from trainmux.lowering._workers import Job, Workers, num_workers
+from trainmux.lowering._workers import Job, Workers
 from trainmux.runtime import deterministic_algorithms, ignored_warnings, process_lock
 from trainmux.tracing import FakeTensorMode
 
@@ -229,12 +229,11 @@ class KernelCache:
         ):
             yield
 
-    def fill(self, kernels: Iterable[Kernel], *, least_workers: int = 0) -> Callable[[], None]:
-        """A function that has workers compile kernels into the cache on disk, where that pays.
+    def fill(self, kernels: Iterable[Kernel]) -> Callable[[], None]:
+        """A function that has workers compile kernels into the cache on disk, one at least: nobody waits.
 
-        With ``least_workers`` above 0 it pays always, because nobody waits. The function may be called on any
-        thread. Calls wait for one another, so that the last to return finds the kernels of all before it as
-        well.
+        It may be called on any thread. Calls wait for one another, so that the last to return finds the
+        kernels of all before it as well.
         """
         waiting = [kernel for kernel in kernels if not kernel.is_settled and not kernel.is_claimed]
         keys = self._stored_keys(waiting)
@@ -242,16 +241,13 @@ class KernelCache:
             kernel.stored_key = keys[kernel.key]
         waiting = [kernel for kernel in waiting if not is_known(kernel.stored_key)]
         jobs: list[Job] = []
-        for kernel in waiting if num_workers(len(waiting), _max_workers(), least_workers) else ():
+        most = _max_workers()
+        for kernel in waiting if most else ():
             kernel.is_claimed = True
             jobs.append(kernel.job())
 
         def work() -> None:
-            most = _max_workers()
-            with (
-                self._filling,
-                Workers(most, least_workers, deterministic=self._deterministic) as workers,
-            ):
+            with self._filling, Workers(most, least=1, deterministic=self._deterministic) as workers:
                 for job in jobs:
                     workers.add(job)
                 workers.finish()

@@ -32,7 +32,7 @@ class Workers:
     left to the caller.
     """
 
-    def __init__(self, most: int, least: int = 0, *, deterministic: bool) -> None:
+    def __init__(self, most: int, *, deterministic: bool, least: int = 0) -> None:
         self._least, self._most = least, most
         self._deterministic = deterministic
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

@@ -73,7 +73,7 @@ class UncompiledCache(KernelCache):
         for _ in batches:
             pass
 
-    def fill(self, kernels: Iterable[Kernel], **_: int) -> Callable[[], None]:
+    def fill(self, kernels: Iterable[Kernel]) -> Callable[[], None]:
         return lambda: None
 
 

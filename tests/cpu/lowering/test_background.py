@@ -47,7 +47,7 @@ def batch(step: int) -> Any:
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is compiled until it is set."""
     go = threading.Event()
-    monkeypatch.setattr(UncompiledCache, "fill", lambda self, kernels, **_: lambda: go.wait(30))
+    monkeypatch.setattr(UncompiledCache, "fill", lambda self, kernels: lambda: go.wait(30))
     return go
 
 

@@ -236,33 +236,31 @@ def test_pooling_that_is_the_compilers_own_is_found_in_a_new_process() -> None:
     assert done.stdout.strip() == name
 
 
-def test_few_kernels_and_known_ones_need_no_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_known_kernels_need_no_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_known, "cache_folder", lambda: tmp_path)
     monkeypatch.setenv("TRAINMUX_COMPILE_WORKERS", "2")
     asked: list[int] = []
     monkeypatch.setattr(Workers, "finish", lambda workers: asked.append(workers._num_jobs))
     monkeypatch.setattr(Workers, "_serve", lambda workers: None)
 
-    def fill(deterministic: bool = False, least_workers: int = 0) -> list[str]:
+    def fill(deterministic: bool = False) -> list[str]:
         """Two kernels; the keys that their code is kept by."""
         cache = KernelCache(deterministic=deterministic)
         lowered = [lower(traced(lambda x: x.relu() + 1, torch.zeros(4, n)), cache) for n in (3, 5)]
         kernels = [kernel for each in lowered for kernel in each.kernels]
-        cache.fill(kernels, least_workers=least_workers)()
+        cache.fill(kernels)()
         return list(cache._stored_keys(kernels).values())
 
-    fill()
-    assert asked == [0]
-    fill(least_workers=1)
-    assert asked.pop() == 2, "expected a worker where nobody waits for it"
-    monkeypatch.setattr(_workers, "MIN_FOR_WORKER", 1)
     for key in fill():
         remember(key, b"code")
-    assert asked == [0, 2]
+    assert asked == [2]
     fill()
-    assert asked == [0, 2, 0]
+    assert asked == [2, 0]
     fill(deterministic=True)
-    assert asked == [0, 2, 0, 2]
+    assert asked == [2, 0, 2]
+    monkeypatch.setenv("TRAINMUX_COMPILE_WORKERS", "0")
+    fill(deterministic=True)
+    assert asked == [2, 0, 2, 0]
 
 
 def test_workers_begin_while_other_kernels_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
