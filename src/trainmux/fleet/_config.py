@@ -77,7 +77,7 @@ def make_config(device: Any, **settings: Any) -> FleetConfig:
             settings[name] = whole_number(name, settings[name])
     if not isinstance(settings["deterministic"], bool):
         raise ConfigError(f"deterministic: expected True or False, got {settings['deterministic']!r}")
-    found = _device(device)
+    found = checked_device(device)
     if settings["engine"] == "cuda_graphs" and found.type != "cuda":
         raise ConfigError(
             f"engine: expected 'auto' or 'reference' on device {str(found)!r}, got 'cuda_graphs'; it needs "
@@ -126,7 +126,8 @@ def _lowering(device: torch.device, settings: Mapping[str, Any]) -> str:
     return "inductor" if device.type == "cuda" else "aten"
 
 
-def _device(device: Any) -> torch.device:
+def checked_device(device: Any) -> torch.device:
+    """A device that this machine has; refuses others."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -219,11 +219,18 @@ class Recorder:
             counted = self._counted(losses, None if finite is None else finite != 0, stopped)
             for key, values in rows.items():
                 self._accumulate(key, values, counted & np.isfinite(values))
-            known = np.where(np.isnan(losses), -1, np.arange(len(losses))[:, None]).max(axis=0)
-            latest = losses[known, np.arange(len(self.names))]  # also of those not in the last step
-            self.current_losses = dict(zip(self.names, latest.tolist(), strict=True))
+            self.current_losses = {
+                name: self._latest(name, losses[:, index], stopped) for index, name in enumerate(self.names)
+            }
         self.stopped = stopped
         self._was_active.update(name for name in self.names if name not in stopped)
+
+    def _latest(self, name: str, losses: FloatArray, stopped: Mapping[str, str]) -> float:
+        """A member's loss in the last step that it took part in: that of others is NaN."""
+        known = losses[~np.isnan(losses)]
+        if name in stopped or not (len(known) or name in self.current_losses):
+            return float(losses[-1])
+        return float(known[-1]) if len(known) else self.current_losses[name]
 
     def means(self) -> dict[str, dict[str, float]]:
         """Member → ``loss`` and metrics, for the members active in this epoch. Flush first."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from trainmux.errors import BatchError, ConfigError, first_line
-from trainmux.fleet._config import whole_number
+from trainmux.fleet._config import checked_device, whole_number
 from trainmux.tracing import FlatBatch, flatten_batch
 
 
@@ -58,7 +58,8 @@ class IndexBatches:
         device: str | torch.device = "cpu",
     ) -> None:
         self._data = whole_data(dataset)
-        self._leaves = [tensor.to(device) for tensor in self._data.tensors]
+        place = checked_device(device)
+        self._leaves = [tensor.to(place) for tensor in self._data.tensors]
         self.num_rows = self._leaves[0].shape[0]
         self._views = [rows_of(view, self.num_rows, f"view {number}") for number, view in enumerate(views)]
         if not self._views:
@@ -123,6 +124,11 @@ class IndexBatches:
         return self._data.rebuild([leaf[index] for leaf in self._leaves])
 
     @property
+    def dataset(self) -> Any:
+        """The data set where it lies."""
+        return self._data.rebuild(self._leaves)
+
+    @property
     def device(self) -> torch.device:
         """Where the data set lies."""
         return self._leaves[0].device
@@ -154,6 +160,8 @@ def whole_data(dataset: Any) -> FlatBatch:
                 f"dataset: expected samples that can be stacked, got {type(dataset).__name__}: "
                 f"{first_line(error)}; pass a tuple or dict of tensors"
             ) from error
+        # Of samples that are tuples it makes a list, which would be taken for samples.
+        dataset = tuple(dataset) if isinstance(dataset, list) else dataset
     elif not isinstance(dataset, (Tensor, np.ndarray, Mapping, tuple)):
         raise BatchError(
             f"dataset: expected tensors, or a data set with len() and samples by number, got "

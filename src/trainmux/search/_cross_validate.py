@@ -87,6 +87,12 @@ def cross_validate(
     numbers = seed_numbers("seeds", seeds)
     splits = splits_of(cv, num_rows, y, groups, 0)
     given = make if isinstance(make, Mapping) else {"": make}
+    for name, one in given.items():
+        if not callable(one):
+            raise ConfigError(
+                f"make: expected a function that returns a Member, or a dict of names to functions, got "
+                f"{type(one).__name__}{f' for {name!r}' if name else ''}"
+            )
     if not given:
         raise ConfigError(
             "make: expected at least one candidate, got none; pass a function or a dict of them"
@@ -98,17 +104,17 @@ def cross_validate(
         for number, split in enumerate(splits)
     ]
     device = fleet.get("device", "cpu")
-    held = data.rebuild([tensor.to(device) for tensor in data.tensors])  # once for both
-    train, test = (
-        IndexBatches(held, views, batch_size=batch_size, device=device, **options)
-        for views, options in (
-            (
-                [fold.split.train for fold in folds],
-                {"shuffle": shuffle, "drop_last": drop_last, "seeds": [fold.seed for fold in folds]},
-            ),
-            ([fold.split.test for fold in folds], {"shuffle": False}),
-        )
+    train = IndexBatches(
+        dataset,
+        [fold.split.train for fold in folds],
+        batch_size=batch_size,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        seeds=[fold.seed for fold in folds],
+        device=device,
     )
+    held_out = [fold.split.test for fold in folds]
+    test = IndexBatches(train.dataset, held_out, batch_size=batch_size, shuffle=False, device=device)
     whole = Fleet([fold.member for fold in folds], loss, first_batch(train), data="per_member", **fleet)
     if budget is not None:
         whole.plan(budget)

@@ -236,10 +236,11 @@ class Meeting:
     def __init__(self) -> None:
         self.is_open = True
         self.jobs: list[Job] = []
+        self._data: dict[tuple[bytes, int], Data] = {}
 
     def enter(self, estimator: _FleetEstimator, data: Data) -> None:
-        """Note what is to be trained."""
-        self.jobs.append(Job(estimator, data))
+        """Note what is to be trained; the same rows are kept once."""
+        self.jobs.append(Job(estimator, self._data.setdefault((data.key, data.num_outputs), data)))
 
     def train(self) -> None:
         """Train all that was noted."""

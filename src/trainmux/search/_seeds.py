@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 
 from trainmux.errors import ConfigError, MemberError
@@ -28,10 +30,11 @@ def seeds(make: Callable[[], Member], which: int | Sequence[int]) -> list[Member
 
 def seed_numbers(setting: str, which: int | Sequence[int]) -> list[int]:
     """The seeds that are meant by their number, or by themselves; refuses one that comes twice."""
-    if isinstance(which, int):
+    if isinstance(which, (int, np.integer)):
         return list(range(whole_number(setting, which)))
-    found = list(which)
-    if not found or not all(type(seed) is int for seed in found) or len(set(found)) < len(found):
+    given: list[Any] = list(which)
+    found = [int(seed) for seed in given if type(seed) is int or isinstance(seed, np.integer)]
+    if not found or len(found) < len(given) or len(set(found)) < len(found):
         raise ConfigError(f"{setting}: expected a number of seeds, or different whole numbers, got {which!r}")
     return found
 

@@ -171,6 +171,10 @@ def test_data_sets_come_in_many_forms() -> None:
     assert batch["label"].tolist() == [[1, 0]]
     (batch,) = tm.IndexBatches({"x": INPUTS.numpy()}, [[3, 4]], shuffle=False)
     assert torch.equal(batch["x"], INPUTS[[3, 4]][None])
+    samples = [(INPUTS[number], number) for number in range(30)]
+    (batch,) = tm.IndexBatches(samples, [[3, 4]], shuffle=False)
+    assert torch.equal(batch[0], INPUTS[[3, 4]][None])
+    assert batch[1].tolist() == [[3, 4]]
     (batch,) = tm.IndexBatches(INPUTS, [[3, 4]], shuffle=False)
     assert torch.equal(batch, INPUTS[[3, 4]][None])
 
@@ -211,3 +215,12 @@ def test_partial_batches_need_a_fleet_that_can_leave_members_out() -> None:
         tm.BatchError, match="expected at least one batch to evaluate each member on, got none for m0"
     ):
         fleet.evaluate([part])
+
+
+def test_progress_shows_the_last_loss_of_those_who_took_no_part(capsys: pytest.CaptureFixture[str]) -> None:
+    loader = tm.IndexBatches(DATA, VIEWS, batch_size=8)
+    fleet = fleet_of([member(i) for i in range(4)], loader)
+    fleet.fit(loader, epochs=1, progress="plain", log_every=1)
+    shown = capsys.readouterr()
+    assert "loss" in shown.out + shown.err
+    assert "nan" not in shown.out + shown.err

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ def test_seeds_differ_in_weights_and_draws_only() -> None:
     members = tm.seeds(make, 3)
     assert torch.equal(torch.get_rng_state(), before)
     assert [(member.name, member.seed) for member in members] == [(f"seed={i}", i) for i in range(3)]
-    again = tm.seeds(make, [2, 5])
+    again = tm.seeds(make, np.array([2, 5]))
     assert torch.equal(again[0].model[0].weight, members[2].model[0].weight)
     assert not torch.equal(again[1].model[0].weight, members[2].model[0].weight)
     assert tm.Fleet(members, mse, (INPUTS, TARGETS)).groups == (("seed=0", "seed=1", "seed=2"),)
