@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 """Pages beside docs/ that are part of the site, and their names there."""
-LINK = re.compile(r"(\]\()((?!https?:|#)[^)#\s]+)")
+LINK = re.compile(r"\[([^\]]*)\]\(((?!https?:|#)[^)#\s]+)([^)]*\))")
 
 
 def on_config(config: Any) -> None:
@@ -41,19 +41,23 @@ def on_files(files: Files, config: Any) -> None:
     for name, place in PAGES.items():
         files.append(File.generated(config, place, content=(REPOSITORY / name).read_text(encoding="utf-8")))
     for file in list(files.documentation_pages()):
-        for _, link in LINK.findall(file.content_string):
+        for _, link, _ in LINK.findall(file.content_string):
             path = _in_repository(file.src_uri, link)
-            if not (path in PAGES or path.startswith("docs/") or files.get_file_from_path(path)):
+            is_elsewhere = not (path in PAGES or path.startswith("docs/") or files.get_file_from_path(path))
+            if is_elsewhere and (REPOSITORY / path).is_file():
                 files.append(File.generated(config, path, abs_src_path=str(REPOSITORY / path)))
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links at where pages are in the site."""
+    """Point links at where pages are in the site; it has no folders, so links to those become text."""
 
     def moved(found: re.Match[str]) -> str:
-        path = _in_repository(page.file.src_uri, found[2])
+        text, link, rest = found.groups()
+        path = _in_repository(page.file.src_uri, link)
+        if (REPOSITORY / path).is_dir():
+            return text
         place = PAGES.get(path, path.removeprefix("docs/"))
-        return found[1] + posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or ".")
+        return f"[{text}]({posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or '.')}{rest}"
 
     return LINK.sub(moved, markdown)
 
