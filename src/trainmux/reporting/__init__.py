@@ -1,8 +1,22 @@
 """Records become text, pages and traces; reads ``ir`` only."""
 
 from trainmux.reporting._fusion_text import format_fusion
+from trainmux.reporting._page import NUMBER, SHORT, TEXT, Cell
 from trainmux.reporting._plan_page import plan_page
 from trainmux.reporting._plan_text import plan_text
+from trainmux.reporting._search_page import Chart, Section, search_page
 from trainmux.reporting._trace import chrome_trace
 
-__all__ = ["chrome_trace", "format_fusion", "plan_page", "plan_text"]
+__all__ = [
+    "NUMBER",
+    "SHORT",
+    "TEXT",
+    "Cell",
+    "Chart",
+    "Section",
+    "chrome_trace",
+    "format_fusion",
+    "plan_page",
+    "plan_text",
+    "search_page",
+]

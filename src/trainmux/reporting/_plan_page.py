@@ -6,32 +6,22 @@ script but the page's own run. ``page/page.html`` is the frame that everything i
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 import math
-from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.resources import files
+from collections.abc import Sequence
 from string import Template
 
 from trainmux.ir import PlanRecord, Profile, Program, Timeline
+from trainmux.reporting._page import NUMBER, SHORT, TEXT, Cell, digest, escaped, read, table
 from trainmux.reporting._plan_facts import PlanFacts, attempt_cells, cheapest_seconds, curve_in_words
 from trainmux.reporting._plan_page_data import Around, page_data, script_safe
-from trainmux.reporting._units import NOTHING, counted, format_change, format_seconds, one_line
+from trainmux.reporting._units import NOTHING, counted, format_change, format_seconds
 from trainmux.sizes import format_bytes
 
 _STYLES = ("frame.css", "charts.css", "tables.css")
 _SCRIPTS = (
     *("format.js", "model.js", "view.js", "memory.js", "lanes.js"),
-    *("around.js", "tables.js", "budget.js", "main.js"),
+    *("around.js", "sorting.js", "tables.js", "budget.js", "main.js"),
 )
-
-NUMBER, SHORT, TEXT = "number", "short", "text"
-"""Classes of columns in the page: a number; a word or two, never broken; names and sentences."""
-
-Cell = tuple[str, float | str]
-"""The text of a cell, and its sort key: text, or a number, which comes last where it is not finite."""
 
 
 def plan_page(
@@ -58,17 +48,17 @@ def plan_page(
     timelines = [predicted] if measured is None else [predicted, measured]
     parts = (("prologue", program.prologue, prologue), ("epilogue", program.epilogue, epilogue))
     around = [Around(name, part, line) for name, part, line in parts if line is not None and line.spans]
-    style = "\n".join(map(_read, _STYLES))
+    style = "\n".join(map(read, _STYLES))
     # All scripts in one function: nothing of the page is reachable, or changeable, from outside of it.
-    script = "(() => {\n'use strict';\n" + "\n".join(map(_read, _SCRIPTS)) + "})();\n"
-    return Template(_read("page.html")).substitute(
-        policy=f"default-src 'none'; style-src 'sha256-{_digest(style)}'; "
-        f"script-src 'sha256-{_digest(script)}'; base-uri 'none'; form-action 'none'",
-        title=_escaped(title),
+    script = "(() => {\n'use strict';\n" + "\n".join(map(read, _SCRIPTS)) + "})();\n"
+    return Template(read("page.html")).substitute(
+        policy=f"default-src 'none'; style-src 'sha256-{digest(style)}'; "
+        f"script-src 'sha256-{digest(script)}'; base-uri 'none'; form-action 'none'",
+        title=escaped(title),
         style=style,
         script=script,
         data=script_safe(page_data(facts, program.body, timelines, around, budget_curve)),
-        lead=f"Policy {_escaped(plan.policy)}: {_escaped(facts.how_it_trains)}.",
+        lead=f"Policy {escaped(plan.policy)}: {escaped(facts.how_it_trains)}.",
         links=_links(bool(budget_curve)),
         tiles=_tiles(facts, timelines),
         memory="\n".join(_memory_figure(number, plan, line) for number, line in enumerate(timelines)),
@@ -83,58 +73,12 @@ def plan_page(
     )
 
 
-@cache
-def _read(name: str) -> str:
-    return files("trainmux.reporting").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
-
-
-def _escaped(text: str) -> str:
-    """Text for an element's content or for an attribute in double quotes."""
-    return html.escape(one_line(text), quote=True)
-
-
 def _canvas(kind: str, label: str, described_by: str = "") -> str:
     described = f' aria-describedby="{described_by}"' if described_by else ""
     return (
         f'<canvas tabindex="0" role="application" aria-roledescription="{kind}" '
-        f'aria-label="{_escaped(label)}"{described}></canvas>'
+        f'aria-label="{escaped(label)}"{described}></canvas>'
     )
-
-
-def _table(
-    columns: Mapping[str, str], rows: Sequence[Sequence[Cell]] | None, caption: str, chosen: int = -1
-) -> str:
-    """A table that sorts by each of its columns; on a narrow window each row becomes a card.
-
-    ``columns`` are classes by name; the row at ``chosen`` is marked. Without ``rows`` the page's script fills
-    the table.
-    """
-    head = "".join(
-        f'<th scope="col" aria-sort="none" class="{kind}"><button type="button">{name}</button></th>'
-        for name, kind in columns.items()
-    )
-    body = ""
-    for position, row in enumerate(rows or ()):
-        cells = "".join(
-            f'<td class="{kind}" data-label="{name}" data-sort="{_escaped(_sort_key(order))}">'
-            f"<div>{_escaped(text)}</div></td>"
-            for (name, kind), (text, order) in zip(columns.items(), row, strict=True)
-        )
-        mark = ' class="chosen"' if position == chosen else ""
-        body += f"<tr{mark}>{cells}</tr>"
-    kind = "cards" if rows is None else "sortable cards"
-    return (
-        f'<div class="table"><table class="{kind}"><caption class="hidden-text">{_escaped(caption)}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _sort_key(order: float | str) -> str:
-    return order if isinstance(order, str) else str(order) if math.isfinite(order) else ""
 
 
 def _links(has_curve: bool) -> str:
@@ -165,7 +109,7 @@ def _tiles(facts: PlanFacts, timelines: Sequence[Timeline]) -> str:
     return "".join(
         f'<div><dt>{name}</dt><dd><div class="figure">{figure}</div>'
         f"{_meter(plan) if number == 1 else ''}"
-        f'<div class="note">{_escaped(note)}</div></dd></div>'
+        f'<div class="note">{escaped(note)}</div></dd></div>'
         for number, (name, figure, note) in enumerate(tiles)
     )
 
@@ -195,7 +139,7 @@ def _memory_figure(number: int, plan: PlanRecord, timeline: Timeline) -> str:
     )
     return (
         f'<figure class="timed" id="memory-{number}">'
-        f"<figcaption>Memory, {_escaped(timeline.source + note)}</figcaption>"
+        f"<figcaption>Memory, {escaped(timeline.source + note)}</figcaption>"
         f"{_canvas('stacked area chart', label, 'timeline-help')}</figure>"
     )
 
@@ -213,7 +157,7 @@ def _around_figure(around: Around) -> str:
     when = {"prologue": "once before the first step", "epilogue": "once after the last step"}[around.name]
     caption = f"{around.name.capitalize()}, {when}: {format_seconds(around.timeline.seconds)}"
     chart = _canvas("Gantt chart", f"{caption}. Left and right arrows go from node to node.")
-    return f'<figure id="{around.name}"><figcaption>{_escaped(caption)}</figcaption>{chart}</figure>'
+    return f'<figure id="{around.name}"><figcaption>{escaped(caption)}</figcaption>{chart}</figure>'
 
 
 def _numbers(plan: PlanRecord, timelines: Sequence[Timeline]) -> str:
@@ -238,9 +182,9 @@ def _numbers(plan: PlanRecord, timelines: Sequence[Timeline]) -> str:
     body = ""
     for name, cells, numbers in rows:
         cells += [format_change(numbers[1], numbers[0])] if len(numbers) > 1 else []
-        values = "".join(f'<td class="number">{_escaped(cell)}</td>' for cell in cells)
+        values = "".join(f'<td class="number">{escaped(cell)}</td>' for cell in cells)
         body += f'<tr><th scope="row">{name}</th>{values}</tr>'
-    head = "".join(f'<th scope="col" class="number">{_escaped(name)}</th>' for name in heads)
+    head = "".join(f'<th scope="col" class="number">{escaped(name)}</th>' for name in heads)
     return (
         '<div class="table"><table><caption class="hidden-text">Times and bytes of one step</caption>'
         f"<thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -255,7 +199,7 @@ def _sub_arrays(facts: PlanFacts) -> str:
         texts = (", ".join(sub_array.members), f"{profile.source} on {profile.device.name}: {made_of}")
         rows.append([(str(position), position), (str(width), width), *((text, text) for text in texts)])
     columns = {"Sub-array": SHORT, "Width": SHORT, "Members": TEXT, "Profile": TEXT}
-    return _table(columns, rows, "The sub-arrays of this plan")
+    return table(columns, rows, "The sub-arrays of this plan")
 
 
 def _attempts(facts: PlanFacts) -> str:
@@ -272,7 +216,7 @@ def _attempts(facts: PlanFacts) -> str:
         numbers = (one.step_seconds, one.peak_bytes, one.stall_seconds, one.recompute_seconds)
         rows.append(list(zip(texts, (*texts[:3], *numbers, texts[-1]), strict=True)))
     chosen = -1 if facts.attempts[0].lost_because else 0
-    return _table(columns, rows, "Every partition tried, and why it was not taken", chosen)
+    return table(columns, rows, "Every partition tried, and why it was not taken", chosen)
 
 
 def _budget(plan: PlanRecord, curve: Sequence[tuple[int, float]]) -> str:
@@ -290,9 +234,9 @@ def _budget(plan: PlanRecord, curve: Sequence[tuple[int, float]]) -> str:
     return (
         '<section id="budget" aria-labelledby="budget-title">'
         '<h2 id="budget-title">What the budget costs</h2>'
-        f'<p class="muted">{_escaped(words[0].upper() + words[1:])}.</p>'
+        f'<p class="muted">{escaped(words[0].upper() + words[1:])}.</p>'
         f'<figure id="budget-curve">{_canvas("line chart", label)}</figure>'
-        f"<details><summary>As a table</summary>{_table(columns, rows, 'What each budget costs', chosen)}"
+        f"<details><summary>As a table</summary>{table(columns, rows, 'What each budget costs', chosen)}"
         "</details></section>"
     )
 
@@ -306,4 +250,4 @@ def _tensors() -> str:
         "Decision": SHORT,
         "Why": TEXT,
     }
-    return _table(columns, None, "Tensors by size, with what the plan does with each")
+    return table(columns, None, "Tensors by size, with what the plan does with each")

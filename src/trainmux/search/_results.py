@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from trainmux.errors import ConfigError
+from trainmux.errors import ConfigError, SearchError
 from trainmux.fleet import Mode
+from trainmux.ir import write_file
 from trainmux.search._trial import Trial, TrialState
 
 if TYPE_CHECKING:
@@ -88,6 +90,15 @@ class Results(Sequence[Trial]):
     def table(self) -> pandas.DataFrame:
         """``to_rows`` as a table; needs pandas."""
         return as_table(self.to_rows())
+
+    def report(self, path: str | os.PathLike[str], *, title: str = "Search") -> None:
+        """Write one page that opens offline: curves, parameters and their importance, the table of trials.
+
+        Needs Optuna and Plotly, of which the charts are; refuses a search without trials.
+        """
+        from trainmux.search._report import report
+
+        write_file(path, report(self, title), error=SearchError)
 
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:

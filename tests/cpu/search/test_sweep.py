@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -384,3 +385,12 @@ def test_rows_have_parameters_and_values() -> None:
     assert (row["number"], row["name"], row["state"], row["epochs"]) == (0, "m0", "complete", 1)
     assert row["params_lr"] == 0.01
     assert math.isfinite(row["loss"])
+
+
+def test_a_report_without_its_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    results = tm.Results([tm.Trial(0, "a", {}, 1)], ("loss",), ("min",))
+    with pytest.raises(tm.ConfigError, match=r"pip install 'trainmux\[search\]'"):
+        results.report(tmp_path / "page.html")
