@@ -192,5 +192,7 @@ def test_what_is_refused() -> None:
         tm.sklearn.FleetClassifier(3, depth=1)
     with pytest.raises(ValueError, match="Invalid parameter 'depth'"):
         tm.sklearn.FleetSearchCV(classifier(), {"depth": [1]}, cv=2, error_score="raise").fit(X, Y)
+    with pytest.raises(tm.ConfigError, match="or a pipeline that ends in one, got PCA"):
+        tm.sklearn.FleetSearchCV(PCA(), {"n_components": [1]}, cv=2).fit(X, Y)
     with pytest.raises(AttributeError, match="no attribute 'Fleet'"):
         tm.sklearn.Fleet  # noqa: B018

@@ -13,6 +13,8 @@ from torch.func import functional_call, vmap
 
 from trainmux.errors import BatchError, ConfigError, MemberError, first_line, warn_user
 from trainmux.fleet import Fleet, Member
+from trainmux.search._cross_validate import FoldResult
+from trainmux.search._trial import Trial
 from trainmux.tracing import FlatBatch, Reach, flatten_batch
 
 _DROPOUTS = (
@@ -27,9 +29,12 @@ _DROPOUTS = (
 
 
 def ensemble(
-    members: Fleet | Iterable[Member | nn.Module], *, output: Callable[[Any], Any] | None = None
+    members: Fleet | Iterable[Member | nn.Module | Trial | FoldResult],
+    *,
+    output: Callable[[Any], Any] | None = None,
 ) -> Ensemble:
-    """Make one module of trained members: of a fleet as it is now, or of members or models.
+    """Make one module of trained members: of a fleet as it is now, of members or models, of a search's trials
+    or the folds of a cross-validation.
 
     See `Ensemble`, which has copies of the weights. ``output`` takes what a member returns to what is to be
     averaged, as in ``lambda found: found.logits.softmax(-1)``.
@@ -37,17 +42,17 @@ def ensemble(
     if isinstance(members, Fleet):
         members.sync()
         members = members.members
-    given = list(members)
-    for item in given:
+    models, names = [], []
+    for number, given in enumerate(members):
+        item = given.member if isinstance(given, (Trial, FoldResult)) else given
         if not isinstance(item, (Member, nn.Module)):
             raise MemberError(
-                f"expected a Fleet, or Members or torch modules, got {type(item).__name__} among them"
+                f"expected a Fleet, or Members, torch modules, trials or folds, got {type(item).__name__} "
+                "among them; trials whose members a search has not kept have none"
             )
-    models = [item.model if isinstance(item, Member) else item for item in given]
-    names = [
-        item.name if isinstance(item, Member) and item.name is not None else f"member-{number}"
-        for number, item in enumerate(given)
-    ]
+        models.append(item.model if isinstance(item, Member) else item)
+        name = item.name if isinstance(item, Member) else None
+        names.append(name or f"member-{number}")
     return Ensemble(models, names, output)
 
 

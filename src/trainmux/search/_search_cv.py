@@ -12,6 +12,7 @@ from sklearn.model_selection import ParameterGrid, ParameterSampler, check_cv
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import _safe_indexing
 
+from trainmux.errors import ConfigError
 from trainmux.search._estimators import MEETING, Meeting, _FleetEstimator
 
 
@@ -93,7 +94,7 @@ class FleetSearchCV(BaseSearchCV):  # type: ignore[misc]
     def _note(self, meeting: Meeting, settings: Mapping[str, Any], rows: Any) -> None:
         """Have the estimator that a candidate's fit on a fold comes to take part in the meeting."""
         X, y = self._given  # noqa: N806
-        estimator = clone(self.estimator)
+        num_jobs, estimator = len(meeting.jobs), clone(self.estimator)
         try:
             estimator.set_params(**clone(dict(settings), safe=False))
             if isinstance(estimator, _FleetEstimator):
@@ -102,3 +103,8 @@ class FleetSearchCV(BaseSearchCV):  # type: ignore[misc]
                 estimator.fit(_safe_indexing(X, rows), _safe_indexing(y, rows))
         except Exception:
             return  # raised again where the candidate is evaluated, and scored as `error_score` says
+        if len(meeting.jobs) == num_jobs:
+            raise ConfigError(
+                "expected a FleetClassifier or FleetRegressor, or a pipeline that ends in one, got "
+                f"{type(estimator).__name__}; take GridSearchCV for other estimators"
+            )

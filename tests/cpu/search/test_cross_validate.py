@@ -111,6 +111,10 @@ def test_candidates_train_in_one_fleet_and_the_best_is_named() -> None:
     assert found.best("loss") == min(found.candidates, key=lambda name: found.mean("loss", name)) == "quick"
     assert_as_alone(tm.CrossValidation(found[2:]), epochs=4)
     assert_as_alone(tm.CrossValidation(found[:2]), epochs=4, lr=1e-4)
+    mean = tm.ensemble(found[2:])(INPUTS)
+    with torch.no_grad():
+        alone = [fold.member.model.eval()(INPUTS) for fold in found[2:]]
+    torch.testing.assert_close(mean, torch.stack(alone).mean(0), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def test_a_wrong_input_is_told_as_a_model_tells_it() -> None:
     ("make", "error", "message"),
     [
         (lambda: tm.ensemble([]), tm.MemberError, "at least one member for an ensemble, got none"),
-        (lambda: tm.ensemble(["a"]), tm.MemberError, "or torch modules, got str"),
+        (lambda: tm.ensemble(["a"]), tm.MemberError, "trials or folds, got str"),
         (
             lambda: tm.ensemble([Made(lambda self, x: self.layer(x).argmax(-1))])(INPUTS),
             tm.ConfigError,
