@@ -129,8 +129,8 @@ def _multiplexing(evidence: Evidence) -> str | None:
     gains = [
         turns["step_ms"] / ring["step_ms"] - 1
         for subject in found.sizes.subjects
-        if (turns := found.step(subject, subject.counts[1], "mutwo_turns"))
-        if (ring := found.step(subject, subject.counts[1], "mutwo"))
+        if (turns := found.step(subject, subject.counts[2], "mutwo_turns"))
+        if (ring := found.step(subject, subject.counts[2], "mutwo"))
     ]
     return f"{min(gains):+.0%} to {max(gains):+.0%}" if gains else None
 

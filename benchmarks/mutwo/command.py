@@ -37,7 +37,7 @@ def command(
     warmups: Annotated[int, typer.Option(min=2, help="Warm-up iterations, as in §5.2.")] = 100,
     warmup_seconds: Annotated[float, typer.Option(help="Warming up ends after so long.")] = 10.0,
     measured: Annotated[int, typer.Option(min=1, help="Iterations of which the median counts.")] = 10,
-    plan_seconds: Annotated[float, typer.Option(help="Time limit of a plan.")] = 30.0,
+    plan_seconds: Annotated[float, typer.Option(help="Time limit of a plan.")] = 60.0,
     read: Annotated[Path | None, typer.Option(help="Measure nothing: read this file of results.")] = None,
     page: Annotated[
         Path | None, typer.Option(help="Page whose tables and pictures are drawn from the results.")

@@ -5,16 +5,15 @@ A generated part lies between ``<!-- zico: NAME -->`` and ``<!-- end -->``; ever
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pandas as pd
 
+from benchmarks.pages import fill
+
 from .figures import draw
 from .results import Document
 from .tables import TABLES
-
-_PART = re.compile(r"(<!-- zico: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def refresh(document: Document, page: Path) -> list[Path]:
@@ -22,9 +21,7 @@ def refresh(document: Document, page: Path) -> list[Path]:
 
     `ValueError` for a part that nobody can fill.
     """
-    text = page.read_text(encoding="utf-8")
-    text = _PART.sub(lambda found: f"{found[1]}{part(document, found[2])}\n{found[3]}", text)
-    page.write_text(text, encoding="utf-8")
+    fill(page, "zico", lambda name: part(document, name))
     return [page, *draw(document, page.with_suffix(""))]
 
 
