@@ -101,11 +101,10 @@ class BatchFeed:
                 f"expected a PartialBatch for some of {len(names)} members, got positions {batch.members}; "
                 "count them in the order of fleet.names"
             )
-        if self._config.data != "per_member" or self._config.accumulate > 1:
+        if self._config.data != "per_member":
             raise ConfigError(
-                "expected data='per_member' and accumulate=1 for a PartialBatch, got "
-                f"data={self._config.data!r} and accumulate={self._config.accumulate}; IndexBatches gives "
-                "none with drop_last=True and views of one length"
+                f"expected data='per_member' for a PartialBatch, got data={self._config.data!r}; give "
+                "Fleet(data='per_member')"
             )
         return batch.batch, frozenset(name for i, name in enumerate(names) if i not in there)
 

@@ -192,6 +192,12 @@ class Fleet:
         self._arrange_groups()
         applies = (self._num_steps + 1) % self._config.accumulate == 0
         batch, absent = self._feed.attendance(batch, self._names)
+        if absent and self._config.accumulate > 1:
+            raise ConfigError(
+                "expected accumulate=1 for a PartialBatch, which would leave members without one of their "
+                f"micro-batches, got accumulate={self._config.accumulate}; IndexBatches gives none with "
+                "drop_last=True and views of one length"
+            )
         with self._left_out(absent):
             ready, batches = self._begin_step(self._plans.runner, batch, overrides or {}, applies)
             # Only now, when nothing is left to be refused, does any group change; and then all of them do.

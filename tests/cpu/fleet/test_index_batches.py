@@ -206,8 +206,14 @@ def test_partial_batches_need_a_fleet_that_can_leave_members_out() -> None:
     batch = (INPUTS[:16].reshape(2, 8, 3), TARGETS[:16].reshape(2, 8, 1))
     part = tm.PartialBatch(batch, (1,))
     accumulating = tm.Fleet([member(0), member(1)], mse, batch, data="per_member", accumulate=2)
-    with pytest.raises(tm.ConfigError, match=r"accumulate=1 for a PartialBatch, got .* accumulate=2"):
+    with pytest.raises(tm.ConfigError, match=r"accumulate=1 for a PartialBatch, .* got accumulate=2"):
         accumulating.step(part)
+    assert accumulating.num_steps == 0
+    shared = tm.Fleet([member(0)], mse, (INPUTS[:8], TARGETS[:8]))
+    with pytest.raises(
+        tm.ConfigError, match="expected data='per_member' for a PartialBatch, got data='shared'"
+    ):
+        shared.step(tm.PartialBatch((INPUTS[:8], TARGETS[:8]), (0,)))
     fleet = tm.Fleet([member(0), member(1)], mse, batch, data="per_member")
     with pytest.raises(tm.BatchError, match="for some of 2 members, got positions \\(2,\\)"):
         fleet.step(tm.PartialBatch(batch, (2,)))
