@@ -68,16 +68,14 @@ class CSVLogger(Logger[None]):
 
 
 class _Table:
-    """A CSV file to which several processes may append. Rows that a full disk refuses are tried again."""
+    """A CSV file to which several processes may append."""
 
     def __init__(self, path: Path, columns: str) -> None:
         self._path = path
         self._columns = columns.split()
-        self._pending: list[Row] = []
 
     def begin(self, is_resumed: bool) -> None:
         """Go on with the file that is there, or put it aside; refuses one of another kind."""
-        self._pending = []
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked():
             if not self._path.exists():
@@ -97,18 +95,14 @@ class _Table:
             os.replace(self._path, aside)
 
     def append(self, row: Row) -> None:
-        """Add a row, and first those that could not be added before."""
-        self._pending.append(row)
+        """Add a row: all of it, or none where the disk is full."""
         with self._locked():
             header = self._header()
-            columns = list(
-                dict.fromkeys([*(header or self._columns), *(k for r in self._pending for k in r)])
-            )
+            columns = list(dict.fromkeys([*(header or self._columns), *row]))
             if columns != header:
-                self._rewrite([*self._rows(), *self._pending], columns)
+                self._rewrite([*self._rows(), row], columns)
             else:
-                self._add(_text(self._pending, columns).encode())
-        self._pending = []
+                self._add(_text([row], columns).encode())
 
     def remove(self, number: int, is_old: Callable[[Mapping[str, str]], bool] = lambda row: True) -> None:
         """Remove the rows of a trial, or those of them that are out of date."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainmux.errors import ConfigError
 from trainmux.fleet import EpochRecord
-from trainmux.search._logger import Logger, plain_params
+from trainmux.search._logger import Logger, number_of, plain_params
 from trainmux.search._results import Results
 from trainmux.search._trial import Trial, TrialState
 
@@ -35,15 +35,21 @@ class TensorBoardLogger(Logger[Any]):
         self._with_params.clear()
 
     def _open(self, trial: Trial, number: int) -> Any:
-        first = trial.resumed_epoch + 1
+        first = self._written[number] + 1
         return self._writer_of(self._folder / f"trial-{number:05d}", purge_step=first)
 
     def _log(self, run: Any, trial: Trial, record: EpochRecord) -> None:
         values = record.values()
-        self._write_params(run, trial, tuple(values))
-        for key, value in values.items():
-            run.add_scalar(key, value, record.epoch)
-        run.flush()
+        try:
+            self._write_params(run, trial, tuple(values))
+            for key, value in values.items():
+                run.add_scalar(key, value, record.epoch)
+            run.flush()
+        except Exception:
+            # The thread that writes its file is dead by now: go on in another one.
+            self._runs.pop(number_of(trial), None)
+            self._with_params.discard(trial.number)
+            raise
 
     def _close(self, run: Any, trial: Trial, state: TrialState) -> None:
         self._write_params(run, trial, ())

@@ -106,11 +106,13 @@ class SearchView:
         num_epochs = sum(trial.epoch - trial.resumed_epoch for trial in trials)
         if num_epochs != self._changes[-1][1]:
             self._changes.append((now_s, num_epochs))
-        (first_s, first), (last_s, last) = self._changes[0], self._changes[-1]
+        # From the end of the first epoch on, as soon as there are more: before it, steps were being made.
+        changes = list(self._changes)[1 if len(self._changes) > 2 else 0 :]
+        (first_s, first), (last_s, last) = changes[0], changes[-1]
         parts, left_s = [], math.inf
         if last > first:
             # An epoch that takes longer than those before counts with the time it has taken so far.
-            pause_s = (last_s - first_s) / (len(self._changes) - 1)
+            pause_s = (last_s - first_s) / (len(changes) - 1)
             epochs_per_s = (last - first) / (max(last_s, now_s - pause_s) - first_s)
             lengths = [trial.epoch for trial in trials if trial.state.is_finished and trial.epoch]
             lengths = lengths or [trial.max_epochs for trial in trials]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -140,7 +141,7 @@ def train(logger: tm.SearchCallback, trial: tm.Trial, **metrics: float) -> None:
     logger.on_trial_epoch(trial, record)
 
 
-def test_a_full_disk_ends_no_search_and_its_rows_are_written_later(tmp_path: Path) -> None:
+def test_a_full_disk_ends_no_search_and_what_it_held_up_is_written_later(tmp_path: Path) -> None:
     logger, trial = tm.loggers.CSVLogger(tmp_path), trial_of(0)
     logger.on_search_start(False)
     logger.on_trial_start(trial)
@@ -153,11 +154,26 @@ def test_a_full_disk_ends_no_search_and_its_rows_are_written_later(tmp_path: Pat
         with pytest.warns(tm.TrainmuxWarning, match="could not write"):
             train(logger, trial)
         train(logger, trial)  # warned once
+        logger.on_trial_end(trial)
+        logger.on_trial_end(trial_of(1))
         assert path.read_bytes() == before  # no half row
+        assert not (tmp_path / "trials.csv").exists()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    train(logger, trial)
-    assert [row["epoch"] for row in rows(path)] == ["1", "2", "3", "4"]
+    logger.on_search_end(tm.Results([trial], ("loss",), ("min",)))
+    assert [row["epoch"] for row in rows(path)] == ["1", "2", "3"]
+    assert [row["number"] for row in rows(tmp_path / "trials.csv")] == ["1", "0"]
+
+
+def test_what_could_never_be_written_is_said(tmp_path: Path) -> None:
+    logger, trial = tm.loggers.CSVLogger(tmp_path / "log"), trial_of(0)
+    logger.on_search_start(False)
+    shutil.rmtree(tmp_path / "log")
+    with pytest.warns(tm.TrainmuxWarning, match="could not write and tries again"):
+        train(logger, trial)
+    logger.on_trial_end(trial)
+    with pytest.warns(tm.TrainmuxWarning, match="1 trials completely: t0"):
+        logger.on_search_end(tm.Results([trial], ("loss",), ("min",)))
 
 
 def test_workers_of_a_study_share_a_folder(tmp_path: Path) -> None:
