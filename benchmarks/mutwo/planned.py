@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import trainmux as tm
+from benchmarks.cases import to_device
 from benchmarks.plans import PlanBench, static_bytes
 from benchmarks.timing import seconds_of, time_iterations
 from trainmux.ir import ByteClass, Phase, Profile
@@ -83,12 +84,13 @@ def _measured(cell: Cell, bench: PlanBench, protocol: Protocol) -> Row:
     row |= {"static_bytes": static_bytes(plan), "num_parameters": bench.num_parameters}
     if cell.experiment == "timeline":
         return row | _timeline(plan)
-    row |= protocol.times(bench.fleet.step, bench.batches)
+    batches = [to_device(batch, protocol.device) for batch in bench.batches]
+    row |= protocol.times(bench.fleet.step, batches)
     if cell.experiment == "run":
-        row |= {"run_s": protocol.really_run(bench.fleet.step, bench.batches), "iterations": protocol.real}
+        row |= {"run_s": protocol.really_run(bench.fleet.step, batches), "iterations": protocol.real}
     row |= bench.held()
     try:
-        watched = bench.fleet.watch(bench.batches[0])
+        watched = bench.fleet.watch(batches[0])
     except (tm.TrainmuxError, RuntimeError) as error:  # the step's time stands without its parts
         return row | {"unwatched": str(error).splitlines()[0]}
     for name in ("compute", "recompute", "stall", "copy", "hidden_copy"):
