@@ -277,7 +277,7 @@ CLAIMS = (
     ),
     Claim(
         *("µ-TWO", "More models in the same memory", "3 to 5×", _more_models),
-        *("six workloads, SGD, 40 GB", "As many as were tried; more would fit."),
+        *("six workloads, SGD, 40 GB", "No more than that were tried."),
     ),
     Claim(
         *("µ-TWO", "Saved over 10,000 iterations", "5 to 40 hours", _hours),

@@ -58,6 +58,8 @@ def run(
                 break
             waiting.pop(key_of(cell.key))
             since, took = time.monotonic(), time.monotonic() - since
+            if detail := row.pop("detail", None):  # where it failed is for the log: it names folders
+                tell(detail)
             results.add({**cell.key, **row, "took_s": round(took, 1)})
             tell(f"{cell}: {_told(row)}")
     known = {key_of(row) for row in results.rows}

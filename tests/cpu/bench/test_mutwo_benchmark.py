@@ -15,6 +15,8 @@ from benchmarks.mutwo.cells import PAPER_SIZES, SMALL_SIZES, find_tasks
 from benchmarks.processes import streamed
 from typer.testing import CliRunner
 
+import trainmux as tm
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 COMMITTED = REPOSITORY / "benchmarks" / "results" / "mutwo_h200.json"
 PAGE = REPOSITORY / "docs" / "mutwo.md"
@@ -124,6 +126,23 @@ def test_cells_of_a_fleet_share_a_process_and_headlines_come_first() -> None:
     assert {cell.way for task in first for cell in task} == {"auto", "capuchin", "mutwo", "hfta"}
     assert all(len({cell.process for cell in task}) == 1 for task in tasks)
     assert {cell.optimizer for cell in flat} == {"sgd", "adamw"}
+
+
+@pytest.mark.usefixtures("built_once")
+def test_a_cell_that_fails_is_recorded_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fleet: tm.Fleet, *arguments: Any, **settings: Any) -> None:
+        raise RuntimeError("the device is busy")
+
+    monkeypatch.setattr(tm.Fleet, "plan", fail)
+    out = tmp_path / "mutwo.json"
+    said = invoke(out, "--only", "adamw")
+    assert "Traceback" in said
+    failed, measured = rows(out)["step auto 2 adamw"], rows(out)["step hfta 2 adamw"]
+    assert failed["error"] == "RuntimeError: the device is busy"
+    assert "detail" not in failed
+    assert measured["step_ms"] > 0
 
 
 def test_failed_cells_are_repeated_only_where_that_is_asked_for() -> None:
