@@ -39,6 +39,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str |
     printed = run(markdown, Path(page.file.src_uri).stem)
     seconds = time.monotonic() - start
     print(f"{page.file.src_uri}: {seconds:.0f} s", flush=True)
+    page.meta["hide"] = ["toc"]  # code is wide
     here = f"{os.cpu_count()} cores ({platform.machine()})"
     note = f"*This page was run in {seconds:.0f} s on {here}, without a GPU.*"
     return f"{with_output(markdown, printed)}\n---\n\n{note}\n"
