@@ -121,8 +121,8 @@ def test_candidates_train_in_one_fleet_and_the_best_is_named() -> None:
     ("cv", "options"),
     [
         (StratifiedKFold(2), {}),
-        (GroupKFold(3), {"groups": np.arange(22) % 5}),
-        (RepeatedKFold(n_splits=2, n_repeats=2, random_state=0), {}),
+        (GroupKFold(2), {"groups": np.arange(22) % 5}),
+        (RepeatedKFold(n_splits=2, n_repeats=1, random_state=0), {}),
         (tm.Bootstrap(2, seed=1), {}),
         ([(range(10), range(10, 22)), (range(6, 22), torch.arange(22) < 6)], {}),
     ],
