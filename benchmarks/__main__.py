@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import adapters, chaos, claims, overhead, plans, report, search, step, zoo
+from benchmarks import adapters, chaos, claims, overhead, plans, report, search, step, studies, zoo
 from benchmarks.mutwo import command as mutwo
 
 app = typer.Typer(
@@ -16,6 +16,7 @@ app.command("zoo")(zoo.command)
 app.command("overhead")(overhead.command)
 app.command("adapters")(adapters.command)
 app.command("search")(search.command)
+app.command("studies")(studies.command)
 app.command("chaos")(chaos.command)
 app.command("mutwo")(mutwo.command)
 app.command("report")(report.command)

@@ -140,6 +140,7 @@ def work(run: Run, pause_s: float) -> None:
         checkpoint_every=run.checkpoint_every,
         heartbeat=run.heartbeat,
         callbacks=[Notes(run.notes, run.epoch_s)],
+        progress=False,
         device="cpu",
     )
 

@@ -20,6 +20,7 @@ KEYS = {
     "zoo": ("model", "width"),
     "adapters": ("size", "adapters", "batch_size", "length", "ranks", "way"),
     "search": ("model", "way", "trials", "max_epochs", "slots", "seed"),
+    "studies": ("storage", "slots", "epochs", "batch_size"),
     "chaos": ("storage", "trials", "kills", "outages", "seed"),
     "mutwo": ("experiment", "workload", "batch_size", "optimizer", "members", "budget", "way"),
     "overhead": ("workload", "width", "budget"),

@@ -25,6 +25,7 @@ from tests.integrations.study_cases import LOADER, make_member, settings, termin
 from typer.testing import CliRunner  # noqa: E402
 
 from trainmux.cli._app import app  # noqa: E402
+from trainmux.search._workers import retry  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,6 +163,27 @@ def test_an_enqueued_trial_is_not_left_running_by_a_worker_killed_while_it_takes
     assert states(study) == {"FAIL": 1, "COMPLETE": 2}
     (retry,) = [trial for trial in study.trials if trial.system_attrs.get("retry_history") == [0]]
     assert retry.params == {"lr": 0.01}
+
+
+def test_of_two_retries_of_a_trial_one_counts_even_if_the_other_is_killed(tmp_path: Path) -> None:
+    """Killed before it was found to be the second, it is itself retried."""
+    study = a_study(tmp_path)
+    running, failed = optuna.trial.TrialState.RUNNING, optuna.trial.TrialState.FAIL
+    study.add_trial(
+        optuna.trial.create_trial(
+            state=failed,
+            params={"lr": 0.01},
+            distributions={"lr": optuna.distributions.FloatDistribution(1e-4, 0.3, log=True)},
+            user_attrs={"trainmux_worker": "gone:0"},
+        )
+    )
+    retry(study, study.trials[0])
+    retry(study, study.trials[0])
+    for state in (running, failed):
+        study._storage.set_trial_state_values(study.trials[2]._trial_id, state)
+    tm.optuna.optimize(study, make_member, total_trials=1, heartbeat=0.2, **settings())
+    assert states(study) == {"COMPLETE": 1, "FAIL": 3}
+    assert study.trials[1].state is optuna.trial.TrialState.COMPLETE
 
 
 # ---- journals at relative paths -----------------------------------------------------------------------

@@ -206,7 +206,9 @@ def test_what_a_search_leaves_unfinished_waits_for_the_next(storage: Any, tmp_pa
     for trial in study.trials:
         assert begun.found[trial.number] == left.get(trial.number, 0) + 1  # saved at the end
         assert trial.value == pytest.approx(losses_alone(trial.params["lr"], 40)[-1], rel=1e-3, abs=1e-9)
-        assert list(trial.intermediate_values) == list(range(40))
+        assert trial.last_step == 39
+        if isinstance(study._storage, optuna.storages.InMemoryStorage):  # others would slow the steps down
+            assert list(trial.intermediate_values) == list(range(40))
 
 
 def test_names_may_repeat() -> None:

@@ -49,12 +49,13 @@ class Office:
         while not self.is_exhausted and len(self._asked) < count:
             self._asked.append(self._pool.submit(self._source.ask))
 
-    def take(self, count: int, even_if_stuck: bool = True) -> list[Trial]:
-        """Return the next trials, waiting for them: ``count``, or fewer where the source has no more now."""
+    def take(self, count: int, even_if_stuck: bool = True, patience_s: float = math.inf) -> list[Trial]:
+        """Return the next trials: ``count``, or fewer where the source has no more now or takes too long."""
         self.want(count)
+        end_s = time.monotonic() + patience_s
         found: list[Trial] = []
         while self._asked and len(found) < count:
-            self.wait([self._asked[0]], even_if_stuck)
+            self.wait([self._asked[0]], even_if_stuck, end_s - time.monotonic())
             if not self._asked[0].done():
                 break
             trial = self._asked.popleft().result()

@@ -159,6 +159,7 @@ class Search:
         self._waiting: list[Trial] = []  # built, but no group has room for them yet
         self._newest: list[Trial] = []  # that have not done an epoch yet
         self._verdicts: dict[str, list[Future[Verdict]]] = {}  # that nobody has looked at yet
+        self._answer_s = 0.0  # that the source took for the verdicts of an epoch, last time
         self._begun_s: dict[str, float] = {}
         self._loaders: dict[str, Iterable[Any]] = {}
         self._kept: list[Trial] = []  # that still have their members, best first
@@ -238,7 +239,8 @@ class Search:
         """Record the epoch of each trial, end those that are done, refill their slots."""
         self._newest = []
         num_steps, self._step = state.step - self._step, state.step
-        self._office.wait(self._unread(), self._must_wait())
+        if self._must_wait():
+            self._office.wait(self._unread(), even_if_stuck=True)
         for name, trial in list(self.running.items()):
             if self._was_ended(trial):
                 continue
@@ -279,8 +281,17 @@ class Search:
 
     def _prune(self) -> None:
         """End the trials that are to be pruned, as far as that is known soon; the others train on."""
-        patience_s = _PATIENCE * (time.monotonic() - self._epoch_start_s)
-        self._office.wait(self._unread(), self._must_wait(), math.inf if self._must_wait() else patience_s)
+        asked_s = time.monotonic()
+        patience_s = _PATIENCE * (asked_s - self._epoch_start_s)
+
+        def note(told: Future[None]) -> None:
+            self._answer_s = time.monotonic() - asked_s
+
+        self._office.do(lambda: None).add_done_callback(note)
+        if self._must_wait():
+            self._office.wait(self._unread(), even_if_stuck=True)
+        elif self._answer_s <= patience_s:  # otherwise to wait would most likely be in vain
+            self._office.wait(self._unread(), False, patience_s)
         for trial in list(self.running.values()):
             self._was_ended(trial)
 
@@ -311,7 +322,11 @@ class Search:
         while not self._is_late():
             # As many may wait as there are slots, so that some are like the members of a group with room.
             num_free = self._slots - max(len(self.running), len(self._waiting))
-            taken = self._office.take(num_free, even_if_stuck=not self.running or self._must_wait())
+            must_wait = not self.running or self._must_wait()
+            # An epoch with free slots costs as much as to wait for so long with all of them.
+            epoch_s = time.monotonic() - self._epoch_start_s
+            patience_s = math.inf if must_wait else epoch_s * num_free / self._slots
+            taken = self._office.take(num_free, must_wait, patience_s)
             waiting, self._waiting = self._waiting, []
             waiting += [trial for trial in taken if self._admit(trial)]
             if self._must_end.is_set():  # while they were built; to trace them may take long

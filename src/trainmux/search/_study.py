@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,6 +16,7 @@ from optuna.trial import FrozenTrial, create_trial
 
 from trainmux.errors import ConfigError, first_line
 from trainmux.fleet import EpochRecord, Member
+from trainmux.search._glance import Glance, seen_by_pruners
 from trainmux.search._patience import Patience, is_out_of_reach
 from trainmux.search._search import metric_of
 from trainmux.search._source import LATER, Later, Verdict, build_trial
@@ -21,7 +24,9 @@ from trainmux.search._trial import Candidate, Trial, TrialState
 from trainmux.search._workers import ERROR, MARK, Worker, retried_number, retry_history
 
 _CATCH_UP = 4
-"""Epochs of a trial that are reported at once, when training is faster than the storage."""
+"""Epochs of a trial that are reported at once, when training is faster than reports."""
+_SHARE = 0.03
+"""Of the time, at most so much goes into reports: they are Python, which keeps steps from being launched."""
 _LONGEST_ERROR = 1000
 _TOO_MANY = "another worker was faster: total_trials is reached"
 
@@ -52,6 +57,7 @@ class StudySource:
         patience_s: float,
         worker: str | None,
         heartbeat: float,
+        reports_all: bool,
     ) -> None:
         self.on_stop: Callable[[], None] = lambda: None
         """Called when ``study.stop()`` was."""
@@ -72,6 +78,14 @@ class StudySource:
         self._reported: dict[int, set[int]] = {}
         self._names: set[str] = set()
         self._prunes = len(study.directions) == 1 and not isinstance(study.pruner, optuna.pruners.NopPruner)
+        self._glance = Glance(self._storage)
+        self._seen_by_pruners = seen_by_pruners(study, self._glance)
+        in_memory = isinstance(self._storage, optuna.storages.InMemoryStorage)
+        self._is_paced = not (reports_all or in_memory)
+        self._time_s = 0.0  # that is left for reports
+        self._looked_s = time.monotonic()  # when that was
+        self._cost_s = 0.0  # of a report and a decision
+        self._reported_s: dict[int, float] = {}  # when a trial's last report was
 
     def open(self) -> None:
         """Begin to work on the study."""
@@ -221,15 +235,43 @@ class StudySource:
         if trial.number not in self._mine:
             return Verdict.LOST
         if trial.records[-1] is not record or record.epoch % self._report_every:
-            return Verdict.GO_ON  # the storage is slower than training: the next call speaks for this one
+            return Verdict.GO_ON  # reports are slower than training: the next call speaks for this one
+        if self._is_paced and not self._is_due(trial.number):
+            return Verdict.GO_ON
+        begin_s = time.thread_time()
         try:
             self._patiently(self._report_all, trial)
-            if self._prunes and self._patiently(self._mine[trial.number].should_prune):
+            if self._prunes and self._patiently(self._should_prune, trial.number):
                 return Verdict.PRUNE
         except UpdateFinishedTrialError:
             self._forget(trial.number)
             return Verdict.LOST
+        finally:
+            self._spent(trial.number, time.thread_time() - begin_s)
         return Verdict.GO_ON
+
+    def _is_due(self, number: int) -> bool:
+        """Whether there is time for a report, and no trial has waited longer for one."""
+        now_s = time.monotonic()
+        # Unused time is kept for one round at most.
+        most_s = self._cost_s * len(self._mine)
+        self._time_s = min(self._time_s + _SHARE * (now_s - self._looked_s), most_s)
+        self._looked_s = now_s
+        oldest_s = min(self._reported_s.get(other, 0.0) for other in self._mine)
+        return self._time_s >= 0 and self._reported_s.get(number, 0.0) <= oldest_s
+
+    def _spent(self, number: int, seconds: float) -> None:
+        """Note that a report has taken some of this thread's time."""
+        self._time_s -= seconds
+        self._cost_s += 0.1 * (seconds - self._cost_s)
+        self._reported_s[number] = time.monotonic()
+
+    def _should_prune(self, number: int) -> bool:
+        asked = self._mine[number]
+        if not isinstance(self._storage, optuna.storages.InMemoryStorage):
+            asked.study = self._seen_by_pruners
+            self._glance.begin(number)
+        return bool(asked.should_prune())
 
     def tell(self, trial: Trial) -> None:
         if trial.number not in self._mine:
@@ -263,7 +305,7 @@ class StudySource:
         return self._patiently.is_slow
 
     def _report_all(self, trial: Trial) -> None:
-        """Report the epochs that have not been reported, the latest few where these are too many."""
+        """Report the epochs that have not been reported; where that takes long, the latest few."""
         if len(self._study.directions) > 1:
             return
         asked, reported = self._mine[trial.number], self._reported[trial.number]
@@ -272,7 +314,8 @@ class StudySource:
             for record in trial.records
             if record.epoch - 1 not in reported and record.epoch % self._report_every == 0
         ]
-        for record in missing[-_CATCH_UP:] if reported else missing:
+        wants_all = not self._is_paced or (trial.resumes and not reported)
+        for record in missing if wants_all else missing[-_CATCH_UP:]:
             asked.report(metric_of(record, self._metric), record.epoch - 1)  # pruners count from 0
             reported.add(record.epoch - 1)
 
@@ -291,6 +334,7 @@ class StudySource:
     def _forget(self, number: int) -> None:
         self._mine.pop(number, None)
         self._reported.pop(number, None)
+        self._reported_s.pop(number, None)
 
     def _trial_ids(self) -> list[int]:
         asking = [] if self._asking_id is None else [self._asking_id]
@@ -309,10 +353,14 @@ _STATES = {
 
 
 def _is_second_retry(frozen: FrozenTrial, trials: Sequence[FrozenTrial]) -> bool:
-    retried = retried_number(frozen)
-    return retried is not None and any(
-        retried_number(trial) == retried and trial.number < frozen.number for trial in trials
-    )
+    """Whether a trial, or one that it is a retry of, was queued although there was a retry before."""
+    first: dict[int, int] = {}
+    for trial in trials:
+        retried = retried_number(trial)
+        if retried is not None:
+            first[retried] = min(trial.number, first.get(retried, trial.number))
+    path = [*retry_history(frozen), frozen.number]
+    return any(first.get(one, other) < other for one, other in itertools.pairwise(path))
 
 
 def _is_of_another_space(error: BaseException) -> bool:
