@@ -151,7 +151,7 @@ def sweep(
 ) -> None:
     """Train trials of an Optuna study, many at a time, alone or beside other workers.
 
-    SIGTERM ends it after the epoch, with everything saved and given back to the study.
+    SIGTERM ends it after the epoch, with everything saved and given back to the study, and with status 143.
     """
     from trainmux.cli.sweep import run_sweep
 

@@ -36,8 +36,10 @@ def run_sweep(
     ``options`` are arguments of ``tm.optuna.optimize`` that replace those of the search.
     """
     if workers is None and not use_ray:
-        print(_summary(_train(name, storage, study_name, options)))
-        return 0
+        results = _train(name, storage, study_name, options)
+        print(_summary(results))
+        was_ended = any(trial.state is tm.TrialState.WAITING for trial in results)
+        return 128 + signal.SIGTERM if was_ended else 0
     if storage is None:
         raise typer.BadParameter("expected --storage for workers to share a study, got none")
     if "worker" in options:
