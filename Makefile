@@ -82,7 +82,7 @@ distclean: clean ## also remove the environment
 	rm -rf $(VENV) $(INTEGRATIONS) $(DOCS)
 
 $(INSTALLED): EXTRAS := dev
-$(INTEGRATIONS)/.installed: EXTRAS := dev,search,loggers,huggingface,lightning,sklearn
+$(INTEGRATIONS)/.installed: EXTRAS := dev,search,postgresql,loggers,huggingface,lightning,sklearn
 $(DOCS)/.installed: EXTRAS := docs
 $(INSTALLED) $(INTEGRATIONS)/.installed $(DOCS)/.installed: pyproject.toml scripts/make_env.py
 	@python=$$(sh scripts/choose_python.sh '$(PYTHON)') && "$$python" scripts/make_env.py '$(@D)' '$(EXTRAS)'
