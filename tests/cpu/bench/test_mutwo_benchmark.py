@@ -85,6 +85,7 @@ def test_every_figure_is_measured_resumed_and_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.extensive
+@pytest.mark.timeout(900)  # it compiles, and starts processes that do
 def test_other_policies_ways_of_torch_and_processes_are_measured(tmp_path: Path) -> None:
     out, page = tmp_path / "mutwo.json", Path(shutil.copy(PAGE, tmp_path / "mutwo.md"))
     invoke(out, "--only", ",".join(OTHERS), "--page", str(page))
