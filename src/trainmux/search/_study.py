@@ -262,8 +262,9 @@ class StudySource:
 
     def _spent(self, number: int, seconds: float) -> None:
         """Note that a report has taken some of this thread's time."""
-        self._time_s -= seconds
         self._cost_s += 0.1 * (seconds - self._cost_s)
+        # A retry reports many epochs once; that is not to silence the others.
+        self._time_s = max(self._time_s - seconds, -self._cost_s)
         self._reported_s[number] = time.monotonic()
 
     def _should_prune(self, number: int) -> bool:
