@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import adapters, chaos, claims, overhead, plans, report, search, step, studies, zoo
+from benchmarks import adapters, chaos, claims, overhead, plans, report, search, step, storages, studies, zoo
 from benchmarks.mutwo import command as mutwo
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ app.command("overhead")(overhead.command)
 app.command("adapters")(adapters.command)
 app.command("search")(search.command)
 app.command("studies")(studies.command)
+app.command("storages")(storages.command)
 app.command("chaos")(chaos.command)
 app.command("mutwo")(mutwo.command)
 app.command("report")(report.command)

@@ -21,6 +21,7 @@ KEYS = {
     "adapters": ("size", "adapters", "batch_size", "length", "ranks", "way"),
     "search": ("model", "way", "trials", "max_epochs", "slots", "seed"),
     "studies": ("storage", "slots", "epochs", "batch_size"),
+    "storages": ("storage", "workers"),
     "chaos": ("storage", "trials", "kills", "outages", "seed"),
     "mutwo": ("experiment", "workload", "batch_size", "optimizer", "members", "budget", "way"),
     "overhead": ("workload", "width", "budget"),
