@@ -107,7 +107,9 @@ def test_the_sanitizer_finds_planted_races_and_nothing_else() -> None:
     ]
     said = [process.communicate(timeout=240)[0] for process in started]
     assert [process.returncode for process in started] == [0] * len(started), "\n".join(said)[-6000:]
-    assert [text.strip().splitlines()[-1] for text in said] == list(expected.values())
+    # As it exits, Python may have torch's hooks complain.
+    verdicts = [[line for line in text.splitlines() if line in expected.values()] for text in said]
+    assert verdicts == [[verdict] for verdict in expected.values()], "\n".join(said)[-6000:]
 
 
 def test_no_lane_is_another_one() -> None:

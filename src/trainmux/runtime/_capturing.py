@@ -41,17 +41,25 @@ def capturing(
 ) -> Iterator[None]:
     """Capture what is enqueued inside; other threads may use the device meanwhile.
 
-    Without a ``pool``, memory is the graph's own and goes with it.
+    Without a ``pool``, memory is the graph's own and goes with it. What went wrong inside is raised as it is:
+    the end of a capture fails after that, too, and does not know why.
     """
     handle: Any = torch.cuda.graph_pool_handle() if pool is None else pool.id
+    cause: BaseException | None = None
     try:
         with (
             no_collections(),
             torch.cuda.graph(graph, pool=handle, stream=stream, capture_error_mode="thread_local"),
         ):
-            yield
+            try:
+                yield
+            except BaseException as error:
+                cause = error
+                raise
     except BaseException:
         _leave(handle, stream.device)
+        if cause is not None:
+            raise cause  # noqa: B904
         raise
 
 
