@@ -52,15 +52,21 @@ class Transfers:
     def send(self, pairs: Sequence[Pair]) -> None:
         """Copy behind the work that the device has: sources may change at once, and nothing is waited for.
 
-        What comes from the host takes pinned memory of its size until it has arrived.
+        What comes from the host takes pinned memory of its size until it has arrived, if it is in none.
         """
+
+        def given(destination: Tensor, source: Tensor) -> Tensor:
+            if source.device.type != "cpu" or (source.is_pinned() and source.dtype == destination.dtype):
+                return source.detach()
+            return torch.empty(source.shape, dtype=destination.dtype, pin_memory=True).copy_(source.detach())
+
+        if not pairs:
+            return
+        on_gpu = pairs[0][0].device.type == "cuda"
+        sources = [given(*pair) if on_gpu else pair[1].detach() for pair in pairs]
+        # Torch gives pinned memory away again when the copy that reads it is done.
         with torch.no_grad():
-            for destination, source in pairs:
-                given = source.detach()
-                if destination.device.type == "cuda" and source.device.type == "cpu":
-                    # Torch gives this memory away again when the copy that reads it is done.
-                    given = torch.empty(source.shape, dtype=destination.dtype, pin_memory=True).copy_(given)
-                destination.copy_(given, non_blocking=destination.device.type == "cuda")
+            torch._foreach_copy_([destination for destination, _ in pairs], sources, non_blocking=on_gpu)
 
     def _is_staged(self, destination: Tensor, source: Tensor) -> bool:
         """Whether two tensors are the same row of bytes, one on the host and one on the device."""

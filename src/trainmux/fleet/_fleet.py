@@ -39,7 +39,7 @@ from trainmux.fleet._ranks import Outline, widened
 from trainmux.fleet._runner import Batches, Gather, GroupPart, HalfStepError, StepRunner, evaluate_fleet
 from trainmux.fleet._schedules import await_update, end_epoch, end_update
 from trainmux.fleet._segment_runner import GroupPiece, SegmentRunner
-from trainmux.fleet._shared import Owners, view_key
+from trainmux.fleet._shared import Owners, held_by, view_key
 from trainmux.fleet._slots import Room, Slot, named_tensors
 from trainmux.fleet._split import splits, warn_of_small_splits
 from trainmux.fleet._traces import Trace, TraceCache
@@ -54,6 +54,10 @@ from trainmux.tracing import FlatBatch, LossFunction, Shape, is_plain, plain_tor
 P = ParamSpec("P")
 T = TypeVar("T")
 Call = Callable[Concatenate["Fleet", P], T]
+
+
+_MOST_PREPARED = 64
+"""Members that are prepared and do not come; the oldest are forgotten."""
 
 
 def whole(method: Call[P, T]) -> Call[P, T]:
@@ -130,6 +134,7 @@ class Fleet:
         self._loss = loss
         self._traces = TraceCache(self._config.trace_settings)
         self._groups: list[Group] = []
+        self._prepared: dict[Member, Newcomer] = {}  # that have not come yet
         self._gather = Gather()
         self._num_steps = 0
         self._broken = ""  # why no more calls are taken: a step failed half-way
@@ -400,6 +405,7 @@ class Fleet:
             watch = group.slot(row).watch
             self._place(plan)
             old = self._take_out(*self._find(name, watch), write_back)  # moved if that left the plan in use
+        self._prepared.pop(member, None)
         await_update(self._groups, new_name, self._num_steps)
         self._names[position] = new_name
         return old
@@ -417,8 +423,27 @@ class Fleet:
         if plan.key.base:
             self._find_bases(owners)
         self._place(plan)
+        self._prepared.pop(member, None)
         await_update(self._groups, name, self._num_steps)
         self._names.append(name)
+
+    @door
+    def prepare(self, member: Member) -> None:
+        """Do ahead of time, and from any thread, what ``add`` and ``replace`` do before anything changes.
+
+        The member is checked and traced, and its values are copied to where the device can fetch them, while
+        the fleet trains. ``add`` then takes little of the host's time. Refuses what ``add`` would but for
+        other members' sake. A member that is changed afterwards is looked at again.
+        """
+        name = member.name if isinstance(member, Member) else None
+        if name is None:
+            names_of([member])
+            return  # it is named when it comes
+        ready = self._described(member, name, len(self._names), Checksums())
+        if not Outline(member).ranks:  # else members that are there when it comes decide about its shape
+            while len(self._prepared) >= _MOST_PREPARED:
+                del self._prepared[next(iter(self._prepared))]
+            self._prepared[member] = ready.staged(self._config)
 
     def room_for(self, member: Member) -> Room:
         """Where ``add`` would put a member; refuses what it would refuse, and changes nothing."""
@@ -744,13 +769,26 @@ class Fleet:
         sums: Checksums,
         wider: Mapping[str, Shape] = MappingProxyType({}),
     ) -> Newcomer:
-        where = (self._feed, self._traces, owners, sums)
-        return describe_newcomer(member, name, position, self._loss_of(member), *where, wider)
+        return self._described(member, name, position, sums, wider).among(owners)
+
+    def _described(
+        self,
+        member: Member,
+        name: str,
+        position: int,
+        sums: Checksums,
+        wider: Mapping[str, Shape] = MappingProxyType({}),
+    ) -> Newcomer:
+        loss = self._loss_of(member)
+        return describe_newcomer(member, name, position, loss, self._feed, self._traces, sums, wider)
 
     def _describe_joining(self, member: Member, name: str, position: int, owners: Owners) -> Newcomer:
         """Describe a newcomer, padded to the rank of a group that is there, if it fits there so."""
+        ready = self._prepared.get(member)
+        if ready is not None and ready.name == name and ready.watch.is_current():
+            return ready.among(owners)
         outline, sums = Outline(member), Checksums()
-        for group in self._groups:
+        for group in self._groups if outline.ranks else ():
             for _, slot in group.members[:1]:
                 wider = outline.padded_to(Outline(slot.member, slot.wider))
                 if wider:
@@ -762,12 +800,15 @@ class Fleet:
     def _owners(self, joining: Mapping[str, Member] | None = None, leaving: str | None = None) -> Owners:
         """Find the memory of all members but one who leaves, and of those that join."""
         owners = Owners()
-        for group, slot in self._places():
-            if slot.name != leaving:
-                owners.add(slot.name, slot.watch.own, changing_names(group.traced))
+        for group in self._groups:
+            changing = changing_names(group.traced) if group.members else frozenset()
+            for _, slot in group.members:
+                if slot.name != leaving:
+                    owners.add(slot.held(changing))
         for name, member in (joining or {}).items():
             tensors = named_tensors(member)
-            owners.add(name, tensors, [key for key, tensor in tensors.items() if tensor.requires_grad])
+            learning = [key for key, tensor in tensors.items() if tensor.requires_grad]
+            owners.add(held_by(name, tensors, learning))
         return owners
 
     def _find_bases(self, owners: Owners, leaving: str | None = None) -> None:
@@ -851,7 +892,7 @@ class Fleet:
     def _put(self, group: Group, row: int | None, plan: Newcomer) -> None:
         """Load a member into a row of its group."""
         assert row is not None
-        others = group.other_constants(plan.member)
+        others = group.other_constants(plan)
         if others:
             group.unshare(others)
         group.load(row, plan)

@@ -186,13 +186,9 @@ class Group:
             if self.state.shared[name].device == self.config.device
         }
 
-    def accepts_constants(self, member: Member) -> bool:
-        """Whether the tensors that this group shares have the same values in ``member``, of its key."""
-        return not self.other_constants(member)
-
-    def other_constants(self, member: Member) -> list[str]:
-        """Names of shared tensors that have other values in ``member``, which has the group's key."""
-        found, base = named_tensors(member), dict(self.key.base)
+    def other_constants(self, newcomer: Newcomer) -> list[str]:
+        """Names of shared tensors that have other values in a newcomer, which has the group's key."""
+        found, base = newcomer.tensors, dict(self.key.base)
         return [
             name
             for name, value in self.state.shared.items()
@@ -329,7 +325,7 @@ class Group:
         """Copy a member's weights, buffers and optimizer state into a row."""
         member, state = newcomer.member, self.state
         member.name = newcomer.name
-        tensors = named_tensors(member)
+        tensors = newcomer.tensors
         slot = Slot(
             member,
             newcomer.name,
@@ -561,7 +557,7 @@ class Group:
     def accepts(self, newcomer: Newcomer) -> bool:
         """Whether a newcomer fits the group's programs, with its constants and the numbers of its code."""
         fits = self._free.accepts(newcomer.example.spec, newcomer.trace)
-        return fits and self.accepts_constants(newcomer.member)
+        return fits and not self.other_constants(newcomer)
 
     # ---- programs ----------------------------------------------------------------------------------
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from trainmux.errors import MemberError, TrainmuxError
+from trainmux.fleet._config import FleetConfig
 from trainmux.fleet._feed import BatchFeed
 from trainmux.fleet._group import Group, GroupKey, changing_names
 from trainmux.fleet._member import Member
@@ -83,9 +84,9 @@ _UNFIT: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
 class Newcomer:
     """A member that was found fit to join, and where.
 
-    ``steps`` has the updates done, one number per parameter group. ``states`` maps (parameter, state name) to
-    a tensor, or to the number that fills a state torch has not made yet. ``wider`` has the shapes of
-    parameters that the trace has padded with zeros.
+    ``tensors`` has values of its parameters and buffers. ``steps`` has the updates done, one number per
+    parameter group. ``states`` maps (parameter, state name) to a tensor, or to the number that fills a state
+    torch has not made yet. ``wider`` has the shapes of parameters that the trace has padded with zeros.
     """
 
     member: Member
@@ -95,8 +96,38 @@ class Newcomer:
     example: FlatBatch
     watch: MemberWatch
     steps: tuple[int, ...]
-    states: dict[tuple[str, str], Tensor | float]
+    tensors: Mapping[str, Tensor]
+    states: Mapping[tuple[str, str], Tensor | float]
     wider: Mapping[str, Shape]
+
+    def among(self, owners: Owners) -> Newcomer:
+        """The same with what it has in common with ``owners``, of whom it is one; refuses what it may not."""
+        tensors, changing = self.watch.own, changing_names(self.trace.graph)
+        owners.check(self.name, tensors, changing)
+        return replace(self, key=replace(self.key, base=owners.base(self.name, tensors, changing)))
+
+    def staged(self, config: FleetConfig) -> Newcomer:
+        """The same with copies of its values in memory from which a GPU fetches them by itself."""
+        if config.device.type != "cuda":
+            return self
+
+        def pinned(value: Tensor) -> Tensor:
+            if value.device.type != "cpu":
+                return value
+            place = torch.empty(value.shape, dtype=config.held_dtype(value.dtype), pin_memory=True)
+            return place.copy_(value.detach())
+
+        constant = self.tensors.keys() - changing_names(self.trace.graph)  # most likely not to be loaded
+        return replace(
+            self,
+            tensors={
+                name: value if name in constant else pinned(value) for name, value in self.tensors.items()
+            },
+            states={
+                key: pinned(value) if isinstance(value, Tensor) else value
+                for key, value in self.states.items()
+            },
+        )
 
 
 def describe_newcomer(
@@ -106,11 +137,10 @@ def describe_newcomer(
     loss: LossFunction,
     feed: BatchFeed,
     traces: TraceCache,
-    owners: Owners,
     sums: Checksums,
     wider: Mapping[str, Shape],
 ) -> Newcomer:
-    """Check and trace a member, one of ``owners``; typed errors say what is wrong with it.
+    """Check and trace a member by itself (see `Newcomer.among`); typed errors say what is wrong with it.
 
     Where that is exact, its parameters are padded with zeros to ``wider`` shapes.
     """
@@ -136,13 +166,10 @@ def describe_newcomer(
     wider = wider if trace is not None else {}
     trace = trace or traces.joint(name, member.model, loss, example, reach=reach)
     _refuse_shared_memory(name, reach, trace)
-    tensors, changing = named_tensors(member), changing_names(trace.graph)
-    owners.check(name, tensors, changing)
-    base = owners.base(name, tensors, changing)
-    key = GroupKey(trace.key, structure, member.example_batch is not None, base)
+    key = GroupKey(trace.key, structure, member.example_batch is not None)
     steps, states = _optimizer_state(member, name, structure, trace.graph)
     watch = MemberWatch(member, name, loss, structure, reach, sums)
-    return Newcomer(member, name, key, trace, example, watch, steps, states, wider)
+    return Newcomer(member, name, key, trace, example, watch, steps, watch.own, states, wider)
 
 
 def _optimizer_state(

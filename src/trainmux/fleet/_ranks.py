@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainmux.fleet._member import Member
 from trainmux.fleet._shared import has_memory
@@ -40,7 +41,7 @@ class Outline:
 
     def __init__(self, member: Member, wider: Mapping[str, Shape] = MappingProxyType({})) -> None:
         tensors = named_tensors(member)
-        adapts = any(not tensor.requires_grad for tensor in tensors.values())
+        adapts = any(isinstance(t, nn.Parameter) and not t.requires_grad for t in tensors.values())
         self.ranks: dict[str, Shape] = {}
         described: list[Any] = [type(member.model), type(member.optimizer)]
         for name, tensor in tensors.items():

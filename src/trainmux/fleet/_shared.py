@@ -70,19 +70,29 @@ class _Owned:
     changes: bool
 
 
+Held = dict[int, list[_Owned]]
+"""A member's tensors by the address of their storage."""
+
+
+def held_by(owner: str, tensors: Mapping[str, Tensor], changing: Collection[str]) -> Held:
+    """Find the memory of a member's parameters and buffers; training writes to those in ``changing``."""
+    found: Held = {}
+    for name, tensor in tensors.items():
+        if has_memory(tensor):
+            entry = _Owned(owner, name, tensor, name in changing)
+            found.setdefault(tensor.untyped_storage().data_ptr(), []).append(entry)
+    return found
+
+
 class Owners:
     """Members by the memory that their tensors lie in."""
 
     def __init__(self) -> None:
-        self._by_storage: dict[int, list[_Owned]] = {}
+        self._all: list[Held] = []
 
-    def add(self, owner: str, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
-        """Enter a member's parameters and buffers; training writes to those in ``changing``."""
-        for name, tensor in tensors.items():
-            if has_memory(tensor):
-                storage = tensor.untyped_storage().data_ptr()
-                entry = _Owned(owner, name, tensor, name in changing)
-                self._by_storage.setdefault(storage, []).append(entry)
+    def add(self, held: Held) -> None:
+        """Enter a member."""
+        self._all.append(held)
 
     def check(self, owner: str, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
         """Refuse memory in common with another member, if training changes it for either of them."""
@@ -114,8 +124,10 @@ class Owners:
     def _others(self, owner: str, tensor: Tensor) -> Iterator[_Owned]:
         """Tensors of other members in the same storage."""
         if has_memory(tensor):
-            entries = self._by_storage.get(tensor.untyped_storage().data_ptr(), ())
-            yield from (entry for entry in entries if entry.owner != owner)
+            storage = tensor.untyped_storage().data_ptr()
+            for held in self._all:
+                if storage in held:
+                    yield from (entry for entry in held[storage] if entry.owner != owner)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainmux.engine import Transfers
 from trainmux.fleet._member import Member
+from trainmux.fleet._shared import Held, held_by
 from trainmux.runtime import stacked_zeros
 from trainmux.tracing import BatchSpec, Shape, unique_buffers, unique_parameters
 
@@ -56,6 +57,14 @@ class Slot:
     wider: Mapping[str, Shape] = field(default_factory=dict)
     own_shapes: Mapping[str, Shape] = field(default_factory=dict)
     origin: object = field(default_factory=object)
+    _held: tuple[object, Collection[str], Held] | None = None
+
+    def held(self, changing: Collection[str]) -> Held:
+        """The memory of the member's tensors, of which training writes to ``changing``."""
+        own = self.watch.own
+        if self._held is None or self._held[0] is not own or self._held[1] != changing:
+            self._held = (own, changing, held_by(self.name, own, changing))
+        return self._held[2]
 
     def cut(self, parameter: str, value: Tensor) -> Tensor:
         """The member's own part of a row of a parameter, or of a state of it; numbers are whole."""

@@ -15,7 +15,9 @@ from torch import nn
 
 from trainmux.errors import TrainmuxError
 from trainmux.fleet._slots import Slot
+from trainmux.runtime import process_lock
 from trainmux.tracing import (
+    BatchSpec,
     FlatBatch,
     LossFunction,
     Number,
@@ -123,7 +125,7 @@ def _widened(trace: Tracer, wider: Mapping[str, Shape]) -> Tracer:
 
 
 class TraceCache:
-    """Least recently used traces by signature of model and function, batch and purpose."""
+    """Traces by signature of model and function, batch and purpose; the last ones that were made."""
 
     def __init__(self, settings: TraceSettings) -> None:
         self._settings = settings
@@ -164,9 +166,23 @@ class TraceCache:
         reach: Reach,
     ) -> Trace:
         key = (purpose, reach.signature, batch.spec)
-        if key in self._traces:
-            self._traces.move_to_end(key)
-            return self._traces[key]
+        found = self._traces.get(key)
+        if found is not None:
+            return found
+        with process_lock:  # members may be prepared by another thread
+            return self._traces.get(key) or self._made(key, name, model, fn, batch, trace, reach)
+
+    def _made(
+        self,
+        key: tuple[Hashable, Hashable, BatchSpec],
+        name: str,
+        model: nn.Module,
+        fn: LossFunction,
+        batch: FlatBatch,
+        trace: Tracer,
+        reach: Reach,
+    ) -> Trace:
+        purpose = key[0]
         outline, numbers = reach.apart_from_numbers()
         family = self._families.get((purpose, outline, batch.spec), _Family())
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -28,6 +29,8 @@ class Office:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainmux-search")
+        self.prepare: Callable[[Trial], None] | None = None
+        """Done with every trial once it was asked for, by the thread that asks; failures are passed over."""
         self._asked: deque[Future[Trial | Later | None]] = deque()
         self._told: deque[Future[Any]] = deque()
         self.is_exhausted = False
@@ -47,7 +50,14 @@ class Office:
     def want(self, count: int) -> None:
         """Have ``count`` trials ready or asked for."""
         while not self.is_exhausted and len(self._asked) < count:
-            self._asked.append(self._pool.submit(self._source.ask))
+            self._asked.append(self._pool.submit(self._ask))
+
+    def _ask(self) -> Trial | Later | None:
+        trial = self._source.ask()
+        if isinstance(trial, Trial) and self.prepare is not None:
+            with suppress(Exception):  # raised again when the trial gets its slot
+                self.prepare(trial)
+        return trial
 
     def take(self, count: int, even_if_stuck: bool = True, patience_s: float = math.inf) -> list[Trial]:
         """Return the next trials: ``count``, or fewer where the source has no more now or takes too long."""

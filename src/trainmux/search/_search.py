@@ -439,7 +439,15 @@ class Search:
         for trial in trials:
             if trial not in self._waiting:
                 self._enter(trial)
+        self._office.prepare = self._prepare
         return []
+
+    def _prepare(self, trial: Trial) -> None:
+        """Have a trial's member checked, traced and copied while others train."""
+        assert self._fleet is not None
+        has_batch = trial.loader is None or (trial.member and trial.member.example_batch is not None)
+        if trial.member is not None and has_batch and not trial.state.is_finished:
+            self._fleet.prepare(trial.member)
 
     def _hold_back(self, trials: Sequence[Trial]) -> None:
         """Have trials that are in the fleet wait, untrained."""

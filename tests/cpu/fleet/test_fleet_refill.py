@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ from fleet_cases import (
 )
 
 from trainmux import EMA, SWA, EarlyStopping, Fleet, Member
-from trainmux.errors import MemberError
+from trainmux.errors import MemberError, TraceError
+from trainmux.fleet import Room
 
 pytestmark = pytest.mark.usefixtures("built_once")
 
@@ -209,3 +211,67 @@ def test_a_fixed_projection_that_differs_is_seen_without_another_look_at_the_dev
     alone = fleet_of([adam(projected(4, 2.0), "m4"), adam(projected(5, 1.0), "m5")])
     run(alone, 0, 2)
     assert_same(states_of(fleet)["m4"], states_of(alone)["m4"])
+
+
+# ---- prepared ahead ------------------------------------------------------------------------------------
+
+
+@WAYS
+def test_a_member_that_was_prepared_by_another_thread_trains_as_one_that_was_not(
+    is_planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, other = (fleet_of([trial(0), trial(1)], is_planned=is_planned) for _ in range(2))
+    newcomers = [trial(2), trial(3)]
+    run(fleet, 0, 1)
+    with ThreadPoolExecutor(1) as pool:
+        prepared = [pool.submit(fleet.prepare, member) for member in newcomers]
+        run(fleet, 1, 3)
+        for one in prepared:
+            one.result()
+    run(other, 0, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr("trainmux.fleet._newcomer.Reach", None)  # nothing is left to be read
+        assert fleet.room_for(newcomers[0]) is not Room.NEW_GROUP
+        fleet.replace("m0", newcomers[0])
+        fleet.drop("m1")
+        fleet.add(newcomers[1])
+    other.replace("m0", trial(2))
+    other.drop("m1")
+    other.add(trial(3))
+    for each in (fleet, other):
+        run(each, 3, 6)
+    assert_same_states(states_of(fleet), states_of(other))
+
+
+def test_a_member_that_was_changed_after_it_was_prepared_comes_as_it_is() -> None:
+    fleet, other = (fleet_of([dropout_member(0), dropout_member(1)]) for _ in range(2))
+
+    def changed(member: Member) -> Member:
+        member.model[2].p = 0.3
+        with torch.no_grad():
+            member.model[0].weight.mul_(2.0)
+        return member
+
+    newcomer = dropout_member(2)
+    fleet.prepare(newcomer)
+    fleet.replace("m0", changed(newcomer))
+    other.replace("m0", changed(dropout_member(2)))
+    for each in (fleet, other):
+        run(each, 0, 3)
+    assert_same_states(states_of(fleet), states_of(other))
+
+
+def test_what_cannot_be_trained_is_refused_when_it_is_prepared() -> None:
+    fleet = fleet_of([adam_member(0), adam_member(1)])
+    broken = adam(coded(lambda model, x: model.layer(x).sum().item()), "m2")
+    with pytest.raises(TraceError):
+        fleet.prepare(broken)
+    shares = adam_member(3)
+    shares.model[0].weight = fleet.members[0].model[0].weight  # type: ignore[index, union-attr]
+    shares = adam(shares.model, "m3")
+    fleet.prepare(shares)  # whether it may be there depends on who is, too
+    with pytest.raises(MemberError, match="m0"):
+        fleet.add(shares)
+    fleet.drop("m0")
+    fleet.add(shares)
+    run(fleet, 0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -394,3 +395,19 @@ def test_a_report_without_its_packages_says_what_to_install(
     results = tm.Results([tm.Trial(0, "a", {}, 1)], ("loss",), ("min",))
     with pytest.raises(tm.ConfigError, match=r"pip install 'trainmux\[search\]'"):
         results.report(tmp_path / "page.html")
+
+
+def test_members_that_come_later_are_looked_at_while_others_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the thread that builds them, so that a slot is refilled without a pause."""
+    seen: list[tuple[str | None, bool]] = []
+    prepare = tm.Fleet.prepare
+
+    def noted(fleet: tm.Fleet, member: tm.Member) -> None:
+        seen.append((member.name, threading.current_thread() is threading.main_thread()))
+        prepare(fleet, member)
+
+    monkeypatch.setattr(tm.Fleet, "prepare", noted)
+    members = (partial(make, number, 0.1 + 0.05 * number) for number in range(6))
+    results = tm.sweep(members, loss=mse, loader=LOADER, slots=2, max_epochs=2, deterministic=True)
+    assert seen == [(f"m{number}", False) for number in range(2, 6)]
+    assert all(trial.state is tm.TrialState.COMPLETE for trial in results)
