@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import adapters, chaos, claims, overhead, plans, report, search, step, storages, studies, zoo
+from benchmarks import (
+    adapters,
+    chaos,
+    claims,
+    overhead,
+    plans,
+    refill,
+    report,
+    search,
+    step,
+    storages,
+    studies,
+    zoo,
+)
 from benchmarks.mutwo import command as mutwo
 
 app = typer.Typer(
@@ -20,6 +33,7 @@ app.command("studies")(studies.command)
 app.command("storages")(storages.command)
 app.command("chaos")(chaos.command)
 app.command("mutwo")(mutwo.command)
+app.command("refill")(refill.command)
 app.command("report")(report.command)
 app.command("claims")(claims.command)
 

@@ -173,3 +173,17 @@ def test_committed_results_say_how_they_were_made() -> None:
         document = json.loads(path.read_text(encoding="utf-8"))
         if "benchmark" in document:
             assert all(run["command"] and run["date"] and run["torch"] for run in document["runs"]), path
+
+
+def test_refill_times_steps_with_and_without_refills_and_the_parts_of_one(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    out = tmp_path / "refill.json"
+    words = ["--models", "mlp", "--members", "2", "--steps-per-life", "4", "--lives", "1", "--rounds", "1"]
+    shown = run("refill", *words, "--device", "cpu", "--out", str(out))
+    assert "mlp, settings: " in shown
+    found = rows(out)
+    assert [(row["vary"], row["refills"]) for row in found] == [("settings", 2), ("numbers", 2)]
+    for row in found:
+        assert 0 < row["add_ms"] <= row["longest_add_ms"]
+        assert min(row["plain_step_ms"], row["refilled_step_ms"], row["drop_ms"], row["prepare_ms"]) > 0
+    assert "cost_percent" in run("report", str(out))
