@@ -172,6 +172,29 @@ def test_a_trial_is_the_same_in_any_slot_and_after_anybody(is_planned: bool, wri
     )
 
 
+def other_trial(i: int) -> Member:
+    """Momentum, a dropout probability of its own, clipping by value, a schedule of momentum and rate."""
+    model = bn_mlp(i, dropout=0.1 + 0.05 * i)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02 * (i + 1), momentum=0.9, weight_decay=0.01 * i)
+    return scheduled(Member(model, optimizer, f"m{i}", clip_value=0.1 + i), SCHEDULERS["one-cycle"])
+
+
+def test_a_trial_with_momentum_and_numbers_of_its_own_is_the_same_in_any_slot() -> None:
+    first = fleet_of([other_trial(0), other_trial(3), other_trial(4)])
+    run(first, 0, 4)
+    fleet = fleet_of([other_trial(5), other_trial(6), other_trial(7)])
+    run(fleet, 6, 9)
+    newcomers = [other_trial(8), other_trial(0)]
+    for member in newcomers:
+        fleet.prepare(member)
+    fleet.replace("m6", newcomers[0], write_back=False)
+    fleet.drop("m5", write_back=False)
+    run(fleet, 9, 10)
+    fleet.add(newcomers[1])
+    run(fleet, 0, 4)
+    assert_same(states_of(fleet)["m0"], states_of(first)["m0"])
+
+
 def test_members_that_leave_without_a_write_are_as_after_the_last_sync() -> None:
     fleet = fleet_of([trial(i) for i in range(3)])
     run(fleet, 0, 2)
