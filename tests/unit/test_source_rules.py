@@ -53,4 +53,5 @@ def test_the_layout_page_lists_the_rooms_in_the_order_that_is_enforced() -> None
     layers = config["tool"]["importlinter"]["contracts"][0]["layers"]
     page = (REPOSITORY / "docs" / "layout.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(\w+)/` \|", page, flags=re.MULTILINE)
-    assert [*reversed(listed), "sizes", "errors"] == layers
+    rooms = [layer for layer in layers if (PACKAGE / layer).is_dir()]
+    assert list(reversed(listed)) == rooms
