@@ -52,7 +52,7 @@ def make_fleet(package: Any, workload: str, num_members: int, device: str, examp
         for number, model in enumerate(case.models(num_members))
     ]
     on_gpu = device == "cuda"
-    how = {"precision": "bf16" if on_gpu else "fp32", "lowering": "inductor" if on_gpu else "auto"}
+    how = {"precision": "bf16" if on_gpu else "fp32", "lowering": "inductor" if on_gpu else "aten"}
     return package.Fleet(members, case.loss, example, device=device, **how)
 
 

@@ -100,7 +100,7 @@ def prepare_fleet(setup: Setup) -> tuple[Step, list[str]]:
         tm.Member(model, make_optimizer(setup.optimizer, model, lr), seed=number)
         for number, (model, lr) in enumerate(zip(setup.models, setup.learning_rates, strict=True))
     ]
-    lowering = "inductor" if setup.device.type == "cuda" else "auto"
+    lowering = "inductor" if setup.device.type == "cuda" else "aten"
     arguments = {"precision": "bf16", "lowering": lowering, **setup.fleet}
     fleet = tm.Fleet(members, setup.loss, setup.example, device=setup.device, **arguments)
     return fleet.step, []
