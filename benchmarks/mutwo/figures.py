@@ -6,38 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib import rcsetup
 from matplotlib.figure import Figure
+
+from benchmarks.drawing import COLOURS, draw_all
 
 from .cells import ALL, HFTA, Cell
 from .tables import GIB, HOURS_PER_MS_OF_10K, PLANNED, Found, convergence_rows, named
 
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-"""Okabe and Ito's, which colour-blind readers can tell apart."""
-_STYLE: Any = {
-    "svg.hashsalt": "mutwo",
-    "svg.fonttype": "none",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.prop_cycle": rcsetup.cycler("color", COLOURS),
-}
 _LABELS = {"capuchin": "HFTA-Capuchin", "mutwo": "mutwo", "auto": "auto", HFTA: "HFTA"}
 
 
 def draw(found: Found, folder: Path) -> dict[str, Path]:
     """Draw every figure that there is data for; the files by name."""
-    written = {}
-    with matplotlib.rc_context(_STYLE):
-        for name, make in FIGURES.items():
-            figure = make(found)
-            if figure is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                written[name] = folder / f"{name}.svg"
-                figure.savefig(written[name], metadata={"Date": None}, bbox_inches="tight")
-    return written
+    return draw_all(FIGURES, found, folder, salt="mutwo")
 
 
 def _timeline(found: Found) -> Figure | None:

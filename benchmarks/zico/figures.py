@@ -6,41 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib import rcsetup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from benchmarks.drawing import COLOURS, draw_all
 
 from .cases import CHANGING, SAMPLED
 from .colocated import CHANGES
 from .results import Document
 from .tables import MIB, gains
 
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-"""Okabe and Ito's, which colour-blind readers can tell apart."""
-_STYLE: Any = {
-    "svg.hashsalt": "zico",
-    "svg.fonttype": "none",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.prop_cycle": rcsetup.cycler("color", COLOURS),
-}
-
 
 def draw(document: Document, folder: Path) -> list[Path]:
     """Draw every figure that the document has the data for; the files written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    with matplotlib.rc_context(_STYLE):
-        for name, make in FIGURES.items():
-            figure = make(document)
-            if figure is not None:
-                path = folder / f"{name}.svg"
-                figure.savefig(path, metadata={"Date": None}, bbox_inches="tight", dpi=150)
-                written.append(path)
-    return written
+    return list(draw_all(FIGURES, document, folder, salt="zico").values())
 
 
 def _lifespans(document: Document) -> Figure | None:
