@@ -93,6 +93,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def named_line(error: BaseException) -> str:
+    """The type of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 class TrainmuxWarning(UserWarning):
     """Something works, but not in the way one would expect: a fall-back, a frozen member."""
 

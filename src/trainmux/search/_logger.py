@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from trainmux.errors import first_line, warn_user
+from trainmux.errors import named_line, warn_user
 from trainmux.fleet import EpochRecord
 from trainmux.search._callbacks import SearchCallback
 from trainmux.search._trial import Trial, TrialState
@@ -106,7 +106,7 @@ class Logger(SearchCallback, Generic[Run]):
                 self._has_warned = True
                 warn_user(
                     f"{type(self).__name__} could not write and tries again with what comes next: "
-                    f"{type(error).__name__}: {first_line(error)}"
+                    f"{named_line(error)}"
                 )
             return False
         return True

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainmux.errors import BudgetError, ConfigError, SearchError, TrainmuxError, first_line, warn_user
+from trainmux.errors import BudgetError, ConfigError, SearchError, TrainmuxError, named_line, warn_user
 from trainmux.fleet import (
     STOPPED_ON_REQUEST,
     Callback,
@@ -231,7 +231,7 @@ class Search:
         except torch.OutOfMemoryError as error:
             if not self._newest:
                 raise
-            self._finish(self._newest.pop(), TrialState.FAILED, _text(error))
+            self._finish(self._newest.pop(), TrialState.FAILED, named_line(error))
             return True
         return False
 
@@ -522,7 +522,12 @@ class Search:
 
     def _fail(self, trial: Trial, error: BaseException) -> None:
         """End a trial that cannot be trained."""
-        trial.state, trial.error, trial.cause, trial.member = TrialState.FAILED, _text(error), error, None
+        trial.state, trial.error, trial.cause, trial.member = (
+            TrialState.FAILED,
+            named_line(error),
+            error,
+            None,
+        )
         self._tell(trial)
 
     def _tell(self, trial: Trial, is_ours: bool = True) -> None:
@@ -578,7 +583,3 @@ def metric_of(record: EpochRecord, metric: str) -> float:
         if name in values:
             return values[name]
     raise ConfigError(f"expected metric= to be one of {sorted(values)}, got {metric!r}; name one of these")
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"

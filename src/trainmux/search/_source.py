@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 from torch import nn
 
-from trainmux.errors import ConfigError, first_line
+from trainmux.errors import ConfigError, named_line
 from trainmux.fleet import EpochRecord, Member
 from trainmux.search._trial import Candidate, Trial
 
@@ -144,7 +144,7 @@ def build_trial(given: Given, number: int, max_epochs: int, params: Mapping[str,
             )
     except Exception as error:
         failed = Trial(number, f"trial-{number}", params or {}, max_epochs)
-        failed.fail(f"{type(error).__name__}: {first_line(error)}")
+        failed.fail(named_line(error))
         failed.cause = error
         return failed
     member = candidate.member

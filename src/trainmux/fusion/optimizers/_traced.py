@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from trainmux.errors import OptimizerError, first_line
+from trainmux.errors import OptimizerError, named_line
 from trainmux.fusion.optimizers._rule import NumericSetting, ScalarSpec, Settings
 from trainmux.fusion.optimizers._symbols import (
     MAX_DECISIONS,
@@ -704,7 +704,7 @@ class _UpdateTracer:
             guards = [condition for condition, _ in recording.decisions]
             if not guards or not all(map(is_on_host, guards)):
                 raise
-            return guards, _Failure(f"the optimizer raised {type(error).__name__}: {first_line(error)}")
+            return guards, _Failure(f"the optimizer raised {named_line(error)}")
         return self.read(run, self.inputs(run, entries), entries)
 
     def paths(self, first: _StepRun | None, later: _StepRun, entries: Sequence[StateEntry]) -> list[Any]:
@@ -967,7 +967,7 @@ def traced_update(
     except Exception as error:
         line = innermost_user_frame(error.__traceback__)
         own = isinstance(error, (UnresolvedError, ForkedError))
-        reason = str(error) if own else f"{type(error).__name__}: {first_line(error)}"
+        reason = str(error) if own else named_line(error)
         raise OptimizerError(
             f"{where}: expected an optimizer whose step can be traced for one parameter, got "
             f"{type(optimizer).__module__}.{type(optimizer).__qualname__}: {reason}"
