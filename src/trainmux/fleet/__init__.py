@@ -23,7 +23,7 @@ from trainmux.fleet._progress import (
     value_text,
 )
 from trainmux.fleet._segment_runner import GroupPiece
-from trainmux.fleet._shared import share_frozen
+from trainmux.fleet._shared import copied, share_frozen, view_key
 from trainmux.fleet._slots import Room
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "Row",
     "check_mode",
     "checkpoint_exists",
+    "copied",
     "first_batch",
     "inspect_machine",
     "left_text",
@@ -65,6 +66,7 @@ __all__ = [
     "rows_of",
     "share_frozen",
     "value_text",
+    "view_key",
     "whole_data",
     "whole_number",
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainmux.errors import MemberError, first_line
+from trainmux.errors import MemberError, named_line
 from trainmux.tracing import memory_span
 
 _MARK = "_is_shared_frozen"
@@ -40,12 +40,17 @@ def share_frozen(module: nn.Module) -> nn.Module:
     for part in module.modules():
         if not getattr(part, "track_running_stats", False):
             memo |= {id(buffer): buffer.detach() for buffer in part._buffers.values() if buffer is not None}
+    return copied(module, memo, "share it")
+
+
+def copied(module: nn.Module, memo: dict[int, Tensor], purpose: str) -> nn.Module:
+    """Copy a module with other tensors, by the ``id`` of each; refuses what cannot be copied."""
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
         raise MemberError(
-            f"expected a module that can be copied, got {type(error).__name__}: {first_line(error)}; "
-            "remove what cannot be copied before you share it"
+            f"expected a module that can be copied, got {named_line(error)}; "
+            f"remove what cannot be copied before you {purpose}"
         ) from error
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from trainmux.errors import BatchError, ConfigError, MemberError, first_line, warn_user
-from trainmux.fleet import Fleet, Member
+from trainmux.fleet import Fleet, Member, copied, view_key
 from trainmux.search._cross_validate import FoldResult
 from trainmux.search._trial import Trial
 from trainmux.tracing import FlatBatch, Reach, flatten_batch
@@ -161,7 +161,7 @@ class _Stack(nn.Module):
         states = [{**dict(model.named_parameters()), **dict(model.named_buffers())} for model in models]
         for number, (name, first) in enumerate(states[0].items()):
             tensors = [state[name].detach() for state in states]
-            if len(tensors) > 1 and all(_is_same_view(first, other) for other in tensors):
+            if len(tensors) > 1 and view_key(first) is not None and len(set(map(view_key, tensors))) == 1:
                 self._shared.add(name)
                 value = first.detach().clone()
             else:
@@ -256,13 +256,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
         place = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(place, tensor.requires_grad) if is_parameter else place
-    try:
-        return copy.deepcopy(model, memo).eval()
-    except Exception as error:
-        raise MemberError(
-            f"expected a model that can be copied, got {type(error).__name__}: {first_line(error)}; "
-            "remove what cannot be copied before you make an ensemble"
-        ) from error
+    return copied(model, memo, "make an ensemble").eval()
 
 
 def _signature(skeleton: nn.Module) -> Hashable:
@@ -276,11 +270,6 @@ def _signature(skeleton: nn.Module) -> Hashable:
     finally:
         for attributes, p in dropouts:
             attributes["p"] = p
-
-
-def _is_same_view(one: Tensor, other: Tensor) -> bool:
-    same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    return same and one.numel() > 0 and one.device == other.device
 
 
 def _require_alike(one: FlatBatch, other: FlatBatch, first: str, second: str) -> None:
