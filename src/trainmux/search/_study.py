@@ -14,9 +14,10 @@ import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, create_trial
 
-from trainmux.errors import ConfigError, first_line
+from trainmux.errors import ConfigError, first_line, named_line
 from trainmux.fleet import EpochRecord, Member
 from trainmux.search._glance import Glance, seen_by_pruners
+from trainmux.search._pace import Pace
 from trainmux.search._patience import Patience, is_out_of_reach
 from trainmux.search._search import metric_of
 from trainmux.search._source import LATER, Later, Verdict, build_trial
@@ -25,8 +26,6 @@ from trainmux.search._workers import ERROR, MARK, Worker, retried_number, retry_
 
 _CATCH_UP = 4
 """Epochs of a trial that are reported at once, when training is faster than reports."""
-_SHARE = 0.03
-"""Of the time, at most so much goes into reports: they are Python, which keeps steps from being launched."""
 _LONGEST_ERROR = 1000
 _TOO_MANY = "another worker was faster: total_trials is reached"
 
@@ -63,6 +62,7 @@ class StudySource:
         """Called when ``study.stop()`` was."""
         self._study = study
         self._storage = study._storage
+        self._in_memory = isinstance(self._storage, optuna.storages.InMemoryStorage)
         self._make_member = make_member
         self._metric = metric
         self._max_epochs = max_epochs
@@ -80,12 +80,8 @@ class StudySource:
         self._prunes = len(study.directions) == 1 and not isinstance(study.pruner, optuna.pruners.NopPruner)
         self._glance = Glance(self._storage)
         self._seen_by_pruners = seen_by_pruners(study, self._glance)
-        in_memory = isinstance(self._storage, optuna.storages.InMemoryStorage)
-        self._is_paced = not (reports_all or in_memory)
-        self._time_s = 0.0  # that is left for reports
-        self._looked_s = time.monotonic()  # when that was
-        self._cost_s = 0.0  # of a report and a decision
-        self._reported_s: dict[int, float] = {}  # when a trial's last report was
+        self._is_paced = not (reports_all or self._in_memory)
+        self._pace = Pace()
 
     def open(self) -> None:
         """Begin to work on the study."""
@@ -100,8 +96,7 @@ class StudySource:
 
     def is_resumed(self) -> bool:
         # Another worker may make the first trials of a study at this moment.
-        is_private = isinstance(self._storage, optuna.storages.InMemoryStorage)
-        return not is_private or bool(self._study.get_trials(deepcopy=False))
+        return not self._in_memory or bool(self._study.get_trials(deepcopy=False))
 
     def num_trials(self) -> int | None:
         left = self._num_left
@@ -207,7 +202,7 @@ class StudySource:
             trial.state, trial.error, trial.cause = TrialState.PRUNED, None, None
         elif trial.cause is not None and _is_of_another_space(trial.cause):
             if frozen is None:
-                self._fail(trial_id, _text(trial.cause))
+                self._fail(trial_id, named_line(trial.cause))
             else:
                 self._put_back(number)
             self._forget(number)
@@ -236,7 +231,7 @@ class StudySource:
             return Verdict.LOST
         if trial.records[-1] is not record or record.epoch % self._report_every:
             return Verdict.GO_ON  # reports are slower than training: the next call speaks for this one
-        if self._is_paced and not self._is_due(trial.number):
+        if self._is_paced and not self._pace.is_due(trial.number, self._mine):
             return Verdict.GO_ON
         begin_s = time.thread_time()
         try:
@@ -247,29 +242,12 @@ class StudySource:
             self._forget(trial.number)
             return Verdict.LOST
         finally:
-            self._spent(trial.number, time.thread_time() - begin_s)
+            self._pace.spent(trial.number, time.thread_time() - begin_s)
         return Verdict.GO_ON
-
-    def _is_due(self, number: int) -> bool:
-        """Whether there is time for a report, and no trial has waited longer for one."""
-        now_s = time.monotonic()
-        # Unused time is kept for one round at most.
-        most_s = self._cost_s * len(self._mine)
-        self._time_s = min(self._time_s + _SHARE * (now_s - self._looked_s), most_s)
-        self._looked_s = now_s
-        oldest_s = min(self._reported_s.get(other, 0.0) for other in self._mine)
-        return self._time_s >= 0 and self._reported_s.get(number, 0.0) <= oldest_s
-
-    def _spent(self, number: int, seconds: float) -> None:
-        """Note that a report has taken some of this thread's time."""
-        self._cost_s += 0.1 * (seconds - self._cost_s)
-        # A retry reports many epochs once; that is not to silence the others.
-        self._time_s = max(self._time_s - seconds, -self._cost_s)
-        self._reported_s[number] = time.monotonic()
 
     def _should_prune(self, number: int) -> bool:
         asked = self._mine[number]
-        if not isinstance(self._storage, optuna.storages.InMemoryStorage):
+        if not self._in_memory:
             asked.study = self._seen_by_pruners
             self._glance.begin(number)
         return bool(asked.should_prune())
@@ -335,7 +313,7 @@ class StudySource:
     def _forget(self, number: int) -> None:
         self._mine.pop(number, None)
         self._reported.pop(number, None)
-        self._reported_s.pop(number, None)
+        self._pace.forget(number)
 
     def _trial_ids(self) -> list[int]:
         asking = [] if self._asking_id is None else [self._asking_id]
@@ -368,7 +346,3 @@ def _is_of_another_space(error: BaseException) -> bool:
     """Whether Optuna refused a parameter because the study has it with another range or kind."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(frame.name == "check_distribution_compatibility" for frame in frames)
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
