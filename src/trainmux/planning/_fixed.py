@@ -14,8 +14,14 @@ from dataclasses import replace
 from trainmux.errors import BudgetError
 from trainmux.ir import Multiplexing, Profile, Program, verify
 from trainmux.planning._body import Infeasible
-from trainmux.planning._candidate import Arrangement, Candidate, ScheduleSearch, place_plainly, place_schedule
 from trainmux.planning._fewer_waits import fewer_waits
+from trainmux.planning._placed import (
+    Arrangement,
+    PlacedSchedule,
+    ScheduleSearch,
+    place_plainly,
+    place_schedule,
+)
 from trainmux.planning.policies._known import policy_named
 from trainmux.planning.policies.auto import Auto
 from trainmux.sizes import exact_bytes
@@ -47,7 +53,7 @@ def fit_program(
 
 def _in_order(
     arrangement: Arrangement, available_bytes: int, host_bytes: int, plainly: bool
-) -> Iterator[Candidate]:
+) -> Iterator[PlacedSchedule]:
     yield place_plainly(arrangement)
     if plainly:
         return

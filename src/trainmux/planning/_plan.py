@@ -22,10 +22,10 @@ from time import monotonic
 from trainmux.errors import BudgetError, ConfigError, PlanError
 from trainmux.ir import Attempt, Multiplexing, PlanRecord, Profile, verify
 from trainmux.planning._body import Infeasible
-from trainmux.planning._candidate import (
+from trainmux.planning._placed import (
     ROUNDING,
     Arrangement,
-    Candidate,
+    PlacedSchedule,
     ScheduleSearch,
     place_plainly,
     place_schedule,
@@ -158,9 +158,9 @@ class Planner:
             for found in filter(None, ways):
                 multiplexings = known.multiplexings(partition)
                 self.arrangements += _arrangements(groups, partition, found, multiplexings, scratch_of)
-        self.found: list[Candidate] = []
+        self.found: list[PlacedSchedule] = []
         """Plans for any budget."""
-        self._smallest: Candidate | None = None
+        self._smallest: PlacedSchedule | None = None
 
     def plan(self, budget_bytes: int) -> PlanRecord:
         """The quickest plan within ``budget_bytes``, which count ``fixed_bytes`` too."""
@@ -201,7 +201,7 @@ class Planner:
             return self.by.bound_seconds(arrangement.task(limit_bytes, self.host_bytes))
         return arrangement.compute_seconds
 
-    def smallest(self) -> Candidate:
+    def smallest(self) -> PlacedSchedule:
         """The candidate that reserves the fewest bytes, of the arrangement with the narrowest sub-arrays."""
         if self._smallest is None:
             narrowest = min(self.arrangements, key=lambda each: max(each.widths))
@@ -211,7 +211,7 @@ class Planner:
             self.found.append(self._smallest)
         return self._smallest
 
-    def _smallest_of(self, arrangement: Arrangement) -> Candidate:
+    def _smallest_of(self, arrangement: Arrangement) -> PlacedSchedule:
         """The policy's schedule for the fewest bytes, or the last that it finds at lower and lower limits."""
         if isinstance(self.by, Auto):
             with suppress(Infeasible):
@@ -241,7 +241,7 @@ class Planner:
             smallest_bytes=smallest,
         )
 
-    def _record(self, best: Candidate, budget_bytes: int, search: _BudgetSearch) -> PlanRecord:
+    def _record(self, best: PlacedSchedule, budget_bytes: int, search: _BudgetSearch) -> PlanRecord:
         arrangement = best.arrangement
         fixed_bytes = self.fixed_bytes + arrangement.scratch_bytes
         program = rewrite(arrangement.profiles, best.schedule)
@@ -274,7 +274,7 @@ class Planner:
             bound_seconds=search.bound_seconds,
         )
 
-    def _attempt(self, option: _Option, best: Candidate) -> Attempt:
+    def _attempt(self, option: _Option, best: PlacedSchedule) -> Attempt:
         arrangement, found, why = option.arrangement, option.best, ""
         seconds = stall = recompute = 0.0
         peak = 0
@@ -344,7 +344,7 @@ class _Option:
     arrangement: Arrangement
     limit_bytes: int
     bound_seconds: float = 0.0
-    best: Candidate | None = None
+    best: PlacedSchedule | None = None
     search: ScheduleSearch | None = None
 
     @property
@@ -379,7 +379,7 @@ class _BudgetSearch:
 
     def __init__(self, planner: Planner, available: int) -> None:
         self.available = available
-        self.best: Candidate | None = None
+        self.best: PlacedSchedule | None = None
         self._planner = planner
         self._ends_at = monotonic() + _SEARCH_SHARE * planner.time_limit
         self.options = [_Option(each, available - each.scratch_bytes) for each in planner.arrangements]
@@ -430,7 +430,7 @@ class _BudgetSearch:
                 option.search.draw()
         self._report(stage, num_options, num_options)
 
-    def take(self, found: Candidate) -> None:
+    def take(self, found: PlacedSchedule) -> None:
         """Note a plan, and make it the best if it is."""
         for option in self.options:
             if option.arrangement is found.arrangement and found.is_better_than(option.best):

@@ -29,7 +29,7 @@ from trainmux.fleet import (
 from trainmux.search._results import as_table
 from trainmux.search._search import check_fleet_arguments
 from trainmux.search._seeds import seed_numbers, seeded_member
-from trainmux.search._splits import Split, splits_of
+from trainmux.search._splits import RowSplit, splits_of
 
 if TYPE_CHECKING:
     import pandas
@@ -254,7 +254,7 @@ class _Fold:
     seed: int
     fold: int
     member: Member
-    split: Split
+    split: RowSplit
 
     def result(self, scores: Mapping[str, float], records: tuple[EpochRecord, ...], why: str) -> FoldResult:
         """The fold as it has ended; ``why`` says why it trains no more."""

@@ -81,7 +81,7 @@ class _FleetEstimator(BaseEstimator):  # type: ignore[misc]
             return self
         found = meeting.trained(self, data) if meeting is not None else None
         if found is None:
-            found = Job(self, data)
+            found = Fit(self, data)
             train([found])
         if found.failure is not None:
             raise found.failure
@@ -90,13 +90,13 @@ class _FleetEstimator(BaseEstimator):  # type: ignore[misc]
         self.history_ = found.history
         return self
 
-    def job(self, X: Any, y: Any, rows: Array) -> Job:  # noqa: N803
+    def fit_of(self, X: Any, y: Any, rows: Array) -> Fit:  # noqa: N803
         """Training on some rows of data, which are not copied where nothing in them depends on the rows."""
         data = self._read(X, y)
         part = self._read(data.given[0][rows], data.given[1][rows])
         if part.num_outputs == data.num_outputs and np.array_equal(part.y, data.y[rows]):
-            return Job(self, data, torch.as_tensor(rows), part.key)
-        return Job(self, part)
+            return Fit(self, data, torch.as_tensor(rows), part.key)
+        return Fit(self, part)
 
     def made(self, data: Data) -> Member:
         """Make the member; named ones of its parameters get sizes of the data."""
@@ -213,7 +213,7 @@ class Data:
 
 
 @dataclass(eq=False)
-class Job:
+class Fit:
     """One estimator's training on rows of its data (all of them without ``rows``), and what came of it."""
 
     estimator: _FleetEstimator
@@ -235,25 +235,25 @@ class Meeting:
 
     def __init__(self) -> None:
         self.is_open = True
-        self.jobs: list[Job] = []
+        self.fits: list[Fit] = []
         self._data: dict[tuple[bytes, int], Data] = {}
 
     def enter(self, estimator: _FleetEstimator, data: Data) -> None:
         """Note what is to be trained; the same rows are kept once."""
-        self.jobs.append(Job(estimator, self._data.setdefault((data.key, data.num_outputs), data)))
+        self.fits.append(Fit(estimator, self._data.setdefault((data.key, data.num_outputs), data)))
 
     def train(self) -> None:
         """Train all that was noted."""
         self.is_open = False
-        train(self.jobs)
+        train(self.fits)
 
-    def trained(self, estimator: _FleetEstimator, data: Data) -> Job | None:
+    def trained(self, estimator: _FleetEstimator, data: Data) -> Fit | None:
         """What came of the same training, or ``None`` if it was not noted."""
         params = estimator.get_params(deep=False)
-        for job in self.jobs:
-            alike = type(job.estimator) is type(estimator) and job.key == data.key
-            if alike and _same(job.estimator.get_params(deep=False), params):
-                return job
+        for fit in self.fits:
+            alike = type(fit.estimator) is type(estimator) and fit.key == data.key
+            if alike and _same(fit.estimator.get_params(deep=False), params):
+                return fit
         return None
 
 
@@ -268,19 +268,19 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
 
 
-def train(jobs: Sequence[Job]) -> None:
-    """Train estimators that are alike in how they train as one fleet; each job has then what came of it."""
-    fleets: dict[Any, list[Job]] = {}
-    for job in jobs:
+def train(fits: Sequence[Fit]) -> None:
+    """Train estimators that are alike in how they train as one fleet; each fit has then what came of it."""
+    fleets: dict[Any, list[Fit]] = {}
+    for fit in fits:
         try:
-            job.member = job.estimator.made(job.data)
+            fit.member = fit.estimator.made(fit.data)
         except Exception as error:
-            job.failure = error
+            fit.failure = error
             continue
-        dtype = _floating(job.member.model)
-        settings = tuple(getattr(job.estimator, name) for name in _OF_FLEETS)
-        kind = (settings, dtype, job.data.X.shape[1:], job.data.y.shape[1:])
-        fleets.setdefault(kind, []).append(job)
+        dtype = _floating(fit.member.model)
+        settings = tuple(getattr(fit.estimator, name) for name in _OF_FLEETS)
+        kind = (settings, dtype, fit.data.X.shape[1:], fit.data.y.shape[1:])
+        fleets.setdefault(kind, []).append(fit)
     for (settings, dtype, *_), together in fleets.items():
         options = dict(zip(_OF_FLEETS, settings, strict=True))
         try:
@@ -292,18 +292,18 @@ def train(jobs: Sequence[Job]) -> None:
                 _train_apart(together, dtype, options)
 
 
-def _train_apart(jobs: Sequence[Job], dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Train jobs one after another, as one of them cannot be trained."""
-    for job in jobs:
+def _train_apart(fits: Sequence[Fit], dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Do fits one after another, as one of them cannot be trained."""
+    for fit in fits:
         try:
-            job.member = job.estimator.made(job.data)
-            _train_alike([job], dtype, **options)
+            fit.member = fit.estimator.made(fit.data)
+            _train_alike([fit], dtype, **options)
         except TrainmuxError as error:
-            job.failure = error
+            fit.failure = error
 
 
 def _train_alike(
-    jobs: Sequence[Job],
+    fits: Sequence[Fit],
     dtype: torch.dtype,
     *,
     epochs: int,
@@ -312,7 +312,7 @@ def _train_alike(
     device: str,
     precision: str,
 ) -> None:
-    distinct = {job.data.key: job.data for job in jobs}
+    distinct = {fit.data.key: fit.data for fit in fits}
     begins: dict[bytes, int] = {}
     num_rows = 0
     for key, data in distinct.items():
@@ -321,25 +321,25 @@ def _train_alike(
     inputs = torch.cat([torch.as_tensor(data.X, dtype=dtype) for data in distinct.values()])
     targets = torch.cat([_targets(data.y, dtype) for data in distinct.values()])
     views = [
-        begins[job.data.key] + (torch.arange(len(job.data.X)) if job.rows is None else job.rows)
-        for job in jobs
+        begins[fit.data.key] + (torch.arange(len(fit.data.X)) if fit.rows is None else fit.rows)
+        for fit in fits
     ]
-    seeds = [job.estimator.seed for job in jobs]
+    seeds = [fit.estimator.seed for fit in fits]
     loader = IndexBatches(
         (inputs, targets), views, batch_size=batch_size, shuffle=shuffle, seeds=seeds, device=device
     )
     members = []
-    for number, job in enumerate(jobs):
-        assert job.member is not None
-        job.member.name = f"fit-{number}"
-        members.append(job.member)
+    for number, fit in enumerate(fits):
+        assert fit.member is not None
+        fit.member.name = f"fit-{number}"
+        members.append(fit.member)
     fleet = Fleet(members, None, first_batch(loader), data="per_member", device=device, precision=precision)
     history = fleet.fit(loader, epochs=epochs, progress=False)
     stopped = fleet.stopped()
-    for name, job in zip(fleet.names, jobs, strict=True):
-        job.history = tuple(history.get(name, ()))
+    for name, fit in zip(fleet.names, fits, strict=True):
+        fit.history = tuple(history.get(name, ()))
         if name in stopped:
-            job.failure = FleetError(
+            fit.failure = FleetError(
                 f"expected training to stay finite, got a member that is {stopped[name]}; take a smaller "
                 "learning rate, or clip_norm"
             )

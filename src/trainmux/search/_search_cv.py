@@ -94,16 +94,16 @@ class FleetSearchCV(BaseSearchCV):  # type: ignore[misc]
     def _note(self, meeting: Meeting, settings: Mapping[str, Any], rows: Any) -> None:
         """Have the estimator that a candidate's fit on a fold comes to take part in the meeting."""
         X, y = self._given  # noqa: N806
-        num_jobs, estimator = len(meeting.jobs), clone(self.estimator)
+        num_fits, estimator = len(meeting.fits), clone(self.estimator)
         try:
             estimator.set_params(**clone(dict(settings), safe=False))
             if isinstance(estimator, _FleetEstimator):
-                meeting.jobs.append(estimator.job(X, y, rows))
+                meeting.fits.append(estimator.fit_of(X, y, rows))
             else:
                 estimator.fit(_safe_indexing(X, rows), _safe_indexing(y, rows))
         except Exception:
             return  # raised again where the candidate is evaluated, and scored as `error_score` says
-        if len(meeting.jobs) == num_jobs:
+        if len(meeting.fits) == num_fits:
             raise ConfigError(
                 "expected a FleetClassifier or FleetRegressor, or a pipeline that ends in one, got "
                 f"{type(estimator).__name__}; take GridSearchCV for other estimators"

@@ -53,14 +53,14 @@ class Bootstrap:
 
 
 @dataclass(frozen=True)
-class Split:
+class RowSplit:
     """Rows to train on and rows held out."""
 
     train: Tensor
     test: Tensor
 
 
-def splits_of(cv: Any, num_rows: int, y: Any, groups: Any, seed: int) -> list[Split]:
+def splits_of(cv: Any, num_rows: int, y: Any, groups: Any, seed: int) -> list[RowSplit]:
     """Rows of each fold.
 
     ``cv`` is a number of folds of rows shuffled by ``seed``, an object with scikit-learn's ``split(X, y,
@@ -82,7 +82,9 @@ def splits_of(cv: Any, num_rows: int, y: Any, groups: Any, seed: int) -> list[Sp
                 f"train on and rows held out, got {type(cv).__name__}"
             ) from error
     found = [
-        Split(rows_of(train, num_rows, f"fold {i}, training"), rows_of(test, num_rows, f"fold {i}, held out"))
+        RowSplit(
+            rows_of(train, num_rows, f"fold {i}, training"), rows_of(test, num_rows, f"fold {i}, held out")
+        )
         for i, (train, test) in enumerate(pairs)
     ]
     if not found:

@@ -86,7 +86,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlacedSchedule:
     """A schedule of an arrangement, placed and timed."""
 
     arrangement: Arrangement
@@ -102,23 +102,23 @@ class Candidate:
     def reserved_bytes(self) -> int:
         return self.slab_bytes + self.arrangement.scratch_bytes
 
-    def is_better_than(self, other: Candidate | None) -> bool:
+    def is_better_than(self, other: PlacedSchedule | None) -> bool:
         """Whether it is quicker."""
         return other is None or self.seconds < other.seconds * (1 - ROUNDING)
 
 
-def place_draft(arrangement: Arrangement, made: Draft, enough_bytes: int = 0) -> Candidate:
+def place_draft(arrangement: Arrangement, made: Draft, enough_bytes: int = 0) -> PlacedSchedule:
     """Find offsets; the search for a smaller slab ends at ``enough_bytes``."""
     program = place(arrangement.profiles, made, enough_bytes=enough_bytes)
-    return Candidate(arrangement, made.schedule, program, made.seconds)
+    return PlacedSchedule(arrangement, made.schedule, program, made.seconds)
 
 
-def place_schedule(arrangement: Arrangement, schedule: Schedule) -> Candidate:
+def place_schedule(arrangement: Arrangement, schedule: Schedule) -> PlacedSchedule:
     """A schedule on the smallest slab that is found."""
     return place_draft(arrangement, draft(arrangement.profiles, schedule))
 
 
-def place_plainly(arrangement: Arrangement) -> Candidate:
+def place_plainly(arrangement: Arrangement) -> PlacedSchedule:
     """The arrangement with nothing swapped and nothing recomputed."""
     return place_schedule(arrangement, arrangement.body.plain_schedule())
 
@@ -152,7 +152,7 @@ class ScheduleSearch:
             self.seconds = min(self.seconds, self.drawn.seconds)
 
     @no_collections()
-    def place(self) -> Candidate | None:
+    def place(self) -> PlacedSchedule | None:
         """Place what is drawn. Where it does not fit, the first schedule for a lower limit is drawn."""
         made, self.drawn = self.drawn, None
         assert made is not None
@@ -172,7 +172,7 @@ class ScheduleSearch:
             self.draw()
         return None
 
-    def first(self) -> Candidate | None:
+    def first(self) -> PlacedSchedule | None:
         """The first schedule that can be placed, if there is one."""
         found = None
         while found is None and not self.is_over:
