@@ -42,13 +42,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LARGE_CONVOLUTIONS_FLOPS = 2e10
-_CPU_PATIENCE_S = 5.0
-"""What compiling for a CPU keeps a step waiting for, about: who trains for less than that goes on without."""
 _NUM_BRANCHES = 4
 """Measured on an H200 (bf16, eight members, `benchmarks/results/`): transformers, recommenders and small
 models gain from complete fusion; large convolutions do not, because one grouped convolution is slower than
 its parts, and its layout forces copies on everything around it. There, single members on four branches of one
 CUDA graph fill the device."""
+_CPU_PATIENCE_S = 5.0
+"""Seconds of training after which compiling for a CPU begins: about what it keeps steps waiting for."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What is shown of a running fit."""
+"""The rows and totals that displays show of a running fit."""
 
 from __future__ import annotations
 

@@ -446,7 +446,7 @@ class Fleet:
             self._prepared[member] = ready.staged(self._config)
 
     def room_for(self, member: Member) -> Room:
-        """Where ``add`` would put a member; refuses what it would refuse, and changes nothing."""
+        """Tell whether ``add`` would find a free slot, add slots or a group; refuses what it would refuse."""
         with plain_torch(self._config.default_dtype):
             (name,) = names_of([member], dict(zip(self._names, self.members, strict=True)))
             owners = self._owners({name: member})

@@ -130,7 +130,7 @@ class IndexBatches:
 
     @property
     def device(self) -> torch.device:
-        """Where the data set lies."""
+        """The device on which the data set lies."""
         return self._leaves[0].device
 
     def _orders(self, number: int) -> Tensor:

@@ -101,13 +101,13 @@ class Newcomer:
     wider: Mapping[str, Shape]
 
     def among(self, owners: Owners) -> Newcomer:
-        """The same with what it has in common with ``owners``, of whom it is one; refuses what it may not."""
+        """Copy it, with the memory that it shares with other ``owners``; refuses what may not be shared."""
         tensors, changing = self.watch.own, changing_names(self.trace.graph)
         owners.check(self.name, tensors, changing)
         return replace(self, key=replace(self.key, base=owners.base(self.name, tensors, changing)))
 
     def staged(self, config: FleetConfig) -> Newcomer:
-        """The same with copies of its values in memory from which a GPU fetches them by itself."""
+        """Copy it, with its values in pinned memory, from which a GPU fetches them by itself."""
         if config.device.type != "cuda":
             return self
 

@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def policy(self) -> str:
-        """What it was made by: a name that `Fleet.plan` takes."""
+        """The policy that made it, by the name that `Fleet.plan` takes."""
         return self.record.policy
 
     @property

@@ -51,7 +51,7 @@ class Row:
 
 
 class View(Protocol):
-    """What is shown: asked by displays, perhaps from another thread than the one that trains."""
+    """Rows and totals for displays, which may ask from another thread than the one that trains."""
 
     @property
     def head(self) -> str:
