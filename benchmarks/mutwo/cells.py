@@ -271,10 +271,10 @@ FIGURES: dict[str, Callable[[Sizes], Iterator[Ranked]]] = {
 }
 
 
-def find_tasks(sizes: Sizes, figures: Sequence[str]) -> list[list[Cell]]:
+def find_tasks(sizes: Sizes, figures: Sequence[str], ways: Sequence[str] = ()) -> list[list[Cell]]:
     """The cells of these figures, in groups that share a process, in the order to measure them.
 
-    A cell of several figures has the lowest rank that one of them gives it. `ValueError` for a name that is
+    Naming ``ways`` leaves out the others. A cell of several figures has the lowest rank that one of them gives it. `ValueError` for a name that is
     no figure's.
     """
     for name in figures:
@@ -283,7 +283,8 @@ def find_tasks(sizes: Sizes, figures: Sequence[str]) -> list[list[Cell]]:
     ranks: dict[Cell, int] = {}
     for name in figures:
         for rank, cell in FIGURES[name](sizes):
-            ranks[cell] = min(rank, ranks.get(cell, rank))
+            if not ways or cell.way in ways:
+                ranks[cell] = min(rank, ranks.get(cell, rank))
     tasks: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in sorted(ranks, key=lambda cell: ranks[cell]):
         tasks.setdefault((ranks[cell], *cell.process), []).append(cell)

@@ -20,6 +20,7 @@ from .run import pending, run
 
 def command(
     only: Annotated[str, typer.Option(help="Figures to measure, with commas.", show_default="all")] = "",
+    ways: Annotated[str, typer.Option(help="Ways to measure, with commas.", show_default="all")] = "",
     time_limit: Annotated[float, typer.Option(min=0, help="Seconds after which nothing is begun.")] = 540.0,
     out: Annotated[Path, typer.Option(help="File of results; what it has is not measured again.")] = Path(
         "runs/bench/mutwo.json"
@@ -48,7 +49,7 @@ def command(
         raise typer.BadParameter(f"expected {' or '.join(SIZES)}; got {sizes}", param_hint="--sizes")
     if read is None:
         try:
-            tasks = find_tasks(SIZES[sizes], split(only) or list(FIGURES))
+            tasks = find_tasks(SIZES[sizes], split(only) or list(FIGURES), split(ways))
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--only") from None
         place = choose_device(device)
