@@ -32,7 +32,7 @@ both do most together when neither waits for the sake of the other's share."""
 _SLICING_ROUNDS = 64
 """Rounds of time slicing before sharing is tried again."""
 _STALL_WINDOW, _STALLS_TO_FALL_BACK = 8, 4
-"""A pair falls back at this many mispredictions among its last iterations."""
+"""A pair falls back at this many mispredictions among the last iterations of one of its jobs."""
 _STALL_SHARE = 0.05
 """An iteration was mispredicted if gates held it up for more than this share of its solo time."""
 
@@ -263,22 +263,25 @@ class ArenaSide:
 class StallCounter:
     """Counts the mispredicted iterations of a pair of jobs: gates held up iterations that were let in.
 
-    While ``is_slicing`` the pair runs one iteration at a time.
+    Each job's own last iterations count, so that a job of many short ones does not hide the other's. While
+    ``is_slicing`` the pair runs one iteration at a time.
     """
 
     def __init__(self) -> None:
         self.is_slicing = False
-        self._recent: deque[bool] = deque(maxlen=_STALL_WINDOW)
+        self._recent: dict[str, deque[bool]] = {}
         self._until = 0.0
 
-    def iteration_ended(self, now: float, round_seconds: float, *, stalled: bool) -> bool:
-        """Count an iteration of a pair, whose rounds take ``round_seconds``; true if slicing begins now."""
+    def iteration_ended(self, job: str, now: float, round_seconds: float, *, stalled: bool) -> bool:
+        """Count an iteration of one of the pair, whose rounds take ``round_seconds``; true if slicing begins
+        now."""
         if self.is_slicing:
             if now >= self._until:
                 self.share_again()
             return False
-        self._recent.append(stalled)
-        self.is_slicing = sum(self._recent) >= _STALLS_TO_FALL_BACK
+        recent = self._recent.setdefault(job, deque(maxlen=_STALL_WINDOW))
+        recent.append(stalled)
+        self.is_slicing = sum(recent) >= _STALLS_TO_FALL_BACK
         self._until = now + _SLICING_ROUNDS * round_seconds
         return self.is_slicing
 

@@ -269,7 +269,8 @@ class ScroogeScheduler:
             job.num_mispredicted += job.was_mispredicted
             if arena.is_shared:
                 pair_seconds = sum(peer.iteration_solo_seconds for peer in arena.jobs)
-                if arena.stalls.iteration_ended(now, pair_seconds, stalled=job.was_mispredicted):
+                stalled = job.was_mispredicted
+                if arena.stalls.iteration_ended(job.name, now, pair_seconds, stalled=stalled):
                     self.num_fall_backs += 1
                     self._forget_service()
         self._drop_if_done(job)

@@ -290,4 +290,25 @@ def test_mispredictions_end_in_time_slicing_and_sharing_is_tried_again(
 
 def test_a_few_stalls_among_many_iterations_are_tolerated() -> None:
     pair = _arena.StallCounter()
-    assert not any(pair.iteration_ended(float(n), 2.0, stalled=n % 3 == 0) for n in range(100))
+    assert not any(pair.iteration_ended("a", float(n), 2.0, stalled=n % 3 == 0) for n in range(100))
+
+
+def test_a_job_that_is_held_up_is_noticed_beside_one_of_many_short_iterations() -> None:
+    """Every other iteration of one job is held up, and its peer runs many in between that never are."""
+
+    def seconds_of(ref: SegmentRef) -> float:
+        if ref.job == "long" and ref.segment == 0:  # never as long as the last time
+            return 0.01 if ref.iteration % 2 else 1.0
+        return jobs[ref.job == "long"].segments[ref.segment].solo_seconds
+
+    jobs = [
+        job_of("short", (6, 1, 6), 0.1, steps=2000),
+        job_of("long", (1, 8, 1), (1.0, 0.02, 0.5), steps=100),
+    ]
+    scheduler = ScroogeScheduler(jobs, 10)
+    gpu_of(scheduler, jobs, seconds_of=seconds_of).run()
+    short, long = (scheduler.report(job.name) for job in jobs)
+    assert short is not None
+    assert long is not None
+    assert (short.num_mispredicted, scheduler.num_fall_backs) == (0, 1)
+    assert 4 <= long.num_mispredicted < 10
