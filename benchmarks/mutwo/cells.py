@@ -274,8 +274,8 @@ FIGURES: dict[str, Callable[[Sizes], Iterator[Ranked]]] = {
 def find_tasks(sizes: Sizes, figures: Sequence[str], ways: Sequence[str] = ()) -> list[list[Cell]]:
     """The cells of these figures, in groups that share a process, in the order to measure them.
 
-    Naming ``ways`` leaves out the others. A cell of several figures has the lowest rank that one of them gives it. `ValueError` for a name that is
-    no figure's.
+    Naming ``ways`` leaves out the others. A cell of several figures has the lowest rank that one of them
+    gives it. `ValueError` for a name that is no figure's.
     """
     for name in figures:
         if name not in FIGURES:
