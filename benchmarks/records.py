@@ -30,6 +30,11 @@ KEYS = {
 """By benchmark: what names a row. A row measured anew replaces the one of the same name."""
 
 
+def name_of(benchmark: str, row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What names a row of a benchmark."""
+    return tuple(row.get(name) for name in KEYS[benchmark])
+
+
 class Results:
     """A file that is written after every row. An existing one keeps what is not measured anew."""
 
@@ -53,20 +58,18 @@ class Results:
             )
 
     def add(self, row: dict[str, Any]) -> None:
-        names = KEYS[self._benchmark]
-        key = [row.get(name) for name in names]
-        kept = [old for old in self.rows if [old.get(name) for name in names] != key]
+        name = name_of(self._benchmark, row)
+        kept = [old for old in self.rows if name_of(self._benchmark, old) != name]
         self.rows[:] = [*kept, {**row, "run": len(self._runs) - 1}]
         self._write()
 
     def take(self, other: Mapping[str, Any]) -> None:
         """Add the rows of another document that this one lacks, with the runs that measured them."""
-        names = KEYS[self._benchmark]
-        known = [[row.get(name) for name in names] for row in self.rows]
+        known = {name_of(self._benchmark, row) for row in self.rows}
         first = len(self._runs)
         self._runs += other["runs"]
         for row in other["rows"]:
-            if [row.get(name) for name in names] not in known:
+            if name_of(self._benchmark, row) not in known:
                 self.rows.append({**row, "run": first + row["run"]})
         self._write()
 

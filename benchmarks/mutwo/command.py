@@ -8,14 +8,13 @@ from typing import Annotated
 import typer
 
 from benchmarks.cases import split
-from benchmarks.environment import choose_device, describe
-from benchmarks.processes import isolated
-from benchmarks.records import Results
+from benchmarks.environment import choose_device
 from benchmarks.records import read as read_results
+from benchmarks.resumable import Session
 
 from .cells import FIGURES, SIZES, find_tasks
 from .planned import Protocol
-from .run import pending, run
+from .run import bench
 
 
 def command(
@@ -53,22 +52,13 @@ def command(
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--only") from None
         place = choose_device(device)
-        environment = describe(place) if place == "cpu" else isolated(describe, place)
-        results = Results(out, "mutwo", environment)
-        for other in merge or []:
-            results.take(read_results(other, "mutwo"))
-        left = pending(tasks, results.rows, retry)
-        if show:
-            for number, cells in enumerate(left):
-                for cell in cells:
-                    print(f"{number:3} {cell}")
-            return
         protocol = Protocol(
             *(place, precision, warmups, warmup_seconds, measured),
             *(SIZES[sizes].real, plan_seconds, SIZES[sizes].text),
         )
-        num_left = run(left, results, protocol, time_limit, lambda line: print(line, flush=True))
-        print(f"{num_left} cells are left; what was measured is in {out}")
+        Session(place, out, merge or [], retry, show, time_limit).run(bench(protocol), tasks)
+        if show:
+            return
     if page is not None:
         from .page import refresh
 

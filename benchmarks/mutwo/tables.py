@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.records import name_of
+
 from .cells import (
     ACTIVATION_BUDGET,
     ALL,
@@ -24,7 +26,6 @@ from .cells import (
     Subject,
     find_tasks,
 )
-from .run import key_of
 
 GIB = 1 << 30
 HOURS_PER_MS_OF_10K = 10_000 / 3.6e6
@@ -57,10 +58,10 @@ class Found:
     def __init__(self, document: Mapping[str, Any], sizes: Sizes = PAPER_SIZES) -> None:
         self.runs: Sequence[Row] = document["runs"]
         self.sizes = sizes
-        self._rows = {key_of(row): row for row in document["rows"]}
+        self._rows = {name_of("mutwo", row): row for row in document["rows"]}
 
     def any_row(self, cell: Cell) -> Row | None:
-        return self._rows.get(key_of(cell.key))
+        return self._rows.get(name_of("mutwo", cell.key))
 
     def row(self, cell: Cell) -> Row | None:
         """What was measured, ``None`` where nothing was or it failed."""

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from benchmarks.__main__ import app
-from benchmarks.mutwo import baselines, cells, run
+from benchmarks.mutwo import baselines, cells
 from benchmarks.mutwo.cells import PAPER_SIZES, SMALL_SIZES, find_tasks
 from benchmarks.processes import streamed
+from benchmarks.resumable import pending
 from typer.testing import CliRunner
 
 import trainmux as tm
@@ -149,8 +150,8 @@ def test_a_cell_that_fails_is_recorded_and_the_rest_goes_on(
 def test_failed_cells_are_repeated_only_where_that_is_asked_for() -> None:
     (tasks,) = [find_tasks(SMALL_SIZES, ["adamw"])]
     failed = {**tasks[0][0].key, "error": "out of memory"}
-    assert len(run.pending(tasks, [failed], retry=False)) == len(tasks) - 1
-    assert run.pending(tasks, [failed], retry=True) == tasks
+    assert len(pending("mutwo", tasks, [failed], retry=False)) == len(tasks) - 1
+    assert pending("mutwo", tasks, [failed], retry=True) == tasks
 
 
 @pytest.mark.parametrize(("room", "members", "expected"), [(100, 64, 23), (100, 8, 8), (14, 8, 1), (9, 8, 0)])
