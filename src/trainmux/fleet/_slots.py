@@ -17,7 +17,7 @@ from trainmux.runtime import stacked_zeros
 from trainmux.tracing import BatchSpec, Shape, unique_buffers, unique_parameters
 
 if TYPE_CHECKING:
-    from trainmux.fleet._traces import Trace
+    from trainmux.fleet._traces import Evaluated, Trace
     from trainmux.fleet._watch import MemberWatch
 
 K = TypeVar("K")
@@ -40,8 +40,8 @@ class Slot:
     which number the random draws; ``watch`` finds out whether its owner has changed it since. One that
     ``waits`` came between two updates and is not active before the next whole one. ``origin`` is another one
     where training begins anew: with another member, or from another's state. ``traces`` are those of its
-    step, by batch; ``wider`` has the shapes of parameters that are padded with zeros in the group's
-    storage, ``own_shapes`` those in the model.
+    step, by batch, ``evaluated`` those of metrics, by the metric's id, too. ``wider`` has the shapes of
+    parameters that are padded with zeros in the group's storage, ``own_shapes`` those in the model.
     """
 
     member: Member
@@ -56,6 +56,7 @@ class Slot:
     reason: str | None = None
     wider: Mapping[str, Shape] = field(default_factory=dict)
     own_shapes: Mapping[str, Shape] = field(default_factory=dict)
+    evaluated: dict[tuple[int, BatchSpec], Evaluated] = field(default_factory=dict)
     origin: object = field(default_factory=object)
     _held: tuple[object, Collection[str], Held] | None = None
 

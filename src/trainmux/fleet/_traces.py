@@ -15,6 +15,7 @@ from torch import nn
 
 from trainmux.errors import TrainmuxError
 from trainmux.fleet._slots import Slot
+from trainmux.fleet._watch import QuickLook
 from trainmux.runtime import process_lock
 from trainmux.tracing import (
     BatchSpec,
@@ -50,7 +51,7 @@ def graph_key(traced: TracedGraph) -> str:
 
 _MAX_TRACES = 64
 _MAX_KNOWN = 4
-"""Members that were traced as they are, of those that differ in numbers only."""
+"""Members that were traced as they are, of those that differ in numbers only; and metrics of one member."""
 
 Tracer = Callable[..., TracedGraph]
 
@@ -66,6 +67,15 @@ class Trace:
     graph: TracedGraph
     key: str
     numbers: tuple[Number, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The trace of a metric on a member, and what code could reach then: to walk there takes milliseconds."""
+
+    metric: LossFunction
+    look: QuickLook
+    trace: Trace
 
 
 @dataclass
@@ -151,9 +161,19 @@ class TraceCache:
 
     def forward(self, slot: Slot, metric: LossFunction, batch: FlatBatch) -> Trace:
         """Metrics in evaluation mode."""
-        purpose, trace = ("forward", *slot.wider.items()), _widened(trace_forward, slot.wider)
-        model = slot.member.model
-        return self._get(purpose, slot.name, model, metric, batch, trace, Reach(model, metric))
+        model, key = slot.member.model, (id(metric), batch.spec)
+        known = slot.evaluated.get(key)
+        if known is not None and known.metric is metric and known.look.is_current():
+            return known.trace
+        purpose, tracer = ("forward", *slot.wider.items()), _widened(trace_forward, slot.wider)
+        reach = Reach(model, metric)
+        look = QuickLook(reach)
+        trace = self._get(purpose, slot.name, model, metric, batch, tracer, reach)
+        if len(slot.evaluated) >= _MAX_KNOWN:
+            slot.evaluated.clear()
+        if look.is_enough:
+            slot.evaluated[key] = Evaluated(metric, look, trace)
+        return trace
 
     def _get(
         self,

@@ -20,6 +20,7 @@ from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,41 @@ class Edits:
     states: tuple[str, ...]
 
 
+class QuickLook:
+    """Objects that code could reach at some time, to be compared by identity; not what is written into them.
+
+    ``constants`` are the tensors among them that are not the model's own.
+    """
+
+    def __init__(self, reach: Reach) -> None:
+        found = zip(reach.holders, reach.contents, strict=True)
+        held = [(holder, items) for holder, items in found if holder.can_change]
+        self._held = [(holder, items) for holder, items in held if holder.mapping is None]
+        # Thousands of dicts, which are compared by a few calls.
+        self._dicts = [holder.mapping for holder, _ in held if holder.mapping is not None]
+        before = [items for holder, items in held if holder.mapping is not None]
+        self._sizes = list(map(len, before))
+        self._keys = list(chain.from_iterable(before))
+        self._values = list(chain.from_iterable(map(_values, before)))
+        own = {id(tensor) for tensor in reach.own}
+        values = {id(value): value for items in reach.contents for value in items.values()}
+        self.constants = [
+            value for key, value in values.items() if isinstance(value, Tensor) and key not in own
+        ]
+        arrays = any(isinstance(value, (np.ndarray, np.generic)) for value in values.values())
+        self.is_enough = not self.constants and not arrays
+        """Whether nothing that counts can have changed while all objects are the same."""
+
+    def is_current(self) -> bool:
+        """Whether code reaches the same objects now."""
+        return (
+            list(map(len, self._dicts)) == self._sizes
+            and all(map(operator.is_, chain.from_iterable(self._dicts), self._keys))
+            and all(map(operator.is_, chain.from_iterable(map(_values, self._dicts)), self._values))
+            and all(same_items(holder.read(), items) for holder, items in self._held)
+        )
+
+
 class MemberWatch:
     """One member as it was when the fleet last took over, or wrote back, its state."""
 
@@ -81,20 +117,7 @@ class MemberWatch:
     def _take(self, reach: Reach) -> None:
         """Remember what code can reach, and the tensors among it that are not the model's own."""
         self._signature = reach.signature
-        found = zip(reach.holders, reach.contents, strict=True)
-        held = [(holder, items) for holder, items in found if holder.can_change]
-        self._held = [(holder, items) for holder, items in held if holder.mapping is None]
-        # Thousands of dicts, which are compared by a few calls.
-        self._dicts = [holder.mapping for holder, _ in held if holder.mapping is not None]
-        before = [items for holder, items in held if holder.mapping is not None]
-        self._sizes = list(map(len, before))
-        self._keys = list(chain.from_iterable(before))
-        self._values = list(chain.from_iterable(map(_values, before)))
-        own = {id(tensor) for tensor in reach.own}
-        values = {id(value): value for items in reach.contents for value in items.values()}
-        self._constants = [
-            value for key, value in values.items() if isinstance(value, Tensor) and key not in own
-        ]
+        self._reached = QuickLook(reach)
 
     @property
     def own(self) -> Mapping[str, Tensor]:
@@ -125,7 +148,7 @@ class MemberWatch:
             for group, keys in zip(optimizer.param_groups, self._switches, strict=True)
         ]
         return (
-            [_tensor_marks(tensor) for tensor in (*self._own.values(), *self._constants)],
+            [_tensor_marks(tensor) for tensor in (*self._own.values(), *self._reached.constants)],
             len(optimizer.state),
             [len(hooks) for hooks in _step_hooks(optimizer)],
             switches,
@@ -140,10 +163,7 @@ class MemberWatch:
                 all(map(operator.is_, _parts(member), self._parts))
                 and all(map(operator.is_, _containers(member.optimizer), self._containers))
                 and self._read_marks() == self._marks
-                and list(map(len, self._dicts)) == self._sizes
-                and all(map(operator.is_, chain.from_iterable(self._dicts), self._keys))
-                and all(map(operator.is_, chain.from_iterable(map(_values, self._dicts)), self._values))
-                and all(same_items(holder.read(), items) for holder, items in self._held)
+                and self._reached.is_current()
             )
         except Exception:  # arrays and tensors have no plain answer: signatures have
             return False
@@ -202,7 +222,9 @@ class MemberWatch:
 
     def edited(self, names: Iterable[str], sums: Checksums) -> list[str]:
         """Find those of the member's own tensors that somebody else has written to."""
-        tensors = named_tensors(self._member)
+        return self._edited(names, named_tensors(self._member), sums)
+
+    def _edited(self, names: Iterable[str], tensors: Mapping[str, Tensor], sums: Checksums) -> list[str]:
         return [name for name in names if not torch.equal(self._sums[name], sums.of(tensors[name]))]
 
     def edits(self, sums: Checksums) -> Edits:
@@ -210,7 +232,7 @@ class MemberWatch:
         tensors = {name: tensor for name, tensor in named_tensors(self._member).items() if name in self._own}
         states = {name: _state_of(self._member, tensor) for name, tensor in tensors.items()}
         return Edits(
-            tuple(self.edited(tensors, sums)),
+            tuple(self._edited(tensors, tensors, sums)),
             tuple(name for name, state in states.items() if state != self._states[name]),
         )
 
@@ -236,13 +258,12 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 def _checksum(tensor: Tensor) -> Tensor:
     """A number that an edit of any element changes; it is not waited for."""
-    with torch.no_grad():
-        flat = tensor.detach().contiguous().reshape(-1)
-        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        begin = int(flat.storage_offset()) * flat.element_size()
-        # By the widest words there are: 30 times as fast as by those of half precision.
-        word = next(word for word in _WORDS if not (flat.nbytes | begin) % word.itemsize)
-        return flat.view(torch.uint8).view(word).sum(dtype=torch.int64)
+    flat = tensor.detach().contiguous().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    begin = int(flat.storage_offset()) * flat.element_size()
+    # By the widest words there are: 30 times as fast as by those of half precision.
+    word = next(word for word in _WORDS if not (flat.nbytes | begin) % word.itemsize)
+    return flat.view(word).sum(dtype=torch.int64)
 
 
 class Checksums:

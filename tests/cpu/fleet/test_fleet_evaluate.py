@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fleet_cases import (
@@ -144,6 +145,59 @@ def test_evaluation_has_the_precision_of_training(precision: str) -> None:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             expected = mse(model, batch).item()
         assert got[name]["loss"] == pytest.approx(expected, rel=1e-6 if precision == "fp32" else 1e-2)
+
+
+class Judge:
+    """A metric with everything that may be changed between two evaluations."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        self.weights = torch.ones(3, dtype=torch.float64)
+        self.offsets = np.zeros(3)
+        self.options = {"power": 2}
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        error = (model(batch[0]) - batch[1]).abs() ** self.options["power"] * self.weights[0]
+        return error.mean() * self.scale + float(self.offsets[1])
+
+
+def test_a_metric_that_is_changed_is_computed_as_it_is_now() -> None:
+    fleet = Fleet([adam_member(i) for i in range(2)], mse, EXAMPLE)
+    judge = Judge()
+    check(fleet, LOADER, judge)
+    judge.options["power"] = 3
+    check(fleet, LOADER, judge)
+    judge.scale = 4.0
+    check(fleet, LOADER, judge)
+    judge.weights[0] = 5.0
+    check(fleet, LOADER, judge)
+    judge.weights.numpy()[0] = 6.0  # no version counter tells
+    check(fleet, LOADER, judge)
+    judge.offsets[1] = 7.0
+    check(fleet, LOADER, judge)
+
+
+factor = 1.0
+
+
+def scaled(model: nn.Module, batch: Any) -> Tensor:
+    return factor * mse(model, batch)
+
+
+def test_what_a_metric_mentions_may_change_and_members_may_be_in_any_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet([dropout_member(i) for i in range(2)], mse, EXAMPLE)
+    check(fleet, LOADER, scaled)
+    monkeypatch.setitem(globals(), "factor", 3.0)
+    check(fleet, LOADER, scaled)
+    before = fleet.evaluate(LOADER, scaled)
+    fleet.members[0].model.eval()
+    assert fleet.evaluate(LOADER, scaled) == before
+    fleet.members[0].model.train()
+    fleet.replace("m1", dropout_member(7))
+    check(fleet, LOADER, scaled)
 
 
 # ---- random draws ---------------------------------------------------------------------------------------
