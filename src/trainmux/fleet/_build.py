@@ -112,8 +112,9 @@ class ProgramBuilder:
             step = lowered()
             return self._cache().fill(step.lowered.kernels), lambda: compiled(step)
 
-        if lowering == "inductor":
-            step = lowered()
+        step = None if lowering == "aten" else self._stored(traced, array, settings, stacked_batch)
+        if lowering == "inductor" or (step is not None and self._cache().has(step.lowered.kernels)):
+            step = step or lowered()
             return BuiltStep(compiled(step), step.records, step.num_nodes)
         fused = self._fuse(traced, array, stacked_batch=stacked_batch, compiles=False)
         how = "runs through ATen" + ("" if lowering == "aten" else " until its kernels are compiled")
@@ -135,8 +136,7 @@ class ProgramBuilder:
 
         In a plan other work may come between forward and backward pass: losses are there before it.
         """
-        key = step_key(traced, width, settings, stacked_batch, for_plan, self._config, self._shared)
-        stored = load(key, self._cache(), self._config.device)
+        stored = self._stored(traced, width, settings, stacked_batch, for_plan)
         if stored is not None:
             return stored
         fused = self._fuse(traced, width, stacked_batch=stacked_batch, compiles=True)
@@ -145,8 +145,30 @@ class ProgramBuilder:
         low = self._lower(program.module, keeps_results=for_plan)
         num_nodes = len(fused.module.graph.nodes)
         step = StoredStep(low, program.inputs, program.metrics, fused.records, num_nodes)
-        store(key, step)
+        store(self._key(traced, width, settings, stacked_batch, for_plan), step)
         return step
+
+    def _stored(
+        self,
+        traced: TracedGraph,
+        width: int,
+        settings: UpdateSettings,
+        stacked_batch: bool,
+        for_plan: bool = False,
+    ) -> StoredStep | None:
+        """A step that was lowered before, from disk."""
+        key = self._key(traced, width, settings, stacked_batch, for_plan)
+        return load(key, self._cache(), self._config.device)
+
+    def _key(
+        self,
+        traced: TracedGraph,
+        width: int,
+        settings: UpdateSettings,
+        stacked_batch: bool,
+        for_plan: bool,
+    ) -> str:
+        return step_key(traced, width, settings, stacked_batch, for_plan, self._config, self._shared)
 
     @_typed
     def aten_step(

@@ -106,10 +106,10 @@ class Fleet:
     or "reference" (node by node).
 
     ``lowering`` is "auto" (training begins on ATen's kernels at once and switches to compiled ones as soon as
-    they are ready; on a CPU they are begun after some seconds, and never with ``deterministic``),
-    "inductor" (wait for them) or "aten". ``width`` is the number of members fused into one sub-array and
-    ``branches`` the number of sub-arrays that run in parallel; ``None`` chooses by what was measured for
-    models of this kind.
+    they are ready, at once where they are on disk; on a CPU they are begun after some seconds, and never
+    with ``deterministic``), "inductor" (wait for them) or "aten". ``width`` is the number of members fused
+    into one sub-array and ``branches`` the number of sub-arrays that run in parallel; ``None`` chooses by
+    what was measured for models of this kind.
     """
 
     def __init__(

@@ -168,6 +168,11 @@ class KernelCache:
             self._kernels[key] = Kernel(key, read())
         return self._kernels[key]
 
+    def has(self, kernels: Sequence[Kernel]) -> bool:
+        """Whether nothing is left to be compiled: all code is here, or on disk."""
+        missing = [kernel for kernel in kernels if not kernel.is_compiled]
+        return all(map(is_known, self._stored_keys(missing).values()))
+
     def compile(self, kernels: Iterable[Kernel]) -> None:
         """Compile what is not compiled yet, side by side; warns about kernels that stay on ATen."""
         self.compile_batches([kernels])

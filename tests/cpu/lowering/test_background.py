@@ -82,6 +82,25 @@ def test_a_pending_upgrade_of_another_width_is_dropped(
     assert len(finished) == 1, "expected the upgrade of the new width alone"
 
 
+@pytest.mark.parametrize("has_code", [True, False])
+def test_a_step_whose_code_is_on_disk_is_there_at_once(
+    has_code: bool, finished: list[Upgrade[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = fleet_of(MLP, "auto")
+    first.step(batch(0))
+    first.wait_until_compiled()
+    expected = first.step(batch(1))
+    assert len(finished) == 1
+    monkeypatch.setattr(UncompiledCache, "has", lambda self, kernels: has_code)
+    second = fleet_of(MLP, "auto")
+    assert ("until its kernels are compiled" in second.explain()) != has_code
+    second.step(batch(0))
+    torch.testing.assert_close(second.step(batch(1)), expected, rtol=1e-5, atol=1e-5)
+    second.wait_until_compiled()
+    second.step(batch(2))
+    assert len(finished) == (1 if has_code else 2)
+
+
 @pytest.mark.parametrize("where", ["prepare", "finish"])
 def test_what_cannot_be_compiled_goes_on_through_aten(
     where: str, finished: list[Upgrade[Any]], monkeypatch: pytest.MonkeyPatch
