@@ -19,6 +19,7 @@ from benchmarks import (
     zoo,
 )
 from benchmarks.mutwo import command as mutwo
+from benchmarks.zico import command as zico
 
 app = typer.Typer(
     name="benchmarks", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -36,17 +37,7 @@ app.command("mutwo")(mutwo.command)
 app.command("refill")(refill.command)
 app.command("report")(report.command)
 app.command("claims")(claims.command)
-
-
-@app.command(
-    "zico",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
-def zico(context: typer.Context) -> None:
-    """Measure two jobs on one device, as in the Zico paper: in turn, at once, and co-located."""
-    from benchmarks.zico.command import app as zico_app
-
-    zico_app(context.args, prog_name="python -m benchmarks zico")
+app.command("zico")(zico.command)
 
 
 if __name__ == "__main__":

@@ -43,13 +43,14 @@ class Evidence:
         from .zico.tables import gains
 
         document = self.document("zico_h200.json")
-        return gains(document) if document.get("pairs") else None
+        return gains(document) if document["rows"] else None
 
     @cached_property
     def memory(self) -> Mapping[str, Any]:
         """Zico's Figures 1 and 2: one job's memory by name."""
-        found: Mapping[str, Any] = self.document("zico_h200.json").get("memory", {})
-        return found
+        from .zico.tables import iterations
+
+        return iterations(self.document("zico_h200.json"))
 
     @cached_property
     def step(self) -> Sequence[Mapping[str, Any]]:

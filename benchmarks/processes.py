@@ -115,18 +115,19 @@ def guarded(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[st
     return {**result, "warnings": list(told)} if told else result
 
 
+def guarded_rows(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Give every dict of ``rows``, with warnings of trainmux; last, what `guarded` says of an error."""
+    while (found := guarded(lambda: {"row": next(rows, None)})).get("row", {}) is not None:
+        yield {**(found.pop("row", None) or {}), **found}
+
+
 def _stream(
     answers: Connection, function: Callable[..., Iterator[dict[str, Any]]], arguments: tuple[Any, ...]
 ) -> None:
     os.setpgid(0, 0)
-    rows = function(*arguments)
-    row: dict[str, Any] | None = {}
-    while row is not None:
-        found = guarded(lambda: {"row": next(rows, None)})
-        row = found.pop("row", {})
-        if row is not None:
-            row |= found
+    for row in guarded_rows(function(*arguments)):
         answers.send(row)
+    answers.send(None)
 
 
 def _call(answers: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:

@@ -24,6 +24,7 @@ KEYS = {
     "storages": ("storage", "workers"),
     "chaos": ("storage", "trials", "kills", "outages", "seed"),
     "mutwo": ("experiment", "workload", "batch_size", "optimizer", "members", "budget", "way"),
+    "zico": ("experiment", "jobs", "way"),
     "refill": ("model", "members", "vary", "steps_per_life"),
     "overhead": ("workload", "width", "budget"),
 }

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from benchmarks.environment import describe
-from benchmarks.processes import guarded, isolated, streamed
-from benchmarks.records import KEYS, Results, name_of
+from benchmarks.processes import guarded_rows, isolated, streamed
+from benchmarks.records import Results, name_of
 from benchmarks.records import read as read_results
 
 CELL_SECONDS = 420.0
 """A cell may take so long; a process as many times that as it has cells."""
+WAY = "way"
+"""The part of a cell's name that every benchmark of cells has."""
 LATE_SECONDS = 30.0
 """A process is ended so long after the time is over."""
 
@@ -30,8 +32,17 @@ class NamedCell(Protocol):
     @property
     def key(self) -> dict[str, Any]: ...
 
+    @property
+    def process(self) -> tuple[Any, ...]:
+        """Cells of which this is equal are measured together."""
+
 
 Cell = TypeVar("Cell", bound=NamedCell)
+Sizes = TypeVar("Sizes")
+Ranked = tuple[int, Cell]
+"""A cell, and its place in the order: those of rank 0 come first."""
+Figures = Mapping[str, Callable[[Sizes], Iterator[Ranked[Cell]]]]
+"""The cells of each figure or table, by name."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,28 @@ class Session:
         print(f"{num_left} cells are left; what was measured is in {self.out}")
 
 
+def find_tasks(
+    figures: Figures[Sizes, Cell], sizes: Sizes, names: Sequence[str], ways: Sequence[str] = ()
+) -> list[list[Cell]]:
+    """The cells of the named figures, in groups that share a process, in the order to measure them.
+
+    Naming ``ways`` leaves out the others. A cell of several figures has the lowest rank that one of them
+    gives it. `ValueError` for a name that is no figure's.
+    """
+    for name in names:
+        if name not in figures:
+            raise ValueError(f"expected figures among {', '.join(figures)}; got {name!r}")
+    ranks: dict[Cell, int] = {}
+    for name in names:
+        for rank, cell in figures[name](sizes):
+            if not ways or cell.key[WAY] in ways:
+                ranks[cell] = min(rank, ranks.get(cell, rank))
+    tasks: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in sorted(ranks, key=lambda cell: ranks[cell]):
+        tasks.setdefault((ranks[cell], *cell.process), []).append(cell)
+    return list(tasks.values())
+
+
 def pending(
     benchmark: str, tasks: Sequence[Sequence[Cell]], rows: Sequence[Mapping[str, Any]], retry: bool
 ) -> list[list[Cell]]:
@@ -105,7 +138,7 @@ def measure(
         since = time.monotonic()
         waiting = {name_of(bench.name, cell.key): cell for cell in cells}
         for row in _rows(bench, cells, device, limit, left):
-            is_named = KEYS[bench.name][-1] in row  # else the process itself failed
+            is_named = WAY in row  # else the process itself failed
             cell = waiting.get(name_of(bench.name, row)) if is_named else next(iter(waiting.values()), None)
             if cell is None:
                 continue
@@ -126,9 +159,7 @@ def _rows(
     bench: Bench[Cell], cells: Sequence[Cell], device: str, limit: float, left: float
 ) -> Iterator[dict[str, Any]]:
     if device == "cpu":
-        rows = bench.measure(cells, left)
-        while (found := guarded(lambda: {"row": next(rows, None)})).get("row", {}) is not None:
-            yield {**(found.pop("row", None) or {}), **found}
+        yield from guarded_rows(bench.measure(cells, left))
         return
     try:
         with bench.around(cells):

@@ -6,9 +6,11 @@ rank 0 come first, so that a run which is cut off has measured what tells most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from benchmarks.resumable import Ranked
 
 HFTA, MPS, SAVE_ON_CPU, ACTIVATION_BUDGET = "hfta", "mps", "save_on_cpu", "activation_budget"
 BASELINES = (HFTA, MPS, SAVE_ON_CPU, ACTIVATION_BUDGET)
@@ -128,8 +130,6 @@ SMALL_SIZES = Sizes(
 )
 SIZES = {"paper": PAPER_SIZES, "small": SMALL_SIZES}
 
-Ranked = tuple[int, Cell]
-
 
 def _step(
     subject: str, batch: int, members: int, budget: str, ways: Iterable[str], **kinds: str
@@ -142,7 +142,7 @@ _PLANNED = ("auto", "capuchin", "mutwo")
 _COMPARED = (HFTA, *_PLANNED)
 
 
-def _figure_8(sizes: Sizes) -> Iterator[Ranked]:
+def _figure_8(sizes: Sizes) -> Iterator[Ranked[Cell]]:
     """Speed-up over HFTA: the largest number of models first."""
     for subject in sizes.subjects:
         for rank, members in zip((4, 1, 0), subject.counts, strict=True):
@@ -153,7 +153,7 @@ def _figure_8(sizes: Sizes) -> Iterator[Ranked]:
                     yield rank + 5, cell
 
 
-def _figure_8_v100(sizes: Sizes) -> Iterator[Ranked]:
+def _figure_8_v100(sizes: Sizes) -> Iterator[Ranked[Cell]]:
     counts = {subject.workload: subject.counts for subject in sizes.subjects}
     for workload, batch_size in sizes.v100:
         for members in counts[workload]:
@@ -161,7 +161,7 @@ def _figure_8_v100(sizes: Sizes) -> Iterator[Ranked]:
                 yield 8, cell
 
 
-def _figure_3(sizes: Sizes) -> Iterator[Ranked]:
+def _figure_3(sizes: Sizes) -> Iterator[Ranked[Cell]]:
     first = sizes.subjects[0].workload
     for cell in _step(first, sizes.timeline_batch, 1, ALL, ["none"], experiment="timeline"):
         yield 2, cell
@@ -171,7 +171,7 @@ def _figure_3(sizes: Sizes) -> Iterator[Ranked]:
                 yield 7, cell
 
 
-def _figure_7(sizes: Sizes) -> Iterator[Ranked]:
+def _figure_7(sizes: Sizes) -> Iterator[Ranked[Cell]]:
     """10,000 iterations follow from Figure 8's cells; fewer are really run, of the fewest models."""
     for subject in sizes.subjects:
         if subject.both:
@@ -184,12 +184,12 @@ def _figure_7(sizes: Sizes) -> Iterator[Ranked]:
     yield from ((rank, cell) for rank, cell in _figure_8(sizes) if cell.way in ("auto", "mutwo", HFTA))
 
 
-def _figure_9(sizes: Sizes) -> Iterator[Ranked]:
+def _figure_9(sizes: Sizes) -> Iterator[Ranked[Cell]]:
     both = {subject.workload for subject in sizes.subjects if subject.both}
     yield from ((rank, cell) for rank, cell in _figure_8(sizes) if cell.workload in both)
 
 
-def _table_e(sizes: Sizes) -> Iterator[Ranked]:
+def _table_e(sizes: Sizes) -> Iterator[Ranked[Cell]]:
     """Policies by themselves, on our own engine, and multiplexing apart from fusion in sub-arrays."""
     others = ("none", "swap_only", "recompute_only", "mutwo_turns")
     for subject in sizes.subjects:
@@ -203,7 +203,7 @@ def _table_e(sizes: Sizes) -> Iterator[Ranked]:
             yield 6, cell
 
 
-def _others(sizes: Sizes) -> Iterator[Ranked]:
+def _others(sizes: Sizes) -> Iterator[Ranked[Cell]]:
     """Ways of torch and of the driver."""
     ways = (SAVE_ON_CPU, ACTIVATION_BUDGET, MPS)
     for subject in sizes.subjects:
@@ -211,7 +211,7 @@ def _others(sizes: Sizes) -> Iterator[Ranked]:
             yield 6, cell
 
 
-def _adamw(sizes: Sizes) -> Iterator[Ranked]:
+def _adamw(sizes: Sizes) -> Iterator[Ranked[Cell]]:
     for subject in sizes.subjects:
         batch_size, members = subject.batch_sizes[0], subject.counts[1]
         for cell in _step(
@@ -220,7 +220,7 @@ def _adamw(sizes: Sizes) -> Iterator[Ranked]:
             yield 3, cell
 
 
-def _footprint(sizes: Sizes) -> Iterator[Ranked]:
+def _footprint(sizes: Sizes) -> Iterator[Ranked[Cell]]:
     """A footprint of six times the budget, and the same members with all the memory there is."""
     for subject in sizes.subjects:
         batch_size, members = subject.batch_sizes[0], subject.counts[1]
@@ -229,7 +229,7 @@ def _footprint(sizes: Sizes) -> Iterator[Ranked]:
                 yield 3, cell
 
 
-def _many(sizes: Sizes) -> Iterator[Ranked]:
+def _many(sizes: Sizes) -> Iterator[Ranked[Cell]]:
     """A few members with AdamW without any pressure; then as many as host memory holds, on a small GPU."""
     subject = sizes.subjects[0]
     fleets = ((subject.counts[0] // 2, ALL), *((members, sizes.small_budget) for members in sizes.many))
@@ -240,7 +240,7 @@ def _many(sizes: Sizes) -> Iterator[Ranked]:
             yield rank, cell
 
 
-def _convergence(sizes: Sizes) -> Iterator[Ranked]:
+def _convergence(sizes: Sizes) -> Iterator[Ranked[Cell]]:
     for way in CONVERGENCE_WAYS:
         yield (
             2,
@@ -256,7 +256,7 @@ def _convergence(sizes: Sizes) -> Iterator[Ranked]:
         )
 
 
-FIGURES: dict[str, Callable[[Sizes], Iterator[Ranked]]] = {
+FIGURES: dict[str, Callable[[Sizes], Iterator[Ranked[Cell]]]] = {
     "figure_8": _figure_8,
     "convergence": _convergence,
     "figure_3": _figure_3,
@@ -269,23 +269,3 @@ FIGURES: dict[str, Callable[[Sizes], Iterator[Ranked]]] = {
     "figure_8_v100": _figure_8_v100,
     "figure_7": _figure_7,
 }
-
-
-def find_tasks(sizes: Sizes, figures: Sequence[str], ways: Sequence[str] = ()) -> list[list[Cell]]:
-    """The cells of these figures, in groups that share a process, in the order to measure them.
-
-    Naming ``ways`` leaves out the others. A cell of several figures has the lowest rank that one of them
-    gives it. `ValueError` for a name that is no figure's.
-    """
-    for name in figures:
-        if name not in FIGURES:
-            raise ValueError(f"expected figures among {', '.join(FIGURES)}; got {name!r}")
-    ranks: dict[Cell, int] = {}
-    for name in figures:
-        for rank, cell in FIGURES[name](sizes):
-            if not ways or cell.way in ways:
-                ranks[cell] = min(rank, ranks.get(cell, rank))
-    tasks: dict[tuple[Any, ...], list[Cell]] = {}
-    for cell in sorted(ranks, key=lambda cell: ranks[cell]):
-        tasks.setdefault((ranks[cell], *cell.process), []).append(cell)
-    return list(tasks.values())

@@ -10,9 +10,9 @@ import typer
 from benchmarks.cases import split
 from benchmarks.environment import choose_device
 from benchmarks.records import read as read_results
-from benchmarks.resumable import Session
+from benchmarks.resumable import Session, find_tasks
 
-from .cells import FIGURES, SIZES, find_tasks
+from .cells import FIGURES, SIZES
 from .planned import Protocol
 from .run import bench
 
@@ -48,7 +48,7 @@ def command(
         raise typer.BadParameter(f"expected {' or '.join(SIZES)}; got {sizes}", param_hint="--sizes")
     if read is None:
         try:
-            tasks = find_tasks(SIZES[sizes], split(only) or list(FIGURES), split(ways))
+            tasks = find_tasks(FIGURES, SIZES[sizes], split(only) or list(FIGURES), split(ways))
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--only") from None
         place = choose_device(device)

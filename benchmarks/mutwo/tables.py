@@ -24,7 +24,6 @@ from .cells import (
     Cell,
     Sizes,
     Subject,
-    find_tasks,
 )
 
 GIB = 1 << 30
@@ -388,7 +387,7 @@ def missing(found: Found) -> Table:
     """Per figure how many of its cells were measured, failed, and are missing."""
     rows = []
     for name in FIGURES:
-        cells = [cell for task in find_tasks(found.sizes, [name]) for cell in task]
+        cells = dict.fromkeys(cell for _, cell in FIGURES[name](found.sizes))
         known = [row for cell in cells if (row := found.any_row(cell)) is not None]
         failed = sum("error" in row for row in known)
         counts = {"measured": len(known) - failed, "failed": failed, "missing": len(cells) - len(known)}

@@ -20,11 +20,10 @@ from .jobs import BenchJob, MeasurementError, ZicoOptions, release_cached
 ALL_MEMORY = "co-located, all memory"
 CHANGES = ("co-located, 70%", "co-located, 50%", "co-located, 70% again")
 """Figure 10's budgets, as shares of what both jobs need at their peaks, as far as these can work."""
+_EXCESS_WAY = "co-located, "
 _LEAST_CHANGE = 1.1
 _WARM_UP_SHARE = 0.4
 """Part of a budget's time that is not counted: profiling iterations, and the ramp of the budget."""
-_LEAST_COUNTED = 64
-"""Iterations of each job to count: one more or less at the ends of the window is then 2% at most."""
 _POLL_SECONDS = 20e-3
 _SAMPLE_SECONDS = 4e-4
 _START_SECONDS = 120.0
@@ -50,24 +49,28 @@ ChoosePhases = Callable[[tm.ColocationResult], Sequence[BudgetPhase]]
 
 
 def excess_way(excess: float) -> str:
-    """Name the budget that both jobs' peaks exceed by this factor."""
-    return f"co-located, {excess:g}x"
+    """Name the budget that all jobs' peaks exceed by this factor."""
+    return f"{_EXCESS_WAY}{excess:g}x"
 
 
 def budget_phases(
-    whole_bytes: int, smallest_bytes: int, excesses: Sequence[float], *, samples: bool, changes: bool
+    whole_bytes: int, smallest_bytes: int, ways: Sequence[str], *, samples: bool
 ) -> list[BudgetPhase]:
-    """List the budgets to run a pair in; none is below the smallest that can work, by turns."""
-    phases = [BudgetPhase(ALL_MEMORY, whole_bytes)]
-    for excess in excesses:
-        budget = max(smallest_bytes, int(whole_bytes / excess))
-        phases.append(BudgetPhase(excess_way(excess), budget, samples))
-    if changes:
-        # Where 50% is raised to the smallest that can work, 70% may be too close to be a change.
-        low, high = max(smallest_bytes, whole_bytes // 2), int(0.7 * whole_bytes)
-        if high < _LEAST_CHANGE * low:
-            high = (low + whole_bytes) // 2
-        phases += [BudgetPhase(way, size, True) for way, size in zip(CHANGES, (high, low, high), strict=True)]
+    """The budgets of ``ways``; none is below the smallest that can work, by turns."""
+    # Where 50% is raised to the smallest that can work, 70% may be too close to be a change.
+    low, high = max(smallest_bytes, whole_bytes // 2), int(0.7 * whole_bytes)
+    if high < _LEAST_CHANGE * low:
+        high = (low + whole_bytes) // 2
+    changes = dict(zip(CHANGES, (high, low, high), strict=True))
+    phases = []
+    for way in ways:
+        if way == ALL_MEMORY:
+            phases.append(BudgetPhase(way, whole_bytes))
+        elif way in changes:
+            phases.append(BudgetPhase(way, changes[way], is_sampled=True))
+        else:
+            excess = float(way.removeprefix(_EXCESS_WAY).removesuffix("x"))
+            phases.append(BudgetPhase(way, max(smallest_bytes, int(whole_bytes / excess)), samples))
     return phases
 
 
@@ -79,16 +82,16 @@ def needed_bytes(result: tm.ColocationResult) -> tuple[int, int]:
 
 
 def run_phases(
-    jobs: Sequence[BenchJob], choose: ChoosePhases, options: ZicoOptions
+    jobs: Sequence[BenchJob], choose: ChoosePhases, options: ZicoOptions, **settings: Any
 ) -> Iterator[dict[str, Any]]:
-    """Co-locate ``jobs``, and yield a record for each budget that was run.
+    """Co-locate ``jobs`` with further ``settings``, and yield a record for each budget that was run.
 
     What stopped the run before its last budget is raised behind the records of those before.
     """
     endless = [
         tm.Job(str(index), fleet=job.fleet, loader=job.batches, steps=10**9) for index, job in enumerate(jobs)
     ]
-    colocation = tm.colocate(endless)
+    colocation = tm.colocate(endless, **settings)
     watch = _Watch(colocation, choose, options)
     watch.start()
     error: Exception | None = None
@@ -158,13 +161,17 @@ class _Watch(threading.Thread):
         before = self._colocation.results()
         self._most_bytes = 0
         first, since = self._steps(), time.perf_counter()
-        last, now = self._wait([steps + _LEAST_COUNTED for steps in first], (1 - _WARM_UP_SHARE) * wanted)
+        last, now = self._wait(
+            [steps + self._options.least_counted for steps in first], (1 - _WARM_UP_SHARE) * wanted
+        )
         after = self._colocation.results()
         rows = list(zip(before.jobs.values(), after.jobs.values(), strict=True))
         iterations = [end - begin for begin, end in zip(first, last, strict=True)]
         record = {
             "way": phase.way,
             "iterations_per_second": [count / (now - since) for count in iterations],
+            "local_bytes": [row.local_bytes for row in after.jobs.values()],
+            "peak_bytes": [row.peak_bytes for row in after.jobs.values()],
             "budget_bytes": phase.budget_bytes,
             "smallest_budget_bytes": self._smallest_bytes,
             "device_bytes": self._most_bytes,

@@ -15,7 +15,7 @@ import trainmux as tm
 from benchmarks.cases import to_device
 from benchmarks.ways import Setup
 
-from .cases import find_zico_case
+from .cases import batches_per_update, find_zico_case
 
 NUM_BATCHES = 2
 STEPS_AHEAD = 4
@@ -29,12 +29,18 @@ class MeasurementError(Exception):
 
 @dataclass(frozen=True)
 class ZicoOptions:
-    """How to train: device, lowering and precision as for `trainmux.Fleet`, for ``seconds`` in each way."""
+    """How to train: device, lowering and precision as for `trainmux.Fleet`, for ``seconds`` in each way.
+
+    ``least_counted`` iterations of each co-located job are counted: with 64, one more or less at the ends of
+    the window is 2% at most. The memory of ``sampled`` pairs is recorded over time.
+    """
 
     device: str
     lowering: str
     precision: str
     seconds: float
+    least_counted: int = 64
+    sampled: tuple[str, ...] = ()
 
     @property
     def where(self) -> torch.device:
@@ -45,7 +51,7 @@ class BenchJob:
     """A model to train. ``solo_seconds`` is the time of an iteration alone on the device, as a graph."""
 
     def __init__(self, name: str, seed: int, options: ZicoOptions) -> None:
-        self.case = find_zico_case(name)
+        self.name, self.case = name, find_zico_case(name)
         self.seed = seed
         self.options = options
         seeds = (NUM_BATCHES * seed + number for number in range(NUM_BATCHES))
@@ -65,6 +71,7 @@ class BenchJob:
             device=self.options.device,
             precision=self.options.precision,
             lowering=self.options.lowering,
+            accumulate=batches_per_update(self.name),
         )
 
     def step(self, number: int) -> None:
@@ -76,14 +83,16 @@ class BenchJob:
         setup = Setup([self.case.build(self.seed).train()], self.case.loss, None, self.options.where)
         (model,) = setup.placed()
         optimizer = _sgd(model)
-        half = self.options.precision == "bf16"
+        half, every = self.options.precision == "bf16", batches_per_update(self.name)
 
         def step(number: int) -> None:
-            optimizer.zero_grad(set_to_none=True)
+            if number % every == 0:
+                optimizer.zero_grad(set_to_none=True)
             with torch.autocast(self.options.where.type, torch.bfloat16, enabled=half):
                 loss = self.case.loss(model, self.batches[number % NUM_BATCHES])
             loss.backward()
-            optimizer.step()
+            if number % every == every - 1:
+                optimizer.step()
 
         return step
 

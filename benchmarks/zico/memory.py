@@ -1,32 +1,38 @@
-"""The memory of one iteration of a job, tensor by tensor: Figures 1, 2 and 6."""
+"""The memory of one iteration of a job: tensor by tensor (Figures 1 and 2), and as the host sees it (3)."""
 
 from __future__ import annotations
 
+import resource
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import trainmux as tm
 from trainmux.colocate._feature_maps import Iteration, TensorClass, iteration_of_profile
 from trainmux.profiling import analytic_profile, find_device
 
-from .jobs import BenchJob
+from .jobs import BenchJob, wait_for
 
 NUM_POINTS = 400
 _NUM_QUANTILES = 100
+_NUM_WATCHED = 6
+_SAMPLE_SECONDS = 2e-4
 _MODELLED_DEVICE = "h200"
 """Kernel times are estimated for this device; they are scaled where the iteration itself was measured."""
 
 
-def iteration_record(job: BenchJob, seconds: float | None) -> dict[str, Any]:
+def iteration_record(job: BenchJob) -> dict[str, Any]:
     """Describe an iteration of ``job``: lifespans of its tensors by class, and its bytes over time.
 
-    Estimated kernel times are scaled so that the iteration takes ``seconds``, where that was measured.
+    Estimated kernel times are scaled so that the iteration takes as long as was measured.
     """
     iteration = _iteration(job.fleet, job.batches[0])
     begins = np.concatenate([[0.0], np.cumsum(iteration.kernel_seconds)])
-    if seconds is not None:
-        begins *= seconds / begins[-1]
+    begins *= job.solo_seconds / begins[-1]
     rows = iteration.allocations
     first = np.array([row.allocated_by for row in rows])
     after = np.array([row.last_used_by + 1 for row in rows])
@@ -41,12 +47,55 @@ def iteration_record(job: BenchJob, seconds: float | None) -> dict[str, Any]:
     lifespans = begins[after] - begins[first]
     return {
         "seconds": float(begins[-1]),
-        "is_scaled": seconds is not None,
         "lifespans": {name: _summary(lifespans[of], sizes[of]) for name, of in groups.items()},
         "lowest_bytes": int(live.min()),
         "peak_bytes": int(live.max()),
         "curve": _thinned(begins, live),
     }
+
+
+def host_view(job: BenchJob) -> dict[str, Any]:
+    """Bytes that torch's allocator has given out, by the host's clock, while plain torch trains ``job``.
+
+    The host enqueues iterations one after another and waits for the device behind the last. On a CPU, where
+    nothing is enqueued, these are the bytes of the process.
+    """
+    step, where = job.eager_step(), job.options.where
+    samples: list[list[float]] = []
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_SAMPLE_SECONDS):
+            sample()
+
+    def sample() -> None:
+        samples.append([time.perf_counter(), _given_out(where)])
+
+    for number in range(_NUM_WATCHED):
+        step(number)
+    wait_for(where)
+    watching = threading.Thread(target=watch)
+    watching.start()
+    begin = time.perf_counter()
+    sample()
+    for number in range(_NUM_WATCHED):
+        step(number)
+    enqueued = time.perf_counter()
+    wait_for(where)
+    seconds = time.perf_counter() - begin
+    is_over.set()
+    watching.join()
+    sample()
+    curve = [[round(at - begin, 6), size] for at, size in samples if at >= begin]
+    every = -(-len(curve) // NUM_POINTS) or 1
+    return {"seconds": seconds, "enqueued_seconds": enqueued - begin, "curve": curve[::every]}
+
+
+def _given_out(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
 
 
 def _iteration(fleet: tm.Fleet, batch: Any) -> Iteration:

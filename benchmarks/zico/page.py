@@ -1,4 +1,4 @@
-"""Refresh the generated parts of a Markdown page, and the figures in the folder of its name.
+"""Refresh the generated parts of docs/zico.md, and the pictures in the folder of its name.
 
 A generated part lies between ``<!-- zico: NAME -->`` and ``<!-- end -->``; everything else is left as it is.
 """
@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pandas as pd
+from benchmarks.drawing import draw_all
+from benchmarks.pages import fill, markdown
 
-from benchmarks.pages import fill
+from .figures import FIGURES
+from .tables import TABLES, Document, notes
 
-from .figures import draw
-from .results import Document
-from .tables import TABLES
+NOT_MEASURED = "Not measured."
+CAPTIONS = {
+    "figure_1": "Lifespans of NASNet's tensors",
+    "figure_2": "Memory over one iteration",
+    "figure_3": "Memory as the host sees it",
+    "figure_5": "Two jobs of the same model",
+    "figure_6": "What two jobs of the same model need",
+    "figure_7": "Memory over time, two jobs of the same model",
+    "figure_8": "Two jobs of different models",
+    "figure_9": "Memory over time, two jobs of different models",
+    "figure_10": "A budget that changes",
+}
 
 
 def refresh(document: Document, page: Path) -> list[Path]:
@@ -21,36 +32,31 @@ def refresh(document: Document, page: Path) -> list[Path]:
 
     `ValueError` for a part that nobody can fill.
     """
-    fill(page, "zico", lambda name: part(document, name))
-    return [page, *draw(document, page.with_suffix(""))]
+    drawn = draw_all(FIGURES, document, page.with_suffix(""), salt="zico")
 
+    def part(name: str) -> str:
+        if name in FIGURES:
+            return f"![{CAPTIONS[name]}]({page.stem}/{drawn[name].name})" if name in drawn else NOT_MEASURED
+        if name == "jobs":
+            return "\n".join(notes(document)) or NOT_MEASURED
+        if name == "source":
+            return _source(document)
+        if name not in TABLES:
+            raise ValueError(
+                f"expected a part among jobs, source, {', '.join([*FIGURES, *TABLES])}; got {name!r}"
+            )
+        table = TABLES[name](document)
+        return NOT_MEASURED if table.empty else markdown(table.astype(str).to_dict("records"))
 
-def part(document: Document, name: str) -> str:
-    """Write one generated part."""
-    if name == "jobs":
-        return "\n".join(f"- `{case}`: {note}" for case, note in document["cases"].items())
-    if name == "source":
-        return _source(document)
-    if name not in TABLES:
-        raise ValueError(f"expected a part among jobs, source, {', '.join(TABLES)}; got {name!r}")
-    table = TABLES[name](document)
-    return "Not measured." if table.empty else markdown(table)
-
-
-def markdown(table: pd.DataFrame) -> str:
-    """Format a table, its first column to the left and the others to the right."""
-    lines = [list(table.columns), ["---", *["---:"] * (len(table.columns) - 1)], *table.astype(str).values]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    fill(page, "zico", part)
+    return [page, *drawn.values()]
 
 
 def _source(document: Document) -> str:
     runs = document["runs"]
     if not runs:
-        return "Not measured."
+        return NOT_MEASURED
     dates = sorted(run["date"][:10] for run in runs)
-    environment, settings = runs[-1]["environment"], runs[-1]["settings"]
-    versions = sorted({run["environment"]["torch"] for run in runs})
-    return (
-        f"{environment['device']}, {settings['precision']}, torch {', '.join(versions)}, driver "
-        f"{environment['driver']}; {len(runs)} runs from {dates[0]} to {dates[-1]}."
-    )
+    machines = dict.fromkeys(f"{run['device']}, torch {run['torch']}" for run in runs)
+    precisions = sorted({row["precision"] for row in document["rows"] if "precision" in row})
+    return f"{'; '.join(machines)}; {', '.join(precisions)}; {len(runs)} runs from {dates[0]} to {dates[-1]}."

@@ -1,159 +1,87 @@
-"""Measure everything that was asked for, within a time limit, into one results file."""
+"""Measure the cells of one process."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import groupby
 from typing import Any
 
-from benchmarks.environment import describe
+from benchmarks.processes import guarded_rows, mps_daemon
+from benchmarks.resumable import Bench
 
-from . import results
-from .cases import PairNames, find_zico_case
+from .cells import HOST_VIEW, MPS, Cell, Sizes
 from .jobs import BenchJob, ZicoOptions, release_cached
-from .memory import iteration_record
-from .pair import PairBench
+from .memory import host_view, iteration_record
+from .ways import JobsBench
 
-PARTS = ("pairs", "memory")
-
-
-@dataclass(frozen=True)
-class ZicoPlan:
-    """What to measure: pairs, most important first, budgets by what peaks exceed them, and which parts."""
-
-    pairs: Sequence[PairNames]
-    excesses: Sequence[float] = (1.3, 1.8)
-    parts: Sequence[str] = ("pairs", "memory")
-    has_eager: bool = True
-    has_processes: bool = False
-    time_limit_s: float | None = None
-
-    @property
-    def names(self) -> list[str]:
-        return list(dict.fromkeys(name for pair in self.pairs for name in pair))
+Rows = Iterator[dict[str, Any]]
 
 
-def measure(
-    plan: ZicoPlan,
-    options: ZicoOptions,
-    out: Path,
-    *,
-    command: str,
-    resumes: bool = False,
-    tell: Callable[[str], object] = print,
-) -> results.Document:
-    """Measure and write what there is after every way; with ``resumes``, only what ``out`` lacks.
+def bench(options: ZicoOptions, sizes: Sizes) -> Bench[Cell]:
+    return Bench("zico", partial(measured, options, dict(sizes.regions)), _told, _daemon)
+
+
+def measured(options: ZicoOptions, regions: Mapping[str, int], cells: Sequence[Cell], seconds: float) -> Rows:
+    """Measure the cells of one process; none is begun after ``seconds``.
 
     A way that fails is recorded with its error, and the rest goes on.
     """
-    document = results.read(out) if resumes and out.exists() else results.empty()
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    environment = describe(options.device)
-    made = {"command": command, "date": date, "environment": environment, "settings": asdict(options)}
-    document["runs"].append(made)
-    run = _Run(plan, options, document, out, tell)
-    for names in plan.pairs if "pairs" in plan.parts else ():
-        run.pair(names)
-    for name in plan.names if "memory" in plan.parts else ():
-        run.memory(name)
-    return document
+    end = time.monotonic() + seconds
+    built: dict[tuple[str, int], BenchJob] = {}
 
+    def build(name: str, seed: int) -> BenchJob:
+        if (name, seed) not in built:
+            built[name, seed] = BenchJob(name, seed, options)
+            _ = built[name, seed].fleet
+        return built[name, seed]
 
-@dataclass
-class _Run:
-    """One run and the document that it fills."""
-
-    plan: ZicoPlan
-    options: ZicoOptions
-    document: results.Document
-    out: Path
-    tell: Callable[[str], object]
-
-    def __post_init__(self) -> None:
-        self._begin = time.monotonic()
-        self._run = len(self.document["runs"]) - 1
-        self._jobs: dict[tuple[str, int], BenchJob] = {}
-
-    def pair(self, names: PairNames) -> None:
-        """Measure one pair in every way, so that what is measured is whole whenever time is over."""
-        label = "+".join(names)
-        known = [pair["names"] for pair in self.document["pairs"] if pair["is_complete"]]
-        if list(names) in known or not self._has_time(label):
-            return
-        failed: dict[str, str] = {}
-        record: dict[str, Any] = {"names": list(names), "run": self._run, "is_complete": False}
-        record |= {"solo_ms": [], "local_bytes": [0, 0], "peak_bytes": [0, 0], "failed": failed, "ways": []}
-        with self._attempt(label, "build", failed):
-            jobs = (self.build(names[0], 0), self.build(names[1], int(names[0] == names[1])))
-            record["solo_ms"] = [1e3 * job.solo_seconds for job in jobs]
-            bench = PairBench(jobs, self.options)
-            results.put_pair(self.document, record)
-        if failed:
-            return
-        ways = bench.ways(self.plan.excesses, eager=self.plan.has_eager, processes=self.plan.has_processes)
-        is_cut_off = False
-        for way, train in ways.items():
-            if not self._has_time(f"{label}, {way}"):
-                is_cut_off = True
-                continue
-            with self._attempt(label, way, failed):
-                for row in train():
-                    record["ways"].append(row)
-                    rates = " and ".join(f"{rate:.1f}" for rate in row["iterations_per_second"])
-                    self.tell(f"{label}, {row['way']}: {rates} iterations per second")
-            record |= {"local_bytes": bench.local_bytes, "peak_bytes": bench.peak_bytes}
-            self._save()
-        record["is_complete"] = not is_cut_off and not failed
-        self._save()
-
-    def memory(self, name: str) -> None:
-        """Look at one job's memory, scaled to its time alone where that is known."""
-        if name in self.document["memory"] or not self._has_time(f"{name}, memory"):
-            return
-        solo = {
-            job: milliseconds / 1e3
-            for pair in self.document["pairs"]
-            for job, milliseconds in zip(pair["names"], pair["solo_ms"], strict=True)
-        }
-        with self._attempt(name, "memory", {}):
-            record = iteration_record(self.build(name, 0), solo.get(name))
-            self.document["memory"][name] = {"run": self._run, **record}
-        self._save()
-
-    def build(self, name: str, seed: int) -> BenchJob:
-        """Build a job once; compiled code is cached on disk, for other processes too."""
-        if (name, seed) not in self._jobs:
-            begin = time.perf_counter()
-            job = BenchJob(name, seed, self.options)
-            _ = job.fleet
-            self._jobs[name, seed] = job
-            self.document["cases"][name] = find_zico_case(name).note
-            self.tell(f"{name}: built in {time.perf_counter() - begin:.0f} s")
-        return self._jobs[name, seed]
-
-    @contextmanager
-    def _attempt(self, names: str, way: str, failed: dict[str, str]) -> Iterator[None]:
-        """Record what fails inside."""
-        try:
+    for _, alike in groupby(cells, key=lambda cell: (cell.experiment, cell.jobs)):
+        waiting = {cell.way: cell for cell in alike}
+        first = next(iter(waiting.values()))
+        for ways, measure in _plan(first, list(waiting), JobsBench(first, build, options), build, regions):
             gc.collect()
-            release_cached(self.options.where)
-            yield
-        except Exception as error:
-            failed[way] = f"{type(error).__name__}: {error}"[:500]
-            self.tell(f"{names}, {way}: failed: {failed[way]}")
-            self._save()
+            release_cached(options.where)
+            for row in guarded_rows(measure()):
+                if "error" not in row:
+                    cell = waiting[row["way"]]
+                    ways.remove(cell.way)
+                    yield {**cell.key, "precision": options.precision, **row}
+                else:
+                    yield from ({**waiting[way].key, **row} for way in ways)
+            if time.monotonic() > end:
+                return
 
-    def _save(self) -> None:
-        results.write(self.document, self.out)
 
-    def _has_time(self, what: str) -> bool:
-        limit = self.plan.time_limit_s
-        if limit is None or time.monotonic() - self._begin < limit:
-            return True
-        self.tell(f"{what}: left out, the time is over")
-        return False
+def _plan(
+    cell: Cell, ways: Sequence[str], jobs: JobsBench, build: Any, regions: Mapping[str, int]
+) -> Iterator[tuple[list[str], Callable[[], Rows]]]:
+    """What measures these ways of the same jobs, and which of them."""
+    if cell.experiment == "train":
+        yield from jobs.plan(ways)
+    for way in ways if cell.experiment != "train" else ():
+        if cell.experiment == "tracking":
+            yield [way], partial(jobs.tracked, way)
+        elif cell.experiment == "regions":
+            yield [way], partial(jobs.in_regions, way, regions[way])
+        else:
+            yield [way], partial(_look, partial(build, cell.jobs, 0), way)
+
+
+def _look(build: Callable[[], BenchJob], way: str) -> Rows:
+    yield {"way": way, **(host_view if way == HOST_VIEW else iteration_record)(build())}
+
+
+def _daemon(cells: Sequence[Cell]) -> AbstractContextManager[None]:
+    return mps_daemon() if cells[0].way.startswith(MPS) else nullcontext()
+
+
+def _told(row: Mapping[str, Any]) -> str:
+    if "iterations_per_second" in row:
+        return " and ".join(f"{rate:.1f}" for rate in row["iterations_per_second"]) + " iterations per second"
+    if "solo_ms" in row:
+        return " and ".join(f"{taken:.3g}" for taken in row["solo_ms"]) + " ms"
+    return "looked at"

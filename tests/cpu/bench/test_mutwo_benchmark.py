@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from benchmarks.__main__ import app
 from benchmarks.mutwo import baselines, cells
-from benchmarks.mutwo.cells import PAPER_SIZES, SMALL_SIZES, find_tasks
+from benchmarks.mutwo.cells import PAPER_SIZES, SMALL_SIZES
 from benchmarks.processes import streamed
-from benchmarks.resumable import pending
+from benchmarks.resumable import find_tasks, pending
 from typer.testing import CliRunner
 
 import trainmux as tm
@@ -118,7 +118,7 @@ def test_unknown_figures_and_sizes_are_refused(words: list[str], tmp_path: Path)
 
 
 def test_cells_of_a_fleet_share_a_process_and_headlines_come_first() -> None:
-    tasks = find_tasks(PAPER_SIZES, list(cells.FIGURES))
+    tasks = find_tasks(cells.FIGURES, PAPER_SIZES, list(cells.FIGURES))
     flat = [cell for task in tasks for cell in task]
     assert len(set(flat)) == len(flat)
     first = tasks[: 2 * len(PAPER_SIZES.subjects)]
@@ -148,7 +148,7 @@ def test_a_cell_that_fails_is_recorded_and_the_rest_goes_on(
 
 
 def test_failed_cells_are_repeated_only_where_that_is_asked_for() -> None:
-    (tasks,) = [find_tasks(SMALL_SIZES, ["adamw"])]
+    (tasks,) = [find_tasks(cells.FIGURES, SMALL_SIZES, ["adamw"])]
     failed = {**tasks[0][0].key, "error": "out of memory"}
     assert len(pending("mutwo", tasks, [failed], retry=False)) == len(tasks) - 1
     assert pending("mutwo", tasks, [failed], retry=True) == tasks

@@ -1,7 +1,6 @@
-"""Two jobs on one device, in one process: by turns or at once, as graphs or eagerly, inside budgets.
+"""Jobs on one device: by turns or at once, as graphs or eagerly, inside budgets, in one process or several.
 
-Each way is a generator of records: iterations per second of each job, and details. What it raises is recorded
-as the reason why it is missing.
+Each way gives records: iterations per second of each job, and details.
 """
 
 from __future__ import annotations
@@ -11,69 +10,84 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 import trainmux as tm
-from benchmarks.processes import Together, mps_daemon, run_together
+from benchmarks.processes import Together, run_together
 
-from .cases import CHANGING, SAMPLED, PairNames, model_of
-from .colocated import BudgetPhase, budget_phases, needed_bytes, run_phases
-from .jobs import STEPS_AHEAD, BenchJob, ZicoOptions, train_for, wait_for
+from .cells import (
+    ALONE,
+    EAGER_TEMPORAL,
+    EAGER_THREADS,
+    PROCESS_WAYS,
+    TEMPORAL,
+    TRACKING,
+    UNLIMITED,
+    Cell,
+)
+from .colocated import ALL_MEMORY, BudgetPhase, budget_phases, excess_way, needed_bytes, run_phases
+from .jobs import STEPS_AHEAD, BenchJob, MeasurementError, ZicoOptions, train_for, wait_for
 
-TEMPORAL = "temporal"
-UNLIMITED = "two streams, unlimited"
-EAGER_TEMPORAL = "eager temporal"
-EAGER_THREADS = "two eager threads"
 _START_SECONDS = 300.0
 """Limit for a process to build its job, while the other one waits."""
+_REGIONS_EXCESS = 1.3
+"""Table 2: how much the peaks exceed the budget while regions are shared."""
 
 Record = dict[str, Any]
 WayRecords = Iterator[Record]
+Build = Callable[[str, int], BenchJob]
 
 
-class PairBench:
-    """Two jobs to train in one way after another."""
+class JobsBench:
+    """Jobs to train in one way after another; ``build`` makes one by name and seed when it is needed."""
 
-    def __init__(self, jobs: tuple[BenchJob, BenchJob], options: ZicoOptions) -> None:
-        self.jobs = jobs
-        self.names: PairNames = (jobs[0].case.name, jobs[1].case.name)
-        self._seeds = [job.seed for job in jobs]
+    def __init__(self, cell: Cell, build: Build, options: ZicoOptions) -> None:
+        self._cell, self._build = cell, build
+        self._seeds = [cell.names[:number].count(name) for number, name in enumerate(cell.names)]
         self._options, self._device = options, options.where
-        self.local_bytes, self.peak_bytes = [0, 0], [0, 0]
-        """Bytes of each job's own, and of the shared arena at its peak, once the jobs were co-located."""
 
-    def ways(
-        self, excesses: Sequence[float], *, eager: bool, processes: bool
-    ) -> dict[str, Callable[[], WayRecords]]:
-        """List the ways by name. Fleets come first: co-locating a fleet discards its captured graphs."""
-        is_cuda = self._device.type == "cuda"
-        found: dict[str, Callable[[], WayRecords]] = {TEMPORAL: self.temporal}
-        if is_cuda:
-            found[UNLIMITED] = self.unlimited
-        found["co-located"] = lambda: self.colocated(excesses)
-        if eager:
-            found[EAGER_TEMPORAL] = self.eager_temporal
-        if eager and is_cuda:
-            found[EAGER_THREADS] = self.eager_threads
-        if processes:
-            found["two processes"] = lambda: self.in_processes("two processes")
-            found["MPS"] = lambda: self.in_processes("MPS")
-        return found
+    @cached_property
+    def jobs(self) -> list[BenchJob]:
+        return [self._build(*job) for job in zip(self._cell.names, self._seeds, strict=True)]
+
+    def plan(self, ways: Sequence[str]) -> Iterator[tuple[list[str], Callable[[], WayRecords]]]:
+        """Group ``ways`` by what measures them. Fleets come first: co-locating one discards its captured
+        graphs."""
+        single: dict[str, Callable[[], WayRecords]] = {ALONE: self.alone, TEMPORAL: self.temporal}
+        single[UNLIMITED] = self.unlimited
+        for way in single:
+            if way in ways:
+                yield [way], single[way]
+        eagerly = {EAGER_TEMPORAL: self.eager_temporal, EAGER_THREADS: self.eager_threads}
+        together = [way for way in ways if way not in {*single, *eagerly, *PROCESS_WAYS}]
+        if together:
+            yield together, partial(self.colocated, together)
+        for way in ways:
+            if way in eagerly:
+                yield [way], eagerly[way]
+            elif way in PROCESS_WAYS:
+                yield [way], partial(self.in_processes, way)
 
     # ---- as graphs ---------------------------------------------------------------------------------
 
+    def alone(self) -> WayRecords:
+        """Time an iteration of each by itself."""
+        yield {"way": ALONE, "solo_ms": [1e3 * job.solo_seconds for job in self.jobs]}
+
     def temporal(self) -> WayRecords:
-        """Alternate between iterations of the two, the host ahead of the device."""
+        """Take turns, an iteration each, the host ahead of the device."""
         yield self._in_turn(TEMPORAL, [job.step for job in self.jobs], num_warm_up=1)
 
     def unlimited(self) -> WayRecords:
-        """Run whole steps on two streams with separate memory, at most two of each in flight."""
-        streams = [torch.cuda.Stream(self._device) for _ in range(2)]
-        in_flight: list[deque[torch.cuda.Event]] = [deque(), deque()]
-        begun, done = [0, 0], [0, 0]
+        """Run whole steps, a stream and separate memory for each job, at most two of each in flight."""
+        _need_cuda(self._device)
+        streams = [torch.cuda.Stream(self._device) for _ in self.jobs]
+        in_flight: list[deque[torch.cuda.Event]] = [deque() for _ in self.jobs]
+        begun, done = [0] * len(self.jobs), [0] * len(self.jobs)
         for job, stream in zip(self.jobs, streams, strict=True):
             with torch.cuda.stream(stream):
                 job.step(0)
@@ -99,32 +113,43 @@ class PairBench:
         wait_for(self._device)
         yield _way(UNLIMITED, done, taken)
 
-    def colocated(self, excesses: Sequence[float]) -> WayRecords:
+    def colocated(self, ways: Sequence[str]) -> WayRecords:
         """Share the device by `trainmux.colocate`, in one run that goes from budget to budget."""
-        models = tuple(sorted(map(model_of, self.names)))
 
         def choose(result: tm.ColocationResult) -> list[BudgetPhase]:
-            self.local_bytes = [row.local_bytes for row in result.jobs.values()]
-            self.peak_bytes = [row.peak_bytes for row in result.jobs.values()]
-            whole, smallest = needed_bytes(result)
-            return budget_phases(
-                whole, smallest, excesses, samples=models in SAMPLED, changes=models in CHANGING
-            )
+            samples = self._cell.jobs in self._options.sampled
+            return budget_phases(*needed_bytes(result), ways, samples=samples)
 
         yield from run_phases(self.jobs, choose, self._options)
+
+    def tracked(self, way: str) -> WayRecords:
+        """Run one job by itself in segments of one length (Table 1)."""
+        yield from self._with_settings(way, ALL_MEMORY, tracking_bytes=TRACKING[way])
+
+    def in_regions(self, way: str, region_bytes: int) -> WayRecords:
+        """Share regions of one size within a tight budget (Table 2)."""
+        yield from self._with_settings(way, excess_way(_REGIONS_EXCESS), region_bytes=region_bytes)
+
+    def _with_settings(self, way: str, budget: str, **settings: Any) -> WayRecords:
+        def choose(result: tm.ColocationResult) -> list[BudgetPhase]:
+            return budget_phases(*needed_bytes(result), [budget], samples=False)
+
+        for record in run_phases(self.jobs, choose, self._options, **settings):
+            yield record | {"way": way}
 
     # ---- eagerly -----------------------------------------------------------------------------------
 
     def eager_temporal(self) -> WayRecords:
-        """Alternate between iterations of the two in plain torch."""
+        """Take turns in plain torch."""
         with _searched_convolutions():
             yield self._in_turn(EAGER_TEMPORAL, [job.eager_step() for job in self.jobs], num_warm_up=2)
 
     def eager_threads(self) -> WayRecords:
         """Train each in plain torch, in a thread and on a stream of its own."""
+        _need_cuda(self._device)
         steps = [job.eager_step() for job in self.jobs]
         wait_for(self._device)  # the models must be there before other streams read them
-        is_over, ready = threading.Event(), threading.Barrier(3)
+        is_over, ready = threading.Event(), threading.Barrier(len(steps) + 1)
 
         def train(step: Callable[[int], None]) -> int:
             stream, num = torch.cuda.Stream(self._device), 0
@@ -146,7 +171,7 @@ class PairBench:
             return num
 
         begin = 0.0
-        with _searched_convolutions(), ThreadPoolExecutor(2) as pool:
+        with _searched_convolutions(), ThreadPoolExecutor(len(steps)) as pool:
             futures = [pool.submit(train, step) for step in steps]
             try:
                 ready.wait()
@@ -165,18 +190,16 @@ class PairBench:
     # ---- in processes ------------------------------------------------------------------------------
 
     def in_processes(self, way: str) -> WayRecords:
-        """Train each in a process of its own, in plain torch and then as graphs; `MPS` needs its daemon.
+        """Train each in a process of its own, in plain torch or as graphs; for MPS its daemon must run.
 
         The paper also runs MPS with more memory than the device has, by unified memory. That is left out:
         asking for more managed memory than is free can hang the GPU, and without it a process that finds no
         memory fails.
         """
-        jobs = [(name, seed, self._options) for name, seed in zip(self.names, self._seeds, strict=True)]
-        with mps_daemon() if way == "MPS" else nullcontext():
-            for kind in ("eager", "graphs"):
-                found = run_together(_train_in_process, [(*job, kind) for job in jobs], _START_SECONDS)
-                rates = [num / taken for num, taken in found]
-                yield {"way": f"{way}, {kind}", "iterations_per_second": rates}
+        kind = way.rpartition(", ")[2]
+        work = [(*job, self._options, kind) for job in zip(self._cell.names, self._seeds, strict=True)]
+        found = run_together(_train_in_process, work, _START_SECONDS)
+        yield {"way": way, "iterations_per_second": [num / taken for num, taken in found]}
 
     def _in_turn(self, way: str, steps: Sequence[Callable[[int], None]], *, num_warm_up: int) -> Record:
         def both(number: int) -> None:
@@ -187,7 +210,7 @@ class PairBench:
             both(0)
         wait_for(self._device)
         num, taken = train_for(both, self._options.seconds, self._device)
-        return _way(way, [num, num], taken)
+        return _way(way, [num] * len(steps), taken)
 
 
 def _train_in_process(
@@ -202,6 +225,11 @@ def _train_in_process(
     wait_for(options.where)
     together.wait()
     return train_for(step, options.seconds, options.where)
+
+
+def _need_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise MeasurementError(f"expected a CUDA device, got {device}: elsewhere there are no streams")
 
 
 def _way(way: str, iterations: Sequence[int], seconds: float) -> Record:
