@@ -49,8 +49,8 @@ TOLERANCES = {"double": (1e-10, 1e-6), "single": (1e-5, 1e-2)}
 throughout, and of those that cast to single precision whatever they are given."""
 
 MAX_TIMES_ROUNDING = 10.0
-"""Errors may be this many times what it makes to change weights by their last bit: where a model divides by
-next to nothing, or chooses among equals, rounding is not small."""
+"""Errors may be this many times what it makes to change weights by the last bit of the precision it computes
+in: where a model divides by next to nothing, or chooses among equals, rounding is not small."""
 
 ZOO: tuple[Architecture, ...] = (
     *(Architecture(f"classic:{name}", "classic", build) for name, build in CLASSIC.items()),
@@ -199,19 +199,20 @@ def _compared(
     }
     loss_limit, update_limit = TOLERANCES[row["computes_in"]]
     if not (row["loss_error"] <= loss_limit and row["update_error"] <= update_limit):
-        again, losses = plain([_nudged(model) for model in begin])
+        eps = torch.finfo(torch.float32 if dtypes.has_single else torch.float64).eps
+        again, losses = plain([_nudged(model, eps) for model in begin])
         row["rounding"] = max(map(_error, losses, theirs)), _update_error(begin, alone, again)
     return row
 
 
-def _nudged(model: nn.Module) -> nn.Module:
-    """A copy whose weights are off by their last bit, up or down."""
+def _nudged(model: nn.Module, eps: float) -> nn.Module:
+    """A copy whose weights are off by so much of themselves, up or down."""
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in copied.parameters():
             if parameter.is_floating_point():
                 signs = torch.randint(0, 2, parameter.shape) * 2 - 1
-                parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+                parameter.mul_(1 + eps * signs.to(parameter.dtype))
     return copied
 
 

@@ -79,7 +79,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "deepseek_v3": _LATENT,
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16] * 4},
-    "efficientnet": {"hidden_dim": None, "width_coefficient": 1.0, "depth_coefficient": 1.0},
+    "efficientnet": {"hidden_dim": 1280, "width_coefficient": 1.0, "depth_coefficient": 1.0},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 2},
     "falcon": {"head_dim": None},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
