@@ -37,6 +37,7 @@ from trainmux.tracing._effects import (
     unique_parameters,
     watched_lines,
 )
+from trainmux.tracing._fixed_shapes import fixed_shape_decompositions
 from trainmux.tracing._passes import (
     drop_constant_masks,
     graph_constant,
@@ -316,7 +317,7 @@ class _Call:
             return self._with_failures(functionalized(step)(*flat))
 
         table: dict[Any, Callable[..., Any]] = torch._decomp.get_decompositions(_DECOMPOSE)
-        table |= random_decompositions(lambda: self._draws)
+        table |= random_decompositions(lambda: self._draws) | fixed_shape_decompositions()
         table[torch.ops.aten._linalg_check_errors.default] = self._note_check
         table[torch.ops.aten._local_scalar_dense.default] = known_scalar
         tracer = make_fx(run, decomposition_table=table, user_frames=frames_of(is_user_file))
