@@ -105,6 +105,9 @@ class Fleet:
     (everything floating is held in fp64). ``engine`` is "auto" (CUDA graphs on a CUDA device), "cuda_graphs"
     or "reference" (node by node).
 
+    A fleet that has lost members goes on with fewer slots, half of them or less, once what empty ones cost is
+    worth the new programs; not with ``deterministic``, because results may differ in their last bits then.
+
     ``lowering`` is "auto" (training begins on ATen's kernels at once and switches to compiled ones as soon as
     they are ready, at once where they are on disk; on a CPU they are begun after some seconds, and never
     with ``deterministic``), "inductor" (wait for them) or "aten". ``width`` is the number of members fused
@@ -412,7 +415,8 @@ class Fleet:
 
     @door
     def add(self, member: Member) -> None:
-        """Take in another member: into a free slot where there is one, else with one slot more.
+        """Take in another member: into a free slot where there is one, else with one slot more; where there
+        have been more before, with twice as many.
 
         With ``accumulate=n``, one that comes between two updates starts with the next n batches.
         """
@@ -898,8 +902,11 @@ class Fleet:
         group.load(row, plan)
 
     def _grow(self, group: Group, plan: Newcomer) -> bool:
-        """One slot more; false, with a warning, where the group cannot be fused at that width."""
+        """More slots; false, with a warning, where the group cannot be fused at that width."""
         width = group.width
+        if width < group.widths.most:  # which has been fused
+            group.resize(group.widths.wider(width))
+            return True
         group.resize(width + 1)
         try:
             trace = group.trace_with(plan)

@@ -21,6 +21,7 @@ from trainmux.fleet._programs import Program, ProgramCache, groups_of, held_argu
 from trainmux.fleet._shared import view_key
 from trainmux.fleet._slots import Slot, StackedState, named_tensors, same_values, volatile_names
 from trainmux.fleet._traces import Trace
+from trainmux.fleet._widths import Widths
 from trainmux.fusion.optimizers import OptimizerStructure, StateEntry, state_entries, write_state
 from trainmux.ir import FreeNumber, FusionRecord, GroupSummary, InputKind, MemoryUse, OutputKind
 from trainmux.runtime import ALIGNMENT_BYTES, stacked_zeros
@@ -73,6 +74,7 @@ class Group:
         self.key = key
         self.config = config
         self.width = width
+        self.widths = Widths(width, can_shrink=not config.deterministic)
         self.slots: list[Slot | None] = [None] * width
         self.unfused_because = ""
         self.last: dict[str, Tensor] = {}
@@ -222,7 +224,7 @@ class Group:
             value = self.state.shared.pop(name)
             rows = stacked_zeros(self.width, value.shape, value.dtype, value.device)
             self.state.tensors[name] = rows.copy_(value.unsqueeze(0).expand_as(rows))
-        self.programs.clear()
+        self.programs.set_aside()
 
     def resize(self, width: int) -> None:
         """Change the number of slots, keeping the members (moved together) and their state."""
@@ -230,6 +232,7 @@ class Group:
         self._restack(kept, width, self.state.alive.device, self.state.shared)
         self.slots = [self.slots[row] for row in kept] + [None] * (width - len(kept))
         self.width = width
+        self.widths.note(width)
         self.last = {}
         self._free.resized(kept, width)
         self._make_numbers()
@@ -251,7 +254,7 @@ class Group:
     ) -> None:
         sources = [(self.state, row) for row in rows]
         self.state = self.state.with_rows(sources, width, device, self._transfers, shared)
-        self.programs.clear()
+        self.programs.set_aside()
 
     def state_on(self, device: torch.device, width: int) -> StackedState:
         """The state, if it is on ``device``, else a copy of its first rows as steps there want it."""
@@ -549,7 +552,7 @@ class Group:
         found = self._free.merged(purpose, rows, traces)
         if len(self._free.values) > num_free:
             self._make_numbers()  # at other addresses
-            self.programs.clear()
+            self.programs.set_aside()
             self.forget_fed()
         self._numbers.set_free(self._free.values)
         return found
@@ -584,7 +587,7 @@ class Group:
         Reads the members' settings as they are now, for the program and for the step that comes next.
         """
         self.stacked_batch = stacked_batch
-        key = ("step", trace.key, self.variant(applies=applies), stacked_batch)
+        key = ("step", trace.key, self.variant(applies=applies), stacked_batch, *self._form())
 
         def build() -> StepProgram:
             settings = self.settings(applies=applies)
@@ -601,9 +604,13 @@ class Group:
     def forward_program(self, trace: GroupTrace, spec: BatchSpec, *, stacked_batch: bool) -> ForwardProgram:
         """Find or build the program that computes metrics of all members, ``[width]`` each."""
         return self.programs.get(
-            ("evaluate", trace.key, spec, stacked_batch),
+            ("evaluate", trace.key, spec, stacked_batch, *self._form()),
             lambda: self.builder().forward(trace.graph, self.width, stacked_batch=stacked_batch),
         )
+
+    def _form(self) -> tuple[Hashable, ...]:
+        """What programs depend on besides graph, settings and batch: slots, and names of shared tensors."""
+        return self.width, tuple(self.state.shared)
 
     def variant(self, *, applies: bool = True) -> Hashable:
         """Read the members' settings and return what a step's program depends on."""

@@ -22,7 +22,7 @@ from trainmux.runtime import deferred_interrupts
 from trainmux.sizes import exact_bytes
 
 _MAX_EMPTY_SHARE = 0.5
-"""A fleet of which more than this share of slots is empty gets fewer of them at the next step."""
+"""A plan of whose slots more than this share is empty is left, and another one is made at the next step."""
 
 _MAX_TIGHTENINGS = 2
 _SLACK_BYTES = 16 << 20
@@ -187,11 +187,12 @@ class PlanKeeper:
 
 
 def without_empty(groups: Sequence[Group]) -> list[Group]:
-    """The groups that have members; one whose slots are mostly empty has fewer of them now."""
+    """The groups that have members; one whose slots have been mostly empty for long has fewer of them now."""
     found = [group for group in groups if group.members]
     for group in found:
-        if _mostly_empty([group]):
-            group.resize(len(group.members))
+        width = group.widths.narrower(group.width, len(group.members), group.programs.build_s)
+        if width != group.width:
+            group.resize(width)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
@@ -62,32 +63,50 @@ def with_batch(held: Sequence[Tensor | None], batch: Sequence[Tensor]) -> list[T
 
 
 _MAX_PROGRAMS = 8
+_MAX_ASIDE = 24
 
 P = TypeVar("P", bound=Program)
 
 
 class ProgramCache:
-    """The most recently used programs of one group, with the tensors that each is called with."""
+    """The most recently used programs of one group, with the tensors that each is called with.
+
+    A key has all that decides a program. Programs that were used before state moved, of other widths for
+    instance, are laid aside without their graphs, for the case that they are wanted again.
+    """
 
     def __init__(self, config: FleetConfig) -> None:
         self._config = config
         self.engine = config.make_engine()
         self.kept: OrderedDict[Hashable, Program] = OrderedDict()
+        self._aside: OrderedDict[Hashable, Program] = OrderedDict()
         self._upgrades: dict[Hashable, Upgrade[StepProgram]] = {}
+        self._build_s: dict[Hashable, float] = {}
         # By the program's id, with the program itself: its id must not be given to another one.
         self._held: dict[int, tuple[Program, list[Tensor | None]]] = {}
+
+    @property
+    def build_s(self) -> float:
+        """Seconds that it took to build the programs in use."""
+        return sum(self._build_s.get(key, 0.0) for key in self.kept)
 
     def get(self, key: Hashable, build: Callable[[], P]) -> P:
         """Find a program or build it; the least recently used one of too many goes."""
         self._upgrade(key)
-        known = self.kept.get(key)
-        if known is not None:
-            self.kept.move_to_end(key)
-            return known  # type: ignore[return-value]
-        program = build()
-        self.kept[key] = program
+        if key not in self.kept:
+            self.kept[key] = self._aside.pop(key) if key in self._aside else self._built(key, build)
+        self.kept.move_to_end(key)
+        program = self.kept[key]
         while len(self.kept) > _MAX_PROGRAMS:
-            self._forget(self.kept.popitem(last=False)[1])
+            old, gone = self.kept.popitem(last=False)
+            self._forget(gone)
+            self._drop(old)
+        return program  # type: ignore[return-value]
+
+    def _built(self, key: Hashable, build: Callable[[], P]) -> P:
+        begin_s = time.monotonic()
+        program = build()
+        self._build_s[key] = time.monotonic() - begin_s
         return program
 
     def held_arguments(
@@ -121,17 +140,25 @@ class ProgramCache:
                 self.kept[key] = better
 
     def wait_until_compiled(self) -> None:
-        """Wait for every compilation that is under way or due."""
-        for upgrade in self._upgrades.values():
-            upgrade.wait()
+        """Wait for every compilation that is under way or due for the programs in use."""
+        for key, upgrade in self._upgrades.items():
+            if key in self.kept:
+                upgrade.wait()
+
+    def set_aside(self) -> None:
+        """Free the graphs and arguments of all programs: state has moved."""
+        self.engine.forget(list(self.kept.values()))
+        self._held.clear()
+        self._aside |= self.kept
+        self.kept.clear()
+        while len(self._aside) > _MAX_ASIDE:
+            self._drop(self._aside.popitem(last=False)[0])
 
     def clear(self) -> None:
-        """Forget all programs: state has moved, or the group has another width."""
-        for program in self.kept.values():
-            self._forget(program)
-        self.kept.clear()
-        self._upgrades.clear()
-        self._held.clear()
+        """Forget all programs."""
+        self.set_aside()
+        for store in (self._aside, self._upgrades, self._build_s):
+            store.clear()
 
     def drop_graphs(self) -> bool:
         """Free captured graphs with their pool and workspaces; false where there are none."""
@@ -139,6 +166,10 @@ class ProgramCache:
         if has_graphs:
             self.engine = self._config.make_engine()
         return has_graphs
+
+    def _drop(self, key: Hashable) -> None:
+        self._upgrades.pop(key, None)
+        self._build_s.pop(key, None)
 
     def _forget(self, program: Program) -> None:
         self.engine.forget([program])

@@ -34,6 +34,7 @@ from fleet_cases import (
 )
 from torch import Tensor, nn
 
+import trainmux.fleet._widths as widths_module
 from trainmux import Fleet, Member
 
 pytestmark = pytest.mark.usefixtures("built_once")
@@ -79,6 +80,7 @@ def test_a_copy_of_the_state_lies_as_steps_on_its_device_read_it() -> None:
 def test_free_slots_are_refilled_for_nothing_and_groups_grow_and_shrink_without_tracing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(widths_module, "WORTH", 0.0)  # at once
     fleet = fleet_of(4)
     work = count_work(monkeypatch)
 
@@ -105,6 +107,43 @@ def test_free_slots_are_refilled_for_nothing_and_groups_grow_and_shrink_without_
         fleet.drop(name)
     fleet.step(EXAMPLE)
     assert [group.members for group in fleet.summary()] == [("m7",)], "an empty group goes away"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_fleet_that_narrows_and_widens_again_builds_each_width_once(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members go on as in a fleet that never changed: bitwise in deterministic mode, which keeps slots."""
+    monkeypatch.setattr(widths_module, "WORTH", 0.0)
+    fleet, control = (fleet_of(5, dropout_member, deterministic=deterministic) for _ in range(2))
+    work, seen = count_work(monkeypatch), []
+    for leaving, coming in (("m0 m1 m3", ""), ("m4", ""), ("", "m7"), ("", "m8 m9"), ("m7 m8 m9", "")):
+        for name in leaving.split():
+            fleet.drop(name)
+        for name in coming.split():
+            fleet.add(dropout_member(int(name[1:])))
+        fleet.step(BATCHES[fleet.num_steps])
+        control.step(BATCHES[control.num_steps])
+        fleet.evaluate(BATCHES[:1])
+        seen += [group.width for group in fleet.summary()]
+    # Steps and evaluations of each width, but for the first step.
+    assert (seen, work["fusions"]) == (([5] * 5, 1) if deterministic else ([2, 1, 2, 5, 1], 5))
+    got, expected = (states_of(one)["m2"] for one in (fleet, control))
+    (assert_same if deterministic else assert_close)(got, expected)
+
+
+def test_slots_stay_while_narrower_programs_would_cost_more_than_they_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = fleet_of(4)
+    work = count_work(monkeypatch)
+    monkeypatch.setattr(widths_module, "WORTH", 1e9)
+    for name in ("m0", "m1", "m3"):
+        fleet.drop(name)
+    for batch in BATCHES[:3]:
+        fleet.step(batch)
+    assert [group.width for group in fleet.summary()] == [4]
+    assert not work["fusions"]
 
 
 def test_per_member_data_follows_the_names() -> None:
